@@ -1,0 +1,230 @@
+"""What a composed configuration must satisfy before anything is started: all problems at once. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fsdp_jobs.checkpoints.catalog import find_checkpoints
+from fsdp_jobs.config import (
+    AUTO,
+    DTYPES,
+    STRATEGIES,
+    CustomModelConfig,
+    JobConfig,
+    LlamaConfig,
+    load_config,
+    node_range,
+    training_values,
+)
+from fsdp_jobs.planning.options import ranks_per_node
+from fsdp_jobs.planning.plan import check_sharding
+from fsdp_jobs.planning.topology import Topology
+from fsdp_jobs.problems import BadInput, Problem, nearest
+from fsdp_jobs.run_dir import RunDir
+
+# key -> the words it may have
+_CHOICES: dict[str, tuple[str | bool, ...]] = {
+    "cluster.accelerator": (AUTO, "cpu", "cuda"),
+    "fsdp.strategy": (AUTO, *STRATEGIES),
+    "fsdp.wrap": ("layer", "size", "none"),
+    "fsdp.param_dtype": (AUTO, *DTYPES),
+    "fsdp.reduce_dtype": DTYPES,
+    "fsdp.output_dtype": (AUTO, *DTYPES),
+    "fsdp.accumulate_unsharded": (AUTO, True, False),
+    "fsdp.activation_checkpointing": ("none", "full", "every_n", "selective"),
+    "data.kind": ("python_stdlib", "tokens", "synthetic"),
+    "data.token_dtype": ("uint16", "uint32"),
+    "optim.schedule": ("cosine", "constant"),
+    "checkpoint.async_mode": (AUTO, "off", "thread", "process"),
+}
+
+# key -> the smallest value it may have
+_AT_LEAST: dict[str, float] = {
+    "steps": 1,
+    "log_every_steps": 1,
+    "seed": 0,
+    "data.seq_len": 1,
+    "data.global_batch": 1,
+    "data.micro_batch": 1,
+    "data.workers": 0,
+    "data.prefetch": 1,
+    "data.vocab_size": 1,
+    "data.tokens": 1,
+    "fsdp.activation_checkpointing_every": 1,
+    "fsdp.min_num_params": 1,
+    "fsdp.forward_prefetch": 0,
+    "fsdp.backward_prefetch": 0,
+    "optim.lr": 0,
+    "optim.weight_decay": 0,
+    "optim.grad_clip_norm": 0,
+    "optim.warmup_steps": 0,
+    "checkpoint.every_steps": 0,
+    "checkpoint.every_minutes": 0,
+    "checkpoint.keep": 0,
+    "elastic.max_failures_without_progress": 0,
+    "elastic.heartbeat_interval_s": 0.1,
+    "elastic.heartbeat_timeout_s": 1,
+    "elastic.join_window_s": 0,
+    "elastic.wait_for_nodes_s": 1,
+    "elastic.init_timeout_s": 1,
+    "elastic.step_timeout_s": 1,
+    "elastic.stall_timeout_s": 0,
+    "elastic.stop_grace_s": 1,
+}
+
+
+def value_of(config: JobConfig, key: str) -> Any:
+    """The value at a dotted key."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def check(config: JobConfig, files: bool = True) -> None:
+    """Look at everything but what only the run directory knows; without `files`, as for a plan, at no data either.
+
+    Raises:
+        BadInput: with all that is wrong.
+    """
+    problems = [*_words_and_numbers(config), *_shape(config), *_data(config, files)]
+    if isinstance(config.model, LlamaConfig):
+        problems += _llama(config.model)
+    if problems:
+        raise BadInput(problems)
+
+
+def _words_and_numbers(config: JobConfig) -> Iterator[Problem]:
+    for key, allowed in _CHOICES.items():
+        value = value_of(config, key)
+        if value not in allowed:
+            yield Problem(
+                f"{key}={value}", f"allowed: {', '.join(map(str, allowed))}", nearest(str(value), map(str, allowed))
+            )
+    for key, least in _AT_LEAST.items():
+        value = value_of(config, key)
+        if value < least:
+            yield Problem(f"{key}={value}", f"must be at least {least:g}")
+
+
+def _shape(config: JobConfig) -> Iterator[Problem]:
+    try:
+        low, high = node_range(config.nodes)
+    except ValueError as e:
+        where, _, what = str(e).partition(" ")
+        yield Problem(where.rstrip(":"), what, 'write nodes=4, or nodes=2:4 for "at least 2, at most 4"')
+        return
+    if config.nproc_per_node != AUTO and not (isinstance(config.nproc_per_node, int) and config.nproc_per_node > 0):
+        yield Problem(f"nproc_per_node={config.nproc_per_node}", "is neither auto nor a number of at least 1")
+        return
+    nproc = ranks_per_node(config)
+    seen = set()
+    for nodes in {low, high}:
+        try:
+            check_sharding(config, Topology.flat(nodes, nproc))
+        except BadInput as e:
+            for problem in e.problems:
+                if problem.where not in seen:
+                    seen.add(problem.where)
+                    yield problem
+    if config.fsdp.wrap == "layer" and not config.model.wrap_classes:
+        yield Problem(
+            "model.wrap_classes=[]",
+            "is empty, so no layer would be sharded by itself",
+            "name the class of your layers: model.wrap_classes='[Block]', or fsdp.wrap=size",
+        )
+    if config.fsdp.activation_offload and config.fsdp.activation_checkpointing == "none":
+        yield Problem(
+            "fsdp.activation_offload=true",
+            "offloads what activation checkpointing keeps, and that is none",
+            "fsdp.activation_checkpointing=full",
+        )
+    if config.elastic.heartbeat_timeout_s <= 2 * config.elastic.heartbeat_interval_s:
+        yield Problem(
+            f"elastic.heartbeat_timeout_s={config.elastic.heartbeat_timeout_s:g}",
+            "is not more than two heartbeat intervals: one late beat would lose a node",
+            f"at least {3 * config.elastic.heartbeat_interval_s:g}",
+        )
+
+
+def _data(config: JobConfig, files: bool) -> Iterator[Problem]:
+    data = config.data
+    if data.kind == "tokens" and files:
+        if data.path is None:
+            yield Problem("data.path", "data=tokens reads a file of token ids", "data.path=FILE")
+        elif not Path(data.path).is_file():
+            yield Problem(f"data.path={data.path}", "there is no such file", "data.path=FILE of token ids")
+        else:
+            size = np.dtype(data.token_dtype).itemsize if data.token_dtype in ("uint16", "uint32") else 2
+            tokens = Path(data.path).stat().st_size // size
+            if tokens <= data.seq_len:
+                what = f"holds {tokens} tokens of {data.token_dtype}; one sample needs {data.seq_len + 1}"
+                yield Problem(f"data.path={data.path}", what, "a longer file, or a smaller data.seq_len")
+            elif Path(data.path).stat().st_size % size:
+                what = f"its size is no whole number of {data.token_dtype} tokens"
+                yield Problem(f"data.path={data.path}", what, "data.token_dtype=uint16 or uint32, as it was written")
+            elif (highest := _highest_token(data.path, data.token_dtype)) is None:
+                yield Problem(f"data.path={data.path}", "you may not read it", "chmod u+r, or another file")
+            elif highest >= data.vocab_size:
+                what = f"{data.path} holds token id {highest}"
+                yield Problem(
+                    f"data.vocab_size={data.vocab_size}", what, "the tokenizer's size, or another token_dtype"
+                )
+    elif data.kind == "synthetic" and data.tokens <= data.seq_len:
+        yield Problem(f"data.tokens={data.tokens}", f"one sample needs {data.seq_len + 1}")
+    vocab = getattr(config.model, "vocab_size", 0)
+    if isinstance(config.model, LlamaConfig | CustomModelConfig) and vocab and data.vocab_size > vocab:
+        what = f"token ids go up to {data.vocab_size - 1}, the model has a vocabulary of {vocab}"
+        yield Problem(f"data.vocab_size={data.vocab_size}", what, "a model, or a tokenizer, of the other's size")
+
+
+def _highest_token(path: str, dtype: str) -> int | None:
+    """The highest id in 64 stretches spread over a token file; None when it may not be read."""
+    try:
+        tokens = np.memmap(path, dtype=np.dtype(dtype), mode="r")
+    except OSError:
+        return None
+    starts = np.linspace(0, max(0, len(tokens) - 4096), 64, dtype=np.int64)
+    return max(int(tokens[s : s + 4096].max()) for s in starts)
+
+
+def _llama(model: LlamaConfig) -> Iterator[Problem]:
+    for key in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim"):
+        if getattr(model, key) < 1:
+            yield Problem(f"model.{key}={getattr(model, key)}", "must be at least 1")
+            return
+    if model.dim % (2 * model.n_heads):
+        what = f"must be a multiple of twice model.n_heads={model.n_heads}: a head's width is even"
+        yield Problem(f"model.dim={model.dim}", what)
+    if model.n_heads % model.n_kv_heads:
+        yield Problem(f"model.n_kv_heads={model.n_kv_heads}", f"must divide model.n_heads={model.n_heads}")
+
+
+def check_existing_run(config: JobConfig, run: RunDir) -> None:
+    """Raises: BadInput when the run was begun with another training configuration, naming the keys."""
+    newest = next(iter(find_checkpoints(run.checkpoints)), None)
+    if newest is not None and config.steps < (done := int(newest.name.removeprefix("step-"))):
+        raise BadInput(
+            [Problem(f"steps={config.steps}", f"run {run.name} is at step {done} already", f"steps above {done}")]
+        )
+    if not run.config.exists() or config.allow_config_change:
+        return
+    before, now = training_values(load_config(run.config)), training_values(config)
+    problems = [
+        Problem(f"{key}={now.get(key)}", f"run {run.name} was trained with {before.get(key)}")
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
+    ]
+    if problems:
+        problems.append(
+            Problem(
+                f"name={run.name}",
+                "goes on with the configuration it began with",
+                "another name=..., or allow_config_change=true if you mean it",
+            )
+        )
+        raise BadInput(problems)

@@ -1,0 +1,181 @@
+"""From overrides to a JobConfig: Hydra composes, and every override that cannot be is named at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from fsdp_jobs.config import SCHEMAS, JobConfig
+from fsdp_jobs.problems import BadInput, Problem, nearest
+
+_OPEN = "model.kwargs"  # whatever a user's factory takes
+
+CONF_DIR = Path(__file__).resolve().parent / "conf"
+
+
+def register_schemas() -> None:
+    """Tell Hydra the dataclasses that the files in `conf/` build on."""
+    store = ConfigStore.instance()
+    for group, name, node in SCHEMAS:
+        store.store(group=group, name=name, node=node)
+
+
+@contextmanager
+def _hydra() -> Iterator[None]:
+    register_schemas()
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(config_dir=str(CONF_DIR), version_base="1.3"):
+        yield
+
+
+def groups() -> dict[str, list[str]]:
+    """Every group of `conf/` with its options, schemas left out."""
+    return {
+        d.name: sorted(f.stem for f in d.glob("*.yaml"))
+        for d in sorted(CONF_DIR.iterdir())
+        if d.is_dir() and any(d.glob("*.yaml"))
+    }
+
+
+def keys_of(config: DictConfig, prefix: str = "") -> list[str]:
+    """All dotted keys of a configuration, inner nodes included: `optim`, `optim.lr`, ..."""
+    found = []
+    for key in map(str, config):
+        dotted = f"{prefix}{key}"
+        found.append(dotted)
+        child = config._get_node(key)
+        if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
+            found += keys_of(child, f"{dotted}.")
+    return found
+
+
+def merge_overrides(first: Sequence[str], then: Sequence[str]) -> list[str]:
+    """Both lists, where a key of the second replaces the same key of the first."""
+    replaced = {o.partition("=")[0].lstrip("+~") for o in then}
+    return [o for o in first if o.partition("=")[0].lstrip("+~") not in replaced] + list(then)
+
+
+def compose_job(overrides: Sequence[str], config_dir: str | None = None) -> JobConfig:
+    """The configuration that these Hydra overrides make of `conf/`.
+
+    Args:
+        overrides: `key=value`, `group=option`, as on the command line.
+        config_dir: a further folder of the user's with groups of the same form.
+
+    Raises:
+        BadInput: every override that does not parse, names no key or group, or has a value of the
+            wrong type; with the nearest key that exists.
+    """
+    if config_dir is not None:
+        if not Path(config_dir).is_dir():
+            raise BadInput([Problem(f"--config-dir {config_dir}", "is not a folder")])
+        overrides = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]", *overrides]
+    with _hydra():
+        problems = _problems_of(list(overrides))
+        if problems:
+            raise BadInput(problems)
+        try:
+            # Hydra wants ++ before a key that no schema has.
+            opened = [f"++{o}" if o.startswith(_OPEN) else o for o in overrides]
+            config = hydra_compose("config", overrides=opened)
+            missing = [k for k in OmegaConf.missing_keys(config) if not k.startswith("hydra.")]
+            if missing:
+                raise BadInput(Problem(k, "has no value", f"write {k}=...") for k in sorted(missing))
+            return cast(JobConfig, OmegaConf.to_object(config))
+        except (HydraException, OmegaConfBaseException) as e:
+            raise BadInput([Problem("configuration", _first_lines(e))]) from e
+
+
+def check_sweep(overrides: Sequence[str]) -> None:
+    """Raises: BadInput for overrides of a --multirun that cannot be, those with several values aside."""
+    with _hydra():
+        problems = _problems_of(list(overrides), sweep=True)
+        if problems:
+            raise BadInput(problems)
+
+
+def _problems_of(overrides: list[str], sweep: bool = False) -> list[Problem]:
+    problems: list[Problem] = []
+    choices: list[str] = []  # group=option and Hydra's own settings: they decide which keys there are
+    values: list[tuple[str, Override]] = []
+    options = groups()
+    loader = GlobalHydra.instance().config_loader()
+    parser = OverridesParser.create(config_loader=loader)
+    search = [o for o in overrides if o.startswith("hydra.searchpath=")]
+    known_groups = sorted(set(options) | _user_groups(search))
+    for text in overrides:
+        try:
+            override = parser.parse_override(text)
+        except HydraException:
+            problems.append(Problem(text, "is not of the form key=value", "quote values with spaces or commas"))
+            continue
+        key = override.key_or_group
+        if override.is_sweep_override():
+            if sweep:
+                continue
+            problems.append(Problem(text, "names several values", "add --multirun to run each of them"))
+        elif key.startswith("hydra."):
+            choices.append(text)
+        elif key in known_groups:
+            option = str(override.value())
+            available = set(options.get(key, [])) | _user_options(search, key)
+            if option in available or option == "None":
+                choices.append(text)
+            else:
+                what = f"there is no {key} of that name; there are {', '.join(sorted(available))}"
+                problems.append(Problem(text, what, nearest(option, available)))
+        else:
+            values.append((text, override))
+    try:
+        base = hydra_compose("config", overrides=choices)
+    except (HydraException, OmegaConfBaseException) as e:
+        return [*problems, Problem("configuration", _first_lines(e))]
+    keys = keys_of(base)
+    for text, override in values:
+        problems += _value_problem(text, override, base, keys, known_groups)
+    return problems
+
+
+def _value_problem(
+    text: str, override: Override, base: DictConfig, keys: list[str], known_groups: list[str]
+) -> list[Problem]:
+    key = override.key_or_group
+    is_open = key.startswith(_OPEN)
+    if key not in keys and not is_open:
+        hint = nearest(key, keys + known_groups)
+        return [Problem(text, "there is no such key", hint or "python -m fsdp_jobs --cfg job lists all keys")]
+    try:
+        OmegaConf.update(base, key, override.value(), merge=True, force_add=is_open)
+    except OmegaConfBaseException as e:
+        return [Problem(text, _first_lines(e))]
+    return []
+
+
+def _user_folders(search: list[str]) -> list[Path]:
+    return [Path(p.strip("'\"[] ").removeprefix("file://")) for s in search for p in s.partition("=")[2].split(",")]
+
+
+def _user_groups(search: list[str]) -> set[str]:
+    return {d.name for folder in _user_folders(search) for d in folder.glob("*") if d.is_dir()}
+
+
+def _user_options(search: list[str], group: str) -> set[str]:
+    return {f.stem for folder in _user_folders(search) for f in (folder / group).glob("*.yaml")}
+
+
+def _first_lines(error: Exception) -> str:
+    """The part of an OmegaConf or Hydra message that speaks to the user."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(line for line in lines if not line.startswith(("full_key", "object_type", "reference_type")))
