@@ -1,0 +1,50 @@
+"""The shape of a job's sharding: how the ranks of a world fall into shard groups and replicas.
+
+Ranks are assigned in topology order, so a shard group is a run of consecutive ranks:
+group i holds ranks [i * shard_group, (i + 1) * shard_group), and rank r belongs to replica r // shard_group.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A decided sharding. world_size = replicas x shard_group.
+
+    `shard_group` is 1 for no_shard and the world for full_shard and shard_grad_op.
+    """
+
+    strategy: str
+    world_size: int
+    shard_group: int
+    accumulate_unsharded: bool = False  # gradients stay whole, and nothing is sent, before a step's last microbatch
+
+    @property
+    def replicas(self) -> int:
+        return self.world_size // self.shard_group
+
+    @property
+    def reshard_after_forward(self) -> bool:
+        """Whether gathered parameters are freed between forward and backward (ZeRO-3)."""
+        return self.strategy in ("full_shard", "hybrid_shard")
+
+    @property
+    def mesh_shape(self) -> dict[str, int]:
+        """Device-mesh dimensions by name, outermost first."""
+        if self.strategy == "no_shard":
+            return {"replicate": self.world_size}
+        if self.strategy in HYBRID:
+            return {"replicate": self.replicas, "shard": self.shard_group}
+        return {"shard": self.world_size}
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Layout:
+        return cls(**json.loads(text))

@@ -1,0 +1,74 @@
+"""The shape of a model that only code can tell: built without memory in a process of its own, which may import torch.
+
+python -m fsdp_jobs.planning.probe reads a question as JSON on its standard input and prints the shape as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from fsdp_jobs.config import CustomModelConfig, FsdpConfig, JobConfig
+from fsdp_jobs.planning.shapes import Activations, ModelShape, Unit
+from fsdp_jobs.problems import BadInput, Problem
+
+TIMEOUT_S = 300  # importing torch and building the module tree; no weights are made
+
+
+def probe(config: JobConfig) -> ModelShape:
+    """The shape of a custom model, from a child process that builds it on fake tensors and runs one sample through.
+
+    Raises:
+        BadInput: the factory, the wrap classes or the forward pass fail; with the child's last line.
+    """
+    assert isinstance(config.model, CustomModelConfig)
+    question = {
+        "model": asdict(config.model),
+        "wrap": config.fsdp.wrap,
+        "min_num_params": config.fsdp.min_num_params,
+        "seq_len": config.data.seq_len,
+    }
+    command = [sys.executable, "-m", "fsdp_jobs.planning.probe"]
+    child = subprocess.run(
+        command, input=json.dumps(question), capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    if child.returncode:
+        last = (child.stderr.strip() or "no message").splitlines()[-1]
+        raise BadInput([Problem(f"model._target_={config.model._target_}", f"could not be probed: {last}")])
+    return shape_from_json(child.stdout.splitlines()[-1])
+
+
+def shape_from_json(text: str) -> ModelShape:
+    """The shape that the child printed."""
+    d = json.loads(text)
+
+    def unit(u: dict[str, Any]) -> Unit:
+        return Unit(u["name"], tuple((n, tuple(s)) for n, s in u["params"]), u["count"])
+
+    blocks = tuple(unit(b) for b in d["blocks"])
+    activations = Activations(**d["activations"])
+    return ModelShape(unit(d["root"]), blocks, activations, unit(d["head"]), d["waiting"])
+
+
+def _answer(question: dict[str, Any]) -> ModelShape:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from fsdp_jobs.models.build import build_model
+    from fsdp_jobs.planning.probe_run import activations_of, units_of
+    from fsdp_jobs.training.sharding import find_blocks
+
+    model_config = CustomModelConfig(**question["model"])
+    fsdp = FsdpConfig(wrap=question["wrap"], min_num_params=question["min_num_params"])
+    with FakeTensorMode():
+        model: Any = build_model(model_config)
+        blocks = find_blocks(model, model_config, fsdp)
+        activations = activations_of(model, blocks, question["seq_len"])
+    head = model.head_modules() if hasattr(model, "head_modules") and fsdp.wrap == "layer" else []
+    return units_of(model, blocks, head, activations)
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(_answer(json.load(sys.stdin)))))

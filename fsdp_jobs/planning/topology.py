@@ -1,0 +1,147 @@
+"""Where the nodes of a job are: blocks > leaf switches > nodes > NVLink domains > GPUs. Text in, object out.
+
+A node's place is its switch path, outermost switch first: `("block1", "leaf3")`. Nodes are kept in
+topology order, so that neighbours in the list are neighbours on the network.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+
+def natural_key(name: str) -> tuple[tuple[bool, int, str], ...]:
+    """Sort key under which node2 comes before node10."""
+    parts = re.findall(r"\d+|\D+", name)
+    return tuple((not p.isdigit(), int(p) if p.isdigit() else 0, p) for p in parts)
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine. `nvlink` names an NVLink domain that it shares with other nodes; empty: its own."""
+
+    name: str
+    switch_path: tuple[str, ...] = ()  # outermost first; the last is the leaf switch
+    gpus: int = 8
+    nvlink: str = ""
+
+
+def _place(node: Node) -> tuple[object, ...]:
+    path = tuple(natural_key(s) for s in node.switch_path)
+    return (path, natural_key(node.nvlink), natural_key(node.name))
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The nodes in topology order. Make one with `Topology.of`, which sorts."""
+
+    nodes: tuple[Node, ...]
+
+    @classmethod
+    def of(cls, nodes: Iterable[Node]) -> Topology:
+        """Sort into topology order.
+
+        Raises:
+            ValueError: two nodes of one name.
+        """
+        ordered = tuple(sorted(nodes, key=_place))
+        seen: set[str] = set()
+        for node in ordered:
+            if node.name in seen:
+                raise ValueError(f"node {node.name} is named twice")
+            seen.add(node.name)
+        return cls(ordered)
+
+    @classmethod
+    def flat(cls, nodes: int | Sequence[str], gpus: int = 8) -> Topology:
+        """All nodes under one switch: given by number (node1, node2, ...) or by name."""
+        names = [f"node{i + 1}" for i in range(nodes)] if isinstance(nodes, int) else nodes
+        return cls.of(Node(n, (), gpus) for n in names)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(n.name for n in self.nodes)
+
+    @property
+    def depth(self) -> int:
+        """Switch levels above the nodes; 0 when flat."""
+        return max((len(n.switch_path) for n in self.nodes), default=0)
+
+    def first(self, count: int) -> Topology:
+        """The first `count` nodes in topology order."""
+        return Topology(self.nodes[:count])
+
+    def with_gpus(self, gpus: int) -> Topology:
+        """The same nodes with this many ranks each."""
+        return Topology(tuple(replace(n, gpus=gpus) for n in self.nodes))
+
+    def units(self, level: str, domain_nodes: int = 1) -> list[int]:
+        """Sizes, in nodes, of the consecutive units of a level, in topology order.
+
+        Args:
+            level: `domain` (NVLink domains), `leaf`, or `switch-K` for the switches K levels above a
+                leaf; `all` is the whole.
+            domain_nodes: nodes of one NVLink domain where nodes do not name theirs (NVL72: 18 x 4 GPUs).
+        """
+        if level == "all":
+            return [len(self.nodes)]
+        if level == "domain":
+            return self._domains(domain_nodes)
+        above = 0 if level == "leaf" else int(level.removeprefix("switch-"))
+        return [len(list(g)) for _, g in groupby(self.nodes, key=lambda n: _prefix(n, above))]
+
+    def levels(self, domain_nodes: int = 1) -> list[str]:
+        """Levels that hold more than one node, innermost first: domain, leaf, switch-1, ..., all."""
+        named = any(n.nvlink for n in self.nodes)
+        inner = ["domain"] if named or domain_nodes > 1 else []
+        depth = self.depth
+        switches = ["leaf", *(f"switch-{k}" for k in range(1, depth))] if depth else []
+        return [*inner, *switches, "all"]
+
+    def _domains(self, domain_nodes: int) -> list[int]:
+        sizes = []
+        for (_, nvlink), run in groupby(self.nodes, key=lambda n: (n.switch_path, n.nvlink)):
+            count = len(list(run))
+            if nvlink:
+                sizes.append(count)
+            else:
+                whole, rest = divmod(count, max(1, domain_nodes))
+                sizes += [max(1, domain_nodes)] * whole + ([rest] if rest else [])
+        return sizes
+
+
+def _prefix(node: Node, above: int) -> tuple[str, ...]:
+    return node.switch_path[: max(0, len(node.switch_path) - above)]
+
+
+def expand_hostlist(text: str) -> list[str]:
+    """SLURM's compact form written out: `node[1-3,07],login` is node1 node2 node3 node07 login.
+
+    Raises:
+        ValueError: an open bracket or a range that runs backwards.
+    """
+    names: list[str] = []
+    for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text.strip()):
+        names += _expand(item.strip())
+    if text.count("[") != text.count("]"):
+        raise ValueError(f"hostlist {text}: a bracket is open")
+    return names
+
+
+def _expand(item: str) -> list[str]:
+    match = re.search(r"\[([^\]]*)\]", item)
+    if match is None:
+        return [item] if item else []
+    head, tail = item[: match.start()], _expand(item[match.end() :]) or [""]
+    values: list[str] = []
+    for part in match.group(1).split(","):
+        low, dash, high = part.strip().partition("-")
+        if not low.isdigit() or (dash and not high.isdigit()):
+            raise ValueError(f"hostlist {item}: {part} is neither a number nor low-high")
+        if dash and int(high) < int(low):
+            raise ValueError(f"hostlist {item}: {part} runs backwards")
+        width = len(low) if low.startswith("0") else 0
+        values += [str(v).zfill(width) for v in range(int(low), int(high if dash else low) + 1)]
+    return [f"{head}{v}{t}" for v in values for t in tail]

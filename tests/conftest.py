@@ -1,0 +1,5 @@
+"""Shared fixtures."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
