@@ -1,0 +1,126 @@
+"""What a run is doing, from its run directory alone. No torch."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fsdp_jobs.run_dir import RunDir
+
+
+class Tail:
+    """New objects of a growing .jsonl file, each time it is asked."""
+
+    def __init__(self, path: Path):
+        self.path, self.place = path, 0
+
+    def new(self) -> Iterator[dict[str, Any]]:
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as f:
+            f.seek(self.place)
+            for line in f:
+                if not line.endswith(b"\n"):
+                    break
+                self.place += len(line)
+                yield json.loads(line)
+
+
+@dataclass
+class RunStatus:
+    """A run as its events and metrics tell it; `update` reads what is new."""
+
+    run: RunDir
+    state: str = "submitted"  # submitted | starting | running | recovering | saving | done | stopped | failed
+    attempt: int = -1
+    nodes: list[int] = field(default_factory=list)
+    world_size: int = 0
+    strategy: str = ""
+    step: int = 0
+    loss: float | None = None
+    first_loss: float | None = None
+    tokens_per_s: float = 0.0
+    mfu: float | None = None
+    step_s: float = 0.0
+    committed: int = -1
+    committed_at: float = 0.0  # seconds since 1970
+    furthest: int = 0  # step ever reached
+    lost_steps: int = 0  # steps done again after failures
+    recoveries: list[float] = field(default_factory=list)  # seconds from each break to the next step
+    reason: str = ""  # of the newest break or end
+    _broken_at: float | None = None
+
+    def __post_init__(self) -> None:
+        self._events, self._metrics = Tail(self.run.events), Tail(self.run.metrics)
+
+    def update(self) -> list[dict[str, Any]]:
+        """Read what is new; returns the new events."""
+        events = list(self._events.new())
+        for event in events:
+            self._take(event)
+        for record in self._metrics.new():
+            self._measure(record)
+        return events
+
+    def _measure(self, record: dict[str, Any]) -> None:
+        if self._broken_at is not None and record["time"] > self._broken_at:
+            self.recoveries.append(record["time"] - self._broken_at)
+            self._broken_at = None
+        self.furthest = max(self.furthest, self.step)
+        if record["step"] <= self.furthest:
+            self.lost_steps += 1
+        self.step, self.loss = record["step"], record["loss"]
+        self.first_loss = self.loss if self.first_loss is None else self.first_loss
+        speed = record["tokens_per_s"]
+        self.tokens_per_s = speed if not self.tokens_per_s else 0.8 * self.tokens_per_s + 0.2 * speed
+        self.step_s = record["step_s"] if not self.step_s else 0.8 * self.step_s + 0.2 * record["step_s"]
+        self.mfu = record.get("mfu")
+        if self.state in ("starting", "recovering"):
+            self.state = "running"
+
+    def _take(self, event: dict[str, Any]) -> None:
+        kind = event["event"]
+        self.attempt = max(self.attempt, event["attempt"])
+        if kind in ("submitted", "attempt_started"):
+            self.state = "submitted" if kind == "submitted" else "starting"
+            self.reason = ""
+        elif kind == "round_started":
+            self.nodes, self.world_size = event["nodes"], event["world_size"]
+            self.strategy = f"{event['strategy']} over {event['shard_group']}"
+        elif kind == "checkpoint":
+            self.committed, self.committed_at = event["step"], event["time"]
+        elif kind == "round_broken":
+            self.state, self.reason, self._broken_at = "recovering", event["why"], event["time"]
+        elif kind == "stop_requested":
+            self.state, self.reason = "saving", event["why"]
+        elif kind == "attempt_ended":
+            self._broken_at = None
+            ended = {"done": "done", "preempted": "stopped"}.get(event["verdict"], "failed")
+            self.state = "starting" if event["decision"] == "requeue" else ended
+            self.reason = event["reason"]
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ("done", "stopped", "failed")
+
+    def eta_s(self, steps: int) -> float | None:
+        """Seconds to the last step at the present speed."""
+        return max(0, steps - self.step) * self.step_s if self.step_s and not self.ended else None
+
+    def checkpoint_age(self) -> str:
+        """`5s ago`, or a dash before the first."""
+        return f"{duration(time.time() - self.committed_at)} ago" if self.committed >= 0 else "-"
+
+
+def duration(seconds: float | None) -> str:
+    """`2h05m`, `3m20s`, `12s`, or a dash."""
+    if seconds is None:
+        return "-"
+    whole = round(seconds)
+    if whole >= 3600:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 60}m{whole % 60:02d}s" if whole >= 60 else f"{whole}s"
