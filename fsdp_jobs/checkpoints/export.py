@@ -1,0 +1,167 @@
+"""A sharded checkpoint as files others read: Hugging Face-style safetensors, or one .pt. One process, no GPU.
+
+At no time is more than one output file's worth of tensors in memory (safetensors), or one copy of the model (.pt).
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from fsdp_jobs.checkpoints import catalog
+from fsdp_jobs.checkpoints.storage import SafeReader
+from fsdp_jobs.config import JobConfig, LlamaConfig
+from fsdp_jobs.problems import BadInput, JobFailed, Problem
+from fsdp_jobs.run_dir import RunDir, write_atomic
+
+_FILE_BYTES = 5 * 2**30  # a safetensors file's size, at most (one larger tensor has a file of its own)
+
+# Our Llama's names -> transformers' LlamaForCausalLM. (Both rotate the halves of a head: weights need no permutation.)
+_HF_NAMES = (
+    ("tok_embeddings.", "model.embed_tokens."),
+    ("layers.", "model.layers."),
+    ("attention.wq.", "self_attn.q_proj."),
+    ("attention.wk.", "self_attn.k_proj."),
+    ("attention.wv.", "self_attn.v_proj."),
+    ("attention.wo.", "self_attn.o_proj."),
+    ("feed_forward.w1.", "mlp.gate_proj."),
+    ("feed_forward.w3.", "mlp.up_proj."),
+    ("feed_forward.w2.", "mlp.down_proj."),
+    ("attention_norm.", "input_layernorm."),
+    ("ffn_norm.", "post_attention_layernorm."),
+    ("output.", "lm_head."),
+)
+
+
+def export(run: RunDir, config: JobConfig, file_format: str, step: int | None, out: str | None) -> list[Path]:
+    """Write a checkpoint's model. Returns the files written.
+
+    Args:
+        file_format: "safetensors" (with `config.json` for a Llama, so that transformers opens it) or "pt".
+        step: of the checkpoint; None for the newest that is sound.
+        out: folder; None for `<run directory>/export`.
+
+    Raises:
+        BadInput: there is no such checkpoint.
+        JobFailed: the checkpoint asked for is damaged.
+    """
+    folder = _choose(run, step)
+    target = Path(out) if out is not None else run.path / "export"
+    target.mkdir(parents=True, exist_ok=True)
+    reader = SafeReader(folder)
+    saved = {
+        name.removeprefix("model."): entry
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+    }
+    if file_format == "pt":
+        file = target / "model.pt"
+        torch.save(_load(folder, saved), file)
+        return [file]
+    is_llama = isinstance(config.model, LlamaConfig)
+    groups = list(_by_file(saved))
+    written: list[Path] = []
+    index: dict[str, str] = {}
+    for i, names in enumerate(groups, 1):
+        tensors = _load(folder, {n: saved[n] for n in names})
+        renamed = {(_hf_name(n) if is_llama else n): t for n, t in tensors.items()}
+        file = target / ("model.safetensors" if len(groups) == 1 else f"model-{i:05d}-of-{len(groups):05d}.safetensors")
+        save_file(renamed, file, metadata={"format": "pt"})
+        index |= dict.fromkeys(renamed, file.name)
+        written.append(file)
+    if len(groups) > 1:
+        total = sum(_bytes(entry) for entry in saved.values())
+        content = {"metadata": {"total_size": total}, "weight_map": index}
+        written.append(target / "model.safetensors.index.json")
+        write_atomic(written[-1], json.dumps(content, indent=1))
+    if isinstance(config.model, LlamaConfig):
+        written.append(target / "config.json")
+        write_atomic(written[-1], json.dumps(_hf_config(config.model, config.data.seq_len), indent=1))
+    return written
+
+
+def _choose(run: RunDir, step: int | None) -> Path:
+    found = catalog.find_checkpoints(run.checkpoints)
+    if step is not None:
+        folder = catalog.folder_of(run.checkpoints, step)
+        if folder not in found:
+            steps = ", ".join(str(int(f.name.removeprefix("step-"))) for f in found)
+            raise BadInput(
+                [Problem(f"--step {step}", f"{run.name} has no such checkpoint", f"one of {steps or 'none'}")]
+            )
+        faults = catalog.verify(folder)
+        if faults:
+            raise JobFailed(f"{folder.name} is damaged: {'; '.join(faults)}")
+        return folder
+    for folder in found:
+        if not catalog.verify(folder):
+            return folder
+    raise BadInput([Problem(run.name, "has no sound checkpoint yet", "let it train longer, or save more often")])
+
+
+def _bytes(entry: TensorStorageMetadata) -> int:
+    return int(entry.size.numel()) * entry.properties.dtype.itemsize
+
+
+def _by_file(saved: dict[str, TensorStorageMetadata]) -> Iterator[list[str]]:
+    names: list[str] = []
+    size = 0
+    for name, entry in saved.items():
+        if names and size + _bytes(entry) > _FILE_BYTES:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += _bytes(entry)
+    yield names
+
+
+def _load(folder: Path, entries: dict[str, TensorStorageMetadata]) -> dict[str, Tensor]:
+    state = {f"model.{n}": torch.empty(e.size, dtype=e.properties.dtype) for n, e in entries.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that there is no process group: so it is meant
+        dcp.load(state, storage_reader=SafeReader(folder), no_dist=True)
+    return {name.removeprefix("model."): tensor for name, tensor in state.items()}
+
+
+def _hf_name(name: str) -> str:
+    for ours, theirs in _HF_NAMES:
+        if name.startswith(ours) or f".{ours}" in name:
+            name = name.replace(ours, theirs, 1)
+    return "model.norm.weight" if name == "norm.weight" else name
+
+
+def _hf_config(model: LlamaConfig, seq_len: int) -> dict[str, Any]:
+    content: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.dim,
+        "num_hidden_layers": model.n_layers,
+        "num_attention_heads": model.n_heads,
+        "num_key_value_heads": model.n_kv_heads,
+        "intermediate_size": model.ffn_dim,
+        "rms_norm_eps": model.norm_eps,
+        "rope_theta": model.rope_theta,
+        "tie_word_embeddings": model.tie_embeddings,
+        "max_position_embeddings": max(seq_len, 8192),
+        "hidden_act": "silu",
+        "torch_dtype": "float32",
+    }
+    if model.rope_scaling_factor > 1.0:
+        content["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": model.rope_scaling_factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+    return content

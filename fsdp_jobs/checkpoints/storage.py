@@ -1,0 +1,181 @@
+"""DCP's files as we write and read them: checksummed while written, committed by rename, unpickled with care."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, ClassVar, cast
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from fsdp_jobs.checkpoints.catalog import Manifest, checksum, commit, prune
+
+_SUMS = ".sums.json"
+
+
+class _Checksummed(io.RawIOBase):
+    """A binary file that keeps the CRC-32 of what is written through it."""
+
+    def __init__(self, raw: IO[bytes]):
+        self.raw, self.crc32, self.size = raw, 0, 0
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        self.crc32 = zlib.crc32(data, self.crc32)
+        self.size += memoryview(data).nbytes
+        try:
+            return self.raw.write(data)
+        except OSError as e:
+            self.error = e  # torch.save reports it as a position that is off
+            raise
+
+    def tell(self) -> int:
+        return self.size
+
+    def fileno(self) -> int:
+        self.raw.flush()
+        return self.raw.fileno()
+
+    def flush(self) -> None:
+        self.raw.flush()
+
+    def writable(self) -> bool:
+        return True
+
+
+class _ChecksumFileSystem(FileSystem):
+    """Records size and checksum of every file it writes, by file name."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, dict[str, int]] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with Path(path).open(mode) as raw:
+            if "r" in mode:
+                yield cast(io.IOBase, raw)
+            else:
+                stream = _Checksummed(cast(IO[bytes], raw))
+                try:
+                    yield stream
+                except RuntimeError as e:
+                    raise stream.error or e from e
+                self.sums[Path(path).name] = {"bytes": stream.size, "crc32": stream.crc32}
+
+
+@dataclass
+class SaveRequest:
+    """One checkpoint to be written, the same on every rank."""
+
+    checkpoints: Path
+    life: str  # differs between lives of a run, so that no two ever write the same temporary folder
+    step: int
+    samples: int
+    world_size: int
+    mesh: dict[str, int]
+    config_digest: str
+    keep: int
+    read_back: bool
+    temporary: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.temporary = self.checkpoints / f"step-{self.step:08d}.{self.life}.tmp"
+
+
+class CommittingWriter(FileSystemWriter):
+    """A DCP writer whose `finish` is the commit. Works in the trainer, in a thread of it, or in DCP's save process."""
+
+    def __init__(self, request: SaveRequest):
+        super().__init__(request.temporary, single_file_per_rank=True, sync_files=True, overwrite=False)
+        self.request = request
+        self.fs: _ChecksumFileSystem = _ChecksumFileSystem()
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's shard; then read it back and leave its checksums for the coordinator.
+
+        Raises:
+            OSError: what was read back differs from what was written.
+        """
+        written = super().write_data(plan, planner)
+        written.wait()
+        if self.request.read_back:
+            for name, expected in self.fs.sums.items():
+                self._read_back(self.request.temporary / name, expected["crc32"])
+        prefix = plan.storage_data.prefix
+        (self.request.temporary / f"{prefix}{_SUMS}").write_text(json.dumps(self.fs.sums))
+        return written
+
+    @staticmethod
+    def _read_back(file: Path, expected: int) -> None:
+        with file.open("rb") as f:  # drop the clean pages, so that the disk answers and not the cache
+            os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if checksum(file) != expected:
+            raise OSError(f"{file}: what is on disk differs from what was written")
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the coordinator, once every rank has written: metadata, manifest, fsync, rename, prune."""
+        super().finish(metadata, results)
+        request, files = self.request, {}
+        for sums in sorted(request.temporary.glob(f"*{_SUMS}")):
+            files.update(json.loads(sums.read_text()))
+            sums.unlink()
+        files[".metadata"] = self.fs.sums[".metadata.tmp"]
+        manifest = Manifest(
+            step=request.step,
+            samples=request.samples,
+            world_size=request.world_size,
+            mesh=request.mesh,
+            config_digest=request.config_digest,
+            torch_version=torch.__version__,
+            time=time.time(),
+            files=files,
+        )
+        commit(request.temporary, request.checkpoints, manifest)
+        prune(request.checkpoints, request.keep)
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Loads the classes DCP's metadata is made of, and nothing else."""
+
+    _ALLOWED_MODULES = ("torch.distributed.checkpoint.metadata",)
+    _ALLOWED: ClassVar = {
+        ("torch", "Size"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch.serialization", "_get_layout"),
+        ("pathlib", "PosixPath"),
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        in_module = (
+            module in self._ALLOWED_MODULES
+            and "." not in name
+            and isinstance(getattr(__import__(module, fromlist=[name]), name, None), type)
+        )
+        if is_dtype or in_module or (module, name) in self._ALLOWED:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} has no business in a checkpoint's metadata")
+
+
+class SafeReader(FileSystemReader):
+    """A DCP reader that executes nothing it reads: tensors weights-only, metadata by a closed list of classes."""
+
+    def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
+        with (Path(self.path) / ".metadata").open("rb") as f:
+            metadata = cast(Metadata, _MetadataUnpickler(f).load())
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata

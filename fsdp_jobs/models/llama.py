@@ -1,0 +1,121 @@
+"""A plain Llama (Touvron et al. 2023, arXiv:2302.13971; Llama 3.1's RoPE scaling, arXiv:2407.21783)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fsdp_jobs.config import LlamaConfig
+
+
+def rotary_angles(config: LlamaConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary embedding, each [length, head_dim / 2], fp32.
+
+    With `rope_scaling_factor` s > 1, wavelengths beyond 8192 are stretched by s, those under 8192 / 4
+    are kept, and those between are interpolated (Llama 3.1).
+    """
+    head_dim = config.dim // config.n_heads
+    frequencies = config.rope_theta ** (-torch.arange(0, head_dim, 2, device=device).float() / head_dim)
+    if config.rope_scaling_factor > 1.0:
+        turns = 8192 * frequencies / (2 * math.pi)  # turns within the original context
+        smooth = ((turns - 1.0) / (4.0 - 1.0)).clamp(0.0, 1.0)
+        frequencies = frequencies * (smooth + (1 - smooth) / config.rope_scaling_factor)
+    angles = torch.outer(torch.arange(length, device=device).float(), frequencies)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary angles to x [batch, heads, length, head_dim]; pairs are (i, i + head_dim / 2)."""
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention over x [batch, length, dim]."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.heads, self.kv_heads = config.n_heads, config.n_kv_heads
+        self.head_dim = config.dim // config.n_heads
+        self.wq = nn.Linear(config.dim, self.heads * self.head_dim, bias=False)
+        self.wk = nn.Linear(config.dim, self.kv_heads * self.head_dim, bias=False)
+        self.wv = nn.Linear(config.dim, self.kv_heads * self.head_dim, bias=False)
+        self.wo = nn.Linear(self.heads * self.head_dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+
+        def heads(projected: Tensor, n: int) -> Tensor:
+            return projected.view(batch, length, n, self.head_dim).transpose(1, 2)
+
+        q = rotate(heads(self.wq(x), self.heads), cos, sin)
+        k = rotate(heads(self.wk(x), self.kv_heads), cos, sin)
+        v = heads(self.wv(x), self.kv_heads)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.kv_heads != self.heads)
+        return self.wo(out.transpose(1, 2).reshape(batch, length, -1))  # type: ignore[no-any-return]
+
+
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
+        self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))  # type: ignore[no-any-return]
+
+
+class TransformerBlock(nn.Module):
+    """Pre-norm attention and feed-forward; the unit FSDP gathers."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.attention = Attention(config)
+        self.feed_forward = FeedForward(config)
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        return x + self.feed_forward(self.ffn_norm(x))  # type: ignore[no-any-return]
+
+
+class Llama(nn.Module):
+    """Tokens [batch, length] (int64) to logits [batch, length, vocab_size]."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.config = config
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(TransformerBlock(config) for _ in range(config.n_layers))
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.output.weight = self.tok_embeddings.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        cos, sin = rotary_angles(self.config, tokens.shape[1], tokens.device)
+        x = self.tok_embeddings(tokens)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return self.output(self.norm(x))  # type: ignore[no-any-return]
+
+    def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
+        """Fill one whole (unsharded) parameter: N(0, 0.02), residual projections scaled by depth (GPT-2), norms 1."""
+        if parameter.ndim == 1:
+            parameter.fill_(1.0)
+            return
+        into_residual = name.endswith(("wo.weight", "w2.weight"))
+        std = 0.02 / math.sqrt(2 * self.config.n_layers) if into_residual else 0.02
+        parameter.normal_(0.0, std, generator=generator)
+
+    def head_modules(self) -> list[nn.Module]:
+        """What runs last and is needed first in backward: gathered once, as one FSDP unit."""
+        tied = self.output.weight is self.tok_embeddings.weight
+        return [self.tok_embeddings, self.norm, self.output] if tied else [self.norm, self.output]

@@ -1,0 +1,60 @@
+"""Commit, verify, prune: without torch."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdp_jobs.checkpoints import catalog
+from fsdp_jobs.checkpoints.catalog import Manifest
+
+
+def _write(checkpoints: Path, step: int, content: bytes = b"weights") -> Path:
+    temporary = checkpoints / f"step-{step:08d}.0-0.tmp"
+    temporary.mkdir(parents=True)
+    (temporary / "shard").write_bytes(content)
+    files = {"shard": {"bytes": len(content), "crc32": catalog.checksum(temporary / "shard")}}
+    return catalog.commit(
+        temporary, checkpoints, Manifest(step, step * 8, 1, {"shard": 1}, "d", "t", time.time(), files)
+    )
+
+
+def test_prune_counts_whole_checkpoints_only(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 40, 50):
+        _write(tmp_path, step)
+    (tmp_path / "step-00000050" / "shard").write_bytes(b"short")
+    (tmp_path / "step-00000040" / "manifest.json").unlink()
+    removed = catalog.prune(tmp_path, keep=2)
+    assert [f.name for f in removed] == ["step-00000010"]
+    whole = [f.name for f in catalog.find_checkpoints(tmp_path) if not catalog.missing_or_short(f)]
+    assert whole == ["step-00000030", "step-00000020"]
+
+
+def test_keep_zero_keeps_all(tmp_path: Path) -> None:
+    for step in range(5):
+        _write(tmp_path, step)
+    assert catalog.prune(tmp_path, keep=0) == []
+
+
+def test_steps_sort_as_numbers_and_other_folders_are_no_checkpoints(tmp_path: Path) -> None:
+    for step in (99_999_999, 100_000_000, 5):
+        _write(tmp_path, step)
+    for name in ("step-00000007.x.tmp", "step-00000008.damaged", "step-9", "other"):
+        (tmp_path / name).mkdir()
+    assert [f.name for f in catalog.find_checkpoints(tmp_path)] == ["step-100000000", "step-99999999", "step-00000005"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(content=st.binary(min_size=1, max_size=400), data=st.data())
+def test_any_flipped_bit_is_found(content: bytes, data: st.DataObject, tmp_path_factory: object) -> None:
+    folder = tmp_path_factory.mktemp("flip")  # type: ignore[attr-defined]
+    checkpoint = _write(folder, 1, content)
+    assert catalog.verify(checkpoint) == []
+    bit = data.draw(st.integers(0, len(content) * 8 - 1))
+    damaged = bytearray(content)
+    damaged[bit // 8] ^= 1 << bit % 8
+    (checkpoint / "shard").write_bytes(damaged)
+    assert catalog.verify(checkpoint) == ["shard differs from its checksum"]

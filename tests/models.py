@@ -1,0 +1,90 @@
+"""Models of a user's own, as `model._target_` names them."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+
+class Block(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.inner = nn.Linear(width, 2 * width)
+        self.outer = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.outer(torch.relu(self.inner(self.norm(x))))
+
+
+class Tiny(nn.Module):
+    """With a buffer that is saved and one that is not: neither survives to_empty() by itself."""
+
+    def __init__(self, vocab: int = 256, width: int = 32):
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+        self.head = nn.Linear(width, vocab)
+        self.register_buffer("scale", torch.full((width,), 0.5))
+        self.register_buffer("shift", torch.linspace(-1, 1, width), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) * self.scale + self.shift
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def tiny(vocab: int = 256) -> nn.Module:
+    return Tiny(vocab)
+
+
+class Recorder(Tiny):
+    """Appends the first token of every sample it is given to a file a rank and round."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if "RANK" not in os.environ:
+            return super().forward(tokens)  # the planner's look at it
+        name = f"{os.environ['FSDP_JOBS_ATTEMPT']}.{os.environ['FSDP_JOBS_ROUND']}.{os.environ['RANK']}"
+        with (Path(os.environ["SEEN_DIR"]) / name).open("a") as f:
+            f.write(" ".join(str(int(t)) for t in tokens[:, 0]) + "\n")
+        return super().forward(tokens)
+
+
+def recorder(vocab: int) -> nn.Module:
+    return Recorder(vocab)
+
+
+class FailsAtStep3(Tiny):
+    calls = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > 2 * 4:  # the planner's probe and two steps of four microbatches
+            raise ZeroDivisionError("a bug of the user's")
+        return super().forward(tokens)
+
+
+def fails_at_step_3() -> nn.Module:
+    return FailsAtStep3()
+
+
+class HangsAtStep6(Tiny):
+    """Rank 1 sleeps for ever in its sixth step, once."""
+
+    calls = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.calls += 1
+        first_life = os.environ.get("FSDP_JOBS_ROUND") == "0"
+        if self.calls == 6 and os.environ.get("RANK") == "1" and first_life:
+            time.sleep(3600)
+        return super().forward(tokens)
+
+
+def hangs_at_step_6() -> nn.Module:
+    return HangsAtStep6()

@@ -1,0 +1,119 @@
+"""A world of ranks in real processes with gloo between them, for tests of what runs inside a rank."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+import uuid
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from fsdp_jobs.compose import compose_job
+from fsdp_jobs.config import dump_config
+from fsdp_jobs.processes import die_with_parent, free_port
+from fsdp_jobs.run_dir import RunDir, read_json_lines, write_atomic
+
+TINY_LLAMA = ("model.dim=64", "model.n_layers=2", "model.n_heads=4", "model.n_kv_heads=2", "model.ffn_dim=96")
+TINY_TASK = (
+    "data=synthetic",
+    "data.tokens=40000",
+    "data.seq_len=32",
+    "data.global_batch=8",
+    "data.micro_batch=2",
+    "data.workers=0",
+    "optim.warmup_steps=2",
+    "checkpoint.every_steps=0",
+)
+TINY = (*TINY_LLAMA, *TINY_TASK)
+
+
+def run_world(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Call `function(*args)` in `ranks` processes with a process group; returns what each returned.
+
+    A rank that raises fails the test with its traceback.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["fsdp_jobs.training.entry"])
+    queue = context.Queue()
+    port = free_port()
+    processes = [context.Process(target=_rank, args=(r, ranks, port, queue, function, args)) for r in range(ranks)]
+    for process in processes:
+        process.start()
+    results: dict[int, Any] = {}
+    try:
+        for _ in range(ranks):
+            rank, ok, value = queue.get(timeout=240)
+            assert ok, f"rank {rank}:\n{value}"
+            results[rank] = value
+    finally:
+        for process in processes:
+            if len(results) < ranks:
+                process.kill()
+            process.join(30)
+    return [results[r] for r in range(ranks)]
+
+
+def _rank(rank: int, ranks: int, port: int, queue: Any, function: Callable[..., Any], args: Sequence[Any]) -> None:
+    die_with_parent()
+    import torch.distributed as dist
+
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    try:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+        value = function(*args)
+        dist.barrier()
+        queue.put((rank, True, value))
+        dist.destroy_process_group()
+    except BaseException:
+        queue.put((rank, False, traceback.format_exc()))
+
+
+def train_here(run_dir: str, overrides: Sequence[str], nodes: int = 1) -> list[float]:
+    """Train in the present process group; returns the losses by step. Every rank calls this."""
+    import torch
+    import torch.distributed as dist
+
+    from fsdp_jobs.planning.layout import Layout
+    from fsdp_jobs.planning.plan import make_plan
+    from fsdp_jobs.training.trainer import Trainer
+
+    world = dist.get_world_size()
+    custom = "model=custom" in overrides
+    config = compose_job(
+        [*(TINY_TASK if custom else TINY), f"nodes={nodes}", f"nproc_per_node={world // nodes}", *overrides]
+    )
+    run = RunDir(run_dir)
+    if dist.get_rank() == 0:
+        run.path.mkdir(parents=True, exist_ok=True)
+        write_atomic(run.config, dump_config(config))
+    dist.barrier()
+    no_shard = config.fsdp.strategy == "no_shard"
+    by_hand = Layout("no_shard" if no_shard else "full_shard", world, 1 if no_shard else world)
+    layout = by_hand if custom else make_plan(config).layout
+    life = uuid.uuid4().hex if dist.get_rank() == 0 else ""
+    shared = [life]
+    dist.broadcast_object_list(shared, src=0)
+    Trainer(config, run, layout, 0, shared[0], torch.device("cpu")).train()
+    dist.barrier()
+    return losses_of(run)
+
+
+def losses_of(run: RunDir) -> list[float]:
+    """The loss of each step, the newest where a step was done again."""
+    by_step = {m["step"]: m["loss"] for m in read_json_lines(run.metrics)}
+    return [by_step[s] for s in sorted(by_step)]
+
+
+def events_of(run: RunDir, name: str) -> list[dict[str, Any]]:
+    return [e for e in read_json_lines(run.events) if e["event"] == name]
+
+
+def flip_byte(file: Path) -> None:
+    """Damage one byte in the middle of a file."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    file.write_bytes(content)
