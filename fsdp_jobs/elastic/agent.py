@@ -1,0 +1,234 @@
+"""One a node: torch's elastic agent, with rendezvous through our coordinator.
+
+It differs from plain torchrun in four things. Ranks are numbered in topology order. A broken round stops
+its ranks at once instead of when a collective times out. Ranks are forked from a process that has imported
+torch, so a restart takes no imports. A signal becomes a request to save that all ranks agree on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import uuid
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+
+from fsdp_jobs.app import ADDRESS_ENV, ATTEMPT_ENV, COORDINATOR_ENV
+from fsdp_jobs.config import load_config
+from fsdp_jobs.elastic import worker
+from fsdp_jobs.elastic.board import ENV as BOARD_ENV
+from fsdp_jobs.elastic.board import Board
+from fsdp_jobs.elastic.link import Message
+from fsdp_jobs.elastic.rendezvous import CoordinatorRendezvous
+from fsdp_jobs.events import EXIT_FAILED, EXIT_REQUEUE
+from fsdp_jobs.planning.topology_sources import path_from_slurm
+from fsdp_jobs.run_dir import RunDir
+
+_MANY = 1 << 30  # restarts: the coordinator counts, not the agent
+_MONITOR_S = 0.1
+_DUMP_S = 2.0  # for ranks to write their stacks
+_STOP_RANKS_S = 5  # SIGTERM to SIGKILL, for ranks of a broken round: what they know is in the checkpoint
+
+
+class RunDirLogs(LogsSpecs):
+    """Gives each rank its log, error file, board and layout by environment; its output it redirects itself."""
+
+    def __init__(self, run: RunDir, attempt: int, node: int, boards: Path, handler: CoordinatorRendezvous):
+        super().__init__()
+        self.run, self.attempt, self.node, self.boards, self.handler = run, attempt, node, boards, handler
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        error_files = {}
+        for local_rank, env in envs.items():
+            error_files[local_rank] = str(self.boards / f"error-{local_rank}.json")
+            Path(error_files[local_rank]).unlink(missing_ok=True)
+            env |= {
+                "TORCHELASTIC_ERROR_FILE": error_files[local_rank],
+                worker.LOG_ENV: str(self.run.rank_log(self.attempt, self.node, int(env["RANK"]))),
+                worker.STACKS_ENV: str(self.run.stacks(self.attempt, self.node, int(env["RANK"]))),
+                "FSDP_JOBS_LAYOUT": self.handler.round["layout"],
+                "FSDP_JOBS_ROUND": str(self.handler.round["round"]),
+            }
+        silent = dict.fromkeys(envs, "")
+        return LogsDest(silent, dict(silent), {}, {}, error_files, "", "")
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self.run.attempt(self.attempt))
+
+
+class Agent(LocalElasticAgent):
+    """torch's agent, telling the coordinator why its ranks failed."""
+
+    def __init__(self, spec: WorkerSpec, logs: RunDirLogs, handler: CoordinatorRendezvous):
+        super().__init__(spec, logs, start_method="forkserver", exit_barrier_timeout=60)
+        self._handler, self._logs = handler, logs
+        handler.on_dump = self._dump
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.state == WorkerState.FAILED:
+            reports = [self._describe(rank, failure) for rank, failure in result.failures.items()]
+            self._handler.failed(reports)
+        elif result.state == WorkerState.SUCCEEDED:
+            self._handler.ended()
+        return result
+
+    def _describe(self, rank: int, failure: Any) -> Message:
+        error, when = "", time.time()
+        if isinstance(failure.error_file_data, dict):
+            content = failure.error_file_data.get("message", "")
+            text = content.get("message", "") if isinstance(content, dict) else str(content)
+            error = text.strip().splitlines()[0][:500] if text.strip() else ""
+            with suppress(KeyError, TypeError, ValueError):
+                when = float(content["extraInfo"]["timestamp"])
+        return {
+            "node": self._handler.identity["node"],
+            "rank": rank,
+            "exit_code": failure.exitcode,
+            "error": error if failure.exitcode >= 0 else "",
+            "time": when,
+            "step": self._handler.boards[failure.local_rank].read().step,
+        }
+
+    def _dump(self) -> None:
+        """Have every rank write its stacks, and report which could."""
+        found = []
+        for w in self.get_worker_group().workers:
+            stacks = self._logs.run.stacks(self._logs.attempt, self._logs.node, w.global_rank)
+            before = stacks.stat().st_size if stacks.exists() else 0
+            status = "gone"
+            with suppress(psutil.NoSuchProcess, ProcessLookupError):
+                status = psutil.Process(w.id).status()
+                os.kill(w.id, signal.SIGUSR2)
+            found.append((w, stacks, before, status))
+        deadline = time.monotonic() + _DUMP_S
+        pending = True
+        while pending and time.monotonic() < deadline:
+            time.sleep(0.1)
+            pending = any(not s.exists() or s.stat().st_size == before for _, s, before, _ in found)
+        self._handler.send_stacks(
+            [
+                {
+                    "rank": w.global_rank,
+                    "status": status,
+                    "dumped": stacks.exists() and stacks.stat().st_size > before,
+                    "step": self._handler.boards[w.local_rank].read().step,
+                }
+                for w, stacks, before, status in found
+            ]
+        )
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._shutdown(timeout=_STOP_RANKS_S)
+
+
+def run_agent(args: argparse.Namespace) -> int:
+    """Run this node's ranks through as many rounds as it takes. Returns the attempt's exit code."""
+    run, attempt = RunDir(args.run_dir), int(os.environ[ATTEMPT_ENV])
+    config = load_config(run.config)
+    boards_dir = Path(tempfile.mkdtemp(prefix="fsdp_jobs-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+    boards = [Board(boards_dir, local_rank) for local_rank in range(args.nproc)]
+    identity: Message = {
+        "token": run.token.read_text(),
+        "node": args.node,
+        "host": socket.gethostname(),
+        "address": os.environ.get(ADDRESS_ENV) or socket.gethostname(),
+        "nproc": args.nproc,
+        "switches": path_from_slurm(
+            os.environ.get("SLURM_TOPOLOGY_ADDR", ""), os.environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "")
+        ),
+        "life": uuid.uuid4().hex,
+    }
+    elastic = config.elastic
+    handler = CoordinatorRendezvous(
+        os.environ[COORDINATOR_ENV], identity, boards, elastic.heartbeat_interval_s, elastic.heartbeat_timeout_s
+    )
+    os.environ |= {
+        BOARD_ENV: str(boards_dir),
+        "FSDP_JOBS_RUN_DIR": str(run.path.resolve()),
+        "FSDP_JOBS_AGENT_PID": str(os.getpid()),
+    }
+    multiprocessing.set_forkserver_preload(["fsdp_jobs.elastic.forkserver", "fsdp_jobs.training.entry"])
+    multiprocessing.forkserver.ensure_running()  # it imports torch while we wait for the others
+    spec = WorkerSpec(
+        role="trainer",
+        local_world_size=args.nproc,
+        entrypoint=worker.train,
+        rdzv_handler=handler,
+        max_restarts=_MANY,
+        monitor_interval=_MONITOR_S,
+    )
+    agent = Agent(spec, RunDirLogs(run, attempt, args.node, boards_dir, handler), handler)
+    result: list[RunResult | None] = []
+
+    def work() -> None:
+        try:
+            result.append(agent.run())
+        except BaseException:
+            traceback.print_exc()
+
+    # In a thread, so that torch leaves the signal handlers to us.
+    thread = threading.Thread(target=work, name="elastic-agent")
+    _on_signals(handler)
+    thread.start()
+    thread.join()
+    if handler.end is None and result and result[0] is not None and not result[0].is_failed():
+        _wait_for_end(handler)
+    handler.shutdown()
+    shutil.rmtree(boards_dir, ignore_errors=True)
+    if handler.end is not None:
+        return int(handler.end["exit_code"])
+    if handler.num_nodes_waiting():
+        return EXIT_REQUEUE  # our ranks had finished, but another node's failed: the launcher starts us again
+    return 0 if result else EXIT_FAILED
+
+
+def _wait_for_end(handler: CoordinatorRendezvous, seconds: float = 10.0) -> None:
+    """Our ranks have finished: stay until the coordinator has heard so from every node, or says otherwise."""
+    deadline = time.monotonic() + seconds
+    while not handler.num_nodes_waiting() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _on_signals(handler: CoordinatorRendezvous) -> None:
+    """The first signal asks all ranks of the job to save and leave; a second one kills this node's."""
+    seen: list[int] = []
+
+    def react(number: int, _frame: object) -> None:
+        if seen:
+            os._exit(EXIT_REQUEUE)  # the ranks die with us
+        seen.append(number)
+        handler.notice(signal.Signals(number).name)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, react)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="One node of one attempt.")
+    parser.add_argument("run_dir")
+    parser.add_argument("--node", type=int, required=True, help="number of this node within the job")
+    parser.add_argument("--nproc", type=int, required=True, help="ranks to run here")
+    return run_agent(parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.exit(main())

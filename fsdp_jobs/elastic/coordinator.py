@@ -1,0 +1,112 @@
+"""The job's control process, on the network. No torch.
+
+Nothing here is needed by ranks that train: when this process dies they go on, and a new one adopts the round
+from what the agents tell it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hmac
+import json
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+
+from fsdp_jobs.app import ATTEMPT_ENV, COORDINATOR_ENV
+from fsdp_jobs.config import load_config
+from fsdp_jobs.elastic.decisions import Coordinator, Member
+from fsdp_jobs.elastic.link import Message
+from fsdp_jobs.run_dir import RunDir
+
+_TICK_S = 0.1
+
+
+class Server:
+    """The coordinator on the network."""
+
+    def __init__(self, coordinator: Coordinator, token: str):
+        self.coordinator, self.token = coordinator, token
+
+    async def serve(self, host: str, port: int) -> int:
+        """Serve until the attempt is over. Returns its exit code."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            loop.add_signal_handler(number, self._on_signal, f"{signal.Signals(number).name} received")
+        server = await asyncio.start_server(self._agent, host, port)
+        async with server:
+            while True:
+                await asyncio.sleep(_TICK_S)
+                now = time.monotonic()
+                self.coordinator.tick(now)
+                verdict = self.coordinator.verdict
+                everyone_left = not self.coordinator.members or now - self.coordinator.closed_at > 30
+                if verdict is not None and everyone_left:
+                    return verdict.exit_code_of_attempt
+
+    def _on_signal(self, why: str) -> None:
+        self.coordinator.on_stop(why, time.monotonic())
+
+    async def _agent(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        def send(message: Message) -> None:
+            if not writer.is_closing():
+                writer.write((json.dumps(message) + "\n").encode())
+
+        member: Member | None = None
+        with suppress(ConnectionError, ValueError, KeyError, asyncio.IncompleteReadError):
+            hello = json.loads(await asyncio.wait_for(reader.readline(), 10) or b"{}")
+            if not hmac.compare_digest(str(hello.get("token", "")), self.token):
+                writer.close()
+                return
+            member = Member(
+                **{k: hello[k] for k in ("node", "host", "address", "nproc", "switches", "life")},
+                send=send,
+                drop=writer.close,
+                heard=time.monotonic(),
+            )
+            running = hello["round"], hello["size"], hello["shard_group"]
+            self.coordinator.on_hello(member, *running, time.monotonic())
+            if hello["ready"]:
+                self.coordinator.on_ready(member, [], time.monotonic())
+            while line := await reader.readline():
+                self._dispatch(member, json.loads(line))
+        if member is not None:
+            why = f"node {member.node} ({member.host}) closed its connection: its agent is gone"
+            self.coordinator.on_gone(member, why, time.monotonic())
+        writer.close()
+
+    def _dispatch(self, member: Member, message: Message) -> None:
+        now, kind = time.monotonic(), message["kind"]
+        if kind == "beat":
+            self.coordinator.on_beat(member, message["ranks"], now)
+            member.send({"kind": "alive"})
+        elif kind == "failed":
+            self.coordinator.on_failed(member, message["failures"], now)
+        elif kind == "ready":
+            self.coordinator.on_ready(member, message["failures"], now)
+        elif kind == "master":
+            self.coordinator.on_master(member, message)
+        elif kind == "notice":
+            self.coordinator.on_stop(f"node {member.node} received {message['signal']}", now)
+        elif kind == "stacks":
+            self.coordinator.on_stacks(message)
+        elif kind == "ended":
+            self.coordinator.on_ended(member, now)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="The control process of one attempt.")
+    parser.add_argument("run_dir")
+    args = parser.parse_args(argv)
+    run = RunDir(args.run_dir)
+    coordinator = Coordinator(load_config(run.config), run, int(os.environ[ATTEMPT_ENV]), time.monotonic())
+    server = Server(coordinator, run.token.read_text())
+    port = os.environ[COORDINATOR_ENV].rpartition(":")[2]
+    return asyncio.run(server.serve("0.0.0.0", int(port)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,13 @@
+"""Preloaded by an agent's fork server before anything else: ties the server's life to the agent's.
+
+multiprocessing alone keeps a fork server alive for as long as any process it made lives, so the ranks of a
+killed agent would train on.
+"""
+
+import os
+
+from fsdp_jobs.processes import die_with_parent
+
+die_with_parent()
+if os.getppid() == 1 and os.environ.get("FSDP_JOBS_AGENT_PID") != "1":
+    os._exit(1)  # the agent died before the line above

@@ -1,0 +1,109 @@
+"""The agent's end of the line to the coordinator: JSON lines over TCP, reconnecting. No torch.
+
+Agent to coordinator:
+    hello   token, node, host, address, nproc, switches, life, ready, round, size, shard_group
+            (ready: no ranks run here; round, size, shard_group: what they run in; -1, 0, 0 when none do)
+    beat    ranks: [[step, committed, phase], ...]
+    failed  failures: [...]     ranks here have failed, and the others are being stopped
+    ready   failures: [...]     no ranks run here; wants to be in the next round (failures: those not told yet)
+    master  round, store, port  from the head of a round: where its store is, and a port for rank 0
+    notice  signal              this node was told to stop
+    stacks  node, ranks: [...]          what its ranks are doing, after a dump
+    ended                       all ranks of this node have finished
+Coordinator to agent:
+    round   round, rank, size, layout   you are node `rank` of `size`
+    start   round, host, store, port    the head's answer, to everyone else
+    break   round, why                  stop your ranks and come back ready
+    dump                                write your ranks' stacks and tell what they are doing
+    request request                     for the ranks' boards
+    end     exit_code, why              nothing more will run: leave
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+Message = dict[str, Any]
+
+
+class Link:
+    """A connection that is kept up in the background; `on_message` is called in its thread."""
+
+    def __init__(
+        self,
+        address: str,
+        hello: Callable[[], Message],
+        on_message: Callable[[Message], None],
+        silence_s: float,
+    ):
+        host, _, port = address.rpartition(":")
+        self._address = (host, int(port))
+        self._hello, self._on_message, self._silence_s = hello, on_message, silence_s
+        self._socket: socket.socket | None = None
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        threading.Thread(target=self._run, name="coordinator-link", daemon=True).start()
+
+    def send(self, kind: str, **content: Any) -> bool:
+        """Send one message; False when there is no connection now (hello repeats what matters)."""
+        line = (json.dumps({"kind": kind, **content}) + "\n").encode()
+        with self._lock:
+            if self._socket is None:
+                return False
+            try:
+                self._socket.sendall(line)
+                return True
+            except OSError:
+                return False
+
+    def close(self) -> None:
+        self._closed.set()
+        with self._lock:
+            if self._socket is not None:
+                with suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            try:
+                connection = socket.create_connection(self._address, timeout=5)
+            except OSError:
+                self._closed.wait(0.2)
+                continue
+            with connection:
+                connection.settimeout(self._silence_s)  # the coordinator answers every beat
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                with self._lock:
+                    self._socket = connection
+                self.send("hello", **self._hello())
+                with suppress(OSError, ValueError), connection.makefile("r") as lines:
+                    for line in lines:
+                        self._on_message(json.loads(line))
+                with self._lock:
+                    self._socket = None
+            self._closed.wait(0.2)
+
+
+class Beats:
+    """Sends a beat every interval until closed, and whenever asked to."""
+
+    def __init__(self, link: Link, interval_s: float, ranks: Callable[[], list[list[int]]]):
+        self._link, self._ranks = link, ranks
+        self._closed = threading.Event()
+
+        def run() -> None:
+            while not self._closed.wait(interval_s):
+                self.beat()
+
+        threading.Thread(target=run, name="beats", daemon=True).start()
+
+    def beat(self) -> None:
+        self._link.send("beat", ranks=self._ranks())
+
+    def close(self) -> None:
+        self._closed.set()

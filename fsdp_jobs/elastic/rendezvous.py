@@ -1,0 +1,167 @@
+"""torch elastic's rendezvous, answered by the coordinator: the agent's side."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousGracefulExitError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
+
+from fsdp_jobs.elastic.board import Board, Phase, Request
+from fsdp_jobs.elastic.link import Beats, Link, Message
+from fsdp_jobs.planning.layout import Layout
+from fsdp_jobs.processes import free_port
+
+
+class CoordinatorRendezvous(RendezvousHandler):
+    """torch elastic's rendezvous, answered by the coordinator."""
+
+    def __init__(self, coordinator: str, identity: Message, boards: list[Board], beat_s: float, silence_s: float):
+        self.identity, self.boards = identity, boards
+        self.address = str(identity["address"])
+        self.on_dump: Callable[[], None] = lambda: None
+        self._changed = threading.Condition()
+        self._round: Message | None = None  # the newest round this node was given a place in
+        self._start: Message | None = None
+        self._broken = -1  # the newest round that is over
+        self._end: Message | None = None
+        self._waiting = False
+        self._running_round = -1
+        self._failures: list[Message] = []
+        self._store: TCPStore | None = None
+        self._link = Link(coordinator, self._hello, self._receive, silence_s)
+        self._beats = Beats(self._link, beat_s, self._reports)
+
+    @property
+    def end(self) -> Message | None:
+        """What the coordinator said when the attempt was over."""
+        return self._end
+
+    @property
+    def round(self) -> Message:
+        assert self._round is not None
+        return self._round
+
+    def _hello(self) -> Message:
+        running = self._running_round if self._running_round > self._broken else -1
+        size, group = 0, 0
+        if self._round is not None and running >= 0:
+            size, group = self._round["size"], Layout.from_json(self._round["layout"]).shard_group
+        return {**self.identity, "ready": self._waiting, "round": running, "size": size, "shard_group": group}
+
+    def _reports(self) -> list[list[int]]:
+        reports = [b.read() for b in self.boards]
+        return [[r.step, r.committed, r.phase] if r.time else [-1, -1, Phase.STARTING] for r in reports]
+
+    def _receive(self, message: Message) -> None:
+        with self._changed:
+            kind = message["kind"]
+            if kind == "round":
+                self._round, self._start, self._waiting = message, None, False
+            elif kind == "start":
+                self._start = message
+            elif kind == "break":
+                self._broken = max(self._broken, message["round"])
+            elif kind == "request":
+                for board in self.boards:
+                    board.ask(Request(message["request"]))
+            elif kind == "dump":
+                threading.Thread(target=self.on_dump, name="dump", daemon=True).start()
+            elif kind == "end":
+                self._end = message
+            self._changed.notify_all()
+
+    def failed(self, failures: list[Message]) -> None:
+        """Tell the coordinator at once, or with the next `ready` when it is not there."""
+        if not self._link.send("failed", failures=failures):
+            self._failures = failures
+
+    def notice(self, name: str) -> None:
+        """This node was told to stop. Without a coordinator the ranks here tell the others."""
+        if not self._link.send("notice", signal=name):
+            for board in self.boards:
+                board.ask(Request.STOP)
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for a place in the next round.
+
+        Raises:
+            RendezvousGracefulExitError: the coordinator has ended the attempt.
+        """
+        while True:
+            self._beats.beat()  # the last word of the ranks that ran here
+            with self._changed:
+                self._round, self._waiting, self._running_round = None, True, -1
+                failures, self._failures = self._failures, []
+                for board in self.boards:
+                    board.clear()
+            self._link.send("ready", failures=failures)
+            with self._changed:
+                self._changed.wait_for(lambda: self._round is not None or self._end is not None)
+                if self._end is not None:
+                    raise RendezvousGracefulExitError(self._end["why"])
+            info = self._join()
+            if info is not None:
+                self._running_round = self.round["round"]
+                return info
+
+    def _join(self) -> RendezvousInfo | None:
+        """Open the round's store, as its head, or connect to the head's; None if the round is over before it began."""
+        place = self.round
+        number, rank, size = place["round"], place["rank"], place["size"]
+        timeout = timedelta(seconds=60)
+        if rank == 0:
+            store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+            host, port = self.address, free_port()
+            self._link.send("master", round=number, store=store.port, port=port)
+        else:
+            with self._changed:
+                self._changed.wait_for(lambda: self._start or self._end or self._broken >= number)
+                if self._start is None:
+                    return None
+                host, port = self._start["host"], self._start["port"]
+            try:
+                store = TCPStore(host, self._start["store"], is_master=False, timeout=timeout)
+            except RuntimeError:
+                return None
+        self._store = store
+        return RendezvousInfo(store, rank, size, RendezvousStoreInfo(host, port))
+
+    def num_nodes_waiting(self) -> int:
+        """1 when the running round is over and its ranks are to be stopped."""
+        return int(self._broken >= self._running_round or self._end is not None)
+
+    def send_stacks(self, ranks: list[Message]) -> None:
+        self._link.send("stacks", node=self.identity["node"], ranks=ranks)
+
+    def ended(self) -> None:
+        self._beats.beat()
+        self._link.send("ended")
+
+    def get_backend(self) -> str:
+        return "fsdp_jobs"
+
+    @property
+    def use_agent_store(self) -> bool:
+        return False
+
+    def is_closed(self) -> bool:
+        return self._end is not None
+
+    def set_closed(self) -> None:
+        pass
+
+    def get_run_id(self) -> str:
+        return str(self.identity["life"])
+
+    def shutdown(self) -> bool:
+        self._beats.close()
+        self._link.close()
+        return True

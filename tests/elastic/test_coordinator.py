@@ -1,0 +1,209 @@
+"""The coordinator's decisions, with agents that are only messages and a clock that only we move."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_jobs.compose import compose_job
+from fsdp_jobs.elastic.board import Phase, Request
+from fsdp_jobs.elastic.decisions import Coordinator, Member
+from fsdp_jobs.events import Verdict
+from fsdp_jobs.run_dir import RunDir, read_json_lines
+
+
+class Cluster:
+    """A coordinator, its clock, and the messages each agent has received."""
+
+    def __init__(self, folder: Path, *overrides: str):
+        self.run = RunDir(folder / "run")
+        self.run.attempt(0).mkdir(parents=True, exist_ok=True)
+        self.config = compose_job(["nproc_per_node=2", *overrides])
+        self.now = 0.0
+        self.coordinator = Coordinator(self.config, self.run, 0, self.now)
+        self.received: dict[str, list[dict[str, Any]]] = {}
+
+    def join(
+        self, node: int, life: str = "a", round_: int = -1, size: int = 0, switches: tuple[str, ...] = ()
+    ) -> Member:
+        inbox = self.received.setdefault(f"{node}{life}", [])
+        member = Member(
+            node=node,
+            host=f"node{node}",
+            address=f"node{node}",
+            nproc=2,
+            switches=list(switches),
+            life=f"{node}{life}",
+            send=inbox.append,
+            drop=lambda: None,
+            heard=self.now,
+        )
+        self.coordinator.on_hello(member, round_, size, 2, self.now)
+        if round_ < 0:
+            self.coordinator.on_ready(member, [], self.now)
+        return member
+
+    def later(self, seconds: float, *beating: Member, step: int = 1, committed: int = -1, phase: int = 1) -> None:
+        end = self.now + seconds
+        while self.now < end - 1e-9:
+            self.now += 0.1
+            for member in beating:
+                ranks = [[step, committed, phase]] * 2 if member.in_round else []
+                self.coordinator.on_beat(member, ranks, self.now)
+            self.coordinator.tick(self.now)
+
+    def last(self, member: Member, kind: str) -> dict[str, Any] | None:
+        return next((m for m in reversed(self.received[member.life]) if m["kind"] == kind), None)
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [e for e in read_json_lines(self.run.events) if e["event"] == name]
+
+    @property
+    def verdict(self) -> Verdict | None:
+        return Verdict.read(self.run, 0)
+
+
+def _failure(
+    node: int, rank: int, error: str = "", exit_code: int = 1, step: int = 5, time: float = 1.0
+) -> dict[str, Any]:
+    return {"node": node, "rank": rank, "exit_code": exit_code, "error": error, "time": time, "step": step}
+
+
+def test_ranks_follow_the_topology_and_natural_order(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=4")
+    members = {
+        n: cluster.join(n, switches=("spine", leaf))
+        for n, leaf in ((10, "leaf2"), (2, "leaf2"), (3, "leaf1"), (1, "leaf1"))
+    }
+    cluster.later(0.2, *members.values())
+    ranks = {n: cluster.last(m, "round")["rank"] for n, m in members.items()}  # type: ignore[index]
+    assert ranks == {1: 0, 3: 1, 2: 2, 10: 3}
+
+
+def test_an_elastic_job_waits_for_more_nodes_then_starts_with_enough(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=2:4", "elastic.join_window_s=20")
+    a, b = cluster.join(0), cluster.join(1)
+    cluster.later(19, a, b)
+    assert cluster.last(a, "round") is None
+    cluster.later(2, a, b)
+    assert cluster.last(a, "round")["size"] == 2  # type: ignore[index]
+
+
+def test_a_dead_agent_breaks_the_round_at_once_and_a_silent_one_after_its_timeout(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=1:3", "elastic.join_window_s=0", "fsdp=full_shard")
+    a, b, c = cluster.join(0), cluster.join(1), cluster.join(2)
+    cluster.later(0.2, a, b, c)
+    cluster.coordinator.on_gone(c, "closed", cluster.now)
+    assert cluster.last(a, "break") is not None and cluster.last(b, "break") is not None
+    for member in (a, b):
+        cluster.coordinator.on_ready(member, [], cluster.now)
+    cluster.later(3, a, b)
+    assert cluster.last(a, "round")["size"] == 2  # type: ignore[index]
+    silent_since = cluster.now
+    cluster.later(9, a)
+    assert len(cluster.events("node_lost")) == 1
+    cluster.later(2, a)
+    lost = cluster.events("node_lost")
+    assert len(lost) == 2 and "silent" in lost[1]["why"]
+    assert cluster.now - silent_since < 12
+
+
+def test_a_fenced_node_that_wakes_up_is_told_that_its_round_is_over(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=1:2", "elastic.join_window_s=0")
+    a, b = cluster.join(0), cluster.join(1)
+    cluster.later(0.2, a, b)
+    cluster.later(11, a)
+    cluster.coordinator.on_ready(a, [], cluster.now)
+    cluster.later(2, a)
+    assert cluster.coordinator.round == 1
+    b_again = cluster.join(1, round_=0, size=2)
+    assert cluster.last(b_again, "break")["round"] == 0  # type: ignore[index]
+
+
+def test_new_nodes_wait_until_the_ranks_have_saved_and_parked(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=1:2", "elastic.join_window_s=0", "fsdp=full_shard")
+    a = cluster.join(0)
+    cluster.later(0.5, a)
+    b = cluster.join(1)
+    cluster.later(1, a, b)
+    assert cluster.last(a, "request") == {"kind": "request", "request": int(Request.PARK)}
+    assert cluster.last(a, "break") is None
+    cluster.later(1, a, b, step=7, committed=7, phase=int(Phase.PARKED))
+    assert cluster.last(a, "break") is not None
+    cluster.coordinator.on_ready(a, [], cluster.now)
+    cluster.later(2, a, b)
+    assert cluster.last(b, "round")["size"] == 2  # type: ignore[index]
+    assert cluster.verdict is None
+
+
+def test_below_the_minimum_the_job_waits_then_leaves_to_be_requeued(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=2", "elastic.wait_for_nodes_s=30")
+    a = cluster.join(0)
+    cluster.later(29, a)
+    assert cluster.verdict is None
+    cluster.later(2, a)
+    assert cluster.verdict is not None
+    assert (cluster.verdict.verdict, cluster.verdict.decision) == ("infrastructure", "requeue")
+    assert cluster.last(a, "end")["exit_code"] == 75  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("errors", "verdict", "rounds"),
+    [
+        (["ValueError: bug", "ValueError: bug"], "user_error", 2),
+        (["JobFailed: checkpoint of another model"], "user_error", 1),
+        (["", "", "", ""], "infrastructure", 4),
+        (["ValueError: one", "ValueError: two", "KeyError: three", "OSError: four"], "user_error", 4),
+    ],
+)
+def test_when_failures_end_the_job(tmp_path: Path, errors: list[str], verdict: str, rounds: int) -> None:
+    cluster = Cluster(tmp_path, "nodes=2", "elastic.max_failures_without_progress=3")
+    a, b = cluster.join(0), cluster.join(1)
+    for error in errors:
+        cluster.later(1.5, a, b)
+        failure = _failure(1, 2, error, exit_code=1 if error else -9)
+        victim = _failure(
+            0, 0, "RuntimeError: Connection closed by peer", time=0.5
+        )  # earlier, and no cause all the same
+        cluster.coordinator.on_ready(b, [failure], cluster.now)
+        cluster.coordinator.on_ready(a, [victim], cluster.now)
+    cluster.later(3, a, b)
+    assert cluster.verdict is not None, cluster.events("round_broken")
+    assert cluster.verdict.verdict == verdict and cluster.verdict.rank == 2
+    assert len(cluster.events("round_started")) == rounds
+
+
+def test_progress_renews_the_budget(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=1", "elastic.max_failures_without_progress=1")
+    a = cluster.join(0)
+    for i in range(6):
+        cluster.later(1.5, a, step=i * 10, committed=i * 10)
+        cluster.coordinator.on_ready(a, [_failure(0, 0, exit_code=-9)], cluster.now)
+    cluster.later(3, a, committed=60)
+    assert cluster.verdict is None
+
+
+def test_a_stop_request_saves_everywhere_and_is_judged_preempted(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=2")
+    a, b = cluster.join(0), cluster.join(1)
+    cluster.later(1, a, b)
+    cluster.coordinator.on_stop("SIGTERM received", cluster.now)
+    assert cluster.last(b, "request") == {"kind": "request", "request": int(Request.STOP)}
+    for member in (a, b):
+        cluster.coordinator.on_ready(member, [_failure(member.node, 0, exit_code=75)], cluster.now)
+    cluster.later(2, a, b)
+    assert cluster.verdict is not None
+    assert (cluster.verdict.verdict, cluster.verdict.decision) == ("preempted", "requeue")
+
+
+def test_a_restarted_coordinator_adopts_the_running_round(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=2")
+    a, b = cluster.join(0, round_=4, size=2), cluster.join(1, round_=4, size=2)
+    cluster.later(15, a, b)
+    assert cluster.coordinator.round == 4 and cluster.coordinator.running
+    assert cluster.last(a, "break") is None and cluster.last(b, "break") is None
+    for member in (a, b):
+        cluster.coordinator.on_ended(member, cluster.now)
+    assert cluster.verdict is not None and cluster.verdict.verdict == "done"
