@@ -1,0 +1,173 @@
+"""The verbs that look at runs or act on them. No torch but for export."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from rich.console import Console
+from rich.table import Table
+
+from fsdp_jobs.config import load_config
+from fsdp_jobs.logs import follow_files, label, looks_like_error
+from fsdp_jobs.problems import BadInput, Problem, nearest
+from fsdp_jobs.run_dir import RunDir, find_run, runs_in, write_atomic
+from fsdp_jobs.status import RunStatus, duration
+
+console = Console(highlight=False)
+
+
+def existing_run(name: str, runs_dir: str) -> RunDir:
+    run = find_run(runs_dir, name)
+    if not run.job.exists():
+        names = [r.name for r in runs_in(runs_dir)]
+        what = f"there is no such run under {runs_dir}/"
+        raise BadInput([Problem(name, what, nearest(name, names) or "fsdp-jobs list")])
+    return run
+
+
+def run_parser(verb: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"fsdp-jobs {verb}", allow_abbrev=False)
+    parser.add_argument("name", help="of the run")
+    return parser
+
+
+def take_runs_dir(args: list[str]) -> tuple[list[str], str]:
+    """`runs_dir=...` is understood by every verb."""
+    given = [a.removeprefix("runs_dir=") for a in args if a.startswith("runs_dir=")]
+    return [a for a in args if not a.startswith("runs_dir=")], given[-1] if given else "runs"
+
+
+def status(args: list[str]) -> int:
+    args, runs_dir = take_runs_dir(args)
+    if not args:
+        return _show_table(runs_in(runs_dir), runs_dir)
+    return _show_table([existing_run(run_parser("status").parse_args(args).name, runs_dir)], runs_dir)
+
+
+def list_runs(args: list[str]) -> int:
+    args, runs_dir = take_runs_dir(args)
+    if args:
+        raise BadInput([Problem(args[0], "list takes no arguments but runs_dir=...")])
+    return _show_table(runs_in(runs_dir), runs_dir)
+
+
+def _show_table(runs: list[RunDir], runs_dir: str) -> int:
+    from fsdp_jobs.submission import ACTIVE, state_of
+
+    if not runs:
+        console.print(f"no runs under {runs_dir}/", markup=False)
+        return 0
+    table = Table(box=None, pad_edge=False)
+    for heading in (
+        "run",
+        "state",
+        "attempt",
+        "nodes",
+        "step",
+        "loss",
+        "tok/s",
+        "checkpoint",
+        "eta",
+        "what happened last",
+    ):
+        table.add_column(heading, justify="right" if heading in ("step", "loss", "tok/s", "eta") else "left")
+    table.columns[0].no_wrap = table.columns[-1].no_wrap = True
+    table.columns[0].min_width = max(len(run.name) for run in runs)
+    for run in runs:
+        status, config = RunStatus(run), load_config(run.config)
+        status.update()
+        if not status.ended and state_of(run.read_job()["handle"]) not in ACTIVE:
+            status.state, status.reason = "failed", "its launcher no longer knows the job: resume it"
+        table.add_row(
+            run.name,
+            status.state,
+            str(status.attempt),
+            f"{len(status.nodes)}/{config.nodes}",
+            f"{status.step}/{config.steps}",
+            f"{status.loss:.4f}" if status.loss is not None else "-",
+            f"{status.tokens_per_s:,.0f}",
+            f"step {status.committed}, {status.checkpoint_age()}" if status.committed >= 0 else "-",
+            duration(status.eta_s(config.steps)),
+            status.reason,
+        )
+    console.print(table)
+    return 0
+
+
+def logs(args: list[str]) -> int:
+    from fsdp_jobs.submission import ACTIVE, state_of
+
+    args, runs_dir = take_runs_dir(args)
+    parser = run_parser("logs")
+    parser.add_argument("-f", "--follow", action="store_true")
+    parser.add_argument("--rank", type=int)
+    parser.add_argument("--node", type=int)
+    parser.add_argument("--attempt", type=int)
+    parser.add_argument("--errors", action="store_true", help="only lines that look like trouble")
+    flags = parser.parse_args(args)
+    run = existing_run(flags.name, runs_dir)
+    handle = run.read_job()["handle"]
+    asked_at = 0.0
+    alive = True
+
+    def running() -> bool:
+        nonlocal asked_at, alive
+        if flags.follow and alive and time.monotonic() - asked_at > 2:
+            asked_at, alive = time.monotonic(), state_of(handle) in ACTIVE
+        return bool(flags.follow) and alive
+
+    def any_of(number: int | None) -> str:
+        return "*" if number is None else str(number)
+
+    pattern = f"attempts/{any_of(flags.attempt)}/node-{any_of(flags.node)}/rank-{any_of(flags.rank)}.log"
+    for file, line in follow_files(run.path, pattern, running):
+        if not flags.errors or looks_like_error(line):
+            sys.stdout.write(f"[{label(file)}] {line}\n")
+            sys.stdout.flush()
+    return 0
+
+
+def cancel(args: list[str]) -> int:
+    from fsdp_jobs import submission
+
+    args, runs_dir = take_runs_dir(args)
+    parser = run_parser("cancel")
+    parser.add_argument("--now", action="store_true", help="at once, without a checkpoint")
+    flags = parser.parse_args(args)
+    run = existing_run(flags.name, runs_dir)
+    handle = run.read_job()["handle"]
+    if submission.state_of(handle) not in submission.ACTIVE:
+        console.print(f"{run.name} is not running", markup=False)
+        return 0
+    config = load_config(run.config)
+    if not flags.now:
+        write_atomic(run.stop_request, "cancelled")
+        deadline = time.monotonic() + config.elastic.stop_grace_s
+        while submission.state_of(handle) in submission.ACTIVE:
+            if time.monotonic() > deadline:
+                console.print(f"not stopped after {config.elastic.stop_grace_s:.0f} s: killing it", style="yellow")
+                break
+            time.sleep(0.2)
+    submission.kill(handle)
+    status = RunStatus(run)
+    status.update()
+    console.print(f"{run.name} {status.state}: {status.reason}", markup=False)
+    return 0
+
+
+def export(args: list[str]) -> int:
+    args, runs_dir = take_runs_dir(args)
+    parser = run_parser("export")
+    parser.add_argument("--format", choices=("safetensors", "pt"), default="safetensors")
+    parser.add_argument("--step", type=int, help="of the checkpoint; the newest sound one when left out")
+    parser.add_argument("--out", help="folder to write; <run directory>/export when left out")
+    flags = parser.parse_args(args)
+    run = existing_run(flags.name, runs_dir)
+    from fsdp_jobs.checkpoints.export import export
+
+    written = export(run, load_config(run.config), flags.format, flags.step, flags.out)
+    for file in written:
+        console.print(str(file), markup=False, soft_wrap=True)
+    return 0

@@ -1,0 +1,136 @@
+"""From a checked configuration to a submitted job: plan, run directory, AppDef, launcher. No torch."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torchx.schedulers import get_scheduler_factories
+from torchx.schedulers.api import Scheduler
+from torchx.specs import AppDryRunInfo, AppState, make_app_handle, parse_app_handle
+
+from fsdp_jobs.app import to_app
+from fsdp_jobs.checks import check, check_existing_run
+from fsdp_jobs.config import CustomModelConfig, JobConfig, dump_config, node_range
+from fsdp_jobs.events import record_event
+from fsdp_jobs.planning.options import ranks_per_node
+from fsdp_jobs.planning.plan import Plan, make_plan
+from fsdp_jobs.planning.probe import probe
+from fsdp_jobs.planning.shapes import ModelShape
+from fsdp_jobs.planning.topology_sources import from_yaml
+from fsdp_jobs.problems import BadInput, Problem
+from fsdp_jobs.run_dir import RunDir, run_dir_of, write_atomic
+
+SESSION = "fsdp_jobs"
+ACTIVE = (AppState.SUBMITTED, AppState.PENDING, AppState.RUNNING)
+
+
+@dataclass
+class Prepared:
+    """A job that could be submitted, with everything known about it. Nothing is written yet."""
+
+    config: JobConfig
+    run: RunDir
+    plan: Plan
+    shape: ModelShape | None  # of a custom model
+    scheduler: Scheduler[Any]
+    request: AppDryRunInfo[Any]
+
+
+def scheduler_of(launcher: str) -> Scheduler[Any]:
+    """The TorchX scheduler of a name.
+
+    Raises:
+        BadInput: there is none of this name.
+    """
+    factories = get_scheduler_factories()
+    if launcher not in factories:
+        known = sorted(factories)
+        what = f"no launcher of this name is installed; there are {', '.join(known)}"
+        raise BadInput([Problem(f"cluster.launcher={launcher}", what, "cluster=local runs on this machine")])
+    scheduler: Scheduler[Any] = factories[launcher](SESSION)
+    return scheduler
+
+
+def plan_of(config: JobConfig) -> tuple[Plan, ModelShape | None]:
+    """The plan for a configuration, and the shape that a custom model was found to have.
+
+    Raises:
+        BadInput: a custom model that cannot be built, a bad topology file, or a sharding that cannot be.
+    """
+    shape = probe(config) if isinstance(config.model, CustomModelConfig) else None
+    topology = None
+    if config.cluster.topology is not None:
+        text = _read_topology(config.cluster.topology)
+        topology = from_yaml(text, gpus=ranks_per_node(config))
+        if len(topology.nodes) < node_range(config.nodes)[1]:
+            what = f"names {len(topology.nodes)} nodes, the job wants {config.nodes}"
+            raise BadInput([Problem(f"cluster.topology={config.cluster.topology}", what)])
+    return make_plan(config, topology, None if topology is None else node_range(config.nodes)[1], shape), shape
+
+
+def _read_topology(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError as e:
+        raise BadInput([Problem(f"cluster.topology={path}", str(e.strerror))]) from e
+
+
+def prepare(config: JobConfig) -> Prepared:
+    """Check and plan a job, and let its launcher say what it would submit. Writes and starts nothing.
+
+    Raises:
+        BadInput: whatever is wrong with the configuration, the run's name, or its run directory.
+    """
+    check(config)
+    run = run_dir_of(config)
+    check_existing_run(config, run)
+    handle = run.read_job().get("handle")
+    if handle is not None and state_of(handle) in ACTIVE:
+        what = f"is in use by the live job {handle}"
+        instead = f"fsdp-jobs cancel {run.name}, or wait for it: fsdp-jobs logs -f {run.name}"
+        raise BadInput([Problem(f"run directory {run.path}", what, instead)])
+    plan, shape = plan_of(config)
+    scheduler = scheduler_of(config.cluster.launcher)
+    request = scheduler.submit_dryrun(to_app(config, run, ranks_per_node(config)), {})
+    return Prepared(config, run, plan, shape, scheduler, request)
+
+
+def submit(job: Prepared, overrides: Sequence[str]) -> str:
+    """Write the run directory and hand the job to its launcher. Returns its handle, `scheduler://session/id`."""
+    run = job.run
+    run.checkpoints.mkdir(parents=True, exist_ok=True)
+    job.config.name = run.name
+    write_atomic(run.config, dump_config(job.config))
+    write_atomic(run.plan, job.plan.to_json())
+    if job.config.cluster.topology is not None:
+        write_atomic(run.topology, _read_topology(job.config.cluster.topology))
+    if job.shape is not None:
+        write_atomic(run.shape, json.dumps(asdict(job.shape)))
+    write_atomic(run.token, secrets.token_hex(16), mode=0o600)
+    write_atomic(run.submit / "request.txt", f"{job.request}\n")
+    run.stop_request.unlink(missing_ok=True)
+    app_id = job.scheduler.schedule(job.request)
+    handle = str(make_app_handle(job.scheduler.backend, SESSION, app_id))
+    content = {"handle": handle, "overrides": list(overrides), "submitted": time.time()}
+    write_atomic(run.job, json.dumps(content, indent=2))
+    record_event(run, "submitted", run.last_attempt(), handle=handle)
+    return handle
+
+
+def state_of(handle: str) -> AppState:
+    """What the launcher says of a job; UNKNOWN when it knows none of that id."""
+    backend, _, app_id = parse_app_handle(handle)
+    description = scheduler_of(backend).describe(app_id)
+    return description.state if description is not None else AppState.UNKNOWN
+
+
+def kill(handle: str) -> None:
+    """End a job at once, without a checkpoint."""
+    backend, _, app_id = parse_app_handle(handle)
+    scheduler_of(backend).cancel(app_id)

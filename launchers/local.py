@@ -1,0 +1,298 @@
+"""Launcher `local_fsdp`: every node is a process of this machine.
+
+A detached supervisor stands in for a cluster's scheduler: it starts an attempt's coordinator and agents,
+starts a died one again as a cluster would replace a node, and requeues when the verdict says so. It runs
+as `python -m fsdp_jobs.launchers.local RUN_DIR` and outlives the terminal it was started from.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream, filter_regex
+from torchx.specs import AppDef, AppDryRunInfo, AppState, RoleStatus, macros
+
+from fsdp_jobs.app import ADDRESS_ENV, ATTEMPT_ENV, COORDINATOR_ENV, RUN_DIR_KEY
+from fsdp_jobs.config import LocalClusterConfig, load_config
+from fsdp_jobs.events import Verdict, record_event
+from fsdp_jobs.processes import die_with_parent, free_port
+from fsdp_jobs.run_dir import RunDir, write_atomic
+
+_POLL_S = 0.1
+_EARLY_DEATH_S = 10.0  # a process that dies younger than this, three times in a row, is not worth starting again
+_LEAVE_S = 20.0  # what is left of an attempt so long after its verdict is killed
+
+
+@dataclass
+class Command:
+    """One process of an attempt."""
+
+    name: str  # coordinator, or node-<i>
+    argv: list[str]
+    env: dict[str, str]
+
+
+@dataclass
+class LocalRequest:
+    """What is submitted: the processes, and where their run directory is."""
+
+    run_dir: str
+    commands: list[Command] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"{c.name}: {' '.join(f'{k}={v}' for k, v in c.env.items())} {' '.join(c.argv)}" for c in self.commands
+        )
+
+
+def visible_gpus() -> list[str]:
+    """Ids of the NVIDIA GPUs that this process may use: CUDA_VISIBLE_DEVICES, else all that the driver lists."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [c for c in chosen.split(",") if c]
+    return [str(i) for i, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*"))]
+
+
+def _state_dir() -> Path:
+    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(base) / "fsdp_jobs" / "local"
+
+
+class LocalScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
+    """Runs an AppDef as processes of this machine. An app's id is its run's name and the time of submission."""
+
+    def __init__(self, session_name: str):
+        super().__init__("local_fsdp", session_name)
+
+    def _submit_dryrun(self, app: AppDef, cfg: dict[str, Any]) -> AppDryRunInfo[LocalRequest]:
+        request = LocalRequest(app.metadata[RUN_DIR_KEY])
+        gpus = visible_gpus()
+        for role in app.roles:
+            for replica in range(role.num_replicas):
+                values = macros.Values(img_root="", app_id=app.name, replica_id=str(replica), rank0_env="")
+                concrete = values.apply(role)
+                name = "coordinator" if role.name == "coordinator" else f"node-{replica}"
+                ranks = role.resource.cpu
+                if role.name == "trainer":  # its own GPUs, or none when there is not one for every rank
+                    enough = len(gpus) >= role.num_replicas * ranks
+                    mine = gpus[replica * ranks : (replica + 1) * ranks] if enough else []
+                    concrete.env["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
+                request.commands.append(Command(name, [concrete.entrypoint, *concrete.args], concrete.env))
+        return AppDryRunInfo(request, str)
+
+    def schedule(self, dryrun_info: AppDryRunInfo[LocalRequest]) -> str:
+        request = dryrun_info.request
+        run = RunDir(request.run_dir)
+        app_id = f"{run.name}-{time.strftime('%y%m%d%H%M%S')}-{os.getpid()}"
+        write_atomic(run.submit / "commands.json", json.dumps([vars(c) for c in request.commands], indent=2))
+        link = _state_dir() / app_id
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(run.path.resolve())
+        with (run.submit / "supervisor.log").open("a") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "fsdp_jobs.launchers.local", str(run.path)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        started = psutil.Process(process.pid).create_time()
+        write_atomic(run.submit / "supervisor.json", json.dumps({"pid": process.pid, "started": started}))
+        return app_id
+
+    def describe(self, app_id: str) -> DescribeAppResponse | None:
+        link = _state_dir() / app_id
+        if not link.is_dir():
+            return None
+        run = RunDir(link.resolve())
+        state = AppState.RUNNING if _supervisor(run) is not None else _final_state(run)
+        attempt = run.last_attempt()
+        verdict = Verdict.read(run, attempt)
+        return DescribeAppResponse(
+            app_id=app_id,
+            state=state,
+            num_restarts=max(0, attempt),
+            msg=verdict.reason if verdict is not None else "",
+            roles_statuses=[RoleStatus("trainer", [])],
+        )
+
+    def list(self) -> list[ListAppResponse]:
+        found = [(link.name, self.describe(link.name)) for link in sorted(_state_dir().glob("*"))]
+        return [ListAppResponse(name, d.state) for name, d in found if d is not None]
+
+    def _cancel_existing(self, app_id: str) -> None:
+        """Stop at once, without a checkpoint."""
+        run = RunDir((_state_dir() / app_id).resolve())
+        supervisor = _supervisor(run)
+        if supervisor is not None:
+            family = [supervisor, *supervisor.children(recursive=True)]
+            for process in family:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(family, timeout=10)
+            attempt = run.last_attempt()
+            if attempt >= 0 and Verdict.read(run, attempt) is None:
+                verdict = Verdict("preempted", "stop", "killed on request, without a checkpoint")
+                verdict.write(run, attempt)
+                record_event(
+                    run, "attempt_ended", attempt, verdict=verdict.verdict, decision="stop", reason=verdict.reason
+                )
+
+    def log_iter(
+        self,
+        app_id: str,
+        role_name: str,
+        k: int = 0,
+        regex: str | None = None,
+        since: datetime | None = None,
+        until: datetime | None = None,
+        should_tail: bool = False,
+        streams: Stream | None = None,
+    ) -> Iterable[str]:
+        """Lines of a node's ranks in the newest attempt, or the coordinator's own."""
+        from fsdp_jobs.logs import follow_files
+
+        run = RunDir((_state_dir() / app_id).resolve())
+        pattern = "coordinator.log" if role_name == "coordinator" else f"node-{k}/*.log"
+
+        def running() -> bool:
+            return should_tail and _supervisor(run) is not None
+
+        lines = (line + "\n" for _, line in follow_files(run.attempt(run.last_attempt()), pattern, running))
+        return filter_regex(regex, lines) if regex else lines
+
+
+def create_scheduler(session_name: str, **_kwargs: object) -> LocalScheduler:
+    return LocalScheduler(session_name)
+
+
+def _supervisor(run: RunDir) -> psutil.Process | None:
+    """The live supervisor of a run."""
+    try:
+        known = json.loads((run.submit / "supervisor.json").read_text())
+        process = psutil.Process(known["pid"])
+        alive = process.create_time() == known["started"] and process.status() != psutil.STATUS_ZOMBIE
+        return process if alive else None
+    except (OSError, ValueError, psutil.NoSuchProcess):
+        return None
+
+
+def _final_state(run: RunDir) -> AppState:
+    verdict = Verdict.read(run, run.last_attempt())
+    if verdict is None:
+        return AppState.FAILED  # the supervisor is gone and nobody judged: the machine went down
+    if verdict.verdict == "done":
+        return AppState.SUCCEEDED
+    return AppState.CANCELLED if verdict.verdict == "preempted" else AppState.FAILED
+
+
+class _Process:
+    """One supervised process: started again when it dies before the attempt is over."""
+
+    def __init__(self, command: Command, log: Path, env: dict[str, str]):
+        self.command, self.log, self.env = command, log, env
+        self.early_deaths = 0
+        self.start()
+
+    def start(self) -> None:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self.popen = subprocess.Popen(
+                self.command.argv,
+                env={**os.environ, **self.command.env, **self.env},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+        self.born = time.monotonic()
+
+    def note_death(self) -> bool:
+        """Count a death; False when there have been too many early ones."""
+        early = time.monotonic() - self.born < _EARLY_DEATH_S
+        self.early_deaths = self.early_deaths + 1 if early else 0
+        return self.early_deaths < 3
+
+    def last_lines(self) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
+
+
+def run_attempt(run: RunDir, commands: list[Command], attempt: int, restart_nodes: bool) -> Verdict:
+    """One life of the job, from the start of its processes to the verdict."""
+    record_event(run, "attempt_started", attempt, nodes=len(commands) - 1)
+    env = {
+        ATTEMPT_ENV: str(attempt),
+        COORDINATOR_ENV: f"127.0.0.1:{free_port()}",
+        ADDRESS_ENV: "127.0.0.1",
+    }
+    folder = run.attempt(attempt)
+    processes = [
+        _Process(c, folder / ("coordinator.log" if c.name == "coordinator" else f"{c.name}/agent.log"), env)
+        for c in commands
+    ]
+    try:
+        while Verdict.read(run, attempt) is None:
+            time.sleep(_POLL_S)
+            for process in processes:
+                exit_code = process.popen.poll()
+                if exit_code is None or Verdict.read(run, attempt) is not None:
+                    continue
+                is_node = process.command.name != "coordinator"
+                if is_node and (exit_code == 0 or not restart_nodes):
+                    continue
+                if not process.note_death():
+                    reason = f"{process.command.name} died three times within {_EARLY_DEATH_S:.0f} s of its start"
+                    Verdict("infrastructure", "stop", reason, last_lines=process.last_lines()).write(run, attempt)
+                    record_event(
+                        run, "attempt_ended", attempt, verdict="infrastructure", decision="stop", reason=reason
+                    )
+                    break
+                record_event(run, "process_restarted", attempt, process=process.command.name, exit_code=exit_code)
+                process.start()
+        deadline = time.monotonic() + _LEAVE_S
+        while any(p.popen.poll() is None for p in processes) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+    finally:
+        for process in processes:
+            if process.popen.poll() is None:
+                process.popen.kill()  # its children die with it
+                process.popen.wait()
+    verdict = Verdict.read(run, attempt)
+    assert verdict is not None
+    return verdict
+
+
+def supervise(run: RunDir) -> int:
+    """Attempts until the job is done, stopped, or not worth another one."""
+    config = load_config(run.config)
+    assert isinstance(config.cluster, LocalClusterConfig)
+    commands = [Command(**c) for c in json.loads((run.submit / "commands.json").read_text())]
+
+    def stop(number: int, _frame: object) -> None:
+        write_atomic(run.stop_request, f"{signal.Signals(number).name} to the supervisor")
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    while True:
+        attempt = run.last_attempt() + 1
+        run.attempt(attempt).mkdir(parents=True)
+        verdict = run_attempt(run, commands, attempt, config.cluster.restart_nodes)
+        if verdict.decision != "requeue":
+            return verdict.exit_code_of_attempt
+
+
+if __name__ == "__main__":
+    sys.exit(supervise(RunDir(sys.argv[1])))
