@@ -1,0 +1,51 @@
+# make demo: the main job, with a node killed half way.   make test: everything CI runs.
+PYTHON ?= python3
+# What pip is asked for. On a machine without a GPU: a CPU wheel's path, say.
+TORCH ?= torch>=2.13,<2.14
+EXTRAS ?= dev,slurm,docker,tensorboard
+BENCHMARKS ?= plan_scale overhead coordinator traffic recovery
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo lint check test bench soak clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
+
+setup: $(READY)  ## .venv with everything the other targets need
+
+demo: $(READY)  ## the main job on this machine, one of its nodes killed half way: about 2 minutes
+	@$(BIN)/python examples/demo.py
+
+lint: $(READY)  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+check: lint  ## lint and the tests that start no jobs
+	$(BIN)/python -m pytest -m "not integration"
+
+test: lint  ## lint and all tests
+	$(BIN)/python -m pytest
+
+bench: $(READY)  ## every benchmark, one after the other; traffic and recovery need root
+	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py; done
+
+soak: $(READY)  ## 50 kills at random moments of a 4-node job; needs root
+	$(BIN)/python benchmarks/soak.py --kills 50
+
+clean:  ## remove .venv, caches and builds; runs/ stays
+	rm -rf $(VENV) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11: make PYTHON=python3.12, say"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || { echo "$(PYTHON) cannot make a virtual environment. On Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) '$(TORCH)'
+	$(PIP) -e '.[$(EXTRAS)]'
+	@touch $@

@@ -1,0 +1,131 @@
+"""Kills at random moments of a job on four nodes, also while it saves and while it recovers.
+
+    python benchmarks/soak.py [--kills 8] [--seed N]
+
+Each kill is of a rank, an agent, a whole node or the coordinator; what died is started again, as a cluster would.
+The run must end with the losses of an undisturbed one, to the bit. Exit code 1 when it does not. Nodes are network
+namespaces: needs root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # for tests.netns
+
+from tests.netns import CONTROL, Fabric, NetnsJob, netns_job, why_not
+
+NODES = ["node1", "node2", "node3", "node4"]
+EVERY, BATCH, STEPS_A_KILL = 5, 8, 15
+WHAT = ("rank", "agent", "node", "node", "rank", "agent", "rank", "coordinator")
+WHEN = ("training", "saving", "recovering")
+
+
+def kill(job: NetnsJob, what: str, node: str) -> None:
+    """Kill one thing. Processes come back because `keep` says so; a node is replaced here."""
+    number = job.fabric.nodes.index(node)
+    if what == "coordinator":
+        job.coordinator().kill()
+    elif what == "rank" and job.ranks(number):
+        job.ranks(number)[0].kill()
+    elif what == "node":
+        job.crash(node)
+        job.replace(node)
+    else:
+        job.agent(number).kill()
+
+
+def moment(job: NetnsJob, when: str, step: int, since: float) -> None:
+    """Wait until the job does what it is to be killed at: `step` at least, after having recovered from a kill at
+    `since`; or, for `recovering`, until the ranks of the round after that kill are being started."""
+
+    def new_round() -> float:
+        return max((e["time"] for e in job.events("round_started") if e["time"] > since), default=0.0)
+
+    def at_work() -> bool:
+        began = new_round()
+        return bool(began and job.metrics() and job.metrics()[-1]["time"] > began and job.step() >= step)
+
+    def over() -> bool:
+        return bool(job.events("attempt_ended"))
+
+    if when == "recovering":
+        job.until(lambda: new_round() or over(), "the next round", 120)
+    else:
+        job.until(lambda: at_work() or over(), f"step {step}", 120)
+        if when == "saving":
+            job.until(lambda: list(job.run.checkpoints.glob("*.tmp")) or over(), "a save", 120)
+
+
+def soak(fabric: Fabric, folder: Path, kills: int, seed: int) -> list[str]:
+    """Run undisturbed, then with kills; returns what is wrong with the second run's end."""
+    steps = STEPS_A_KILL * (kills + 1)
+    overrides = [f"steps={steps}", f"checkpoint.every_steps={EVERY}", f"data.global_batch={BATCH}", "fsdp=full_shard"]
+    overrides += ["elastic.heartbeat_timeout_s=5"]
+    with netns_job(fabric, folder, "undisturbed", *overrides) as calm:
+        calm.wait(120 + steps)
+        expected = calm.losses()
+    dice = random.Random(seed)
+    with netns_job(fabric, folder, "soak", *overrides) as job:
+        job.keep = {CONTROL, *NODES}
+        before, since = "recovering", 0.0  # a first kill has nothing to recover from
+        for number in range(kills):
+            # Two kills in one recovery are allowed, three in a row would rightly look like a job that cannot work.
+            when = dice.choice(WHEN[:2] if before == "recovering" else WHEN)
+            what, node = dice.choice(WHAT), dice.choice(NODES)
+            if when == "recovering" and what == "coordinator":
+                what = "agent"
+            moment(job, when, STEPS_A_KILL * number + dice.randint(1, STEPS_A_KILL), since)
+            if job.events("attempt_ended"):
+                break  # and it is judged below
+            at, now = job.step(), time.time()
+            kill(job, what, node)
+            print(
+                f"{number + 1:>3}  at step {at:>4}, {when:<10}  {what:<11} {'' if what == 'coordinator' else node}",
+                flush=True,
+            )
+            if what != "coordinator":  # without it the ranks go on, and there is no new round to wait for
+                before, since = when, now
+        verdict = job.wait(120 + steps)
+        wrong = [] if verdict.verdict == "done" else [f"verdict {verdict.verdict}: {verdict.reason}"]
+        if number + 1 < kills:
+            wrong.append(f"it ended before kill {number + 1}")
+        losses = job.losses()
+        differing = [s for s in sorted({*expected, *losses}) if losses.get(s) != expected.get(s)]
+        if differing:
+            wrong.append(f"{len(differing)} of {steps} losses differ, the first at step {differing[0]}")
+        samples = [e["samples"] for e in job.events("done")]
+        if samples != [steps * BATCH]:
+            wrong.append(f"samples at the end: {samples}, not {steps * BATCH}")
+        redone = sum(n - 1 for n in Counter(m["step"] for m in job.metrics()).values())
+        rounds = len(job.events("round_started"))
+        print(f"{kills} kills, {rounds} rounds, {steps} steps, {redone} done again", flush=True)
+        if wrong:
+            print(job.run.events.read_text())
+        return wrong
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=None, help="default: a new one each time, printed")
+    args = parser.parse_args()
+    if why_not():
+        sys.exit(why_not())
+    seed = args.seed if args.seed is not None else random.randrange(10_000)
+    print(f"{time.strftime('%Y-%m-%d')}, {len(NODES)} nodes of one rank, seed {seed}", flush=True)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, Fabric(NODES) as fabric:
+        wrong = soak(fabric, Path(folder), args.kills, seed)
+    print(f"{time.monotonic() - began:.0f} s: {'; '.join(wrong) or 'the losses are the undisturbed ones, to the bit'}")
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

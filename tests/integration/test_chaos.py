@@ -1,0 +1,299 @@
+"""Faults of every kind, on network namespaces as nodes; each run ends as if nothing had happened.
+
+Three nodes of one rank each, fully sharded, so that no rank can go on without the others. The moment and the
+victim of each fault follow from its seed. At the same world size the losses are the undisturbed run's to the bit;
+at another, to 1e-5.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from fsdp_jobs.run_dir import read_json_lines
+from tests.netns import CONTROL, Fabric, NetnsJob, needs_netns, netns_job
+
+pytestmark = [pytest.mark.integration, needs_netns, pytest.mark.timeout(180)]
+
+STEPS, EVERY, BATCH = 60, 8, 8
+SILENCE_S = 4  # after this long a silent node counts as lost
+OVERRIDES = (
+    f"steps={STEPS}",
+    f"checkpoint.every_steps={EVERY}",
+    f"data.global_batch={BATCH}",
+    f"elastic.heartbeat_timeout_s={SILENCE_S}",
+    "fsdp=full_shard",
+)
+
+twice = pytest.mark.parametrize("seed", [0, 1])
+
+
+@pytest.fixture(scope="module")
+def fabric() -> Iterator[Fabric]:
+    with Fabric(["node1", "node2", "node3"]) as three:
+        yield three
+
+
+@pytest.fixture(scope="module")
+def undisturbed(fabric: Fabric, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Losses by step of a run that nobody touched."""
+    with netns_job(fabric, tmp_path_factory.mktemp("calm"), "calm", *OVERRIDES) as calm:
+        assert calm.wait().verdict == "done"
+        assert list(calm.losses()) == list(range(1, STEPS + 1))
+        return calm.losses()
+
+
+@pytest.fixture
+def job(fabric: Fabric, tmp_path: Path, undisturbed: dict[int, float]) -> Iterator[NetnsJob]:
+    with netns_job(fabric, tmp_path, "chaos", *OVERRIDES) as made:
+        yield made
+
+
+def dice_at(job: NetnsJob, seed: int, first: int = 2, last: int = 30) -> tuple[random.Random, str, int]:
+    """Wait until a moment; returns the dice, and a victim with its number."""
+    dice = random.Random(seed)
+    moment, victim = dice.randint(first, last), dice.randrange(len(job.fabric.nodes))
+    job.until_step(moment)
+    return dice, job.fabric.nodes[victim], victim
+
+
+def ends_well(job: NetnsJob, undisturbed: dict[int, float]) -> None:
+    """Done, with every step's sample counted once, and the losses of a run that nobody touched."""
+    assert job.wait().verdict == "done", job.story()
+    assert accounts_for_every_step(job) == undisturbed, job.story()
+
+
+def accounts_for_every_step(job: NetnsJob) -> dict[int, float]:
+    """Check that the run's records fit together; returns the newest loss of each step."""
+    (done,) = job.events("done")
+    assert (done["step"], done["samples"]) == (STEPS, STEPS * BATCH)
+    lives = _by_life(job)
+    for resumed, steps in lives:
+        start = resumed["step"] if resumed else 0
+        assert steps == list(range(start + 1, start + 1 + len(steps))), "within a life each step is done once, in order"
+        if resumed:
+            assert resumed["samples"] == resumed["step"] * BATCH
+    done_before = 0
+    for resumed, steps in lives:
+        lost = done_before - (resumed["step"] if resumed else 0)
+        assert lost < 2 * EVERY, "at most the interval, and what was done while the newest save was being written"
+        done_before = max([done_before, *steps])
+    losses = job.losses()
+    assert sorted(losses) == list(range(1, STEPS + 1))
+    assert not list(job.run.checkpoints.glob("*.tmp")), "an unfinished checkpoint is left"
+    return {step: losses[step] for step in sorted(losses)}
+
+
+def _by_life(job: NetnsJob) -> list[tuple[dict[str, Any] | None, list[int]]]:
+    """What each life began from (None: nothing), and the steps it recorded."""
+    marks = [(e["time"], e) for e in read_json_lines(job.run.events) if e["event"] == "resumed"]
+    lives: list[tuple[dict[str, Any] | None, list[int]]] = [(None, [])]
+    records = sorted([*marks, *((m["time"], m) for m in job.metrics())], key=lambda r: r[0])
+    for _, record in records:
+        if "event" in record:
+            lives.append((record, []))
+        elif lives[-1][0] is None and lives[-1][1] and record["step"] == 1:
+            lives.append((None, [1]))  # it began again before the first checkpoint
+        else:
+            lives[-1][1].append(record["step"])
+    return lives
+
+
+def told(job: NetnsJob, event: str, **what: Any) -> dict[str, Any]:
+    """The one event of this kind, with these details."""
+    events = job.events(event)
+    assert len(events) == 1, job.story()
+    for key, value in what.items():
+        assert events[0][key] == value, (key, events[0])
+    return events[0]
+
+
+def rounds(job: NetnsJob) -> list[list[int]]:
+    return [e["nodes"] for e in job.events("round_started")]
+
+
+@twice
+def test_sigkill_of_a_rank(job: NetnsJob, undisturbed: dict[int, float], seed: int) -> None:
+    _, _, victim = dice_at(job, seed)
+    job.ranks(victim)[0].kill()
+    ends_well(job, undisturbed)
+    assert told(job, "round_broken")["why"] == f"rank {victim} on node {victim} was killed by SIGKILL"
+    assert not job.events("node_lost")
+    assert rounds(job) == [[0, 1, 2]] * 2
+
+
+@twice
+def test_sigkill_of_an_agent(job: NetnsJob, undisturbed: dict[int, float], seed: int) -> None:
+    _, node, victim = dice_at(job, seed)
+    orphans = job.ranks(victim)
+    job.keep.add(node)
+    job.agent(victim).kill()
+    _, alive = psutil.wait_procs(orphans, timeout=5)
+    assert not alive, "ranks outlive their agent"
+    ends_well(job, undisturbed)
+    assert "its agent is gone" in told(job, "node_lost", node=victim, host=node)["why"]
+    assert rounds(job) == [[0, 1, 2]] * 2
+
+
+@twice
+def test_sigkill_of_a_whole_node_and_its_replacement(job: NetnsJob, undisturbed: dict[int, float], seed: int) -> None:
+    _, node, victim = dice_at(job, seed)
+    job.crash(node)
+    job.until(lambda: job.events("node_lost"), "the loss is noticed", SILENCE_S - 1)  # its connections were closed
+    job.replace(node)
+    ends_well(job, undisturbed)
+    told(job, "node_lost", node=victim, host=node)
+    assert rounds(job) == [[0, 1, 2]] * 2
+
+
+@twice
+def test_a_vanished_node_that_comes_back_or_is_replaced(
+    job: NetnsJob, undisturbed: dict[int, float], seed: int
+) -> None:
+    _, node, victim = dice_at(job, seed)
+    job.fabric.cut(node)
+    job.until(lambda: job.events("node_lost"), "silence is noticed", SILENCE_S + 10)
+    if seed:
+        job.crash(node, silently=True)
+        job.replace(node)
+    else:
+        job.fabric.heal(node)
+    ends_well(job, undisturbed)
+    assert "was silent for" in told(job, "node_lost", node=victim, host=node)["why"]
+    assert rounds(job) == [[0, 1, 2]] * 2
+
+
+@twice
+def test_a_node_that_hangs_and_wakes_up(job: NetnsJob, undisturbed: dict[int, float], seed: int) -> None:
+    _, node, victim = dice_at(job, seed)
+    job.hang(node)
+    job.until(lambda: job.events("node_lost"), "silence is noticed", SILENCE_S + 10)
+    job.wake(node)
+    ends_well(job, undisturbed)
+    assert "was silent for" in told(job, "node_lost", node=victim, host=node)["why"]
+    assert rounds(job) == [[0, 1, 2]] * 2
+
+
+@twice
+def test_the_node_with_rank_0_dies(job: NetnsJob, undisturbed: dict[int, float], seed: int) -> None:
+    dice_at(job, seed)
+    head = job.events("round_started")[0]["hosts"][0]
+    job.crash(head, silently=bool(seed))
+    job.until(lambda: job.events("node_lost"), "the loss is noticed", SILENCE_S + 10)
+    job.replace(head)
+    ends_well(job, undisturbed)
+    told(job, "node_lost", host=head)
+    assert rounds(job) == [[0, 1, 2]] * 2
+
+
+@twice
+def test_sigkill_of_the_coordinator(job: NetnsJob, undisturbed: dict[int, float], seed: int) -> None:
+    dice_at(job, seed, last=20)
+    job.coordinator().kill()
+    killed_at = job.step()
+    job.until_step(killed_at + 3)  # nobody needs it to train
+    job.start_process(CONTROL)
+    job.until(lambda: job.events("adopted"), "the new coordinator takes over")
+    ends_well(job, undisturbed)
+    assert told(job, "adopted")["nodes"] == 3
+    assert rounds(job) == [[0, 1, 2]] and not job.events("round_broken")
+    assert len(job.metrics()) == STEPS  # nothing was done twice
+
+
+@twice
+def test_sigterm_to_one_node_stops_all_and_the_next_attempt_goes_on(
+    job: NetnsJob, undisturbed: dict[int, float], seed: int
+) -> None:
+    _, _, victim = dice_at(job, seed)
+    job.agent(victim).send_signal(signal.SIGTERM)
+    verdict = job.wait()
+    assert (verdict.verdict, verdict.decision) == ("preempted", "requeue"), job.story()
+    assert {process.returncode for process in job.started.values()} == {75}
+    assert told(job, "stop_requested")["why"] == f"node {victim} received SIGTERM"
+    stopped_at = job.step()
+    job.start()
+    ends_well(job, undisturbed)
+    told(job, "resumed", step=stopped_at)
+    assert len(job.metrics()) == STEPS  # no step was lost, none done twice
+
+
+@twice
+def test_a_rank_is_killed_while_it_saves(job: NetnsJob, undisturbed: dict[int, float], seed: int) -> None:
+    _, _, victim = dice_at(job, seed)
+    rank = job.ranks(victim)[0]
+
+    def unfinished() -> list[str]:
+        return [f.name for f in job.run.checkpoints.glob("*.tmp")]
+
+    caught: list[str] = []
+    while not caught:  # a save that was over before its rank stood still does not count
+        job.until(unfinished, "a save")
+        rank.suspend()
+        caught = unfinished()
+        if not caught:
+            rank.resume()
+    rank.kill()
+    ends_well(job, undisturbed)
+    assert told(job, "round_broken")["why"] == f"rank {victim} on node {victim} was killed by SIGKILL"
+    step = int(caught[0].removeprefix("step-").split(".")[0])
+    assert all(e["step"] < step for e in job.events("resumed")[:1])
+    assert [e["step"] for e in job.events("checkpoint")].count(step) == 1  # when it was reached again
+
+
+@twice
+def test_another_node_dies_during_recovery(job: NetnsJob, undisturbed: dict[int, float], seed: int) -> None:
+    dice, _, victim = dice_at(job, seed)
+    job.ranks(victim)[0].kill()
+    job.until(lambda: len(rounds(job)) == 2, "the next round")
+    other = dice.choice([n for n in range(3) if n != victim])
+    job.until(lambda: job.ranks(other), "its ranks start")
+    assert not [e for e in job.events("resumed") if e["time"] > job.events("round_broken")[0]["time"]]
+    job.crash(job.fabric.nodes[other])
+    job.replace(job.fabric.nodes[other])
+    ends_well(job, undisturbed)
+    assert len(rounds(job)) == 3
+    first, second = job.events("round_broken")
+    assert first["why"] == f"rank {victim} on node {victim} was killed by SIGKILL"
+    told(job, "node_lost", node=other)
+    assert f"node {other} " in second["why"]
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Fabric]:
+    # Slow links make slow steps: the job is still at work when the node is back.
+    with Fabric(["node1", "node2", "node3", "node4"], ["leaf1", "leaf1", "leaf2", "leaf2"], rate="40mbit") as nodes:
+        yield nodes
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "left"),
+    [(["fsdp=full_shard"], 3), (["fsdp=hybrid_shard", "fsdp.shard_group=2"], 2)],
+    ids=["full_shard", "whole-groups"],
+)
+def test_a_job_shrinks_and_grows(
+    four: Fabric, tmp_path: Path, undisturbed: dict[int, float], fsdp: list[str], left: int
+) -> None:
+    """Without a replacement it goes on with the nodes left, in whole shard groups; a returned one is taken in."""
+    overrides = [o for o in OVERRIDES if not o.startswith(("fsdp", "steps"))]
+    given = [*overrides, f"steps={STEPS}", *fsdp, "nodes=2:4"]
+    with netns_job(four, tmp_path, "elastic", *given, switches=True) as job:
+        job.until_step(10)
+        job.crash("node4")
+        job.until(lambda: len(rounds(job)) == 2, "a smaller round")
+        smaller = job.events("round_started")[1]
+        assert len(smaller["nodes"]) == left and 3 not in smaller["nodes"]
+        assert len(smaller["spares"]) == 3 - left
+        job.replace("node4")
+        assert job.wait().verdict == "done", job.story()
+        assert accounts_for_every_step(job) == pytest.approx(undisturbed, rel=1e-5)
+        assert [len(nodes) for nodes in rounds(job)] == [4, left, 4], job.story()
+        grown = job.events("resumed")[1]
+        before = [m["step"] for m in job.metrics() if m["time"] < grown["time"]]
+        assert grown["step"] == before[-1] > job.events("resumed")[0]["step"]  # no step is lost when a node comes in
+        assert grown["world_size"] == 4

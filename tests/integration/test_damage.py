@@ -1,0 +1,173 @@
+"""Checkpoints that are not what they were: the run says so and goes on from the newest good one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fsdp_jobs.checkpoints import catalog
+from fsdp_jobs.run_dir import RunDir
+from tests.jobs import cli, job
+from tests.world import TINY, events_of, flip_byte, losses_of
+
+pytestmark = pytest.mark.integration
+
+SMALL = (*TINY, "nodes=1", "nproc_per_node=2", "fsdp=full_shard", "checkpoint.every_steps=2", "checkpoint.keep=0")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 6 steps with checkpoints of steps 2, 4 and 6; and the losses of 8 in `straight`."""
+    folder = tmp_path_factory.mktemp("trained")
+    for name, steps in (("short", 6), ("straight", 8)):
+        done = cli(folder, f"name={name}", *SMALL, f"steps={steps}", "optim.decay_steps=8")
+        assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def _flip(newest: Path) -> None:
+    flip_byte(next(newest.glob("__0_0.distcp")))
+
+
+def _truncate(newest: Path) -> None:
+    shard = next(newest.glob("__1_0.distcp"))
+    os.truncate(shard, shard.stat().st_size // 2)
+
+
+def _no_manifest(newest: Path) -> None:
+    (newest / "manifest.json").unlink()
+
+
+def _no_shard(newest: Path) -> None:
+    next(newest.glob("__0_0.distcp")).unlink()
+
+
+def _flip_metadata(newest: Path) -> None:
+    flip_byte(newest / ".metadata")
+
+
+def _garbage_manifest(newest: Path) -> None:
+    (newest / "manifest.json").write_text('{"step": ')
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (_flip, "__0_0.distcp differs from its checksum"),
+        (_truncate, "__1_0.distcp has"),
+        (_no_manifest, "manifest.json is missing"),
+        (_no_shard, "__0_0.distcp is missing"),
+        (_flip_metadata, ".metadata differs from its checksum"),
+        (_garbage_manifest, "manifest.json cannot be read"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_passed_over(
+    trained: Path, tmp_path: Path, damage: Callable[[Path], None], said: str
+) -> None:
+    shutil.copytree(trained / "runs", tmp_path / "runs")
+    run = RunDir(tmp_path / "runs" / "short")
+    damage(run.checkpoints / "step-00000006")
+    done = cli(tmp_path, "resume", "short", "steps=8")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step-00000006 is damaged" in done.stdout and said in done.stdout
+    assert events_of(run, "resumed")[-1]["step"] == 4
+    assert losses_of(run) == losses_of(RunDir(trained / "runs" / "straight"))
+    assert (run.checkpoints / "step-00000006.damaged").is_dir()
+    assert all(not catalog.verify(f) for f in catalog.find_checkpoints(run.checkpoints))
+
+
+def test_nothing_good_left_starts_again_and_says_so(trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained / "runs", tmp_path / "runs")
+    run = RunDir(tmp_path / "runs" / "short")
+    for folder in catalog.find_checkpoints(run.checkpoints):
+        _flip(folder)
+    done = cli(tmp_path, "resume", "short", "steps=8")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [e["checkpoint"] for e in events_of(run, "checkpoint_skipped")] == [f"step-0000000{s}" for s in (6, 4, 2)]
+    assert losses_of(run) == losses_of(RunDir(trained / "runs" / "straight"))
+
+
+def test_killed_in_the_middle_of_a_save(tmp_path: Path) -> None:
+    overrides = ["checkpoint.every_steps=3", "steps=30", "model.vocab_size=20000", "model.dim=128"]  # 60 MB a save
+    with job(tmp_path, "cut", *overrides) as cut:
+        cut.until(lambda: bool(cut.events("checkpoint")), "a first checkpoint")
+        cut.until(lambda: any(cut.run.checkpoints.glob("*.tmp")), "a save under way")
+        cut.kill()
+        committed = [int(f.name[5:]) for f in catalog.find_checkpoints(cut.run.checkpoints)]
+        assert any(cut.run.checkpoints.glob("*.tmp")), "the kill came too late to test anything"
+        cut.resume()
+        assert cut.wait().verdict == "done"
+        assert cut.events("resumed")[0]["step"] == max(committed)
+        assert not any(cut.run.checkpoints.glob("*.tmp"))
+        assert len(cut.losses()) == 30
+
+
+def test_a_checkpoint_of_another_model(trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained / "runs", tmp_path / "runs")
+    done = cli(tmp_path, "resume", "short", "steps=8", "model.dim=128", "allow_config_change=true")
+    assert done.returncode == 1
+    assert "is of another model" in done.stdout and "tok_embeddings" in done.stdout
+    assert "user_error" in done.stdout
+    assert catalog.find_checkpoints(tmp_path / "runs" / "short" / "checkpoints")[0].name == "step-00000006"
+
+
+def test_export_gives_the_weights_that_were_trained(trained: Path, tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    shutil.copytree(trained / "runs", tmp_path / "runs")
+    for file_format in ("safetensors", "pt"):
+        done = cli(tmp_path, "export", "short", "--format", file_format)
+        assert done.returncode == 0, done.stdout + done.stderr
+    out = tmp_path / "runs" / "short" / "export"
+    hf, pt = load_file(out / "model.safetensors"), torch.load(out / "model.pt", weights_only=True)
+    assert len(hf) == len(pt) == 2 * 9 + 3
+    assert torch.equal(hf["model.layers.1.self_attn.q_proj.weight"], pt["layers.1.attention.wq.weight"])
+    assert (out / "config.json").exists()
+
+    from fsdp_jobs.config import load_config
+    from fsdp_jobs.models.build import build_model
+
+    model = build_model(load_config(RunDir(tmp_path / "runs" / "short").config).model)
+    model.load_state_dict(pt)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MB."""
+    mount = tmp_path / "small"
+    mount.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(mount)], capture_output=True)
+    if made.returncode:
+        pytest.skip("needs root to mount a small file system")
+    yield mount
+    subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+def test_a_full_disk_leaves_nothing_half_written(small_disk: Path, tmp_path: Path) -> None:
+    done = cli(tmp_path, "name=full", *SMALL, f"runs_dir={small_disk}", "steps=6", "model.vocab_size=10000")
+    assert done.returncode == 1, done.stdout
+    assert "No space left on device" in done.stdout and "Free space" in done.stdout
+    run = RunDir(small_disk / "full")
+    assert not any(run.checkpoints.iterdir())
+    assert len(losses_of(run)) == 6  # it trained on: the disk might have been freed in time
+
+
+def test_what_is_in_a_checkpoint_is_never_executed(tmp_path: Path) -> None:
+    import pickle
+
+    from fsdp_jobs.checkpoints.storage import SafeReader
+
+    class Evil:
+        def __reduce__(self) -> tuple[object, ...]:
+            return os.system, (f"touch {tmp_path}/executed",)
+
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(pickle.UnpicklingError, match="has no business"):
+        SafeReader(tmp_path).read_metadata()
+    assert not (tmp_path / "executed").exists()

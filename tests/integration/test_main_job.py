@@ -1,0 +1,243 @@
+"""The main job, whole: submitted by the command line, killed, resumed, cancelled."""
+
+from __future__ import annotations
+
+import math
+import random
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from tests.jobs import Job, cli, environment, job
+from tests.world import TINY
+
+pytestmark = pytest.mark.integration
+
+SAMPLES, BATCH = 63, 8  # an epoch is no whole number of steps
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Losses of 40 steps on 2 nodes x 2 ranks that nobody touched."""
+    with job(tmp_path_factory.mktemp("undisturbed"), "calm", "steps=40", "checkpoint.every_steps=8") as calm:
+        assert calm.wait().verdict == "done"
+        losses = calm.losses()
+    assert len(losses) == 40
+    return losses
+
+
+def test_a_killed_node_comes_back_and_the_losses_are_the_same_to_the_bit(
+    tmp_path: Path, undisturbed: dict[int, float]
+) -> None:
+    with job(tmp_path, "hurt", "steps=40", "checkpoint.every_steps=8", "log_every_steps=1") as hurt:
+        hurt.until_step(random.randint(9, 30))
+        hurt.agent(1).kill()
+        assert hurt.wait().verdict == "done"
+        assert hurt.losses() == undisturbed
+        assert len(hurt.events("round_started")) == 2
+        assert hurt.events("resumed")[0]["step"] % 8 == 0
+        replayed = Counter(m["step"] for m in hurt.metrics())
+        assert 0 < sum(n - 1 for n in replayed.values()) <= 10  # the checkpoint interval, and what was in flight
+
+
+def test_everything_killed_and_resumed_on_other_ranks(tmp_path: Path, undisturbed: dict[int, float]) -> None:
+    with job(tmp_path, "moved", "steps=40", "checkpoint.every_steps=8") as moved:
+        moved.until_step(random.randint(17, 30))
+        moved.kill()
+        moved.resume("nodes=1", "nproc_per_node=1", "fsdp=full_shard")
+        moved.until(lambda: bool(moved.events("resumed")), "resumed")
+        moved.until_step(30)
+        moved.kill()
+        moved.resume("nodes=1", "nproc_per_node=3", "fsdp=shard_grad_op")
+        assert moved.wait().verdict == "done"
+        worlds = [e["world_size"] for e in moved.events("round_started")]
+        assert worlds == [4, 1, 3]
+        assert moved.losses() == pytest.approx(undisturbed, rel=1e-5)
+
+
+def test_a_killed_rank_and_a_killed_coordinator(tmp_path: Path, undisturbed: dict[int, float]) -> None:
+    with job(tmp_path, "hurt", "steps=40", "checkpoint.every_steps=8") as hurt:
+        hurt.until_step(10)
+        hurt.process("fsdp_jobs.elastic.coordinator").kill()
+        before = hurt.step()
+        hurt.until_step(before + 5)  # nobody needs it to train
+        hurt.until(lambda: bool(hurt.events("adopted")), "the new coordinator takes over")
+        hurt.until_step(22)
+        hurt.ranks(0)[0].kill()
+        assert hurt.wait().verdict == "done"
+        assert hurt.losses() == undisturbed
+        broken = hurt.events("round_broken")
+        assert len(broken) == 1 and "SIGKILL" in broken[0]["why"]
+
+
+def test_each_epoch_sees_each_sample_once_through_a_kill_and_another_world(tmp_path: Path) -> None:
+    tokens = np.repeat(np.arange(SAMPLES, dtype=np.uint16), 8)
+    np.append(tokens, np.uint16(0)).tofile(tmp_path / "tokens.bin")
+    seen_dir = tmp_path / "seen"
+    seen_dir.mkdir()
+    overrides = [
+        "model=custom",
+        "model._target_=tests.models.recorder",
+        f"model.kwargs={{vocab: {SAMPLES}}}",
+        "model.wrap_classes=[Block]",
+        "data=tokens",
+        f"data.path={tmp_path}/tokens.bin",
+        f"data.vocab_size={SAMPLES}",
+        "data.seq_len=8",
+        f"data.global_batch={BATCH}",
+        "data.micro_batch=2",
+        "steps=40",
+        "checkpoint.every_steps=5",
+        "nodes=1",
+        "fsdp=full_shard",
+    ]
+    done = cli(tmp_path, "name=seen", *overrides, "nproc_per_node=3", "steps=18", SEEN_DIR=str(seen_dir))
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = cli(tmp_path, "resume", "seen", "nproc_per_node=2", "steps=40", SEEN_DIR=str(seen_dir))
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {f.name: [r.split() for r in f.read_text().splitlines()] for f in sorted(seen_dir.iterdir())}
+    order: list[int] = []
+    for life, world, steps in (("0.0", 3, 18), ("1.0", 2, 22)):
+        share = math.ceil(BATCH / world)
+        microbatches = math.ceil(share / 2)
+        for step in range(steps):
+            step_samples: list[int] = []
+            for rank in range(world):
+                mine = rows[f"{life}.{rank}"][step * microbatches : (step + 1) * microbatches]
+                step_samples += [int(t) for row in mine for t in row]
+            for _ in range(share * world - BATCH):  # padding: its tokens are 0 and its labels do not count
+                step_samples.remove(0)
+            order += step_samples
+    assert len(order) == 40 * BATCH
+    for epoch in range(40 * BATCH // SAMPLES):
+        assert sorted(order[epoch * SAMPLES : (epoch + 1) * SAMPLES]) == list(range(SAMPLES)), epoch
+
+
+def test_cancel_saves_first_and_resume_goes_on(tmp_path: Path) -> None:
+    with job(tmp_path, "paused", "steps=4000") as paused:
+        paused.until_step(12)
+        refused = cli(tmp_path, "resume", "paused")
+        assert refused.returncode == 2 and "in use by the live job" in refused.stderr
+        done = cli(tmp_path, "cancel", "paused")
+        assert "stopped" in done.stdout, done.stdout + done.stderr
+        verdict = paused.wait()
+        assert (verdict.verdict, verdict.decision) == ("preempted", "stop")
+        stopped_at = paused.step()
+        paused.resume(f"steps={stopped_at + 5}")
+        assert paused.wait().verdict == "done"
+        assert paused.events("resumed")[0]["step"] == stopped_at
+        assert len(paused.losses()) == stopped_at + 5 == len(paused.metrics())  # no step lost, none done twice
+
+
+def test_ctrl_c_of_an_attached_job_saves_and_stops(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fsdp_jobs", "name=c", *TINY, "steps=4000", "nodes=1", "nproc_per_node=1"]
+    process = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a CI's background shell may ignore it
+    )
+    watched = Job.__new__(Job)
+    from fsdp_jobs.run_dir import RunDir
+
+    watched.run = RunDir(tmp_path / "runs" / "c")
+    try:
+        watched.until_step(5)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, output
+        assert "saving a checkpoint" in output and "c: stopped" in output and "fsdp-jobs resume c" in output
+        assert watched.wait().verdict == "preempted"
+        newest = watched.events("checkpoint")[-1]["step"]
+        assert newest == watched.step()
+    finally:
+        watched.kill()
+        process.kill()
+
+
+def test_an_error_in_the_users_code_stops_the_job_and_is_shown(tmp_path: Path) -> None:
+    done = cli(
+        tmp_path,
+        "name=bug",
+        "nodes=2",
+        "nproc_per_node=1",
+        "model=custom",
+        "model._target_=tests.models.fails_at_step_3",
+        "model.wrap_classes=[Block]",
+        "data=synthetic",
+        "data.seq_len=8",
+        "steps=10",
+    )
+    assert done.returncode == 1, done.stdout
+    assert "user_error" in done.stdout and "ZeroDivisionError" in done.stdout
+    assert "twice" in done.stdout
+    assert "fails_at_step_3" in done.stdout or "models.py" in done.stdout  # the log's last lines
+
+
+def test_a_checkpoint_on_request_and_by_minutes(tmp_path: Path) -> None:
+    with job(tmp_path, "asked", "steps=4000", "checkpoint.every_minutes=0.03") as asked:
+        asked.until_step(3)
+        asked.until(lambda: len(asked.events("checkpoint")) >= 2, "checkpoints by the clock")
+        taken = len(asked.events("checkpoint"))
+        asked.run.save_request.touch()
+        asked.until(lambda: not asked.run.save_request.exists(), "the request is taken")
+        asked.until(lambda: len(asked.events("checkpoint")) > taken, "the checkpoint asked for")
+        cli(tmp_path, "cancel", "asked", "--now")
+        assert asked.wait().reason.startswith("killed on request")
+
+
+def test_multirun_runs_each_job_under_a_name_of_its_own(tmp_path: Path) -> None:
+    done = cli(tmp_path, "--multirun", "seed=1,2", "steps=2", "nodes=1", "nproc_per_node=1", *TINY)
+    assert done.returncode == 0, done.stdout + done.stderr
+    names = sorted(f.parent.name for f in (tmp_path / "runs").glob("*/job.json"))
+    assert len(names) == 2
+    listed = cli(tmp_path, "list").stdout
+    assert all(name in listed for name in names) and listed.count(" 2/2 ") == 2
+
+
+def test_torchx_itself_knows_our_jobs(tmp_path: Path) -> None:
+    with job(tmp_path, "seen", "steps=4000", nodes="1", nproc=1) as seen:
+        seen.until_step(3)
+        handle = seen.run.read_job()["handle"]
+        torchx = [str(Path(sys.executable).parent / "torchx")]
+        env = environment(tmp_path)
+
+        def ask(*args: str) -> str:
+            done = subprocess.run([*torchx, *args], capture_output=True, text=True, env=env, cwd=tmp_path, timeout=60)
+            return done.stdout + done.stderr
+
+        assert "RUNNING" in ask("status", handle)
+        subprocess.run([*torchx, "cancel", handle], env=env, cwd=tmp_path, timeout=60, check=True)
+        assert seen.wait().verdict == "preempted"
+        assert "CANCELLED" in ask("status", handle)
+
+
+def test_tensorboard_gets_every_scalar_when_it_is_installed(tmp_path: Path) -> None:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    done = cli(tmp_path, "name=tb", *TINY, "steps=3", "nodes=1", "nproc_per_node=1")
+    assert done.returncode == 0, done.stdout
+    board = events.EventAccumulator(str(tmp_path / "runs" / "tb" / "tensorboard"))
+    board.Reload()
+    assert [e.step for e in board.Scalars("loss")] == [1, 2, 3]
+
+
+def test_ranks_die_with_their_supervisor(tmp_path: Path) -> None:
+    """Or they would go on writing into a run that another attempt has taken over."""
+    with job(tmp_path, "orphans", "steps=4000", nodes="1", nproc=2) as orphans:
+        orphans.until_step(3)
+        supervisor = orphans.supervisor()
+        assert supervisor is not None
+        family = supervisor.children(recursive=True)
+        assert len(family) >= 5  # coordinator, agent, fork server, ranks
+        supervisor.kill()
+        _, alive = psutil.wait_procs(family, timeout=10)
+        assert not [p for p in alive if "resource_tracker" not in " ".join(p.cmdline())], alive

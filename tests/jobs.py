@@ -1,0 +1,146 @@
+"""Whole jobs through the command line, for tests: submit, watch, kill, resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from fsdp_jobs.events import Verdict
+from fsdp_jobs.run_dir import RunDir, read_json_lines
+from tests.world import TINY
+
+ROOT = Path(__file__).parent.parent
+
+
+def cli(folder: Path, *args: str, timeout: float = 120, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run `python -m fsdp_jobs ARGS` in a folder."""
+    return subprocess.run(
+        [sys.executable, "-m", "fsdp_jobs", *args],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=environment(folder, **env),
+    )
+
+
+def environment(folder: Path, **env: str) -> dict[str, str]:
+    return {
+        **os.environ,
+        "COLUMNS": "200",
+        "PYTHONPATH": str(ROOT),  # for model._target_=tests.models...
+        "XDG_STATE_HOME": str(folder / ".state"),
+        **env,
+    }
+
+
+class Job:
+    """A detached job of a test, which does not outlive it."""
+
+    def __init__(
+        self, folder: Path, name: str, *overrides: str, nodes: str = "2", nproc: int = 2, tiny: bool = True, **env: str
+    ):
+        self.folder, self.name, self.env = folder, name, env
+        self.run = RunDir(folder / "runs" / name)
+        self.overrides = [f"nodes={nodes}", f"nproc_per_node={nproc}", *overrides]
+        self.submit(f"name={name}", *(TINY if tiny else ()), *self.overrides)
+
+    def submit(self, *args: str) -> None:
+        done = cli(self.folder, *args, "attach=false", **self.env)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "local_fsdp://" in done.stdout
+
+    def resume(self, *overrides: str) -> None:
+        self.submit("resume", self.name, *overrides)
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [e for e in read_json_lines(self.run.events) if e["event"] == name]
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return list(read_json_lines(self.run.metrics))
+
+    def losses(self) -> dict[int, float]:
+        """Step -> loss, the newest where a step was done again."""
+        return {m["step"]: m["loss"] for m in self.metrics()}
+
+    def step(self) -> int:
+        metrics = self.metrics()
+        return int(metrics[-1]["step"]) if metrics else 0
+
+    def until(self, true: Callable[[], bool], what: str, seconds: float = 90) -> None:
+        deadline = time.monotonic() + seconds
+        while not true():
+            assert time.monotonic() < deadline, f"not within {seconds} s: {what}\n{self.story()}"
+            time.sleep(0.02)
+
+    def until_step(self, step: int) -> None:
+        self.until(lambda: self.step() >= step, f"step {step}")
+
+    def wait(self, seconds: float = 120) -> Verdict:
+        """Until the supervisor has gone; returns the last verdict."""
+        self.until(lambda: self.supervisor() is None, "the end of the job", seconds)
+        verdict = Verdict.read(self.run, self.run.last_attempt())
+        assert verdict is not None, self.story()
+        return verdict
+
+    def story(self) -> str:
+        """The run's events and the ends of its logs, for a failing test's message."""
+        logs = [f"{f}:\n{f.read_text()[-1500:]}" for f in sorted(self.run.path.glob("attempts/*/**/*.log"))]
+        return "\n".join([self.run.events.read_text() if self.run.events.exists() else "", *logs])
+
+    def supervisor(self) -> psutil.Process | None:
+        with suppress(OSError, psutil.NoSuchProcess):
+            known = json.loads((self.run.submit / "supervisor.json").read_text())
+            process = psutil.Process(known["pid"])
+            if process.create_time() == known["started"] and process.status() != psutil.STATUS_ZOMBIE:
+                return process
+        return None
+
+    def process(self, *words: str) -> psutil.Process:
+        """The one child of the supervisor whose command line has these words."""
+        supervisor = self.supervisor()
+        assert supervisor is not None, self.story()
+        for child in supervisor.children():
+            with suppress(psutil.NoSuchProcess):
+                if all(w in child.cmdline() for w in words):
+                    return child
+        raise AssertionError(f"no process {words}")
+
+    def agent(self, node: int) -> psutil.Process:
+        return self.process("fsdp_jobs.elastic.agent", "--node", str(node))
+
+    def ranks(self, node: int) -> list[psutil.Process]:
+        """The ranks that a node's fork server has made."""
+        servers = [c for c in self.agent(node).children() if "forkserver" in " ".join(c.cmdline())]
+        return [rank for server in servers for rank in server.children()]
+
+    def kill(self) -> None:
+        supervisor = self.supervisor()
+        if supervisor is not None:
+            family = [supervisor, *supervisor.children(recursive=True)]
+            for process in family:
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.SIGKILL)
+            psutil.wait_procs(family, timeout=10)
+
+
+@contextmanager
+def job(
+    folder: Path, name: str, *overrides: str, nodes: str = "2", nproc: int = 2, tiny: bool = True, **env: str
+) -> Iterator[Job]:
+    """A detached job, tiny unless told otherwise; killed at the end if it is still there."""
+    made = Job(folder, name, *overrides, nodes=nodes, nproc=nproc, tiny=tiny, **env)
+    try:
+        yield made
+    finally:
+        made.kill()

@@ -1,0 +1,53 @@
+"""The pages under docs/ say what the code says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from fsdp_jobs.compose import compose_job, groups, keys_of
+from fsdp_jobs.config import CustomModelConfig
+
+ROOT = Path(__file__).parent.parent
+GROUPS = ("cluster", "hardware", "model", "fsdp", "data", "optim", "checkpoint", "elastic")
+
+
+def documented() -> dict[str, str]:
+    """Key -> default, from the tables of docs/configuration.md."""
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    return dict(re.findall(r"^\| `([\w.]+)` \| (.*?) \|", page, re.MULTILINE))
+
+
+def test_every_key_is_documented_with_its_default() -> None:
+    config = OmegaConf.structured(compose_job([]))
+    custom = OmegaConf.structured(CustomModelConfig)
+    known = {k for k in keys_of(config) if k not in GROUPS} | {f"model.{k}" for k in keys_of(custom)}
+    shown = documented()
+    assert set(shown) == known
+    for key, default in shown.items():
+        value = OmegaConf.select(config, key)
+        if key in ("model._target_", "model.kwargs", "hardware.source"):
+            continue
+        plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+        text = "null" if plain is None else str(plain).lower() if isinstance(plain, bool) else str(plain)
+        assert default == text.replace("'", ""), key
+
+
+def test_every_option_is_in_the_readmes_table() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for group, options in groups().items():
+        (row,) = re.findall(rf"^\| `{group}` \| (.*?) \|", readme, re.MULTILINE)
+        assert sorted(row.split(", ")) == options, group
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for target, _, anchor in re.findall(r"\]\(([^)#:]*)(#?)([^):]*)\)", page.read_text()):
+            file = (page.parent / target) if target else page
+            assert file.exists(), f"{page.name}: {target}"
+            if anchor:
+                headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+                slugs = {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+                assert anchor in slugs, f"{page.name}: {target}#{anchor}"
