@@ -12,34 +12,11 @@ from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
+from fsdp_jobs.clusters import CLUSTERS, ClusterConfig
+
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
 DTYPES = ("fp32", "bf16", "fp16")
 AUTO = "auto"
-
-
-@dataclass
-class ClusterConfig:
-    """Where the job runs. A launcher's own keys live in a subclass of this."""
-
-    launcher: str = "???"  # TorchX scheduler that submits: local_fsdp, ...
-    topology: str | None = None  # file that says which node is under which switch (docs/planning.md)
-    accelerator: str = AUTO  # auto | cpu | cuda
-
-
-@dataclass
-class LocalClusterConfig(ClusterConfig):
-    """Agents as processes of this machine: a rehearsal of several nodes, or one real node."""
-
-    launcher: str = "local_fsdp"
-    restart_nodes: bool = True  # start a died node again, as a cluster would replace it
-
-
-@dataclass
-class SlurmClusterConfig(ClusterConfig):
-    """Nodes that SLURM gives."""
-
-    launcher: str = "slurm_fsdp"
-    accelerator: str = "cuda"
 
 
 @dataclass
@@ -213,8 +190,7 @@ NOT_TRAINING_KEYS = ("data.workers", "data.prefetch", "data.micro_batch", "model
 # Schemas that the files in conf/ build on: (group, name, node).
 SCHEMAS: tuple[tuple[str | None, str, type], ...] = (
     (None, "job_schema", JobConfig),
-    ("cluster", "local_schema", LocalClusterConfig),
-    ("cluster", "slurm_schema", SlurmClusterConfig),
+    *(("cluster", f"{name}_schema", node) for name, node in CLUSTERS.items()),
     ("model", "llama_schema", LlamaConfig),
     ("model", "custom_schema", CustomModelConfig),
     ("fsdp", "fsdp_schema", FsdpConfig),

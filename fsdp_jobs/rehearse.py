@@ -13,8 +13,9 @@ import psutil
 
 from fsdp_jobs import submission
 from fsdp_jobs.checkpoints import catalog
+from fsdp_jobs.clusters import LocalClusterConfig
 from fsdp_jobs.compose import compose_job
-from fsdp_jobs.config import JobConfig, LlamaConfig, LocalClusterConfig, node_range
+from fsdp_jobs.config import JobConfig, LlamaConfig, node_range
 from fsdp_jobs.events import read_events
 from fsdp_jobs.problems import JobFailed
 from fsdp_jobs.run_dir import RunDir, read_json_lines, write_atomic

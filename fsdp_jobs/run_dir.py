@@ -63,6 +63,7 @@ class RunDir:
         self.token = self.submit / "token"  # proves to the coordinator that an agent belongs to this job
         self.stop_request = self.path / "stop"  # there: save and leave
         self.save_request = self.path / "save"  # there: save a checkpoint now, and go on
+        self.excluded = self.path / "excluded.json"  # machines that failed too often: {host: {until, why}}
         self.events = self.path / "events.jsonl"
         self.metrics = self.path / "metrics.jsonl"
         self.checkpoints = self.path / "checkpoints"
@@ -86,6 +87,13 @@ class RunDir:
 
     def stacks(self, attempt: int, node: int, rank: int) -> Path:
         return self.node(attempt, node) / f"stacks-rank-{rank}.txt"
+
+    def excluded_hosts(self) -> dict[str, str]:
+        """Machines that this job should not get now -> why. For launchers."""
+        if not self.excluded.exists():
+            return {}
+        listed: dict[str, dict[str, Any]] = json.loads(self.excluded.read_text())
+        return {host: entry["why"] for host, entry in listed.items() if entry["until"] > time.time()}
 
     def read_job(self) -> dict[str, Any]:
         """What was submitted last: handle, overrides, time. Empty before the first submission."""

@@ -97,7 +97,7 @@ def prepare(config: JobConfig) -> Prepared:
         raise BadInput([Problem(f"run directory {run.path}", what, instead)])
     plan, shape = plan_of(config)
     scheduler = scheduler_of(config.cluster.launcher)
-    request = scheduler.submit_dryrun(to_app(config, run, ranks_per_node(config)), {})
+    request = scheduler.submit_dryrun(to_app(config, run, ranks_per_node(config)), {"config": config, "plan": plan})
     return Prepared(config, run, plan, shape, scheduler, request)
 
 

@@ -25,8 +25,10 @@ from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Schedule
 from torchx.specs import AppDef, AppDryRunInfo, AppState, RoleStatus, macros
 
 from fsdp_jobs.app import ADDRESS_ENV, ATTEMPT_ENV, COORDINATOR_ENV, RUN_DIR_KEY
-from fsdp_jobs.config import LocalClusterConfig, load_config
+from fsdp_jobs.clusters import LocalClusterConfig
+from fsdp_jobs.config import load_config
 from fsdp_jobs.events import Verdict, record_event
+from fsdp_jobs.launchers.record import final_state, log_lines
 from fsdp_jobs.processes import die_with_parent, free_port
 from fsdp_jobs.run_dir import RunDir, write_atomic
 
@@ -117,7 +119,7 @@ class LocalScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
         if not link.is_dir():
             return None
         run = RunDir(link.resolve())
-        state = AppState.RUNNING if _supervisor(run) is not None else _final_state(run)
+        state = AppState.RUNNING if _supervisor(run) is not None else final_state(run)
         attempt = run.last_attempt()
         verdict = Verdict.read(run, attempt)
         return DescribeAppResponse(
@@ -162,15 +164,8 @@ class LocalScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
         streams: Stream | None = None,
     ) -> Iterable[str]:
         """Lines of a node's ranks in the newest attempt, or the coordinator's own."""
-        from fsdp_jobs.logs import follow_files
-
         run = RunDir((_state_dir() / app_id).resolve())
-        pattern = "coordinator.log" if role_name == "coordinator" else f"node-{k}/*.log"
-
-        def running() -> bool:
-            return should_tail and _supervisor(run) is not None
-
-        lines = (line + "\n" for _, line in follow_files(run.attempt(run.last_attempt()), pattern, running))
+        lines = log_lines(run, role_name, k, lambda: should_tail and _supervisor(run) is not None)
         return filter_regex(regex, lines) if regex else lines
 
 
@@ -187,15 +182,6 @@ def _supervisor(run: RunDir) -> psutil.Process | None:
         return process if alive else None
     except (OSError, ValueError, psutil.NoSuchProcess):
         return None
-
-
-def _final_state(run: RunDir) -> AppState:
-    verdict = Verdict.read(run, run.last_attempt())
-    if verdict is None:
-        return AppState.FAILED  # the supervisor is gone and nobody judged: the machine went down
-    if verdict.verdict == "done":
-        return AppState.SUCCEEDED
-    return AppState.CANCELLED if verdict.verdict == "preempted" else AppState.FAILED
 
 
 class _Process:

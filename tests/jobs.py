@@ -44,24 +44,11 @@ def environment(folder: Path, **env: str) -> dict[str, str]:
     }
 
 
-class Job:
-    """A detached job of a test, which does not outlive it."""
+class Watched:
+    """A run seen from its directory, by a test."""
 
-    def __init__(
-        self, folder: Path, name: str, *overrides: str, nodes: str = "2", nproc: int = 2, tiny: bool = True, **env: str
-    ):
-        self.folder, self.name, self.env = folder, name, env
-        self.run = RunDir(folder / "runs" / name)
-        self.overrides = [f"nodes={nodes}", f"nproc_per_node={nproc}", *overrides]
-        self.submit(f"name={name}", *(TINY if tiny else ()), *self.overrides)
-
-    def submit(self, *args: str) -> None:
-        done = cli(self.folder, *args, "attach=false", **self.env)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "local_fsdp://" in done.stdout
-
-    def resume(self, *overrides: str) -> None:
-        self.submit("resume", self.name, *overrides)
+    def __init__(self, run: RunDir):
+        self.run = run
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [e for e in read_json_lines(self.run.events) if e["event"] == name]
@@ -86,17 +73,37 @@ class Job:
     def until_step(self, step: int) -> None:
         self.until(lambda: self.step() >= step, f"step {step}")
 
+    def story(self) -> str:
+        """The run's events and the ends of its logs, for a failing test's message."""
+        logs = [f"{f}:\n{f.read_text()[-1500:]}" for f in sorted(self.run.path.glob("attempts/*/**/*.log"))]
+        return "\n".join([self.run.events.read_text() if self.run.events.exists() else "", *logs])
+
+
+class Job(Watched):
+    """A detached job of a test, which does not outlive it."""
+
+    def __init__(
+        self, folder: Path, name: str, *overrides: str, nodes: str = "2", nproc: int = 2, tiny: bool = True, **env: str
+    ):
+        super().__init__(RunDir(folder / "runs" / name))
+        self.folder, self.name, self.env = folder, name, env
+        self.overrides = [f"nodes={nodes}", f"nproc_per_node={nproc}", *overrides]
+        self.submit(f"name={name}", *(TINY if tiny else ()), *self.overrides)
+
+    def submit(self, *args: str) -> None:
+        done = cli(self.folder, *args, "attach=false", **self.env)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "local_fsdp://" in done.stdout
+
+    def resume(self, *overrides: str) -> None:
+        self.submit("resume", self.name, *overrides)
+
     def wait(self, seconds: float = 120) -> Verdict:
         """Until the supervisor has gone; returns the last verdict."""
         self.until(lambda: self.supervisor() is None, "the end of the job", seconds)
         verdict = Verdict.read(self.run, self.run.last_attempt())
         assert verdict is not None, self.story()
         return verdict
-
-    def story(self) -> str:
-        """The run's events and the ends of its logs, for a failing test's message."""
-        logs = [f"{f}:\n{f.read_text()[-1500:]}" for f in sorted(self.run.path.glob("attempts/*/**/*.log"))]
-        return "\n".join([self.run.events.read_text() if self.run.events.exists() else "", *logs])
 
     def supervisor(self) -> psutil.Process | None:
         with suppress(OSError, psutil.NoSuchProcess):
