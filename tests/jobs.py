@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,12 @@ from tests.world import TINY
 ROOT = Path(__file__).parent.parent
 
 
-def cli(folder: Path, *args: str, timeout: float = 120, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run `python -m fsdp_jobs ARGS` in a folder."""
+def cli(
+    folder: Path, *args: str, timeout: float = 120, under: Sequence[str] = (), **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `python -m fsdp_jobs ARGS` in a folder, `under` another command if there is one."""
     return subprocess.run(
-        [sys.executable, "-m", "fsdp_jobs", *args],
+        [*under, sys.executable, "-m", "fsdp_jobs", *args],
         cwd=folder,
         capture_output=True,
         text=True,
