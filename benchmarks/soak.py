@@ -66,7 +66,13 @@ def moment(job: NetnsJob, when: str, step: int, since: float) -> None:
 def soak(fabric: Fabric, folder: Path, kills: int, seed: int) -> list[str]:
     """Run undisturbed, then with kills; returns what is wrong with the second run's end."""
     steps = STEPS_A_KILL * (kills + 1)
-    overrides = [f"steps={steps}", f"checkpoint.every_steps={EVERY}", f"data.global_batch={BATCH}", "fsdp=full_shard"]
+    overrides = [
+        f"steps={steps}",
+        f"checkpoint.every_steps={EVERY}",
+        f"data.global_batch={BATCH}",
+        "fsdp=full_shard",
+        "elastic.exclude_after=0",
+    ]
     overrides += ["elastic.heartbeat_timeout_s=5"]
     with netns_job(fabric, folder, "undisturbed", *overrides) as calm:
         calm.wait(120 + steps)

@@ -2,7 +2,7 @@
 
 Two roles: one coordinator, and one agent a node. What is known only when an attempt starts reaches them by
 environment, set by the launcher: the attempt's number, the coordinator's host:port, and optionally the
-address under which a node is reached.
+address under which a node is reached and the name of the machine it is on.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from fsdp_jobs.run_dir import RunDir
 ATTEMPT_ENV = "FSDP_JOBS_ATTEMPT"
 COORDINATOR_ENV = "FSDP_JOBS_COORDINATOR"  # host:port
 ADDRESS_ENV = "FSDP_JOBS_ADDRESS"
+HOST_ENV = "FSDP_JOBS_HOST"  # the machine a node is on, where its host name is another (pods)
 
 RUN_DIR_KEY = "fsdp_jobs/run_dir"  # in the AppDef's metadata
 
@@ -30,6 +31,8 @@ def to_app(config: JobConfig, run: RunDir, nproc_per_node: int) -> AppDef:
         "PYTHONUNBUFFERED": "1",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "TORCH_FR_BUFFER_SIZE": "2000",  # collectives that NCCL's flight recorder keeps, for a stall's post-mortem
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     }
     on_gpu = config.cluster.accelerator != "cpu" and config.hardware.name != "cpu"
     coordinator = Role(

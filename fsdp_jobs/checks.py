@@ -73,6 +73,8 @@ _AT_LEAST: dict[str, float] = {
     "elastic.init_timeout_s": 1,
     "elastic.step_timeout_s": 1,
     "elastic.stall_timeout_s": 0,
+    "elastic.exclude_after": 0,
+    "elastic.exclude_for_s": 1,
     "elastic.stop_grace_s": 1,
 }
 

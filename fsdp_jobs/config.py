@@ -153,6 +153,8 @@ class ElasticConfig:
     init_timeout_s: float = 600.0  # process-group timeout until the first step has finished
     step_timeout_s: float = 300.0  # process-group timeout afterwards
     stall_timeout_s: float = 0.0  # no step for so long is a stall; 0: 20 measured step times, at least 60 s
+    exclude_after: int = 3  # failures of one machine before it is left out; 0 is off
+    exclude_for_s: float = 3600.0  # ... for so long; older failures do not count either
     stop_on_nan_loss: bool = False  # a loss that is not a number ends the job
     stop_grace_s: float = 60.0  # after a request to stop: finish the step and save within this
 

@@ -1,7 +1,8 @@
 """What happens to a run, as append-only JSON lines, and the verdict on an attempt. No torch.
 
 Events: submitted, attempt_started, round_started, round_broken, resumed, checkpoint, checkpoint_failed,
-checkpoint_skipped, stop_requested, failure, node_lost, attempt_ended, done.
+checkpoint_skipped, stop_requested, node_lost, machine_excluded, stalled, adopted, process_restarted,
+attempt_ended, done.
 """
 
 from __future__ import annotations

@@ -41,6 +41,8 @@ def describe_event(event: dict[str, Any]) -> tuple[str, str] | None:
         return "yellow", f"{event['why']}; at step {event['step']}, newest checkpoint {event['committed']}"
     if kind == "node_lost":
         return "yellow", f"lost node {event['node']}: {event['why']}"
+    if kind == "machine_excluded":
+        return "red", f"machine {event['host']} is done without for a while: {event['why']}"
     if kind == "process_restarted":
         return "yellow", f"{event['process']} ended with {event['exit_code']} and is started again"
     if kind == "checkpoint":

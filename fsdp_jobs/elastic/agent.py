@@ -8,6 +8,7 @@ torch, so a restart takes no imports. A signal becomes a request to save that al
 from __future__ import annotations
 
 import argparse
+import fcntl
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -22,14 +23,14 @@ import traceback
 import uuid
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
-from fsdp_jobs.app import ADDRESS_ENV, ATTEMPT_ENV, COORDINATOR_ENV
+from fsdp_jobs.app import ADDRESS_ENV, ATTEMPT_ENV, COORDINATOR_ENV, HOST_ENV
 from fsdp_jobs.config import load_config
 from fsdp_jobs.elastic import worker
 from fsdp_jobs.elastic.board import ENV as BOARD_ENV
@@ -42,7 +43,9 @@ from fsdp_jobs.run_dir import RunDir
 
 _MANY = 1 << 30  # restarts: the coordinator counts, not the agent
 _MONITOR_S = 0.1
+_BOARDS = "fsdp_jobs-"  # folder names of boards begin so
 _DUMP_S = 2.0  # for ranks to write their stacks
+_FLIGHT_RECORDER = "nccl-trace-rank-"  # NCCL's record of collectives: the rank is appended
 _STOP_RANKS_S = 5  # SIGTERM to SIGKILL, for ranks of a broken round: what they know is in the checkpoint
 
 
@@ -64,6 +67,8 @@ class RunDirLogs(LogsSpecs):
                 worker.STACKS_ENV: str(self.run.stacks(self.attempt, self.node, int(env["RANK"]))),
                 "FSDP_JOBS_LAYOUT": self.handler.round["layout"],
                 "FSDP_JOBS_ROUND": str(self.handler.round["round"]),
+                "TORCH_FR_DUMP_TEMP_FILE": f"{self.run.node(self.attempt, self.node)}/{_FLIGHT_RECORDER}",
+                "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{self.boards}/{_FLIGHT_RECORDER}",
             }
         silent = dict.fromkeys(envs, "")
         return LogsDest(silent, dict(silent), {}, {}, error_files, "", "")
@@ -79,7 +84,12 @@ class Agent(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec, logs: RunDirLogs, handler: CoordinatorRendezvous):
         super().__init__(spec, logs, start_method="forkserver", exit_barrier_timeout=60)
         self._handler, self._logs = handler, logs
+        self._kills_for_memory = 0  # of this machine's kernel, before the round
         handler.on_dump = self._dump
+
+    def _initialize_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
+        self._kills_for_memory = kills_for_memory()
+        super()._initialize_workers(worker_group, *args, **kwargs)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
@@ -98,11 +108,15 @@ class Agent(LocalElasticAgent):
             error = text.strip().splitlines()[0][:500] if text.strip() else ""
             with suppress(KeyError, TypeError, ValueError):
                 when = float(content["extraInfo"]["timestamp"])
+        if failure.exitcode < 0:
+            error = ""
+            if failure.exitcode == -signal.SIGKILL and kills_for_memory() > self._kills_for_memory:
+                error = "OutOfMemoryError: the kernel killed it, for memory had run out"
         return {
             "node": self._handler.identity["node"],
             "rank": rank,
             "exit_code": failure.exitcode,
-            "error": error if failure.exitcode >= 0 else "",
+            "error": error,
             "time": when,
             "step": self._handler.boards[failure.local_rank].read().step,
         }
@@ -117,6 +131,10 @@ class Agent(LocalElasticAgent):
             with suppress(psutil.NoSuchProcess, ProcessLookupError):
                 status = psutil.Process(w.id).status()
                 os.kill(w.id, signal.SIGUSR2)
+            with suppress(OSError):  # there where NCCL is: ProcessGroupNCCL reads it and writes its record out
+                pipe = self._logs.boards / f"{_FLIGHT_RECORDER}{w.global_rank}.pipe"
+                with open(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK), "w") as f:
+                    f.write("1")
             found.append((w, stacks, before, status))
         deadline = time.monotonic() + _DUMP_S
         pending = True
@@ -139,16 +157,42 @@ class Agent(LocalElasticAgent):
         self._shutdown(timeout=_STOP_RANKS_S)
 
 
+def kills_for_memory() -> int:
+    """Processes that this machine's kernel has killed because memory had run out, since it was started."""
+    with suppress(OSError), open("/proc/vmstat") as f:
+        for line in f:
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
+
+
+def make_boards_dir() -> tuple[Path, IO[str]]:
+    """A folder for this node's boards, in memory where there is such a place, and the lock that says it is in use.
+
+    Folders of agents that were killed are removed: the kernel has let go of their locks.
+    """
+    shm = Path("/dev/shm")
+    base = shm if shm.is_dir() else Path(tempfile.gettempdir())
+    for old in base.glob(f"{_BOARDS}*/lock"):
+        with suppress(OSError), old.open("w") as lock:  # another user's, or one in use, stays
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(old.parent)
+    folder = Path(tempfile.mkdtemp(prefix=_BOARDS, dir=base))
+    lock = (folder / "lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return folder, lock
+
+
 def run_agent(args: argparse.Namespace) -> int:
     """Run this node's ranks through as many rounds as it takes. Returns the attempt's exit code."""
     run, attempt = RunDir(args.run_dir), int(os.environ[ATTEMPT_ENV])
     config = load_config(run.config)
-    boards_dir = Path(tempfile.mkdtemp(prefix="fsdp_jobs-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+    boards_dir, _lock = make_boards_dir()
     boards = [Board(boards_dir, local_rank) for local_rank in range(args.nproc)]
     identity: Message = {
         "token": run.token.read_text(),
         "node": args.node,
-        "host": socket.gethostname(),
+        "host": os.environ.get(HOST_ENV) or socket.gethostname(),
         "address": os.environ.get(ADDRESS_ENV) or socket.gethostname(),
         "nproc": args.nproc,
         "switches": path_from_slurm(

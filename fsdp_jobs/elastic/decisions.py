@@ -14,18 +14,21 @@ from typing import Any
 
 from fsdp_jobs.config import JobConfig, node_range
 from fsdp_jobs.elastic.board import Phase, Request
-from fsdp_jobs.elastic.failures import Budget, Failure, first_cause
+from fsdp_jobs.elastic.failures import Budget, Failure, Machines, first_cause
 from fsdp_jobs.elastic.link import Message
 from fsdp_jobs.elastic.stall import StallWatch
-from fsdp_jobs.events import Verdict, read_events, record_event
+from fsdp_jobs.events import EXIT_REQUEUE, Verdict, read_events, record_event
 from fsdp_jobs.logs import tail
+from fsdp_jobs.planning.options import ranks_per_node, shape_of
 from fsdp_jobs.planning.plan import make_plan, regroup
 from fsdp_jobs.planning.probe import shape_from_json
+from fsdp_jobs.planning.remedies import remedies
 from fsdp_jobs.planning.topology import Node, Topology
 from fsdp_jobs.planning.topology_sources import from_yaml
 from fsdp_jobs.problems import BadInput
 from fsdp_jobs.run_dir import RunDir
 
+_REPLACEMENT_S = 60.0  # an excluded machine is not waited for longer than a replacement takes to come
 _SETTLE_S = 1.0  # after a first sign of failure: wait so long for the reports that tell the cause
 
 
@@ -64,7 +67,8 @@ class Coordinator:
         self.closed_at = 0.0
         self.shape = shape_from_json(run.shape.read_text()) if run.shape.exists() else None
         self.places = {n.name: n for n in from_yaml(run.topology.read_text()).nodes} if run.topology.exists() else {}
-        self.budget = Budget(config.elastic.max_failures_without_progress)
+        self.budget = Budget(config.elastic.max_failures_without_progress, run)
+        self.machines = Machines(run, config.elastic.exclude_after, config.elastic.exclude_for_s)
         self.committed = -1
         self.step = 0
         self.stop_reason: str | None = None
@@ -78,6 +82,9 @@ class Coordinator:
         self._fresh = True  # neither formed nor broke a round: may be the successor of a coordinator that died
         self._watch = StallWatch(self.elastic.stall_timeout_s)
         self._stalled = False
+        self._culprit: int | None = None  # node that was lost, or on which the others waited
+        self._hosts: dict[int, str] = {}  # node -> machine, of the newest round
+        self._turned_away = ""  # the newest machine that came and was excluded
         self._begun_at = 0  # step the round began with
         self._stop_by = 0.0
         self._refused: set[str] = set()  # lives whose joining would not put more nodes to work
@@ -103,9 +110,10 @@ class Coordinator:
         elif round_ >= 0 and self._fresh and not self.running and round_ >= self.round:
             self.round, self.size, self.running = round_, size, True  # adopt: the coordinator was restarted
             self.shard_group, member.in_round = shard_group, True
+            self._hosts[member.node] = member.host
             self.event("adopted", nodes=size)
         elif round_ >= 0 and round_ == self.round and self.running:
-            member.in_round = True
+            member.in_round, self._hosts[member.node] = True, member.host
         elif round_ >= 0:
             member.send({"kind": "break", "round": round_, "why": "the job has moved on without this node"})
 
@@ -155,6 +163,7 @@ class Coordinator:
         member.drop()
         if member.in_round and not member.ended and self.verdict is None:
             self.event("node_lost", node=member.node, host=member.host, why=why)
+            self._culprit = member.node if self._culprit is None else self._culprit
             self._break(why, now)
 
     def on_stop(self, why: str, now: float) -> None:
@@ -209,7 +218,7 @@ class Coordinator:
         steps = [step for m in members for step, _, _ in m.ranks]
         if self._watch.asked_at is not None:
             if self._watch.settled(len(members), now):
-                why, self._watch.asked_at, self._stalled = self._watch.blame(now), None, True
+                (why, self._culprit), self._watch.asked_at, self._stalled = self._watch.blame(now), None, True
                 self.event("stalled", why=why)
                 self._break(why, now)
         elif steps and self.asked is Request.NONE and self._watch.see(min(steps), self._begun_at, now):
@@ -228,6 +237,7 @@ class Coordinator:
     def _judge(self, now: float) -> None:
         """Decide, from what is known of a broken round, whether there will be another."""
         failures, self._failures, self._broken_at = self._failures, [], None
+        culprit, self._culprit = self._culprit, None
         self._forming_since, self._enough_since = now, None
         if self.stop_reason is not None:
             self._close(self._preempted(), now)
@@ -241,25 +251,45 @@ class Coordinator:
         if cause is not None and cause.is_victim:
             cause = None  # everyone is a victim: the cause died with its node, or on the network
         why = cause.describe() if cause is not None and not self._stalled else self._broken_why
-        self.event("round_broken", why=why, step=self.step, committed=self.committed)
         stalled, self._stalled = self._stalled, False
-        verdict = self.budget.judge(None if stalled else cause, self.committed, why, stalled)
+        cause = None if stalled else cause
+        if cause is not None:
+            culprit = cause.node if cause.may_be_the_machines else None
+        machine = self._hosts.get(culprit) if culprit is not None else None
+        self.event("round_broken", why=why, blamed=machine, step=self.step, committed=self.committed)
+        verdict = self.budget.judge(cause, self.committed, why, stalled)
         if verdict is not None:
+            if cause is not None and cause.is_out_of_memory:
+                verdict.reason += f". {self._what_would_fit()}"
             self._close(verdict, now)
+        elif machine is not None and len(set(self._hosts.values())) > 1:
+            reason = self.machines.blame(machine, why)
+            if reason is not None:
+                self.event("machine_excluded", host=machine, why=reason)
 
     def _maybe_form(self, now: float) -> None:
+        self._turn_away_excluded()
         ready = [m for m in self.members.values() if m.ready]
         others = len(self.members) - len(ready)  # alive, still stopping their ranks: worth waiting for
         if len(ready) < self.min_nodes:
             self._enough_since = None
-            if now - self._forming_since > self.elastic.wait_for_nodes_s:
-                have = f"{len(ready)} of at least {self.min_nodes} nodes after {self.elastic.wait_for_nodes_s:.0f} s"
-                self._close(Verdict("infrastructure", "requeue", have), now)
+            wait_s = self.elastic.wait_for_nodes_s
+            wait_s = min(wait_s, _REPLACEMENT_S) if self._turned_away else wait_s
+            if now - self._forming_since > wait_s:
+                have = f"{len(ready)} of at least {self.min_nodes} nodes after {wait_s:.0f} s"
+                self._close(self.budget.requeue("; ".join(filter(None, [have, self._turned_away]))), now)
             return
         self._enough_since = self._enough_since if self._enough_since is not None else now
         window = self.elastic.join_window_s if self.round < 0 else _SETTLE_S
         if len(ready) >= self.max_nodes or (not others and now - self._enough_since >= window):
             self._form(ready, now)
+
+    def _turn_away_excluded(self) -> None:
+        excluded = self.run.excluded_hosts()
+        for member in [m for m in self.members.values() if m.ready and m.host in excluded]:
+            self._turned_away = f"{member.host} is excluded: {excluded[member.host]}"
+            member.send({"kind": "end", "exit_code": EXIT_REQUEUE, "why": self._turned_away})
+            del self.members[member.life]
 
     def _form(self, ready: list[Member], now: float) -> None:
         """Plan with the nodes that are here, and give each its place in topology order."""
@@ -276,6 +306,7 @@ class Coordinator:
         layout, chosen = plan.layout, [by_name[name] for name in plan.nodes]
         self.shard_group = layout.shard_group
         self.round, self.size, self.running = self.round + 1, len(chosen), True
+        self._hosts = {m.node: m.host for m in chosen}
         self.asked, self._head, self._fresh = Request.NONE, chosen[0], False
         self.step = self._begun_at = max(0, self.committed)
         self._watch, self._refused = StallWatch(self.elastic.stall_timeout_s), set()
@@ -304,6 +335,7 @@ class Coordinator:
 
     def _maybe_grow(self, now: float) -> None:
         """Nodes that came after the round had started are taken in once the ranks have saved and parked."""
+        self._turn_away_excluded()
         waiting = [m for m in self.members.values() if m.ready]
         new = {m.life for m in waiting} - self._refused
         if new and self.size < self.max_nodes and self.asked is Request.NONE and self.step > self._begun_at:
@@ -333,6 +365,13 @@ class Coordinator:
     def _send_request(self, request: Request) -> None:
         for member in self.round_members():
             member.send({"kind": "request", "request": int(request)})
+
+    def _what_would_fit(self) -> str:
+        """What to change when ranks run out of memory: the plan's remedies, or its settings that take less."""
+        shape = self.shape or shape_of(self.config)
+        found = remedies(self.config, shape, Topology.flat(self.size, ranks_per_node(self.config)))
+        tried = " or ".join(" ".join(r.overrides) for r in found[:3])
+        return f"The plan says that less memory is taken with {tried}" if tried else "The plan knows nothing smaller"
 
     def _preempted(self) -> Verdict:
         why = self.stop_reason or ""

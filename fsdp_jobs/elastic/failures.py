@@ -1,13 +1,16 @@
-"""Telling whose fault a failure is, and when the job should give up. No torch."""
+"""Telling whose fault a failure is, when the job should give up, and which machines to do without. No torch."""
 
 from __future__ import annotations
 
+import json
 import re
 import signal
+import time
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_jobs.events import EXIT_REQUEUE, Verdict
+from fsdp_jobs.events import EXIT_REQUEUE, Verdict, read_events
+from fsdp_jobs.run_dir import RunDir, write_atomic
 
 # Words of a collective whose peer has gone: the rank that says them is a victim, not the cause.
 _PEER_GONE = re.compile(
@@ -15,6 +18,11 @@ _PEER_GONE = re.compile(
     r"socket (closed|timeout)|remote error|ncclRemoteError|ncclSystemError|no route to host|heartbeat",
     re.IGNORECASE,
 )
+
+_OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|can't allocate memory", re.IGNORECASE)
+
+# Exceptions that speak of the machine and not of the program.
+_HARDWARE = re.compile(r"CUDA error|uncorrectable|\bECC\b|\bXid\b|cudaError|CUDA driver|no CUDA GPUs", re.IGNORECASE)
 
 
 def speaks_of_lost_peer(text: str) -> bool:
@@ -50,6 +58,14 @@ class Failure:
         return self.error.startswith(_FINAL)
 
     @property
+    def is_out_of_memory(self) -> bool:
+        return bool(_OUT_OF_MEMORY.search(self.error))
+
+    @property
+    def may_be_the_machines(self) -> bool:
+        return self.exit_code < 0 or bool(_HARDWARE.search(self.error))
+
+    @property
     def in_users_code(self) -> bool:
         """It raised, and not because a peer had gone."""
         return bool(self.error) and not self.is_victim
@@ -57,7 +73,8 @@ class Failure:
     def describe(self) -> str:
         if self.exit_code < 0:
             name = signal.Signals(-self.exit_code).name
-            return f"rank {self.rank} on node {self.node} was killed by {name}"
+            why = f" ({self.error})" if self.error else ""
+            return f"rank {self.rank} on node {self.node} was killed by {name}{why}"
         return f"rank {self.rank} on node {self.node} failed: {self.error or f'exit code {self.exit_code}'}"
 
 
@@ -67,12 +84,18 @@ def first_cause(failures: list[Failure]) -> Failure:
 
 
 class Budget:
-    """Counts failures in a row without a new checkpoint between them."""
+    """Counts failures in a row without a new checkpoint between them, and attempts that ended so."""
 
-    def __init__(self, most: int):
+    def __init__(self, most: int, run: RunDir):
         self.most = most
         self.count = 0
         self._committed = -1
+        self._attempts = 0
+        for event in read_events(run):
+            if event["event"] in ("submitted", "checkpoint"):
+                self._attempts = 0
+            elif event["event"] == "attempt_ended" and event["verdict"] == "infrastructure":
+                self._attempts += 1
         self._last_in_users_code: tuple[int, str] | None = None
 
     def judge(self, cause: Failure | None, committed: int, why: str, stalled: bool = False) -> Verdict | None:
@@ -93,7 +116,7 @@ class Budget:
             if cause.is_final:
                 return Verdict("user_error", "stop", why, **details)
             if cause.in_users_code:
-                place = (cause.step, cause.error)
+                place = (cause.step, re.sub(r"[0-9]+", "0", cause.error))  # addresses and sizes differ
                 if place == self._last_in_users_code:
                     return Verdict("user_error", "stop", f"{why}; the same error at the same step twice", **details)
                 self._last_in_users_code = place
@@ -103,3 +126,35 @@ class Budget:
             kind = "stalled" if stalled else kind
             return Verdict(kind, "stop", reason, **details)
         return None
+
+    def requeue(self, why: str) -> Verdict:
+        """The verdict on an attempt that the cluster ended: another one, unless they lead nowhere."""
+        if self._attempts >= self.most:
+            why = f"{self._attempts + 1} attempts without a new checkpoint; the last: {why}"
+            return Verdict("infrastructure", "stop", why)
+        return Verdict("infrastructure", "requeue", why)
+
+
+class Machines:
+    """Counts failures by machine, over all attempts. One that fails again and again is done without for a while."""
+
+    def __init__(self, run: RunDir, most: int, for_s: float):
+        """`most` failures within `for_s` seconds exclude a machine for as long; 0 excludes none."""
+        self.run, self.most, self.for_s = run, most, for_s
+        self._failures: dict[str, list[float]] = {}  # host -> seconds since 1970
+        for event in read_events(run):
+            if event.get("blamed"):
+                self._failures.setdefault(event["blamed"], []).append(event["time"])
+
+    def blame(self, host: str, why: str) -> str | None:
+        """Take note of a failure; returns the reason when it is the one that excludes the machine."""
+        now = time.time()
+        recent = [t for t in [*self._failures.get(host, []), now] if t > now - self.for_s]
+        self._failures[host] = recent
+        if not self.most or len(recent) < self.most:
+            return None
+        reason = f"{len(recent)} failures within {self.for_s:.0f} s; the last: {why}"
+        listed = json.loads(self.run.excluded.read_text()) if self.run.excluded.exists() else {}
+        listed[host] = {"until": now + self.for_s, "why": reason}
+        write_atomic(self.run.excluded, json.dumps(listed, indent=2))
+        return reason

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from fsdp_jobs.elastic.link import Message
@@ -43,17 +44,23 @@ class StallWatch:
         assert self.asked_at is not None
         return len(self.answers) >= agents or now - self.asked_at > _ANSWERS_S
 
-    def blame(self, now: float) -> str:
-        """One sentence: how long nothing moved, and on whose account."""
+    def blame(self, now: float) -> tuple[str, int | None]:
+        """One sentence, how long nothing moved and on whose account; and the node, when it is one node's."""
         ranks = [(a["node"], r) for a in self.answers for r in a["ranks"]]
         waited = f"no rank has done a step for {now - self._since:.0f} s"
         dead = [(n, r) for n, r in ranks if not r["dumped"]]
         if dead:
             named = ", ".join(f"rank {r['rank']} on node {n} ({r['status']})" for n, r in dead[:4])
-            return f"{waited}: {named} does not respond"
+            return f"{waited}: {named} does not respond", _only(n for n, _ in dead)
         behind = min((r["step"] for _, r in ranks), default=0)
         slow = [(n, r) for n, r in ranks if r["step"] == behind]
         if 0 < len(slow) < len(ranks):
             named = ", ".join(f"rank {r['rank']} on node {n}" for n, r in slow[:4])
-            return f"{waited}: {named} is still in step {behind + 1} and the others are past it"
-        return f"{waited}: all are in step {behind + 1}; their stacks are in the attempt's node folders"
+            why = f"{waited}: {named} is still in step {behind + 1} and the others are past it"
+            return why, _only(n for n, _ in slow)
+        return f"{waited}: all are in step {behind + 1}; their stacks are in the attempt's node folders", None
+
+
+def _only(nodes: Iterable[int]) -> int | None:
+    different = set(nodes)
+    return different.pop() if len(different) == 1 else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +160,7 @@ def test_below_the_minimum_the_job_waits_then_leaves_to_be_requeued(tmp_path: Pa
     ],
 )
 def test_when_failures_end_the_job(tmp_path: Path, errors: list[str], verdict: str, rounds: int) -> None:
-    cluster = Cluster(tmp_path, "nodes=2", "elastic.max_failures_without_progress=3")
+    cluster = Cluster(tmp_path, "nodes=2", "elastic.max_failures_without_progress=3", "elastic.exclude_after=0")
     a, b = cluster.join(0), cluster.join(1)
     for error in errors:
         cluster.later(1.5, a, b)
@@ -207,3 +208,64 @@ def test_a_restarted_coordinator_adopts_the_running_round(tmp_path: Path) -> Non
     for member in (a, b):
         cluster.coordinator.on_ended(member, cluster.now)
     assert cluster.verdict is not None and cluster.verdict.verdict == "done"
+
+
+def fails(cluster: Cluster, members: list[Member], node: int, error: str = "") -> None:
+    """A rank of a node fails in the running round, and everyone comes back."""
+    failure = _failure(node, node * 2, error, exit_code=1 if error else -9)
+    for member in members:
+        cluster.coordinator.on_ready(member, [failure] if member.node == node else [], cluster.now)
+
+
+def test_a_machine_that_fails_repeatedly_is_done_without_and_taken_back_later(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=2:3", "elastic.join_window_s=0", "elastic.exclude_after=3", "fsdp=full_shard")
+    members = [cluster.join(n) for n in range(3)]
+    for i in range(3):
+        cluster.later(1.5, *members, step=i + 1, committed=i)  # it makes progress: the budget is not what ends this
+        fails(cluster, members, node=2)
+    cluster.later(2, *members)
+    assert list(cluster.run.excluded_hosts()) == ["node2"]
+    (event,) = cluster.events("machine_excluded")
+    assert event["host"] == "node2" and "3 failures" in event["why"] and "rank 4 on node 2" in event["why"]
+    assert cluster.events("round_started")[-1]["nodes"] == [0, 1]
+    assert cluster.last(members[2], "end")["exit_code"] == 75  # type: ignore[index]
+    listed = json.loads(cluster.run.excluded.read_text())
+    cluster.run.excluded.write_text(json.dumps({"node2": {**listed["node2"], "until": 0}}))
+    cluster.later(1, *members[:2], step=9)
+    back = cluster.join(2, life="b")
+    cluster.later(1, *members[:2], back, step=9)
+    assert cluster.last(members[0], "request") == {"kind": "request", "request": int(Request.PARK)}
+
+
+def test_without_an_excluded_machine_below_the_minimum_the_launcher_is_to_find_another(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=2", "elastic.exclude_after=1")
+    members = [cluster.join(0), cluster.join(1)]
+    cluster.later(1.5, *members)
+    fails(cluster, members, node=1)
+    cluster.later(70, members[0])
+    assert cluster.verdict is not None and cluster.verdict.decision == "requeue"
+    assert "node1 is excluded" in cluster.verdict.reason
+
+
+def test_attempts_that_lead_nowhere_are_not_repeated_for_ever(tmp_path: Path) -> None:
+    decisions = []
+    for _ in range(4):
+        cluster = Cluster(tmp_path, "nodes=2", "elastic.wait_for_nodes_s=5")
+        cluster.later(6, cluster.join(0))
+        verdict = cluster.verdict
+        assert verdict is not None and verdict.verdict == "infrastructure"
+        decisions.append(verdict.decision)
+    assert decisions == ["requeue", "requeue", "requeue", "stop"]
+    assert "4 attempts without a new checkpoint" in verdict.reason
+
+
+def test_ranks_that_run_out_of_memory_stop_the_job_with_what_would_fit(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=2", "data.micro_batch=4")
+    members = [cluster.join(0), cluster.join(1)]
+    for size in (512, 514):
+        cluster.later(1.5, *members)
+        fails(cluster, members, node=1, error=f"OutOfMemoryError: CUDA out of memory. Tried to allocate {size} MiB")
+    cluster.later(3, *members)
+    assert cluster.verdict is not None and cluster.verdict.verdict == "user_error"
+    assert "the same error at the same step twice" in cluster.verdict.reason
+    assert "fsdp.activation_checkpointing=full" in cluster.verdict.reason
