@@ -1,0 +1,222 @@
+"""The batch step: one attempt on one allocation, from its first process to the verdict, then a requeue or the end.
+
+Runs as `python -m fsdp_jobs.launchers.slurm.batch RUN_DIR` on the job's first node. Each node's agent is a step of
+its own, so that losing one touches no other and a died one can be started again.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from fsdp_jobs.app import ATTEMPT_ENV, COORDINATOR_ENV
+from fsdp_jobs.events import EXIT_REQUEUE, Verdict, record_event
+from fsdp_jobs.launchers.slurm import client
+from fsdp_jobs.launchers.slurm.regrow import Companions
+from fsdp_jobs.launchers.slurm.script import Steps
+from fsdp_jobs.logs import tail
+from fsdp_jobs.processes import die_with_parent, free_port
+from fsdp_jobs.run_dir import RunDir
+
+_POLL_S = 0.2
+_ASK_SLURM_S = 5.0
+_EARLY_DEATH_S = 20.0  # a process that dies younger than this, three times in a row, is given up
+_LEAVE_S = 30.0  # for agents to go after the verdict
+_REQUEUE_S = 120.0  # SLURM kills this process when it requeues the job
+
+
+class _Process:
+    """A coordinator, or a step: started again when it dies before the attempt is over."""
+
+    def __init__(self, name: str, argv: Sequence[str], log: Path, env: dict[str, str], hosts: Sequence[str]):
+        self.name, self.argv, self.log, self.env, self.hosts = name, list(argv), log, env, list(hosts)
+        self.early_deaths = 0
+        self.start()
+
+    def start(self) -> None:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self.popen = subprocess.Popen(
+                self.argv, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                preexec_fn=die_with_parent,
+            )  # fmt: skip
+        self.born = time.monotonic()
+
+    def note_death(self) -> bool:
+        """Count a death; False when there have been too many early ones."""
+        early = time.monotonic() - self.born < _EARLY_DEATH_S
+        self.early_deaths = self.early_deaths + 1 if early else 0
+        return self.early_deaths < 3
+
+
+def srun(hosts: Sequence[str], cpus: int | None = None) -> list[str]:
+    """A step with one task on each of these hosts, that outlives the death of any of them."""
+    listed = [f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}", f"--nodelist={','.join(hosts)}"]
+    share = ["--overlap", "--cpu-bind=none", "--mpi=none", *([f"--cpus-per-task={cpus}"] if cpus else [])]
+    return ["srun", *listed, *share, "--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
+
+
+class Batch:
+    """One attempt."""
+
+    def __init__(self, run: RunDir, steps: Steps):
+        self.run, self.steps = run, steps
+        self.job_id = os.environ["SLURM_JOB_ID"]
+        self.hosts = client.hostnames(os.environ["SLURM_JOB_NODELIST"])
+        self.cpus = client.cpus_by_node(self.hosts, os.environ["SLURM_JOB_CPUS_PER_NODE"])
+        self.attempt = run.last_attempt() + 1
+        self.asked_to_leave: str | None = None
+        self.given_up: list[str] = []  # hosts on which no agent stays alive
+        self.processes: list[_Process] = []
+        self._asked_at = 0.0
+        self._allocated = self.hosts
+
+    def go(self) -> int:
+        """Run the attempt. Returns the exit code of the job, unless SLURM kills this process to requeue it."""
+        for what in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            signal.signal(what, self._on_signal)
+        folder = self.run.attempt(self.attempt)
+        folder.mkdir(parents=True)
+        restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        details = {"slurm_job": self.job_id, "restarts": restarts, "hosts": self.hosts}
+        record_event(self.run, "attempt_started", self.attempt, nodes=len(self.hosts), **details)
+        here = f"{socket.gethostname()}:{free_port()}"
+        self.env = {**os.environ, **self.steps.env, ATTEMPT_ENV: str(self.attempt), COORDINATOR_ENV: here}
+        self._start("coordinator", self.steps.coordinator, folder / "coordinator.log", [])
+        for number, host in enumerate(self.hosts):
+            argv = [*srun([host], self.cpus[host]), *(a.replace("{node}", str(number)) for a in self.steps.agent)]
+            self._start(f"node-{number}", argv, self.run.node(self.attempt, number) / "agent.log", [host])
+        self._start_guard(self.hosts[1:])
+        self.companions = Companions(self.run, self.steps, self.env, self.attempt, self.job_id)
+        verdict = self._until_verdict()
+        self._until_gone()
+        self.companions.release()
+        print(f"attempt {self.attempt}: {verdict.verdict}, {verdict.reason}", flush=True)
+        return self._requeue() if verdict.decision == "requeue" else verdict.exit_code_of_attempt
+
+    def _start(self, name: str, argv: Sequence[str], log: Path, hosts: Sequence[str]) -> None:
+        self.processes.append(_Process(name, argv, log, self.env, hosts))
+
+    def _start_guard(self, others: Sequence[str]) -> None:
+        """On two nodes, so that one may die with this one."""
+        if others:
+            command = [sys.executable, "-m", "fsdp_jobs.launchers.slurm.guard", str(self.run.path)]
+            hosts = others[:2]
+            self._start("guard", [*srun(hosts), *command], self.run.attempt(self.attempt) / "guard.log", hosts)
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        self.asked_to_leave = signal.Signals(number).name
+
+    def _until_verdict(self) -> Verdict:
+        told_at = 0.0
+        while (verdict := Verdict.read(self.run, self.attempt)) is None:
+            time.sleep(_POLL_S)
+            if self.asked_to_leave and time.monotonic() - told_at > 1:
+                told_at = time.monotonic()
+                self._tell_coordinator()
+            if time.monotonic() - self._asked_at > _ASK_SLURM_S:
+                self._ask_slurm()
+            for process in list(self.processes):
+                exit_code = process.popen.poll()
+                if exit_code is not None and Verdict.read(self.run, self.attempt) is None:
+                    self._on_death(process, exit_code)
+        return verdict
+
+    def _tell_coordinator(self) -> None:
+        """Every rank is to save and leave. Said again until it is done: the coordinator may be a new one."""
+        host, _, port = self.env[COORDINATOR_ENV].rpartition(":")
+        with suppress(OSError), socket.create_connection((host, int(port)), timeout=1):  # it has its signal handlers
+            self.processes[0].popen.send_signal(signal.SIGUSR1)
+
+    def _ask_slurm(self) -> None:
+        """Which nodes this job still has, and what the new ones do that it asked for."""
+        self._asked_at = time.monotonic()
+        try:
+            me = client.my_jobs(fresh=True).get(self.job_id)
+            if me is not None and me.state == "RUNNING":
+                self._allocated = client.hostnames(me.nodes)
+            if not self.asked_to_leave:
+                wanted = [n for n in range(self.steps.max_nodes) if not self._has_agent(n)]
+                self.companions.ask_for(wanted)
+        except client.SlurmError as e:  # the controller is away: ranks need it no more than we do
+            print(f"WARNING {e}", flush=True)
+
+    def _has_agent(self, number: int) -> bool:
+        return any(p.name == f"node-{number}" for p in self.processes)
+
+    def _on_death(self, process: _Process, exit_code: int) -> None:
+        is_agent = process.name.startswith("node-")
+        if is_agent and exit_code == 0:
+            return
+        if process.hosts:
+            self._ask_slurm()
+            left = [h for h in process.hosts if h in self._allocated]
+            if not left:
+                self.processes.remove(process)
+                lost = {"node": int(process.name.removeprefix("node-"))} if is_agent else {}
+                record_event(self.run, "taken_away", self.attempt, hosts=process.hosts, **lost)
+        if process not in self.processes:
+            if process.name == "guard":
+                self._start_guard([h for h in self._allocated if h != self.hosts[0]])
+            return
+        if process.note_death():
+            record_event(self.run, "process_restarted", self.attempt, process=process.name, exit_code=exit_code)
+            process.start()
+            return
+        self.processes.remove(process)
+        self.given_up += process.hosts
+        reason = f"{process.name} died three times within {_EARLY_DEATH_S:.0f} s of its start"
+        agents = [p for p in self.processes if p.name.startswith("node-")]
+        if process.name == "coordinator" or (is_agent and not agents):
+            verdict = Verdict("infrastructure", "stop", reason, last_lines=tail(process.log, 15))
+            verdict.write(self.run, self.attempt)
+            ended = {"verdict": verdict.verdict, "decision": verdict.decision, "reason": reason}
+            record_event(self.run, "attempt_ended", self.attempt, **ended)
+        else:
+            record_event(self.run, "given_up", self.attempt, process=process.name, why=reason)
+
+    def _until_gone(self) -> None:
+        deadline = time.monotonic() + _LEAVE_S
+        staying = [p for p in self.processes if p.name != "guard"]
+        while any(p.popen.poll() is None for p in staying) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+
+    def _requeue(self) -> int:
+        """Hand the job back to the queue, without the nodes that failed it. Does not return when that works."""
+        excluded = {host.partition(".")[0] for host in self.run.excluded_hosts()} | set(self.given_up)
+        try:
+            me = client.my_jobs(fresh=True).get(self.job_id)
+            if me is None or me.state != "RUNNING":
+                print(f"not requeued: the job is {me.state if me else 'unknown to SLURM'}", flush=True)
+                return EXIT_REQUEUE
+            client.call("scontrol", "requeue", self.job_id)
+            if excluded:
+                _exclude(self.job_id, sorted(excluded))
+        except client.SlurmError as e:
+            print(f"not requeued: {e}", flush=True)
+            return EXIT_REQUEUE
+        time.sleep(_REQUEUE_S)
+        return EXIT_REQUEUE
+
+
+def _exclude(job_id: str, hosts: Sequence[str]) -> None:
+    """Keep a pending job off these nodes: possible once it is back in the queue, while this process still lives."""
+    for _ in range(20):
+        with suppress(client.SlurmError):
+            client.call("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(hosts)}")
+            print(f"requeued without {', '.join(hosts)}", flush=True)
+            return
+        time.sleep(0.2)
+    print(f"WARNING could not exclude {', '.join(hosts)}", flush=True)
+
+
+if __name__ == "__main__":
+    directory = RunDir(sys.argv[1])
+    sys.exit(Batch(directory, Steps.from_json((directory.submit / "steps.json").read_text())).go())

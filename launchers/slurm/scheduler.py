@@ -1,0 +1,224 @@
+"""The TorchX scheduler `slurm_fsdp`: submit, describe, cancel, logs. An app's id is SLURM's job id."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream, filter_regex
+from torchx.specs import AppDef, AppDryRunInfo, AppState, RoleStatus
+
+from fsdp_jobs.app import RUN_DIR_KEY
+from fsdp_jobs.clusters import SlurmClusterConfig
+from fsdp_jobs.config import JobConfig
+from fsdp_jobs.events import Verdict, read_events, record_event
+from fsdp_jobs.launchers.record import final_state, log_lines
+from fsdp_jobs.launchers.slurm import client, refusals
+from fsdp_jobs.launchers.slurm.script import Site, Steps, margin_s, script, steps
+from fsdp_jobs.problems import BadInput, Problem
+from fsdp_jobs.run_dir import RunDir, read_json_lines, write_atomic
+from fsdp_jobs.snapshot import Snapshot, take
+
+# SLURM's words. One that is not here belongs to a job that is still in the queue.
+_STATES = {
+    "PENDING": AppState.PENDING,
+    "REQUEUED": AppState.PENDING,
+    "REQUEUE_HOLD": AppState.PENDING,
+    "SPECIAL_EXIT": AppState.PENDING,
+    "RESV_DEL_HOLD": AppState.PENDING,
+    "COMPLETED": AppState.SUCCEEDED,
+    "CANCELLED": AppState.CANCELLED,
+    "REVOKED": AppState.CANCELLED,
+    "FAILED": AppState.FAILED,
+    "TIMEOUT": AppState.FAILED,
+    "NODE_FAIL": AppState.FAILED,
+    "PREEMPTED": AppState.FAILED,
+    "OUT_OF_MEMORY": AppState.FAILED,
+    "BOOT_FAIL": AppState.FAILED,
+    "DEADLINE": AppState.FAILED,
+}
+_ENDED = (AppState.SUCCEEDED, AppState.CANCELLED, AppState.FAILED)
+
+
+@dataclass
+class SlurmRequest:
+    """What is submitted: the script, what its batch step starts, and the code that goes with it."""
+
+    script: str
+    steps: Steps
+    code: Snapshot | None
+
+    def __str__(self) -> str:
+        return f"{self.script}\n# submit/steps.json\n{self.steps.to_json()}\n"
+
+
+class SlurmScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
+    """Runs an AppDef as one SLURM job."""
+
+    def __init__(self, session_name: str):
+        super().__init__("slurm_fsdp", session_name)
+
+    def _submit_dryrun(self, app: AppDef, cfg: dict[str, Any]) -> AppDryRunInfo[SlurmRequest]:
+        config: JobConfig = cfg["config"]
+        cluster = config.cluster
+        assert isinstance(cluster, SlurmClusterConfig)
+        run = RunDir(app.metadata[RUN_DIR_KEY])
+        refusals.check(config, run)
+        code = take(Path.cwd(), run.path.parent, cluster.snapshot_mb) if cluster.snapshot_mb else None
+        site = probe(config, run)
+        request = SlurmRequest(script(app, config, cfg["plan"], site), steps(app, config, site), code)
+        refusals.ask_slurm(config, request.script)
+        return AppDryRunInfo(request, str)
+
+    def schedule(self, dryrun_info: AppDryRunInfo[SlurmRequest]) -> str:
+        from fsdp_jobs.launchers.slurm.executor import submit
+
+        request = dryrun_info.request
+        run = RunDir(request.steps.run_dir)
+        write_atomic(run.submit / "steps.json", request.steps.to_json())
+        write_atomic(run.submit / "first_attempt", str(run.last_attempt() + 1))
+        if request.code is not None:
+            request.code.write(run.path / "code")
+        job_id = submit(run.submit / "slurm", request.script)
+        link = _known_runs() / job_id
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.unlink(missing_ok=True)  # a job of the same number, before the cluster was set up anew
+        link.symlink_to(run.path)
+        return job_id
+
+    def describe(self, app_id: str) -> DescribeAppResponse | None:
+        run = _run_of(app_id)
+        try:
+            job = client.job(app_id)
+        except client.SlurmError as e:
+            raise BadInput([Problem(f"slurm_fsdp job {app_id}", str(e), "ask on a login node of its cluster")]) from e
+        if job is None and run is None:
+            return None
+        state = _STATES.get(job.state, AppState.RUNNING) if job is not None else AppState.FAILED
+        message = _describe(job, state) if job is not None else "SLURM has forgotten the job"
+        if state in _ENDED and run is not None:
+            state, message = _last_word(run, job, state, message)
+        return DescribeAppResponse(
+            app_id=app_id,
+            state=state,
+            num_restarts=max(0, run.last_attempt() - _first_attempt(run)) if run is not None else -1,
+            msg=message,
+            roles_statuses=[RoleStatus("trainer", [])],
+        )
+
+    def list(self) -> list[ListAppResponse]:
+        jobs = client.my_jobs()
+        return [ListAppResponse(id, _STATES.get(job.state, AppState.RUNNING)) for id, job in jobs.items()]
+
+    def _cancel_existing(self, app_id: str) -> None:
+        """End a job at once, without a checkpoint. Array tasks are cancelled one by one."""
+        client.call("scancel", "--signal=KILL", "--full", app_id)  # else every process would be asked to save
+        client.call("scancel", app_id)
+        run = _run_of(app_id)
+        if run is not None:
+            attempt = run.last_attempt()
+            started = attempt >= _first_attempt(run)
+            if not started or Verdict.read(run, attempt) is None:
+                reason = "killed on request, without a checkpoint" if started else "cancelled before it had started"
+                if started:
+                    Verdict("preempted", "stop", reason).write(run, attempt)
+                ended = {"verdict": "preempted", "decision": "stop", "reason": reason}
+                record_event(run, "attempt_ended", attempt, **ended)
+
+    def log_iter(
+        self,
+        app_id: str,
+        role_name: str,
+        k: int = 0,
+        regex: str | None = None,
+        since: datetime | None = None,
+        until: datetime | None = None,
+        should_tail: bool = False,
+        streams: Stream | None = None,
+    ) -> Iterable[str]:
+        """Lines of a node's ranks in the newest attempt, or the coordinator's own."""
+        run = _run_of(app_id)
+        if run is None:
+            raise BadInput([Problem(f"slurm_fsdp job {app_id}", "was not submitted by you from here")])
+
+        def running() -> bool:
+            description = self.describe(app_id) if should_tail else None
+            return description is not None and description.state not in _ENDED
+
+        lines = log_lines(run, role_name, k, running)
+        return filter_regex(regex, lines) if regex else lines
+
+
+def create_scheduler(session_name: str, **_kwargs: object) -> SlurmScheduler:
+    return SlurmScheduler(session_name)
+
+
+def probe(config: JobConfig, run: RunDir) -> Site:
+    """What the script has to know of this cluster, and of what this run has measured.
+
+    Raises:
+        BadInput: there is no SLURM here, or it does not answer.
+    """
+    try:
+        settings = client.settings()
+        tree = "topology" in settings["TopologyPlugin"] and "none" not in settings["TopologyPlugin"]
+        topology = client.call("scontrol", "show", "topology") if tree else ""
+    except client.SlurmError as e:
+        raise BadInput([refusals.no_slurm(str(e))]) from e
+    option = ""
+    if "gpu" in settings.get("GresTypes", ""):
+        option = "--gpus-per-node={}" if "cons_tres" in settings["SelectType"] else "--gres=gpu:{}"
+    saves = [e["seconds"] for e in read_events(run) if e["event"] == "checkpoint"]
+    step_s = max((m["step_s"] for m in read_json_lines(run.metrics)), default=0.0)
+    margin = margin_s(max(saves, default=0.0), step_s, config.elastic.stop_grace_s)
+    return Site(option, _leaf_size(topology), margin)
+
+
+def _leaf_size(topology: str) -> int:
+    """Most nodes under one leaf switch."""
+    from fsdp_jobs.planning.topology_sources import from_scontrol
+
+    sizes: dict[tuple[str, ...], int] = {}
+    for node in from_scontrol(topology).nodes if topology else ():
+        sizes[node.switch_path] = sizes.get(node.switch_path, 0) + 1
+    return max(sizes.values(), default=0)
+
+
+def _describe(job: client.QueuedJob, state: AppState) -> str:
+    if state is AppState.PENDING:
+        when = f"starts about {job.start.replace('T', ' ')}" if job.start not in ("", "N/A") else "start not known yet"
+        return f"SLURM job {job.id} waits ({job.reason}); {when}"
+    where = f" on {job.nodes}" if job.nodes else ""
+    return f"SLURM job {job.id} is {job.state}{where}"
+
+
+def _last_word(run: RunDir, job: client.QueuedJob | None, state: AppState, message: str) -> tuple[AppState, str]:
+    """The run's own record of a job that has ended, where there is one; it knows more than an exit code."""
+    if run.last_attempt() < _first_attempt(run):
+        if state is AppState.FAILED and job is not None:
+            message += f": it could not begin. Do the nodes see {run.path}? fsdp-jobs doctor cluster=slurm"
+        return state, message
+    verdict = Verdict.read(run, run.last_attempt())
+    if verdict is None or state is AppState.CANCELLED:
+        return state, message
+    return final_state(run), verdict.reason
+
+
+def _first_attempt(run: RunDir) -> int:
+    """Of the newest submission."""
+    file = run.submit / "first_attempt"
+    return int(file.read_text()) if file.exists() else 0
+
+
+def _known_runs() -> Path:
+    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(base) / "fsdp_jobs" / "slurm"
+
+
+def _run_of(app_id: str) -> RunDir | None:
+    link = _known_runs() / app_id
+    return RunDir(link.resolve()) if link.is_dir() else None

@@ -1,0 +1,161 @@
+"""The sbatch script of a job, and the commands that its batch step runs: an AppDef in SLURM's words. No I/O."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+
+from torchx.specs import AppDef, Role, macros
+
+from fsdp_jobs.app import RUN_DIR_KEY
+from fsdp_jobs.clusters import SlurmClusterConfig
+from fsdp_jobs.config import JobConfig
+from fsdp_jobs.planning.plan import Plan
+
+BATCH = "fsdp_jobs.launchers.slurm.batch"
+
+
+@dataclass(frozen=True)
+class Site:
+    """What a script depends on and only the cluster knows."""
+
+    gpu_option: str = "--gpus-per-node={}"  # with the number of GPUs a node; empty: the cluster does not count GPUs
+    leaf_size: int = 0  # most nodes under one leaf switch; 0: the cluster does not say
+    margin_s: int = 120  # before the time limit or a preemption: time to save in
+
+
+@dataclass
+class Steps:
+    """What the batch step starts. `{node}` in the agent's arguments stands for the node's number."""
+
+    run_dir: str
+    coordinator: list[str]
+    agent: list[str]
+    env: dict[str, str]
+    min_nodes: int
+    max_nodes: int
+    regrow: bool
+    preflight: bool
+    submit: list[str] = field(default_factory=list)  # options of sbatch for one more node
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Steps:
+        return cls(**json.loads(text))
+
+
+def steps(app: AppDef, config: JobConfig, site: Site) -> Steps:
+    """The commands of the batch step."""
+    cluster = config.cluster
+    assert isinstance(cluster, SlurmClusterConfig)
+    roles = {role.name: role for role in app.roles}
+    trainer, run_dir = roles["trainer"], app.metadata[RUN_DIR_KEY]
+    return Steps(
+        run_dir=run_dir,
+        coordinator=_argv(roles["coordinator"], cluster),
+        agent=[*_container(cluster, run_dir), *_argv(trainer, cluster)],
+        env=trainer.env,
+        min_nodes=trainer.min_replicas or trainer.num_replicas,
+        max_nodes=trainer.num_replicas,
+        regrow=cluster.regrow,
+        preflight=cluster.preflight,
+        submit=list(_resources(cluster, trainer, site)),
+    )
+
+
+def _argv(role: Role, cluster: SlurmClusterConfig) -> list[str]:
+    values = macros.Values(img_root="", app_id="", replica_id="{node}", rank0_env="")
+    inside = cluster.container is not None and role.name == "trainer"
+    python = cluster.python or ("python3" if inside else role.entrypoint)
+    return [python, *values.apply(role).args]
+
+
+def _container(cluster: SlurmClusterConfig, run_dir: str) -> list[str]:
+    """What stands before the agent: options of srun for pyxis, a command for Apptainer."""
+    if cluster.container is None:
+        return []
+    mounts = ",".join([f"{run_dir}:{run_dir}", *cluster.container_mounts])
+    if cluster.container_runtime == "pyxis":
+        return [f"--container-image={cluster.container}", f"--container-mounts={mounts}"]
+    gpus = ["--nv"] if cluster.accelerator != "cpu" else []
+    return ["apptainer", "exec", *gpus, f"--bind={mounts}", cluster.container]
+
+
+def script(app: AppDef, config: JobConfig, plan: Plan, site: Site) -> str:
+    """The batch script. Nothing that a user wrote reaches a shell unquoted but the lines of `cluster.setup`."""
+    cluster = config.cluster
+    assert isinstance(cluster, SlurmClusterConfig)
+    trainer = next(role for role in app.roles if role.name == "trainer")
+    run_dir = app.metadata[RUN_DIR_KEY]
+    low, high = trainer.min_replicas or trainer.num_replicas, trainer.num_replicas
+    options = [
+        f"--job-name={app.name}",
+        f"--nodes={high}" if low == high else f"--nodes={low}-{high}",
+        *(["--ntasks-per-node=1"] if low == high else []),  # with a range SLURM would take this for its least
+        *_resources(cluster, trainer, site),
+        *_switches(cluster, plan, high, site),
+        f"--output={run_dir.replace('%', '%%')}/submit/slurm-%j.out",
+        "--open-mode=append",
+        "--requeue",
+        "--no-kill",
+        f"--signal=B:USR1@{site.margin_s}",
+        *cluster.extra,
+    ]
+    python = shlex.quote(cluster.python or trainer.entrypoint)
+    lines = ["#!/bin/bash", *(f"#SBATCH {_quote_option(o)}" for o in options), "set -e", *cluster.setup]
+    if cluster.snapshot_mb:
+        code = shlex.quote(f"{run_dir}/code")
+        lines += [f"export PYTHONSAFEPATH=1 PYTHONPATH={code}${{PYTHONPATH:+:$PYTHONPATH}}"]
+    return "\n".join([*lines, f"exec {python} -m {BATCH} {shlex.quote(run_dir)}", ""])
+
+
+def _resources(cluster: SlurmClusterConfig, trainer: Role, site: Site) -> Iterator[str]:
+    """What each node must have, and who asks for it."""
+    for key in ("partition", "account", "qos", "time", "mem", "constraint", "nodelist", "exclude", "reservation"):
+        if getattr(cluster, key) is not None:
+            yield f"--{key}={getattr(cluster, key)}"
+    for key in ("comment", "mail_user", "mail_type"):
+        if getattr(cluster, key) is not None:
+            yield f"--{key.replace('_', '-')}={getattr(cluster, key)}"
+    gpus = cluster.gpus_per_node or trainer.resource.gpu
+    if gpus and site.gpu_option:
+        yield site.gpu_option.format(gpus)
+    if cluster.exclusive:
+        yield "--exclusive"
+    if cluster.cpus_per_task is not None or not cluster.exclusive:
+        yield f"--cpus-per-task={cluster.cpus_per_task or trainer.resource.cpu}"
+
+
+def _switches(cluster: SlurmClusterConfig, plan: Plan, nodes: int, site: Site) -> Iterator[str]:
+    """As few leaf switches as hold the job, when what a step sends inside a shard group crosses nodes.
+
+    SLURM waits for them as long as its administrator allows (max_switch_wait, 300 s by default).
+    """
+    if cluster.switches is not None:
+        yield f"--switches={cluster.switches}"
+    elif site.leaf_size and plan.layout.shard_group > plan.ranks_per_node:
+        yield f"--switches={math.ceil(nodes / site.leaf_size)}"
+
+
+def _quote_option(option: str) -> str:
+    """An option as sbatch reads it in a script: its value quoted as for a shell, on one line."""
+    key, equals, value = option.partition("=")
+    return f"{key}{equals}{shlex.quote(value)}" if equals else shlex.quote(option)
+
+
+def margin_s(save_s: float, step_s: float, grace_s: float) -> int:
+    """How long before the time limit to ask for the last save.
+
+    Args:
+        save_s: the slowest save that this run has measured; 0 when there is none yet.
+        step_s: its newest step; 0 likewise.
+        grace_s: `elastic.stop_grace_s`, which bounds a save.
+
+    Twice what was measured and half a minute for the requeue; the whole grace as long as nothing was.
+    """
+    return math.ceil(30 + (min(grace_s, 2 * (save_s + step_s)) if save_s else grace_s))
