@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdp_jobs.checkpoints.catalog import find_checkpoints
+from fsdp_jobs.checkpoints.catalog import find_checkpoints, home_of, step_of
 from fsdp_jobs.config import (
     AUTO,
     DTYPES,
@@ -94,6 +94,8 @@ def check(config: JobConfig, files: bool = True) -> None:
         BadInput: with all that is wrong.
     """
     problems = [*_words_and_numbers(config), *_shape(config), *_data(config, files)]
+    if files and config.checkpoint.dir is not None:
+        problems += _checkpoint_url(config.checkpoint.dir)
     if isinstance(config.model, LlamaConfig):
         problems += _llama(config.model)
     if problems:
@@ -184,6 +186,22 @@ def _data(config: JobConfig, files: bool) -> Iterator[Problem]:
         yield Problem(f"data.vocab_size={data.vocab_size}", what, "a model, or a tokenizer, of the other's size")
 
 
+def _checkpoint_url(place: str) -> Iterator[Problem]:
+    """What keeps this machine from using a URL; that the bucket may be written is seen at the first save."""
+    if "://" not in place:
+        return
+    extra = {"gs": "gcs", "gcs": "gcs"}.get(place.partition("://")[0], "s3")
+    try:
+        import fsspec
+        import upath  # noqa: F401 - only whether it is there
+
+        fsspec.get_filesystem_class(place.partition("://")[0])
+    except ImportError as e:
+        yield Problem(f"checkpoint.dir={place}", str(e), f"pip install 'fsdp_jobs[{extra}]', here and on the nodes")
+    except ValueError as e:
+        yield Problem(f"checkpoint.dir={place}", str(e), "s3://bucket/folder, gs://bucket/folder, or a folder")
+
+
 def _highest_token(path: str, dtype: str) -> int | None:
     """The highest id in 64 stretches spread over a token file; None when it may not be read."""
     try:
@@ -208,8 +226,8 @@ def _llama(model: LlamaConfig) -> Iterator[Problem]:
 
 def check_existing_run(config: JobConfig, run: RunDir) -> None:
     """Raises: BadInput when the run was begun with another training configuration, naming the keys."""
-    newest = next(iter(find_checkpoints(run.checkpoints)), None)
-    if newest is not None and config.steps < (done := int(newest.name.removeprefix("step-"))):
+    newest = next(iter(find_checkpoints(home_of(config.checkpoint, run))), None)
+    if newest is not None and config.steps < (done := step_of(newest)):
         raise BadInput(
             [Problem(f"steps={config.steps}", f"run {run.name} is at step {done} already", f"steps above {done}")]
         )

@@ -137,6 +137,7 @@ class CheckpointConfig:
     every_steps: int = 20  # 0 is off
     every_minutes: float = 0.0  # 0 is off; whichever of the two comes first
     keep: int = 3  # newest complete checkpoints that stay; 0 keeps all
+    dir: str | None = None  # null: in the run directory; or a folder or URL (s3://, gs://) to make one a run in
     async_mode: str = AUTO  # auto | off | thread | process; auto is thread on CPU, process on CUDA
     read_back: bool = True  # each rank reads its shard again and compares checksums before the commit
 

@@ -68,7 +68,7 @@ def scaled(config: JobConfig, fault: str) -> JobConfig:
         nodes="1:2" if node_range(config.nodes)[0] < node_range(config.nodes)[1] else 2,
         nproc_per_node=min(ranks, 2),
         steps=_STEPS,
-        checkpoint=replace(config.checkpoint, every_steps=_EVERY, every_minutes=0.0),
+        checkpoint=replace(config.checkpoint, every_steps=_EVERY, every_minutes=0.0, dir=None),
         elastic=elastic,
         attach=False,
         log_every_steps=1,

@@ -1,8 +1,11 @@
 """Which checkpoints there are, which are whole, and which may go. No torch.
 
-A checkpoint is the folder `step-<8 digits>` with a `manifest.json`. It is written as
+On a file system a checkpoint is the folder `step-<8 digits>` with a `manifest.json`. It is written as
 `step-<N>.<life>.tmp` and renamed when every file is on disk: a name without a suffix is the only
-mark of completeness. A checkpoint found damaged is renamed to `step-<N>.damaged`, for whoever wants to look.
+mark of completeness. One found damaged is renamed to `step-<N>.damaged`, for whoever wants to look.
+
+In an object store, where folders cannot be renamed, it is written as `step-<N>.<life>` and its manifest,
+put there last, is the mark. In one found damaged the manifest is renamed to `manifest.json.damaged`.
 """
 
 from __future__ import annotations
@@ -16,10 +19,37 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+from fsdp_jobs.config import CheckpointConfig
+from fsdp_jobs.run_dir import RunDir
 
 MANIFEST = "manifest.json"
+_DAMAGED = f"{MANIFEST}.damaged"
 _NAME = re.compile(r"step-(\d{8,})")
+_NAME_WITH_LIFE = re.compile(r"step-(\d{8,})\.[\w-]+")
+
+
+def home_of(config: CheckpointConfig, run: RunDir) -> Path:
+    """Where a run's checkpoints are: in its run directory, or `<checkpoint.dir>/<name of the run>`.
+
+    For a URL it is a UPath: the methods of a Path, over fsspec.
+
+    Raises:
+        ImportError: a URL, and no universal_pathlib.
+    """
+    if config.dir is None:
+        return run.checkpoints
+    if "://" not in config.dir:
+        return Path(config.dir) / run.name
+    from upath import UPath
+
+    # Listings are asked for anew each time: other ranks write here too.
+    return cast(Path, UPath(config.dir, use_listings_cache=False) / run.name)
+
+
+def is_object_store(folder: Path) -> bool:
+    return not isinstance(folder, Path)
 
 
 @dataclass(frozen=True)
@@ -38,8 +68,9 @@ class Manifest:
     def write(self, folder: Path) -> None:
         with (folder / MANIFEST).open("w") as f:
             json.dump(asdict(self), f, indent=1)
-            f.flush()
-            os.fsync(f.fileno())
+            if not is_object_store(folder):
+                f.flush()
+                os.fsync(f.fileno())
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -48,14 +79,23 @@ class Manifest:
         return cls(**content)
 
 
-def folder_of(checkpoints: Path, step: int) -> Path:
-    return checkpoints / f"step-{step:08d}"
+def folder_of(checkpoints: Path, step: int, life: str) -> Path:
+    """What a checkpoint is called once it is committed; `life` tells apart two lives of a run at the same step."""
+    return checkpoints / (f"step-{step:08d}" + (f".{life}" if is_object_store(checkpoints) else ""))
+
+
+def step_of(folder: Path) -> int:
+    """The optimizer step in a checkpoint's name."""
+    return int(folder.name.removeprefix("step-").partition(".")[0])
 
 
 def find_checkpoints(checkpoints: Path) -> list[Path]:
-    """Folders with a committed checkpoint's name, newest step first."""
-    found = [f for f in checkpoints.glob("step-*") if _NAME.fullmatch(f.name) and f.is_dir()]
-    return sorted(found, key=lambda f: int(f.name.removeprefix("step-")), reverse=True)
+    """Committed checkpoints, newest step first."""
+    if is_object_store(checkpoints):
+        found = [f.parent for f in checkpoints.glob(f"step-*/{MANIFEST}") if _NAME_WITH_LIFE.fullmatch(f.parent.name)]
+    else:
+        found = [f for f in checkpoints.glob("step-*") if _NAME.fullmatch(f.name) and f.is_dir()]
+    return sorted(found, key=lambda f: (step_of(f), f.name), reverse=True)
 
 
 def missing_or_short(folder: Path) -> list[str]:
@@ -113,14 +153,13 @@ def checksum(file: Path) -> int:
     return value
 
 
-def commit(temporary: Path, checkpoints: Path, manifest: Manifest) -> Path:
-    """Make a written checkpoint the newest one: manifest, fsync of folders, rename. Returns its folder."""
+def commit(temporary: Path, final: Path, manifest: Manifest) -> None:
+    """Make a written checkpoint one that counts: manifest, fsync of folders, rename."""
     manifest.write(temporary)
-    fsync_folder(temporary)
-    final = folder_of(checkpoints, manifest.step)
-    temporary.rename(final)
-    fsync_folder(checkpoints)
-    return final
+    if temporary != final:
+        fsync_folder(temporary)
+        temporary.rename(final)
+        fsync_folder(final.parent)
 
 
 def fsync_folder(folder: Path) -> None:
@@ -131,26 +170,44 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def set_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint so that nothing finds it again. Returns its new place."""
+def set_aside(folder: Path) -> None:
+    """Rename a damaged checkpoint so that nothing finds it again."""
+    if is_object_store(folder):
+        (folder / MANIFEST).rename(folder / _DAMAGED)
+        return
     aside = folder.with_name(f"{folder.name}.damaged")
     if aside.exists():
         shutil.rmtree(aside)
-    return folder.rename(aside)
+    folder.rename(aside)
 
 
 def prune(checkpoints: Path, keep: int) -> list[Path]:
     """Remove all but the newest `keep` whole checkpoints (0 keeps all). Returns what was removed."""
     whole = [f for f in find_checkpoints(checkpoints) if not missing_or_short(f)]
     removed = whole[keep:] if keep else []
-    for folder in removed:
-        gone = folder.with_name(f"{folder.name}.tmp")  # never a half-deleted folder under a committed name
-        folder.rename(gone)
-        shutil.rmtree(gone)
+    for folder in removed:  # never half a checkpoint that looks whole
+        if is_object_store(folder):
+            (folder / MANIFEST).unlink()
+            _remove(folder)
+        else:
+            gone = folder.with_name(f"{folder.name}.tmp")
+            folder.rename(gone)
+            _remove(gone)
     return removed
+
+
+def _remove(folder: Path) -> None:
+    if is_object_store(folder):
+        folder.fs.rm(folder.path, recursive=True)  # type: ignore[attr-defined]
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove_unfinished(checkpoints: Path) -> None:
     """Remove what earlier lives of the run left half-written."""
+    if is_object_store(checkpoints):
+        for folder in checkpoints.glob("step-*"):
+            if not (folder / MANIFEST).exists() and not (folder / _DAMAGED).exists():
+                _remove(folder)
     for folder in checkpoints.glob("step-*.tmp"):
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)

@@ -54,7 +54,7 @@ def export(run: RunDir, config: JobConfig, file_format: str, step: int | None, o
         BadInput: there is no such checkpoint.
         JobFailed: the checkpoint asked for is damaged.
     """
-    folder = _choose(run, step)
+    folder = _choose(run, config, step)
     target = Path(out) if out is not None else run.path / "export"
     target.mkdir(parents=True, exist_ok=True)
     reader = SafeReader(folder)
@@ -89,12 +89,12 @@ def export(run: RunDir, config: JobConfig, file_format: str, step: int | None, o
     return written
 
 
-def _choose(run: RunDir, step: int | None) -> Path:
-    found = catalog.find_checkpoints(run.checkpoints)
+def _choose(run: RunDir, config: JobConfig, step: int | None) -> Path:
+    found = catalog.find_checkpoints(catalog.home_of(config.checkpoint, run))
     if step is not None:
-        folder = catalog.folder_of(run.checkpoints, step)
-        if folder not in found:
-            steps = ", ".join(str(int(f.name.removeprefix("step-"))) for f in found)
+        folder = next((f for f in found if catalog.step_of(f) == step), None)
+        if folder is None:
+            steps = ", ".join(str(catalog.step_of(f)) for f in found)
             raise BadInput(
                 [Problem(f"--step {step}", f"{run.name} has no such checkpoint", f"one of {steps or 'none'}")]
             )

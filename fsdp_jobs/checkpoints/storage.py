@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from fsdp_jobs.checkpoints.catalog import Manifest, checksum, commit, prune
+from fsdp_jobs.checkpoints.catalog import Manifest, checksum, commit, folder_of, is_object_store, prune
 
 _SUMS = ".sums.json"
 
@@ -58,14 +58,14 @@ class _Checksummed(io.RawIOBase):
 
 
 class _ChecksumFileSystem(FileSystem):
-    """Records size and checksum of every file it writes, by file name."""
+    """Records size and checksum of every file it writes, by file name. Its paths are Paths, or UPaths over fsspec."""
 
     def __init__(self) -> None:
         self.sums: dict[str, dict[str, int]] = {}
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        with Path(path).open(mode) as raw:
+        with cast(Path, path).open(mode) as raw:
             if "r" in mode:
                 yield cast(io.IOBase, raw)
             else:
@@ -74,7 +74,22 @@ class _ChecksumFileSystem(FileSystem):
                     yield stream
                 except RuntimeError as e:
                     raise stream.error or e from e
-                self.sums[Path(path).name] = {"bytes": stream.size, "crc32": stream.crc32}
+                self.sums[cast(Path, path).name] = {"bytes": stream.size, "crc32": stream.crc32}
+
+    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str | os.PathLike[str]:
+        return cast(Path, path) / suffix
+
+    def init_path(self, path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+        return path
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        cast(Path, path).mkdir(parents=True, exist_ok=True)
+
+    def exists(self, path: str | os.PathLike[str]) -> bool:
+        return cast(Path, path).exists()
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        cast(Path, path).rename(cast(Path, new_path))
 
 
 @dataclass
@@ -91,18 +106,23 @@ class SaveRequest:
     keep: int
     read_back: bool
     temporary: Path = field(init=False)
+    final: Path = field(init=False)
 
     def __post_init__(self) -> None:
-        self.temporary = self.checkpoints / f"step-{self.step:08d}.{self.life}.tmp"
+        self.final = folder_of(self.checkpoints, self.step, self.life)
+        in_place = is_object_store(self.checkpoints)
+        self.temporary = self.final if in_place else self.checkpoints / f"step-{self.step:08d}.{self.life}.tmp"
 
 
 class CommittingWriter(FileSystemWriter):
     """A DCP writer whose `finish` is the commit. Works in the trainer, in a thread of it, or in DCP's save process."""
 
     def __init__(self, request: SaveRequest):
-        super().__init__(request.temporary, single_file_per_rank=True, sync_files=True, overwrite=False)
+        sync = not is_object_store(request.temporary)
+        super().__init__(str(request.temporary), single_file_per_rank=True, sync_files=sync, overwrite=False)
         self.request = request
         self.fs: _ChecksumFileSystem = _ChecksumFileSystem()
+        self.path = request.temporary
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's shard; then read it back and leave its checksums for the coordinator.
@@ -119,10 +139,14 @@ class CommittingWriter(FileSystemWriter):
         (self.request.temporary / f"{prefix}{_SUMS}").write_text(json.dumps(self.fs.sums))
         return written
 
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=str(self.path), save_id=self.save_id)  # no path object: it is unpickled
+
     @staticmethod
     def _read_back(file: Path, expected: int) -> None:
-        with file.open("rb") as f:  # drop the clean pages, so that the disk answers and not the cache
-            os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if not is_object_store(file):
+            with file.open("rb") as f:  # drop the clean pages, so that the disk answers and not the cache
+                os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         if checksum(file) != expected:
             raise OSError(f"{file}: what is on disk differs from what was written")
 
@@ -144,7 +168,7 @@ class CommittingWriter(FileSystemWriter):
             time=time.time(),
             files=files,
         )
-        commit(request.temporary, request.checkpoints, manifest)
+        commit(request.temporary, request.final, manifest)
         prune(request.checkpoints, request.keep)
 
 
@@ -174,8 +198,13 @@ class _MetadataUnpickler(pickle.Unpickler):
 class SafeReader(FileSystemReader):
     """A DCP reader that executes nothing it reads: tensors weights-only, metadata by a closed list of classes."""
 
+    def __init__(self, folder: Path):
+        super().__init__(str(folder))
+        self.fs: _ChecksumFileSystem = _ChecksumFileSystem()
+        self.path: Path = folder
+
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
-        with (Path(self.path) / ".metadata").open("rb") as f:
+        with (self.path / ".metadata").open("rb") as f:
             metadata = cast(Metadata, _MetadataUnpickler(f).load())
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata

@@ -71,6 +71,7 @@ class Checkpointer:
         self.run, self.config, self.layout = run, config, layout
         self.model, self.optimizer, self.scaler, self.device = model, optimizer, scaler, device
         self.attempt, self.life, self.digest = attempt, life, digest
+        self.home = catalog.home_of(config, run)
         self.rank = dist.get_rank()
         self.group = dist.new_group(backend="gloo")  # the save's collectives must not meet the trainer's
         self.mode = (
@@ -118,7 +119,7 @@ class Checkpointer:
         begin = time.perf_counter()
         self._started = time.time()
         request = SaveRequest(
-            checkpoints=self.run.checkpoints,
+            checkpoints=self.home,
             life=self.life,
             step=progress.step,
             samples=progress.samples,
@@ -180,7 +181,7 @@ class Checkpointer:
         if error is None:
             self.failure, self.committed_step = None, request.step
             if self.rank == 0:
-                files = Manifest.read(catalog.folder_of(request.checkpoints, request.step)).files.values()
+                files = Manifest.read(request.final).files.values()
                 size, seconds = sum(f["bytes"] for f in files), time.time() - self._started
                 record_event(
                     self.run, "checkpoint", self.attempt, step=request.step, bytes=size, seconds=round(seconds, 3)
@@ -202,10 +203,10 @@ class Checkpointer:
             JobFailed: the checkpoint is of another model.
         """
         if self.rank == 0:
-            self.run.checkpoints.mkdir(parents=True, exist_ok=True)
-            catalog.remove_unfinished(self.run.checkpoints)
+            self.home.mkdir(parents=True, exist_ok=True)
+            catalog.remove_unfinished(self.home)
         while True:
-            newest = next(iter(catalog.find_checkpoints(self.run.checkpoints)), None) if self.rank == 0 else None
+            newest = next(iter(catalog.find_checkpoints(self.home)), None) if self.rank == 0 else None
             faults = catalog.missing_or_short(newest) if newest is not None else []
             manifest = Manifest.read(newest) if newest is not None and not faults else None
             choice: list[Any] = [newest.name if newest is not None else None, faults, manifest]
@@ -213,7 +214,7 @@ class Checkpointer:
             name, faults, manifest = choice
             if name is None:
                 return None
-            folder = self.run.checkpoints / name
+            folder = self.home / name
             if manifest is not None:
                 faults = self._damage(folder, manifest)
                 if not faults:

@@ -228,7 +228,7 @@ class Trainer:
             self.log.close()
         if self.checkpoints.failure is not None:
             raise JobFailed(
-                f"{self.checkpoints.failure}. Free space under {self.run.checkpoints} and resume {self.run.name}."
+                f"{self.checkpoints.failure}. Free space under {self.checkpoints.home} and resume {self.run.name}."
             )
         done = asked is Request.NONE
         self.control.report(self.progress.step, self.checkpoints.committed_step, Phase.DONE if done else Phase.SAVING)

@@ -17,9 +17,9 @@ def _write(checkpoints: Path, step: int, content: bytes = b"weights") -> Path:
     temporary.mkdir(parents=True)
     (temporary / "shard").write_bytes(content)
     files = {"shard": {"bytes": len(content), "crc32": catalog.checksum(temporary / "shard")}}
-    return catalog.commit(
-        temporary, checkpoints, Manifest(step, step * 8, 1, {"shard": 1}, "d", "t", time.time(), files)
-    )
+    final = catalog.folder_of(checkpoints, step, "0-0")
+    catalog.commit(temporary, final, Manifest(step, step * 8, 1, {"shard": 1}, "d", "t", time.time(), files))
+    return final
 
 
 def test_prune_counts_whole_checkpoints_only(tmp_path: Path) -> None:
