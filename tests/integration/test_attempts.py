@@ -1,0 +1,103 @@
+"""The attempt loop of containers, as processes: a requeue, a dead coordinator, and a command that never works."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from fsdp_jobs import submission
+from fsdp_jobs.app import ADDRESS_ENV
+from fsdp_jobs.compose import compose_job
+from fsdp_jobs.events import Verdict
+from fsdp_jobs.processes import free_port
+from tests.jobs import ROOT, Watched
+from tests.world import TINY
+
+pytestmark = pytest.mark.integration
+
+
+class Containers(Watched):
+    """A job whose containers are processes of this machine."""
+
+    def __init__(self, folder: Path, *overrides: str):
+        config = compose_job([f"runs_dir={folder}", "name=loop", "nodes=2", "nproc_per_node=1", *TINY, *overrides])
+        prepared = submission.prepare(config)
+        super().__init__(prepared.run)
+        submission.submit(replace(prepared, scheduler=_Nobody()), [])  # type: ignore[arg-type]
+        self.port = free_port()
+        self.started: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str, *command: str) -> None:
+        run_dir = str(self.run.path)
+        address = str(self.port) if name == "coordinator" else f"127.0.0.1:{self.port}"
+        if not command:
+            own = ("coordinator", run_dir) if name == "coordinator" else ("agent", run_dir, "--node", name[-1])
+            command = (sys.executable, "-m", f"fsdp_jobs.elastic.{own[0]}", *own[1:])
+            command += () if name == "coordinator" else ("--nproc", "1")
+        role = name.partition("-")[0]
+        self.started[name] = subprocess.Popen(
+            [sys.executable, "-m", "fsdp_jobs.launchers.attempts", role, run_dir, address, "--", *command],
+            env={**os.environ, "PYTHONPATH": str(ROOT), ADDRESS_ENV: "127.0.0.1"},
+            stdout=subprocess.DEVNULL,
+        )
+
+    def command(self, name: str) -> psutil.Process:
+        (child,) = psutil.Process(self.started[name].pid).children()
+        return child
+
+
+class _Nobody:
+    backend = "nobody"
+
+    def schedule(self, request: Any) -> str:
+        return "by-hand"
+
+
+@pytest.fixture
+def containers(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Containers]:
+    made = Containers(tmp_path, *getattr(request, "param", ()))
+    yield made
+    for process in made.started.values():
+        process.kill()  # their commands die with them
+        process.wait()
+
+
+@pytest.mark.parametrize("containers", [("steps=400", "optim.decay_steps=400")], indirect=True)
+def test_containers_outlive_attempts_and_deaths(containers: Containers) -> None:
+    for name in ("coordinator", "node-0", "node-1"):
+        containers.start(name)
+    containers.until_step(20)
+    containers.command("coordinator").kill()
+    containers.until(lambda: bool(containers.events("adopted")), "the new coordinator adopts the round")
+    containers.started["node-1"].send_signal(signal.SIGUSR1)
+    containers.until(lambda: containers.run.last_attempt() == 1, "the next attempt")
+    containers.until(lambda: len(containers.events("resumed")) > 0, "its checkpoint is taken up")
+    containers.started["coordinator"].kill()  # the whole container, as a machine's death would
+    containers.started["coordinator"].wait()
+    containers.start("coordinator")
+    for name, process in containers.started.items():
+        assert process.wait(120) == 0, f"{name}\n{containers.story()}"
+    assert containers.run.last_attempt() == 1
+    assert sorted(containers.losses()) == list(range(1, 401))
+    again = containers.started["node-0"].args
+    assert subprocess.run(again, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60).returncode == 0
+
+
+def test_what_never_works_ends_the_job_with_its_last_words(containers: Containers) -> None:
+    containers.start("coordinator")
+    containers.start("node-0", sys.executable, "-c", "import no_such_thing", "--node", "0")
+    assert containers.started["node-0"].wait(60) == 1
+    verdict = Verdict.read(containers.run, 0)
+    assert verdict is not None
+    assert (verdict.verdict, verdict.decision) == ("infrastructure", "stop")
+    assert "No module named 'no_such_thing'" in verdict.last_lines
+    assert containers.started["coordinator"].wait(60) == 1
