@@ -138,6 +138,7 @@ class CheckpointConfig:
     every_minutes: float = 0.0  # 0 is off; whichever of the two comes first
     keep: int = 3  # newest complete checkpoints that stay; 0 keeps all
     dir: str | None = None  # null: in the run directory; or a folder or URL (s3://, gs://) to make one a run in
+    local_dir: str | None = None  # a folder on each node's own disk: shards go there first, then to the place above
     async_mode: str = AUTO  # auto | off | thread | process; auto is thread on CPU, process on CUDA
     read_back: bool = True  # each rank reads its shard again and compares checksums before the commit
 

@@ -36,7 +36,8 @@ def describe_event(event: dict[str, Any]) -> tuple[str, str] | None:
             f"{event['strategy']} over groups of {event['shard_group']}"
         )
     if kind == "resumed":
-        return "green", f"resumed from the checkpoint of step {event['step']} on {event['world_size']} ranks"
+        where = f", read from {event['place']}" if event.get("place") == "the nodes' disks" else ""
+        return "green", f"resumed from the checkpoint of step {event['step']} on {event['world_size']} ranks{where}"
     if kind == "round_broken":
         return "yellow", f"{event['why']}; at step {event['step']}, newest checkpoint {event['committed']}"
     if kind == "node_lost":
@@ -47,10 +48,12 @@ def describe_event(event: dict[str, Any]) -> tuple[str, str] | None:
         return "yellow", f"{event['process']} ended with {event['exit_code']} and is started again"
     if kind == "checkpoint":
         return "blue", f"checkpoint of step {event['step']}: {event['bytes'] / 1e6:.1f} MB in {event['seconds']:.1f} s"
+    if kind == "checkpoint_on_nodes":
+        return "blue", f"step {event['step']} is on the nodes' disks after {event['seconds']:.1f} s"
     if kind == "checkpoint_failed":
         return "red", event["error"]
     if kind == "checkpoint_skipped":
-        return "red", f"{event['checkpoint']} is damaged and was set aside: {'; '.join(event['why'])}"
+        return "red", f"{event['checkpoint']} cannot be used: {'; '.join(event['why'])}"
     if kind == "stop_requested":
         return "yellow", f"asked to stop ({event['why']}): saving"
     if kind == "attempt_ended":

@@ -25,6 +25,7 @@ from fsdp_jobs.config import CheckpointConfig
 from fsdp_jobs.run_dir import RunDir
 
 MANIFEST = "manifest.json"
+SHARDS = "shards.json"  # the manifest of a step whose shards are on the nodes' own disks
 _DAMAGED = f"{MANIFEST}.damaged"
 _NAME = re.compile(r"step-(\d{8,})")
 _NAME_WITH_LIFE = re.compile(r"step-(\d{8,})\.[\w-]+")
@@ -65,17 +66,17 @@ class Manifest:
     time: float  # seconds since 1970
     files: dict[str, dict[str, int]]
 
-    def write(self, folder: Path) -> None:
-        with (folder / MANIFEST).open("w") as f:
+    def write(self, folder: Path, name: str = MANIFEST) -> None:
+        with (folder / name).open("w") as f:
             json.dump(asdict(self), f, indent=1)
             if not is_object_store(folder):
                 f.flush()
                 os.fsync(f.fileno())
 
     @classmethod
-    def read(cls, folder: Path) -> Manifest:
+    def read(cls, folder: Path, name: str = MANIFEST) -> Manifest:
         """Raises: OSError, ValueError (not JSON) or TypeError (other fields) for a manifest that is none."""
-        content: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
+        content: dict[str, Any] = json.loads((folder / name).read_text())
         return cls(**content)
 
 
@@ -95,6 +96,12 @@ def find_checkpoints(checkpoints: Path) -> list[Path]:
         found = [f.parent for f in checkpoints.glob(f"step-*/{MANIFEST}") if _NAME_WITH_LIFE.fullmatch(f.parent.name)]
     else:
         found = [f for f in checkpoints.glob("step-*") if _NAME.fullmatch(f.name) and f.is_dir()]
+    return sorted(found, key=lambda f: (step_of(f), f.name), reverse=True)
+
+
+def find_on_nodes(checkpoints: Path) -> list[Path]:
+    """Steps that are on the nodes' own disks and not yet here, newest first."""
+    found = [f.parent for f in checkpoints.glob(f"step-*/{SHARDS}") if not (f.parent / MANIFEST).exists()]
     return sorted(found, key=lambda f: (step_of(f), f.name), reverse=True)
 
 
@@ -156,6 +163,7 @@ def checksum(file: Path) -> int:
 def commit(temporary: Path, final: Path, manifest: Manifest) -> None:
     """Make a written checkpoint one that counts: manifest, fsync of folders, rename."""
     manifest.write(temporary)
+    (temporary / SHARDS).unlink(missing_ok=True)
     if temporary != final:
         fsync_folder(temporary)
         temporary.rename(final)
@@ -182,32 +190,39 @@ def set_aside(folder: Path) -> None:
 
 
 def prune(checkpoints: Path, keep: int) -> list[Path]:
-    """Remove all but the newest `keep` whole checkpoints (0 keeps all). Returns what was removed."""
+    """Remove all but the newest `keep` whole checkpoints (0 keeps all). Returns what was removed.
+
+    Steps that never left the nodes' disks go when a newer one is whole.
+    """
     whole = [f for f in find_checkpoints(checkpoints) if not missing_or_short(f)]
+    for folder in find_on_nodes(checkpoints):
+        if whole and step_of(folder) < step_of(whole[0]):
+            remove(folder)
     removed = whole[keep:] if keep else []
     for folder in removed:  # never half a checkpoint that looks whole
         if is_object_store(folder):
             (folder / MANIFEST).unlink()
-            _remove(folder)
+            remove(folder)
         else:
             gone = folder.with_name(f"{folder.name}.tmp")
             folder.rename(gone)
-            _remove(gone)
+            remove(gone)
     return removed
 
 
-def _remove(folder: Path) -> None:
+def remove(folder: Path) -> None:
+    """Remove a folder with all that is in it."""
     if is_object_store(folder):
         folder.fs.rm(folder.path, recursive=True)  # type: ignore[attr-defined]
     else:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def remove_unfinished(checkpoints: Path) -> None:
-    """Remove what earlier lives of the run left half-written."""
-    if is_object_store(checkpoints):
-        for folder in checkpoints.glob("step-*"):
-            if not (folder / MANIFEST).exists() and not (folder / _DAMAGED).exists():
-                _remove(folder)
-    for folder in checkpoints.glob("step-*.tmp"):
-        _remove(folder)
+def remove_unfinished(checkpoints: Path, since: int = 0) -> None:
+    """Remove what earlier lives of the run left half-written; steps after `since` that are on the nodes' disks stay."""
+    in_store = is_object_store(checkpoints)
+    for folder in checkpoints.glob("step-*" if in_store else "step-*.tmp"):
+        finished = in_store and ((folder / MANIFEST).exists() or (folder / _DAMAGED).exists())
+        on_nodes = (folder / SHARDS).exists() and step_of(folder) > since
+        if not finished and not on_nodes:
+            remove(folder)

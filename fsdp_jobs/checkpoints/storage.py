@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from fsdp_jobs.checkpoints.catalog import Manifest, checksum, commit, folder_of, is_object_store, prune
+from fsdp_jobs.checkpoints.catalog import SHARDS, Manifest, checksum, commit, folder_of, is_object_store, prune
 
 _SUMS = ".sums.json"
 
@@ -105,6 +105,8 @@ class SaveRequest:
     config_digest: str
     keep: int
     read_back: bool
+    began: float  # seconds since 1970
+    local: Path | None  # this run's folder on each node's own disk, if shards go there first
     temporary: Path = field(init=False)
     final: Path = field(init=False)
 
@@ -112,6 +114,11 @@ class SaveRequest:
         self.final = folder_of(self.checkpoints, self.step, self.life)
         in_place = is_object_store(self.checkpoints)
         self.temporary = self.final if in_place else self.checkpoints / f"step-{self.step:08d}.{self.life}.tmp"
+
+    @property
+    def shards(self) -> Path:
+        """Where ranks write their shards."""
+        return self.temporary if self.local is None else self.local / f"step-{self.step:08d}.{self.life}"
 
 
 class CommittingWriter(FileSystemWriter):
@@ -130,11 +137,14 @@ class CommittingWriter(FileSystemWriter):
         Raises:
             OSError: what was read back differs from what was written.
         """
+        self.request.shards.mkdir(parents=True, exist_ok=True)
+        self.path = self.request.shards
         written = super().write_data(plan, planner)
         written.wait()
+        self.path = self.request.temporary
         if self.request.read_back:
             for name, expected in self.fs.sums.items():
-                self._read_back(self.request.temporary / name, expected["crc32"])
+                self._read_back(self.request.shards / name, expected["crc32"])
         prefix = plan.storage_data.prefix
         (self.request.temporary / f"{prefix}{_SUMS}").write_text(json.dumps(self.fs.sums))
         return written
@@ -168,6 +178,9 @@ class CommittingWriter(FileSystemWriter):
             time=time.time(),
             files=files,
         )
+        if request.local is not None:
+            manifest.write(request.temporary, SHARDS)
+            return
         commit(request.temporary, request.final, manifest)
         prune(request.checkpoints, request.keep)
 
@@ -198,13 +211,15 @@ class _MetadataUnpickler(pickle.Unpickler):
 class SafeReader(FileSystemReader):
     """A DCP reader that executes nothing it reads: tensors weights-only, metadata by a closed list of classes."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, shards: Path | None = None):
+        """`shards`: where they are, if not beside the metadata."""
         super().__init__(str(folder))
         self.fs: _ChecksumFileSystem = _ChecksumFileSystem()
-        self.path: Path = folder
+        self.path: Path = shards or folder
+        self.folder = folder
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
-        with (self.path / ".metadata").open("rb") as f:
+        with (self.folder / ".metadata").open("rb") as f:
             metadata = cast(Metadata, _MetadataUnpickler(f).load())
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata

@@ -28,7 +28,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 from fsdp_jobs.checkpoints import catalog
-from fsdp_jobs.checkpoints.catalog import Manifest
+from fsdp_jobs.checkpoints.catalog import SHARDS, Manifest
+from fsdp_jobs.checkpoints.local_disks import LocalDisks
 from fsdp_jobs.checkpoints.storage import CommittingWriter, SafeReader, SaveRequest
 from fsdp_jobs.config import AUTO, CheckpointConfig
 from fsdp_jobs.events import record_event
@@ -74,6 +75,8 @@ class Checkpointer:
         self.home = catalog.home_of(config, run)
         self.rank = dist.get_rank()
         self.group = dist.new_group(backend="gloo")  # the save's collectives must not meet the trainer's
+        local = Path(config.local_dir) / run.name if config.local_dir is not None else None
+        self.disks = LocalDisks(local, self.group) if local is not None else None
         self.mode = (
             ("process" if device.type == "cuda" else "thread") if config.async_mode == AUTO else config.async_mode
         )
@@ -85,7 +88,8 @@ class Checkpointer:
         self._staged: Future[None] | None = None
         self._written: Future[Any] | None = None
         self._request: SaveRequest | None = None
-        self._started = 0.0
+        self._may_upload = True
+        self.loaded_from = ""  # where the state was read that this life began with
         self.failure: str | None = None  # of the newest save
         self._live: dict[str, Tensor] = {}  # the live state: steps change the tensors in place, never the names
 
@@ -117,7 +121,6 @@ class Checkpointer:
         """
         self.finish()
         begin = time.perf_counter()
-        self._started = time.time()
         request = SaveRequest(
             checkpoints=self.home,
             life=self.life,
@@ -128,7 +131,12 @@ class Checkpointer:
             config_digest=self.digest,
             keep=self.config.keep,
             read_back=self.config.read_back,
+            began=time.time(),
+            local=self.disks.folder if self.disks is not None else None,
         )
+        if self.disks is not None:
+            self._may_upload = self.disks.may_upload(must=block)
+            self._note_upload(wait=False)
         self._request = request
         self._live = self._live or self.live_state()
         state = self._live | self._small_state()
@@ -156,6 +164,8 @@ class Checkpointer:
         if block or self.mode == "off":
             self.before_update()
             self.finish()
+        if block:
+            self._note_upload(wait=True)
 
     def before_update(self) -> None:
         """Wait until a save has its copy of the state. To be called before anything changes the state."""
@@ -169,6 +179,7 @@ class Checkpointer:
         """Take note of a save that has ended, without waiting."""
         if self._written is not None and self._written.done():
             self.finish()
+        self._note_upload(wait=False)
 
     def finish(self) -> None:
         """Wait for the save under way, and record what became of it."""
@@ -178,26 +189,51 @@ class Checkpointer:
         written, self._written = self._written, None
         error = written.exception()
         request = self._request
-        if error is None:
-            self.failure, self.committed_step = None, request.step
-            if self.rank == 0:
-                files = Manifest.read(request.final).files.values()
-                size, seconds = sum(f["bytes"] for f in files), time.time() - self._started
-                record_event(
-                    self.run, "checkpoint", self.attempt, step=request.step, bytes=size, seconds=round(seconds, 3)
-                )
+        if error is not None:
+            self._failed(request, error)
+        elif self.disks is None:
+            self._committed(request)
         else:
-            self.failure = f"checkpoint of step {request.step} failed: {_root_cause(error)}"
+            self.failure = None
             if self.rank == 0:
-                record_event(self.run, "checkpoint_failed", self.attempt, step=request.step, error=self.failure)
-                catalog.remove_unfinished(request.checkpoints)
-                print(f"WARNING {self.failure}", flush=True)
+                self._record("checkpoint_on_nodes", request, Manifest.read(request.temporary, SHARDS))
+            if self._may_upload:
+                self.disks.upload(request)
+            self.disks.tidy()
         self.stall_s += time.perf_counter() - begin
+
+    def _note_upload(self, wait: bool) -> None:
+        """Take note of a copy to shared storage that has ended; with `wait`, when it has."""
+        ended = self.disks.uploaded(wait) if self.disks is not None else None
+        if ended is None:
+            return
+        request, error = ended
+        if error is None:
+            self._committed(request)
+        else:
+            self._failed(request, error)
+
+    def _committed(self, request: SaveRequest) -> None:
+        self.failure, self.committed_step = None, request.step
+        if self.rank == 0:
+            self._record("checkpoint", request, Manifest.read(request.final))
+
+    def _record(self, event: str, request: SaveRequest, manifest: Manifest) -> None:
+        size, seconds = sum(f["bytes"] for f in manifest.files.values()), time.time() - request.began
+        record_event(self.run, event, self.attempt, step=request.step, bytes=size, seconds=round(seconds, 3))
+
+    def _failed(self, request: SaveRequest, error: BaseException) -> None:
+        self.failure = f"checkpoint of step {request.step} failed: {_root_cause(error)}"
+        if self.rank == 0:
+            record_event(self.run, "checkpoint_failed", self.attempt, step=request.step, error=self.failure)
+            catalog.remove_unfinished(request.checkpoints, max(0, self.committed_step))
+            print(f"WARNING {self.failure}", flush=True)
 
     def resume(self) -> Progress | None:
         """Load the newest checkpoint that is whole, verified by all ranks together; None when there is none.
 
-        Rank 0 chooses; damaged ones are set aside and named in an event.
+        Rank 0 chooses; damaged ones are set aside and named in an event. What the nodes have on their own disks
+        is not read from shared storage.
 
         Raises:
             JobFailed: the checkpoint is of another model.
@@ -206,23 +242,37 @@ class Checkpointer:
             self.home.mkdir(parents=True, exist_ok=True)
             catalog.remove_unfinished(self.home)
         while True:
-            newest = next(iter(catalog.find_checkpoints(self.home)), None) if self.rank == 0 else None
-            faults = catalog.missing_or_short(newest) if newest is not None else []
-            manifest = Manifest.read(newest) if newest is not None and not faults else None
-            choice: list[Any] = [newest.name if newest is not None else None, faults, manifest]
+            choice: list[Any] = self._newest() if self.rank == 0 else [None] * 4
             dist.broadcast_object_list(choice, src=0, group=self.group)
-            name, faults, manifest = choice
+            name, faults, manifest, is_shared = choice
             if name is None:
                 return None
             folder = self.home / name
             if manifest is not None:
-                faults = self._damage(folder, manifest)
+                shards = self.disks.holding(manifest) if self.disks is not None else None
+                if shards is not None:
+                    faults = catalog.damaged_files(folder, manifest, [".metadata"], patience_s=30.0)
+                elif is_shared:
+                    faults = self._damage(folder, manifest)
+                else:
+                    faults = ["these nodes' disks have not all of its shards"]
                 if not faults:
-                    return self._load(folder, manifest)
+                    return self._load(folder, manifest, shards)
             if self.rank == 0:
-                catalog.set_aside(folder)
+                catalog.set_aside(folder) if is_shared else catalog.remove(folder)
                 record_event(self.run, "checkpoint_skipped", self.attempt, checkpoint=folder.name, why=faults)
-                print(f"WARNING {folder.name} is damaged, going back one: {'; '.join(faults)}", flush=True)
+                print(f"WARNING {folder.name} cannot be used, going back one: {'; '.join(faults)}", flush=True)
+
+    def _newest(self) -> list[Any]:
+        """Name, faults as far as names and sizes tell, manifest, and whether its shards are on shared storage."""
+        shared = next(iter(catalog.find_checkpoints(self.home)), None)
+        on_nodes = next(iter(catalog.find_on_nodes(self.home)), None) if self.disks is not None else None
+        if on_nodes is not None and (shared is None or catalog.step_of(on_nodes) > catalog.step_of(shared)):
+            return [on_nodes.name, [], Manifest.read(on_nodes, SHARDS), False]
+        if shared is None:
+            return [None, [], None, True]
+        faults = catalog.missing_or_short(shared)
+        return [shared.name, faults, None if faults else Manifest.read(shared), True]
 
     def _damage(self, folder: Path, manifest: Manifest) -> list[str]:
         """Files that are not what was written; each rank reads its part of them."""
@@ -232,12 +282,17 @@ class Checkpointer:
         dist.all_gather_object(found, mine, group=self.group)
         return sorted({fault for faults in found for fault in faults})
 
-    def _load(self, folder: Path, manifest: Manifest) -> Progress:
+    def _load(self, folder: Path, manifest: Manifest, shards: Path | None) -> Progress:
+        """Load a verified checkpoint; `shards` is this node's folder when the nodes have it on their own disks."""
         same_world = manifest.world_size == self.layout.world_size
         small = {k: v for k, v in self._small_state().items() if same_world or not k.startswith("rng.")}
         state = self.live_state() | small
-        reader = SafeReader(folder)
-        _check_same_model(state, reader.read_metadata().state_dict_metadata, folder.name)
+        reader = SafeReader(folder, shards)
+        metadata = reader.read_metadata()
+        _check_same_model(state, metadata.state_dict_metadata, folder.name)
+        self.loaded_from = "shared storage" if shards is None else "the nodes' disks"
+        if self.disks is not None and shards is not None:
+            self.disks.fetch(shards, state, metadata)
         dcp.load(state, storage_reader=reader, process_group=self.group)
         flat: dict[str, Any] = dict(get_optimizer_state_dict(self.model, self.optimizer, options=_FLAT))
         flat |= {k.removeprefix("optim."): v for k, v in state.items() if k.startswith("optim.")}
@@ -253,6 +308,8 @@ class Checkpointer:
     def close(self) -> None:
         self.finish()
         self.stager.close()
+        if self.disks is not None:
+            self.disks.close()
 
 
 def _check_same_model(state: dict[str, Tensor], saved: dict[str, Any], checkpoint: str) -> None:

@@ -100,7 +100,13 @@ class Trainer:
         self.progress = resumed or Progress()
         if self.rank == 0 and resumed is not None:
             record_event(
-                self.run, "resumed", self.attempt, step=resumed.step, samples=resumed.samples, world_size=self.world
+                self.run,
+                "resumed",
+                self.attempt,
+                step=resumed.step,
+                samples=resumed.samples,
+                world_size=self.world,
+                place=self.checkpoints.loaded_from,
             )
             print(f"resumed from step {resumed.step} on {self.world} ranks", flush=True)
         remaining = max(0, self.config.steps - self.progress.step)

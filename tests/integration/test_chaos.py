@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from fsdp_jobs.checkpoints import catalog
 from fsdp_jobs.run_dir import read_json_lines
 from tests.netns import CONTROL, Fabric, NetnsJob, needs_netns, netns_job
 
@@ -297,3 +298,33 @@ def test_a_job_shrinks_and_grows(
         before = [m["step"] for m in job.metrics() if m["time"] < grown["time"]]
         assert grown["step"] == before[-1] > job.events("resumed")[0]["step"]  # no step is lost when a node comes in
         assert grown["world_size"] == 4
+
+
+def test_checkpoints_on_the_nodes_own_disks(four: Fabric, tmp_path: Path, undisturbed: dict[int, float]) -> None:
+    """Ranks that come back read their nodes' disks, and their peers'; when a disk is gone, shared storage."""
+    overrides = [o for o in OVERRIDES if not o.startswith("fsdp")]
+    own_disk = "checkpoint.local_dir=/dev/shm/fast"  # each of these machines has its own /dev/shm
+    hybrid = ["fsdp=hybrid_shard", "fsdp.shard_group=2"]
+    with netns_job(four, tmp_path, "disks", *overrides, *hybrid, own_disk, switches=True) as job:
+        job.until(lambda: bool(job.events("checkpoint")), "a checkpoint on shared storage")
+        job.ranks(1)[0].kill()
+        job.until(lambda: len(job.events("resumed")) == 1, "the ranks are back")
+        step = job.events("resumed")[0]["step"]
+        shards = [
+            len(list(Path(f"/proc/{m.pid}/root/dev/shm/fast/disks").glob(f"step-{step:08d}.*/*.distcp")))
+            for name, m in four.machines.items()
+            if name != CONTROL
+        ]
+        assert max(shards) > 1, "replicas share the writing, so a node needs a shard that a peer wrote"
+        saved = len(job.events("checkpoint"))
+        job.until(lambda: len(job.events("checkpoint")) > saved, "the next checkpoint")
+        job.crash("node4")
+        job.replace("node4")
+        assert job.wait().verdict == "done", job.story()
+        assert [e["place"] for e in job.events("resumed")] == ["the nodes' disks", "shared storage"], job.story()
+        assert accounts_for_every_step(job) == pytest.approx(undisturbed, rel=1e-5)
+        on_nodes = [e["step"] for e in job.events("checkpoint_on_nodes")]
+        assert set(on_nodes) >= {e["step"] for e in job.events("checkpoint")}
+        assert job.events("checkpoint")[-1]["step"] == STEPS
+        found = catalog.find_checkpoints(job.run.checkpoints)
+        assert len(found) == 3 and all(catalog.verify(f) == [] for f in found)
