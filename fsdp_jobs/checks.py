@@ -160,9 +160,9 @@ def _data(config: JobConfig, files: bool) -> Iterator[Problem]:
     if data.kind == "tokens" and files:
         if data.path is None:
             yield Problem("data.path", "data=tokens reads a file of token ids", "data.path=FILE")
-        elif not Path(data.path).is_file():
+        elif config.cluster.shares_files and not Path(data.path).is_file():
             yield Problem(f"data.path={data.path}", "there is no such file", "data.path=FILE of token ids")
-        else:
+        elif config.cluster.shares_files:
             size = np.dtype(data.token_dtype).itemsize if data.token_dtype in ("uint16", "uint32") else 2
             tokens = Path(data.path).stat().st_size // size
             if tokens <= data.seq_len:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 
 @dataclass
@@ -13,6 +13,7 @@ class ClusterConfig:
     launcher: str = "???"  # TorchX scheduler that submits: local_fsdp, ...
     topology: str | None = None  # file that says which node is under which switch (docs/planning.md)
     accelerator: str = "auto"  # auto | cpu | cuda
+    shares_files: ClassVar[bool] = True  # paths in the configuration are the same on the submit machine and the nodes
 
 
 @dataclass
@@ -60,6 +61,7 @@ class SlurmClusterConfig(ClusterConfig):
 class KubernetesClusterConfig(ClusterConfig):
     """Pods of the cluster that the kubeconfig names. Quantities are Kubernetes': 500m, 16Gi."""
 
+    shares_files: ClassVar[bool] = False
     launcher: str = "kubernetes_fsdp"
     accelerator: str = "cuda"
     image: str | None = None  # has fsdp_jobs in it: deploy/Dockerfile

@@ -20,7 +20,16 @@ from omegaconf.errors import OmegaConfBaseException
 from fsdp_jobs.config import SCHEMAS, JobConfig
 from fsdp_jobs.problems import BadInput, Problem, nearest
 
-_OPEN = "model.kwargs"  # whatever a user's factory takes
+_OPEN = (  # mappings whose keys are the user's
+    "model.kwargs",
+    "cluster.annotations",
+    "cluster.env",
+    "cluster.labels",
+    "cluster.node_selector",
+    "cluster.pod_patch",
+    "cluster.resources",
+    "cluster.secret_env",
+)
 
 CONF_DIR = Path(__file__).resolve().parent / "conf"
 

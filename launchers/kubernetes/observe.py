@@ -1,0 +1,116 @@
+"""What the cluster says of a job: its state, its verdict, and why it waits, in a user's words."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from typing import Any
+
+from kubernetes.client.exceptions import ApiException
+from torchx.specs import AppState
+
+from fsdp_jobs.launchers.kubernetes.api import Api
+from fsdp_jobs.launchers.kubernetes.labels import QUEUE, ROLE
+from fsdp_jobs.launchers.kubernetes.pods import Object
+
+_STARTING = ("ContainerCreating", "PodInitializing")
+
+
+def state_of(root: Object, pods: list[Object]) -> AppState:
+    """The job's state, by the object that owns it, the coordinator's verdict, and its pods."""
+    status = root.get("status", {})
+    held = {c["type"] for c in status.get("conditions", []) if c["status"] == "True"}
+    phase = status.get("state", {}).get("phase", "")  # Volcano's
+    if held & {"Complete", "Completed"} or phase == "Completed":
+        return AppState.SUCCEEDED
+    if "Failed" in held or phase in ("Failed", "Aborted", "Terminated"):
+        stopped = (verdict_of(pods) or {}).get("verdict") == "preempted" or phase == "Aborted"
+        return AppState.CANCELLED if stopped else AppState.FAILED
+    return AppState.RUNNING if any(p["status"].get("phase") == "Running" for p in pods) else AppState.PENDING
+
+
+def verdict_of(pods: list[Object]) -> dict[str, Any] | None:
+    """What the newest coordinator said as it ended: verdict, decision, reason, attempt."""
+    for pod in reversed(pods):
+        for container in pod["status"].get("containerStatuses", []):
+            message = container.get("state", {}).get("terminated", {}).get("message", "")
+            if pod["metadata"]["labels"].get(ROLE) == "coordinator" and message.startswith("{"):
+                said: dict[str, Any] = json.loads(message)
+                return said
+    return None
+
+
+def why_waiting(api: Api, root: Object, jobs: list[Object], pods: list[Object]) -> str:
+    """Why pods that should run do not; empty when nothing is in the way."""
+    if root["spec"].get("suspend"):
+        return _why_queued(api, root)
+    for pod in pods:
+        if pod["status"].get("phase") in ("Pending", "Running", "Unknown", None) and (why := _why_pod(api, pod)):
+            return why
+    for job in jobs:
+        spec, status = job["spec"], job.get("status", {})
+        if not spec.get("suspend") and status.get("active", 0) + status.get("succeeded", 0) < spec["parallelism"]:
+            if warned := [w for w in api.warnings("Job", job["metadata"]["name"]) if w.startswith("FailedCreate")]:
+                return f"pods of {job['metadata']['name']} are refused: {warned[-1].partition(': ')[2]}"
+            if why := _why_failed(job, pods):
+                return why
+    return ""
+
+
+def _why_queued(api: Api, root: Object) -> str:
+    queue = root["metadata"].get("labels", {}).get(QUEUE)
+    if queue is None:
+        return "suspended: kubectl says more"
+    version = api.groups().get("kueue.x-k8s.io", "v1beta1")
+    try:
+        workloads = api.list_custom(f"kueue.x-k8s.io/{version}", "Workload")
+    except ApiException as e:
+        if e.status != 403:
+            raise
+        workloads = []
+    for workload in workloads:
+        owners = [o["uid"] for o in workload["metadata"].get("ownerReferences", [])]
+        if root["metadata"]["uid"] in owners:
+            for condition in workload.get("status", {}).get("conditions", []):
+                if condition["type"] == "QuotaReserved" and condition["status"] == "False":
+                    return f"waits in queue {queue}: {condition['message']}"
+    return f"waits in queue {queue}"
+
+
+def _why_pod(api: Api, pod: Object) -> str:
+    name, status = pod["metadata"]["name"], pod["status"]
+    if (deleted := pod["metadata"].get("deletionTimestamp")) is not None:
+        late = (datetime.now(UTC) - datetime.fromisoformat(deleted)).total_seconds()  # it is when grace ends
+        if late > 30:
+            machine = pod["spec"].get("nodeName", "?")
+            return (
+                f"machine {machine} of pod {name} does not answer. If it is down for good: "
+                f"kubectl delete pod {name} --force"
+            )
+        return ""
+    for condition in status.get("conditions", []):
+        if condition["type"] == "PodScheduled" and condition["status"] == "False":
+            return f"pod {name} has no place: {condition.get('message', condition.get('reason', ''))}"
+    for container in status.get("containerStatuses", []):
+        waiting = container.get("state", {}).get("waiting", {})
+        reason = waiting.get("reason", "")
+        if reason and reason not in _STARTING:
+            image = f" of image {container['image']}" if "Image" in reason else ""
+            return f"pod {name} cannot start: {reason}{image}: {waiting.get('message', '')}"
+    if status.get("phase") == "Pending":
+        warned = [w for w in api.warnings("Pod", name) if w.startswith(("FailedMount", "FailedAttachVolume"))]
+        return f"pod {name} cannot start: {warned[-1]}" if warned else ""
+    return ""
+
+
+def _why_failed(job: Object, pods: list[Object]) -> str:
+    """The newest pod of a job that ended badly and has no successor yet."""
+    for pod in reversed(pods):
+        mine = pod["metadata"]["labels"].get("batch.kubernetes.io/job-name") == job["metadata"]["name"]
+        for container in pod["status"].get("containerStatuses", []) if mine else []:
+            ended = container.get("state", {}).get("terminated", {})
+            if ended.get("exitCode", 0) not in (0, 75):
+                said = ended.get("message", "").strip().splitlines()
+                last = f": {said[-1]}" if said else ""
+                return f"pod {pod['metadata']['name']} ended with {ended['exitCode']} ({ended.get('reason')}){last}"
+    return ""

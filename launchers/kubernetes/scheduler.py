@@ -1,0 +1,259 @@
+"""The TorchX scheduler `kubernetes_fsdp`: submit, describe, logs, cancel, through the cluster's API alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream, filter_regex
+from torchx.specs import AppDef, AppDryRunInfo, AppState, ReplicaStatus, RoleStatus
+
+from fsdp_jobs.app import RUN_DIR_KEY
+from fsdp_jobs.clusters import KubernetesClusterConfig
+from fsdp_jobs.config import JobConfig, load_config
+from fsdp_jobs.events import Verdict, read_events, record_event
+from fsdp_jobs.launchers.kubernetes.labels import ROLE, Names, first_attempt, new_app, node_of
+from fsdp_jobs.launchers.kubernetes.manifests import files_objects, job_objects, jobset_objects, owned_by
+from fsdp_jobs.launchers.kubernetes.pods import Object
+from fsdp_jobs.launchers.kubernetes.volcano import volcano_objects
+from fsdp_jobs.problems import BadInput, JobFailed, Problem
+from fsdp_jobs.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from fsdp_jobs.launchers.kubernetes.api import Api
+
+_ROOTS = {"job": ("batch/v1", "Job"), "jobset": ("jobset.x-k8s.io/v1alpha2", "JobSet")}
+_ROOTS["volcano"] = ("batch.volcano.sh/v1alpha1", "Job")
+_TRANSLATIONS = {"job": job_objects, "jobset": jobset_objects, "volcano": volcano_objects}
+_ENDED = (AppState.SUCCEEDED, AppState.FAILED, AppState.CANCELLED)
+_POD_STATES = {"Pending": AppState.PENDING, "Running": AppState.RUNNING, "Succeeded": AppState.SUCCEEDED}
+
+
+class _Plain(yaml.SafeDumper):
+    def ignore_aliases(self, _data: object) -> bool:
+        return True
+
+
+@dataclass
+class KubernetesRequest:
+    """What is submitted: the objects, the one that owns the others first."""
+
+    namespace: str
+    names: Names
+    objects: list[Object]
+    config: JobConfig
+    run_dir: str
+
+    def __str__(self) -> str:
+        return yaml.dump_all(self.objects, Dumper=_Plain, sort_keys=False, width=120)
+
+
+class KubernetesScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
+    """Runs an AppDef as pods. An app's id is `namespace:name`; its objects all carry the name as their instance."""
+
+    def __init__(self, session_name: str):
+        super().__init__("kubernetes_fsdp", session_name)
+
+    def _submit_dryrun(self, app: AppDef, cfg: dict[str, Any]) -> AppDryRunInfo[KubernetesRequest]:
+        config: JobConfig = cfg["config"]
+        run = RunDir(app.metadata[RUN_DIR_KEY])
+        api_module = _client()
+        from fsdp_jobs.launchers.kubernetes.preflight import check_configuration, check_with_cluster
+
+        check_configuration(config)
+        assert isinstance(config.cluster, KubernetesClusterConfig)
+        api: Api = api_module.connect(config.cluster)
+        names = Names(new_app(run.name))
+        objects = _TRANSLATIONS[config.cluster.workload](app, config, run, names)
+        check_with_cluster(api, config, objects)
+        return AppDryRunInfo(KubernetesRequest(api.namespace, names, objects, config, str(run.path)), str)
+
+    def schedule(self, dryrun_info: AppDryRunInfo[KubernetesRequest]) -> str:
+        """Create everything, then let the job start. What was created is deleted again when a part is refused.
+
+        Raises:
+            BadInput: the cluster refused, although it had agreed a moment ago.
+        """
+        request = dryrun_info.request
+        api_module = _client()
+        assert isinstance(request.config.cluster, KubernetesClusterConfig)
+        api: Api = api_module.connect(request.config.cluster)
+        run = RunDir(request.run_dir)
+        root, *rest = request.objects
+        app_id = f"{request.namespace}:{request.names.app}"
+        link = _known_runs() / app_id
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(run.path.resolve())
+        doing = root["metadata"]["name"]
+        created = None
+        try:
+            created = api.create(root)
+            owner = {**root, "metadata": created["metadata"]}
+            for one in [*files_objects(request.config, run, request.names), *rest]:
+                doing = f"{one['kind']} {one['metadata']['name']}"
+                api.create(owned_by(owner, one))
+            if request.config.cluster.queue is None and root["spec"].get("suspend"):
+                api.resume(root)
+        except api_module.REFUSALS as e:
+            link.unlink()
+            if created is not None:
+                api.delete(root)
+            raise BadInput([api_module.explain(api, e, doing)]) from e
+        return app_id
+
+    def describe(self, app_id: str) -> DescribeAppResponse | None:
+        """The job's state; None when the cluster has forgotten it. What its pods have written is fetched, too.
+
+        Raises:
+            JobFailed: the cluster's API does not answer, or refuses.
+        """
+        run = _run_of(app_id)
+        api, names = _open(app_id, run)
+        try:
+            return self._describe(api, names, app_id, run)
+        except _client().REFUSALS as e:
+            raise JobFailed(str(_client().explain(api, e, app_id))) from e
+
+    def _describe(self, api: Api, names: Names, app_id: str, run: RunDir | None) -> DescribeAppResponse | None:
+        from fsdp_jobs.launchers.kubernetes import observe
+        from fsdp_jobs.launchers.kubernetes.mirror import Mirror, hand_on_stop
+
+        root = _root_of(api, names, run)
+        if root is None:
+            return None
+        pods = api.pods(names.selector)
+        state, verdict = observe.state_of(root, pods), observe.verdict_of(pods)
+        why = "" if state in _ENDED else observe.why_waiting(api, root, api.jobs(names.selector), pods)
+        if run is not None:
+            if why and why != _last_reason(run):
+                record_event(run, "waiting", run.last_attempt(), why=why)
+            if first_attempt(run, names.app) is None:  # the pods write elsewhere
+                Mirror(run).pull(api, pods)
+                hand_on_stop(run, api, pods)
+        return DescribeAppResponse(
+            app_id=app_id,
+            state=state,
+            num_restarts=verdict["attempt"] if verdict is not None else 0,
+            msg=verdict["reason"] if verdict is not None and state in _ENDED else why,
+            roles_statuses=[
+                RoleStatus(
+                    "coordinator", [_replica(p) for p in pods if p["metadata"]["labels"][ROLE] == "coordinator"]
+                ),
+                RoleStatus("trainer", [_replica(p) for p in pods if p["metadata"]["labels"][ROLE] == "trainer"]),
+            ],
+        )
+
+    def list(self) -> list[ListAppResponse]:
+        """Jobs that were submitted from this machine and that their cluster still knows."""
+        found = [(link.name, self.describe(link.name)) for link in sorted(_known_runs().glob("*"))]
+        return [ListAppResponse(name, d.state) for name, d in found if d is not None]
+
+    def _cancel_existing(self, app_id: str) -> None:
+        """Stop at once, without a checkpoint. A job that has ended keeps its pods and their logs."""
+        from fsdp_jobs.launchers.kubernetes.observe import state_of
+
+        run = _run_of(app_id)
+        api, names = _open(app_id, run)
+        root = _root_of(api, names, run)
+        pods = api.pods(names.selector)
+        if root is None or state_of(root, pods) in _ENDED:
+            return
+        api.delete(root)
+        for pod in pods:
+            api.kill_pod(pod["metadata"]["name"])
+        if run is not None and Verdict.read(run, run.last_attempt()) is None and run.last_attempt() >= 0:
+            verdict = Verdict("preempted", "stop", "killed on request, without a checkpoint")
+            verdict.write(run, run.last_attempt())
+            told = {"verdict": verdict.verdict, "decision": verdict.decision, "reason": verdict.reason}
+            record_event(run, "attempt_ended", run.last_attempt(), **told)
+
+    def log_iter(
+        self,
+        app_id: str,
+        role_name: str,
+        k: int = 0,
+        regex: str | None = None,
+        since: datetime | None = None,
+        until: datetime | None = None,
+        should_tail: bool = False,
+        streams: Stream | None = None,
+    ) -> Iterable[str]:
+        """Lines of the newest pod of a node, or of the coordinator, as `kubectl logs` shows them."""
+        api, names = _open(app_id, _run_of(app_id))
+        lines = _pod_lines(api, names, role_name, k, should_tail)
+        return filter_regex(regex, lines) if regex else lines
+
+
+def create_scheduler(session_name: str, **_kwargs: object) -> KubernetesScheduler:
+    return KubernetesScheduler(session_name)
+
+
+def _client() -> Any:
+    """The module that talks to the cluster, and takes a second to import.
+
+    Raises:
+        BadInput: the client library is not installed.
+    """
+    try:
+        from fsdp_jobs.launchers.kubernetes import api
+    except ModuleNotFoundError as e:
+        if e.name != "kubernetes":
+            raise
+        what = "the package `kubernetes` is not installed"
+        raise BadInput([Problem("cluster=kubernetes", what, "pip install 'fsdp_jobs[kubernetes]'")]) from e
+    return api
+
+
+def _known_runs() -> Path:
+    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(base) / "fsdp_jobs" / "kubernetes"
+
+
+def _run_of(app_id: str) -> RunDir | None:
+    """The run directory on this machine, when the job was submitted from it."""
+    link = _known_runs() / app_id
+    return RunDir(link.resolve()) if link.is_dir() else None
+
+
+def _cluster_of(run: RunDir | None) -> KubernetesClusterConfig:
+    cluster = load_config(run.config).cluster if run is not None and run.config.exists() else None
+    return cluster if isinstance(cluster, KubernetesClusterConfig) else KubernetesClusterConfig()
+
+
+def _open(app_id: str, run: RunDir | None) -> tuple[Api, Names]:
+    namespace, _, app = app_id.rpartition(":")
+    cluster = _cluster_of(run)
+    cluster.namespace = namespace
+    api: Api = _client().connect(cluster)
+    return api, Names(app)
+
+
+def _root_of(api: Api, names: Names, run: RunDir | None) -> Object | None:
+    """The object that owns the job; of a job submitted elsewhere, whichever kind there is."""
+    kinds = [_ROOTS[_cluster_of(run).workload]] if run is not None else list(_ROOTS.values())
+    return next((root for kind in kinds if (root := api.read(*kind, names.app)) is not None), None)
+
+
+def _last_reason(run: RunDir) -> str:
+    events = list(read_events(run))
+    return str(events[-1].get("why", "")) if events else ""
+
+
+def _replica(pod: Object) -> ReplicaStatus:
+    state = _POD_STATES.get(pod["status"].get("phase", "Pending"), AppState.FAILED)
+    return ReplicaStatus(
+        id=node_of(pod), state=state, role=pod["metadata"]["labels"][ROLE], hostname=pod["spec"].get("nodeName", "")
+    )
+
+
+def _pod_lines(api: Api, names: Names, role: str, index: int, follow: bool) -> Iterator[str]:
+    for pod in reversed(api.pods(f"{names.selector},{ROLE}={role}")):
+        if node_of(pod) == index:
+            for line in api.log(pod["metadata"]["name"], role, follow=follow):
+                yield line + "\n"
+            return
