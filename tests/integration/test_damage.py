@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -156,6 +157,40 @@ def test_a_full_disk_leaves_nothing_half_written(small_disk: Path, tmp_path: Pat
     run = RunDir(small_disk / "full")
     assert not any(run.checkpoints.iterdir())
     assert len(losses_of(run)) == 6  # it trained on: the disk might have been freed in time
+
+
+@pytest.fixture
+def freezing_disk(tmp_path: Path) -> Iterator[Path]:
+    """An ext4 file system in a file, which `fsfreeze` can make stand still: writes to it hang, and then go on."""
+    mount, image = tmp_path / "disk", tmp_path / "disk.img"
+    mount.mkdir()
+    image.touch()
+    os.truncate(image, 64 << 20)
+    subprocess.run(["mkfs.ext4", "-q", image], check=True)
+    made = subprocess.run(["mount", "-o", "loop", image, mount], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"needs root and loop devices: {made.stderr}")
+    yield mount
+    subprocess.run(["fsfreeze", "--unfreeze", mount], capture_output=True)
+    subprocess.run(["umount", "-l", mount], check=True)
+
+
+def test_training_goes_on_while_the_disk_stands_still(freezing_disk: Path, tmp_path: Path) -> None:
+    often = "checkpoint.every_steps=10"
+    with job(tmp_path, "calm", "steps=80", often, nodes="1") as calm:
+        assert calm.wait().verdict == "done"
+    with job(tmp_path, "slow", "steps=80", often, f"checkpoint.dir={freezing_disk}", nodes="1") as slow:
+        for freeze_at in (5, 35):
+            slow.until_step(freeze_at)
+            subprocess.run(["fsfreeze", "--freeze", freezing_disk], check=True)
+            slow.until_step(freeze_at + 12)  # the save between these steps hangs, and nobody waits for it
+            time.sleep(1)
+            subprocess.run(["fsfreeze", "--unfreeze", freezing_disk], check=True)
+        assert slow.wait().verdict == "done", slow.story()
+        assert slow.losses() == calm.losses() and len(slow.metrics()) == 80
+        assert not slow.events("round_broken") and not slow.events("checkpoint_failed")
+        assert sum(e["seconds"] >= 1 for e in slow.events("checkpoint")) >= 2, slow.events("checkpoint")
+        assert all(not catalog.verify(f) for f in catalog.find_checkpoints(freezing_disk / "slow"))
 
 
 def test_what_is_in_a_checkpoint_is_never_executed(tmp_path: Path) -> None:
