@@ -1,11 +1,9 @@
-"""What the trainer costs: tokens/s against a hand-written FSDP2 loop, and the stall of an asynchronous save.
+"""What the trainer costs: tokens/s against a hand-written FSDP2 loop.
 
     python benchmarks/overhead.py [--pairs 5] [--steps 40] [overrides]
 
-Speed: alternating pairs of whole jobs, ours (coordinator, agent, checkpoints off) and `minimal_fsdp2.py` under bare
+Alternating pairs of whole jobs, ours (coordinator, agent, checkpoints off) and `minimal_fsdp2.py` under bare
 torchrun: the same model, data, dtype and ranks. Each side's figure is the median step after the first five.
-Stall: in one world, the time the trainer waits for an asynchronous save against a blocking `dcp.save` of the
-same state, alternating.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ HERE = Path(__file__).parent
 RANKS = 2
 SAME = ["nodes=1", f"nproc_per_node={RANKS}", "fsdp=full_shard", "data.micro_batch=4", "checkpoint.every_steps=0"]
 WARMUP = 5
-BIGGER = ["model.dim=512", "model.n_layers=8", "model.ffn_dim=1536", "data.seq_len=64", "data.micro_batch=1"]  # 0.3 GB
 
 
 def ours(folder: Path, name: str, steps: int, overrides: list[str]) -> float:
@@ -43,15 +40,6 @@ def minimal(steps: int, overrides: list[str]) -> float:
     command += [str(HERE / "minimal_fsdp2.py"), "--steps", str(steps), *SAME, *overrides]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return statistics.median(json.loads(done.stdout.splitlines()[-1])[WARMUP:])
-
-
-def stall(overrides: list[str]) -> dict[str, float]:
-    """Seconds: of a blocking dcp.save, and of waiting for an asynchronous one, of the same state."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    command += [str(HERE / "save_stall.py"), *SAME, *BIGGER, *overrides]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 def main() -> None:
@@ -72,15 +60,7 @@ def main() -> None:
                 sides[side] = ours(*a) if side == "ours" else minimal(args.steps, args.overrides)
             ratios.append(sides["hand"] / sides["ours"])
             print(f"{pair:>4}  {sides['ours']:>12.4f}  {sides['hand']:>14.4f}  {ratios[-1]:>22.3f}", flush=True)
-    print(f"median ratio {statistics.median(ratios):.3f} (goal: at least 0.98)\n")
-    found = stall(args.overrides)
-    print(
-        f"state {found['bytes'] / 1e6:.0f} MB on {RANKS} ranks: blocking dcp.save {found['blocking_s']:.3f} s, ", end=""
-    )
-    print(
-        f"stall of an asynchronous save {found['stall_s']:.4f} s: {found['stall_s'] / found['blocking_s']:.1%}", end=""
-    )
-    print(" (goal: at most 5%)")
+    print(f"median ratio {statistics.median(ratios):.3f} (goal: at least 0.98)")
 
 
 if __name__ == "__main__":
