@@ -78,6 +78,7 @@ def test_containers_outlive_attempts_and_deaths(containers: Containers) -> None:
     containers.until_step(20)
     containers.command("coordinator").kill()
     containers.until(lambda: bool(containers.events("adopted")), "the new coordinator adopts the round")
+    containers.until_step(containers.step() + 20)
     containers.started["node-1"].send_signal(signal.SIGUSR1)
     containers.until(lambda: containers.run.last_attempt() == 1, "the next attempt")
     containers.until(lambda: len(containers.events("resumed")) > 0, "its checkpoint is taken up")
