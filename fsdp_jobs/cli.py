@@ -175,6 +175,8 @@ def _submit(args: list[str]) -> int:
 
 
 def _submit_config(config: JobConfig, overrides: Sequence[str], config_dir: str | None = None) -> int:
+    from torchx.specs import AppState
+
     from fsdp_jobs import submission
     from fsdp_jobs.follow import Follower, summary
     from fsdp_jobs.planning.render import render
@@ -191,6 +193,8 @@ def _submit_config(config: JobConfig, overrides: Sequence[str], config_dir: str 
         follower = Follower(job.run, config, console, lambda: submission.state_of(handle) in submission.ACTIVE)
     handle = submission.submit(job, [*kept, *overrides])
     console.print(f"submitted {handle}\nrun directory {job.run.path}", markup=False, soft_wrap=True)
+    if (waits := submission.describe(handle)).state is AppState.PENDING:
+        console.print(waits.msg, markup=False, soft_wrap=True)
     if follower is None:
         console.print(f"follow with: fsdp-jobs logs -f {job.run.name}", markup=False)
         return 0

@@ -54,7 +54,9 @@ def list_runs(args: list[str]) -> int:
 
 
 def _show_table(runs: list[RunDir], runs_dir: str) -> int:
-    from fsdp_jobs.submission import ACTIVE, state_of
+    from torchx.specs import AppState
+
+    from fsdp_jobs.submission import ACTIVE, describe
 
     if not runs:
         console.print(f"no runs under {runs_dir}/", markup=False)
@@ -78,8 +80,13 @@ def _show_table(runs: list[RunDir], runs_dir: str) -> int:
     for run in runs:
         status, config = RunStatus(run), load_config(run.config)
         status.update()
-        if not status.ended and state_of(run.read_job()["handle"]) not in ACTIVE:
-            status.state, status.reason = "failed", "its launcher no longer knows the job: resume it"
+        if not status.ended:
+            job = describe(run.read_job()["handle"])
+            if job.state not in ACTIVE:
+                status.state = "stopped" if job.state is AppState.CANCELLED else "failed"
+                status.reason = job.msg or "its launcher no longer runs it: resume it"
+            elif job.state is AppState.PENDING:
+                status.state, status.reason = "queued", job.msg
         table.add_row(
             run.name,
             status.state,
@@ -130,6 +137,8 @@ def logs(args: list[str]) -> int:
 
 
 def cancel(args: list[str]) -> int:
+    from torchx.specs import AppState
+
     from fsdp_jobs import submission
 
     args, runs_dir = take_runs_dir(args)
@@ -142,7 +151,7 @@ def cancel(args: list[str]) -> int:
         console.print(f"{run.name} is not running", markup=False)
         return 0
     config = load_config(run.config)
-    if not flags.now:
+    if not flags.now and submission.state_of(handle) is not AppState.PENDING:  # what waits has nothing to save
         write_atomic(run.stop_request, "cancelled")
         deadline = time.monotonic() + config.elastic.stop_grace_s
         while submission.state_of(handle) in submission.ACTIVE:

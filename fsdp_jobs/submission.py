@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torchx.schedulers import get_scheduler_factories
-from torchx.schedulers.api import Scheduler
+from torchx.schedulers.api import DescribeAppResponse, Scheduler
 from torchx.specs import AppDryRunInfo, AppState, make_app_handle, parse_app_handle
 
 from fsdp_jobs.app import to_app
@@ -123,11 +123,17 @@ def submit(job: Prepared, overrides: Sequence[str]) -> str:
     return handle
 
 
-def state_of(handle: str) -> AppState:
-    """What the launcher says of a job; UNKNOWN when it knows none of that id."""
+def describe(handle: str) -> DescribeAppResponse:
+    """What the launcher says of a job; state UNKNOWN when it knows none of that id."""
     backend, _, app_id = parse_app_handle(handle)
-    description = scheduler_of(backend).describe(app_id)
-    return description.state if description is not None else AppState.UNKNOWN
+    description: DescribeAppResponse | None = scheduler_of(backend).describe(app_id)
+    unknown = DescribeAppResponse(app_id, AppState.UNKNOWN, msg="its launcher no longer knows the job: resume it")
+    return description or unknown
+
+
+def state_of(handle: str) -> AppState:
+    state: AppState = describe(handle).state
+    return state
 
 
 def kill(handle: str) -> None:

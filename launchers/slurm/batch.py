@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from fsdp_jobs.app import ATTEMPT_ENV, COORDINATOR_ENV
+from fsdp_jobs.app import ATTEMPT_ENV, COORDINATOR_ENV, HOST_ENV
 from fsdp_jobs.events import EXIT_REQUEUE, Verdict, record_event
 from fsdp_jobs.launchers.slurm import client
 from fsdp_jobs.launchers.slurm.regrow import Companions
@@ -29,7 +29,7 @@ _POLL_S = 0.2
 _ASK_SLURM_S = 5.0
 _EARLY_DEATH_S = 20.0  # a process that dies younger than this, three times in a row, is given up
 _LEAVE_S = 30.0  # for agents to go after the verdict
-_REQUEUE_S = 120.0  # SLURM kills this process when it requeues the job
+_REQUEUE_S = 120.0  # for SLURM to end this process once it has requeued the job
 
 
 class _Process:
@@ -89,10 +89,12 @@ class Batch:
         record_event(self.run, "attempt_started", self.attempt, nodes=len(self.hosts), **details)
         here = f"{socket.gethostname()}:{free_port()}"
         self.env = {**os.environ, **self.steps.env, ATTEMPT_ENV: str(self.attempt), COORDINATOR_ENV: here}
-        self._start("coordinator", self.steps.coordinator, folder / "coordinator.log", [])
+        self._start("coordinator", self.steps.coordinator, folder / "coordinator.log")
         for number, host in enumerate(self.hosts):
             argv = [*srun([host], self.cpus[host]), *(a.replace("{node}", str(number)) for a in self.steps.agent)]
-            self._start(f"node-{number}", argv, self.run.node(self.attempt, number) / "agent.log", [host])
+            self._start(
+                f"node-{number}", argv, self.run.node(self.attempt, number) / "agent.log", [host], **{HOST_ENV: host}
+            )
         self._start_guard(self.hosts[1:])
         self.companions = Companions(self.run, self.steps, self.env, self.attempt, self.job_id)
         verdict = self._until_verdict()
@@ -101,8 +103,8 @@ class Batch:
         print(f"attempt {self.attempt}: {verdict.verdict}, {verdict.reason}", flush=True)
         return self._requeue() if verdict.decision == "requeue" else verdict.exit_code_of_attempt
 
-    def _start(self, name: str, argv: Sequence[str], log: Path, hosts: Sequence[str]) -> None:
-        self.processes.append(_Process(name, argv, log, self.env, hosts))
+    def _start(self, name: str, argv: Sequence[str], log: Path, hosts: Sequence[str] = (), **env: str) -> None:
+        self.processes.append(_Process(name, argv, log, {**self.env, **env}, hosts))
 
     def _start_guard(self, others: Sequence[str]) -> None:
         """On two nodes, so that one may die with this one."""
@@ -123,10 +125,12 @@ class Batch:
                 self._tell_coordinator()
             if time.monotonic() - self._asked_at > _ASK_SLURM_S:
                 self._ask_slurm()
-            for process in list(self.processes):
-                exit_code = process.popen.poll()
-                if exit_code is not None and Verdict.read(self.run, self.attempt) is None:
-                    self._on_death(process, exit_code)
+            dead = [p for p in self.processes if p.popen.poll()]  # 0: it has done what it had to
+            if dead:
+                self._ask_slurm()
+            for process in dead:
+                if process in self.processes and Verdict.read(self.run, self.attempt) is None:
+                    self._on_death(process, process.popen.returncode)
         return verdict
 
     def _tell_coordinator(self) -> None:
@@ -136,12 +140,15 @@ class Batch:
             self.processes[0].popen.send_signal(signal.SIGUSR1)
 
     def _ask_slurm(self) -> None:
-        """Which nodes this job still has, and what the new ones do that it asked for."""
+        """Which nodes this job still has, and whether those come that were asked for in place of others."""
         self._asked_at = time.monotonic()
         try:
             me = client.my_jobs(fresh=True).get(self.job_id)
             if me is not None and me.state == "RUNNING":
                 self._allocated = client.hostnames(me.nodes)
+            for process in list(self.processes):
+                if process.hosts and not set(process.hosts) & set(self._allocated):
+                    self._take_away(process)
             if not self.asked_to_leave:
                 wanted = [n for n in range(self.steps.max_nodes) if not self._has_agent(n)]
                 self.companions.ask_for(wanted)
@@ -151,21 +158,17 @@ class Batch:
     def _has_agent(self, number: int) -> bool:
         return any(p.name == f"node-{number}" for p in self.processes)
 
+    def _take_away(self, process: _Process) -> None:
+        """SLURM has taken a step's nodes from the job; its srun may wait for them for ever."""
+        process.popen.kill()
+        process.popen.wait()
+        self.processes.remove(process)
+        if process.name == "guard":
+            self._start_guard([h for h in self._allocated if h != self.hosts[0]])
+        else:
+            record_event(self.run, "taken_away", self.attempt, process=process.name, hosts=process.hosts)
+
     def _on_death(self, process: _Process, exit_code: int) -> None:
-        is_agent = process.name.startswith("node-")
-        if is_agent and exit_code == 0:
-            return
-        if process.hosts:
-            self._ask_slurm()
-            left = [h for h in process.hosts if h in self._allocated]
-            if not left:
-                self.processes.remove(process)
-                lost = {"node": int(process.name.removeprefix("node-"))} if is_agent else {}
-                record_event(self.run, "taken_away", self.attempt, hosts=process.hosts, **lost)
-        if process not in self.processes:
-            if process.name == "guard":
-                self._start_guard([h for h in self._allocated if h != self.hosts[0]])
-            return
         if process.note_death():
             record_event(self.run, "process_restarted", self.attempt, process=process.name, exit_code=exit_code)
             process.start()
@@ -173,8 +176,7 @@ class Batch:
         self.processes.remove(process)
         self.given_up += process.hosts
         reason = f"{process.name} died three times within {_EARLY_DEATH_S:.0f} s of its start"
-        agents = [p for p in self.processes if p.name.startswith("node-")]
-        if process.name == "coordinator" or (is_agent and not agents):
+        if process.name == "coordinator" or not any(self._has_agent(n) for n in range(self.steps.max_nodes)):
             verdict = Verdict("infrastructure", "stop", reason, last_lines=tail(process.log, 15))
             verdict.write(self.run, self.attempt)
             ended = {"verdict": verdict.verdict, "decision": verdict.decision, "reason": reason}
@@ -190,7 +192,7 @@ class Batch:
 
     def _requeue(self) -> int:
         """Hand the job back to the queue, without the nodes that failed it. Does not return when that works."""
-        excluded = {host.partition(".")[0] for host in self.run.excluded_hosts()} | set(self.given_up)
+        excluded = {*self.run.excluded_hosts(), *self.given_up}
         try:
             me = client.my_jobs(fresh=True).get(self.job_id)
             if me is None or me.state != "RUNNING":
@@ -202,8 +204,15 @@ class Batch:
         except client.SlurmError as e:
             print(f"not requeued: {e}", flush=True)
             return EXIT_REQUEUE
-        time.sleep(_REQUEUE_S)
+        self._until_signalled()
         return EXIT_REQUEUE
+
+    def _until_signalled(self) -> None:
+        """SLURM ends a requeued job's batch step; what ends before that it would count as failed."""
+        self.asked_to_leave = None
+        deadline = time.monotonic() + _REQUEUE_S
+        while self.asked_to_leave is None and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
 
 
 def _exclude(job_id: str, hosts: Sequence[str]) -> None:

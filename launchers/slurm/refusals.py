@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pwd
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -71,7 +73,18 @@ def _file_system(path: Path) -> str:
     return kind
 
 
-def ask_slurm(config: JobConfig, script: str) -> None:
+def _seconds(time: str) -> float:
+    """A time limit as sbatch reads it; infinite for words."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
+    if match is None:
+        return math.inf
+    days, first, second, third = (int(g) if g else 0 for g in match.groups())
+    if match[1] is not None or match[4] is not None:  # days-hours[:minutes[:seconds]], hours:minutes:seconds
+        return 86400 * days + 3600 * first + 60 * second + third
+    return 60 * first + second  # minutes[:seconds]
+
+
+def ask_slurm(config: JobConfig, script: str, margin_s: int) -> None:
     """Let sbatch itself look at the script.
 
     Raises:
@@ -79,6 +92,10 @@ def ask_slurm(config: JobConfig, script: str) -> None:
     """
     cluster = config.cluster
     assert isinstance(cluster, SlurmClusterConfig)
+    if cluster.time is not None and _seconds(cluster.time) < margin_s + 30:
+        what = f"the last save is asked for {margin_s} s before the limit: no time is left to train in"
+        instead = "a longer limit, or a shorter elastic.stop_grace_s"
+        raise BadInput([Problem(f"cluster.time={cluster.time}", what, instead)])
     try:
         client.call("sbatch", "--test-only", stdin=script)
     except client.SlurmError as e:

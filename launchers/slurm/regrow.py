@@ -11,9 +11,10 @@ import shlex
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
-from fsdp_jobs.app import ATTEMPT_ENV
-from fsdp_jobs.events import Verdict, record_event
+from fsdp_jobs.app import ATTEMPT_ENV, HOST_ENV
+from fsdp_jobs.events import EXIT_FAILED, Verdict, record_event
 from fsdp_jobs.launchers.slurm import client
 from fsdp_jobs.launchers.slurm.script import Steps
 from fsdp_jobs.processes import die_with_parent
@@ -23,6 +24,7 @@ _LIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
 _TRIES = 3  # a number
 _POLL_S = 1.0
 _ASK_SLURM_S = 10.0
+_LEAVE_S = 15.0  # for the agent, after the verdict
 
 
 class Companions:
@@ -74,6 +76,7 @@ def fill_in(run: RunDir, number: int, job_id: str) -> int:
     steps = Steps.from_json((run.submit / "steps.json").read_text())
     node = ["srun", "--overlap", "--cpu-bind=none", "--mpi=none", f"--cpus-per-task={os.environ['SLURM_CPUS_ON_NODE']}"]
     command = [*node, *(a.replace("{node}", str(number)) for a in steps.agent)]
+    env = {**os.environ, HOST_ENV: os.environ["SLURMD_NODENAME"]}
     agent: subprocess.Popen[bytes] | None = None
     asked_at = -_ASK_SLURM_S
     while Verdict.read(run, attempt) is None and run.last_attempt() == attempt:
@@ -84,11 +87,13 @@ def fill_in(run: RunDir, number: int, job_id: str) -> int:
                 return 0
         if agent is None:
             with (run.node(attempt, number) / "agent.log").open("ab") as log:
-                agent = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=die_with_parent)
+                agent = subprocess.Popen(command, env=env, stdout=log, stderr=log, preexec_fn=die_with_parent)
         if agent.poll() is not None:
             return agent.returncode
         time.sleep(_POLL_S)
-    return agent.wait(timeout=60) if agent is not None else 0
+    with suppress(subprocess.TimeoutExpired):
+        return agent.wait(_LEAVE_S) if agent is not None else 0
+    return EXIT_FAILED  # its coordinator died before it could say that it is over; the end of this job ends it
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ class SlurmScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
         code = take(Path.cwd(), run.path.parent, cluster.snapshot_mb) if cluster.snapshot_mb else None
         site = probe(config, run)
         request = SlurmRequest(script(app, config, cfg["plan"], site), steps(app, config, site), code)
-        refusals.ask_slurm(config, request.script)
+        refusals.ask_slurm(config, request.script, site.margin_s)
         return AppDryRunInfo(request, str)
 
     def schedule(self, dryrun_info: AppDryRunInfo[SlurmRequest]) -> str:
@@ -115,9 +115,13 @@ class SlurmScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
         return [ListAppResponse(id, _STATES.get(job.state, AppState.RUNNING)) for id, job in jobs.items()]
 
     def _cancel_existing(self, app_id: str) -> None:
-        """End a job at once, without a checkpoint. Array tasks are cancelled one by one."""
-        client.call("scancel", "--signal=KILL", "--full", app_id)  # else every process would be asked to save
-        client.call("scancel", app_id)
+        """End a job at once, without a checkpoint."""
+        job = client.my_jobs(fresh=True).get(app_id)
+        if job is None or _STATES.get(job.state, AppState.RUNNING) in _ENDED:
+            return
+        if job.state == "RUNNING":  # by scancel alone every rank would be asked to save, and the batch step to wait
+            client.call("scancel", "--signal=KILL", "--full", app_id)
+        client.call("scancel", "--quiet", app_id)
         run = _run_of(app_id)
         if run is not None:
             attempt = run.last_attempt()

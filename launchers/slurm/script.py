@@ -156,6 +156,6 @@ def margin_s(save_s: float, step_s: float, grace_s: float) -> int:
         step_s: its newest step; 0 likewise.
         grace_s: `elastic.stop_grace_s`, which bounds a save.
 
-    Twice what was measured and half a minute for the requeue; the whole grace as long as nothing was.
+    Twice what was measured, the whole grace as long as nothing was, and 10 s to requeue. SLURM may be a minute early.
     """
-    return math.ceil(30 + (min(grace_s, 2 * (save_s + step_s)) if save_s else grace_s))
+    return math.ceil(10 + (min(grace_s, 2 * (save_s + step_s)) if save_s else grace_s))
