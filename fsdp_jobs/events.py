@@ -2,7 +2,7 @@
 
 Events: submitted, attempt_started, round_started, round_broken, resumed, checkpoint, checkpoint_failed,
 checkpoint_skipped, stop_requested, node_lost, machine_excluded, stalled, adopted, process_restarted,
-attempt_ended, done.
+attempt_ended, done; waiting, which launchers add.
 """
 
 from __future__ import annotations

@@ -54,6 +54,8 @@ def describe_event(event: dict[str, Any]) -> tuple[str, str] | None:
         return "red", event["error"]
     if kind == "checkpoint_skipped":
         return "red", f"{event['checkpoint']} cannot be used: {'; '.join(event['why'])}"
+    if kind == "waiting":
+        return "yellow", event["why"]
     if kind == "stop_requested":
         return "yellow", f"asked to stop ({event['why']}): saving"
     if kind == "attempt_ended":

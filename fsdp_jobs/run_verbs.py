@@ -82,7 +82,10 @@ def _show_table(runs: list[RunDir], runs_dir: str) -> int:
         status.update()
         if not status.ended:
             job = describe(run.read_job()["handle"])
-            if job.state not in ACTIVE:
+            status.update()  # the launcher may have fetched more of the record
+            if status.ended:
+                pass
+            elif job.state not in ACTIVE:
                 status.state = "stopped" if job.state is AppState.CANCELLED else "failed"
                 status.reason = job.msg or "its launcher no longer runs it: resume it"
             elif job.state is AppState.PENDING:
@@ -121,7 +124,7 @@ def logs(args: list[str]) -> int:
 
     def running() -> bool:
         nonlocal asked_at, alive
-        if flags.follow and alive and time.monotonic() - asked_at > 2:
+        if alive and (flags.follow or not asked_at) and time.monotonic() - asked_at > 2:
             asked_at, alive = time.monotonic(), state_of(handle) in ACTIVE
         return bool(flags.follow) and alive
 

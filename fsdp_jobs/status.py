@@ -95,6 +95,8 @@ class RunStatus:
             self.committed, self.committed_at = event["step"], event["time"]
         elif kind == "round_broken":
             self.state, self.reason, self._broken_at = "recovering", event["why"], event["time"]
+        elif kind == "waiting":
+            self.reason = event["why"]
         elif kind == "stop_requested":
             self.state, self.reason = "saving", event["why"]
         elif kind == "attempt_ended":

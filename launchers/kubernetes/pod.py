@@ -61,6 +61,7 @@ def coordinate(run: RunDir, app: str, port: str, command: list[str]) -> int:
     first = first_attempt(run, app)
     with Teller(run) as teller:
         teller.files("*.jsonl")
+        teller.repeat(teller.tell_whole_files)
         teller.repeat(lambda: _hand_on_stop(run))
         code = attempts.main(["coordinator", str(run.path), port, "--first", str(first), "--", *command])
     verdict = Verdict.read(run, run.last_attempt())
@@ -138,9 +139,9 @@ class Teller:
         self.run = run
         self._left = threading.Event()
         self._threads: list[threading.Thread] = []
+        self._told: dict[Path, int] = {}
 
     def __enter__(self) -> Teller:
-        self.repeat(self._tell_verdicts)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -176,13 +177,13 @@ class Teller:
         self._threads.append(thread)
         thread.start()
 
-    _told = -1
-
-    def _tell_verdicts(self) -> None:
-        attempt = self.run.last_attempt()
-        if attempt > self._told and (file := self.run.verdict(attempt)).exists():
-            self._told = attempt
-            tell_line(f"{file.relative_to(self.run.path)}:1", json.dumps(json.loads(file.read_text())))
+    def tell_whole_files(self) -> None:
+        """Tell the small files that are replaced as a whole, when they have changed, on one line."""
+        for file in (self.run.verdict(self.run.last_attempt()), self.run.excluded):
+            changed = file.stat().st_mtime_ns if file.exists() else 0
+            if changed > self._told.get(file, 0):
+                self._told[file] = changed
+                tell_line(f"{file.relative_to(self.run.path)}:{changed}", json.dumps(json.loads(file.read_text())))
 
 
 def tell_line(tag: str, line: str) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream, filter_regex
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 _ROOTS = {"job": ("batch/v1", "Job"), "jobset": ("jobset.x-k8s.io/v1alpha2", "JobSet")}
 _ROOTS["volcano"] = ("batch.volcano.sh/v1alpha1", "Job")
 _TRANSLATIONS = {"job": job_objects, "jobset": jobset_objects, "volcano": volcano_objects}
+_PATIENCE_S, _RETRY_S = 20.0, 2.0  # with a cluster that does not answer
+_Answer = TypeVar("_Answer")
 _ENDED = (AppState.SUCCEEDED, AppState.FAILED, AppState.CANCELLED)
 _POD_STATES = {"Pending": AppState.PENDING, "Running": AppState.RUNNING, "Succeeded": AppState.SUCCEEDED}
 
@@ -112,12 +115,7 @@ class KubernetesScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
         Raises:
             JobFailed: the cluster's API does not answer, or refuses.
         """
-        run = _run_of(app_id)
-        api, names = _open(app_id, run)
-        try:
-            return self._describe(api, names, app_id, run)
-        except _client().REFUSALS as e:
-            raise JobFailed(str(_client().explain(api, e, app_id))) from e
+        return _ask(app_id, lambda api, names, run: self._describe(api, names, app_id, run))
 
     def _describe(self, api: Api, names: Names, app_id: str, run: RunDir | None) -> DescribeAppResponse | None:
         from fsdp_jobs.launchers.kubernetes import observe
@@ -155,22 +153,7 @@ class KubernetesScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
 
     def _cancel_existing(self, app_id: str) -> None:
         """Stop at once, without a checkpoint. A job that has ended keeps its pods and their logs."""
-        from fsdp_jobs.launchers.kubernetes.observe import state_of
-
-        run = _run_of(app_id)
-        api, names = _open(app_id, run)
-        root = _root_of(api, names, run)
-        pods = api.pods(names.selector)
-        if root is None or state_of(root, pods) in _ENDED:
-            return
-        api.delete(root)
-        for pod in pods:
-            api.kill_pod(pod["metadata"]["name"])
-        if run is not None and Verdict.read(run, run.last_attempt()) is None and run.last_attempt() >= 0:
-            verdict = Verdict("preempted", "stop", "killed on request, without a checkpoint")
-            verdict.write(run, run.last_attempt())
-            told = {"verdict": verdict.verdict, "decision": verdict.decision, "reason": verdict.reason}
-            record_event(run, "attempt_ended", run.last_attempt(), **told)
+        _ask(app_id, _kill)
 
     def log_iter(
         self,
@@ -223,6 +206,42 @@ def _run_of(app_id: str) -> RunDir | None:
 def _cluster_of(run: RunDir | None) -> KubernetesClusterConfig:
     cluster = load_config(run.config).cluster if run is not None and run.config.exists() else None
     return cluster if isinstance(cluster, KubernetesClusterConfig) else KubernetesClusterConfig()
+
+
+def _kill(api: Api, names: Names, run: RunDir | None) -> None:
+    from fsdp_jobs.launchers.kubernetes.observe import state_of
+
+    root = _root_of(api, names, run)
+    pods = api.pods(names.selector)
+    if root is None or state_of(root, pods) in _ENDED:
+        return
+    api.delete(root)
+    for pod in pods:
+        api.kill_pod(pod["metadata"]["name"])
+    if run is not None and run.last_attempt() >= 0 and Verdict.read(run, run.last_attempt()) is None:
+        verdict = Verdict("preempted", "stop", "killed on request, without a checkpoint")
+        verdict.write(run, run.last_attempt())
+        told = {"verdict": verdict.verdict, "decision": verdict.decision, "reason": verdict.reason}
+        record_event(run, "attempt_ended", run.last_attempt(), **told)
+
+
+def _ask(app_id: str, question: Callable[[Api, Names, RunDir | None], _Answer]) -> _Answer:
+    """Ask a job's cluster something, again and again while it does not answer or has an error of its own.
+
+    Raises:
+        JobFailed: it does not answer for long, or refuses.
+    """
+    run = _run_of(app_id)
+    api, names = _open(app_id, run)
+    given_up = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            return question(api, names, run)
+        except _client().REFUSALS as e:
+            refused = 400 <= (getattr(e, "status", None) or 500) < 500
+            if refused or time.monotonic() > given_up:
+                raise JobFailed(str(_client().explain(api, e, app_id))) from e
+        time.sleep(_RETRY_S)
 
 
 def _open(app_id: str, run: RunDir | None) -> tuple[Api, Names]:
