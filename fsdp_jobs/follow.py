@@ -158,17 +158,12 @@ def summary(status: RunStatus, config: JobConfig, console: Console) -> None:
     console.print(Text(f"{run.name}: {status.state}", style=style).append(f" - {status.reason}", style="default"))
     if status.loss is not None and status.first_loss is not None:
         console.print(f"  loss        {status.first_loss:.3f} -> {status.loss:.3f} over {status.step} steps")
-    if status.recoveries:
-        times = ", ".join(f"{s:.1f} s" for s in status.recoveries)
-        console.print(
-            f"  recoveries  {len(status.recoveries)}: {times} to the next step; {status.lost_steps} steps done again"
-        )
-    ledger = ledger_of(run)
-    console.print(
-        f"  goodput     {ledger.goodput:.0%} of {duration(ledger.wall_s)}: useful {duration(ledger.useful_s)}, "
-        f"checkpoints {ledger.stall_s:.1f}s, lost {ledger.lost_s:.1f}s, queue {duration(ledger.queue_s)}, "
-        f"starting and restarting {duration(ledger.start_s)}"
-    )
+    recoveries = [b.recovered_s for b in status.breaks if b.recovered_s is not None]
+    if recoveries:
+        times = ", ".join(f"{s:.1f} s" for s in recoveries)
+        again = f"{status.lost_steps} steps done again"
+        console.print(f"  recoveries  {len(recoveries)}: {times} to the next step; {again}")
+    console.print(f"  goodput     {ledger_of(run)}")
     if status.tokens_per_s and run.plan.exists():
         predicted = Plan.from_json(run.plan.read_text()).time.tokens_per_s
         console.print(f"  speed       {status.tokens_per_s:,.0f} tokens/s measured, {predicted:,.0f} planned")

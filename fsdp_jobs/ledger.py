@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fsdp_jobs.run_dir import RunDir, read_json_lines
+from fsdp_jobs.status import duration
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,13 @@ class Ledger:
     def goodput(self) -> float:
         """The useful part of the wall time, 0 to 1."""
         return self.useful_s / self.wall_s if self.wall_s else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.goodput:.0%} of {duration(self.wall_s)}: useful {duration(self.useful_s)}, "
+            f"checkpoints {self.stall_s:.1f}s, lost {self.lost_s:.1f}s, queue {duration(self.queue_s)}, "
+            f"starting and restarting {duration(self.start_s)}"
+        )
 
 
 def ledger_of(run: RunDir) -> Ledger:

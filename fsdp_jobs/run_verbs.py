@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fsdp_jobs.config import load_config
+from fsdp_jobs.ledger import ledger_of
 from fsdp_jobs.logs import follow_files, label, looks_like_error
 from fsdp_jobs.problems import BadInput, Problem, nearest
 from fsdp_jobs.run_dir import RunDir, find_run, runs_in, write_atomic
@@ -43,7 +44,24 @@ def status(args: list[str]) -> int:
     args, runs_dir = take_runs_dir(args)
     if not args:
         return _show_table(runs_in(runs_dir), runs_dir)
-    return _show_table([existing_run(run_parser("status").parse_args(args).name, runs_dir)], runs_dir)
+    run = existing_run(run_parser("status").parse_args(args).name, runs_dir)
+    _show_table([run], runs_dir)
+    return _show_story(run)
+
+
+def _show_story(run: RunDir) -> int:
+    """What went wrong in a run, what each failure cost, what it does now, and where its time went."""
+    status = RunStatus(run)
+    status.update()
+    for b in status.breaks:
+        stamp = time.strftime("%b %d %H:%M:%S", time.localtime(b.time))
+        again = "no step since" if b.recovered_s is None else f"training again after {b.recovered_s:.1f} s"
+        console.print(f"{stamp}  {b.why}: {b.lost_steps} steps lost, {again}", markup=False, soft_wrap=True)
+    for host, why in run.excluded_hosts().items():
+        console.print(f"without {host}: {why}", markup=False, soft_wrap=True)
+    console.print(f"now      {status.doing}", markup=False)
+    console.print(f"goodput  {ledger_of(run)}", markup=False)
+    return 0
 
 
 def list_runs(args: list[str]) -> int:

@@ -31,6 +31,16 @@ class Tail:
 
 
 @dataclass
+class Break:
+    """One failure, and what it cost."""
+
+    time: float  # seconds since 1970
+    why: str
+    lost_steps: int  # done since the newest checkpoint
+    recovered_s: float | None = None  # until the next step was done; None while it is not
+
+
+@dataclass
 class RunStatus:
     """A run as its events and metrics tell it; `update` reads what is new."""
 
@@ -50,9 +60,9 @@ class RunStatus:
     committed_at: float = 0.0  # seconds since 1970
     furthest: int = 0  # step ever reached
     lost_steps: int = 0  # steps done again after failures
-    recoveries: list[float] = field(default_factory=list)  # seconds from each break to the next step
+    breaks: list[Break] = field(default_factory=list)
     reason: str = ""  # of the newest break or end
-    _broken_at: float | None = None
+    doing: str = "waiting to be started"  # one sentence more than the state says
 
     def __post_init__(self) -> None:
         self._events, self._metrics = Tail(self.run.events), Tail(self.run.metrics)
@@ -67,9 +77,10 @@ class RunStatus:
         return events
 
     def _measure(self, record: dict[str, Any]) -> None:
-        if self._broken_at is not None and record["time"] > self._broken_at:
-            self.recoveries.append(record["time"] - self._broken_at)
-            self._broken_at = None
+        for b in reversed(self.breaks):
+            if b.recovered_s is not None or record["time"] < b.time:
+                break
+            b.recovered_s = record["time"] - b.time
         self.furthest = max(self.furthest, self.step)
         if record["step"] <= self.furthest:
             self.lost_steps += 1
@@ -80,7 +91,7 @@ class RunStatus:
         self.step_s = record["step_s"] if not self.step_s else 0.8 * self.step_s + 0.2 * record["step_s"]
         self.mfu = record.get("mfu")
         if self.state in ("starting", "recovering"):
-            self.state = "running"
+            self.state, self.doing = "running", "training"
 
     def _take(self, event: dict[str, Any]) -> None:
         kind = event["event"]
@@ -88,19 +99,23 @@ class RunStatus:
         if kind in ("submitted", "attempt_started"):
             self.state = "submitted" if kind == "submitted" else "starting"
             self.reason = ""
+            self.doing = "waiting to be started" if kind == "submitted" else "waiting for nodes"
         elif kind == "round_started":
             self.nodes, self.world_size = event["nodes"], event["world_size"]
+            self.doing = f"{self.world_size} ranks on {len(self.nodes)} nodes are starting"
             self.strategy = f"{event['strategy']} over {event['shard_group']}"
         elif kind == "checkpoint":
             self.committed, self.committed_at = event["step"], event["time"]
         elif kind == "round_broken":
-            self.state, self.reason, self._broken_at = "recovering", event["why"], event["time"]
+            self.state, self.reason, self.doing = "recovering", event["why"], "waiting for nodes"
+            lost = max(0, event["step"] - max(0, event["committed"]))
+            self.breaks.append(Break(event["time"], event["why"], lost))
         elif kind == "waiting":
             self.reason = event["why"]
         elif kind == "stop_requested":
-            self.state, self.reason = "saving", event["why"]
+            self.state, self.reason, self.doing = "saving", event["why"], "saving, to leave"
         elif kind == "attempt_ended":
-            self._broken_at = None
+            self.doing = "waiting to be started again" if event["decision"] == "requeue" else "nothing: it has ended"
             ended = {"done": "done", "preempted": "stopped"}.get(event["verdict"], "failed")
             self.state = "starting" if event["decision"] == "requeue" else ended
             self.reason = event["reason"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -74,6 +75,9 @@ def test_a_killed_rank_and_a_killed_coordinator(tmp_path: Path, undisturbed: dic
         assert hurt.losses() == undisturbed
         broken = hurt.events("round_broken")
         assert len(broken) == 1 and "SIGKILL" in broken[0]["why"]
+    told = cli(tmp_path, "status", "hurt").stdout
+    assert re.search(r"was killed by SIGKILL: \d+ steps lost, training again after [\d.]+ s", told), told
+    assert "goodput" in told and "it has ended" in told
 
 
 def test_each_epoch_sees_each_sample_once_through_a_kill_and_another_world(tmp_path: Path) -> None:
