@@ -25,6 +25,22 @@ class LocalClusterConfig(ClusterConfig):
 
 
 @dataclass
+class DockerClusterConfig(ClusterConfig):
+    """Containers of this machine's Docker as nodes. Sizes are Docker's: 512m, 4g."""
+
+    launcher: str = "docker_fsdp"
+    image: str = "fsdp_jobs"  # has fsdp_jobs in it: deploy/Dockerfile
+    cpus: float | None = None  # of a node; null: one a rank, at most all there are
+    memory: str | None = None  # of a node, /dev/shm included; null: twice what the plan says it needs
+    shm: str = "1g"  # /dev/shm of a node
+    mounts: list[str] = field(default_factory=list)  # from:to or from:to:ro; run directory and data.path always are
+    env: dict[str, str] = field(default_factory=dict)  # of every container
+    pass_env: list[str] = field(default_factory=list)  # variables of yours that containers get; not recorded anywhere
+    snapshot_mb: float = 100.0  # most that the copy of your code in the run directory may take; 0: the image's code
+    keep: bool = False  # leave containers and network after the job, to look into
+
+
+@dataclass
 class SlurmClusterConfig(ClusterConfig):
     """Nodes that SLURM gives. Keys are sbatch's options under sbatch's names; null leaves one to the cluster."""
 
@@ -46,14 +62,14 @@ class SlurmClusterConfig(ClusterConfig):
     comment: str | None = None
     mail_user: str | None = None
     mail_type: str | None = None
-    extra: list[str] = field(default_factory=list)  # any other option, as sbatch takes it: [--licenses=foo]
+    extra: list[str] = field(default_factory=list)  # any other option, as sbatch takes it: ['--licenses=foo']
     setup: list[str] = field(default_factory=list)  # shell lines before the job on its first node: module load cuda
     python: str | None = None  # interpreter on the nodes; null: the one that submits
     container: str | None = None  # image that agents run in; python is then python3 unless it is given
     container_runtime: str = "pyxis"  # pyxis (srun --container-image) | apptainer
     container_mounts: list[str] = field(default_factory=list)  # from:to; the run directory is always mounted
     snapshot_mb: float = 100.0  # most that the copy of your code in the run directory may take; 0: no copy
-    preflight: bool = True  # test every node of the allocation before training
+    preflight: bool = False  # test every node of the allocation before training: names, storage, GPUs, links
     regrow: bool = True  # ask for a new node when one is lost
 
 
@@ -95,6 +111,7 @@ class KubernetesClusterConfig(ClusterConfig):
 
 CLUSTERS: dict[str, type[ClusterConfig]] = {
     "local": LocalClusterConfig,
+    "docker": DockerClusterConfig,
     "slurm": SlurmClusterConfig,
     "kubernetes": KubernetesClusterConfig,
 }
