@@ -95,6 +95,12 @@ class RunDir:
         listed: dict[str, dict[str, Any]] = json.loads(self.excluded.read_text())
         return {host: entry["why"] for host, entry in listed.items() if entry["until"] > time.time()}
 
+    def exclude(self, host: str, for_s: float, why: str) -> None:
+        """Do without a machine for so many seconds."""
+        listed = json.loads(self.excluded.read_text()) if self.excluded.exists() else {}
+        listed[host] = {"until": time.time() + for_s, "why": why}
+        write_atomic(self.excluded, json.dumps(listed, indent=2))
+
     def read_job(self) -> dict[str, Any]:
         """What was submitted last: handle, overrides, time. Empty before the first submission."""
         if not self.job.exists():

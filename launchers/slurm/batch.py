@@ -18,7 +18,7 @@ from pathlib import Path
 
 from fsdp_jobs.app import ATTEMPT_ENV, COORDINATOR_ENV, HOST_ENV
 from fsdp_jobs.events import EXIT_REQUEUE, Verdict, record_event
-from fsdp_jobs.launchers.slurm import client
+from fsdp_jobs.launchers.slurm import client, preflight
 from fsdp_jobs.launchers.slurm.regrow import Companions
 from fsdp_jobs.launchers.slurm.script import Steps
 from fsdp_jobs.logs import tail
@@ -28,6 +28,7 @@ from fsdp_jobs.run_dir import RunDir
 _POLL_S = 0.2
 _ASK_SLURM_S = 5.0
 _EARLY_DEATH_S = 20.0  # a process that dies younger than this, three times in a row, is given up
+_EXCLUDE_S = 6 * 3600.0  # a node that fails the preflight
 _LEAVE_S = 30.0  # for agents to go after the verdict
 _REQUEUE_S = 120.0  # for SLURM to end this process once it has requeued the job
 
@@ -89,6 +90,8 @@ class Batch:
         record_event(self.run, "attempt_started", self.attempt, nodes=len(self.hosts), **details)
         here = f"{socket.gethostname()}:{free_port()}"
         self.env = {**os.environ, **self.steps.env, ATTEMPT_ENV: str(self.attempt), COORDINATOR_ENV: here}
+        if self.steps.preflight and (bad := self._preflight(folder / "preflight")) is not None:
+            return self._end(bad)
         self._start("coordinator", self.steps.coordinator, folder / "coordinator.log")
         for number, host in enumerate(self.hosts):
             argv = [*srun([host], self.cpus[host]), *(a.replace("{node}", str(number)) for a in self.steps.agent)]
@@ -100,8 +103,43 @@ class Batch:
         verdict = self._until_verdict()
         self._until_gone()
         self.companions.release()
+        return self._end(verdict)
+
+    def _end(self, verdict: Verdict) -> int:
         print(f"attempt {self.attempt}: {verdict.verdict}, {verdict.reason}", flush=True)
         return self._requeue() if verdict.decision == "requeue" else verdict.exit_code_of_attempt
+
+    def _preflight(self, folder: Path) -> Verdict | None:
+        """Test the nodes; a verdict when there is something wrong with them."""
+        folder.mkdir()
+        (folder / preflight.NONCE).touch()
+        where = [str(folder), str(self.steps.ranks_per_node), f"{self.hosts[0]}:{free_port()}", self.steps.accelerator]
+        argv = [*srun(self.hosts), *self.steps.preflight, *where, *self.hosts]
+        step = _Process("preflight", argv, folder / "preflight.log", self.env, self.hosts)
+        deadline = time.monotonic() + preflight.TIMEOUT_S
+        while step.popen.poll() is None and time.monotonic() < deadline and not self.asked_to_leave:
+            time.sleep(_POLL_S)
+        step.popen.kill()
+        if self.asked_to_leave:
+            return self._judge(Verdict("preempted", "requeue", f"{self.asked_to_leave} during the preflight"))
+        bad, between = preflight.blame(preflight.read_reports(folder), self.hosts)
+        if bad and len(bad) < len(self.hosts):
+            for host, why in bad.items():
+                self.run.exclude(host, _EXCLUDE_S, f"preflight: {why}")
+            told = "; ".join(f"{host}: {why}" for host, why in bad.items())
+            return self._judge(Verdict("infrastructure", "requeue", f"preflight: {told}"))
+        if bad or between:  # none of them alone
+            told = "; ".join(between) or "; ".join(sorted(set(bad.values())))
+            reason = f"preflight, {'links' if between else 'every node'}: {told}"
+            return self._judge(Verdict("infrastructure", "stop", reason, last_lines=tail(step.log, 15)))
+        return None
+
+    def _judge(self, verdict: Verdict) -> Verdict:
+        """Where there is no coordinator that could."""
+        verdict.write(self.run, self.attempt)
+        ended = {"verdict": verdict.verdict, "decision": verdict.decision, "reason": verdict.reason}
+        record_event(self.run, "attempt_ended", self.attempt, **ended)
+        return verdict
 
     def _start(self, name: str, argv: Sequence[str], log: Path, hosts: Sequence[str] = (), **env: str) -> None:
         self.processes.append(_Process(name, argv, log, {**self.env, **env}, hosts))
@@ -177,10 +215,7 @@ class Batch:
         self.given_up += process.hosts
         reason = f"{process.name} died three times within {_EARLY_DEATH_S:.0f} s of its start"
         if process.name == "coordinator" or not any(self._has_agent(n) for n in range(self.steps.max_nodes)):
-            verdict = Verdict("infrastructure", "stop", reason, last_lines=tail(process.log, 15))
-            verdict.write(self.run, self.attempt)
-            ended = {"verdict": verdict.verdict, "decision": verdict.decision, "reason": reason}
-            record_event(self.run, "attempt_ended", self.attempt, **ended)
+            self._judge(Verdict("infrastructure", "stop", reason, last_lines=tail(process.log, 15)))
         else:
             record_event(self.run, "given_up", self.attempt, process=process.name, why=reason)
 

@@ -43,7 +43,7 @@ def check(config: JobConfig, run: RunDir) -> None:
                 problems.append(Problem(f"cluster.{key}={text!r}", "holds a line break"))
     for option in cluster.extra:
         if not option.startswith("-"):
-            problems.append(Problem(f"cluster.extra=[{option}]", "is no option", "[--licenses=foo], say"))
+            problems.append(Problem(f"cluster.extra=[{option}]", "is no option", "extra=['--licenses=foo'], say"))
     if cluster.container_runtime not in ("pyxis", "apptainer"):
         what = "allowed: pyxis, apptainer"
         hint = nearest(cluster.container_runtime, ("pyxis", "apptainer"))

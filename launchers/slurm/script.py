@@ -16,6 +16,7 @@ from fsdp_jobs.config import JobConfig
 from fsdp_jobs.planning.plan import Plan
 
 BATCH = "fsdp_jobs.launchers.slurm.batch"
+PREFLIGHT = "fsdp_jobs.launchers.slurm.preflight"
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,11 @@ class Steps:
     coordinator: list[str]
     agent: list[str]
     env: dict[str, str]
-    min_nodes: int
+    ranks_per_node: int
+    accelerator: str  # cpu | cuda
     max_nodes: int
     regrow: bool
-    preflight: bool
+    preflight: list[str]  # empty: none
     submit: list[str] = field(default_factory=list)  # options of sbatch for one more node
 
     def to_json(self) -> str:
@@ -60,10 +62,11 @@ def steps(app: AppDef, config: JobConfig, site: Site) -> Steps:
         coordinator=_argv(roles["coordinator"], cluster),
         agent=[*_container(cluster, run_dir), *_argv(trainer, cluster)],
         env=trainer.env,
-        min_nodes=trainer.min_replicas or trainer.num_replicas,
+        ranks_per_node=trainer.resource.cpu,
+        accelerator="cuda" if trainer.resource.gpu else "cpu",
         max_nodes=trainer.num_replicas,
         regrow=cluster.regrow,
-        preflight=cluster.preflight,
+        preflight=_preflight(trainer, cluster, run_dir) if cluster.preflight else [],
         submit=list(_resources(cluster, trainer, site)),
     )
 
@@ -73,6 +76,12 @@ def _argv(role: Role, cluster: SlurmClusterConfig) -> list[str]:
     inside = cluster.container is not None and role.name == "trainer"
     python = cluster.python or ("python3" if inside else role.entrypoint)
     return [python, *values.apply(role).args]
+
+
+def _preflight(trainer: Role, cluster: SlurmClusterConfig, run_dir: str) -> list[str]:
+    """The test of a node, as far as it is known now; in the agent's environment."""
+    python = _argv(trainer, cluster)[0]
+    return [*_container(cluster, run_dir), python, "-m", PREFLIGHT]
 
 
 def _container(cluster: SlurmClusterConfig, run_dir: str) -> list[str]:

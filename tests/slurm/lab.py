@@ -80,7 +80,7 @@ class SlurmJob(Watched):
     def __init__(self, lab: Lab, folder: Path, name: str, *overrides: str):
         super().__init__(RunDir(folder / "runs" / name))
         self.lab, self.folder, self.name = lab, folder, name
-        self.submit(f"name={name}", *ON_CPU, *TINY, "cluster.preflight=false", *overrides)
+        self.submit(f"name={name}", *ON_CPU, *TINY, *overrides)
 
     def submit(self, *args: str) -> str:
         done = self.lab.cli(self.folder, *args)

@@ -13,6 +13,7 @@ from tests.world import run_world, train_here
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 ENDLESS = ("steps=100000", "optim.schedule=constant", "checkpoint.every_steps=20", "fsdp=full_shard")
+QUICK = ("elastic.heartbeat_timeout_s=5", "elastic.join_window_s=5")
 
 
 def as_undisturbed(job: SlurmJob, folder: Path, *overrides: str) -> None:
@@ -27,7 +28,7 @@ def as_undisturbed(job: SlurmJob, folder: Path, *overrides: str) -> None:
 
 def test_a_job_goes_on_whatever_is_asked_of_it(lab: Lab, tmp_path: Path) -> None:
     """An agent is killed, the job signalled, requeued and preempted; its losses show nothing of it."""
-    with slurm_job(lab, tmp_path, "asked", "nodes=2:4", *ENDLESS) as job:
+    with slurm_job(lab, tmp_path, "asked", "nodes=2:4", "cluster.preflight=true", *QUICK, *ENDLESS) as job:
         job.until_attempt(0)
         (first,) = job.rounds()
         assert first["hosts"] == ["node1", "node2", "node3", "node4"]
@@ -57,7 +58,7 @@ def test_a_job_goes_on_whatever_is_asked_of_it(lab: Lab, tmp_path: Path) -> None
 
 
 def test_lost_nodes_are_replaced_and_the_loss_of_the_first_one_requeues(lab: Lab, tmp_path: Path) -> None:
-    with slurm_job(lab, tmp_path, "lossy", "nodes=2:4", *ENDLESS) as job:
+    with slurm_job(lab, tmp_path, "lossy", "nodes=2:4", *QUICK, *ENDLESS) as job:
         job.until_attempt(0)
         lab.crash("node3")
         job.until(lambda: [r["world_size"] for r in job.rounds()] == [8, 6], "three nodes")

@@ -1,0 +1,14 @@
+#!/bin/bash
+#SBATCH --job-name=golden
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+#SBATCH --output=/shared/runs/golden/submit/slurm-%j.out
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --no-kill
+#SBATCH --signal=B:USR1@70
+set -e
+exec /env/bin/python -m fsdp_jobs.launchers.slurm.batch /shared/runs/golden
+
+# agent: apptainer exec --bind=/shared/runs/golden:/shared/runs/golden torch.sif python3 -m fsdp_jobs.elastic.agent /shared/runs/golden --node '{node}' --nproc 2

@@ -1,0 +1,15 @@
+#!/bin/bash
+#SBATCH --job-name=golden
+#SBATCH --nodes=2-8
+#SBATCH --gres=gpu:4
+#SBATCH --cpus-per-task=32
+#SBATCH --output=/shared/runs/golden/submit/slurm-%j.out
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --no-kill
+#SBATCH --signal=B:USR1@70
+set -e
+export PYTHONSAFEPATH=1 PYTHONPATH=/shared/runs/golden/code${PYTHONPATH:+:$PYTHONPATH}
+exec /env/bin/python -m fsdp_jobs.launchers.slurm.batch /shared/runs/golden
+
+# agent: /env/bin/python -m fsdp_jobs.elastic.agent /shared/runs/golden --node '{node}' --nproc 4

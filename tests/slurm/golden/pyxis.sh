@@ -1,0 +1,16 @@
+#!/bin/bash
+#SBATCH --job-name=golden
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --output=/shared/runs/golden/submit/slurm-%j.out
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --no-kill
+#SBATCH --signal=B:USR1@70
+set -e
+export PYTHONSAFEPATH=1 PYTHONPATH=/shared/runs/golden/code${PYTHONPATH:+:$PYTHONPATH}
+exec /env/bin/python -m fsdp_jobs.launchers.slurm.batch /shared/runs/golden
+
+# agent: --container-image=/images/torch.sqsh --container-mounts=/shared/runs/golden:/shared/runs/golden,/data:/data python3 -m fsdp_jobs.elastic.agent /shared/runs/golden --node '{node}' --nproc 8
