@@ -34,6 +34,7 @@ _VERBS = {
     "cancel": "save a checkpoint and stop: cancel NAME [--now]",
     "list": "all runs",
     "resume": "go on with a run, changed or not: resume NAME [overrides]",
+    "doctor": "can jobs run on a cluster from here: doctor cluster=slurm",
     "rehearse": "your job in small on this machine suffers a fault for real: rehearse kill_node [overrides]",
     "export": "one safetensors or .pt file from a checkpoint: export NAME [--format pt] [--step N] [--out DIR]",
 }
@@ -59,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "cancel": run_verbs.cancel,
             "list": run_verbs.list_runs,
             "resume": _resume,
+            "doctor": _doctor,
             "rehearse": _rehearse,
             "export": run_verbs.export,
         }
@@ -241,6 +243,13 @@ def _resume(args: list[str]) -> int:
     before = [o for o in run.read_job()["overrides"] if o.partition("=")[0] not in ("attach", "dry_run")]
     overrides = merge_overrides(before, [*args[1:], f"name={run.name}", f"runs_dir={runs_dir}"])
     return _submit_config(compose_job(overrides), overrides)
+
+
+def _doctor(args: list[str]) -> int:
+    from fsdp_jobs.doctor import doctor
+
+    overrides, config_dir = _split_config_dir(args)
+    return doctor(_checked_job(overrides, config_dir, files=False), console)
 
 
 def _rehearse(args: list[str]) -> int:

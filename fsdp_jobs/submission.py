@@ -16,6 +16,7 @@ from torchx.specs import AppDryRunInfo, AppState, make_app_handle, parse_app_han
 
 from fsdp_jobs.app import to_app
 from fsdp_jobs.checks import check, check_existing_run
+from fsdp_jobs.clusters import SlurmClusterConfig
 from fsdp_jobs.config import CustomModelConfig, JobConfig, dump_config, node_range
 from fsdp_jobs.events import record_event
 from fsdp_jobs.planning.options import ranks_per_node
@@ -71,6 +72,10 @@ def plan_of(config: JobConfig) -> tuple[Plan, ModelShape | None]:
         if len(topology.nodes) < node_range(config.nodes)[1]:
             what = f"names {len(topology.nodes)} nodes, the job wants {config.nodes}"
             raise BadInput([Problem(f"cluster.topology={config.cluster.topology}", what)])
+    elif isinstance(config.cluster, SlurmClusterConfig):
+        from fsdp_jobs.launchers.slurm.site import cluster_topology
+
+        topology = cluster_topology(config)
     return make_plan(config, topology, None if topology is None else node_range(config.nodes)[1], shape), shape
 
 

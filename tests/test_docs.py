@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from fsdp_jobs.clusters import ClusterConfig, SlurmClusterConfig
 from fsdp_jobs.compose import compose_job, groups, keys_of
 from fsdp_jobs.config import CustomModelConfig
 
@@ -51,3 +53,17 @@ def test_links_between_pages_lead_somewhere() -> None:
                 headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
                 slugs = {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
                 assert anchor in slugs, f"{page.name}: {target}#{anchor}"
+
+
+def test_every_key_of_slurm_is_on_its_page() -> None:
+    page = (ROOT / "docs" / "slurm.md").read_text()
+    rows = [row.split(" | ") for row in re.findall(r"^\| (`cluster\..*)$", page, re.MULTILINE)]
+    shown = {
+        key.removeprefix("cluster."): default for keys, default, _ in rows for key in re.findall(r"`([\w.]+)`", keys)
+    }
+    own = {f.name: f for f in fields(SlurmClusterConfig) if f.name not in {g.name for g in fields(ClusterConfig)}}
+    assert set(shown) == set(own)
+    for key, default in shown.items():
+        value = getattr(SlurmClusterConfig(), key)
+        text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+        assert default == text.removesuffix(".0"), key

@@ -50,7 +50,7 @@ def check(config: JobConfig, run: RunDir) -> None:
         problems.append(Problem(f"cluster.container_runtime={cluster.container_runtime}", what, hint))
     if "\n" in str(run.path):
         problems.append(Problem("runs_dir", "holds a line break"))
-    kind = _file_system(run.path)
+    kind = file_system(run.path)
     if kind in _OWN_MEMORY:
         what = f"is on {kind}, in this machine's memory: the nodes cannot see it"
         problems.append(Problem(f"run directory {run.path}", what, "runs_dir=... on storage that the nodes share"))
@@ -60,7 +60,7 @@ def check(config: JobConfig, run: RunDir) -> None:
         raise BadInput(problems)
 
 
-def _file_system(path: Path) -> str:
+def file_system(path: Path) -> str:
     """The kind of file system that a path is on, or will be."""
     place = str(path.resolve())
     best, kind = "", ""
@@ -106,7 +106,7 @@ def ask_slurm(config: JobConfig, script: str, margin_s: int) -> None:
 class _Rule:
     """How one of SLURM's complaints reads in our keys."""
 
-    says: str  # part of its message
+    says: str  # part of its message, in lower case
     key: str
     what: Callable[[SlurmClusterConfig], str]
 
@@ -140,21 +140,21 @@ def _limit(cluster: SlurmClusterConfig) -> str:
     return f"partition {p.name} allows {p.time}" if p is not None else ""
 
 
-_RULES = (
-    _Rule("artition", "partition", lambda _: "there are " + ", ".join(p.name for p in client.partitions())),
+_RULES = (  # the first that fits
+    _Rule("configuration", "", _size),
+    _Rule("account", "account", lambda _: _names("sacctmgr", "-nP", "show", "assoc", _me(), "format=Account")),
+    _Rule("partition", "partition", lambda _: "there are " + ", ".join(p.name for p in client.partitions())),
     _Rule("time limit", "time", _limit),
     _Rule("--time", "time", lambda _: "minutes, or days-hours:minutes:seconds"),
     _Rule("qos", "qos", lambda _: _names("sacctmgr", "-nP", "show", "qos", "format=Name")),
-    _Rule("account", "account", lambda _: _names("sacctmgr", "-nP", "show", "assoc", _me(), "format=Account")),
     _Rule("feature", "constraint", lambda c: f"its nodes have {getattr(_partition_of(c), 'features', '')}"),
     _Rule("reservation", "reservation", lambda _: "scontrol show reservation lists them"),
     _Rule("node name", "nodelist", lambda _: "sinfo -N lists them; cluster.exclude is looked at, too"),
     _Rule("--mem", "mem", lambda _: "500G, or 0 for all of it"),
-    _Rule("switches", "switches", lambda _: "a number, or number@max-time"),
-    _Rule("ode count", "", _size),
-    _Rule("rocessors", "", _size),
-    _Rule("configuration", "", _size),
     _Rule("memory", "mem", _size),
+    _Rule("switches", "switches", lambda _: "a number, or number@max-time"),
+    _Rule("node count", "", _size),
+    _Rule("processors", "", _size),
 )
 
 
@@ -163,7 +163,7 @@ def _translate(cluster: SlurmClusterConfig, config: JobConfig, message: str) -> 
     if said.startswith("Try "):
         said = message.splitlines()[0].removeprefix("sbatch: ")
     for rule in _RULES:
-        if rule.says.lower() in said.lower():
+        if rule.says in said.lower():
             asked = f"cluster.{rule.key}={getattr(cluster, rule.key)}" if rule.key else _asked(cluster, config)
             return Problem(asked, f"SLURM says: {said}", rule.what(cluster))
     return Problem("sbatch --test-only", said, "cluster.extra and the environment's SBATCH_* count, too")

@@ -15,12 +15,13 @@ from torchx.specs import AppDef, AppDryRunInfo, AppState, RoleStatus
 from fsdp_jobs.app import RUN_DIR_KEY
 from fsdp_jobs.clusters import SlurmClusterConfig
 from fsdp_jobs.config import JobConfig
-from fsdp_jobs.events import Verdict, read_events, record_event
+from fsdp_jobs.events import Verdict, record_event
 from fsdp_jobs.launchers.record import final_state, log_lines
 from fsdp_jobs.launchers.slurm import client, refusals
-from fsdp_jobs.launchers.slurm.script import Site, Steps, margin_s, script, steps
+from fsdp_jobs.launchers.slurm.script import Steps, script, steps
+from fsdp_jobs.launchers.slurm.site import probe
 from fsdp_jobs.problems import BadInput, Problem
-from fsdp_jobs.run_dir import RunDir, read_json_lines, write_atomic
+from fsdp_jobs.run_dir import RunDir, write_atomic
 from fsdp_jobs.snapshot import Snapshot, take
 
 # SLURM's words. One that is not here belongs to a job that is still in the queue.
@@ -159,37 +160,6 @@ class SlurmScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
 
 def create_scheduler(session_name: str, **_kwargs: object) -> SlurmScheduler:
     return SlurmScheduler(session_name)
-
-
-def probe(config: JobConfig, run: RunDir) -> Site:
-    """What the script has to know of this cluster, and of what this run has measured.
-
-    Raises:
-        BadInput: there is no SLURM here, or it does not answer.
-    """
-    try:
-        settings = client.settings()
-        tree = "topology" in settings["TopologyPlugin"] and "none" not in settings["TopologyPlugin"]
-        topology = client.call("scontrol", "show", "topology") if tree else ""
-    except client.SlurmError as e:
-        raise BadInput([refusals.no_slurm(str(e))]) from e
-    option = ""
-    if "gpu" in settings.get("GresTypes", ""):
-        option = "--gpus-per-node={}" if "cons_tres" in settings["SelectType"] else "--gres=gpu:{}"
-    saves = [e["seconds"] for e in read_events(run) if e["event"] == "checkpoint"]
-    step_s = max((m["step_s"] for m in read_json_lines(run.metrics)), default=0.0)
-    margin = margin_s(max(saves, default=0.0), step_s, config.elastic.stop_grace_s)
-    return Site(option, _leaf_size(topology), margin)
-
-
-def _leaf_size(topology: str) -> int:
-    """Most nodes under one leaf switch."""
-    from fsdp_jobs.planning.topology_sources import from_scontrol
-
-    sizes: dict[tuple[str, ...], int] = {}
-    for node in from_scontrol(topology).nodes if topology else ():
-        sizes[node.switch_path] = sizes.get(node.switch_path, 0) + 1
-    return max(sizes.values(), default=0)
 
 
 def _describe(job: client.QueuedJob, state: AppState) -> str:

@@ -55,6 +55,20 @@ def test_bad_input_is_refused_in_our_words_and_nothing_is_written(lab: Lab, tmp_
     assert lab.on_login("squeue", "-h") == ""
 
 
+def test_doctor_looks_at_the_cluster_and_at_one_of_its_nodes(lab: Lab, tmp_path: Path) -> None:
+    done = lab.cli(tmp_path, "doctor", *ON_CPU)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for told in ("cluster lab, SLURM", "main: 4 nodes", "sacct answers", f"sees {tmp_path}/runs", "with torch 2.13"):
+        assert told in done.stdout
+    done = lab.cli(tmp_path, "doctor", *ON_CPU, "cluster.python=/nowhere/python")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "/nowhere/python" in done.stdout
+    done = lab.cli(tmp_path, "doctor", *ON_CPU, f"runs_dir={lab.folder}/scratch")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "the nodes do not see" in done.stdout
+    assert not list(Path(tmp_path, "runs").iterdir()), "nothing is left"
+
+
 def torchx(lab: Lab, folder: Path, *args: str) -> str:
     command = [str(CLUSTER), "run", "login", str(Path(sys.executable).with_name("torchx")), *args]
     env = environment(folder, FSDP_JOBS_SLURM=str(lab.folder))

@@ -1,0 +1,210 @@
+"""Tests the nodes of an allocation before training, so that a bad one costs a minute and not a day.
+
+One task a node, `python -m fsdp_jobs.launchers.slurm.preflight FOLDER NPROC HOST:PORT cpu|cuda HOST...`; each leaves
+what it found in FOLDER, which is in the run directory. Whom to blame follows from all reports together.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from fsdp_jobs.run_dir import write_atomic
+
+TIMEOUT_S = 120.0  # for all of it, imports included
+NONCE = "nonce"  # file that every node must be able to read, written by the batch step
+_COHERENT_S = 10.0  # for what one node writes to be seen by another
+_PAIR_S = 30.0
+_MB = {"run directory": 1000, "/dev/shm": 64, "/tmp": 100}  # least free
+_CLOCK_S = 2.0
+_SLOW = 0.7  # of the median
+_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}  # of the all-reduce
+_GEMM = {"cpu": 256, "cuda": 8192}  # rows of the square matrices
+
+
+@dataclass
+class Report:
+    """What one node found."""
+
+    host: str
+    problems: list[str] = field(default_factory=list)  # of this node alone
+    gemm_tflops: list[float] = field(default_factory=list)  # by device
+    pairs: dict[str, str] = field(default_factory=dict)  # partner -> what went wrong with it; empty: nothing
+    gb_s: list[float] = field(default_factory=list)  # of the all-reduces
+
+
+def blame(reports: Sequence[Report], hosts: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Bad nodes with what is wrong with each, and what is wrong between nodes without one of them to blame."""
+    by_host = {r.host: r for r in reports}
+    bad = {host: f"no answer within {TIMEOUT_S:.0f} s" for host in hosts if host not in by_host}
+    bad |= {r.host: "; ".join(r.problems) for r in reports if r.problems}
+    speeds = [s for r in reports for s in r.gemm_tflops]
+    for report in reports:
+        slow = [
+            i for i, s in enumerate(report.gemm_tflops) if len(speeds) > 2 and s < _SLOW * statistics.median(speeds)
+        ]
+        if slow and report.host not in bad:
+            bad[report.host] = f"device {slow[0]} multiplies at less than {_SLOW:.0%} of the median"
+    for report in reports:
+        partners = [p for p in report.pairs if p not in bad]
+        failed = [p for p in partners if report.pairs[p]]
+        others_work = all(any(not why for why in by_host[p].pairs.values()) for p in failed)
+        if failed and len(failed) == len(partners) and others_work and report.host not in bad:
+            bad[report.host] = f"all-reduce with {' and '.join(failed)} failed: {report.pairs[failed[0]]}"
+    between = {
+        f"between {' and '.join(sorted((r.host, partner)))}: {why}"
+        for r in reports
+        for partner, why in r.pairs.items()
+        if why and r.host not in bad and partner not in bad
+    }
+    return bad, sorted(between)
+
+
+def read_reports(folder: Path) -> list[Report]:
+    return [Report(**json.loads(f.read_text())) for f in sorted(folder.glob("*.json"))]
+
+
+def _place(folder: Path, hosts: Sequence[str]) -> Iterator[str]:
+    """Names, storage."""
+    for host in hosts:
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError as e:
+            yield f"cannot resolve the name {host}: {e}"
+    deadline = time.monotonic() + _COHERENT_S
+    while not (folder / NONCE).exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    if not (folder / NONCE).exists():
+        yield f"does not see what {hosts[0]} wrote to {folder}"
+    for what, path in (("run directory", folder), ("/dev/shm", Path("/dev/shm")), ("/tmp", Path("/tmp"))):
+        free = shutil.disk_usage(path).free / 1e6
+        if free < _MB[what]:
+            yield f"{what}: {free:.0f} MB free, {_MB[what]} wanted"
+
+
+def _gpus(nproc: int) -> Iterator[str]:
+    """What the driver says."""
+    import torch
+
+    if torch.cuda.device_count() < nproc:
+        yield f"{torch.cuda.device_count()} GPUs, {nproc} wanted"
+    query = ["nvidia-smi", "--query-gpu=index,ecc.errors.uncorrected.volatile.total", "--format=csv,noheader"]
+    with suppress(FileNotFoundError):
+        for line in subprocess.run(query, capture_output=True, text=True).stdout.splitlines():
+            index, _, errors = line.partition(", ")
+            if errors.isdigit() and int(errors):
+                yield f"GPU {index} has {errors} uncorrected memory errors"
+
+
+def _gemm(device: Any, size: int) -> tuple[float, bool]:
+    """TFLOP/s of a matrix product on a device, and whether it is right."""
+    import torch
+
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    a, b = torch.ones(size, size, dtype=dtype, device=device), torch.full((size, size), 0.5, dtype=dtype, device=device)
+    right = bool(((a @ b) == size / 2).all())
+    begun, times = time.perf_counter(), 5
+    for _ in range(times):
+        c = a @ b
+    right = right and bool((c == size / 2).all())  # waits for the device, too
+    return times * 2 * size**3 / (time.perf_counter() - begun) / 1e12, right
+
+
+def _all_reduce(store: Any, device: Any, rank: int, partner: int, turn: int) -> float:
+    """GB/s of an all-reduce with another node.
+
+    Raises:
+        RuntimeError: it failed, or its clock is another.
+    """
+    import torch
+    import torch.distributed as dist
+
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    prefix = dist.PrefixStore(f"{turn}-{min(rank, partner)}", store)
+    mine = int(rank > partner)
+    dist.init_process_group(backend, store=prefix, rank=mine, world_size=2, timeout=timedelta(seconds=_PAIR_S))
+    try:
+        data = torch.ones(_BYTES[device.type] // 4, device=device)
+        dist.all_reduce(data)  # connects
+        begun = time.perf_counter()
+        dist.all_reduce(data)
+        wrong = not bool((data == 4).all())
+        took, now = time.perf_counter() - begun, time.time()
+        prefix.set(f"clock-{mine}", repr(now))
+        skew = abs(now - float(prefix.get(f"clock-{1 - mine}")))
+    finally:
+        dist.destroy_process_group()
+    if wrong:
+        raise RuntimeError("the sum is wrong")
+    if skew > _CLOCK_S:
+        raise RuntimeError(f"the clocks are {skew:.0f} s apart")
+    return _BYTES[device.type] / took / 1e9
+
+
+def _partners(rank: int, nodes: int) -> Iterator[tuple[int, int]]:
+    """(turn, partner): with the neighbour on one side, then with the one on the other."""
+    for turn in (0, 1):
+        partner = rank + (1 if rank % 2 == turn else -1)
+        if 0 <= partner < nodes:
+            yield turn, partner
+
+
+def examine(folder: Path, nproc: int, store_at: str, hosts: Sequence[str], rank: int, cuda: bool) -> Report:
+    """Look at this node, and at its links to two others."""
+    report = Report(hosts[rank], list(_place(folder, hosts)))
+    import torch
+    import torch.distributed as dist
+
+    kind = "cuda" if cuda else "cpu"
+    if cuda:
+        report.problems += _gpus(nproc)
+    devices = [torch.device(kind, i) for i in range(min(nproc, torch.cuda.device_count()))] if cuda else []
+    for device in devices or [torch.device("cpu")]:
+        try:
+            speed, right = _gemm(device, _GEMM[device.type])
+            report.gemm_tflops.append(speed)
+            if not right:
+                report.problems.append(f"{device} multiplies wrongly")
+        except RuntimeError as e:
+            report.problems.append(f"{device}: {str(e).splitlines()[0]}")
+    host, _, port = store_at.rpartition(":")
+    try:
+        store = dist.TCPStore(host, int(port), is_master=rank == 0, timeout=timedelta(seconds=_PAIR_S))
+    except RuntimeError as e:  # DistError is one
+        report.problems.append(f"cannot reach {store_at}: {str(e).splitlines()[0]}")
+        return report
+    for turn, partner in _partners(rank, len(hosts)):
+        report.pairs[hosts[partner]] = ""
+        try:
+            report.gb_s.append(_all_reduce(store, devices[0] if devices else torch.device("cpu"), rank, partner, turn))
+        except RuntimeError as e:
+            report.pairs[hosts[partner]] = str(e).splitlines()[0]
+    store.set(f"done-{rank}", "")
+    if rank == 0:  # the store lives here
+        with suppress(RuntimeError):
+            store.wait([f"done-{r}" for r in range(len(hosts))], timedelta(seconds=2 * _PAIR_S))
+    return report
+
+
+def main(argv: Sequence[str]) -> int:
+    folder, nproc, store_at, kind, *hosts = argv
+    rank = int(os.environ["SLURM_PROCID"])
+    report = examine(Path(folder), int(nproc), store_at, hosts, rank, kind == "cuda")
+    write_atomic(Path(folder) / f"{report.host}.json", json.dumps(asdict(report), indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,56 @@
+"""What a plan and a script depend on and only the cluster knows."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from fsdp_jobs.clusters import SlurmClusterConfig
+from fsdp_jobs.config import JobConfig, node_range
+from fsdp_jobs.events import read_events
+from fsdp_jobs.launchers.slurm import client
+from fsdp_jobs.launchers.slurm.refusals import no_slurm
+from fsdp_jobs.launchers.slurm.script import Site, margin_s
+from fsdp_jobs.planning.options import ranks_per_node
+from fsdp_jobs.planning.topology import Topology
+from fsdp_jobs.planning.topology_sources import from_scontrol
+from fsdp_jobs.problems import BadInput
+from fsdp_jobs.run_dir import RunDir, read_json_lines
+
+
+def cluster_topology(config: JobConfig) -> Topology | None:
+    """The switches above the nodes of the job's partition; None where there is no SLURM, or it does not say.
+
+    Which of these nodes a job will get nobody knows before it starts: for planning only.
+    """
+    cluster = config.cluster
+    assert isinstance(cluster, SlurmClusterConfig)
+    try:
+        if client.settings()["TopologyPlugin"] in ("topology/none", "topology/default", "topology/flat"):
+            return None
+        chosen = [f"--partition={cluster.partition}"] if cluster.partition is not None else []
+        nodes = client.hostnames(",".join(client.call("sinfo", "--noheader", "--format=%N", *chosen).split()))
+        topology = from_scontrol(client.call("scontrol", "show", "topology"), ranks_per_node(config), set(nodes))
+    except client.SlurmError:
+        return None
+    return topology if len(topology.nodes) >= node_range(config.nodes)[1] else None
+
+
+def probe(config: JobConfig, run: RunDir) -> Site:
+    """What the script has to know of this cluster, and of what this run has measured.
+
+    Raises:
+        BadInput: there is no SLURM here, or it does not answer.
+    """
+    try:
+        settings = client.settings()
+    except client.SlurmError as e:
+        raise BadInput([no_slurm(str(e))]) from e
+    option = ""
+    if "gpu" in settings.get("GresTypes", ""):
+        option = "--gpus-per-node={}" if "cons_tres" in settings["SelectType"] else "--gres=gpu:{}"
+    topology = cluster_topology(config)
+    leaves = Counter(node.switch_path for node in topology.nodes) if topology is not None else {}
+    saves = [e["seconds"] for e in read_events(run) if e["event"] == "checkpoint"]
+    step_s = max((m["step_s"] for m in read_json_lines(run.metrics)), default=0.0)
+    margin = margin_s(max(saves, default=0.0), step_s, config.elastic.stop_grace_s)
+    return Site(option, max(leaves.values(), default=0), margin)
