@@ -16,6 +16,7 @@ from fsdp_jobs.problems import BadInput, Problem
 
 REFUSALS = (ApiException, urllib3.exceptions.HTTPError)
 _TIMEOUT_S = (5, 30)  # to connect, to answer
+_RAW: dict[str, Any] = {"_preload_content": False, "_request_timeout": _TIMEOUT_S}  # objects as the server sends them
 
 
 class Api:
@@ -58,7 +59,7 @@ class Api:
             if group in ("", "batch"):
                 api, called = self._paths[kind]
                 read = getattr(api, f"read_namespaced_{called}")
-                return _plain(read(name, self.namespace, _preload_content=False, _request_timeout=_TIMEOUT_S))
+                return _plain(read(name, self.namespace, **_RAW))
             found: Object = self.custom.get_namespaced_custom_object(
                 group, version, self.namespace, plural(kind), name, _request_timeout=_TIMEOUT_S
             )
@@ -83,7 +84,7 @@ class Api:
 
     def groups(self) -> dict[str, str]:
         """API groups that the cluster knows, with the version it prefers."""
-        found = _plain(self._apis.get_api_versions(_preload_content=False, _request_timeout=_TIMEOUT_S))
+        found = _plain(self._apis.get_api_versions(**_RAW))
         return {g["name"]: g["preferredVersion"]["version"] for g in found["groups"]}
 
     def resume(self, body: Object) -> None:
@@ -92,7 +93,7 @@ class Api:
         group, _, version = body["apiVersion"].rpartition("/")
         name = body["metadata"]["name"]
         if group == "batch":
-            self.batch.patch_namespaced_job(name, self.namespace, patch, _request_timeout=_TIMEOUT_S)
+            self.batch.patch_namespaced_job(name, self.namespace, patch, **_RAW)
         else:
             self.custom.patch_namespaced_custom_object(
                 group, version, self.namespace, plural(body["kind"]), name, patch, _request_timeout=_TIMEOUT_S
@@ -100,13 +101,13 @@ class Api:
 
     def annotate_pod(self, name: str, key: str, value: str) -> None:
         patch = [{"op": "add", "path": f"/metadata/annotations/{key.replace('/', '~1')}", "value": value}]
-        self.core.patch_namespaced_pod(name, self.namespace, patch, _request_timeout=_TIMEOUT_S)
+        self.core.patch_namespaced_pod(name, self.namespace, patch, **_RAW)
 
     def delete(self, body: Object) -> None:
         """Delete an object, and whatever it owns; nothing happens when it has gone."""
         group, _, version = body["apiVersion"].rpartition("/")
         name = body["metadata"]["name"]
-        options = {"propagation_policy": "Background", "_request_timeout": _TIMEOUT_S}
+        options: dict[str, Any] = {"propagation_policy": "Background", **_RAW}
         try:
             if group == "batch":
                 self.batch.delete_namespaced_job(name, self.namespace, **options)
@@ -120,22 +121,18 @@ class Api:
 
     def kill_pod(self, name: str) -> None:
         try:
-            self.core.delete_namespaced_pod(name, self.namespace, grace_period_seconds=0, _request_timeout=_TIMEOUT_S)
+            self.core.delete_namespaced_pod(name, self.namespace, grace_period_seconds=0, **_RAW)
         except ApiException as e:
             if e.status != 404:
                 raise
 
     def pods(self, selector: str) -> list[Object]:
         """Oldest first."""
-        found = self.core.list_namespaced_pod(
-            self.namespace, label_selector=selector, _preload_content=False, _request_timeout=_TIMEOUT_S
-        )
+        found = self.core.list_namespaced_pod(self.namespace, label_selector=selector, **_RAW)
         return sorted(_plain(found)["items"], key=lambda p: p["metadata"]["creationTimestamp"])
 
     def jobs(self, selector: str) -> list[Object]:
-        found = self.batch.list_namespaced_job(
-            self.namespace, label_selector=selector, _preload_content=False, _request_timeout=_TIMEOUT_S
-        )
+        found = self.batch.list_namespaced_job(self.namespace, label_selector=selector, **_RAW)
         return list(_plain(found)["items"])
 
     def warnings(self, kind: str, name: str) -> list[str]:
@@ -143,8 +140,7 @@ class Api:
         found = self.core.list_namespaced_event(
             self.namespace,
             field_selector=f"involvedObject.kind={kind},involvedObject.name={name},type=Warning",
-            _preload_content=False,
-            _request_timeout=_TIMEOUT_S,
+            **_RAW,
         )
         events = _plain(found)["items"]
         events.sort(key=lambda e: e.get("lastTimestamp") or e.get("eventTime") or e["metadata"]["creationTimestamp"])
@@ -173,9 +169,7 @@ class Api:
             "kind": "SelfSubjectAccessReview",
             "spec": {"resourceAttributes": attributes},
         }
-        answer = self.authorization.create_self_subject_access_review(
-            review, _preload_content=False, _request_timeout=_TIMEOUT_S
-        )
+        answer = self.authorization.create_self_subject_access_review(review, **_RAW)
         return bool(_plain(answer)["status"]["allowed"])
 
 

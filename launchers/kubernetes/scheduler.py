@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _ROOTS = {"job": ("batch/v1", "Job"), "jobset": ("jobset.x-k8s.io/v1alpha2", "JobSet")}
 _ROOTS["volcano"] = ("batch.volcano.sh/v1alpha1", "Job")
-_TRANSLATIONS = {"job": job_objects, "jobset": jobset_objects, "volcano": volcano_objects}
+TRANSLATIONS = {"job": job_objects, "jobset": jobset_objects, "volcano": volcano_objects}
 _PATIENCE_S, _RETRY_S = 20.0, 2.0  # with a cluster that does not answer
 _Answer = TypeVar("_Answer")
 _ENDED = (AppState.SUCCEEDED, AppState.FAILED, AppState.CANCELLED)
@@ -72,7 +72,7 @@ class KubernetesScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
         assert isinstance(config.cluster, KubernetesClusterConfig)
         api: Api = api_module.connect(config.cluster)
         names = Names(new_app(run.name))
-        objects = _TRANSLATIONS[config.cluster.workload](app, config, run, names)
+        objects = TRANSLATIONS[config.cluster.workload](app, config, run, names)
         check_with_cluster(api, config, objects)
         return AppDryRunInfo(KubernetesRequest(api.namespace, names, objects, config, str(run.path)), str)
 

@@ -7,11 +7,16 @@ from torchx.specs import AppDef
 
 from fsdp_jobs.clusters import KubernetesClusterConfig
 from fsdp_jobs.config import JobConfig
+from fsdp_jobs.events import EXIT_FAILED
 from fsdp_jobs.launchers.kubernetes.labels import NODE, RUN, Names
 from fsdp_jobs.launchers.kubernetes.pods import Object, coordinator_pod, node_pod
 from fsdp_jobs.run_dir import RunDir
 
 _RESTARTS = 100
+_VERDICT = [
+    {"event": "TaskCompleted", "action": "CompleteJob"},
+    {"exitCode": EXIT_FAILED, "action": "TerminateJob"},
+]
 
 
 def volcano_objects(app: AppDef, config: JobConfig, run: RunDir, names: Names) -> list[Object]:
@@ -30,12 +35,8 @@ def volcano_objects(app: AppDef, config: JobConfig, run: RunDir, names: Names) -
             task["template"] = node_pod(app, config, run, names, host, replica)
             task["template"]["metadata"]["labels"][NODE] = replica
         task["maxRetry"] = _RESTARTS
-        task["policies"] = [
-            {"event": "PodEvicted", "action": "RestartTask"},
-            {"event": "PodFailed", "action": "AbortJob" if is_coordinator else "RestartTask"},
-        ]
-        if is_coordinator:
-            task["policies"].append({"event": "TaskCompleted", "action": "CompleteJob"})
+        again = [{"events": ["PodEvicted", "PodFailed"], "action": "RestartTask"}]
+        task["policies"] = [*_VERDICT, *again] if is_coordinator else again
     low = sum(t.get("minAvailable", 1) for t in spec["tasks"])
     metadata = {
         "name": names.app,

@@ -1,0 +1,276 @@
+"""A simulated Kubernetes API server, in this process, for the real client library: stores, checks, filters, deletes.
+
+It knows the kinds that the launcher uses and takes manifests that the official schemas take. Admission is what a
+test puts into `refuse`. What becomes of Jobs and pods is in simulated_cluster.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import jsonschema
+import kubernetes_validate
+import yaml
+
+Object = dict[str, Any]
+
+VERSION = "1.36"
+TOKEN = "a-token"
+NAMESPACE = "team"
+KINDS = {
+    "pods": "Pod",
+    "services": "Service",
+    "configmaps": "ConfigMap",
+    "secrets": "Secret",
+    "events": "Event",
+    "persistentvolumeclaims": "PersistentVolumeClaim",
+    "jobs": "Job",
+    "jobsets": "JobSet",
+    "localqueues": "LocalQueue",
+    "workloads": "Workload",
+}
+SCHEMAS = Path(__file__).parent / "schemas"
+_PATH = re.compile(
+    r"/(?:api|apis/(?P<group>[^/]+))/(?P<version>[^/]+)/namespaces/(?P<ns>[^/]+)/(?P<plural>[^/]+)"
+    r"(?:/(?P<name>[^/]+))?(?:/(?P<sub>[^/]+))?"
+)
+
+
+class Refused(Exception):
+    """An answer that is not 2xx."""
+
+    def __init__(self, status: int, message: str, reason: str = ""):
+        self.status, self.message, self.reason = status, message, reason
+        super().__init__(message)
+
+
+def now(later: float = 0) -> str:
+    return (datetime.now(UTC) + timedelta(seconds=later)).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def check_schema(body: Object) -> None:
+    """Raises: Refused when the official schema, strict, or the CRD's does not take the manifest."""
+    group = body["apiVersion"].rpartition("/")[0]
+    try:
+        if group in ("", "batch"):
+            kubernetes_validate.validate(body, VERSION, strict=True)
+        elif (schema := SCHEMAS / f"{group}_{body['kind'].lower()}.json").exists():
+            jsonschema.validate(body, json.loads(schema.read_text()))
+    except (jsonschema.ValidationError, kubernetes_validate.ValidationError) as e:
+        raise Refused(400, f'{body["kind"]} in version "{body["apiVersion"]}" cannot be handled: {e.message}') from e
+
+
+class SimulatedApi:
+    """The server, its store, and what tests set: permissions, API groups, admission."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.objects: dict[tuple[str, str], Object] = {}  # (group/plural, name) -> object
+        self.denied: set[tuple[str, str]] = set()  # (verb, resource) that the user lacks
+        self.groups = {"batch": "v1", "authorization.k8s.io": "v1"}
+        self.refuse: Callable[[Object], Refused | None] = lambda _body: None
+        self.token = TOKEN
+        self.requests: list[str] = []
+        self.on_delete: Callable[[Object, int | None], bool] = lambda _body, _grace: True
+        self.log_of: Callable[[Object, bool], Iterator[tuple[float, bytes]]] = lambda _pod, _follow: iter(())
+        self.namespaces = {NAMESPACE}
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def write_kubeconfig(self, file: Path, token: str = TOKEN, server: str | None = None) -> Path:
+        content = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "test",
+            "clusters": [{"name": "test", "cluster": {"server": server or self.url}}],
+            "users": [{"name": "test", "user": {"token": token}}],
+            "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test", "namespace": NAMESPACE}}],
+        }
+        file.write_text(yaml.safe_dump(content))
+        return file
+
+    def put(self, group: str, plural: str, body: Object) -> Object:
+        """Create an object as a controller or an administrator would."""
+        with self.lock:
+            stored = copy.deepcopy(body)
+            metadata = stored.setdefault("metadata", {})
+            metadata.setdefault("namespace", NAMESPACE)
+            metadata.setdefault("uid", str(uuid.uuid4()))
+            metadata.setdefault("creationTimestamp", now())
+            stored.setdefault("status", {})
+            self.objects[f"{group}/{plural}", metadata["name"]] = stored
+            return stored
+
+    def all(self, group: str, plural: str) -> list[Object]:
+        with self.lock:
+            return [o for (kind, _), o in self.objects.items() if kind == f"{group}/{plural}"]
+
+    def delete(self, body: Object, grace: int | None = None) -> None:
+        """Delete an object and what it owns. A pod goes when its processes have."""
+        with self.lock:
+            if self.on_delete(body, grace):
+                self.objects = {k: o for k, o in self.objects.items() if o is not body}
+            uid = body["metadata"]["uid"]
+            owned = [
+                o
+                for o in self.objects.values()
+                if any(r["uid"] == uid for r in o["metadata"].get("ownerReferences", []))
+            ]
+            for one in owned:
+                self.delete(one, None)
+
+    def warn(self, kind: str, name: str, reason: str, message: str) -> None:
+        """Record a warning event about an object, once."""
+        event = {
+            "kind": "Event",
+            "type": "Warning",
+            "reason": reason,
+            "message": message,
+            "involvedObject": {"kind": kind, "name": name},
+            "lastTimestamp": now(),
+            "metadata": {"name": f"{name}.{reason}.{abs(hash(message)) % 10**6}"},
+        }
+        if ("/events", event["metadata"]["name"]) not in self.objects:  # type: ignore[index]
+            self.put("", "events", event)
+
+    def answer(self, method: str, path: str, query: dict[str, str], body: Any) -> tuple[int, Any]:
+        if path.rstrip("/") == "/apis":
+            return 200, {
+                "kind": "APIGroupList",
+                "groups": [{"name": g, "preferredVersion": {"version": v}} for g, v in self.groups.items()],
+            }
+        if path.endswith("/selfsubjectaccessreviews"):
+            asked = body["spec"]["resourceAttributes"]
+            resource = "/".join(filter(None, [asked["resource"], asked["subresource"]]))
+            return 201, {"status": {"allowed": (asked["verb"], resource) not in self.denied}}
+        found = _PATH.fullmatch(path)
+        if found is None:
+            raise Refused(404, f"the simulated server has no {path}")
+        group, plural, name = found["group"] or "", found["plural"], found["name"]
+        if group and group not in self.groups:
+            raise Refused(404, "the server could not find the requested resource")
+        if found["ns"] not in self.namespaces:
+            raise Refused(404, f'namespaces "{found["ns"]}" not found')
+        with self.lock:
+            if method == "POST":
+                return self._create(group, plural, query, body)
+            if name is None:
+                return 200, {"kind": f"{KINDS[plural]}List", "items": self._select(group, plural, query)}
+            stored = self.objects.get((f"{group}/{plural}", name))
+            if stored is None:
+                raise Refused(404, f'{plural} "{name}" not found')
+            if method == "PATCH":
+                for change in body:
+                    _apply(stored, change)
+            elif method == "DELETE":
+                grace = (body or {}).get("gracePeriodSeconds", query.get("gracePeriodSeconds"))
+                self.delete(stored, None if grace is None else int(grace))
+            return 200, stored
+
+    def _create(self, group: str, plural: str, query: dict[str, str], body: Object) -> tuple[int, Object]:
+        if ("create", plural) in self.denied:
+            raise Refused(
+                403, f'{plural} is forbidden: User "me" cannot create resource "{plural}" in API group "{group}"'
+            )
+        assert query.get("fieldValidation") == "Strict"
+        check_schema(body)
+        if (refusal := self.refuse(body)) is not None:
+            raise refusal
+        if (f"{group}/{plural}", body["metadata"]["name"]) in self.objects:
+            raise Refused(409, f'{plural} "{body["metadata"]["name"]}" already exists')
+        return 201, body if query.get("dryRun") == "All" else self.put(group, plural, body)
+
+    def _select(self, group: str, plural: str, query: dict[str, str]) -> list[Object]:
+        labels = dict(term.split("=") for term in query.get("labelSelector", "").split(",") if term)
+        fields = [term.split("=") for term in query.get("fieldSelector", "").split(",") if term]
+        found = []
+        for body in self.all(group, plural):
+            has = body["metadata"].get("labels", {})
+            if all(has.get(k) == v for k, v in labels.items()) and all(_field(body, k) == v for k, v in fields):
+                found.append(body)
+        return found
+
+
+def _field(body: Object, path: str) -> Any:
+    for part in path.split("."):
+        body = body[part]
+    return body
+
+
+def _apply(body: Object, change: Object) -> None:
+    """One operation of a JSON patch."""
+    *parents, last = [p.replace("~1", "/") for p in change["path"].split("/")[1:]]
+    for part in parents:
+        body = body[part]
+    assert change["op"] == "add" or last in body
+    body[last] = change["value"]
+
+
+def _handler(api: SimulatedApi) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def _serve(self) -> None:
+            url = urlsplit(self.path)
+            query = {k: v[0] for k, v in parse_qs(url.query).items()}
+            length = int(self.headers.get("Content-Length") or 0)
+            body = json.loads(self.rfile.read(length)) if length else None
+            api.requests.append(f"{self.command} {url.path}" + (" (dry run)" if "dryRun" in query else ""))
+            try:
+                if self.headers.get("authorization") != f"Bearer {api.token}":
+                    raise Refused(401, "Unauthorized")
+                if url.path.endswith("/log"):
+                    self._log(url.path.split("/")[-2], query)
+                    return
+                with api.lock:
+                    status, answer = api.answer(self.command, url.path, query, body)
+                    content = json.dumps(answer).encode()
+            except Refused as e:
+                status = e.status
+                content = json.dumps({"kind": "Status", "code": e.status, "message": e.message}).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_GET = do_POST = do_PATCH = do_DELETE = _serve
+
+        def _log(self, name: str, query: dict[str, str]) -> None:
+            pod = api.objects.get(("/pods", name))
+            if pod is None:
+                raise Refused(404, f'pods "{name}" not found')
+            self.send_response(200)
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            oldest = time.time() - float(query.get("sinceSeconds", 1e9))
+            lines = (line for at, line in api.log_of(pod, query.get("follow") == "true") if at >= oldest)
+            for chunk in itertools.chain(lines, [b""]):
+                self.wfile.write(f"{len(chunk):x}\r\n".encode() + chunk + b"\r\n")
+                self.wfile.flush()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    return Handler

@@ -1,0 +1,124 @@
+"""Whole jobs through the command line and the real client library, on a simulated cluster with real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fsdp_jobs import submission
+from fsdp_jobs.events import Verdict
+from fsdp_jobs.run_dir import RunDir
+from tests.jobs import Watched, cli
+from tests.kubernetes.simulated_cluster import SimulatedCluster, why_not
+from tests.world import TINY
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(bool(why_not()), reason=why_not()),
+]
+
+JOB = (
+    "cluster=kubernetes",
+    "cluster.image=registry.example/fsdp-jobs:1",
+    "cluster.claim=runs",
+    "cluster.mount_path=/run/claim",
+    "cluster.accelerator=cpu",
+    "hardware=cpu",
+    "nproc_per_node=1",
+    *TINY,
+)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCluster]:
+    with SimulatedCluster(tmp_path / "cluster") as made:
+        monkeypatch.setenv("KUBECONFIG", str(made.api.write_kubeconfig(tmp_path / "kubeconfig")))
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / ".state"))
+        yield made
+
+
+class Submitted(Watched):
+    """A job seen from a machine that cannot mount the claim: all it knows comes through the API."""
+
+    def __init__(self, folder: Path, name: str):
+        super().__init__(RunDir(folder / "runs" / name))
+
+    def until_true(self, true: Callable[[], bool], what: str) -> None:
+        def asked() -> bool:
+            submission.state_of(self.run.read_job()["handle"])
+            return true()
+
+        self.until(asked, what, seconds=120)
+
+    def rounds(self) -> int:
+        return len(self.events("round_started"))
+
+    def until_advanced(self, rounds: int) -> None:
+        """Until there have been so many rounds, and the newest of them trains."""
+        self.until_true(lambda: self.rounds() >= rounds, f"round number {rounds}")
+        began = self.events("round_started")[-1]["time"]
+        self.until_true(lambda: bool(self.metrics()) and self.metrics()[-1]["time"] > began, "a step of it")
+
+
+def test_a_job_lives_through_what_happens_to_pods_on_a_simulated_cluster(
+    cluster: SimulatedCluster, tmp_path: Path
+) -> None:
+    done = cli(tmp_path, "name=life", *JOB, "nodes=2", "steps=100000", "checkpoint.every_steps=10", "attach=false")
+    assert done.returncode == 0, done.stdout + done.stderr
+    job = Submitted(tmp_path, "life")
+    job.until_advanced(1)
+    assert sorted(job.events("round_started")[0]["hosts"]) == ["machine-a", "machine-b"]
+
+    cluster.kill(cluster.running("trainer", 0)[0])  # its memory ran out: the Job brings another pod
+    job.until_advanced(2)
+    assert len(cluster.pods("trainer")) == 3
+
+    (coordinator,) = cluster.running("coordinator")
+    cluster.kill(coordinator)  # nobody notices but the next one
+    job.until_true(lambda: bool(job.events("adopted")), "the round is adopted")
+    assert job.rounds() == 2
+
+    (coordinator,) = cluster.running("coordinator")
+    cluster.api.delete(coordinator)  # told to go: the job saves, and goes on with the next attempt
+    job.until_true(lambda: job.run.verdict(0).exists(), "the verdict")
+    verdict = Verdict.read(job.run, 0)
+    assert verdict is not None and (verdict.verdict, verdict.decision) == ("preempted", "requeue"), verdict
+    job.until_advanced(3)
+    resumed = job.events("resumed")[-1]
+    assert resumed["attempt"] == 1 and f"saved at step {resumed['step']}" in verdict.reason
+
+    cluster.drain("machine-a")
+    job.until_true(lambda: job.run.verdict(1).exists(), "the verdict")
+    job.until_advanced(4)
+    assert set(job.events("round_started")[-1]["hosts"]) == {"machine-b"}
+
+    stopped = cli(tmp_path, "cancel", "life")
+    assert stopped.returncode == 0 and "life stopped: cancelled; saved at step" in stopped.stdout, stopped.stdout
+    (root,) = [j for j in cluster.api.all("batch", "jobs") if j["spec"]["completions"] == 1]
+    assert cluster.finished(root) == "Failed" and not cluster.running("trainer")
+    saved = job.events("checkpoint")[-1]["step"]
+
+    steps = f"steps={saved + 5}"
+    again = cli(tmp_path, "resume", "life", steps, "attach=true", timeout=180)
+    assert again.returncode == 0 and f"resumed from the checkpoint of step {saved}" in again.stdout, again.stdout
+    assert "life: done" in again.stdout
+    (new,) = [j for j in cluster.api.all("batch", "jobs") if j["spec"]["completions"] == 1 and j is not root]
+    assert cluster.finished(new) == "Complete"
+    losses = job.losses()
+    assert sorted(losses) == list(range(1, saved + 6))  # nothing is missing of what the pods recorded
+
+
+def test_users_error_fails_an_elastic_job_on_a_simulated_cluster(cluster: SimulatedCluster, tmp_path: Path) -> None:
+    cluster.machines["machine-b"].cordoned = True
+    cluster.machines["machine-a"].slots = 2  # the coordinator and one node: the second never finds a place
+    ended = cli(tmp_path, "name=bad", *JOB, "nodes=1:2", "data=tokens", "data.path=/run/claim/none.bin", timeout=180)
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert "none.bin" in ended.stdout and "bad: failed" in ended.stdout
+    assert "has no place: 0/2 nodes are available" in ended.stdout
+    jobs = {j["spec"]["completions"]: j for j in cluster.api.all("batch", "jobs")}
+    Watched(RunDir(tmp_path / "runs" / "bad")).until(
+        lambda: (cluster.finished(jobs[1]), cluster.finished(jobs[2])) == ("Failed", "Complete"), "both Jobs have ended"
+    )
+    assert jobs[1]["status"]["conditions"][0]["reason"] == "PodFailurePolicy"
