@@ -285,8 +285,9 @@ class Coordinator:
             self._form(ready, now)
 
     def _turn_away_excluded(self) -> None:
-        excluded = self.run.excluded_hosts()
-        for member in [m for m in self.members.values() if m.ready and m.host in excluded]:
+        ready = [m for m in self.members.values() if m.ready]
+        excluded = self.run.excluded_hosts() if ready else {}
+        for member in [m for m in ready if m.host in excluded]:
             self._turned_away = f"{member.host} is excluded: {excluded[member.host]}"
             member.send({"kind": "end", "exit_code": EXIT_REQUEUE, "why": self._turned_away})
             del self.members[member.life]

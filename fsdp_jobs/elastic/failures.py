@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import time
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_jobs.events import EXIT_REQUEUE, Verdict, read_events
-from fsdp_jobs.run_dir import RunDir, write_atomic
+from fsdp_jobs.run_dir import RunDir
 
 # Words of a collective whose peer has gone: the rank that says them is a victim, not the cause.
 _PEER_GONE = re.compile(
@@ -154,7 +153,5 @@ class Machines:
         if not self.most or len(recent) < self.most:
             return None
         reason = f"{len(recent)} failures within {self.for_s:.0f} s; the last: {why}"
-        listed = json.loads(self.run.excluded.read_text()) if self.run.excluded.exists() else {}
-        listed[host] = {"until": now + self.for_s, "why": reason}
-        write_atomic(self.run.excluded, json.dumps(listed, indent=2))
+        self.run.exclude(host, self.for_s, reason)
         return reason
