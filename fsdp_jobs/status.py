@@ -90,7 +90,7 @@ class RunStatus:
         self.tokens_per_s = speed if not self.tokens_per_s else 0.8 * self.tokens_per_s + 0.2 * speed
         self.step_s = record["step_s"] if not self.step_s else 0.8 * self.step_s + 0.2 * record["step_s"]
         self.mfu = record.get("mfu")
-        if self.state in ("starting", "recovering"):
+        if self.state in ("submitted", "starting", "recovering"):
             self.state, self.doing = "running", "training"
 
     def _take(self, event: dict[str, Any]) -> None:

@@ -14,13 +14,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import psutil
 from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream, filter_regex
 from torchx.specs import AppDef, AppDryRunInfo, AppState, RoleStatus, macros
 
@@ -28,6 +26,15 @@ from fsdp_jobs.app import ADDRESS_ENV, ATTEMPT_ENV, COORDINATOR_ENV, RUN_DIR_KEY
 from fsdp_jobs.clusters import LocalClusterConfig
 from fsdp_jobs.config import load_config
 from fsdp_jobs.events import Verdict, record_event
+from fsdp_jobs.launchers.detached import (
+    KILLED,
+    judge,
+    kill_supervisor,
+    remember,
+    start_supervisor,
+    state_dir,
+    supervisor_of,
+)
 from fsdp_jobs.launchers.record import final_state, log_lines
 from fsdp_jobs.processes import die_with_parent, free_port
 from fsdp_jobs.run_dir import RunDir, write_atomic
@@ -67,11 +74,6 @@ def visible_gpus() -> list[str]:
     return [str(i) for i, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*"))]
 
 
-def _state_dir() -> Path:
-    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return Path(base) / "fsdp_jobs" / "local"
-
-
 class LocalScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
     """Runs an AppDef as processes of this machine. An app's id is its run's name and the time of submission."""
 
@@ -99,27 +101,16 @@ class LocalScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
         run = RunDir(request.run_dir)
         app_id = f"{run.name}-{time.strftime('%y%m%d%H%M%S')}-{os.getpid()}"
         write_atomic(run.submit / "commands.json", json.dumps([vars(c) for c in request.commands], indent=2))
-        link = _state_dir() / app_id
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(run.path.resolve())
-        with (run.submit / "supervisor.log").open("a") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "fsdp_jobs.launchers.local", str(run.path)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        started = psutil.Process(process.pid).create_time()
-        write_atomic(run.submit / "supervisor.json", json.dumps({"pid": process.pid, "started": started}))
+        remember("local", app_id, run)
+        start_supervisor(run, "fsdp_jobs.launchers.local")
         return app_id
 
     def describe(self, app_id: str) -> DescribeAppResponse | None:
-        link = _state_dir() / app_id
+        link = state_dir("local") / app_id
         if not link.is_dir():
             return None
         run = RunDir(link.resolve())
-        state = AppState.RUNNING if _supervisor(run) is not None else final_state(run)
+        state = AppState.RUNNING if supervisor_of(run) is not None else final_state(run)
         attempt = run.last_attempt()
         verdict = Verdict.read(run, attempt)
         return DescribeAppResponse(
@@ -131,26 +122,14 @@ class LocalScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
         )
 
     def list(self) -> list[ListAppResponse]:
-        found = [(link.name, self.describe(link.name)) for link in sorted(_state_dir().glob("*"))]
+        found = [(link.name, self.describe(link.name)) for link in sorted(state_dir("local").glob("*"))]
         return [ListAppResponse(name, d.state) for name, d in found if d is not None]
 
     def _cancel_existing(self, app_id: str) -> None:
         """Stop at once, without a checkpoint."""
-        run = RunDir((_state_dir() / app_id).resolve())
-        supervisor = _supervisor(run)
-        if supervisor is not None:
-            family = [supervisor, *supervisor.children(recursive=True)]
-            for process in family:
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
-            psutil.wait_procs(family, timeout=10)
-            attempt = run.last_attempt()
-            if attempt >= 0 and Verdict.read(run, attempt) is None:
-                verdict = Verdict("preempted", "stop", "killed on request, without a checkpoint")
-                verdict.write(run, attempt)
-                record_event(
-                    run, "attempt_ended", attempt, verdict=verdict.verdict, decision="stop", reason=verdict.reason
-                )
+        run = RunDir((state_dir("local") / app_id).resolve())
+        if kill_supervisor(run):
+            judge(run, 0, KILLED)
 
     def log_iter(
         self,
@@ -164,24 +143,13 @@ class LocalScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
         streams: Stream | None = None,
     ) -> Iterable[str]:
         """Lines of a node's ranks in the newest attempt, or the coordinator's own."""
-        run = RunDir((_state_dir() / app_id).resolve())
-        lines = log_lines(run, role_name, k, lambda: should_tail and _supervisor(run) is not None)
+        run = RunDir((state_dir("local") / app_id).resolve())
+        lines = log_lines(run, role_name, k, lambda: should_tail and supervisor_of(run) is not None)
         return filter_regex(regex, lines) if regex else lines
 
 
 def create_scheduler(session_name: str, **_kwargs: object) -> LocalScheduler:
     return LocalScheduler(session_name)
-
-
-def _supervisor(run: RunDir) -> psutil.Process | None:
-    """The live supervisor of a run."""
-    try:
-        known = json.loads((run.submit / "supervisor.json").read_text())
-        process = psutil.Process(known["pid"])
-        alive = process.create_time() == known["started"] and process.status() != psutil.STATUS_ZOMBIE
-        return process if alive else None
-    except (OSError, ValueError, psutil.NoSuchProcess):
-        return None
 
 
 class _Process:
@@ -241,10 +209,7 @@ def run_attempt(run: RunDir, commands: list[Command], attempt: int, restart_node
                     continue
                 if not process.note_death():
                     reason = f"{process.command.name} died three times within {_EARLY_DEATH_S:.0f} s of its start"
-                    Verdict("infrastructure", "stop", reason, last_lines=process.last_lines()).write(run, attempt)
-                    record_event(
-                        run, "attempt_ended", attempt, verdict="infrastructure", decision="stop", reason=reason
-                    )
+                    judge(run, attempt, Verdict("infrastructure", "stop", reason, last_lines=process.last_lines()))
                     break
                 record_event(run, "process_restarted", attempt, process=process.command.name, exit_code=exit_code)
                 process.start()
