@@ -41,6 +41,13 @@ class DockerClusterConfig(ClusterConfig):
 
 
 @dataclass
+class ComposeClusterConfig(ClusterConfig):
+    """The services of deploy/compose.yaml."""
+
+    launcher: str = "compose_fsdp"
+
+
+@dataclass
 class SlurmClusterConfig(ClusterConfig):
     """Nodes that SLURM gives. Keys are sbatch's options under sbatch's names; null leaves one to the cluster."""
 
@@ -112,6 +119,7 @@ class KubernetesClusterConfig(ClusterConfig):
 CLUSTERS: dict[str, type[ClusterConfig]] = {
     "local": LocalClusterConfig,
     "docker": DockerClusterConfig,
+    "compose": ComposeClusterConfig,
     "slurm": SlurmClusterConfig,
     "kubernetes": KubernetesClusterConfig,
 }
