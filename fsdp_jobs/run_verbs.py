@@ -187,6 +187,21 @@ def cancel(args: list[str]) -> int:
     return 0
 
 
+def report(args: list[str]) -> int:
+    args, runs_dir = take_runs_dir(args)
+    parser = run_parser("report")
+    parser.add_argument("--png", action="store_true", help="also a picture a chart, for slides")
+    flags = parser.parse_args(args)
+    run = existing_run(flags.name, runs_dir)
+    try:
+        from fsdp_jobs.report.page import write_report
+    except ImportError as e:
+        raise BadInput([Problem("report", str(e), "pip install 'fsdp_jobs[report]'")]) from e
+    for file in write_report(run, flags.png):
+        console.print(str(file), markup=False, soft_wrap=True)
+    return 0
+
+
 def export(args: list[str]) -> int:
     args, runs_dir = take_runs_dir(args)
     parser = run_parser("export")

@@ -78,6 +78,8 @@ def test_a_killed_rank_and_a_killed_coordinator(tmp_path: Path, undisturbed: dic
     told = cli(tmp_path, "status", "hurt").stdout
     assert re.search(r"was killed by SIGKILL: \d+ steps lost, training again after [\d.]+ s", told), told
     assert "goodput" in told and "it has ended" in told
+    assert cli(tmp_path, "report", "hurt").stdout.strip() == "runs/hurt/report.html"
+    assert "was killed by SIGKILL" in (tmp_path / "runs" / "hurt" / "report.html").read_text()
 
 
 def test_each_epoch_sees_each_sample_once_through_a_kill_and_another_world(tmp_path: Path) -> None:

@@ -1,0 +1,130 @@
+"""The report as one HTML file: everything inline, everything that a run could have written escaped. No torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader
+from markupsafe import Markup
+from matplotlib import pyplot as plt
+
+from fsdp_jobs.config import load_config
+from fsdp_jobs.ledger import ledger_of
+from fsdp_jobs.planning.layout import HYBRID, Layout
+from fsdp_jobs.planning.memory import GIB
+from fsdp_jobs.planning.plan import Plan
+from fsdp_jobs.planning.render import to_svg as plan_to_svg
+from fsdp_jobs.report.charts import charts, to_svg
+from fsdp_jobs.report.history import History
+from fsdp_jobs.run_dir import RunDir, write_atomic
+from fsdp_jobs.status import RunStatus
+
+_PICTURES = 6  # newest rounds that are drawn
+
+
+@dataclass
+class Compared:
+    """One row of planned against measured."""
+
+    what: str
+    planned: str
+    measured: str
+    ratio: str
+
+
+def write_report(run: RunDir, pngs: bool = False) -> list[Path]:
+    """Write `report.html` into the run directory, and a PNG a chart with `pngs`. Returns what was written."""
+    status, history, ledger = RunStatus(run), History.of(run), ledger_of(run)
+    status.update()
+    plan = Plan.from_json(run.plan.read_text()) if run.plan.exists() else None
+    written, drawn = [run.path / "report.html"], []
+    for name, title, figure in charts(history, ledger, plan):
+        drawn.append((title, Markup(to_svg(figure, name))))
+        if pngs:
+            written.append(run.path / f"report-{name}.png")
+            figure.savefig(written[-1], dpi=200)
+        plt.close(figure)
+    template = Environment(loader=PackageLoader("fsdp_jobs.report", "."), autoescape=True).get_template("page.html.j2")
+    page = template.render(
+        name=run.name,
+        status=status,
+        config=load_config(run.config),
+        ledger=ledger,
+        charts=drawn,
+        faults=[
+            {
+                "when": time.strftime("%b %d %H:%M:%S", time.localtime(b.time)),
+                "why": b.why,
+                "lost_steps": b.lost_steps,
+                "after": "-" if b.recovered_s is None else f"{b.recovered_s:.1f} s",
+            }
+            for b in status.breaks
+        ],
+        measured=list(_compared(plan, history)) if plan is not None and history.steps else [],
+        pictures=list(_pictures(plan, history)) if plan is not None else [],
+        yaml=run.config.read_text(),
+        environment=list(_environment(run)),
+    )
+    write_atomic(written[0], page)
+    return written
+
+
+def _compared(plan: Plan, history: History) -> Iterator[Compared]:
+    records = history.newest()
+
+    def median(key: str) -> float | None:
+        values = [r[key] for r in records if r.get(key) is not None]
+        return statistics.median(values) if values else None
+
+    rows: list[tuple[str, float, str, str]] = [
+        ("seconds a step", plan.time.step, "step_s", "{:.3f}"),
+        ("tokens/s, all ranks", plan.time.tokens_per_s, "tokens_per_s", "{:,.0f}"),
+        ("GiB of a GPU at the peak", plan.memory.total / GIB, "peak_memory_gib", "{:.2f}"),
+    ]
+    for what, planned, key, form in rows:
+        found = median(key)
+        if found is None:
+            continue
+        yield Compared(what, form.format(planned), form.format(found), f"{found / planned:.2f}" if planned else "-")
+
+
+def _pictures(plan: Plan, history: History) -> Iterator[tuple[str, Markup]]:
+    """Nodes and shard groups of the newest rounds that differ from the one before."""
+    different: list[dict[str, Any]] = []
+    for event in history.rounds:
+        seen = different[-1] if different else None
+        if seen is None or any(seen[k] != event[k] for k in ("attempt", "nodes", "hosts", "shard_group", "strategy")):
+            different.append(event)
+    for event in different[-_PICTURES:]:
+        group, world = event["shard_group"], event["world_size"]
+        layout = Layout(event["strategy"], world, group)
+        nodes = tuple(f"{n}: {h}" for n, h in zip(event["nodes"], event["hosts"], strict=True))
+        placed = replace(
+            plan,
+            layout=layout,
+            nodes=nodes,
+            leaves=("",) * len(nodes),
+            spares=tuple(f"node {n}" for n in event["spares"]),
+            ranks_per_node=world // len(nodes),
+        )
+        groups = f", groups of {group}" if event["strategy"] in HYBRID else ""
+        caption = (
+            f"Attempt {event['attempt']}, round {event['round']}: {event['strategy']}{groups} on {len(nodes)} nodes"
+        )
+        yield caption, Markup(plan_to_svg(placed))
+
+
+def _environment(run: RunDir) -> Iterator[tuple[str, str]]:
+    job = run.read_job()
+    yield "handle", str(job.get("handle", "-"))
+    yield "overrides", " ".join(job.get("overrides", [])) or "-"
+    if "submitted" in job:
+        yield "submitted", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(job["submitted"]))
+    yield "written by", f"fsdp_jobs {importlib.metadata.version('fsdp_jobs')} on Python {platform.python_version()}"
