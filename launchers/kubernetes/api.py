@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import urllib3
+import yaml
 from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException
 
@@ -181,24 +184,21 @@ def connect(cluster: KubernetesClusterConfig) -> Api:
     """
     configuration = client.Configuration()
     try:
-        try:
-            contexts, active = config.list_kube_config_contexts()
-        except config.ConfigException:
+        if "KUBECONFIG" not in os.environ and "KUBERNETES_SERVICE_HOST" in os.environ:
             config.load_incluster_config(client_configuration=configuration)
-            with open("/var/run/secrets/kubernetes.io/serviceaccount/namespace") as f:
-                namespace = f.read().strip()
+            namespace = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace").read_text().strip()
         else:
+            contexts, active = config.list_kube_config_contexts(os.environ.get("KUBECONFIG"))
             chosen = next((c for c in contexts if c["name"] == cluster.context), None) if cluster.context else active
             if chosen is None:
                 names = ", ".join(c["name"] for c in contexts)
                 raise BadInput([Problem(f"cluster.context={cluster.context}", f"the kubeconfig has only {names}")])
-            config.load_kube_config(context=chosen["name"], client_configuration=configuration)
+            config.load_kube_config(os.environ.get("KUBECONFIG"), chosen["name"], configuration)
             namespace = chosen["context"].get("namespace", "default")
-    except config.ConfigException as e:
+    except (config.ConfigException, yaml.YAMLError) as e:
         what = f"no usable kubeconfig: {e}"
-        raise BadInput(
-            [Problem("cluster=kubernetes", what, "set KUBECONFIG to the file that your cluster's administrator gave")]
-        ) from e
+        instead = "set KUBECONFIG to the file that your cluster's administrator gave; kubectl get pods must work first"
+        raise BadInput([Problem("cluster=kubernetes", what, instead)]) from e
     configuration.retries = False
     return Api(client.ApiClient(configuration), cluster.namespace or namespace, configuration.host)
 

@@ -7,8 +7,9 @@ import re
 import time
 from dataclasses import asdict, dataclass, field
 
-from fsdp_jobs.launchers.kubernetes.api import Api
+from fsdp_jobs.launchers.kubernetes.api import REFUSALS, Api
 from fsdp_jobs.launchers.kubernetes.labels import ROLE, STOP
+from fsdp_jobs.launchers.kubernetes.observe import is_lost
 from fsdp_jobs.launchers.kubernetes.pods import Object
 from fsdp_jobs.run_dir import RunDir, write_atomic
 
@@ -42,13 +43,20 @@ class Mirror:
         for pod in pods:
             uid, statuses = pod["metadata"]["uid"], pod["status"].get("containerStatuses", [])
             states = [s.get("state", {}) for s in statuses if s["name"] == pod["metadata"]["labels"][ROLE]]
-            if uid in self.progress.finished or not any(s.keys() & {"running", "terminated"} for s in states):
+            if (
+                uid in self.progress.finished
+                or is_lost(pod)
+                or not any(s.keys() & {"running", "terminated"} for s in states)
+            ):
                 continue
             now = time.time()
             since = self.progress.read_at.get(uid)
             window = {} if since is None else {"since_seconds": max(1, int(now - since) + _OVERLAP_S)}
-            for line in api.log(pod["metadata"]["name"], pod["metadata"]["labels"][ROLE], **window):
-                self._take(line)
+            try:
+                for line in api.log(pod["metadata"]["name"], pod["metadata"]["labels"][ROLE], **window):
+                    self._take(line)
+            except REFUSALS:
+                continue  # it has just gone, or its machine does not answer: what it said is asked for the next time
             self.progress.read_at[uid] = now
             if any("terminated" in s for s in states):
                 self.progress.finished.append(uid)

@@ -9,10 +9,13 @@ from typing import Any
 from kubernetes.client.exceptions import ApiException
 from torchx.specs import AppState
 
+from fsdp_jobs.events import EXIT_DONE, EXIT_REQUEUE
 from fsdp_jobs.launchers.kubernetes.api import Api
-from fsdp_jobs.launchers.kubernetes.labels import QUEUE, ROLE
+from fsdp_jobs.launchers.kubernetes.labels import QUEUE, ROLE, node_of
 from fsdp_jobs.launchers.kubernetes.pods import Object
 
+_JOB_NAME = "batch.kubernetes.io/job-name"
+_LATE_S = 30.0
 _STARTING = ("ContainerCreating", "PodInitializing")
 
 
@@ -57,6 +60,14 @@ def why_waiting(api: Api, root: Object, jobs: list[Object], pods: list[Object]) 
     return ""
 
 
+def is_lost(pod: Object) -> bool:
+    """Whether a pod that was told to go is still there long after its grace: its machine does not answer."""
+    deleted = pod["metadata"].get("deletionTimestamp")  # when its grace is over
+    if deleted is None or pod["status"].get("phase") in ("Succeeded", "Failed"):
+        return False
+    return (datetime.now(UTC) - datetime.fromisoformat(deleted)).total_seconds() > _LATE_S
+
+
 def _why_queued(api: Api, root: Object) -> str:
     queue = root["metadata"].get("labels", {}).get(QUEUE)
     if queue is None:
@@ -79,14 +90,11 @@ def _why_queued(api: Api, root: Object) -> str:
 
 def _why_pod(api: Api, pod: Object) -> str:
     name, status = pod["metadata"]["name"], pod["status"]
-    if (deleted := pod["metadata"].get("deletionTimestamp")) is not None:
-        late = (datetime.now(UTC) - datetime.fromisoformat(deleted)).total_seconds()  # it is when grace ends
-        if late > 30:
-            machine = pod["spec"].get("nodeName", "?")
-            return (
-                f"machine {machine} of pod {name} does not answer. If it is down for good: "
-                f"kubectl delete pod {name} --force"
-            )
+    if is_lost(pod) and pod["metadata"]["labels"].get(ROLE) == "coordinator":  # nodes are replaced without asking
+        machine = pod["spec"].get("nodeName", "?")
+        then = f"kubectl delete pod {name} --force"
+        return f"machine {machine} of pod {name} does not answer. If it is down for good: {then}"
+    if "deletionTimestamp" in pod["metadata"]:
         return ""
     for condition in status.get("conditions", []):
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
@@ -104,12 +112,12 @@ def _why_pod(api: Api, pod: Object) -> str:
 
 
 def _why_failed(job: Object, pods: list[Object]) -> str:
-    """The newest pod of a job that ended badly and has no successor yet."""
-    for pod in reversed(pods):
-        mine = pod["metadata"]["labels"].get("batch.kubernetes.io/job-name") == job["metadata"]["name"]
-        for container in pod["status"].get("containerStatuses", []) if mine else []:
+    """A pod of a job that ended badly and has no successor yet."""
+    mine = [p for p in pods if p["metadata"]["labels"].get(_JOB_NAME) == job["metadata"]["name"]]
+    for pod in {node_of(p): p for p in mine}.values():  # the newest of each
+        for container in pod["status"].get("containerStatuses", []):
             ended = container.get("state", {}).get("terminated", {})
-            if ended.get("exitCode", 0) not in (0, 75):
+            if ended.get("exitCode", 0) not in (EXIT_DONE, EXIT_REQUEUE):
                 said = ended.get("message", "").strip().splitlines()
                 last = f": {said[-1]}" if said else ""
                 return f"pod {pod['metadata']['name']} ended with {ended['exitCode']} ({ended.get('reason')}){last}"

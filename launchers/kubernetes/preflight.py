@@ -17,6 +17,7 @@ WORKLOADS = {  # cluster.workload -> the group, kind and plural of the object th
     "jobset": ("jobset.x-k8s.io", "JobSet", "jobsets"),
     "volcano": ("batch.volcano.sh", "Job", "jobs"),
 }
+_KUEUE = "kueue.x-k8s.io"
 _INSTEAD = "cluster.workload=job needs nothing installed"
 _NEEDED = [
     ("create", "", "services"),
@@ -66,22 +67,36 @@ def check_with_cluster(api: Api, config: JobConfig, objects: Sequence[Object]) -
     Raises:
         BadInput: with all that it says.
     """
+    assert isinstance(config.cluster, KubernetesClusterConfig)
     try:
-        lacking = missing_permissions(api, [*_NEEDED, *_needed_for(config)])
-        problems = lacking or [*_missing(api, config)] or [*_refused(api, objects)]
+        lacking = missing_permissions(api, needed_permissions(config.cluster.workload))
+        groups = api.groups()
+        problems = lacking or [*_not_installed(config, groups)]
+        problems = problems or [*_not_there(api, config, groups), *_refused(api, objects)]
     except REFUSALS as e:
         problems = [explain(api, e, "cluster=kubernetes")]
     if problems:
         raise BadInput(list(dict.fromkeys(problems)))
 
 
-def _needed_for(config: JobConfig) -> list[tuple[str, str, str]]:
-    assert isinstance(config.cluster, KubernetesClusterConfig)
-    group, _, resource = WORKLOADS[config.cluster.workload]
-    return [(verb, group, resource) for verb in ("create", "get", "patch", "delete")]
+def needed_permissions(workload: str) -> list[tuple[str, str, str]]:
+    """(verb, API group, resource) of everything that submitting, following and cancelling takes."""
+    group, _, resource = WORKLOADS[workload]
+    return list(dict.fromkeys([*_NEEDED, *((verb, group, resource) for verb in ("create", "get", "patch", "delete"))]))
 
 
-def _missing(api: Api, config: JobConfig) -> Iterator[Problem]:
+def _not_installed(config: JobConfig, groups: dict[str, str]) -> Iterator[Problem]:
+    cluster = config.cluster
+    assert isinstance(cluster, KubernetesClusterConfig)
+    group, kind, _ = WORKLOADS[cluster.workload]
+    if group not in groups:
+        yield Problem(f"cluster.workload={cluster.workload}", f"the cluster has no {kind}.{group}", _INSTEAD)
+    if cluster.queue is not None and cluster.workload != "volcano" and _KUEUE not in groups:
+        what = "Kueue is not installed in this cluster"
+        yield Problem(f"cluster.queue={cluster.queue}", what, "leave cluster.queue out")
+
+
+def _not_there(api: Api, config: JobConfig, groups: dict[str, str]) -> Iterator[Problem]:
     cluster = config.cluster
     assert isinstance(cluster, KubernetesClusterConfig) and cluster.claim is not None
     claim = api.read("v1", "PersistentVolumeClaim", cluster.claim)
@@ -92,22 +107,11 @@ def _missing(api: Api, config: JobConfig) -> Iterator[Problem]:
     elif node_range(config.nodes)[1] > 1 and not {"ReadWriteMany", "ReadWriteOnce"} & set(modes):
         what = f"can be mounted {' or '.join(modes)} only: several pods have to write to it"
         yield Problem(f"cluster.claim={cluster.claim}", what, "a claim with ReadWriteMany")
-    groups = api.groups()
-    group, kind, _ = WORKLOADS[cluster.workload]
-    if group != "batch" and group not in groups:
-        yield Problem(f"cluster.workload={cluster.workload}", f"the cluster has no {kind}.{group}", _INSTEAD)
-    if cluster.queue is None or cluster.workload == "volcano":
-        return
-    if "kueue.x-k8s.io" not in groups:
-        yield Problem(
-            f"cluster.queue={cluster.queue}", "Kueue is not installed in this cluster", "leave cluster.queue out"
-        )
-        return
-    version = f"kueue.x-k8s.io/{groups['kueue.x-k8s.io']}"
-    queues = [q["metadata"]["name"] for q in api.list_custom(version, "LocalQueue")]
-    if cluster.queue not in queues:
-        what = f"namespace {api.namespace} has the queues {', '.join(queues) or '(none)'}"
-        yield Problem(f"cluster.queue={cluster.queue}", what, nearest(cluster.queue, queues))
+    if cluster.queue is not None and cluster.workload != "volcano":
+        queues = [q["metadata"]["name"] for q in api.list_custom(f"{_KUEUE}/{groups[_KUEUE]}", "LocalQueue")]
+        if cluster.queue not in queues:
+            what = f"namespace {api.namespace} has the queues {', '.join(queues) or '(none)'}"
+            yield Problem(f"cluster.queue={cluster.queue}", what, nearest(cluster.queue, queues))
 
 
 def _refused(api: Api, objects: Sequence[Object]) -> Iterator[Problem]:

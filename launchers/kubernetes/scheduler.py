@@ -259,8 +259,7 @@ def _root_of(api: Api, names: Names, run: RunDir | None) -> Object | None:
 
 
 def _last_reason(run: RunDir) -> str:
-    events = list(read_events(run))
-    return str(events[-1].get("why", "")) if events else ""
+    return next((str(e["why"]) for e in reversed(list(read_events(run))) if e["event"] == "waiting"), "")
 
 
 def _replica(pod: Object) -> ReplicaStatus:

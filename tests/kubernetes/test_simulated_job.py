@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from fsdp_jobs import submission
 from fsdp_jobs.events import Verdict
 from fsdp_jobs.run_dir import RunDir
 from tests.jobs import Watched, cli
 from tests.kubernetes.simulated_cluster import SimulatedCluster, why_not
+from tests.kubernetes.submitted import Submitted
 from tests.world import TINY
 
 pytestmark = [
@@ -37,29 +37,6 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Simulat
         monkeypatch.setenv("KUBECONFIG", str(made.api.write_kubeconfig(tmp_path / "kubeconfig")))
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / ".state"))
         yield made
-
-
-class Submitted(Watched):
-    """A job seen from a machine that cannot mount the claim: all it knows comes through the API."""
-
-    def __init__(self, folder: Path, name: str):
-        super().__init__(RunDir(folder / "runs" / name))
-
-    def until_true(self, true: Callable[[], bool], what: str) -> None:
-        def asked() -> bool:
-            submission.state_of(self.run.read_job()["handle"])
-            return true()
-
-        self.until(asked, what, seconds=120)
-
-    def rounds(self) -> int:
-        return len(self.events("round_started"))
-
-    def until_advanced(self, rounds: int) -> None:
-        """Until there have been so many rounds, and the newest of them trains."""
-        self.until_true(lambda: self.rounds() >= rounds, f"round number {rounds}")
-        began = self.events("round_started")[-1]["time"]
-        self.until_true(lambda: bool(self.metrics()) and self.metrics()[-1]["time"] > began, "a step of it")
 
 
 def test_a_job_lives_through_what_happens_to_pods_on_a_simulated_cluster(
@@ -113,7 +90,7 @@ def test_a_job_lives_through_what_happens_to_pods_on_a_simulated_cluster(
 def test_users_error_fails_an_elastic_job_on_a_simulated_cluster(cluster: SimulatedCluster, tmp_path: Path) -> None:
     cluster.machines["machine-b"].cordoned = True
     cluster.machines["machine-a"].slots = 2  # the coordinator and one node: the second never finds a place
-    ended = cli(tmp_path, "name=bad", *JOB, "nodes=1:2", "data=tokens", "data.path=/run/claim/none.bin", timeout=180)
+    ended = cli(tmp_path, "name=bad", *JOB, "nodes=1:2", "data=tokens", "data.vocab_size=256", "data.path=/run/claim/none.bin", timeout=180)
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert "none.bin" in ended.stdout and "bad: failed" in ended.stdout
     assert "has no place: 0/2 nodes are available" in ended.stdout
