@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum, EnumType
 from pathlib import Path
 from typing import IO, Any, ClassVar, cast
 
@@ -185,6 +186,13 @@ class CommittingWriter(FileSystemWriter):
         prune(request.checkpoints, request.keep)
 
 
+def _enum_member(enumeration: Any, name: str) -> Enum:
+    """A member of an enumeration; some Pythons, Debian 12's among them, pickle it as `getattr(enumeration, name)`."""
+    if not isinstance(enumeration, EnumType):
+        raise pickle.UnpicklingError(f"{enumeration}.{name} has no business in a checkpoint's metadata")
+    return cast(Enum, enumeration[name])
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     """Loads the classes DCP's metadata is made of, and nothing else."""
 
@@ -203,6 +211,8 @@ class _MetadataUnpickler(pickle.Unpickler):
             and "." not in name
             and isinstance(getattr(__import__(module, fromlist=[name]), name, None), type)
         )
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
         if is_dtype or in_module or (module, name) in self._ALLOWED:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} has no business in a checkpoint's metadata")

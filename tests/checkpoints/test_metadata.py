@@ -1,0 +1,31 @@
+"""A checkpoint's metadata is read without running anything it names, as each Python pickles it."""
+
+from __future__ import annotations
+
+import io
+import pickle
+
+import pytest
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorProperties
+
+from fsdp_jobs.checkpoints.storage import _MetadataUnpickler
+
+
+class _Call:
+    def __init__(self, *args: object):
+        self.args = args
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return getattr, self.args
+
+
+def test_an_enumerations_member_pickled_by_getattr_is_read() -> None:
+    text = pickle.dumps(_Call(_MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST"))
+    assert _MetadataUnpickler(io.BytesIO(text)).load() is _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST
+
+
+@pytest.mark.parametrize("name", ["__init__", "__getstate__"])
+def test_getattr_reaches_nothing_but_members(name: str) -> None:
+    for owner in (TensorProperties, _MEM_FORMAT_ENCODING):
+        with pytest.raises((pickle.UnpicklingError, KeyError)):
+            _MetadataUnpickler(io.BytesIO(pickle.dumps(_Call(owner, name)))).load()
