@@ -202,6 +202,21 @@ def report(args: list[str]) -> int:
     return 0
 
 
+def dashboard(args: list[str]) -> int:
+    args, runs_dir = take_runs_dir(args)
+    parser = argparse.ArgumentParser(prog="fsdp-jobs dashboard", allow_abbrev=False)
+    parser.add_argument("--port", type=int, default=8265, help="0 takes a free one")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; other than this machine's own needs a token"
+    )
+    flags = parser.parse_args(args)
+    try:
+        from fsdp_jobs.dashboard.serve import serve
+    except ImportError as e:
+        raise BadInput([Problem("dashboard", str(e), "pip install 'fsdp_jobs[dashboard]'")]) from e
+    return serve(runs_dir, flags.host, flags.port, lambda url: console.print(url, markup=False, soft_wrap=True))
+
+
 def export(args: list[str]) -> int:
     args, runs_dir = take_runs_dir(args)
     parser = run_parser("export")

@@ -39,26 +39,36 @@ class Compared:
     ratio: str
 
 
+templates = Environment(loader=PackageLoader("fsdp_jobs.report", "."), autoescape=True)
+
+
 def write_report(run: RunDir, pngs: bool = False) -> list[Path]:
     """Write `report.html` into the run directory, and a PNG a chart with `pngs`. Returns what was written."""
-    status, history, ledger = RunStatus(run), History.of(run), ledger_of(run)
-    status.update()
-    plan = Plan.from_json(run.plan.read_text()) if run.plan.exists() else None
-    written, drawn = [run.path / "report.html"], []
-    for name, title, figure in charts(history, ledger, plan):
-        drawn.append((title, Markup(to_svg(figure, name))))
-        if pngs:
+    written = [run.path / "report.html"]
+    write_atomic(written[0], templates.get_template("page.html.j2").render(content_of(run)))
+    if pngs:
+        for name, _, figure in charts(History.of(run), ledger_of(run), _plan_of(run)):
             written.append(run.path / f"report-{name}.png")
             figure.savefig(written[-1], dpi=200)
+            plt.close(figure)
+    return written
+
+
+def content_of(run: RunDir) -> dict[str, Any]:
+    """What the template `run.html.j2` shows of a run, charts drawn."""
+    status, history, ledger, plan = RunStatus(run), History.of(run), ledger_of(run), _plan_of(run)
+    status.update()
+    drawn = []
+    for name, title, figure in charts(history, ledger, plan):
+        drawn.append((title, Markup(to_svg(figure, name))))
         plt.close(figure)
-    template = Environment(loader=PackageLoader("fsdp_jobs.report", "."), autoescape=True).get_template("page.html.j2")
-    page = template.render(
-        name=run.name,
-        status=status,
-        config=load_config(run.config),
-        ledger=ledger,
-        charts=drawn,
-        faults=[
+    return {
+        "name": run.name,
+        "status": status,
+        "config": load_config(run.config),
+        "ledger": ledger,
+        "charts": drawn,
+        "faults": [
             {
                 "when": time.strftime("%b %d %H:%M:%S", time.localtime(b.time)),
                 "why": b.why,
@@ -67,13 +77,15 @@ def write_report(run: RunDir, pngs: bool = False) -> list[Path]:
             }
             for b in status.breaks
         ],
-        measured=list(_compared(plan, history)) if plan is not None and history.steps else [],
-        pictures=list(_pictures(plan, history)) if plan is not None else [],
-        yaml=run.config.read_text(),
-        environment=list(_environment(run)),
-    )
-    write_atomic(written[0], page)
-    return written
+        "measured": list(_compared(plan, history)) if plan is not None and history.steps else [],
+        "pictures": list(_pictures(plan, history)) if plan is not None else [],
+        "yaml": run.config.read_text(),
+        "environment": list(_environment(run)),
+    }
+
+
+def _plan_of(run: RunDir) -> Plan | None:
+    return Plan.from_json(run.plan.read_text()) if run.plan.exists() else None
 
 
 def _compared(plan: Plan, history: History) -> Iterator[Compared]:

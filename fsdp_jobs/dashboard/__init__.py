@@ -1,0 +1,1 @@
+"""All runs under a folder, live, in a browser."""

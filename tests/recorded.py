@@ -1,0 +1,47 @@
+"""A run directory as if a job had been there: 20 steps, a failure, and hostile words wherever a run can write."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fsdp_jobs.compose import compose_job
+from fsdp_jobs.config import dump_config
+from fsdp_jobs.planning.plan import make_plan
+from fsdp_jobs.run_dir import RunDir, write_atomic
+
+HOSTILE = "<script>alert('x')</script><img src=x onerror=alert(1)> & \"quoted\" ${jinja} {{ 7 * 7 }}"
+
+
+def add_line(path: Path, record: dict[str, Any]) -> None:
+    with path.open("a") as f:
+        f.write(json.dumps(record) + "\n")
+
+
+def recorded_run(folder: Path, name: str = "recorded") -> RunDir:
+    """It fails at step 12, goes back to step 10, and ends."""
+    run = RunDir(folder / name)
+    config = compose_job([f"name={name}", "nodes=2", "nproc_per_node=2", "fsdp=hybrid_shard", "steps=20"])
+    write_atomic(run.config, dump_config(config))
+    write_atomic(run.plan, make_plan(config).to_json())
+    write_atomic(run.job, json.dumps({"handle": HOSTILE, "overrides": [HOSTILE], "submitted": 100.0}))
+    write_atomic(run.rank_log(0, 0, 0), f"{HOSTILE}\n")
+    placed = {"strategy": "hybrid_shard", "shard_group": 2, "world_size": 4, "spares": [], "why": []}
+    placed |= {"nodes": [0, 1], "hosts": [HOSTILE, "two"]}
+    ended = {"verdict": "done", "decision": "stop", "reason": HOSTILE}
+    for time, event, details in (
+        (100.0, "submitted", {"attempt": -1}),
+        (101.0, "attempt_started", {}),
+        (102.0, "round_started", {"round": 0, **placed}),
+        (113.5, "checkpoint", {"step": 10}),
+        (115.0, "round_broken", {"step": 12, "committed": 10, "why": HOSTILE}),
+        (116.0, "round_started", {"round": 1, **placed}),
+        (130.0, "attempt_ended", ended),
+    ):
+        add_line(run.events, {"time": time, "event": event, "attempt": 0, **details})
+    for i, step in enumerate([*range(1, 13), *range(11, 21)]):
+        values = {"loss": 5 - step / 10, "lr": 1e-3, "grad_norm": 1.0, "step_s": 1.0, "tokens_per_s": 100.0}
+        when = 103.0 + i + (2 if i >= 12 else 0)
+        add_line(run.metrics, {"step": step, **values, "checkpoint_stall_s": 0.0, "attempt": 0, "time": when})
+    return run
