@@ -30,6 +30,7 @@ _ASK_SLURM_S = 5.0
 _EARLY_DEATH_S = 20.0  # a process that dies younger than this, three times in a row, is given up
 _EXCLUDE_S = 6 * 3600.0  # a node that fails the preflight
 _LEAVE_S = 30.0  # for agents to go after the verdict
+_LEAVE_SOON_S = 5.0  # before a requeue: the time limit may be near, and SLURM ends what is left
 _REQUEUE_S = 120.0  # for SLURM to end this process once it has requeued the job
 
 
@@ -101,7 +102,7 @@ class Batch:
         self._start_guard(self.hosts[1:])
         self.companions = Companions(self.run, self.steps, self.env, self.attempt, self.job_id)
         verdict = self._until_verdict()
-        self._until_gone()
+        self._until_gone(_LEAVE_S if verdict.decision == "stop" else _LEAVE_SOON_S)
         self.companions.release()
         return self._end(verdict)
 
@@ -212,30 +213,29 @@ class Batch:
             process.start()
             return
         self.processes.remove(process)
-        self.given_up += process.hosts
+        self.given_up += process.hosts if process.name != "guard" else []
         reason = f"{process.name} died three times within {_EARLY_DEATH_S:.0f} s of its start"
         if process.name == "coordinator" or not any(self._has_agent(n) for n in range(self.steps.max_nodes)):
             self._judge(Verdict("infrastructure", "stop", reason, last_lines=tail(process.log, 15)))
         else:
             record_event(self.run, "given_up", self.attempt, process=process.name, why=reason)
 
-    def _until_gone(self) -> None:
-        deadline = time.monotonic() + _LEAVE_S
+    def _until_gone(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
         staying = [p for p in self.processes if p.name != "guard"]
         while any(p.popen.poll() is None for p in staying) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
 
     def _requeue(self) -> int:
         """Hand the job back to the queue, without the nodes that failed it. Does not return when that works."""
-        excluded = {*self.run.excluded_hosts(), *self.given_up}
+        excluded = [*sorted({*self.run.excluded_hosts(), *self.given_up}), *self.steps.exclude]
         try:
             me = client.my_jobs(fresh=True).get(self.job_id)
             if me is None or me.state != "RUNNING":
                 print(f"not requeued: the job is {me.state if me else 'unknown to SLURM'}", flush=True)
                 return EXIT_REQUEUE
             client.call("scontrol", "requeue", self.job_id)
-            if excluded:
-                _exclude(self.job_id, sorted(excluded))
+            _exclude(self.job_id, excluded)
         except client.SlurmError as e:
             print(f"not requeued: {e}", flush=True)
             return EXIT_REQUEUE
@@ -251,11 +251,11 @@ class Batch:
 
 
 def _exclude(job_id: str, hosts: Sequence[str]) -> None:
-    """Keep a pending job off these nodes: possible once it is back in the queue, while this process still lives."""
+    """Keep the job off these nodes and no others: possible once it is pending again, while this process lives."""
     for _ in range(20):
         with suppress(client.SlurmError):
             client.call("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(hosts)}")
-            print(f"requeued without {', '.join(hosts)}", flush=True)
+            print(f"requeued{' without ' if hosts else ''}{', '.join(hosts)}", flush=True)
             return
         time.sleep(0.2)
     print(f"WARNING could not exclude {', '.join(hosts)}", flush=True)

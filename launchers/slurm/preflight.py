@@ -40,7 +40,7 @@ class Report:
 
     host: str
     problems: list[str] = field(default_factory=list)  # of this node alone
-    gemm_tflops: list[float] = field(default_factory=list)  # by device
+    gemm_tflops: list[float] = field(default_factory=list)  # by GPU
     pairs: dict[str, str] = field(default_factory=dict)  # partner -> what went wrong with it; empty: nothing
     gb_s: list[float] = field(default_factory=list)  # of the all-reduces
 
@@ -60,8 +60,8 @@ def blame(reports: Sequence[Report], hosts: Sequence[str]) -> tuple[dict[str, st
     for report in reports:
         partners = [p for p in report.pairs if p not in bad]
         failed = [p for p in partners if report.pairs[p]]
-        others_work = all(any(not why for why in by_host[p].pairs.values()) for p in failed)
-        if failed and len(failed) == len(partners) and others_work and report.host not in bad:
+        elsewhere = any(not why for partner in failed for why in by_host[partner].pairs.values())
+        if failed and failed == partners and (elsewhere or len(failed) > 1) and report.host not in bad:
             bad[report.host] = f"all-reduce with {' and '.join(failed)} failed: {report.pairs[failed[0]]}"
     between = {
         f"between {' and '.join(sorted((r.host, partner)))}: {why}"
@@ -174,7 +174,7 @@ def examine(folder: Path, nproc: int, store_at: str, hosts: Sequence[str], rank:
     for device in devices or [torch.device("cpu")]:
         try:
             speed, right = _gemm(device, _GEMM[device.type])
-            report.gemm_tflops.append(speed)
+            report.gemm_tflops += [speed] if cuda else []  # cores may have others' work to do
             if not right:
                 report.problems.append(f"{device} multiplies wrongly")
         except RuntimeError as e:

@@ -59,6 +59,8 @@ class Companions:
         name = os.environ.get("SLURM_JOB_NAME", self.run.name)
         log = str(self.run.node(self.attempt, number)).replace("%", "%%") + "/companion-%j.out"
         options = ["--parsable", "--nodes=1", "--no-requeue", f"--job-name={name}-node-{number}", f"--output={log}"]
+        if excluded := [*self.run.excluded_hosts(), *self.steps.exclude]:
+            options.append(f"--exclude={','.join(excluded)}")
         self.run.node(self.attempt, number).mkdir(parents=True, exist_ok=True)
         # What this job's environment says of its own allocation would be taken for wishes.
         env = {k: v for k, v in self.env.items() if not k.startswith(("SLURM_", "SBATCH_")) or k == "SLURM_CONF"}
@@ -67,7 +69,10 @@ class Companions:
     def release(self) -> None:
         """Give back what was asked for. Running ones leave by themselves, too; waiting ones would start in vain."""
         if self.jobs:
-            client.call("scancel", "--quiet", *self.jobs.values())
+            try:
+                client.call("scancel", "--quiet", *self.jobs.values())
+            except client.SlurmError as e:
+                print(f"WARNING {e}", flush=True)
 
 
 def fill_in(run: RunDir, number: int, job_id: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
@@ -43,6 +44,7 @@ _STATES = {
     "DEADLINE": AppState.FAILED,
 }
 _ENDED = (AppState.SUCCEEDED, AppState.CANCELLED, AppState.FAILED)
+_CANCEL_S = 15.0  # for SLURM to clean up
 
 
 @dataclass
@@ -117,12 +119,14 @@ class SlurmScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
 
     def _cancel_existing(self, app_id: str) -> None:
         """End a job at once, without a checkpoint."""
-        job = client.my_jobs(fresh=True).get(app_id)
-        if job is None or _STATES.get(job.state, AppState.RUNNING) in _ENDED:
+        if not (state := _queue_state(app_id)) or state in _ENDED:
             return
-        if job.state == "RUNNING":  # by scancel alone every rank would be asked to save, and the batch step to wait
-            client.call("scancel", "--signal=KILL", "--full", app_id)
+        if state is AppState.RUNNING:  # without its batch step nobody can ask the ranks to save
+            client.call("scancel", "--signal=KILL", "--batch", app_id)
         client.call("scancel", "--quiet", app_id)
+        deadline = time.monotonic() + _CANCEL_S
+        while _queue_state(app_id) not in (*_ENDED, None) and time.monotonic() < deadline:
+            time.sleep(0.2)
         run = _run_of(app_id)
         if run is not None:
             attempt = run.last_attempt()
@@ -162,6 +166,12 @@ def create_scheduler(session_name: str, **_kwargs: object) -> SlurmScheduler:
     return SlurmScheduler(session_name)
 
 
+def _queue_state(app_id: str) -> AppState | None:
+    """As the controller sees it now; None when it does not know the job."""
+    job = client.my_jobs(fresh=True).get(app_id)
+    return _STATES.get(job.state, AppState.RUNNING) if job is not None else None
+
+
 def _describe(job: client.QueuedJob, state: AppState) -> str:
     if state is AppState.PENDING:
         when = f"starts about {job.start.replace('T', ' ')}" if job.start not in ("", "N/A") else "start not known yet"
@@ -174,7 +184,7 @@ def _last_word(run: RunDir, job: client.QueuedJob | None, state: AppState, messa
     """The run's own record of a job that has ended, where there is one; it knows more than an exit code."""
     if run.last_attempt() < _first_attempt(run):
         if state is AppState.FAILED and job is not None:
-            message += f": it could not begin. Do the nodes see {run.path}? fsdp-jobs doctor cluster=slurm"
+            message = f"SLURM job {job.id} {job.state} before its first line: do the nodes see {run.path}?"
         return state, message
     verdict = Verdict.read(run, run.last_attempt())
     if verdict is None or state is AppState.CANCELLED:

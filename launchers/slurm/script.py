@@ -6,7 +6,7 @@ import json
 import math
 import shlex
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 
 from torchx.specs import AppDef, Role, macros
 
@@ -41,7 +41,8 @@ class Steps:
     max_nodes: int
     regrow: bool
     preflight: list[str]  # empty: none
-    submit: list[str] = field(default_factory=list)  # options of sbatch for one more node
+    exclude: list[str]  # hostlists that the user will not have
+    submit: list[str]  # options of sbatch for one more node
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2)
@@ -67,7 +68,8 @@ def steps(app: AppDef, config: JobConfig, site: Site) -> Steps:
         max_nodes=trainer.num_replicas,
         regrow=cluster.regrow,
         preflight=_preflight(trainer, cluster, run_dir) if cluster.preflight else [],
-        submit=list(_resources(cluster, trainer, site)),
+        exclude=[cluster.exclude] if cluster.exclude else [],
+        submit=[o for o in _resources(cluster, trainer, site) if not o.startswith(("--exclude=", "--nodelist="))],
     )
 
 

@@ -132,6 +132,6 @@ def slurm_job(lab: Lab, folder: Path, name: str, *overrides: str) -> Iterator[Sl
     try:
         yield made
     finally:
-        lab.do("run", "login", "scancel", "--signal=KILL", "--full", made.id, check=False)
+        lab.do("run", "login", "scancel", "--signal=KILL", "--batch", made.id, check=False)
         lab.do("run", "login", "scancel", "--user=root", check=False)
         lab.wait_idle()
