@@ -36,9 +36,12 @@ def connect() -> docker.APIClient:
     """Docker's daemon, as DOCKER_HOST or the default socket names it.
 
     Raises:
-        BadInput: none answers, or it may not be spoken to.
+        BadInput: none answers, it may not be spoken to, or it is another machine's.
     """
     where = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
+    if not where.startswith(("unix://", "npipe://")):
+        what = "is another machine's Docker, and containers mount this machine's run directory"
+        raise BadInput([Problem(f"DOCKER_HOST={where}", what, "submit on that machine")])
     try:
         return docker.APIClient(**docker.utils.kwargs_from_env(), version="auto", timeout=60)
     except DockerException as e:
