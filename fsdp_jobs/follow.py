@@ -120,22 +120,25 @@ class Follower:
 
     def _turn(self) -> bool:
         """Show what is new; True when it is over."""
+        self._show_news()
+        if self.status.ended:
+            return True
+        if time.monotonic() - self._checked_alive > 2:
+            self._checked_alive = time.monotonic()
+            if not self.alive():
+                self._show_news()
+                if not self.status.ended:
+                    self.status.state, self.status.reason = "failed", "its launcher no longer knows the job"
+                return True
+        return False
+
+    def _show_news(self) -> None:
         for event in self.status.update():
             told = describe_event(event)
             if told is not None:
                 stamp = time.strftime("%H:%M:%S", time.localtime(event["time"]))
                 self.console.print(Text.assemble((f"{stamp} ", "dim"), (told[1], told[0])), soft_wrap=True)
         self._show_logs()
-        if self.status.ended:
-            return True
-        if time.monotonic() - self._checked_alive > 2:
-            self._checked_alive = time.monotonic()
-            if not self.alive():
-                self.status.update()
-                if not self.status.ended:
-                    self.status.state, self.status.reason = "failed", "its launcher no longer knows the job"
-                return True
-        return False
 
     def _show_logs(self) -> None:
         for file in sorted(self.run.path.glob("attempts/*/node-*/rank-*.log")):

@@ -97,11 +97,14 @@ class KubernetesScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
         try:
             created = api.create(root)
             owner = {**root, "metadata": created["metadata"]}
-            for one in [*files_objects(request.config, run, request.names), *rest]:
+            for one in files_objects(request.config, run, request.names):
                 doing = f"{one['kind']} {one['metadata']['name']}"
                 api.create(owned_by(owner, one))
             if request.config.cluster.queue is None and root["spec"].get("suspend"):
-                api.resume(root)
+                api.resume(root)  # now: the coordinator finds a place before the nodes take them all
+            for one in rest:
+                doing = f"{one['kind']} {one['metadata']['name']}"
+                api.create(owned_by(owner, one))
         except api_module.REFUSALS as e:
             link.unlink()
             if created is not None:

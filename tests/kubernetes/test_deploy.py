@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from fsdp_jobs.clusters import ClusterConfig, KubernetesClusterConfig
 from fsdp_jobs.launchers.kubernetes.preflight import needed_permissions
 from tests.jobs import ROOT
 from tests.kubernetes.test_manifests import NEWEST
@@ -40,6 +43,19 @@ def test_every_manifest_is_valid(file: Path) -> None:
         else:
             for minor in NEWEST:
                 kubernetes_validate.validate(body, minor, strict=True)
+
+
+def test_every_key_is_on_its_page_with_its_default() -> None:
+    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    shown = {
+        key: default
+        for keys, default in re.findall(r"^\| (`cluster\..*?`) \| (\S+) \| ", page, re.MULTILINE)
+        for key in re.findall(r"`cluster\.([\w.]+)`", keys)
+    }
+    common = {f.name for f in fields(ClusterConfig)}
+    values = {f.name: getattr(KubernetesClusterConfig(), f.name) for f in fields(KubernetesClusterConfig)}
+    own = {k: "null" if v is None else str(v).removesuffix(".0") for k, v in values.items() if k not in common}
+    assert shown == own
 
 
 def test_the_role_is_what_submitting_takes_and_no_more() -> None:

@@ -74,7 +74,8 @@ def test_a_job_lives_through_what_happens_to_pods_on_a_simulated_cluster(
     stopped = cli(tmp_path, "cancel", "life")
     assert stopped.returncode == 0 and "life stopped: cancelled; saved at step" in stopped.stdout, stopped.stdout
     (root,) = [j for j in cluster.api.all("batch", "jobs") if j["spec"]["completions"] == 1]
-    assert cluster.finished(root) == "Failed" and not cluster.running("trainer")
+    assert cluster.finished(root) == "Failed"
+    job.until(lambda: not cluster.running("trainer"), "the nodes are let go")
     saved = job.events("checkpoint")[-1]["step"]
 
     steps = f"steps={saved + 5}"
@@ -88,14 +89,20 @@ def test_a_job_lives_through_what_happens_to_pods_on_a_simulated_cluster(
 
 
 def test_users_error_fails_an_elastic_job_on_a_simulated_cluster(cluster: SimulatedCluster, tmp_path: Path) -> None:
+    """The submit machine mounts the claim here: what the pods write is there, and is not written twice."""
     cluster.machines["machine-b"].cordoned = True
     cluster.machines["machine-a"].slots = 2  # the coordinator and one node: the second never finds a place
-    ended = cli(tmp_path, "name=bad", *JOB, "nodes=1:2", "data=tokens", "data.vocab_size=256", "data.path=/run/claim/none.bin", timeout=180)
+    data = ("data=tokens", "data.vocab_size=256", "data.path=/run/claim/none.bin")
+    mounted = f"runs_dir={cluster.claim}"
+    more = ("nodes=1:2", "elastic.join_window_s=1", *data, mounted)
+    ended = cli(tmp_path, "name=bad", *JOB, *more, timeout=180)
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert "none.bin" in ended.stdout and "bad: failed" in ended.stdout
     assert "has no place: 0/2 nodes are available" in ended.stdout
+    job = Watched(RunDir(cluster.claim / "bad"))
     jobs = {j["spec"]["completions"]: j for j in cluster.api.all("batch", "jobs")}
-    Watched(RunDir(tmp_path / "runs" / "bad")).until(
-        lambda: (cluster.finished(jobs[1]), cluster.finished(jobs[2])) == ("Failed", "Complete"), "both Jobs have ended"
-    )
+    states = {1: "Failed", 2: "Complete"}
+    job.until(lambda: {n: cluster.finished(j) for n, j in jobs.items()} == states, "both Jobs have ended")
     assert jobs[1]["status"]["conditions"][0]["reason"] == "PodFailurePolicy"
+    for once in ("submitted", "attempt_started", "attempt_ended"):
+        assert len(job.events(once)) == 1

@@ -294,7 +294,7 @@ def test_cancel_saves_first(cluster: Cluster, folder: Path) -> None:
         stopped = cli(folder, "cancel", "cancel", timeout=300)
         assert stopped.returncode == 0 and "cancelled; saved at step" in stopped.stdout, stopped.stdout + stopped.stderr
         assert "cancel stopped" in stopped.stdout
-        assert not cluster.pods(job, TRAINER)
+        job.until(lambda: not cluster.pods(job, TRAINER), "the nodes are let go")
 
 
 def test_an_elastic_job_starts_with_what_finds_a_place_and_grows(cluster: Cluster, folder: Path) -> None:
