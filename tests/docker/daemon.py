@@ -78,7 +78,7 @@ def build_image() -> None:
     """The real Dockerfile on a small Debian, wheels from a folder that is served to the build alone."""
     with tempfile.TemporaryDirectory(prefix="fsdp-image-") as folder, _wheels(Path(folder)) as url:
         _make_base(Path(folder), url)
-        arguments = [f"--build-arg=BASE_IMAGE={_BASE}", f"--build-arg=TORCH={_torch()}"]
+        arguments = [f"--build-arg=BASE_IMAGE={_BASE}", f"--build-arg=TORCH={_torch()}", "--build-arg=EXTRAS=slurm"]
         command = ["docker", "build", "--network=host", *arguments, "--tag", IMAGE, "--file", "deploy/Dockerfile", "."]
         environment = {**os.environ, **SECRET, "DOCKER_BUILDKIT": "0"}  # BuildKit is a plug-in that Debian 12 lacks
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=900)
@@ -94,7 +94,8 @@ def _torch() -> str:
 def _wheels(folder: Path) -> Iterator[str]:
     """All that the image takes from pip, served on this machine; yields the URL."""
     needed = [_torch(), "dumb-init", "hatchling"]
-    needed += tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed += [*project["dependencies"], *project["optional-dependencies"]["slurm"]]
     wheels = folder / "wheels"
     command = [
         "pip",

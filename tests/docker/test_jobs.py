@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_jobs.events import Verdict
+from fsdp_jobs.launchers.detached import supervisor_of
 from fsdp_jobs.run_dir import RunDir
 from tests.docker.daemon import SECRET, docker
 from tests.jobs import Watched, cli
@@ -149,7 +149,7 @@ def test_verbs_and_what_a_job_leaves(image: str, tmp_path: Path) -> None:
         job.until(lambda: len(job.events("attempt_ended")) == 2, "the end of the resumed job", 120)
         assert job.events("resumed")[-1]["step"] == saved
         assert sorted(job.losses())[-1] == saved + 20
-        time.sleep(2)
+        job.until(lambda: supervisor_of(job.run) is None, "the end of its supervisor")
         assert job.container("node-0") in job.left(), "keep=true left nothing to look into"
         job.verb("resume", "verbs", f"steps={saved + 21}", "attach=false", "cluster.keep=false")
         assert job.wait().verdict == "done"
