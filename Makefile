@@ -3,7 +3,7 @@ PYTHON ?= python3
 # What pip is asked for. On a machine without a GPU: a CPU wheel's path, say.
 TORCH ?= torch>=2.13,<2.14
 EXTRAS ?= dev,dashboard,slurm,docker,kubernetes,tensorboard,s3
-BENCHMARKS ?= plan_scale overhead save coordinator traffic recovery
+BENCHMARKS ?= plan_scale overhead save coordinator traffic recovery submit
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -32,7 +32,7 @@ check: lint  ## lint and the tests that start no jobs
 test: lint  ## lint and all tests
 	$(BIN)/python -m pytest
 
-bench: $(READY)  ## every benchmark, one after the other; traffic and recovery need root
+bench: $(READY)  ## every benchmark, one after the other; traffic, recovery and submit need root
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py; done
 
 soak: $(READY)  ## 50 kills at random moments of a 4-node job; needs root

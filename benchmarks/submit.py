@@ -42,15 +42,13 @@ app()
 
 def sides() -> dict[str, list[str]]:
     """The command of each side."""
-    torchx = [str(BIN / "torchx"), "run", "--workspace", "", "-s", "slurm", "-cfg", "job_dir=,partition=main"]
+    torchx = [str(BIN / "torchx"), "run", "--workspace", "", "-s", "slurm"]
     found = {
         "sbatch": ["sbatch", "--nodes=2", "--output=/dev/null", "--wrap=true"],
         "fsdp-jobs": [sys.executable, "-m", "fsdp_jobs", *OURS],
         "TorchX": [*torchx, "utils.sh", "--num_replicas", "2", "true"],
         "submitit": [sys.executable, "-c", _SUBMITIT],
     }
-    found["TorchX"].remove("-cfg")
-    found["TorchX"].remove("job_dir=,partition=main")
     if importlib.util.find_spec("hydra_plugins") and importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher"):
         found["hydra-submitit"] = [sys.executable, "app.py", "--multirun", "hydra/launcher=submitit_slurm"]
     return found
