@@ -5,6 +5,7 @@ A job that waits in a queue, or is requeued, runs what was there when it was sub
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -34,21 +35,22 @@ class Snapshot:
         new.rename(folder)
 
 
-def take(folder: Path, without: Path, limit_mb: float) -> Snapshot:
+def take(folder: Path, runs_dir: Path, limit_mb: float) -> Snapshot:
     """The code that Python imports from `folder`, and this package where it is no installed one.
 
     Of a git work tree: what git tracks or would, so neither ignored files nor git's own. Of another folder: its
-    Python files, hidden folders left out.
+    Python files; hidden folders and environments left out.
 
     Args:
         folder: the current one, as a rule.
-        without: folder to leave out: where runs are.
+        runs_dir: where runs are, which are left out.
         limit_mb: most that the copy may take, in MB.
 
     Raises:
         BadInput: it would take more; names the largest files.
     """
-    files = {file.relative_to(folder): file for file in _files(folder) if not file.is_relative_to(without.resolve())}
+    runs = {job.parent for job in runs_dir.resolve().glob("*/job.json")}
+    files = {file.relative_to(folder): file for file in _files(folder) if runs.isdisjoint(file.parents)}
     if Path("fsdp_jobs/__init__.py") not in files and "site-packages" not in _PACKAGE.parts:
         files |= {Path("fsdp_jobs") / place: source for place, source in _package()}
     sizes = {place: source.lstat().st_size for place, source in files.items()}
@@ -73,9 +75,15 @@ def _files(folder: Path) -> Iterator[Path]:
         found = [folder / name for name in names]
         yield from (f for f in found if f.is_symlink() or f.is_file())  # not: deleted, or a submodule
         return
-    for file in folder.rglob("*.py"):
-        if not any(part.startswith(".") for part in file.relative_to(folder).parts):
-            yield file
+    for place, folders, names in os.walk(folder):
+        here = Path(place)
+        folders[:] = [f for f in folders if not f.startswith(".") and not _is_environment(here / f)]
+        yield from (here / name for name in names if name.endswith(".py"))
+
+
+def _is_environment(folder: Path) -> bool:
+    """Whether this is an installation of Python's, not somebody's code."""
+    return (folder / "pyvenv.cfg").exists() or (folder / "conda-meta").exists() or folder.name == "site-packages"
 
 
 def _package() -> Iterator[tuple[Path, Path]]:

@@ -25,6 +25,7 @@ def project(folder: Path) -> Path:
     (folder / "gone.py").unlink()
     (folder / "link.py").symlink_to("train.py")
     (folder / "runs" / "a").mkdir(parents=True)
+    (folder / "runs" / "a" / "job.json").write_text("{}")
     (folder / "runs" / "a" / "log.txt").write_text("a run")
     return folder
 
@@ -59,6 +60,14 @@ def test_brings_this_package_along_so_that_the_copy_runs(tmp_path: Path) -> None
     )  # fmt: skip
     assert done.stdout.strip() == str(copy / "fsdp_jobs" / "__init__.py"), done.stderr
     assert (copy / "fsdp_jobs" / "conf" / "config.yaml").exists()
+
+
+def test_outside_of_git_takes_python_files_but_no_environment(tmp_path: Path) -> None:
+    for name in ("train.py", "pkg/a.py", "notes.txt", ".hidden/b.py", "env/pyvenv.cfg", "env/lib/c.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    take(tmp_path, tmp_path, limit_mb=100).write(tmp_path / "copy")
+    assert names(tmp_path / "copy") == {"train.py", "pkg/a.py"}
 
 
 def test_too_large_a_folder_names_its_largest_files(tmp_path: Path) -> None:

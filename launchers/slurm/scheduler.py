@@ -189,6 +189,8 @@ def _last_word(run: RunDir, job: client.QueuedJob | None, state: AppState, messa
     verdict = Verdict.read(run, run.last_attempt())
     if verdict is None or state is AppState.CANCELLED:
         return state, message
+    if verdict.decision == "requeue":
+        return AppState.FAILED, f"{message}, and not back in the queue; {verdict.reason}"
     return final_state(run), verdict.reason
 
 
