@@ -30,7 +30,7 @@ def call(*argv: str, stdin: str | None = None, env: Mapping[str, str] | None = N
         raise SlurmError(f"{argv[0]} did not answer within {_TIMEOUT_S:.0f} s") from e
     if done.returncode:
         raise SlurmError(done.stderr.strip() or f"{argv[0]} ended with {done.returncode}")
-    return done.stdout + (done.stderr if "--test-only" in argv else "")
+    return done.stdout
 
 
 @dataclass(frozen=True)

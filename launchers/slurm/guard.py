@@ -55,11 +55,16 @@ def _lost_host(job_id: str) -> str | None:
 
 
 def _requeue(run: RunDir, attempt: int, job_id: str, host: str) -> None:
+    """Once it is done the verdict is said: SLURM leaves this process some seconds.
+
+    Raises:
+        SlurmError: SLURM would not; to be tried again.
+    """
+    client.call("scontrol", "requeue", job_id)
     verdict = Verdict("infrastructure", "requeue", f"lost {host}, the job's first node: it had the coordinator")
     verdict.write(run, attempt)
     ended = {"verdict": verdict.verdict, "decision": verdict.decision, "reason": verdict.reason}
     record_event(run, "attempt_ended", attempt, **ended)
-    client.call("scontrol", "requeue", job_id)
 
 
 if __name__ == "__main__":

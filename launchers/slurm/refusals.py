@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import pwd
@@ -54,6 +55,8 @@ def check(config: JobConfig, run: RunDir) -> None:
     if kind in _OWN_MEMORY:
         what = f"is on {kind}, in this machine's memory: the nodes cannot see it"
         problems.append(Problem(f"run directory {run.path}", what, "runs_dir=... on storage that the nodes share"))
+    if importlib.util.find_spec("submitit") is None:
+        problems.append(Problem("cluster=slurm", "submitit is not installed", "pip install 'fsdp_jobs[slurm]'"))
     if shutil.which("sbatch") is None:
         problems.append(no_slurm("sbatch is not on this machine's PATH"))
     if problems:

@@ -127,16 +127,8 @@ class SlurmScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
         deadline = time.monotonic() + _CANCEL_S
         while _queue_state(app_id) not in (*_ENDED, None) and time.monotonic() < deadline:
             time.sleep(0.2)
-        run = _run_of(app_id)
-        if run is not None:
-            attempt = run.last_attempt()
-            started = attempt >= _first_attempt(run)
-            if not started or Verdict.read(run, attempt) is None:
-                reason = "killed on request, without a checkpoint" if started else "cancelled before it had started"
-                if started:
-                    Verdict("preempted", "stop", reason).write(run, attempt)
-                ended = {"verdict": "preempted", "decision": "stop", "reason": reason}
-                record_event(run, "attempt_ended", attempt, **ended)
+        if (run := _run_of(app_id)) is not None:
+            _record_cancel(run)
 
     def log_iter(
         self,
@@ -170,6 +162,20 @@ def _queue_state(app_id: str) -> AppState | None:
     """As the controller sees it now; None when it does not know the job."""
     job = client.my_jobs(fresh=True).get(app_id)
     return _STATES.get(job.state, AppState.RUNNING) if job is not None else None
+
+
+def _record_cancel(run: RunDir) -> None:
+    """That a job was ended from outside, unless it has said how it ended."""
+    attempt = run.last_attempt()
+    verdict = Verdict.read(run, attempt) if attempt >= 0 else None
+    if attempt < _first_attempt(run) or (verdict is not None and verdict.decision == "requeue"):
+        reason = "cancelled while it waited in the queue"
+    elif verdict is None:
+        reason = "killed on request, without a checkpoint"
+        Verdict("preempted", "stop", reason).write(run, attempt)
+    else:
+        return
+    record_event(run, "attempt_ended", attempt, verdict="preempted", decision="stop", reason=reason)
 
 
 def _describe(job: client.QueuedJob, state: AppState) -> str:
