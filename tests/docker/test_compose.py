@@ -19,6 +19,7 @@ from tests.world import TINY
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 _PROJECT = "fsdp-compose-test"
+_SLURM_IMAGE = "fsdp_jobs-test-slurm"
 _TASK = ("optim.decay_steps=1000", "data.global_batch=12")
 _JOB = ("nodes=1:4", "nproc_per_node=1", "steps=100000", "elastic.join_window_s=4", *TINY, *_TASK)
 
@@ -26,7 +27,7 @@ _JOB = ("nodes=1:4", "nproc_per_node=1", "steps=100000", "elastic.join_window_s=
 def compose(*args: str, image: str, job: tuple[str, ...] = _JOB) -> str:
     """What a docker-compose command prints."""
     command = ["docker-compose", "--project-name", _PROJECT, "--file", str(ROOT / "deploy/compose.yaml"), *args]
-    env = {**os.environ, "IMAGE": image, "JOB": " ".join(job), "CPUS": "0.5"}
+    env = {**os.environ, "IMAGE": image, "SLURM_IMAGE": _SLURM_IMAGE, "JOB": " ".join(job), "CPUS": "0.5"}
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -79,3 +80,37 @@ def test_services_scale_heal_and_go_on(services: Watched, image: str, tmp_path: 
     compose("up", "--detach", "--scale", "node=2", image=image, job=rest)
     services.until(lambda: services.step() == reached + 10, "the rest of the steps", 150)
     assert services.events("resumed")[-1]["step"] == reached
+
+
+@pytest.fixture
+def slurm_cluster(image: str) -> Iterator[str]:
+    """The profile `slurm` up with two nodes; yields its controller's container. Taken down at the end."""
+    build = ["docker", "build", "--network=host", f"--build-arg=IMAGE={image}", "--tag", _SLURM_IMAGE]
+    environment = {**os.environ, "DOCKER_BUILDKIT": "0"}
+    done = subprocess.run(
+        [*build, str(ROOT / "deploy/slurm/containers")], capture_output=True, text=True, env=environment, timeout=600
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    profile = ("--profile", "slurm")
+    try:
+        compose(*profile, "up", "--detach", "--scale", "slurm-node=2", "slurm-controller", "slurm-node", image=image)
+        yield docker("ps", "--quiet", "--filter", f"name={_PROJECT}[_-]slurm-controller")
+    finally:
+        compose(*profile, "down", "--volumes", "--timeout", "5", image=image)
+
+
+def test_the_slurm_profile_runs_a_job_through_the_slurm_launcher(slurm_cluster: str, tmp_path: Path) -> None:
+    assert docker("inspect", "--format", "{{.HostConfig.Privileged}}", slurm_cluster) == "false"
+    volume = docker("volume", "inspect", "--format", "{{.Mountpoint}}", f"{_PROJECT}_runs")
+    watched = Watched(RunDir(Path(volume) / "job"))
+    idle = ("exec", slurm_cluster, "sinfo", "--noheader", "--states=idle", "--format=%D")
+    watched.until(lambda: docker(*idle, check=False) == "2", "two idle nodes", 120)
+    here = ("cluster=slurm", "hardware=cpu", "cluster.accelerator=cpu", "nodes=2", "nproc_per_node=1", "steps=40")
+    job = ("python", "-m", "fsdp_jobs", *here, "name=job", "attach=true", *TINY, *_TASK)
+    said = docker("exec", slurm_cluster, *job, timeout=300)
+    assert "submitted slurm_fsdp://fsdp_jobs/" in said and "job: done" in said, said
+    hosts = watched.events("round_started")[-1]["hosts"]
+    assert len(set(hosts)) == 2
+    assert watched.losses() == pytest.approx(undisturbed(tmp_path, *_TASK, "steps=40"), rel=1e-5)
+    accounted = docker("exec", slurm_cluster, "sacct", "--allocations", "--noheader", "--format=JobName,State")
+    assert accounted.split()[0] == "job"
