@@ -50,6 +50,7 @@ def test_no_torch_at_the_prompt(tmp_path: Path, args: list[str]) -> None:
     assert "HEAVY []" in _run(tmp_path, *args)
 
 
+@pytest.mark.integration
 def test_no_torch_in_a_detached_submit_nor_in_what_follows_it(tmp_path: Path) -> None:
     few = [*TINY, "nodes=1", "nproc_per_node=1", "steps=2"]
     assert "HEAVY []" in _run(tmp_path, "name=light", "attach=false", *few)
