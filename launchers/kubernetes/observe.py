@@ -16,19 +16,23 @@ from fsdp_jobs.launchers.kubernetes.pods import Object
 
 _JOB_NAME = "batch.kubernetes.io/job-name"
 _LATE_S = 30.0
+_ENDS = {"done": AppState.SUCCEEDED, "preempted": AppState.CANCELLED}
 _STARTING = ("ContainerCreating", "PodInitializing")
 
 
 def state_of(root: Object, pods: list[Object]) -> AppState:
-    """The job's state, by the object that owns it, the coordinator's verdict, and its pods."""
-    status = root.get("status", {})
+    """The job's state, by the coordinator's last verdict, the object that owns the job, and its pods."""
+    status, verdict = root.get("status", {}), verdict_of(pods) or {}
     held = {c["type"] for c in status.get("conditions", []) if c["status"] == "True"}
     phase = status.get("state", {}).get("phase", "")  # Volcano's
+    if verdict.get("decision") == "stop":  # the Job takes a moment to know
+        return _ENDS.get(verdict["verdict"], AppState.FAILED)
     if held & {"Complete", "Completed"} or phase == "Completed":
         return AppState.SUCCEEDED
-    if "Failed" in held or phase in ("Failed", "Aborted", "Terminated"):
-        stopped = (verdict_of(pods) or {}).get("verdict") == "preempted" or phase == "Aborted"
-        return AppState.CANCELLED if stopped else AppState.FAILED
+    if "Failed" in held or phase in ("Failed", "Terminated"):
+        return AppState.FAILED
+    if phase == "Aborted":
+        return AppState.CANCELLED
     return AppState.RUNNING if any(p["status"].get("phase") == "Running" for p in pods) else AppState.PENDING
 
 
@@ -45,14 +49,15 @@ def verdict_of(pods: list[Object]) -> dict[str, Any] | None:
 
 def why_waiting(api: Api, root: Object, jobs: list[Object], pods: list[Object]) -> str:
     """Why pods that should run do not; empty when nothing is in the way."""
-    if root["spec"].get("suspend"):
-        return _why_queued(api, root)
+    for body in (root, *jobs):
+        if body["spec"].get("suspend"):
+            return _why_queued(api, body)
     for pod in pods:
         if pod["status"].get("phase") in ("Pending", "Running", "Unknown", None) and (why := _why_pod(api, pod)):
             return why
     for job in jobs:
         spec, status = job["spec"], job.get("status", {})
-        if not spec.get("suspend") and status.get("active", 0) + status.get("succeeded", 0) < spec["parallelism"]:
+        if status.get("active", 0) + status.get("succeeded", 0) < spec["parallelism"]:
             if warned := [w for w in api.warnings("Job", job["metadata"]["name"]) if w.startswith("FailedCreate")]:
                 return f"pods of {job['metadata']['name']} are refused: {warned[-1].partition(': ')[2]}"
             if why := _why_failed(job, pods):
@@ -68,8 +73,8 @@ def is_lost(pod: Object) -> bool:
     return (datetime.now(UTC) - datetime.fromisoformat(deleted)).total_seconds() > _LATE_S
 
 
-def _why_queued(api: Api, root: Object) -> str:
-    queue = root["metadata"].get("labels", {}).get(QUEUE)
+def _why_queued(api: Api, body: Object) -> str:
+    queue = body["metadata"].get("labels", {}).get(QUEUE)
     if queue is None:
         return "suspended: kubectl says more"
     version = api.groups().get("kueue.x-k8s.io", "v1beta1")
@@ -81,7 +86,7 @@ def _why_queued(api: Api, root: Object) -> str:
         workloads = []
     for workload in workloads:
         owners = [o["uid"] for o in workload["metadata"].get("ownerReferences", [])]
-        if root["metadata"]["uid"] in owners:
+        if body["metadata"]["uid"] in owners:
             for condition in workload.get("status", {}).get("conditions", []):
                 if condition["type"] == "QuotaReserved" and condition["status"] == "False":
                     return f"waits in queue {queue}: {condition['message']}"

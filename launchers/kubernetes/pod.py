@@ -16,6 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from fsdp_jobs.events import EXIT_DONE, EXIT_REQUEUE, Verdict, record_event
@@ -34,8 +35,8 @@ from fsdp_jobs.logs import follow_files
 from fsdp_jobs.run_dir import RunDir, write_atomic
 
 _POLL_S = 0.5
-_BEAT_S = 1.0  # how often a node's pod says that it is there
-_GONE_S = 5.0  # a pod that has not said so for so long has gone
+_BEAT_S = 2.0  # how often a node's pod says that it is there
+_GONE_S = 6.0  # a pod that has not said so for so long has gone
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -111,18 +112,18 @@ class Place:
 
     def __enter__(self) -> Place:
         heard, since = "", time.monotonic()
-        while self.file.exists() and time.monotonic() - since < _GONE_S:
-            said = self.file.read_text() if self.file.exists() else heard
-            if said != heard:
-                heard, since = said, time.monotonic()
-            time.sleep(_POLL_S)
+        with suppress(FileNotFoundError):  # the other one has left
+            while time.monotonic() - since < _GONE_S:
+                if (said := self.file.read_text()) != heard:
+                    heard, since = said, time.monotonic()
+                time.sleep(_POLL_S)
         self._beats = threading.Thread(target=self._beat, daemon=True)
         self._beats.start()
         return self
 
     def _beat(self) -> None:
         while True:
-            write_atomic(self.file, f"{self.life} {time.time()}")
+            self.file.write_text(f"{self.life} {time.time()}")
             if self._left.wait(_BEAT_S):
                 self.file.unlink(missing_ok=True)
                 return

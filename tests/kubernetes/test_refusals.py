@@ -219,10 +219,12 @@ class TestWaiting:
         (root,) = [j for j in api.all("batch", "jobs") if j["metadata"]["name"] == app.partition(":")[2]]
         assert root["spec"]["suspend"] is True  # Kueue lets it start, nobody else
         condition = {"type": "QuotaReserved", "status": "False", "message": "insufficient quota for nvidia.com/gpu"}
-        owner = {"uid": root["metadata"]["uid"]}
-        body = {"metadata": {"name": "w", "ownerReferences": [owner]}}
-        api.put("kueue.x-k8s.io", "workloads", body)["status"] = {"conditions": [condition]}
-        assert self.said(app) == (AppState.PENDING, "waits in queue research: insufficient quota for nvidia.com/gpu")
+        for job in (root, *(j for j in api.all("batch", "jobs") if j is not root)):  # first the coordinator's
+            body = {"metadata": {"name": "w", "ownerReferences": [{"uid": job["metadata"]["uid"]}]}}
+            api.put("kueue.x-k8s.io", "workloads", body)["status"] = {"conditions": [condition]}
+            why = "waits in queue research: insufficient quota for nvidia.com/gpu"
+            assert self.said(app) == (AppState.PENDING, why)
+            job["spec"]["suspend"] = False
 
     def test_a_token_that_expires_later(self, api: SimulatedApi, app: str) -> None:
         api.token = "another"

@@ -41,6 +41,8 @@ class Cluster:
     def __enter__(self) -> Cluster:
         labels = {"pod-security.kubernetes.io/enforce": "restricted"}
         self.core.create_namespace({"metadata": {"name": self.namespace, "labels": labels}})
+        accounts = self.core.list_namespaced_service_account
+        _until(lambda: bool(accounts(self.namespace).items), "the namespace's service account")
         spec: dict[str, Any] = {
             "accessModes": ["ReadWriteMany"],
             "resources": {"requests": {"storage": "1Gi"}},
@@ -110,7 +112,8 @@ class Cluster:
         try:
             for pod in self.core.list_namespaced_pod(self.namespace).items:
                 if pod.spec.node_name == machine and pod.status.phase == "Running":
-                    eviction = {"metadata": {"name": pod.metadata.name, "namespace": self.namespace}}
+                    eviction = {"apiVersion": "policy/v1", "kind": "Eviction"}
+                    eviction |= {"metadata": {"name": pod.metadata.name, "namespace": self.namespace}}
                     self.core.create_namespaced_pod_eviction(pod.metadata.name, self.namespace, eviction)
             yield
         finally:
