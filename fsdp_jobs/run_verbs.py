@@ -9,7 +9,7 @@ import time
 from rich.console import Console
 from rich.table import Table
 
-from fsdp_jobs.config import load_config
+from fsdp_jobs.config import load_config, plain_values
 from fsdp_jobs.ledger import ledger_of
 from fsdp_jobs.logs import follow_files, label, looks_like_error
 from fsdp_jobs.problems import BadInput, Problem, nearest
@@ -96,7 +96,7 @@ def _show_table(runs: list[RunDir], runs_dir: str) -> int:
     table.columns[0].no_wrap = table.columns[-1].no_wrap = True
     table.columns[0].min_width = max(len(run.name) for run in runs)
     for run in runs:
-        status, config = RunStatus(run), load_config(run.config)
+        status, config = RunStatus(run), plain_values(run.config)
         status.update()
         if not status.ended:
             job = describe(run.read_job()["handle"])
@@ -112,12 +112,12 @@ def _show_table(runs: list[RunDir], runs_dir: str) -> int:
             run.name,
             status.state,
             str(status.attempt),
-            f"{len(status.nodes)}/{config.nodes}",
-            f"{status.step}/{config.steps}",
+            f"{len(status.nodes)}/{config['nodes']}",
+            f"{status.step}/{config['steps']}",
             f"{status.loss:.4f}" if status.loss is not None else "-",
             f"{status.tokens_per_s:,.0f}",
             f"step {status.committed}, {status.checkpoint_age()}" if status.committed >= 0 else "-",
-            duration(status.eta_s(config.steps)),
+            duration(status.eta_s(config["steps"])),
             status.reason,
         )
     console.print(table)

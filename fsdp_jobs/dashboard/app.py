@@ -23,7 +23,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from fsdp_jobs.config import JobConfig, load_config
+from fsdp_jobs.config import plain_values
 from fsdp_jobs.ledger import ledger_of
 from fsdp_jobs.logs import label, tail
 from fsdp_jobs.problems import BadInput
@@ -52,7 +52,7 @@ class _Watched:
     """A run, read once and then only what is new."""
 
     status: RunStatus
-    config: JobConfig
+    config: dict[str, Any]
 
 
 @dataclass
@@ -73,19 +73,19 @@ class Runs:
     def _row(self, run: RunDir) -> dict[str, Any]:
         watched = self._watched.get(run.name)
         if watched is None:
-            watched = self._watched[run.name] = _Watched(RunStatus(run), load_config(run.config))
+            watched = self._watched[run.name] = _Watched(RunStatus(run), plain_values(run.config))
         status, config = watched.status, watched.config
         status.update()
         return {
             "name": run.name,
             "state": status.state,
             "doing": status.reason or status.doing,
-            "nodes": f"{len(status.nodes)}/{config.nodes}",
-            "step": f"{status.step:,}/{config.steps:,}",
+            "nodes": f"{len(status.nodes)}/{config['nodes']}",
+            "step": f"{status.step:,}/{config['steps']:,}",
             "loss": f"{status.loss:.4f}" if status.loss is not None else "-",
             "speed": f"{status.tokens_per_s:,.0f}",
             "checkpoint": f"step {status.committed:,}, {status.checkpoint_age()}" if status.committed >= 0 else "-",
-            "eta": duration(status.eta_s(config.steps)),
+            "eta": duration(status.eta_s(config["steps"])),
             "goodput": f"{ledger_of(run).goodput:.0%}",
         }
 
