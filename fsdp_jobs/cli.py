@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BadInput as e:
         return _bad_input(e)
     except JobFailed as e:
-        errors.print(f"[red]{e}[/red]", soft_wrap=True)
+        errors.print(str(e), style="red", markup=False, soft_wrap=True)
         return EXIT_FAILED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -16,7 +16,7 @@ from fsdp_jobs.problems import BadInput, Problem, nearest
 from fsdp_jobs.run_dir import RunDir, find_run, runs_in, write_atomic
 from fsdp_jobs.status import RunStatus, duration
 
-console = Console(highlight=False)
+console = Console(highlight=False, markup=False)  # what runs and launchers say is shown as it is
 
 
 def existing_run(name: str, runs_dir: str) -> RunDir:
@@ -56,11 +56,11 @@ def _show_story(run: RunDir) -> int:
     for b in status.breaks:
         stamp = time.strftime("%b %d %H:%M:%S", time.localtime(b.time))
         again = "no step since" if b.recovered_s is None else f"training again after {b.recovered_s:.1f} s"
-        console.print(f"{stamp}  {b.why}: {b.lost_steps} steps lost, {again}", markup=False, soft_wrap=True)
+        console.print(f"{stamp}  {b.why}: {b.lost_steps} steps lost, {again}", soft_wrap=True)
     for host, why in run.excluded_hosts().items():
-        console.print(f"without {host}: {why}", markup=False, soft_wrap=True)
-    console.print(f"now      {status.doing}", markup=False)
-    console.print(f"goodput  {ledger_of(run)}", markup=False)
+        console.print(f"without {host}: {why}", soft_wrap=True)
+    console.print(f"now      {status.doing}")
+    console.print(f"goodput  {ledger_of(run)}")
     return 0
 
 
@@ -77,7 +77,7 @@ def _show_table(runs: list[RunDir], runs_dir: str) -> int:
     from fsdp_jobs.submission import ACTIVE, describe
 
     if not runs:
-        console.print(f"no runs under {runs_dir}/", markup=False)
+        console.print(f"no runs under {runs_dir}/")
         return 0
     table = Table(box=None, pad_edge=False)
     for heading in (
@@ -93,7 +93,8 @@ def _show_table(runs: list[RunDir], runs_dir: str) -> int:
         "what happened last",
     ):
         table.add_column(heading, justify="right" if heading in ("step", "loss", "tok/s", "eta") else "left")
-    table.columns[0].no_wrap = table.columns[-1].no_wrap = True
+    for column in table.columns[:-1]:
+        column.no_wrap = True  # the last one gives way
     table.columns[0].min_width = max(len(run.name) for run in runs)
     for run in runs:
         status, config = RunStatus(run), plain_values(run.config)
@@ -169,7 +170,7 @@ def cancel(args: list[str]) -> int:
     run = existing_run(flags.name, runs_dir)
     handle = run.read_job()["handle"]
     if submission.state_of(handle) not in submission.ACTIVE:
-        console.print(f"{run.name} is not running", markup=False)
+        console.print(f"{run.name} is not running")
         return 0
     config = load_config(run.config)
     if not flags.now and submission.state_of(handle) is not AppState.PENDING:  # what waits has nothing to save
@@ -183,7 +184,7 @@ def cancel(args: list[str]) -> int:
     submission.kill(handle)
     status = RunStatus(run)
     status.update()
-    console.print(f"{run.name} {status.state}: {status.reason}", markup=False)
+    console.print(f"{run.name} {status.state}: {status.reason}")
     return 0
 
 
@@ -198,7 +199,7 @@ def report(args: list[str]) -> int:
     except ImportError as e:
         raise BadInput([Problem("report", str(e), "pip install 'fsdp_jobs[report]'")]) from e
     for file in write_report(run, flags.png):
-        console.print(str(file), markup=False, soft_wrap=True)
+        console.print(str(file), soft_wrap=True)
     return 0
 
 
@@ -214,7 +215,7 @@ def dashboard(args: list[str]) -> int:
         from fsdp_jobs.dashboard.serve import serve
     except ImportError as e:
         raise BadInput([Problem("dashboard", str(e), "pip install 'fsdp_jobs[dashboard]'")]) from e
-    return serve(runs_dir, flags.host, flags.port, lambda url: console.print(url, markup=False, soft_wrap=True))
+    return serve(runs_dir, flags.host, flags.port, lambda url: console.print(url, soft_wrap=True))
 
 
 def export(args: list[str]) -> int:
@@ -229,5 +230,5 @@ def export(args: list[str]) -> int:
 
     written = export(run, load_config(run.config), flags.format, flags.step, flags.out)
     for file in written:
-        console.print(str(file), markup=False, soft_wrap=True)
+        console.print(str(file), soft_wrap=True)
     return 0

@@ -11,7 +11,7 @@ from fsdp_jobs.config import dump_config
 from fsdp_jobs.planning.plan import make_plan
 from fsdp_jobs.run_dir import RunDir, write_atomic
 
-HOSTILE = "<script>alert('x')</script><img src=x onerror=alert(1)> & \"quoted\" ${jinja} {{ 7 * 7 }}"
+HOSTILE = "<script>alert('x')</script><img src=x onerror=alert(1)> & \"quoted\" ${jinja} {{ 7 * 7 }} [/red]"
 
 
 def add_line(path: Path, record: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from fsdp_jobs.config import dump_config
 from fsdp_jobs.report.history import History, thinned
 from fsdp_jobs.report.page import write_report
 from fsdp_jobs.run_dir import RunDir, write_atomic
+from tests.jobs import cli
 from tests.recorded import HOSTILE, recorded_run
 
 
@@ -64,3 +65,10 @@ def test_a_run_that_has_not_begun_has_a_report(tmp_path: Path) -> None:
     write_atomic(run.config, dump_config(compose_job(["name=new"])))
     (page,) = write_report(run)
     assert "submitted" in page.read_text()
+
+
+def test_the_terminal_shows_what_a_run_wrote_as_it_is(tmp_path: Path) -> None:
+    recorded_run(tmp_path / "runs")
+    for args in (["list"], ["status", "recorded"]):
+        shown = cli(tmp_path, *args, COLUMNS="400")
+        assert shown.returncode == 0 and HOSTILE in shown.stdout, shown.stderr
