@@ -66,9 +66,10 @@ def kill_supervisor(run: RunDir) -> bool:
 
 
 def judge(run: RunDir, first: int, verdict: Verdict) -> None:
-    """Close the newest attempt, not before `first`, where its coordinator could not; a verdict that is there stays."""
+    """End a job whose coordinator could not, in its newest attempt, at least `first`; a verdict that did so stays."""
     attempt = max(run.last_attempt(), first)
-    if Verdict.read(run, attempt) is None:
+    before = Verdict.read(run, attempt)
+    if before is None or before.decision == "requeue":  # what was to come next does not
         verdict.write(run, attempt)
         how = {"verdict": verdict.verdict, "decision": verdict.decision, "reason": verdict.reason}
         record_event(run, "attempt_ended", attempt, **how)

@@ -149,17 +149,10 @@ def translate(app: AppDef, config: JobConfig, plan: Plan, daemon: dict[str, Any]
             wrapped = ["-m", "fsdp_jobs.launchers.attempts"]
             place = f"{request.prefix}-coordinator:{_PORT}" if is_node else str(_PORT)
             wrapped += ["node" if is_node else "coordinator", str(run.path), place, "--first", str(first), "--"]
-            environment = {**concrete.env, ADDRESS_ENV: f"{request.prefix}-{name}", **cluster.env}
-            if code is not None:
-                environment["PYTHONPATH"] = str(run.path / "code")
-            limits: dict[str, Any] = {}
-            if is_node:
-                memory = parse_bytes(cluster.memory) if cluster.memory else 2 * memory_need(config, plan)
-                cpus = cluster.cpus or min(plan.ranks_per_node, daemon["NCPU"])
-                limits = {"mem_limit": memory, "nano_cpus": int(cpus * 1e9), "shm_size": parse_bytes(cluster.shm)}
-                if gpus:
-                    mine = gpus[replica * plan.ranks_per_node : (replica + 1) * plan.ranks_per_node]
-                    limits["device_requests"] = [DeviceRequest(device_ids=mine, capabilities=[["gpu"]])]
+            python_path = {"PYTHONPATH": str(run.path / "code")} if code is not None else {}
+            environment = {**concrete.env, ADDRESS_ENV: f"{request.prefix}-{name}", **python_path, **cluster.env}
+            mine = gpus[replica * plan.ranks_per_node : (replica + 1) * plan.ranks_per_node]
+            limits = _limits(config, plan, daemon["NCPU"], mine) if is_node else {}
             request.containers.append(
                 {
                     **common,
@@ -173,13 +166,27 @@ def translate(app: AppDef, config: JobConfig, plan: Plan, daemon: dict[str, Any]
     return request
 
 
+def _limits(config: JobConfig, plan: Plan, cores: int, gpus: list[str]) -> dict[str, Any]:
+    """What a node may use, as keywords of the API's host configuration."""
+    cluster = config.cluster
+    assert isinstance(cluster, DockerClusterConfig)
+    limits: dict[str, Any] = {
+        "mem_limit": parse_bytes(cluster.memory) if cluster.memory else 2 * memory_need(config, plan),
+        "nano_cpus": int((cluster.cpus or min(plan.ranks_per_node, cores)) * 1e9),
+        "shm_size": parse_bytes(cluster.shm),
+    }
+    if gpus:
+        limits["device_requests"] = [DeviceRequest(device_ids=gpus, capabilities=[["gpu"]])]
+    return limits
+
+
 def _mounts(config: JobConfig, run: RunDir) -> Iterator[tuple[str, str, bool]]:
     """(from, to, read only) of what a job reads and writes outside its image."""
     assert isinstance(config.cluster, DockerClusterConfig)
     yield str(run.path), str(run.path), False
     if config.checkpoint.dir is not None and "://" not in config.checkpoint.dir:
         folder = str(Path(config.checkpoint.dir).resolve())
-        yield folder, folder, False
+        yield folder, folder, False  # Docker wants it to exist: `create` makes it
     if config.data.kind == "tokens" and config.data.path is not None:
         yield str(Path(config.data.path).resolve()), str(Path(config.data.path).absolute()), True
     for text in config.cluster.mounts:
@@ -213,6 +220,9 @@ def create(api: docker.APIClient, request: DockerRequest) -> Submission:
     labels = {RUN_LABEL: request.run_dir}
     secrets = {name: os.environ[name] for name in request.pass_env}
     remove(api, request.run_dir)  # what an earlier submission was asked to keep
+    for mount in request.containers[0]["host_config"]["mounts"]:
+        if not Path(mount["Source"]).exists():
+            Path(mount["Source"]).mkdir(parents=True)
     try:
         api.create_network(request.prefix, driver="bridge", labels=labels)
         for container in request.containers:

@@ -68,6 +68,10 @@ class Supervisor:
             said = api.logs(coordinator["Id"], tail=15).decode(errors="replace")
             why = "the coordinator's container could not go on"
             judge(self.run, self.first, Verdict("infrastructure", "stop", why, last_lines=said))
+        else:
+            saved = verdict.reason if verdict is not None else "before anything was saved"
+            why = f"the coordinator's container was stopped: {saved}"
+            judge(self.run, self.first, Verdict("preempted", "stop", why))
         return True
 
 
