@@ -94,7 +94,6 @@ class SimulatedCluster:
         self.hosts = folder / "hosts"
         self.hosts.write_text("127.0.0.1 localhost\n")
         self.processes: dict[str, Process] = {}  # by pod's uid
-        self.deaf = False  # no process is started
         self._judged: set[str] = set()  # uids of ended pods that their Job has counted
         self._failures: dict[str, int] = {}  # Job's uid, or uid/index -> failures that count
         self._not_before: dict[str, float] = {}
@@ -168,9 +167,14 @@ class SimulatedCluster:
             for pod in self.pods():
                 process = self.processes.get(pod["metadata"]["uid"])
                 if pod["spec"].get("nodeName") == name and process is not None:
+                    process.was_killed = True
                     for child in psutil.Process(process.popen.pid).children():
                         child.kill()
                     pod["metadata"]["deletionTimestamp"] = now()
+
+    def find(self, name: str) -> None:
+        """A lost machine has power again; its kubelet sees that the pods have gone."""
+        self.machines[name].lost = False
 
     def finished(self, job: Object) -> str:
         held = [c["type"] for c in job["status"].get("conditions", []) if c["type"] in ("Complete", "Failed")]
@@ -348,8 +352,7 @@ class SimulatedCluster:
             return
         pod["spec"]["nodeName"] = min(free, key=lambda n: used[n])
         pod["status"].pop("conditions", None)
-        if not self.deaf:
-            self._start(pod)
+        self._start(pod)
 
     def _reconcile(self, job: Object) -> None:
         spec, uid = job["spec"], job["metadata"]["uid"]
