@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -44,7 +44,8 @@ _STATES = {
     "DEADLINE": AppState.FAILED,
 }
 _ENDED = (AppState.SUCCEEDED, AppState.CANCELLED, AppState.FAILED)
-_CANCEL_S = 15.0  # for SLURM to clean up
+_LIVE = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "COMPLETING", "REQUEUE_HOLD", "REQUEUED")
+_CANCEL_S = 15.0  # for SLURM to do as it is told
 
 
 @dataclass
@@ -119,14 +120,13 @@ class SlurmScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
 
     def _cancel_existing(self, app_id: str) -> None:
         """End a job at once, without a checkpoint."""
-        if not (state := _queue_state(app_id)) or state in _ENDED:
+        if _word(app_id) not in _LIVE:
             return
-        if state is AppState.RUNNING:  # without its batch step nobody can ask the ranks to save
+        if _word(app_id) == "RUNNING":  # without its batch step nobody can ask the ranks to save
             client.call("scancel", "--signal=KILL", "--batch", app_id)
+            _wait_while(app_id, ("RUNNING",))
         client.call("scancel", "--quiet", app_id)
-        deadline = time.monotonic() + _CANCEL_S
-        while _queue_state(app_id) not in (*_ENDED, None) and time.monotonic() < deadline:
-            time.sleep(0.2)
+        _wait_while(app_id, _LIVE)
         if (run := _run_of(app_id)) is not None:
             _record_cancel(run)
 
@@ -158,10 +158,16 @@ def create_scheduler(session_name: str, **_kwargs: object) -> SlurmScheduler:
     return SlurmScheduler(session_name)
 
 
-def _queue_state(app_id: str) -> AppState | None:
-    """As the controller sees it now; None when it does not know the job."""
+def _word(app_id: str) -> str:
+    """The controller's word for a job now; empty when it does not know the job."""
     job = client.my_jobs(fresh=True).get(app_id)
-    return _STATES.get(job.state, AppState.RUNNING) if job is not None else None
+    return job.state if job is not None else ""
+
+
+def _wait_while(app_id: str, words: Collection[str]) -> None:
+    deadline = time.monotonic() + _CANCEL_S
+    while _word(app_id) in words and time.monotonic() < deadline:
+        time.sleep(0.2)
 
 
 def _record_cancel(run: RunDir) -> None:
