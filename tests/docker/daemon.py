@@ -68,6 +68,9 @@ def daemon() -> Iterator[None]:
         finally:
             process.terminate()
             process.wait(60)
+            for line in reversed(Path("/proc/self/mounts").read_text().splitlines()):
+                if line.split()[1].startswith(f"{folder}/"):  # the daemon leaves its network namespace mounted
+                    subprocess.run(["umount", line.split()[1]], check=True)
             if before is None:
                 del os.environ["DOCKER_HOST"]
             else:
