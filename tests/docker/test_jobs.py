@@ -157,6 +157,29 @@ def test_verbs_and_what_a_job_leaves(image: str, tmp_path: Path) -> None:
         assert files and not [f for f in files if secret.encode() in f.read_bytes()]
 
 
+def test_a_stopped_node_stays_away_until_it_is_started_and_a_stopped_coordinator_ends_the_job(
+    image: str, tmp_path: Path
+) -> None:
+    elastic = ("nodes=1:2", "nproc_per_node=1", "steps=100000", "elastic.join_window_s=3")
+    with docker_job(tmp_path, "stops", image, *elastic) as job:
+        job.until_step(5)
+        rounds = job.rounds()
+        docker("stop", job.container("node-1"))
+        job.until_round_after(rounds)
+        assert job.run.last_attempt() == 1
+        assert job.events("round_started")[-1]["nodes"] == [0]
+        rounds = job.rounds()
+        docker("start", job.container("node-1"))
+        job.until_round_after(rounds)
+        assert job.events("round_started")[-1]["nodes"] == [0, 1]
+        docker("stop", job.container("coordinator"))
+        verdict = job.wait()
+        assert (verdict.verdict, verdict.decision) == ("preempted", "stop")
+        assert job.run.last_attempt() == 1
+        saved = job.events("checkpoint")[-1]["step"]
+        assert f"saved at step {saved}" in verdict.reason and saved == job.step()
+
+
 def test_a_container_that_cannot_start_says_why(image: str, tmp_path: Path) -> None:
     """An image in which Python does not work: no attempt begins, and the verdict has the container's words."""
     broken = "cluster.env={PYTHONPATH: /nowhere, PYTHONHOME: /nowhere}"
