@@ -187,7 +187,8 @@ def _record_cancel(run: RunDir) -> None:
 def _describe(job: client.QueuedJob, state: AppState) -> str:
     if state is AppState.PENDING:
         when = f"starts about {job.start.replace('T', ' ')}" if job.start not in ("", "N/A") else "start not known yet"
-        return f"SLURM job {job.id} waits ({job.reason}); {when}"
+        why = f" ({job.reason})" if job.reason != "None" else ""  # SLURM has not looked at it yet
+        return f"SLURM job {job.id} waits{why}; {when}"
     where = f" on {job.nodes}" if job.nodes else ""
     return f"SLURM job {job.id} is {job.state}{where}"
 

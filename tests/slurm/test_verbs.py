@@ -97,9 +97,9 @@ def test_a_life_with_time_limits_hostile_words_and_a_secret(
         assert "very-secret" not in told + submitted.replace(setup, "").replace("= very-secret", "")
 
         queued = lab.cli(folder, *ON_CPU, *TINY, "name=queued", "nodes=4")
-        assert "waits (Resources)" in queued.stdout + queued.stderr
-        assert "queued" in lab.cli(folder, "status", "queued").stdout
         waiting = queued.stdout.partition("slurm_fsdp://fsdp_jobs/")[2].split()[0]
+        assert f"SLURM job {waiting} waits" in queued.stdout
+        assert f"SLURM job {waiting} waits (" in lab.cli(folder, "status", "queued").stdout
         assert "PENDING" in torchx(lab, folder, "status", f"slurm_fsdp://fsdp_jobs/{waiting}")
         torchx(lab, folder, "cancel", f"slurm_fsdp://fsdp_jobs/{waiting}")
         assert "stopped" in lab.cli(folder, "status", "queued").stdout
