@@ -92,19 +92,23 @@ def compose_job(overrides: Sequence[str], config_dir: str | None = None) -> JobC
             raise BadInput([Problem(f"--config-dir {config_dir}", "is not a folder")])
         overrides = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]", *overrides]
     with _hydra():
-        problems = _problems_of(list(overrides))
-        if problems:
-            raise BadInput(problems)
+        if any(o.startswith(("+", "~")) for o in overrides):  # with these Hydra adds and removes keys unasked
+            problems = _problems_of(list(overrides))
+            if problems:
+                raise BadInput(problems)
         try:
             # Hydra wants ++ before a key that no schema has.
             opened = [f"++{o}" if o.startswith(_OPEN) else o for o in overrides]
             config = hydra_compose("config", overrides=opened)
             missing = [k for k in OmegaConf.missing_keys(config) if not k.startswith("hydra.")]
-            if missing:
-                raise BadInput(Problem(k, "has no value", f"write {k}=...") for k in sorted(missing))
-            return cast(JobConfig, OmegaConf.to_object(config))
-        except (HydraException, OmegaConfBaseException) as e:
-            raise BadInput([Problem("configuration", _first_lines(e))]) from e
+            if not missing:
+                return cast(JobConfig, OmegaConf.to_object(config))
+        except Exception as e:  # Hydra stops at the first problem, with whatever exception: look for all of them
+            problems = _problems_of(list(overrides))
+            if not problems and not isinstance(e, (HydraException, OmegaConfBaseException)):
+                raise
+            raise BadInput(problems or [Problem("configuration", _first_lines(e))]) from e
+    raise BadInput(Problem(k, "has no value", f"write {k}=...") for k in sorted(missing))
 
 
 def check_sweep(overrides: Sequence[str]) -> None:

@@ -55,6 +55,12 @@ def test_bad_input_is_explained_and_does_nothing(tmp_path: Path, args: list[str]
     assert [p for p in tmp_path.rglob("*") if not p.name.startswith(".")] == []
 
 
+@pytest.mark.parametrize("override", ["+optim.foo=3", "++optim.foo=3", "+foo=1", "=3", ""])
+def test_no_key_can_be_smuggled_in(override: str) -> None:
+    with pytest.raises(BadInput):
+        compose_job([override])
+
+
 def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     done = cli(tmp_path, "optim.lrr=1", "model=x", "steps=a", "nodez=3")
     assert all(f"\n  {i}. " in f"\n{done.stderr}" for i in (1, 2, 3, 4))
