@@ -239,6 +239,9 @@ class Coordinator:
         failures, self._failures, self._broken_at = self._failures, [], None
         culprit, self._culprit = self._culprit, None
         self._forming_since, self._enough_since = now, None
+        if failures and all(f.is_request for f in failures) and self.asked is not Request.PARK:
+            # An agent that was told to stop while there was no coordinator asked the ranks itself.
+            self.stop_reason = self.stop_reason or f"node {failures[0].node} was told to stop"
         if self.stop_reason is not None:
             self._close(self._preempted(), now)
             return

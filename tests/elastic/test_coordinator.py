@@ -269,3 +269,14 @@ def test_ranks_that_run_out_of_memory_stop_the_job_with_what_would_fit(tmp_path:
     assert cluster.verdict is not None and cluster.verdict.verdict == "user_error"
     assert "the same error at the same step twice" in cluster.verdict.reason
     assert "fsdp.activation_checkpointing=full" in cluster.verdict.reason
+
+
+def test_ranks_that_left_on_request_while_there_was_no_coordinator_were_preempted(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=2")
+    members = [cluster.join(0, round_=0, size=2), cluster.join(1, round_=0, size=2)]
+    for member in members:
+        cluster.coordinator.on_ready(member, [_failure(member.node, member.node, exit_code=75)], cluster.now)
+    cluster.later(3, *members)
+    assert cluster.verdict is not None
+    assert (cluster.verdict.verdict, cluster.verdict.decision) == ("preempted", "requeue")
+    assert "told to stop" in cluster.verdict.reason
