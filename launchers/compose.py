@@ -11,13 +11,12 @@ from __future__ import annotations
 import fcntl
 import itertools
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
-from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream, filter_regex
+from torchx.schedulers.api import DescribeAppResponse, ListAppResponse
 from torchx.specs import AppDef, AppDryRunInfo, AppState, RoleStatus
 
 from fsdp_jobs.app import RUN_DIR_KEY
@@ -25,7 +24,7 @@ from fsdp_jobs.compose import compose_job
 from fsdp_jobs.config import load_config
 from fsdp_jobs.events import Verdict
 from fsdp_jobs.launchers import attempts
-from fsdp_jobs.launchers.record import final_state, log_lines
+from fsdp_jobs.launchers.record import RunScheduler, final_state, log_lines
 from fsdp_jobs.planning.options import ranks_per_node
 from fsdp_jobs.problems import BadInput, Problem
 from fsdp_jobs.run_dir import RunDir, write_atomic
@@ -41,7 +40,7 @@ class ComposeRequest:
     run_dir: str
 
 
-class ComposeScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
+class ComposeScheduler(RunScheduler):
     """Hands a job to the services of deploy/compose.yaml. An app's id is its run's name."""
 
     def __init__(self, session_name: str):
@@ -76,21 +75,9 @@ class ComposeScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
         """What can be done from inside a container: ask the job to save and stop."""
         write_atomic(RunDir(RUNS / app_id).stop_request, "cancelled")
 
-    def log_iter(
-        self,
-        app_id: str,
-        role_name: str,
-        k: int = 0,
-        regex: str | None = None,
-        since: datetime | None = None,
-        until: datetime | None = None,
-        should_tail: bool = False,
-        streams: Stream | None = None,
-    ) -> Iterable[str]:
-        """Lines of a node's ranks in the newest attempt, or the coordinator's own."""
+    def lines(self, app_id: str, role: str, node: int, follow: bool) -> Iterator[str]:
         run = RunDir(RUNS / app_id)
-        lines = log_lines(run, role_name, k, lambda: should_tail and _is_live(run))
-        return filter_regex(regex, lines) if regex else lines
+        return log_lines(run, role, node, lambda: follow and _is_live(run))
 
 
 def create_scheduler(session_name: str, **_kwargs: object) -> ComposeScheduler:

@@ -3,28 +3,64 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 
 import psutil
+from torchx.schedulers.api import DescribeAppResponse, ListAppResponse
+from torchx.specs import AppState, RoleStatus
 
 from fsdp_jobs.events import Verdict, record_event
+from fsdp_jobs.launchers.record import RunScheduler, final_state, known_runs, log_lines, run_of
+from fsdp_jobs.problems import BadInput, Problem
 from fsdp_jobs.run_dir import RunDir, write_atomic
 
 
-def state_dir(launcher: str) -> Path:
-    """Where a launcher of this machine keeps a link for each app: id -> run directory."""
-    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return Path(base) / "fsdp_jobs" / launcher
+class DetachedScheduler(RunScheduler):
+    """A scheduler of this machine: what is known of an app is in its run directory, and whether something runs."""
 
+    def __init__(self, launcher: str, session_name: str):
+        super().__init__(f"{launcher}_fsdp", session_name)
+        self.launcher = launcher
 
-def remember(launcher: str, app_id: str, run: RunDir) -> None:
-    link = state_dir(launcher) / app_id
-    link.parent.mkdir(parents=True, exist_ok=True)
-    link.symlink_to(run.path.resolve())
+    def is_alive(self, run: RunDir, app_id: str) -> bool:
+        """Whether something of this app runs."""
+        return supervisor_of(run) is not None
+
+    def describe(self, app_id: str) -> DescribeAppResponse | None:
+        run = run_of(self.launcher, app_id)
+        if run is None:
+            return None
+        attempt = run.last_attempt()
+        verdict = Verdict.read(run, attempt)
+        return DescribeAppResponse(
+            app_id=app_id,
+            state=AppState.RUNNING if self.is_alive(run, app_id) else final_state(run),
+            num_restarts=max(0, attempt),
+            msg=verdict.reason if verdict is not None else "",
+            roles_statuses=[RoleStatus("trainer", [])],
+        )
+
+    def list(self) -> list[ListAppResponse]:
+        found = [(link.name, self.describe(link.name)) for link in sorted(known_runs(self.launcher).glob("*"))]
+        return [ListAppResponse(name, d.state) for name, d in found if d is not None]
+
+    def lines(self, app_id: str, role: str, node: int, follow: bool) -> Iterator[str]:
+        run = self.submitted(app_id)
+        return log_lines(run, role, node, lambda: follow and self.is_alive(run, app_id))
+
+    def submitted(self, app_id: str) -> RunDir:
+        """The run directory of an app.
+
+        Raises:
+            BadInput: there is no such app here.
+        """
+        run = run_of(self.launcher, app_id)
+        if run is None:
+            raise BadInput([Problem(f"{self.backend} app {app_id}", "was not submitted from this machine")])
+        return run
 
 
 def start_supervisor(run: RunDir, module: str) -> None:

@@ -13,14 +13,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream, filter_regex
-from torchx.specs import AppDef, AppDryRunInfo, AppState, RoleStatus, macros
+from torchx.specs import AppDef, AppDryRunInfo, macros
 
 from fsdp_jobs.app import ADDRESS_ENV, ATTEMPT_ENV, COORDINATOR_ENV, RUN_DIR_KEY
 from fsdp_jobs.clusters import LocalClusterConfig
@@ -28,14 +25,12 @@ from fsdp_jobs.config import load_config
 from fsdp_jobs.events import Verdict, record_event
 from fsdp_jobs.launchers.detached import (
     KILLED,
+    DetachedScheduler,
     judge,
     kill_supervisor,
-    remember,
     start_supervisor,
-    state_dir,
-    supervisor_of,
 )
-from fsdp_jobs.launchers.record import final_state, log_lines
+from fsdp_jobs.launchers.record import remember
 from fsdp_jobs.processes import die_with_parent, free_port
 from fsdp_jobs.run_dir import RunDir, write_atomic
 
@@ -74,11 +69,11 @@ def visible_gpus() -> list[str]:
     return [str(i) for i, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*"))]
 
 
-class LocalScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
+class LocalScheduler(DetachedScheduler):
     """Runs an AppDef as processes of this machine. An app's id is its run's name and the time of submission."""
 
     def __init__(self, session_name: str):
-        super().__init__("local_fsdp", session_name)
+        super().__init__("local", session_name)
 
     def _submit_dryrun(self, app: AppDef, cfg: dict[str, Any]) -> AppDryRunInfo[LocalRequest]:
         request = LocalRequest(app.metadata[RUN_DIR_KEY])
@@ -105,47 +100,11 @@ class LocalScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
         start_supervisor(run, "fsdp_jobs.launchers.local")
         return app_id
 
-    def describe(self, app_id: str) -> DescribeAppResponse | None:
-        link = state_dir("local") / app_id
-        if not link.is_dir():
-            return None
-        run = RunDir(link.resolve())
-        state = AppState.RUNNING if supervisor_of(run) is not None else final_state(run)
-        attempt = run.last_attempt()
-        verdict = Verdict.read(run, attempt)
-        return DescribeAppResponse(
-            app_id=app_id,
-            state=state,
-            num_restarts=max(0, attempt),
-            msg=verdict.reason if verdict is not None else "",
-            roles_statuses=[RoleStatus("trainer", [])],
-        )
-
-    def list(self) -> list[ListAppResponse]:
-        found = [(link.name, self.describe(link.name)) for link in sorted(state_dir("local").glob("*"))]
-        return [ListAppResponse(name, d.state) for name, d in found if d is not None]
-
     def _cancel_existing(self, app_id: str) -> None:
         """Stop at once, without a checkpoint."""
-        run = RunDir((state_dir("local") / app_id).resolve())
+        run = self.submitted(app_id)
         if kill_supervisor(run):
             judge(run, 0, KILLED)
-
-    def log_iter(
-        self,
-        app_id: str,
-        role_name: str,
-        k: int = 0,
-        regex: str | None = None,
-        since: datetime | None = None,
-        until: datetime | None = None,
-        should_tail: bool = False,
-        streams: Stream | None = None,
-    ) -> Iterable[str]:
-        """Lines of a node's ranks in the newest attempt, or the coordinator's own."""
-        run = RunDir((state_dir("local") / app_id).resolve())
-        lines = log_lines(run, role_name, k, lambda: should_tail and supervisor_of(run) is not None)
-        return filter_regex(regex, lines) if regex else lines
 
 
 def create_scheduler(session_name: str, **_kwargs: object) -> LocalScheduler:

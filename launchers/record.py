@@ -1,14 +1,61 @@
-"""What a launcher reads in a run's own record: exit codes of nodes get lost, the verdict does not."""
+"""What every launcher does with a run's own record: exit codes of nodes get lost, the verdict does not."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
 
+from torchx.schedulers.api import Scheduler, Stream, filter_regex
 from torchx.specs import AppState
 
 from fsdp_jobs.events import Verdict
 from fsdp_jobs.logs import follow_files
 from fsdp_jobs.run_dir import RunDir
+
+
+class RunScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
+    """A TorchX scheduler whose apps are runs."""
+
+    def lines(self, app_id: str, role: str, node: int, follow: bool) -> Iterator[str]:
+        """Lines of a node's ranks, or of the coordinator, in the newest attempt; with `follow`, until it ends."""
+        raise NotImplementedError
+
+    def log_iter(
+        self,
+        app_id: str,
+        role_name: str,
+        k: int = 0,
+        regex: str | None = None,
+        since: datetime | None = None,
+        until: datetime | None = None,
+        should_tail: bool = False,
+        streams: Stream | None = None,
+    ) -> Iterable[str]:
+        lines = self.lines(app_id, role_name, k, should_tail)
+        return filter_regex(regex, lines) if regex else lines
+
+
+def known_runs(launcher: str) -> Path:
+    """Where a launcher keeps a link for each app that was submitted from this machine: id -> run directory."""
+    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(base) / "fsdp_jobs" / launcher
+
+
+def remember(launcher: str, app_id: str, run: RunDir) -> None:
+    """Keep a link to a submitted run; one of the same id, from before a cluster was set up anew, is replaced."""
+    link = known_runs(launcher) / app_id
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.unlink(missing_ok=True)
+    link.symlink_to(run.path.resolve())
+
+
+def run_of(launcher: str, app_id: str) -> RunDir | None:
+    """The run directory of an app, when it was submitted from this machine and is still there."""
+    link = known_runs(launcher) / app_id
+    return RunDir(link.resolve()) if link.is_dir() else None
 
 
 def final_state(run: RunDir) -> AppState:

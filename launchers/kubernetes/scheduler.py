@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
-from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream, filter_regex
+from torchx.schedulers.api import DescribeAppResponse, ListAppResponse
 from torchx.specs import AppDef, AppDryRunInfo, AppState, ReplicaStatus, RoleStatus
 
 from fsdp_jobs.app import RUN_DIR_KEY
@@ -22,6 +19,7 @@ from fsdp_jobs.launchers.kubernetes.labels import ROLE, Names, first_attempt, ne
 from fsdp_jobs.launchers.kubernetes.manifests import files_objects, job_objects, jobset_objects, owned_by
 from fsdp_jobs.launchers.kubernetes.pods import Object
 from fsdp_jobs.launchers.kubernetes.volcano import volcano_objects
+from fsdp_jobs.launchers.record import RunScheduler, known_runs, remember, run_of
 from fsdp_jobs.problems import BadInput, JobFailed, Problem
 from fsdp_jobs.run_dir import RunDir
 
@@ -56,7 +54,7 @@ class KubernetesRequest:
         return yaml.dump_all(self.objects, Dumper=_Plain, sort_keys=False, width=120)
 
 
-class KubernetesScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
+class KubernetesScheduler(RunScheduler):
     """Runs an AppDef as pods. An app's id is `namespace:name`; its objects all carry the name as their instance."""
 
     def __init__(self, session_name: str):
@@ -89,9 +87,7 @@ class KubernetesScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
         run = RunDir(request.run_dir)
         root, *rest = request.objects
         app_id = f"{request.namespace}:{request.names.app}"
-        link = _known_runs() / app_id
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(run.path.resolve())
+        remember("kubernetes", app_id, run)
         doing = root["metadata"]["name"]
         created = None
         try:
@@ -106,7 +102,7 @@ class KubernetesScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
                 doing = f"{one['kind']} {one['metadata']['name']}"
                 api.create(owned_by(owner, one))
         except api_module.REFUSALS as e:
-            link.unlink()
+            (known_runs("kubernetes") / app_id).unlink()
             if created is not None:
                 api.delete(root)
             raise BadInput([api_module.explain(api, e, doing)]) from e
@@ -151,28 +147,17 @@ class KubernetesScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
 
     def list(self) -> list[ListAppResponse]:
         """Jobs that were submitted from this machine and that their cluster still knows."""
-        found = [(link.name, self.describe(link.name)) for link in sorted(_known_runs().glob("*"))]
+        found = [(link.name, self.describe(link.name)) for link in sorted(known_runs("kubernetes").glob("*"))]
         return [ListAppResponse(name, d.state) for name, d in found if d is not None]
 
     def _cancel_existing(self, app_id: str) -> None:
         """Stop at once, without a checkpoint. A job that has ended keeps its pods and their logs."""
         _ask(app_id, _kill)
 
-    def log_iter(
-        self,
-        app_id: str,
-        role_name: str,
-        k: int = 0,
-        regex: str | None = None,
-        since: datetime | None = None,
-        until: datetime | None = None,
-        should_tail: bool = False,
-        streams: Stream | None = None,
-    ) -> Iterable[str]:
+    def lines(self, app_id: str, role: str, node: int, follow: bool) -> Iterator[str]:
         """Lines of the newest pod of a node, or of the coordinator, as `kubectl logs` shows them."""
-        api, names = _open(app_id, _run_of(app_id))
-        lines = _pod_lines(api, names, role_name, k, should_tail)
-        return filter_regex(regex, lines) if regex else lines
+        api, names = _open(app_id, run_of("kubernetes", app_id))
+        return _pod_lines(api, names, role, node, follow)
 
 
 def create_scheduler(session_name: str, **_kwargs: object) -> KubernetesScheduler:
@@ -193,17 +178,6 @@ def _client() -> Any:
         what = "the package `kubernetes` is not installed"
         raise BadInput([Problem("cluster=kubernetes", what, "pip install 'fsdp_jobs[kubernetes]'")]) from e
     return api
-
-
-def _known_runs() -> Path:
-    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return Path(base) / "fsdp_jobs" / "kubernetes"
-
-
-def _run_of(app_id: str) -> RunDir | None:
-    """The run directory on this machine, when the job was submitted from it."""
-    link = _known_runs() / app_id
-    return RunDir(link.resolve()) if link.is_dir() else None
 
 
 def _cluster_of(run: RunDir | None) -> KubernetesClusterConfig:
@@ -234,7 +208,7 @@ def _ask(app_id: str, question: Callable[[Api, Names, RunDir | None], _Answer]) 
     Raises:
         JobFailed: it does not answer for long, or refuses.
     """
-    run = _run_of(app_id)
+    run = run_of("kubernetes", app_id)
     api, names = _open(app_id, run)
     given_up = time.monotonic() + _PATIENCE_S
     while True:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream, filter_regex
+from torchx.schedulers.api import DescribeAppResponse, ListAppResponse
 from torchx.specs import AppDef, AppDryRunInfo, AppState, RoleStatus
 
 from fsdp_jobs.app import RUN_DIR_KEY
 from fsdp_jobs.clusters import SlurmClusterConfig
 from fsdp_jobs.config import JobConfig
 from fsdp_jobs.events import Verdict, record_event
-from fsdp_jobs.launchers.record import final_state, log_lines
+from fsdp_jobs.launchers.record import RunScheduler, final_state, log_lines, remember, run_of
 from fsdp_jobs.launchers.slurm import client, refusals
 from fsdp_jobs.launchers.slurm.script import Steps, script, steps
 from fsdp_jobs.launchers.slurm.site import probe
@@ -60,7 +58,7 @@ class SlurmRequest:
         return f"{self.script}\n# submit/steps.json\n{self.steps.to_json()}\n"
 
 
-class SlurmScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
+class SlurmScheduler(RunScheduler):
     """Runs an AppDef as one SLURM job."""
 
     def __init__(self, session_name: str):
@@ -88,14 +86,11 @@ class SlurmScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
         if request.code is not None:
             request.code.write(run.path / "code")
         job_id = submit(run.submit / "slurm", request.script)
-        link = _known_runs() / job_id
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.unlink(missing_ok=True)  # a job of the same number, before the cluster was set up anew
-        link.symlink_to(run.path)
+        remember("slurm", job_id, run)
         return job_id
 
     def describe(self, app_id: str) -> DescribeAppResponse | None:
-        run = _run_of(app_id)
+        run = run_of("slurm", app_id)
         try:
             job = client.job(app_id)
         except client.SlurmError as e:
@@ -127,31 +122,19 @@ class SlurmScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
             _wait_while(app_id, ("RUNNING",))
         client.call("scancel", "--quiet", app_id)
         _wait_while(app_id, _LIVE)
-        if (run := _run_of(app_id)) is not None:
+        if (run := run_of("slurm", app_id)) is not None:
             _record_cancel(run)
 
-    def log_iter(
-        self,
-        app_id: str,
-        role_name: str,
-        k: int = 0,
-        regex: str | None = None,
-        since: datetime | None = None,
-        until: datetime | None = None,
-        should_tail: bool = False,
-        streams: Stream | None = None,
-    ) -> Iterable[str]:
-        """Lines of a node's ranks in the newest attempt, or the coordinator's own."""
-        run = _run_of(app_id)
+    def lines(self, app_id: str, role: str, node: int, follow: bool) -> Iterator[str]:
+        run = run_of("slurm", app_id)
         if run is None:
             raise BadInput([Problem(f"slurm_fsdp job {app_id}", "was not submitted by you from here")])
 
         def running() -> bool:
-            description = self.describe(app_id) if should_tail else None
+            description = self.describe(app_id) if follow else None
             return description is not None and description.state not in _ENDED
 
-        lines = log_lines(run, role_name, k, running)
-        return filter_regex(regex, lines) if regex else lines
+        return log_lines(run, role, node, running)
 
 
 def create_scheduler(session_name: str, **_kwargs: object) -> SlurmScheduler:
@@ -211,13 +194,3 @@ def _first_attempt(run: RunDir) -> int:
     """Of the newest submission."""
     file = run.submit / "first_attempt"
     return int(file.read_text()) if file.exists() else 0
-
-
-def _known_runs() -> Path:
-    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return Path(base) / "fsdp_jobs" / "slurm"
-
-
-def _run_of(app_id: str) -> RunDir | None:
-    link = _known_runs() / app_id
-    return RunDir(link.resolve()) if link.is_dir() else None
