@@ -75,7 +75,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(
     damage(run.checkpoints / "step-00000006")
     done = cli(tmp_path, "resume", "short", "steps=8")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "step-00000006 is damaged" in done.stdout and said in done.stdout
+    assert "step-00000006 cannot be used" in done.stdout and said in done.stdout
     assert events_of(run, "resumed")[-1]["step"] == 4
     assert losses_of(run) == losses_of(RunDir(trained / "runs" / "straight"))
     assert (run.checkpoints / "step-00000006.damaged").is_dir()
