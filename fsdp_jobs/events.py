@@ -80,6 +80,12 @@ class Verdict:
     def write(self, run: RunDir, attempt: int) -> None:
         write_atomic(run.verdict(attempt), json.dumps(asdict(self), indent=2))
 
+    def close(self, run: RunDir, attempt: int, **details: Any) -> None:
+        """End an attempt: the verdict's file, and the event that tells of it."""
+        self.write(run, attempt)
+        said = {"verdict": self.verdict, "decision": self.decision, "reason": self.reason}
+        record_event(run, "attempt_ended", attempt, **said, **details)
+
     @classmethod
     def read(cls, run: RunDir, attempt: int) -> Verdict | None:
         path = run.verdict(attempt)

@@ -98,8 +98,7 @@ class Member:
         worked = any(e["event"] == "round_started" and e["attempt"] == attempt for e in read_events(self.run))
         if worked and self.name != "coordinator":
             sys.exit(EXIT_FAILED)
-        Verdict("infrastructure", "stop", reason, last_lines=tail(log, 15)).write(self.run, attempt)
-        record_event(self.run, "attempt_ended", attempt, verdict="infrastructure", decision="stop", reason=reason)
+        Verdict("infrastructure", "stop", reason, last_lines=tail(log, 15)).close(self.run, attempt)
 
 
 def _copy(process: subprocess.Popen[bytes], log: Path) -> None:

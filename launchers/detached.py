@@ -12,7 +12,7 @@ import psutil
 from torchx.schedulers.api import DescribeAppResponse, ListAppResponse
 from torchx.specs import AppState, RoleStatus
 
-from fsdp_jobs.events import Verdict, record_event
+from fsdp_jobs.events import Verdict
 from fsdp_jobs.launchers.record import RunScheduler, final_state, known_runs, log_lines, run_of
 from fsdp_jobs.problems import BadInput, Problem
 from fsdp_jobs.run_dir import RunDir, write_atomic
@@ -106,9 +106,7 @@ def judge(run: RunDir, first: int, verdict: Verdict) -> None:
     attempt = max(run.last_attempt(), first)
     before = Verdict.read(run, attempt)
     if before is None or before.decision == "requeue":  # what was to come next does not
-        verdict.write(run, attempt)
-        how = {"verdict": verdict.verdict, "decision": verdict.decision, "reason": verdict.reason}
-        record_event(run, "attempt_ended", attempt, **how)
+        verdict.close(run, attempt)
 
 
 KILLED = Verdict("preempted", "stop", "killed on request, without a checkpoint")

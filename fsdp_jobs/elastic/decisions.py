@@ -387,9 +387,7 @@ class Coordinator:
         self.verdict, self.closed_at, self.running = verdict, now, False
         if verdict.rank is not None and verdict.node is not None:
             verdict.last_lines = tail(self.run.rank_log(self.attempt, verdict.node, verdict.rank), 20)
-        verdict.write(self.run, self.attempt)
-        details = {"verdict": verdict.verdict, "decision": verdict.decision, "reason": verdict.reason}
-        self.event("attempt_ended", **details, step=self.step, committed=self.committed)
+        verdict.close(self.run, self.attempt, round=self.round, step=self.step, committed=self.committed)
         for member in self.members.values():
             self._send_end(member)
 

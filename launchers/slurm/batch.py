@@ -137,9 +137,7 @@ class Batch:
 
     def _judge(self, verdict: Verdict) -> Verdict:
         """Where there is no coordinator that could."""
-        verdict.write(self.run, self.attempt)
-        ended = {"verdict": verdict.verdict, "decision": verdict.decision, "reason": verdict.reason}
-        record_event(self.run, "attempt_ended", self.attempt, **ended)
+        verdict.close(self.run, self.attempt)
         return verdict
 
     def _start(self, name: str, argv: Sequence[str], log: Path, hosts: Sequence[str] = (), **env: str) -> None:

@@ -13,7 +13,7 @@ import sys
 import time
 
 from fsdp_jobs.app import ATTEMPT_ENV, COORDINATOR_ENV
-from fsdp_jobs.events import Verdict, record_event
+from fsdp_jobs.events import Verdict
 from fsdp_jobs.launchers.slurm import client
 from fsdp_jobs.run_dir import RunDir
 
@@ -62,9 +62,7 @@ def _requeue(run: RunDir, attempt: int, job_id: str, host: str) -> None:
     """
     client.call("scontrol", "requeue", job_id)
     verdict = Verdict("infrastructure", "requeue", f"lost {host}, the job's first node: it had the coordinator")
-    verdict.write(run, attempt)
-    ended = {"verdict": verdict.verdict, "decision": verdict.decision, "reason": verdict.reason}
-    record_event(run, "attempt_ended", attempt, **ended)
+    verdict.close(run, attempt)
 
 
 if __name__ == "__main__":
