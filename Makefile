@@ -8,6 +8,7 @@ BENCHMARKS ?= plan_scale overhead save coordinator traffic recovery submit
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PYTEST = $(BIN)/python -m pytest --numprocesses=2 --dist=loadgroup --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
@@ -27,10 +28,10 @@ lint: $(READY)  ## ruff and mypy
 	$(BIN)/mypy
 
 check: lint  ## lint and the tests that start no jobs
-	$(BIN)/python -m pytest -m "not integration"
+	$(PYTEST) -m "not integration"
 
 test: lint  ## lint and all tests
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 bench: $(READY)  ## every benchmark, one after the other; traffic, recovery and submit need root
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py; done
