@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from torchx.schedulers import get_scheduler_factories
-from torchx.schedulers.api import DescribeAppResponse, Scheduler
+from torchx.schedulers.api import DescribeAppResponse
 from torchx.specs import AppDryRunInfo, AppState, make_app_handle, parse_app_handle
 
 from fsdp_jobs.app import to_app
 from fsdp_jobs.checks import check, check_existing_run
 from fsdp_jobs.clusters import SlurmClusterConfig
-from fsdp_jobs.config import CustomModelConfig, JobConfig, dump_config, node_range
+from fsdp_jobs.config import CustomModelConfig, HfConfig, JobConfig, dump_config, node_range
 from fsdp_jobs.events import record_event
+from fsdp_jobs.launchers.record import RunScheduler
 from fsdp_jobs.planning.options import ranks_per_node
 from fsdp_jobs.planning.plan import Plan, make_plan
 from fsdp_jobs.planning.probe import probe
@@ -39,11 +40,11 @@ class Prepared:
     run: RunDir
     plan: Plan
     shape: ModelShape | None  # of a custom model
-    scheduler: Scheduler[Any]
+    scheduler: RunScheduler
     request: AppDryRunInfo[Any]
 
 
-def scheduler_of(launcher: str) -> Scheduler[Any]:
+def scheduler_of(launcher: str) -> RunScheduler:
     """The TorchX scheduler of a name.
 
     Raises:
@@ -54,7 +55,7 @@ def scheduler_of(launcher: str) -> Scheduler[Any]:
         known = sorted(factories)
         what = f"no launcher of this name is installed; there are {', '.join(known)}"
         raise BadInput([Problem(f"cluster.launcher={launcher}", what, "cluster=local runs on this machine")])
-    scheduler: Scheduler[Any] = factories[launcher](SESSION)
+    scheduler: RunScheduler = factories[launcher](SESSION)
     return scheduler
 
 
@@ -64,7 +65,7 @@ def plan_of(config: JobConfig) -> tuple[Plan, ModelShape | None]:
     Raises:
         BadInput: a custom model that cannot be built, a bad topology file, or a sharding that cannot be.
     """
-    shape = probe(config) if isinstance(config.model, CustomModelConfig) else None
+    shape = probe(config) if isinstance(config.model, CustomModelConfig | HfConfig) else None
     topology = None
     if config.cluster.topology is not None:
         text = _read_topology(config.cluster.topology)
@@ -92,22 +93,79 @@ def prepare(config: JobConfig) -> Prepared:
     Raises:
         BadInput: whatever is wrong with the configuration, the run's name, or its run directory.
     """
+    return prepare_many([config])[0]
+
+
+def prepare_many(configs: Sequence[JobConfig]) -> list[Prepared]:
+    """The same for jobs that are submitted together.
+
+    Raises:
+        BadInput: whatever is wrong with any of them; what is wrong with several is said once.
+    """
+    planned: list[tuple[JobConfig, RunDir, Plan, ModelShape | None]] = []
+    problems: list[Problem] = []
+    for config in configs:
+        try:
+            planned.append((config, *_checked(config, [run for _, run, *_ in planned])))
+        except BadInput as e:
+            problems += e.problems
+    jobs: dict[Path, Prepared] = {}
+    for launcher in dict.fromkeys(config.cluster.launcher for config, *_ in planned):
+        mine = [p for p in planned if p[0].cluster.launcher == launcher]
+        apps = [to_app(config, run, ranks_per_node(config)) for config, run, *_ in mine]
+        try:
+            scheduler = scheduler_of(launcher)
+            requests = scheduler.dryrun_many(apps, [{"config": config, "plan": plan} for config, _, plan, _ in mine])
+            for (config, run, plan, shape), request in zip(mine, requests, strict=True):
+                jobs[run.path] = Prepared(config, run, plan, shape, scheduler, request)
+        except BadInput as e:
+            problems += e.problems
+    if problems:
+        raise BadInput(dict.fromkeys(problems))
+    return [jobs[run.path] for _, run, *_ in planned]
+
+
+def _checked(config: JobConfig, taken: Sequence[RunDir]) -> tuple[RunDir, Plan, ModelShape | None]:
+    """Run directory, plan and shape of a job, where all but the launcher has nothing against it."""
     check(config)
     run = run_dir_of(config)
+    if any(run.path == other.path for other in taken):
+        raise BadInput([Problem(f"name={run.name}", "is the name of two jobs that are submitted together")])
     check_existing_run(config, run)
     handle = run.read_job().get("handle")
     if handle is not None and state_of(handle) in ACTIVE:
         what = f"is in use by the live job {handle}"
         instead = f"fsdp-jobs cancel {run.name}, or wait for it: fsdp-jobs logs -f {run.name}"
         raise BadInput([Problem(f"run directory {run.path}", what, instead)])
-    plan, shape = plan_of(config)
-    scheduler = scheduler_of(config.cluster.launcher)
-    request = scheduler.submit_dryrun(to_app(config, run, ranks_per_node(config)), {"config": config, "plan": plan})
-    return Prepared(config, run, plan, shape, scheduler, request)
+    return run, *plan_of(config)
 
 
 def submit(job: Prepared, overrides: Sequence[str]) -> str:
     """Write the run directory and hand the job to its launcher. Returns its handle, `scheduler://session/id`."""
+    _write(job)
+    return _record(job, job.scheduler.schedule(job.request), overrides)
+
+
+def submit_many(
+    jobs: Sequence[Prepared], overrides: Sequence[Sequence[str]], parallelism: int, folder: Path
+) -> list[str]:
+    """The same for jobs that run at most `parallelism` at once, 0 for no limit. Returns their handles, in order.
+
+    Args:
+        folder: of the sweep, for launchers' files.
+    """
+    for job in jobs:
+        _write(job)
+    app_ids: dict[Path, str] = {}
+    for scheduler in {id(job.scheduler): job.scheduler for job in jobs}.values():
+        mine = [job for job in jobs if job.scheduler is scheduler]
+        ids = scheduler.schedule_many([job.request for job in mine], parallelism, folder)
+        app_ids |= {job.run.path: app_id for job, app_id in zip(mine, ids, strict=True)}
+    return [_record(job, app_ids[job.run.path], own) for job, own in zip(jobs, overrides, strict=True)]
+
+
+def _write(job: Prepared) -> None:
+    """All of a run directory that says what the job is."""
     run = job.run
     run.checkpoints.mkdir(parents=True, exist_ok=True)
     job.config.name = run.name
@@ -120,11 +178,14 @@ def submit(job: Prepared, overrides: Sequence[str]) -> str:
     write_atomic(run.token, secrets.token_hex(16), mode=0o600)
     write_atomic(run.submit / "request.txt", f"{job.request}\n")
     run.stop_request.unlink(missing_ok=True)
-    app_id = job.scheduler.schedule(job.request)
+
+
+def _record(job: Prepared, app_id: str, overrides: Sequence[str]) -> str:
+    """What was submitted and when, in the run directory. Returns the handle."""
     handle = str(make_app_handle(job.scheduler.backend, SESSION, app_id))
     content = {"handle": handle, "overrides": list(overrides), "submitted": time.time()}
-    write_atomic(run.job, json.dumps(content, indent=2))
-    record_event(run, "submitted", run.last_attempt(), handle=handle)
+    write_atomic(job.run.job, json.dumps(content, indent=2))
+    record_event(job.run, "submitted", job.run.last_attempt(), handle=handle)
     return handle
 
 

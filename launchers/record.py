@@ -3,21 +3,56 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from torchx.schedulers.api import Scheduler, Stream, filter_regex
-from torchx.specs import AppState
+from torchx.specs import AppDef, AppDryRunInfo, AppState
 
 from fsdp_jobs.events import Verdict
 from fsdp_jobs.logs import follow_files
+from fsdp_jobs.problems import BadInput
 from fsdp_jobs.run_dir import RunDir
 
 
 class RunScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
     """A TorchX scheduler whose apps are runs."""
+
+    def dryrun_many(self, apps: Sequence[AppDef], cfgs: Sequence[dict[str, Any]]) -> list[AppDryRunInfo[Any]]:
+        """What would be submitted for each app.
+
+        Raises:
+            BadInput: whatever is wrong with any of them.
+        """
+        requests, problems = [], []
+        for app, cfg in zip(apps, cfgs, strict=True):
+            try:
+                requests.append(self.submit_dryrun(app, cfg))
+            except BadInput as e:
+                problems += e.problems
+        if problems:
+            raise BadInput(problems)
+        return requests
+
+    def schedule_many(self, requests: Sequence[AppDryRunInfo[Any]], parallelism: int, folder: Path) -> list[str]:
+        """Submit jobs together, all of them or none; app ids in their order.
+
+        Args:
+            requests: one a job, of this scheduler's `dryrun_many`.
+            parallelism: most that run at once, 0 for no limit. Heeded where the launcher can.
+            folder: of the sweep, for the launcher's files.
+        """
+        submitted: list[str] = []
+        try:
+            for request in requests:
+                submitted.append(self.schedule(request))
+        except BaseException:
+            for app_id in submitted:
+                self.cancel(app_id)
+            raise
+        return submitted
 
     def lines(self, app_id: str, role: str, node: int, follow: bool) -> Iterator[str]:
         """Lines of a node's ranks, or of the coordinator, in the newest attempt; with `follow`, until it ends."""
