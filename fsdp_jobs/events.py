@@ -2,7 +2,7 @@
 
 Events: submitted, attempt_started, round_started, round_broken, resumed, checkpoint, checkpoint_failed,
 checkpoint_skipped, stop_requested, node_lost, machine_excluded, stalled, adopted, process_restarted,
-attempt_ended, done; waiting, which launchers add.
+attempt_ended, done, notify_failed, tracking_failed; waiting, which launchers add.
 """
 
 from __future__ import annotations
@@ -81,10 +81,13 @@ class Verdict:
         write_atomic(run.verdict(attempt), json.dumps(asdict(self), indent=2))
 
     def close(self, run: RunDir, attempt: int, **details: Any) -> None:
-        """End an attempt: the verdict's file, and the event that tells of it."""
+        """End an attempt: the verdict's file, the event that tells of it, and whoever is to be told."""
         self.write(run, attempt)
         said = {"verdict": self.verdict, "decision": self.decision, "reason": self.reason}
         record_event(run, "attempt_ended", attempt, **said, **details)
+        from fsdp_jobs.notify import notify  # it records events
+
+        notify(run, attempt, self)
 
     @classmethod
     def read(cls, run: RunDir, attempt: int) -> Verdict | None:
