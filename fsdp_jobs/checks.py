@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,12 +17,15 @@ from fsdp_jobs.config import (
     DTYPES,
     STRATEGIES,
     CustomModelConfig,
+    HfConfig,
     JobConfig,
     LlamaConfig,
     load_config,
     node_range,
     training_values,
 )
+from fsdp_jobs.events import VERDICTS
+from fsdp_jobs.notify import REQUEUE
 from fsdp_jobs.planning.options import ranks_per_node
 from fsdp_jobs.planning.plan import check_sharding
 from fsdp_jobs.planning.topology import Topology
@@ -38,8 +44,11 @@ _CHOICES: dict[str, tuple[str | bool, ...]] = {
     "fsdp.activation_checkpointing": ("none", "full", "every_n", "selective"),
     "data.kind": ("python_stdlib", "tokens", "synthetic"),
     "data.token_dtype": ("uint16", "uint32"),
+    "init_rope": ("halves", "interleaved"),
     "optim.schedule": ("cosine", "constant"),
     "checkpoint.async_mode": (AUTO, "off", "thread", "process"),
+    "sweep.direction": ("minimize", "maximize"),
+    "tracking.kind": ("none", "mlflow", "wandb"),
 }
 
 # key -> the smallest value it may have
@@ -76,6 +85,7 @@ _AT_LEAST: dict[str, float] = {
     "elastic.exclude_after": 0,
     "elastic.exclude_for_s": 1,
     "elastic.stop_grace_s": 1,
+    "sweep.parallelism": 0,
 }
 
 
@@ -93,11 +103,14 @@ def check(config: JobConfig, files: bool = True) -> None:
     Raises:
         BadInput: with all that is wrong.
     """
-    problems = [*_words_and_numbers(config), *_shape(config), *_data(config, files)]
+    problems = [*_words_and_numbers(config), *_shape(config), *_data(config, files), *_told(config)]
     if files and config.checkpoint.dir is not None:
         problems += _checkpoint_url(config.checkpoint.dir)
     if isinstance(config.model, LlamaConfig):
         problems += _llama(config.model)
+    if isinstance(config.model, HfConfig):
+        problems += _hf(config.model)
+    problems += _initial_weights(config, files)
     if problems:
         raise BadInput(problems)
 
@@ -135,7 +148,7 @@ def _shape(config: JobConfig) -> Iterator[Problem]:
                 if problem.where not in seen:
                     seen.add(problem.where)
                     yield problem
-    if config.fsdp.wrap == "layer" and not config.model.wrap_classes:
+    if config.fsdp.wrap == "layer" and not config.model.wrap_classes and not isinstance(config.model, HfConfig):
         yield Problem(
             "model.wrap_classes=[]",
             "is empty, so no layer would be sharded by itself",
@@ -181,7 +194,7 @@ def _data(config: JobConfig, files: bool) -> Iterator[Problem]:
     elif data.kind == "synthetic" and data.tokens <= data.seq_len:
         yield Problem(f"data.tokens={data.tokens}", f"one sample needs {data.seq_len + 1}")
     vocab = getattr(config.model, "vocab_size", 0)
-    if isinstance(config.model, LlamaConfig | CustomModelConfig) and vocab and data.vocab_size > vocab:
+    if isinstance(config.model, LlamaConfig | CustomModelConfig | HfConfig) and vocab and data.vocab_size > vocab:
         what = f"token ids go up to {data.vocab_size - 1}, the model has a vocabulary of {vocab}"
         yield Problem(f"data.vocab_size={data.vocab_size}", what, "a model, or a tokenizer, of the other's size")
 
@@ -200,6 +213,27 @@ def _checkpoint_url(place: str) -> Iterator[Problem]:
         yield Problem(f"checkpoint.dir={place}", str(e), f"pip install 'fsdp_jobs[{extra}]', here and on the nodes")
     except ValueError as e:
         yield Problem(f"checkpoint.dir={place}", str(e), "s3://bucket/folder, gs://bucket/folder, or a folder")
+
+
+def _told(config: JobConfig) -> Iterator[Problem]:
+    """What is wrong with trackers and notifications, as far as this machine can tell."""
+    tracking, notify = config.tracking, config.notify
+    here = config.cluster.launcher == "local_fsdp"  # elsewhere the nodes have an environment of their own
+    if "@" in (tracking.uri or ""):
+        instead = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or WANDB_API_KEY"
+        yield Problem("tracking.uri", "holds a password, and would be written into the run directory", instead)
+    if here and tracking.kind in ("mlflow", "wandb") and importlib.util.find_spec(tracking.kind) is None:
+        install = f"pip install 'fsdp_jobs[{tracking.kind}]'"
+        yield Problem(f"tracking={tracking.kind}", "is not installed", install)
+    words = (*VERDICTS, REQUEUE)
+    for word in notify.on:
+        if word not in words:
+            yield Problem(f"notify.on=[{word}]", f"allowed: {', '.join(words)}", nearest(word, words))
+    if notify.webhook is not None and not re.fullmatch(r"env:\w+", notify.webhook):
+        what = "names no variable; whoever has the URL may post to it, so it stands in no file"
+        yield Problem("notify.webhook", what, "export CHAT_URL=https://..., notify.webhook=env:CHAT_URL")
+    elif here and notify.webhook is not None and not os.environ.get(notify.webhook.removeprefix("env:")):
+        yield Problem(f"notify.webhook={notify.webhook}", "is not in your environment", "export it")
 
 
 def _highest_token(path: str, dtype: str) -> int | None:
@@ -222,6 +256,33 @@ def _llama(model: LlamaConfig) -> Iterator[Problem]:
         yield Problem(f"model.dim={model.dim}", what)
     if model.n_heads % model.n_kv_heads:
         yield Problem(f"model.n_kv_heads={model.n_kv_heads}", f"must divide model.n_heads={model.n_heads}")
+
+
+def _hf(model: HfConfig) -> Iterator[Problem]:
+    where = f"model.name_or_path={model.name_or_path}"
+    if importlib.util.find_spec("transformers") is None:
+        yield Problem("model=hf", "transformers is not installed", "pip install 'fsdp_jobs[hf]', here and on the nodes")
+    folder = Path(model.name_or_path)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        yield Problem(where, "the folder has no config.json", "a folder that save_pretrained wrote")
+    elif not folder.is_dir() and not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", model.name_or_path):
+        yield Problem(where, "is neither a folder nor a name on the hub", "FOLDER, or OWNER/NAME")
+
+
+def _initial_weights(config: JobConfig, files: bool) -> Iterator[Problem]:
+    for entry in config.init_key_map:
+        pattern, arrow, _ = entry.partition("=>")
+        try:
+            re.compile(pattern)
+        except re.error as e:
+            yield Problem(f"init_key_map: {entry}", f"is no regular expression: {e}", "REGEX=>REPLACEMENT")
+        if not arrow:
+            yield Problem(f"init_key_map: {entry}", "has no =>", "REGEX=>REPLACEMENT; with nothing after it, left out")
+    if config.init_from is None:
+        if config.init_key_map:
+            yield Problem("init_key_map", "is for names in init_from, and there is none", "init_from=FILE_OR_FOLDER")
+    elif files and config.cluster.shares_files and not Path(config.init_from).exists():
+        yield Problem(f"init_from={config.init_from}", "there is no such file or folder", "init_from=FILE_OR_FOLDER")
 
 
 def check_existing_run(config: JobConfig, run: RunDir) -> None:

@@ -45,7 +45,7 @@ class HardwareConfig:
 class ModelConfig:
     """Common to every model: how it is cut into FSDP blocks."""
 
-    kind: str = "???"  # llama | custom
+    kind: str = "???"  # llama | custom | hf
     wrap_classes: list[str] = field(default_factory=list)  # class names that become FSDP blocks
 
 
@@ -75,6 +75,23 @@ class CustomModelConfig(ModelConfig):
     _target_: str = "???"  # dotted path of the factory: my_package.my_module.build
     kwargs: dict[str, Any] = field(default_factory=dict)  # its keyword arguments
     vocab_size: int = 0  # rows of its output; 0: not checked against the data
+
+
+@dataclass
+class HfConfig(ModelConfig):
+    """A causal language model of Hugging Face's transformers. Without wrap_classes, its own layers are the blocks."""
+
+    kind: str = "hf"
+    name_or_path: str = "???"  # a folder with config.json, or a name on the hub
+    pretrained: bool = True  # begin with its weights; false: with random ones
+    vocab_size: int = 0  # rows of its output; 0: what its configuration says
+
+
+@dataclass
+class NoModelConfig(ModelConfig):
+    """The model is the user's program's, and nothing is known of it."""
+
+    kind: str = "none"
 
 
 @dataclass
@@ -163,6 +180,36 @@ class ElasticConfig:
 
 
 @dataclass
+class TrackingConfig:
+    """An experiment tracker that gets the lines of metrics.jsonl, too. Its keys come from the environment."""
+
+    kind: str = "none"  # none | mlflow | wandb
+    project: str = "fsdp_jobs"  # MLflow's experiment, W&B's project
+    uri: str | None = None  # of the server; null: what MLFLOW_TRACKING_URI or WANDB_BASE_URL says
+
+
+@dataclass
+class NotifyConfig:
+    """Who is told that an attempt has ended, and how."""
+
+    command: str | None = None  # shell command on the machine that judged; FSDP_JOBS_* say what happened
+    webhook: str | None = None  # env:NAME: the variable that holds a URL, to which JSON is posted
+    on: list[str] = field(default_factory=lambda: ["done", "preempted", "infrastructure", "stalled", "user_error"])
+
+
+@dataclass
+class SweepConfig:
+    """What --multirun makes of its jobs."""
+
+    name: str | None = None  # of the sweep and, with a number, of its runs; null: `name`, or one from what is swept
+    dir: str = "sweeps"  # where sweeps keep their lists of jobs
+    wait: bool = False  # stay until all jobs have ended, and hand their objectives to Hydra's sweeper
+    objective: str = "loss"  # a key of metrics.jsonl: its last value is what jobs are compared by
+    direction: str = "minimize"  # minimize | maximize
+    parallelism: int = 0  # jobs at once; 0: no limit on a cluster, 1 on this machine
+
+
+@dataclass
 class JobConfig:
     """One job, whole."""
 
@@ -172,10 +219,16 @@ class JobConfig:
     nproc_per_node: Any = AUTO  # ranks a node: auto is one a GPU, or two on a CPU
     seed: int = 0
     steps: int = 120  # optimizer steps in all
+    script: str | None = None  # your own torchrun program instead of the trainer: train.py, or an executable
+    module: str | None = None  # likewise, as python -m runs it: pkg.train
+    script_args: str = ""  # its arguments, as in a shell
     log_every_steps: int = 1
     attach: bool = True  # stay and show progress; false returns the handle at once
     dry_run: bool = False  # show what would be submitted, submit nothing
     allow_config_change: bool = False  # let an existing run go on with another training configuration
+    init_from: str | None = None  # weights that a new run begins with: a file, or a folder of them or of DCP
+    init_key_map: list[str] = field(default_factory=list)  # "REGEX=>REPLACEMENT" for names in init_from, in order
+    init_rope: str = "halves"  # rotary pairs in init_from: halves (transformers) | interleaved (torchtitan, Meta)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -184,13 +237,25 @@ class JobConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    notify: NotifyConfig = field(default_factory=NotifyConfig)
+
+    @property
+    def is_program(self) -> bool:
+        """Whether ranks run the user's own program and not the trainer."""
+        return self.script is not None or self.module is not None
 
 
 # What the trained weights depend on. Everything else (where, on how many nodes, sharded how,
 # saved when) may change between two lives of a run; these may not without the user's word.
-TRAINING_KEYS = ("model", "data", "optim", "seed", "fsdp.param_dtype", "fsdp.reduce_dtype", "fsdp.output_dtype")
+TRAINING_KEYS = (
+    *("model", "data", "optim", "seed", "init_from"),
+    *("fsdp.param_dtype", "fsdp.reduce_dtype", "fsdp.output_dtype"),
+)
 # ... except these, which change how fast data is read and nothing that is computed.
 NOT_TRAINING_KEYS = ("data.workers", "data.prefetch", "data.micro_batch", "model.wrap_classes")
+# Of a user's program no more is known than what is run.
+PROGRAM_KEYS = ("script", "module", "script_args")
 
 # Schemas that the files in conf/ build on: (group, name, node).
 SCHEMAS: tuple[tuple[str | None, str, type], ...] = (
@@ -198,12 +263,15 @@ SCHEMAS: tuple[tuple[str | None, str, type], ...] = (
     *(("cluster", f"{name}_schema", node) for name, node in CLUSTERS.items()),
     ("model", "llama_schema", LlamaConfig),
     ("model", "custom_schema", CustomModelConfig),
+    ("model", "hf_schema", HfConfig),
+    ("model", "none_schema", NoModelConfig),
     ("fsdp", "fsdp_schema", FsdpConfig),
     ("data", "data_schema", DataConfig),
     ("optim", "optim_schema", OptimConfig),
     ("checkpoint", "checkpoint_schema", CheckpointConfig),
     ("elastic", "elastic_schema", ElasticConfig),
     ("hardware", "hardware_schema", HardwareConfig),
+    ("tracking", "tracking_schema", TrackingConfig),
 )
 
 
@@ -240,7 +308,7 @@ def training_values(config: JobConfig) -> dict[str, Any]:
         return {prefix: value}
 
     found: dict[str, Any] = {}
-    for key in TRAINING_KEYS:
+    for key in PROGRAM_KEYS if config.is_program else TRAINING_KEYS:
         value = OmegaConf.select(tree, key)
         found |= leaves(key, OmegaConf.to_container(value) if OmegaConf.is_config(value) else value)
     return {k: v for k, v in found.items() if k not in NOT_TRAINING_KEYS}

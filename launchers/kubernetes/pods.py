@@ -92,6 +92,7 @@ def coordinator_pod(app: AppDef, config: JobConfig, run: RunDir, names: Names) -
     container = _container("coordinator", app, role, config, run, [*arguments, "--", *_command(app, role, config, run)])
     memory = f"{2 * role.resource.memMB}Mi"  # the process, and the one that keeps it
     container["resources"] = {"requests": {"cpu": "100m", "memory": memory}, "limits": {"cpu": "1", "memory": memory}}
+    container["env"] += _webhook_env(config)
     container["ports"] = [{"name": "coordinator", "containerPort": COORDINATOR_PORT}]
     container["volumeMounts"] += [
         {"name": "job", "mountPath": JOB_FILES, "readOnly": True},
@@ -210,6 +211,14 @@ def _template(config: JobConfig, names: Names, role: str, spec: Object) -> Objec
     if cluster.annotations:
         metadata["annotations"] = dict(cluster.annotations)
     return {"metadata": metadata, "spec": merge(spec, patch)}
+
+
+def _webhook_env(config: JobConfig) -> list[Object]:
+    """The variable with the webhook's URL: it is the coordinator that judges."""
+    name, cluster = (config.notify.webhook or "").removeprefix("env:"), _cluster(config)
+    if name in cluster.secret_env:
+        return [_secret_env(name, cluster.secret_env[name])]
+    return [{"name": name, "value": cluster.env[name]}] if name in cluster.env else []
 
 
 def _secret_env(name: str, reference: str) -> Object:
