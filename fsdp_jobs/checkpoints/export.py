@@ -6,6 +6,7 @@ At no time is more than one output file's worth of tensors in memory (safetensor
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fsdp_jobs.checkpoints import catalog
 from fsdp_jobs.checkpoints.storage import SafeReader
-from fsdp_jobs.config import JobConfig, LlamaConfig
+from fsdp_jobs.config import HfConfig, JobConfig, LlamaConfig
+from fsdp_jobs.models.huggingface import folder_of, transformers
 from fsdp_jobs.problems import BadInput, JobFailed, Problem
 from fsdp_jobs.run_dir import RunDir, write_atomic
 
@@ -46,7 +48,8 @@ def export(run: RunDir, config: JobConfig, file_format: str, step: int | None, o
     """Write a checkpoint's model. Returns the files written.
 
     Args:
-        file_format: "safetensors" (with `config.json` for a Llama, so that transformers opens it) or "pt".
+        file_format: "safetensors" (with `config.json` for a Llama or a model of transformers, so that transformers
+            opens it, and the tokenizer's files where the model came with some) or "pt".
         step: of the checkpoint; None for the newest that is sound.
         out: folder; None for `<run directory>/export`.
 
@@ -86,6 +89,21 @@ def export(run: RunDir, config: JobConfig, file_format: str, step: int | None, o
     if isinstance(config.model, LlamaConfig):
         written.append(target / "config.json")
         write_atomic(written[-1], json.dumps(_hf_config(config.model, config.data.seq_len), indent=1))
+    if isinstance(config.model, HfConfig):
+        written += _beside_weights(config.model, target)
+    return written
+
+
+def _beside_weights(model: HfConfig, target: Path) -> list[Path]:
+    """Copy what a model's folder holds besides weights: configuration, generation settings, tokenizer."""
+    described = transformers().AutoConfig.from_pretrained(model.name_or_path, dtype="float32")
+    described.save_pretrained(target)
+    written = [target / "config.json"]
+    for file in sorted(folder_of(model).iterdir()):
+        weights = file.name.endswith((".safetensors", ".bin", ".index.json", ".pt", ".h5", ".msgpack"))
+        if file.suffix in (".json", ".txt", ".model", ".jinja") and not weights and file.name != "config.json":
+            shutil.copyfile(file, target / file.name)
+            written.append(target / file.name)
     return written
 
 

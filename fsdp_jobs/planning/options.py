@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fsdp_jobs.config import AUTO, CustomModelConfig, HardwareConfig, JobConfig, LlamaConfig
+from fsdp_jobs.config import AUTO, HardwareConfig, JobConfig, LlamaConfig
 from fsdp_jobs.planning.estimate import StepTime, step_time
 from fsdp_jobs.planning.grouping import Placement, group_sizes, place
 from fsdp_jobs.planning.layout import Layout
@@ -51,8 +51,7 @@ def shape_of(config: JobConfig) -> ModelShape:
     """
     if isinstance(config.model, LlamaConfig):
         return llama_shape(config.model, config.fsdp.wrap, config.fsdp.min_num_params, accelerator_of(config))
-    assert isinstance(config.model, CustomModelConfig)
-    raise BadInput([Problem("model=custom", "its shape is not known here", "probe it: fsdp_jobs.planning.probe")])
+    raise BadInput([Problem(f"model={config.model.kind}", "its shape is not known here", "probe it: fsdp_jobs.planning.probe")])
 
 
 def usable_bytes(hardware: HardwareConfig) -> int:

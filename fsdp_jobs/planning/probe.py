@@ -11,7 +11,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from fsdp_jobs.config import CustomModelConfig, FsdpConfig, JobConfig
+from fsdp_jobs.config import CustomModelConfig, FsdpConfig, HfConfig, JobConfig
 from fsdp_jobs.planning.shapes import Activations, ModelShape, Unit
 from fsdp_jobs.problems import BadInput, Problem
 
@@ -19,12 +19,16 @@ TIMEOUT_S = 300  # importing torch and building the module tree; no weights are 
 
 
 def probe(config: JobConfig) -> ModelShape:
-    """The shape of a custom model, from a child process that builds it on fake tensors and runs one sample through.
+    """The shape of a model of yours or of transformers, from a child process that builds it on fake tensors and
+    runs one sample through.
 
     Raises:
-        BadInput: the factory, the wrap classes or the forward pass fail; with the child's last line.
+        BadInput: the factory, the wrap classes or the forward pass fail, with the child's last line; or the data's
+            token ids go beyond the model's vocabulary.
     """
-    assert isinstance(config.model, CustomModelConfig)
+    model = config.model
+    assert isinstance(model, CustomModelConfig | HfConfig)
+    where = f"model._target_={model._target_}" if isinstance(model, CustomModelConfig) else "model.name_or_path"
     question = {
         "model": asdict(config.model),
         "wrap": config.fsdp.wrap,
@@ -37,8 +41,14 @@ def probe(config: JobConfig) -> ModelShape:
     )
     if child.returncode:
         last = (child.stderr.strip() or "no message").splitlines()[-1]
-        raise BadInput([Problem(f"model._target_={config.model._target_}", f"could not be probed: {last}")])
-    return shape_from_json(child.stdout.splitlines()[-1])
+        raise BadInput([Problem(where, f"could not be probed: {last}")])
+    shape = shape_from_json(child.stdout.splitlines()[-1])
+    if isinstance(model, HfConfig) and config.data.vocab_size > shape.activations.vocab:
+        what = (
+            f"token ids go up to {config.data.vocab_size - 1}, the model has a vocabulary of {shape.activations.vocab}"
+        )
+        raise BadInput([Problem(f"data.vocab_size={config.data.vocab_size}", what, "a model of the tokenizer's size")])
+    return shape
 
 
 def shape_from_json(text: str) -> ModelShape:
@@ -56,17 +66,18 @@ def shape_from_json(text: str) -> ModelShape:
 def _answer(question: dict[str, Any]) -> ModelShape:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from fsdp_jobs.models.build import build_model
+    from fsdp_jobs.models.build import build_model, head_modules_of
     from fsdp_jobs.planning.probe_run import activations_of, units_of
     from fsdp_jobs.training.sharding import find_blocks
 
-    model_config = CustomModelConfig(**question["model"])
+    kind = HfConfig if question["model"]["kind"] == "hf" else CustomModelConfig
+    model_config = kind(**question["model"])
     fsdp = FsdpConfig(wrap=question["wrap"], min_num_params=question["min_num_params"])
     with FakeTensorMode():
-        model: Any = build_model(model_config)
+        model = build_model(model_config)
         blocks = find_blocks(model, model_config, fsdp)
         activations = activations_of(model, blocks, question["seq_len"])
-    head = model.head_modules() if hasattr(model, "head_modules") and fsdp.wrap == "layer" else []
+    head = head_modules_of(model) if fsdp.wrap == "layer" else []
     return units_of(model, blocks, head, activations)
 
 

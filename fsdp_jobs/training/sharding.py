@@ -22,8 +22,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from fsdp_jobs.config import AUTO, FsdpConfig, ModelConfig
-from fsdp_jobs.models.build import build_model
+from fsdp_jobs.config import AUTO, FsdpConfig, HfConfig, ModelConfig
+from fsdp_jobs.models.build import build_model, head_modules_of, wrap_classes_of
+from fsdp_jobs.models.huggingface import initial_pieces
 from fsdp_jobs.planning.layout import Layout
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -83,12 +84,11 @@ def find_blocks(model: nn.Module, model_config: ModelConfig, fsdp: FsdpConfig) -
         return []
     if fsdp.wrap == "size":
         return list(_blocks_by_size(model, fsdp.min_num_params))
-    found = [m for m in model.modules() if type(m).__name__ in model_config.wrap_classes]
+    wanted = wrap_classes_of(model, model_config)
+    found = [m for m in model.modules() if type(m).__name__ in wanted]
     if not found:
         classes = sorted({type(m).__name__ for m in model.modules()})
-        raise ValueError(
-            f"model.wrap_classes={model_config.wrap_classes} matches no module; the model has {', '.join(classes)}"
-        )
+        raise ValueError(f"model.wrap_classes={wanted} matches no module; the model has {', '.join(classes)}")
     return found
 
 
@@ -159,9 +159,9 @@ def apply_fsdp(
 
     for block in blocks:
         shard(block, inner, layout.reshard_after_forward)
-    head_modules = getattr(model, "head_modules", None)
-    if head_modules is not None and fsdp.wrap == "layer":
-        shard(head_modules(), inner, False)
+    head = head_modules_of(model) if fsdp.wrap == "layer" else []
+    if head:
+        shard(head, inner, False)
     shard(model, outer, False)
     for ahead, order, prefetch in (
         (fsdp.forward_prefetch, blocks, "set_modules_to_forward_prefetch"),
@@ -175,18 +175,29 @@ def fill_weights(model: nn.Module, model_config: ModelConfig, device: torch.devi
     """Give the emptied shards their initial values.
 
     A model with `init_parameter` fills one whole parameter at a time on every rank and keeps its
-    shard: no traffic, and never more than one parameter in memory. Any other is built by rank 0 on
-    its CPU and sent out tensor by tensor; buffers too, since to_empty() lost them.
+    shard: no traffic, and never more than one parameter in memory. A model of transformers is filled
+    a layer at a time; of a pretrained one only the buffers, since checkpoints/foreign.py reads its weights.
+    Any other is built by rank 0 on its CPU and sent out tensor by tensor; buffers too, since to_empty() lost them.
     """
+    if isinstance(model_config, HfConfig):
+        parameters = {plain_name(n): p for n, p in model.named_parameters()}
+        buffers = {plain_name(n): b for n, b in model.named_buffers()}
+        for piece in initial_pieces(model_config, device, seed):
+            for name, whole in piece.items():
+                if name in buffers:
+                    buffers[name].copy_(whole)
+                elif name in parameters and not model_config.pretrained:
+                    keep_shard(parameters[name], whole)
+        return
     init_parameter = getattr(model, "init_parameter", None)
     if init_parameter is not None:
         for name, parameter in model.named_parameters():
-            plain = name.replace("_checkpoint_wrapped_module.", "")
+            plain = plain_name(name)
             number = int.from_bytes(hashlib.blake2b(f"{seed}/{plain}".encode(), digest_size=7).digest(), "big")
             whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
             with torch.no_grad():
                 init_parameter(plain, whole, torch.Generator(device).manual_seed(number))
-                _keep_shard(parameter, whole)
+            keep_shard(parameter, whole)
         return
     whole_model, state = None, {}
     if dist.get_rank() == 0:
@@ -198,23 +209,35 @@ def fill_weights(model: nn.Module, model_config: ModelConfig, device: torch.devi
     set_model_state_dict(model, state, options=options)
     sources = dict(whole_model.named_buffers()) if whole_model is not None else {}
     for name, buffer in model.named_buffers():
-        plain = name.replace("_checkpoint_wrapped_module.", "")
+        plain = plain_name(name)
         if plain in sources:
             buffer.copy_(sources[plain])
         dist.broadcast(buffer, src=0)
 
 
-def _keep_shard(parameter: nn.Parameter, whole: torch.Tensor) -> None:
-    """Copy this rank's part of a whole tensor into a parameter sharded on dim 0 (or replicated)."""
-    assert isinstance(parameter, DTensor)
-    local = parameter.to_local()
+def plain_name(name: str) -> str:
+    """A parameter's name without what activation checkpointing put into it."""
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
+def rows_of(parameter: DTensor) -> tuple[int, int]:
+    """The rows [first, last) of the whole tensor that this rank holds of one sharded on dim 0 (or replicated)."""
     shard_dims = [i for i, p in enumerate(parameter.placements) if p.is_shard()]
-    if shard_dims:
-        mesh, dim = parameter.device_mesh, shard_dims[0]
-        chunks = whole.chunk(mesh.size(dim), dim=0)
-        index = mesh.get_local_rank(dim)
-        whole = chunks[index] if index < len(chunks) else whole[:0]
-    local.copy_(whole)
+    rows = parameter.shape[0] if parameter.ndim else 0
+    if not shard_dims:
+        return 0, rows
+    mesh, dim = parameter.device_mesh, shard_dims[0]
+    a_rank = -(-rows // mesh.size(dim))
+    first = min(rows, mesh.get_local_rank(dim) * a_rank)
+    return first, min(rows, first + a_rank)
+
+
+def keep_shard(parameter: nn.Parameter, whole: torch.Tensor) -> None:
+    """Copy this rank's part of a whole tensor into a parameter."""
+    assert isinstance(parameter, DTensor)
+    first, last = rows_of(parameter)
+    with torch.no_grad():
+        parameter.to_local().copy_(whole[first:last] if whole.ndim else whole)
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:

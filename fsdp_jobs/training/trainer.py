@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 
+from fsdp_jobs.checkpoints.foreign import load_initial
 from fsdp_jobs.checkpoints.store import Checkpointer, Progress, training_digest
 from fsdp_jobs.config import JobConfig, training_values
 from fsdp_jobs.elastic.board import Phase, Request
@@ -97,6 +98,8 @@ class Trainer:
             JobFailed: the last checkpoint could not be written, or the loss is not a number.
         """
         resumed = self.checkpoints.resume()
+        if resumed is None:
+            load_initial(self.model, self.config)
         self.progress = resumed or Progress()
         if self.rank == 0 and resumed is not None:
             record_event(

@@ -1,0 +1,109 @@
+"""Causal language models of transformers as this trainer wants them: tokens in, logits out, built without memory."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_jobs.config import HfConfig
+from fsdp_jobs.problems import BadInput, Problem
+
+_FILES = ["*.json", "*.safetensors", "*.txt", "*.model"]  # of a repository: configuration, weights, tokenizer
+
+
+def transformers() -> Any:
+    """The library.
+
+    Raises:
+        BadInput: it is not installed.
+    """
+    try:
+        import transformers
+    except ImportError as e:
+        raise BadInput([Problem("model=hf", str(e), "pip install 'fsdp_jobs[hf]', here and on the nodes")]) from e
+    return transformers
+
+
+def build_hf(config: HfConfig) -> nn.Module:
+    """The model of a folder or of a repository of the hub, without its weights, in fp32 on the default device.
+
+    Parameters keep transformers' names. The forward pass returns the logits alone.
+
+    Raises:
+        OSError: there is no such folder or repository.
+        ValueError: it holds no causal language model.
+    """
+    library = transformers()
+    described = library.AutoConfig.from_pretrained(config.name_or_path)
+    described.use_cache = False
+    model: nn.Module = library.AutoModelForCausalLM.from_config(described, dtype=torch.float32)
+    model.register_forward_hook(_logits)
+    return model
+
+
+def _logits(_module: nn.Module, _args: Any, out: Any) -> Tensor:
+    return out.logits  # type: ignore[no-any-return]
+
+
+def folder_of(config: HfConfig) -> Path:
+    """The folder with the model's files; those of the hub are fetched once a machine."""
+    if Path(config.name_or_path).is_dir():
+        return Path(config.name_or_path)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(config.name_or_path, allow_patterns=_FILES))
+
+
+def is_hf(model: nn.Module) -> bool:
+    """Whether a model is one of transformers', sharded or not."""
+    return hasattr(model, "_no_split_modules") and hasattr(model, "get_output_embeddings")
+
+
+def layer_classes(model: Any) -> list[str]:
+    """The class names of a model's layers, as transformers lists them for splitting over devices."""
+    return sorted(model._no_split_modules or [])
+
+
+def hf_head_modules(model: Any) -> list[nn.Module]:
+    """The head, and the embedding where it shares the head's weight."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None:
+        return []
+    return [embedding, head] if embedding.weight is head.weight else [head]
+
+
+def initial_pieces(config: HfConfig, device: torch.device, seed: int) -> Iterator[dict[str, Tensor]]:
+    """The initial values of all parameters and buffers, a layer or less at a time, as transformers draws them.
+
+    The random numbers of a piece depend on the seed and the piece's name alone.
+    """
+    with torch.device("meta"):
+        model: Any = build_hf(config)
+    classes = set(layer_classes(model))
+    inside: set[nn.Module] = set()
+    owners: dict[str, Any] = {"": model}
+    for name, module in model.named_modules():
+        owner = module if hasattr(module, "_init_weights") else owners[name.rpartition(".")[0]]
+        owners[name] = owner
+        if module in inside:
+            continue
+        whole = type(module).__name__ in classes
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if not whole and not own:
+            continue
+        if whole:
+            inside.update(module.modules())
+        number = int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest(), "big")
+        module.to_empty(device=device, recurse=whole)
+        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(number)
+            module.apply(owner._init_weights) if whole else owner._init_weights(module)
+        prefix = f"{name}." if name else ""
+        tensors = [*module.named_parameters(recurse=whole), *module.named_buffers(recurse=whole)]
+        yield {f"{prefix}{n}": t.detach() for n, t in tensors}
+        module.to_empty(device="meta", recurse=whole)
