@@ -110,7 +110,7 @@ def check(config: JobConfig, files: bool = True) -> None:
         problems += _llama(config.model)
     if isinstance(config.model, HfConfig):
         problems += _hf(config.model)
-    problems += _initial_weights(config, files)
+    problems += _initial_weights(config)
     if problems:
         raise BadInput(problems)
 
@@ -269,7 +269,7 @@ def _hf(model: HfConfig) -> Iterator[Problem]:
         yield Problem(where, "is neither a folder nor a name on the hub", "FOLDER, or OWNER/NAME")
 
 
-def _initial_weights(config: JobConfig, files: bool) -> Iterator[Problem]:
+def _initial_weights(config: JobConfig) -> Iterator[Problem]:
     for entry in config.init_key_map:
         pattern, arrow, _ = entry.partition("=>")
         try:
@@ -281,8 +281,6 @@ def _initial_weights(config: JobConfig, files: bool) -> Iterator[Problem]:
     if config.init_from is None:
         if config.init_key_map:
             yield Problem("init_key_map", "is for names in init_from, and there is none", "init_from=FILE_OR_FOLDER")
-    elif files and config.cluster.shares_files and not Path(config.init_from).exists():
-        yield Problem(f"init_from={config.init_from}", "there is no such file or folder", "init_from=FILE_OR_FOLDER")
 
 
 def check_existing_run(config: JobConfig, run: RunDir) -> None:

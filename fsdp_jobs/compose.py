@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -33,16 +35,23 @@ _OPEN = (  # mappings whose keys are the user's
 
 CONF_DIR = Path(__file__).resolve().parent / "conf"
 
+# Hydra takes plugins from the package hydra_plugins alone. Under these names `launchers/sweep.py` gives it ours.
+PLUGINS = {"launcher": "hydra_plugins.fsdp_jobs.SweepLauncher", "sweeper": "hydra_plugins.fsdp_jobs.GridSweeper"}
+
 
 def register_schemas() -> None:
-    """Tell Hydra the dataclasses that the files in `conf/` build on."""
+    """Tell Hydra the dataclasses that the files in `conf/` build on, and the names of our plugins."""
     store = ConfigStore.instance()
     for group, name, node in SCHEMAS:
         store.store(group=group, name=name, node=node)
+    store.store(group="hydra/launcher", name="fsdp_jobs", node={"_target_": PLUGINS["launcher"]})
+    grid = {"_target_": PLUGINS["sweeper"], "max_batch_size": None, "params": None}
+    store.store(group="hydra/sweeper", name="fsdp_jobs", node=grid)
 
 
 @contextmanager
-def _hydra() -> Iterator[None]:
+def hydra_here() -> Iterator[None]:
+    """Hydra, set up for `conf/`."""
     register_schemas()
     GlobalHydra.instance().clear()
     with initialize_config_dir(config_dir=str(CONF_DIR), version_base="1.3"):
@@ -91,7 +100,7 @@ def compose_job(overrides: Sequence[str], config_dir: str | None = None) -> JobC
         if not Path(config_dir).is_dir():
             raise BadInput([Problem(f"--config-dir {config_dir}", "is not a folder")])
         overrides = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]", *overrides]
-    with _hydra():
+    with hydra_here():
         if any(o.startswith(("+", "~")) for o in overrides):  # with these Hydra adds and removes keys unasked
             problems = _problems_of(list(overrides))
             if problems:
@@ -111,53 +120,120 @@ def compose_job(overrides: Sequence[str], config_dir: str | None = None) -> JobC
     raise BadInput(Problem(k, "has no value", f"write {k}=...") for k in sorted(missing))
 
 
+def compose_many(jobs: Sequence[Sequence[str]]) -> list[JobConfig]:
+    """The configurations of jobs that differ in few overrides: Hydra composes once for each choice of groups.
+
+    Raises:
+        BadInput: as of `compose_job`, for all jobs; what is wrong with several is said once.
+    """
+    configs: list[JobConfig] = []
+    problems: list[Problem] = []
+    bases: dict[tuple[str, ...], DictConfig] = {}
+    with hydra_here():
+        reader = _Reader(_searched(jobs[0]) if jobs else [])
+    for job in jobs:
+        adds_or_removes = any(o.startswith(("+", "~")) for o in job)
+        try:
+            configs.append(compose_job(job) if adds_or_removes else _compose_on(bases, reader, job))
+        except BadInput as e:
+            problems += e.problems
+    if problems:
+        raise BadInput(dict.fromkeys(problems))
+    return configs
+
+
+def _compose_on(bases: dict[tuple[str, ...], DictConfig], reader: _Reader, overrides: Sequence[str]) -> JobConfig:
+    """A job's values over what its choices make, which is kept in `bases` for the next one."""
+    told = reader.sort(overrides)
+    choices = tuple(told.choices)
+    if choices not in bases:
+        try:
+            with hydra_here():
+                bases[choices] = hydra_compose("config", overrides=list(choices))
+        except (HydraException, OmegaConfBaseException) as e:
+            raise BadInput([*told.problems, Problem("configuration", _first_lines(e))]) from e
+    config, keys = copy.deepcopy(bases[choices]), keys_of(bases[choices])
+    problems = list(told.problems)
+    for text, override in told.values:
+        problems += _value_problem(text, override, config, keys, reader.known_groups)
+    missing = [] if problems else OmegaConf.missing_keys(config)
+    problems += [Problem(k, "has no value", f"write {k}=...") for k in sorted(missing)]
+    if problems:
+        raise BadInput(problems)
+    return cast(JobConfig, OmegaConf.to_object(config))
+
+
 def check_sweep(overrides: Sequence[str]) -> None:
     """Raises: BadInput for overrides of a --multirun that cannot be, those with several values aside."""
-    with _hydra():
+    with hydra_here():
         problems = _problems_of(list(overrides), sweep=True)
         if problems:
             raise BadInput(problems)
 
 
-def _problems_of(overrides: list[str], sweep: bool = False) -> list[Problem]:
-    problems: list[Problem] = []
-    choices: list[str] = []  # group=option and Hydra's own settings: they decide which keys there are
-    values: list[tuple[str, Override]] = []
-    options = groups()
-    loader = GlobalHydra.instance().config_loader()
-    parser = OverridesParser.create(config_loader=loader)
-    search = [o for o in overrides if o.startswith("hydra.searchpath=")]
-    known_groups = sorted(set(options) | _user_groups(search))
-    for text in overrides:
-        try:
-            override = parser.parse_override(text)
-        except HydraException:
-            problems.append(Problem(text, "is not of the form key=value", "quote values with spaces or commas"))
-            continue
-        key = override.key_or_group
-        if override.is_sweep_override():
-            if sweep:
+@dataclass
+class _Sorted:
+    """Overrides, told apart."""
+
+    choices: list[str]  # group=option and Hydra's own settings: they decide which keys there are
+    values: list[tuple[str, Override]]
+    problems: list[Problem]
+
+
+class _Reader:
+    """Tells overrides apart, within `hydra_here`."""
+
+    def __init__(self, search: Sequence[str]):
+        """`search`: the overrides hydra.searchpath=..., which bring groups of the user's."""
+        self.search, self.options = list(search), groups()
+        self.known_groups = sorted(set(self.options) | _user_groups(self.search))
+        self._parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+        self._parsed: dict[str, Override] = {}
+
+    def sort(self, overrides: Sequence[str], sweep: bool = False) -> _Sorted:
+        found = _Sorted([], [], [])
+        for text in overrides:
+            try:
+                override = self._parsed.get(text) or self._parser.parse_override(text)
+            except HydraException:
+                instead = "quote values with spaces or commas"
+                found.problems.append(Problem(text, "is not of the form key=value", instead))
                 continue
-            problems.append(Problem(text, "names several values", "add --multirun to run each of them"))
-        elif key.startswith("hydra."):
-            choices.append(text)
-        elif key in known_groups:
-            option = str(override.value())
-            available = set(options.get(key, [])) | _user_options(search, key)
-            if option in available or option == "None":
-                choices.append(text)
+            self._parsed[text] = override
+            key = override.key_or_group
+            if override.is_sweep_override():
+                if not sweep:
+                    found.problems.append(Problem(text, "names several values", "add --multirun to run each of them"))
+            elif key.startswith(("hydra.", "hydra/")):
+                found.choices.append(text)
+            elif key in self.known_groups:
+                option = str(override.value())
+                available = set(self.options.get(key, [])) | _user_options(self.search, key)
+                if option in available or option == "None":
+                    found.choices.append(text)
+                else:
+                    what = f"there is no {key} of that name; there are {', '.join(sorted(available))}"
+                    found.problems.append(Problem(text, what, nearest(option, available)))
             else:
-                what = f"there is no {key} of that name; there are {', '.join(sorted(available))}"
-                problems.append(Problem(text, what, nearest(option, available)))
-        else:
-            values.append((text, override))
+                found.values.append((text, override))
+        return found
+
+
+def _searched(overrides: Sequence[str]) -> list[str]:
+    return [o for o in overrides if o.startswith("hydra.searchpath=")]
+
+
+def _problems_of(overrides: list[str], sweep: bool = False) -> list[Problem]:
+    reader = _Reader(_searched(overrides))
+    told = reader.sort(overrides, sweep)
     try:
-        base = hydra_compose("config", overrides=choices)
+        base = hydra_compose("config", overrides=told.choices)
     except (HydraException, OmegaConfBaseException) as e:
-        return [*problems, Problem("configuration", _first_lines(e))]
+        return [*told.problems, Problem("configuration", _first_lines(e))]
     keys = keys_of(base)
-    for text, override in values:
-        problems += _value_problem(text, override, base, keys, known_groups)
+    problems = list(told.problems)
+    for text, override in told.values:
+        problems += _value_problem(text, override, base, keys, reader.known_groups)
     return problems
 
 
