@@ -278,9 +278,8 @@ def _initial_weights(config: JobConfig) -> Iterator[Problem]:
             yield Problem(f"init_key_map: {entry}", f"is no regular expression: {e}", "REGEX=>REPLACEMENT")
         if not arrow:
             yield Problem(f"init_key_map: {entry}", "has no =>", "REGEX=>REPLACEMENT; with nothing after it, left out")
-    if config.init_from is None:
-        if config.init_key_map:
-            yield Problem("init_key_map", "is for names in init_from, and there is none", "init_from=FILE_OR_FOLDER")
+    if config.init_from is None and config.init_key_map:
+        yield Problem("init_key_map", "is for names in init_from, and there is none", "init_from=FILE_OR_FOLDER")
 
 
 def check_existing_run(config: JobConfig, run: RunDir) -> None:

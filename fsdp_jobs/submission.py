@@ -15,6 +15,7 @@ from torchx.schedulers.api import DescribeAppResponse
 from torchx.specs import AppDryRunInfo, AppState, make_app_handle, parse_app_handle
 
 from fsdp_jobs.app import to_app
+from fsdp_jobs.checkpoints.catalog import find_checkpoints, home_of
 from fsdp_jobs.checks import check, check_existing_run
 from fsdp_jobs.clusters import SlurmClusterConfig
 from fsdp_jobs.config import CustomModelConfig, HfConfig, JobConfig, dump_config, node_range
@@ -22,7 +23,7 @@ from fsdp_jobs.events import record_event
 from fsdp_jobs.launchers.record import RunScheduler
 from fsdp_jobs.planning.options import ranks_per_node
 from fsdp_jobs.planning.plan import Plan, make_plan
-from fsdp_jobs.planning.probe import probe
+from fsdp_jobs.planning.probe import check_initial_weights, probe
 from fsdp_jobs.planning.shapes import ModelShape
 from fsdp_jobs.planning.topology_sources import from_yaml
 from fsdp_jobs.problems import BadInput, Problem
@@ -137,6 +138,9 @@ def _checked(config: JobConfig, taken: Sequence[RunDir]) -> tuple[RunDir, Plan, 
         what = f"is in use by the live job {handle}"
         instead = f"fsdp-jobs cancel {run.name}, or wait for it: fsdp-jobs logs -f {run.name}"
         raise BadInput([Problem(f"run directory {run.path}", what, instead)])
+    is_new = not find_checkpoints(home_of(config.checkpoint, run))
+    if config.init_from is not None and is_new and config.cluster.shares_files:
+        check_initial_weights(config)
     return run, *plan_of(config)
 
 

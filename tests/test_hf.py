@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from fsdp_jobs.compose import compose_job
-from tests.world import TINY_TASK, losses_of, run_world
+from tests.jobs import cli
+from tests.world import TINY_LLAMA, TINY_TASK, losses_of, run_world
 
 pytestmark = pytest.mark.integration
 
@@ -160,3 +161,84 @@ def test_random_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:
     losses = [*run_world(1, _random, str(tmp_path))[0], *run_world(4, _random, str(tmp_path))[0]]
     assert losses == pytest.approx([losses[0]] * 5, rel=1e-2)  # GPT-2 has dropout
     assert losses[0] == pytest.approx(5.545, abs=0.05)  # ln 256
+
+
+_TO_OURS = (  # transformers' names of a Llama's weights into ours
+    "^model\\.embed_tokens=>tok_embeddings",
+    "^lm_head=>output",
+    "^model\\.=>",
+    "self_attn\\.(.)_proj=>attention.w\\1",
+    "mlp\\.gate_proj=>feed_forward.w1",
+    "mlp\\.down_proj=>feed_forward.w2",
+    "mlp\\.up_proj=>feed_forward.w3",
+    "post_attention_layernorm=>ffn_norm",
+    "input_layernorm=>attention_norm",
+)
+
+
+def _save_forms(folder: str) -> None:
+    """The Llama of _save_models under our names: as .pt, and as torchtitan writes it with DCP."""
+    import re
+
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from safetensors.torch import load_file
+
+    state: dict[str, Any] = {}
+    for file in Path(folder, "llama").glob("*.safetensors"):
+        for name, tensor in load_file(file).items():
+            for rule in _TO_OURS:
+                name = re.sub(*rule.split("=>"), name)
+            state[name] = tensor
+    torch.save({"model": state, "step": 3}, f"{folder}/model.pt")
+    for name, tensor in state.items():
+        if name.endswith(("wq.weight", "wk.weight")):  # torchtitan rotates neighbours: (i, i + 8) -> (2i, 2i + 1)
+            state[name] = tensor.reshape(-1, 2, 8, 64).transpose(1, 2).reshape(tensor.shape).contiguous()
+    rest = {"optimizer.state.norm.weight.exp_avg": torch.zeros(64), "train_state": torch.zeros(1)}
+    dcp.save({**state, **rest}, checkpoint_id=f"{folder}/titan", no_dist=True)
+    dcp.save({f"model.{n}": t for n, t in state.items()}, checkpoint_id=f"{folder}/titan_model", no_dist=True)
+    torch.save({n: t for n, t in state.items() if "layers.1." not in n}, f"{folder}/one_layer.bin")
+
+
+def _from_elsewhere(folder: str) -> tuple[dict[str, float], dict[str, str]]:
+    ours = [*TINY_LLAMA, "model.norm_eps=1e-6", "steps=1"]
+    renamed = "init_key_map=[" + ",".join(f"'{rule}'" for rule in _TO_OURS) + "]"
+    sources = {
+        "llama": [renamed],
+        "model.pt": [],
+        "titan": ["init_rope=interleaved"],
+        "titan_model": ["init_rope=interleaved"],
+    }
+    losses = {s: _train(f"{folder}/from/{s}", [*ours, f"init_from={folder}/{s}", *o])[0] for s, o in sources.items()}
+    hf = ["model=hf", f"model.name_or_path={folder}/llama", "model.pretrained=false", "steps=1"]
+    losses["hf"] = _train(f"{folder}/from/hf", [*hf, f"init_from={folder}/llama"])[0]
+    problems = {}
+    for name, options in {
+        "one_layer.bin": [],
+        "model.pt": ["model.n_layers=1"],
+        "titan": ["model.ffn_dim=128"],
+        "titan_model": [],
+    }.items():
+        prefixed = [*ours, f"init_from={folder}/{name}", *options]
+        if name == "titan_model":
+            prefixed.append("init_key_map=['norm=>nrm','^model.output.*=>']")
+        try:
+            _train(f"{folder}/wrong/{name}", prefixed)
+        except Exception as e:
+            problems[name] = str(e)
+    return losses, problems
+
+
+def test_a_run_begins_with_weights_from_elsewhere(tmp_path: Path) -> None:
+    _save_models(str(tmp_path))
+    _save_forms(str(tmp_path))
+    losses, problems = run_world(2, _from_elsewhere, str(tmp_path))[0]
+    assert losses == pytest.approx(dict.fromkeys(losses, _first_loss(f"{tmp_path}/llama")), abs=1e-5)
+    assert "has nothing for layers.1.attention.wq.weight" in problems["one_layer.bin"]
+    assert "holds more than the model has: model.layers.1." in problems["model.pt"]
+    assert "layers.0.feed_forward.w1.weight: is [128, 64] in the model and [96, 64] in the source" in problems["titan"]
+    assert "norm.weight" in problems["titan_model"] and "output.weight" in problems["titan_model"]
+    named = [*TINY_LLAMA, *TINY_TASK, f"init_from={tmp_path}/model.pt", "model.n_layers=1", "name=never"]
+    done = cli(tmp_path, *named)
+    assert done.returncode == 2 and "holds more than the model has: model.layers.1." in done.stderr
+    assert not (tmp_path / "runs" / "never").exists()

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.tensor import DTensor
 
 from fsdp_jobs.checkpoints.storage import SafeReader
-from fsdp_jobs.config import HfConfig, JobConfig, LlamaConfig
+from fsdp_jobs.config import HfConfig, JobConfig, LlamaConfig, ModelConfig
 from fsdp_jobs.models.huggingface import folder_of, is_hf, transformers
 from fsdp_jobs.problems import BadInput, Problem
 from fsdp_jobs.training.sharding import plain_name, rows_of
@@ -136,56 +136,82 @@ def open_source(path: Path, key: str) -> Source:
     raise BadInput([Problem(f"{key}={path}", what, "a file of weights, or the folder they are in")])
 
 
+def compare(model: nn.Module, config: JobConfig, source: Source) -> tuple[dict[str, str], list[str], list[str]]:
+    """Our names -> the source's; parameters that the source has not; what the source has and the model has not."""
+    # Tied weights have several names, and any of them will do.
+    parameters = {plain_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
+    found, left_over = match(source.shapes, _shapes(model), config.init_key_map)
+    missing = {p: n for n, p in reversed(parameters.items())}
+    for name in found.keys() & parameters.keys():
+        missing.pop(parameters[name], None)
+    return found, list(missing.values())[::-1], left_over
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    return {plain_name(n): tuple(t.shape) for n, t in tensors}
+
+
+def problems_of(model: nn.Module, config: JobConfig) -> list[Problem]:
+    """What keeps `init_from` from being this model's weights; the model may be on the meta device.
+
+    Raises:
+        BadInput: there is nothing that can be read.
+    """
+    assert config.init_from is not None
+    source = open_source(Path(config.init_from), "init_from")
+    found, missing, left_over = compare(model, config, source)
+    where = f"init_from={config.init_from}"
+    return [*_shape_problems(found, source.shapes, _shapes(model)), *_name_problems(where, missing, left_over)]
+
+
 def load_initial(model: nn.Module, config: JobConfig) -> None:
     """Give a new run's model the weights that the configuration names, if it names any. Called by every rank.
 
     Raises:
         BadInput: tensors that are missing, left over, or of another shape, by name.
     """
-    pretrained = isinstance(config.model, HfConfig) and config.model.pretrained
-    if config.init_from is None and not pretrained:
-        return
-    key = "init_from" if config.init_from is not None else "model.name_or_path"
     if config.init_from is not None:
-        path = Path(config.init_from)
+        path, key = Path(config.init_from), "init_from"
+        problems = problems_of(model, config)
+        if problems:
+            raise BadInput(problems)
+    elif isinstance(config.model, HfConfig) and config.model.pretrained:
+        path, key = folder_of(config.model), "model.name_or_path"
     else:
-        assert isinstance(config.model, HfConfig)
-        path = folder_of(config.model)
+        return
     source = open_source(path, key)
-    # Tied weights have several names, and any of them will do.
-    parameters = {plain_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
-    buffers = {plain_name(n): b for n, b in model.named_buffers()}
-    shapes = {n: tuple(t.shape) for n, t in (parameters | buffers).items()}
-    found, left_over = match(source.shapes, shapes, config.init_key_map)
-    missing = {p: n for n, p in parameters.items()}
-    for name in found.keys() & parameters.keys():
-        missing.pop(parameters[name], None)
-    if config.init_from is None and missing:
+    found, missing, left_over = compare(model, config, source)
+    if missing:
         _by_transformers(model, config.model)
         return
-    problems = [*_shape_problems(found, source.shapes, shapes), *_missing(list(missing.values()), key, path)]
-    if config.init_from is not None:
-        problems += _left_over(left_over, path)
-    elif left_over and dist.get_rank() == 0:
-        print(f"{path}: not used: {', '.join(left_over[:5])}{' ...' if len(left_over) > 5 else ''}", flush=True)
-    if problems:
-        raise BadInput(problems)
     with torch.no_grad():
-        for name in found.keys() & buffers.keys():
-            buffers[name].copy_(source.rows(found[name], 0, shapes[name][0] if shapes[name] else 0))
-        plain: dict[str, DTensor] = {}
-        width = _head_width(model, config) if config.init_rope == "interleaved" else 0
-        for name in found.keys() & parameters.keys():
-            parameter = cast(DTensor, parameters[name])
-            if width and _QUERIES_AND_KEYS.search(name):
-                first, last = rows_of(parameter)
-                whole = source.rows(found[name], 0, parameter.shape[0])
-                parameter.to_local().copy_(_halves(whole, width)[first:last])
-            else:
-                plain[found[name]] = parameter
-        source.fill(plain)
+        _fill(model, config, source, found)
     if dist.get_rank() == 0:
         print(f"initial weights: {len(found)} tensors of {path}", flush=True)
+        if left_over:
+            print(f"not used: {_first(left_over)}", flush=True)
+
+
+def _fill(model: nn.Module, config: JobConfig, source: Source, found: dict[str, str]) -> None:
+    """Copy what was found into buffers and this rank's part of parameters."""
+    buffers = {plain_name(n): b for n, b in model.named_buffers()}
+    width = _head_width(model, config) if config.init_rope == "interleaved" else 0
+    as_they_are: dict[str, DTensor] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        name = plain_name(name)
+        if name not in found:
+            continue
+        assert isinstance(parameter, DTensor)
+        if width and _QUERIES_AND_KEYS.search(name):
+            first, last = rows_of(parameter)
+            whole = source.rows(found[name], 0, parameter.shape[0])
+            parameter.to_local().copy_(_halves(whole, width)[first:last])
+        else:
+            as_they_are[found[name]] = parameter
+    source.fill(as_they_are)
+    for name in found.keys() & buffers.keys():
+        buffers[name].copy_(source.rows(found[name], 0, buffers[name].shape[0] if buffers[name].ndim else 0))
 
 
 def match(
@@ -226,17 +252,17 @@ def _shape_problems(
             yield Problem(name, f"is {list(ours[name])} in the model and {list(theirs[their_name])} in the source")
 
 
-def _missing(names: list[str], key: str, path: Path) -> Iterator[Problem]:
-    if names:
-        what = f"has nothing for {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
-        yield Problem(f"{key}={path}", what, "init_key_map=['REGEX=>REPLACEMENT'] turns its names into the model's")
+def _name_problems(where: str, missing: list[str], left_over: list[str]) -> Iterator[Problem]:
+    if missing:
+        instead = "init_key_map=['REGEX=>REPLACEMENT'] turns its names into the model's"
+        yield Problem(where, f"has nothing for {_first(missing)}", instead)
+    if left_over:
+        instead = "init_key_map=['^NAME$=>'] leaves a tensor out"
+        yield Problem(where, f"holds more than the model has: {_first(left_over)}", instead)
 
 
-def _left_over(names: list[str], path: Path) -> Iterator[Problem]:
-    if names:
-        what = f"holds more than the model has: {', '.join(names[:5])}"
-        what += f" and {len(names) - 5} more" if len(names) > 5 else ""
-        yield Problem(f"init_from={path}", what, "init_key_map=['^NAME$=>'] leaves a tensor out")
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _head_width(model: Any, config: JobConfig) -> int:
@@ -255,12 +281,13 @@ def _halves(whole: Tensor, width: int) -> Tensor:
     return halves
 
 
-def _by_transformers(model: nn.Module, config: Any) -> None:
+def _by_transformers(model: nn.Module, config: ModelConfig) -> None:
     """Weights whose files are laid out otherwise than the model: rank 0 has transformers read them, and sends them.
 
     Raises:
         BadInput: transformers does not find all of them either.
     """
+    assert isinstance(config, HfConfig)
     state: dict[str, Any] = {}
     missing: list[Any] = [[]]
     if dist.get_rank() == 0:
@@ -269,6 +296,6 @@ def _by_transformers(model: nn.Module, config: Any) -> None:
         missing, state = [sorted(info["missing_keys"])], whole.state_dict()
     dist.broadcast_object_list(missing, src=0)
     if missing[0]:
-        raise BadInput(list(_missing(missing[0], "model.name_or_path", Path(config.name_or_path))))
+        raise BadInput(list(_name_problems(f"model.name_or_path={config.name_or_path}", missing[0], [])))
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, state, options=options)

@@ -1,6 +1,7 @@
-"""The shape of a model that only code can tell: built without memory in a process of its own, which may import torch.
+"""What only code can tell: a model's shape, and whether weights from elsewhere are its own.
 
-python -m fsdp_jobs.planning.probe reads a question as JSON on its standard input and prints the shape as JSON.
+Both are asked of a process of its own, which may import torch and builds the model without memory:
+python -m fsdp_jobs.planning.probe reads a question as JSON on its standard input and prints the answer as JSON.
 """
 
 from __future__ import annotations
@@ -8,10 +9,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, astuple
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from fsdp_jobs.config import CustomModelConfig, FsdpConfig, HfConfig, JobConfig
+from fsdp_jobs.config import CustomModelConfig, FsdpConfig, HfConfig, JobConfig, dump_config, load_config
 from fsdp_jobs.planning.shapes import Activations, ModelShape, Unit
 from fsdp_jobs.problems import BadInput, Problem
 
@@ -35,6 +38,29 @@ def probe(config: JobConfig) -> ModelShape:
         "min_num_params": config.fsdp.min_num_params,
         "seq_len": config.data.seq_len,
     }
+    shape = shape_from_json(_ask(question, where))
+    if isinstance(model, HfConfig) and config.data.vocab_size > shape.activations.vocab:
+        what = (
+            f"token ids go up to {config.data.vocab_size - 1}, the model has a vocabulary of {shape.activations.vocab}"
+        )
+        raise BadInput([Problem(f"data.vocab_size={config.data.vocab_size}", what, "a model of the tokenizer's size")])
+    return shape
+
+
+def check_initial_weights(config: JobConfig) -> None:
+    """Compare names and shapes of what `init_from` holds with the model's, in a child process.
+
+    Raises:
+        BadInput: tensors that are missing, left over or of another shape, by name.
+    """
+    question = {"config": dump_config(config)}
+    found = json.loads(_ask(question, f"init_from={config.init_from}"))
+    if found:
+        raise BadInput([Problem(*problem) for problem in found])
+
+
+def _ask(question: dict[str, Any], where: str) -> str:
+    """The child's answer; BadInput with its last line when it fails."""
     command = [sys.executable, "-m", "fsdp_jobs.planning.probe"]
     child = subprocess.run(
         command, input=json.dumps(question), capture_output=True, text=True, timeout=TIMEOUT_S, check=False
@@ -42,13 +68,7 @@ def probe(config: JobConfig) -> ModelShape:
     if child.returncode:
         last = (child.stderr.strip() or "no message").splitlines()[-1]
         raise BadInput([Problem(where, f"could not be probed: {last}")])
-    shape = shape_from_json(child.stdout.splitlines()[-1])
-    if isinstance(model, HfConfig) and config.data.vocab_size > shape.activations.vocab:
-        what = (
-            f"token ids go up to {config.data.vocab_size - 1}, the model has a vocabulary of {shape.activations.vocab}"
-        )
-        raise BadInput([Problem(f"data.vocab_size={config.data.vocab_size}", what, "a model of the tokenizer's size")])
-    return shape
+    return child.stdout.splitlines()[-1]
 
 
 def shape_from_json(text: str) -> ModelShape:
@@ -63,7 +83,7 @@ def shape_from_json(text: str) -> ModelShape:
     return ModelShape(unit(d["root"]), blocks, activations, unit(d["head"]), d["waiting"])
 
 
-def _answer(question: dict[str, Any]) -> ModelShape:
+def _shape(question: dict[str, Any]) -> ModelShape:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from fsdp_jobs.models.build import build_model, head_modules_of
@@ -81,5 +101,26 @@ def _answer(question: dict[str, Any]) -> ModelShape:
     return units_of(model, blocks, head, activations)
 
 
+def _initial_problems(question: dict[str, Any]) -> list[Problem]:
+    import torch
+
+    from fsdp_jobs.checkpoints.foreign import problems_of
+    from fsdp_jobs.models.build import build_model
+
+    with TemporaryDirectory() as folder:
+        Path(folder, "config.yaml").write_text(question["config"])
+        config = load_config(Path(folder, "config.yaml"))
+    with torch.device("meta"):
+        model = build_model(config.model)
+    try:
+        return problems_of(model, config)
+    except BadInput as e:
+        return e.problems
+
+
 if __name__ == "__main__":
-    print(json.dumps(asdict(_answer(json.load(sys.stdin)))))
+    asked = json.load(sys.stdin)
+    if "config" in asked:
+        print(json.dumps([astuple(p) for p in _initial_problems(asked)]))
+    else:
+        print(json.dumps(asdict(_shape(asked))))
