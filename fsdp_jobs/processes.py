@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import signal
 import socket
+import subprocess
 import sys
 from contextlib import closing
+from pathlib import Path
+
+import psutil
+
+from fsdp_jobs.run_dir import write_atomic
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
@@ -22,3 +29,28 @@ def free_port() -> int:
     with closing(socket.socket()) as s:
         s.bind(("", 0))
         return int(s.getsockname()[1])
+
+
+def start_detached(module: str, folder: Path, record: Path, log: Path) -> None:
+    """Run `python -m MODULE FOLDER`, which outlives the terminal it is started from, and record who that is."""
+    with log.open("a") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, str(folder)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    started = psutil.Process(process.pid).create_time()
+    write_atomic(record, json.dumps({"pid": process.pid, "started": started}))
+
+
+def recorded_process(record: Path) -> psutil.Process | None:
+    """The process that `start_detached` recorded, while it lives."""
+    try:
+        known = json.loads(record.read_text())
+        process = psutil.Process(known["pid"])
+        alive = process.create_time() == known["started"] and process.status() != psutil.STATUS_ZOMBIE
+        return process if alive else None
+    except (OSError, ValueError, psutil.NoSuchProcess):
+        return None

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from collections.abc import Iterator
+import os
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import psutil
 from torchx.schedulers.api import DescribeAppResponse, ListAppResponse
-from torchx.specs import AppState, RoleStatus
+from torchx.specs import AppDryRunInfo, AppState, RoleStatus
 
 from fsdp_jobs.events import Verdict
-from fsdp_jobs.launchers.record import RunScheduler, final_state, known_runs, log_lines, run_of
+from fsdp_jobs.launchers.record import RunScheduler, final_state, known_runs, log_lines, remember, run_of
+from fsdp_jobs.launchers.waiting import Entry, Pool, forget, waiting_of, withdraw
 from fsdp_jobs.problems import BadInput, Problem
-from fsdp_jobs.run_dir import RunDir, write_atomic
+from fsdp_jobs.processes import recorded_process, start_detached
+from fsdp_jobs.run_dir import RunDir
+
+_STARTS_S = 60.0  # most that a job takes from the end of its wait to its supervisor
 
 
 class DetachedScheduler(RunScheduler):
@@ -24,6 +29,43 @@ class DetachedScheduler(RunScheduler):
     def __init__(self, launcher: str, session_name: str):
         super().__init__(f"{launcher}_fsdp", session_name)
         self.launcher = launcher
+
+    def stage(self, request: Any, app_id: str) -> None:
+        """Write what `start` needs into the run directory."""
+        raise NotImplementedError
+
+    def start(self, run: RunDir, app_id: str) -> None:
+        """Start what was staged."""
+        raise NotImplementedError
+
+    def kill(self, run: RunDir, app_id: str) -> None:
+        """End an app that was started, at once and without a checkpoint."""
+        raise NotImplementedError
+
+    def schedule(self, dryrun_info: AppDryRunInfo[Any]) -> str:
+        run = RunDir(dryrun_info.request.run_dir)
+        app_id = _new_app(run)
+        self.stage(dryrun_info.request, app_id)
+        forget(run)
+        self.start(run, app_id)
+        remember(self.launcher, app_id, run)
+        return app_id
+
+    def schedule_many(self, requests: Sequence[AppDryRunInfo[Any]], parallelism: int, folder: Path) -> list[str]:
+        """Hand jobs to the sweep's pool, which starts so many at once; with 0 one, for all share the machine."""
+        entries: list[Entry] = []
+        for request in requests:
+            run = RunDir(Path(request.request.run_dir).resolve())
+            entries.append(Entry(self.backend, str(run.path), _new_app(run)))
+            self.stage(request.request, entries[-1].app_id)
+            remember(self.launcher, entries[-1].app_id, run)
+        pool = Pool.read(folder.resolve())
+        with pool.locked():
+            pool = Pool.read(pool.folder)
+            pool.enter(entries, parallelism or 1)
+            if recorded_process(pool.process_file) is None:
+                start_detached("fsdp_jobs.launchers.pool", pool.folder, pool.process_file, pool.folder / "pool.log")
+        return [entry.app_id for entry in entries]
 
     def is_alive(self, run: RunDir, app_id: str) -> bool:
         """Whether something of this app runs."""
@@ -34,14 +76,31 @@ class DetachedScheduler(RunScheduler):
         if run is None:
             return None
         attempt = run.last_attempt()
-        verdict = Verdict.read(run, attempt)
+        if (waiting := waiting_of(run, app_id)) is not None:
+            why = waiting.why()
+            state, message = (AppState.FAILED, waiting.lost) if why is None else (AppState.PENDING, why)
+        else:
+            verdict = Verdict.read(run, attempt)
+            state = AppState.RUNNING if self.is_alive(run, app_id) else final_state(run)
+            message = verdict.reason if verdict is not None else ""
         return DescribeAppResponse(
             app_id=app_id,
-            state=AppState.RUNNING if self.is_alive(run, app_id) else final_state(run),
+            state=state,
             num_restarts=max(0, attempt),
-            msg=verdict.reason if verdict is not None else "",
+            msg=message,
             roles_statuses=[RoleStatus("trainer", [])],
         )
+
+    def _cancel_existing(self, app_id: str) -> None:
+        """Stop at once, without a checkpoint."""
+        run = self.submitted(app_id)
+        if (waited := withdraw(run, app_id)) is not None:
+            WITHDRAWN.close(run, waited.first)
+            return
+        deadline = time.monotonic() + _STARTS_S
+        while waiting_of(run, app_id) is not None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        self.kill(run, app_id)
 
     def list(self) -> list[ListAppResponse]:
         found = [(link.name, self.describe(link.name)) for link in sorted(known_runs(self.launcher).glob("*"))]
@@ -63,29 +122,18 @@ class DetachedScheduler(RunScheduler):
         return run
 
 
+def _new_app(run: RunDir) -> str:
+    return f"{run.name}-{time.strftime('%y%m%d%H%M%S')}-{os.getpid()}"
+
+
 def start_supervisor(run: RunDir, module: str) -> None:
     """Run `python -m MODULE RUN_DIR`, which outlives the terminal it is started from."""
-    with (run.submit / "supervisor.log").open("a") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, str(run.path)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    started = psutil.Process(process.pid).create_time()
-    write_atomic(run.submit / "supervisor.json", json.dumps({"pid": process.pid, "started": started}))
+    start_detached(module, run.path, run.submit / "supervisor.json", run.submit / "supervisor.log")
 
 
 def supervisor_of(run: RunDir) -> psutil.Process | None:
     """The live supervisor of a run."""
-    try:
-        known = json.loads((run.submit / "supervisor.json").read_text())
-        process = psutil.Process(known["pid"])
-        alive = process.create_time() == known["started"] and process.status() != psutil.STATUS_ZOMBIE
-        return process if alive else None
-    except (OSError, ValueError, psutil.NoSuchProcess):
-        return None
+    return recorded_process(run.submit / "supervisor.json")
 
 
 def kill_supervisor(run: RunDir) -> bool:
@@ -110,3 +158,4 @@ def judge(run: RunDir, first: int, verdict: Verdict) -> None:
 
 
 KILLED = Verdict("preempted", "stop", "killed on request, without a checkpoint")
+WITHDRAWN = Verdict("preempted", "stop", "cancelled while it waited")

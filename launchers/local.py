@@ -30,7 +30,6 @@ from fsdp_jobs.launchers.detached import (
     kill_supervisor,
     start_supervisor,
 )
-from fsdp_jobs.launchers.record import remember
 from fsdp_jobs.processes import die_with_parent, free_port
 from fsdp_jobs.run_dir import RunDir, write_atomic
 
@@ -91,18 +90,14 @@ class LocalScheduler(DetachedScheduler):
                 request.commands.append(Command(name, [concrete.entrypoint, *concrete.args], concrete.env))
         return AppDryRunInfo(request, str)
 
-    def schedule(self, dryrun_info: AppDryRunInfo[LocalRequest]) -> str:
-        request = dryrun_info.request
-        run = RunDir(request.run_dir)
-        app_id = f"{run.name}-{time.strftime('%y%m%d%H%M%S')}-{os.getpid()}"
-        write_atomic(run.submit / "commands.json", json.dumps([vars(c) for c in request.commands], indent=2))
-        remember("local", app_id, run)
-        start_supervisor(run, "fsdp_jobs.launchers.local")
-        return app_id
+    def stage(self, request: LocalRequest, app_id: str) -> None:
+        commands = json.dumps([vars(c) for c in request.commands], indent=2)
+        write_atomic(RunDir(request.run_dir).submit / "commands.json", commands)
 
-    def _cancel_existing(self, app_id: str) -> None:
-        """Stop at once, without a checkpoint."""
-        run = self.submitted(app_id)
+    def start(self, run: RunDir, app_id: str) -> None:
+        start_supervisor(run, "fsdp_jobs.launchers.local")
+
+    def kill(self, run: RunDir, app_id: str) -> None:
         if kill_supervisor(run):
             judge(run, 0, KILLED)
 

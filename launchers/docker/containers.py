@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -66,8 +65,10 @@ class Submission:
         write_atomic(run.submit / "docker.json", json.dumps(asdict(self)))
 
     @classmethod
-    def read(cls, run: RunDir) -> Submission:
-        return cls(**json.loads((run.submit / "docker.json").read_text()))
+    def read(cls, run: RunDir) -> Submission | None:
+        """None before the first."""
+        file = run.submit / "docker.json"
+        return cls(**json.loads(file.read_text())) if file.exists() else None
 
 
 @dataclass
@@ -81,6 +82,14 @@ class DockerRequest:
     containers: list[dict[str, Any]] = field(default_factory=list)
     pass_env: list[str] = field(default_factory=list)
     code: Snapshot | None = None
+
+    def to_json(self) -> str:
+        """Without the code, which is copied when a job is submitted."""
+        return json.dumps({key: value for key, value in vars(self).items() if key != "code"}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> DockerRequest:
+        return cls(**json.loads(text))
 
     def __str__(self) -> str:
         shown = {
@@ -99,7 +108,9 @@ def prefix_of(run: RunDir) -> str:
 
 
 def memory_need(config: JobConfig, plan: Plan) -> int:
-    """Bytes of host memory that a node takes by the plan, /dev/shm included."""
+    """Bytes of host memory that a node takes by the plan, /dev/shm included; 0 when the model is not known."""
+    if plan.memory is None:
+        return 0
     on_cpu = plan.hardware == "cpu"
     rank = plan.memory.total if on_cpu else 2 * GIB + plan.memory.host
     return plan.ranks_per_node * rank + _AGENT_BYTES + shm_need(config, plan)
@@ -108,7 +119,7 @@ def memory_need(config: JobConfig, plan: Plan) -> int:
 def shm_need(config: JobConfig, plan: Plan) -> int:
     """Bytes of /dev/shm that a node takes: what data workers hand over, and NCCL's channels between its ranks."""
     data = config.data
-    batches = data.workers * data.prefetch * data.micro_batch * (data.seq_len + 1) * 8
+    batches = 0 if config.is_program else data.workers * data.prefetch * data.micro_batch * (data.seq_len + 1) * 8
     channels = 0 if plan.backend == "gloo" else 64 * 2**20
     return int(plan.ranks_per_node * (batches + channels + 2**20))
 
@@ -171,7 +182,7 @@ def _limits(config: JobConfig, plan: Plan, cores: int, gpus: list[str]) -> dict[
     cluster = config.cluster
     assert isinstance(cluster, DockerClusterConfig)
     limits: dict[str, Any] = {
-        "mem_limit": parse_bytes(cluster.memory) if cluster.memory else 2 * memory_need(config, plan),
+        "mem_limit": parse_bytes(cluster.memory) if cluster.memory else 2 * memory_need(config, plan) or None,
         "nano_cpus": int((cluster.cpus or min(plan.ranks_per_node, cores)) * 1e9),
         "shm_size": parse_bytes(cluster.shm),
     }
@@ -209,14 +220,13 @@ def _mount(source: str, target: str, read_only: bool) -> Mount:
     return Mount(target, source, type="bind", read_only=read_only)
 
 
-def create(api: docker.APIClient, request: DockerRequest) -> Submission:
+def create(api: docker.APIClient, request: DockerRequest, app_id: str) -> None:
     """Make and start a request's network and containers. What a failure leaves is removed.
 
     Raises:
         BadInput: Docker refuses something.
     """
     run = RunDir(request.run_dir)
-    submission = Submission(f"{run.name}-{time.strftime('%y%m%d%H%M%S')}-{os.getpid()}", request.first)
     labels = {RUN_LABEL: request.run_dir}
     secrets = {name: os.environ[name] for name in request.pass_env}
     remove(api, request.run_dir)  # what an earlier submission was asked to keep
@@ -236,8 +246,7 @@ def create(api: docker.APIClient, request: DockerRequest) -> Submission:
         if "address pool" in str(e.explanation):
             instead = "networks that nothing uses take up the addresses: docker network prune"
         raise BadInput([Problem("Docker", str(e.explanation), instead)]) from e
-    submission.write(run)
-    return submission
+    Submission(app_id, request.first).write(run)
 
 
 def containers_of(api: docker.APIClient, run_dir: str) -> list[dict[str, Any]]:

@@ -19,9 +19,8 @@ from fsdp_jobs.launchers.detached import (
 from fsdp_jobs.launchers.docker import containers, refusals
 from fsdp_jobs.launchers.docker.containers import DockerRequest, Submission
 from fsdp_jobs.launchers.local import visible_gpus
-from fsdp_jobs.launchers.record import remember
 from fsdp_jobs.planning.plan import Plan
-from fsdp_jobs.run_dir import RunDir
+from fsdp_jobs.run_dir import RunDir, write_atomic
 
 
 class DockerScheduler(DetachedScheduler):
@@ -40,31 +39,30 @@ class DockerScheduler(DetachedScheduler):
         refusals.check(api, config, plan, run, daemon, gpus)
         return AppDryRunInfo(containers.translate(app, config, plan, daemon, gpus), str)
 
-    def schedule(self, dryrun_info: AppDryRunInfo[DockerRequest]) -> str:
-        request = dryrun_info.request
+    def stage(self, request: DockerRequest, app_id: str) -> None:
         run = RunDir(request.run_dir)
         if request.code is not None:
             request.code.write(run.path / "code")
-        submission = containers.create(containers.connect(), request)
-        remember("docker", submission.app_id, run)
+        write_atomic(run.submit / "containers.json", request.to_json())
+
+    def start(self, run: RunDir, app_id: str) -> None:
+        request = DockerRequest.from_json((run.submit / "containers.json").read_text())
+        containers.create(containers.connect(), request, app_id)
         start_supervisor(run, "fsdp_jobs.launchers.docker.supervisor")
-        return submission.app_id
 
     def is_alive(self, run: RunDir, app_id: str) -> bool:
         """Whether this submission is the run's newest, and something of it runs."""
-        if Submission.read(run).app_id != app_id:
+        submission = Submission.read(run)
+        if submission is None or submission.app_id != app_id:
             return False
         if supervisor_of(run) is not None:
             return True
         return any(c["State"]["Running"] for c in containers.containers_of(containers.connect(), str(run.path)))
 
-    def _cancel_existing(self, app_id: str) -> None:
-        """End a job at once, without a checkpoint, and remove what it had in Docker."""
-        run = self.submitted(app_id)
+    def kill(self, run: RunDir, app_id: str) -> None:
+        """End a job and remove what it had in Docker."""
         submission = Submission.read(run)
-        if submission.app_id != app_id:
-            return  # the run has been submitted again since
-        if self.is_alive(run, app_id):
+        if submission is not None and self.is_alive(run, app_id):
             kill_supervisor(run)
             containers.remove(containers.connect(), str(run.path))
             judge(run, submission.first, KILLED)

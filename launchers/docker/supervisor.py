@@ -33,7 +33,9 @@ class Supervisor:
     """One job's controller."""
 
     def __init__(self, run: RunDir):
-        self.run, self.first = run, Submission.read(run).first
+        submission = Submission.read(run)
+        assert submission is not None
+        self.run, self.first = run, submission.first
         self._over_at: float | None = None
 
     def tend(self, api: docker.APIClient) -> bool:

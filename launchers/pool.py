@@ -1,0 +1,70 @@
+"""Starts a sweep's jobs on this machine, so many at once. It outlives the terminal, and is not their parent. No torch.
+
+python -m fsdp_jobs.launchers.pool FOLDER
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from fsdp_jobs.events import Verdict
+from fsdp_jobs.launchers.detached import DetachedScheduler
+from fsdp_jobs.launchers.waiting import Entry, Pool, started, take, waiting_of
+from fsdp_jobs.run_dir import RunDir
+from fsdp_jobs.submission import scheduler_of
+
+_POLL_S = 0.2
+
+
+def tend(folder: Path) -> None:
+    """Start jobs as places become free, until none waits."""
+    running: dict[str, Entry] = {}
+    known: set[str] = set()
+    while True:
+        pool = Pool.read(folder)
+        new = [entry for entry in pool.jobs if entry.app_id not in known]
+        known |= {entry.app_id for entry in new}
+        running |= {entry.app_id: entry for entry in new}  # those that an earlier pool has started count, too
+        running = {app_id: entry for app_id, entry in running.items() if _is_running(entry)}
+        for entry in pool.jobs:
+            if len(running) >= pool.places:
+                break
+            if take(RunDir(entry.run_dir), entry.app_id):
+                _start(entry)
+                running[entry.app_id] = entry
+        else:
+            with pool.locked():
+                if not any(waiting_of(RunDir(e.run_dir), e.app_id) for e in Pool.read(folder).jobs):
+                    pool.process_file.unlink(missing_ok=True)
+                    return
+        time.sleep(_POLL_S)
+
+
+def _is_running(entry: Entry) -> bool:
+    run = RunDir(entry.run_dir)
+    return waiting_of(run, entry.app_id) is None and _scheduler(entry).is_alive(run, entry.app_id)
+
+
+def _start(entry: Entry) -> None:
+    run = RunDir(entry.run_dir)
+    waited = waiting_of(run, entry.app_id)
+    try:
+        _scheduler(entry).start(run, entry.app_id)
+    except Exception as e:  # what was found sound at submission is not now
+        traceback.print_exc()
+        assert waited is not None
+        Verdict("infrastructure", "stop", f"could not be started: {e}").close(run, waited.first)
+    started(run)
+
+
+def _scheduler(entry: Entry) -> DetachedScheduler:
+    scheduler = scheduler_of(entry.launcher)
+    assert isinstance(scheduler, DetachedScheduler)
+    return scheduler
+
+
+if __name__ == "__main__":
+    tend(Path(sys.argv[1]))
