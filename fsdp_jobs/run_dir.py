@@ -19,6 +19,8 @@ from typing import Any
 from fsdp_jobs.config import JobConfig
 from fsdp_jobs.problems import BadInput, Problem
 
+_BLOCK = 1 << 14  # bytes read at once from the end of a file
+_LONGEST_LINE = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -48,6 +50,39 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
 
 
+def lines_backwards(path: Path) -> Iterator[bytes]:
+    """Lines of a file, the last one first; what stands before those that are asked for is not read.
+
+    The last may still be being written. Of lines longer than 1 MB there come parts.
+    """
+    if not path.exists():
+        return
+    with path.open("rb") as f:
+        place, rest = f.seek(0, os.SEEK_END), b""
+        while place > 0:
+            size = min(_BLOCK, place)
+            place -= size
+            f.seek(place)
+            first, *lines = (f.read(size) + rest).split(b"\n")
+            yield from (line for line in reversed(lines) if line)
+            if len(first) > _LONGEST_LINE:
+                yield first
+                first = b""
+            rest = first
+        if rest:
+            yield rest
+
+
+def newest_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a .jsonl file, the newest first; a last line that is still being written is left out."""
+    for i, line in enumerate(lines_backwards(path)):
+        try:
+            yield json.loads(line)
+        except ValueError:
+            if i:
+                raise
+
+
 class RunDir:
     """The paths of one run."""
 
@@ -66,6 +101,7 @@ class RunDir:
         self.excluded = self.path / "excluded.json"  # machines that failed too often: {host: {until, why}}
         self.events = self.path / "events.jsonl"
         self.metrics = self.path / "metrics.jsonl"
+        self.tracking = self.path / "tracking.json"  # the tracker's id of this run, and how far it has the metrics
         self.checkpoints = self.path / "checkpoints"
 
     def attempt(self, attempt: int) -> Path:
