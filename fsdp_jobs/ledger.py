@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from fsdp_jobs.run_dir import RunDir, read_json_lines
-from fsdp_jobs.status import duration
+from fsdp_jobs.run_dir import RunDir, newest_json_lines
+from fsdp_jobs.status import duration, seldom_events
 
 
 @dataclass(frozen=True)
@@ -32,14 +33,53 @@ class Ledger:
         )
 
 
+class Steps:
+    """Where the time of a run's steps went, over all its lives. Every line of metrics.jsonl carries it on, so that
+    the newest one is enough."""
+
+    def __init__(self, run: RunDir):
+        self._run = run
+        self._step: int | None = None  # of the newest line; None before this life's first
+        self.useful_s = self.stall_s = self.lost_s = 0.0
+
+    def add(self, step: int, step_s: float, stall_s: float) -> dict[str, float]:
+        """Take a logged step, which stands for those before it that were not logged; returns what its line carries.
+
+        Args:
+            step: number of the step.
+            step_s: seconds it took.
+            stall_s: those of them that it waited for a checkpoint.
+        """
+        if self._step is None:
+            self._go_on_before(step)
+        stands_for = step - (self._step or 0)
+        self._step = step
+        self.useful_s += step_s * stands_for - stall_s
+        self.stall_s += stall_s
+        return {"useful_s": self.useful_s, "stall_s": self.stall_s, "lost_s": self.lost_s}
+
+    def _go_on_before(self, step: int) -> None:
+        """What earlier lives did from this step on is done again, and so was lost."""
+        newest: dict[str, Any] | None = None
+        for record in newest_json_lines(self._run.metrics):
+            newest = newest or record
+            if record.get("step", 0) < step:
+                self._step = record.get("step", 0)
+                self.useful_s, self.stall_s = record.get("useful_s", 0.0), record.get("stall_s", 0.0)
+                break
+        if newest is not None:
+            done = newest.get("useful_s", 0.0) + newest.get("stall_s", 0.0)
+            self.lost_s = newest.get("lost_s", 0.0) + done - self.useful_s - self.stall_s
+
+
 def ledger_of(run: RunDir) -> Ledger:
-    """The ledger of a run up to now, from its events and metrics. With `log_every_steps` above 1, each logged
-    step stands for the ones before it."""
+    """The ledger of a run up to what it recorded last."""
+    record = next(newest_json_lines(run.metrics), {})
     wall = queue = 0.0
     begun: float | None = None  # of the present submission
     waiting: float | None = None  # since when it has been in the queue
     last = 0.0
-    for event in read_json_lines(run.events):
+    for event in seldom_events(run):
         now, kind = event["time"], event["event"]
         if kind == "submitted":
             wall += last - begun if begun is not None else 0.0
@@ -50,17 +90,6 @@ def ledger_of(run: RunDir) -> Ledger:
         elif kind == "attempt_ended" and event["decision"] == "requeue":
             waiting = now
         last = now
-    wall += last - begun if begun is not None else 0.0
-
-    useful: dict[int, tuple[float, float]] = {}  # step -> seconds of its newest record, stall among them
-    lost = 0.0
-    before = 0
-    for record in read_json_lines(run.metrics):
-        step = record["step"]
-        stands_for = step - before if step > before else 1
-        before = step
-        lost += useful.get(step, (0.0, 0.0))[0]
-        useful[step] = record["step_s"] * stands_for, record["checkpoint_stall_s"]
-    stall = sum(s for _, s in useful.values())
-    counted = sum(s for s, _ in useful.values()) - stall
-    return Ledger(wall, counted, stall, lost, queue, max(0.0, wall - counted - stall - lost - queue))
+    wall += max(last, record.get("time", 0.0)) - begun if begun is not None else 0.0
+    useful, stall, lost = (record.get(key, 0.0) for key in ("useful_s", "stall_s", "lost_s"))
+    return Ledger(wall, useful, stall, lost, queue, max(0.0, wall - useful - stall - lost - queue))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,6 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_jobs.run_dir import RunDir
+
+_CHECKPOINT = b'"event": "checkpoint",'
+_GLANCE_BYTES = 1 << 13  # of metrics.jsonl, about twenty steps
+
 
 
 class Tail:
@@ -19,6 +24,9 @@ class Tail:
         self.path, self.place = path, 0
 
     def new(self) -> Iterator[dict[str, Any]]:
+        return map(json.loads, self.lines())
+
+    def lines(self) -> Iterator[bytes]:
         if not self.path.exists():
             return
         with self.path.open("rb") as f:
@@ -27,7 +35,30 @@ class Tail:
                 if not line.endswith(b"\n"):
                     break
                 self.place += len(line)
-                yield json.loads(line)
+                yield line
+
+    def skip(self, but: int) -> None:
+        """Leave out what is there now, but for about so many bytes at its end."""
+        if self.path.exists() and self.path.stat().st_size > self.place + but:
+            with self.path.open("rb") as f:
+                f.seek(-but, os.SEEK_END)
+                f.readline()
+                self.place = f.tell()
+
+
+def seldom_events(run: RunDir) -> Iterator[dict[str, Any]]:
+    """A run's events, without checkpoints that another one follows at once: a long run has thousands of those."""
+    return _seldom(Tail(run.events))
+
+
+def _seldom(events: Tail) -> Iterator[dict[str, Any]]:
+    before = b""
+    for line in events.lines():
+        if before and not (_CHECKPOINT in before and _CHECKPOINT in line):
+            yield json.loads(before)
+        before = line
+    if before:
+        yield json.loads(before)
 
 
 @dataclass
@@ -45,6 +76,7 @@ class RunStatus:
     """A run as its events and metrics tell it; `update` reads what is new."""
 
     run: RunDir
+    is_program: bool = False  # of the user's, which says of its steps what it likes
     state: str = "submitted"  # submitted | starting | running | recovering | saving | done | stopped | failed
     attempt: int = -1
     nodes: list[int] = field(default_factory=list)
@@ -76,19 +108,29 @@ class RunStatus:
             self._measure(record)
         return events
 
+    def glance(self) -> None:
+        """Read only what state, place and speed depend on now, which is much less of a long run; losses stay out."""
+        for event in _seldom(self._events):
+            self._take(event)
+        self._metrics.skip(but=_GLANCE_BYTES)
+        for record in self._metrics.new():
+            self._measure(record)
+
     def _measure(self, record: dict[str, Any]) -> None:
         for b in reversed(self.breaks):
             if b.recovered_s is not None or record["time"] < b.time:
                 break
             b.recovered_s = record["time"] - b.time
         self.furthest = max(self.furthest, self.step)
-        if record["step"] <= self.furthest:
+        step = record.get("step", self.step)
+        if step <= self.furthest:
             self.lost_steps += 1
-        self.step, self.loss = record["step"], record["loss"]
+        self.step, self.loss = step, record.get("loss", self.loss)
         self.first_loss = self.loss if self.first_loss is None else self.first_loss
-        speed = record["tokens_per_s"]
+        speed = record.get("tokens_per_s", 0.0)
         self.tokens_per_s = speed if not self.tokens_per_s else 0.8 * self.tokens_per_s + 0.2 * speed
-        self.step_s = record["step_s"] if not self.step_s else 0.8 * self.step_s + 0.2 * record["step_s"]
+        took = record.get("step_s", 0.0)
+        self.step_s = took if not self.step_s else 0.8 * self.step_s + 0.2 * took
         self.mfu = record.get("mfu")
         if self.state in ("submitted", "starting", "recovering"):
             self.state, self.doing = "running", "training"
@@ -96,6 +138,7 @@ class RunStatus:
     def _take(self, event: dict[str, Any]) -> None:
         kind = event["event"]
         self.attempt = max(self.attempt, event["attempt"])
+        self.is_program = event.get("program", self.is_program)
         if kind in ("submitted", "attempt_started"):
             self.state = "submitted" if kind == "submitted" else "starting"
             self.reason = ""
@@ -104,6 +147,10 @@ class RunStatus:
             self.nodes, self.world_size = event["nodes"], event["world_size"]
             self.doing = f"{self.world_size} ranks on {len(self.nodes)} nodes are starting"
             self.strategy = f"{event['strategy']} over {event['shard_group']}"
+            if self.is_program:  # it need not say any more than that it runs
+                self.state, self.doing = "running", f"the program runs on {self.world_size} ranks"
+                for b in self.breaks:
+                    b.recovered_s = event["time"] - b.time if b.recovered_s is None else b.recovered_s
         elif kind == "checkpoint":
             self.committed, self.committed_at = event["step"], event["time"]
         elif kind == "round_broken":
@@ -125,8 +172,15 @@ class RunStatus:
         return self.state in ("done", "stopped", "failed")
 
     def eta_s(self, steps: int) -> float | None:
-        """Seconds to the last step at the present speed."""
-        return max(0, steps - self.step) * self.step_s if self.step_s and not self.ended else None
+        """Seconds to the last step at the present speed; None when nobody knows."""
+        known = self.step_s and not self.ended and not self.is_program
+        return max(0, steps - self.step) * self.step_s if known else None
+
+    def step_of(self, steps: int) -> str:
+        """`12/120`; of a program, `12` or a dash."""
+        if self.is_program:
+            return f"{self.step:,}" if self.step else "-"
+        return f"{self.step:,}/{steps:,}"
 
     def checkpoint_age(self) -> str:
         """`5s ago`, or a dash before the first."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_jobs.events import append_line
-from fsdp_jobs.ledger import ledger_of
+from fsdp_jobs.ledger import Steps, ledger_of
 from fsdp_jobs.run_dir import RunDir
 
 
@@ -15,22 +15,23 @@ def _event(run: RunDir, time: float, event: str, **details: object) -> None:
     append_line(run.events, {"time": time, "event": event, "attempt": 0, **details})
 
 
-def _step(run: RunDir, step: int, seconds: float, stall: float = 0.0) -> None:
-    append_line(run.metrics, {"step": step, "step_s": seconds, "checkpoint_stall_s": stall})
+def _life(run: RunDir, steps: range, seconds: float, stall: float = 0.0) -> None:
+    """A life of the trainer, as it logs."""
+    clock = Steps(run)
+    for step in steps:
+        append_line(run.metrics, {"step": step, "step_s": seconds, **clock.add(step, seconds, stall)})
 
 
 def test_the_parts_add_up_and_the_night_between_two_submissions_does_not_count(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     _event(run, 100, "submitted")
     _event(run, 105, "attempt_started")
-    for step in (1, 2, 3):
-        _step(run, step, 2.0, stall=0.5)
-    for step in (2, 3):  # done again after a failure
-        _step(run, step, 2.5)
+    _life(run, range(1, 4), 2.0, stall=0.5)
+    _life(run, range(2, 4), 2.5)  # done again after a failure
     _event(run, 130, "attempt_ended", decision="stop")
     _event(run, 9000, "submitted")
     _event(run, 9001, "attempt_started")
-    _step(run, 4, 2.0)
+    _life(run, range(4, 5), 2.0)
     _event(run, 9010, "attempt_ended", decision="requeue")
     _event(run, 9014, "attempt_started")
     _event(run, 9020, "attempt_ended", decision="stop")
@@ -42,6 +43,18 @@ def test_the_parts_add_up_and_the_night_between_two_submissions_does_not_count(t
     assert ledger.useful_s == 1.5 + 2.5 + 2.5 + 2.0
     parts = ledger.useful_s + ledger.stall_s + ledger.lost_s + ledger.queue_s + ledger.start_s
     assert parts == pytest.approx(ledger.wall_s)
+
+
+def test_steps_that_were_not_logged_count_and_a_life_without_a_logged_step_costs_nothing(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    _event(run, 0, "submitted")
+    _life(run, range(10, 41, 10), 1.0)
+    _life(run, range(0), 1.0)
+    _life(run, range(30, 51, 10), 1.0)  # from the checkpoint of step 20
+    _event(run, 100, "checkpoint", step=20)
+    _event(run, 110, "checkpoint", step=40)
+    ledger = ledger_of(run)
+    assert (ledger.useful_s, ledger.lost_s, ledger.wall_s) == (50.0, 20.0, 110)
 
 
 def test_a_run_that_has_not_begun(tmp_path: Path) -> None:

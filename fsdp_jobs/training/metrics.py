@@ -11,6 +11,7 @@ from torch import nn
 
 from fsdp_jobs.config import HardwareConfig, JobConfig, LlamaConfig
 from fsdp_jobs.events import append_line
+from fsdp_jobs.ledger import Steps
 from fsdp_jobs.run_dir import RunDir
 
 
@@ -40,6 +41,7 @@ class MetricsLog:
     def __init__(self, run: RunDir, attempt: int, world: int, flops_a_token: float, peak: float):
         self.run, self.attempt, self.world = run, attempt, world
         self.flops_a_token, self.peak = flops_a_token, peak
+        self.steps = Steps(run)
         self.board: Any = None
         if importlib.util.find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
@@ -55,6 +57,7 @@ class MetricsLog:
         if torch.cuda.is_available():
             record["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         rounded = {k: v if isinstance(v, int) else float(f"{v:.9g}") for k, v in record.items()}
+        rounded |= {k: round(v, 4) for k, v in self.steps.add(step, seconds, values["checkpoint_stall_s"]).items()}
         append_line(self.run.metrics, {**rounded, "attempt": self.attempt, "time": time.time()})
         if self.board is not None:
             for name, value in rounded.items():
