@@ -20,16 +20,19 @@ from fsdp_jobs.config import (
     HfConfig,
     JobConfig,
     LlamaConfig,
+    NoModelConfig,
     load_config,
     node_range,
     training_values,
 )
+from fsdp_jobs.documents import documents_problems
 from fsdp_jobs.events import VERDICTS
 from fsdp_jobs.notify import REQUEUE
 from fsdp_jobs.planning.options import ranks_per_node
 from fsdp_jobs.planning.plan import check_sharding
 from fsdp_jobs.planning.topology import Topology
 from fsdp_jobs.problems import BadInput, Problem, nearest
+from fsdp_jobs.program import check_program
 from fsdp_jobs.run_dir import RunDir
 
 # key -> the words it may have
@@ -42,7 +45,7 @@ _CHOICES: dict[str, tuple[str | bool, ...]] = {
     "fsdp.output_dtype": (AUTO, *DTYPES),
     "fsdp.accumulate_unsharded": (AUTO, True, False),
     "fsdp.activation_checkpointing": ("none", "full", "every_n", "selective"),
-    "data.kind": ("python_stdlib", "tokens", "synthetic"),
+    "data.kind": ("python_stdlib", "tokens", "synthetic", "text", "hf_dataset"),
     "data.token_dtype": ("uint16", "uint32"),
     "init_rope": ("halves", "interleaved"),
     "optim.schedule": ("cosine", "constant"),
@@ -103,7 +106,9 @@ def check(config: JobConfig, files: bool = True) -> None:
     Raises:
         BadInput: with all that is wrong.
     """
-    problems = [*_words_and_numbers(config), *_shape(config), *_data(config, files), *_told(config)]
+    problems = [*_words_and_numbers(config), *_shape(config), *check_program(config, files), *_told(config)]
+    if not isinstance(config.model, NoModelConfig):
+        problems += _data(config, files and not config.is_program)
     if files and config.checkpoint.dir is not None:
         problems += _checkpoint_url(config.checkpoint.dir)
     if isinstance(config.model, LlamaConfig):
@@ -118,14 +123,20 @@ def check(config: JobConfig, files: bool = True) -> None:
 def _words_and_numbers(config: JobConfig) -> Iterator[Problem]:
     for key, allowed in _CHOICES.items():
         value = value_of(config, key)
-        if value not in allowed:
+        if value not in allowed and not _is_idle(config, key):
             yield Problem(
                 f"{key}={value}", f"allowed: {', '.join(map(str, allowed))}", nearest(str(value), map(str, allowed))
             )
     for key, least in _AT_LEAST.items():
         value = value_of(config, key)
-        if value < least:
+        if value < least and not _is_idle(config, key):
             yield Problem(f"{key}={value}", f"must be at least {least:g}")
+
+
+def _is_idle(config: JobConfig, key: str) -> bool:
+    """Whether nobody reads a key: the trainer's own, where a program of the user's runs in its place."""
+    trainers = ("steps", "log_every_steps", "data.", "optim.")
+    return isinstance(config.model, NoModelConfig) and key.startswith(trainers)
 
 
 def _shape(config: JobConfig) -> Iterator[Problem]:
@@ -148,7 +159,8 @@ def _shape(config: JobConfig) -> Iterator[Problem]:
                 if problem.where not in seen:
                     seen.add(problem.where)
                     yield problem
-    if config.fsdp.wrap == "layer" and not config.model.wrap_classes and not isinstance(config.model, HfConfig):
+    says_its_blocks = isinstance(config.model, HfConfig | NoModelConfig)
+    if config.fsdp.wrap == "layer" and not config.model.wrap_classes and not says_its_blocks:
         yield Problem(
             "model.wrap_classes=[]",
             "is empty, so no layer would be sharded by itself",
@@ -193,6 +205,8 @@ def _data(config: JobConfig, files: bool) -> Iterator[Problem]:
                 )
     elif data.kind == "synthetic" and data.tokens <= data.seq_len:
         yield Problem(f"data.tokens={data.tokens}", f"one sample needs {data.seq_len + 1}")
+    elif data.kind in ("text", "hf_dataset"):
+        yield from documents_problems(config, files)
     vocab = getattr(config.model, "vocab_size", 0)
     if isinstance(config.model, LlamaConfig | CustomModelConfig | HfConfig) and vocab and data.vocab_size > vocab:
         what = f"token ids go up to {data.vocab_size - 1}, the model has a vocabulary of {vocab}"
@@ -285,7 +299,7 @@ def _initial_weights(config: JobConfig) -> Iterator[Problem]:
 def check_existing_run(config: JobConfig, run: RunDir) -> None:
     """Raises: BadInput when the run was begun with another training configuration, naming the keys."""
     newest = next(iter(find_checkpoints(home_of(config.checkpoint, run))), None)
-    if newest is not None and config.steps < (done := step_of(newest)):
+    if newest is not None and not config.is_program and config.steps < (done := step_of(newest)):
         raise BadInput(
             [Problem(f"steps={config.steps}", f"run {run.name} is at step {done} already", f"steps above {done}")]
         )

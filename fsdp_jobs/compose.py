@@ -85,6 +85,26 @@ def merge_overrides(first: Sequence[str], then: Sequence[str]) -> list[str]:
     return [o for o in first if o.partition("=")[0].lstrip("+~") not in replaced] + list(then)
 
 
+def as_meant(overrides: Sequence[str]) -> list[str]:
+    """Overrides as Hydra has to be told them.
+
+    `script_args` may stand as in a shell, unless Hydra's quotes or a choice for a sweep are in it; and with a program
+    of the user's no model is the default.
+    """
+    told = [_quoted(o) if o.startswith("script_args=") else o for o in overrides]
+    has_program = any(o.startswith(("script=", "module=")) and not o.endswith("=null") for o in told)
+    has_model = any(o.startswith("model=") for o in told)
+    return ["model=none", *told] if has_program and not has_model else told
+
+
+def _quoted(override: str) -> str:
+    key, _, value = override.partition("=")
+    if value[:1] in ("'", '"') or value.startswith(("choice(", "range(", "interval(")):
+        return override
+    escaped = value.replace("\\'", "\\\\'").replace("'", "\\'")
+    return f"{key}='{escaped}'"
+
+
 def compose_job(overrides: Sequence[str], config_dir: str | None = None) -> JobConfig:
     """The configuration that these Hydra overrides make of `conf/`.
 
@@ -100,6 +120,7 @@ def compose_job(overrides: Sequence[str], config_dir: str | None = None) -> JobC
         if not Path(config_dir).is_dir():
             raise BadInput([Problem(f"--config-dir {config_dir}", "is not a folder")])
         overrides = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]", *overrides]
+    overrides = as_meant(overrides)
     with hydra_here():
         if any(o.startswith(("+", "~")) for o in overrides):  # with these Hydra adds and removes keys unasked
             problems = _problems_of(list(overrides))
@@ -131,7 +152,7 @@ def compose_many(jobs: Sequence[Sequence[str]]) -> list[JobConfig]:
     bases: dict[tuple[str, ...], DictConfig] = {}
     with hydra_here():
         reader = _Reader(_searched(jobs[0]) if jobs else [])
-    for job in jobs:
+    for job in map(as_meant, jobs):
         adds_or_removes = any(o.startswith(("+", "~")) for o in job)
         try:
             configs.append(compose_job(job) if adds_or_removes else _compose_on(bases, reader, job))

@@ -39,7 +39,9 @@ def describe_event(event: dict[str, Any]) -> tuple[str, str] | None:
         where = f", read from {event['place']}" if event.get("place") == "the nodes' disks" else ""
         return "green", f"resumed from the checkpoint of step {event['step']} on {event['world_size']} ranks{where}"
     if kind == "round_broken":
-        return "yellow", f"{event['why']}; at step {event['step']}, newest checkpoint {event['committed']}"
+        known = event["step"] > 0 or event["committed"] >= 0
+        where = f"; at step {event['step']}, newest checkpoint {event['committed']}" if known else ""
+        return "yellow", f"{event['why']}{where}"
     if kind == "node_lost":
         return "yellow", f"lost node {event['node']}: {event['why']}"
     if kind == "machine_excluded":
@@ -67,8 +69,8 @@ def progress_line(status: RunStatus, config: JobConfig) -> Table:
     """Bar, step, loss, speed, checkpoint age, time left."""
     cells: list[RenderableType] = [
         Text(status.state, style="bold"),
-        ProgressBar(total=config.steps, completed=status.step, width=24),
-        Text(f"step {status.step}/{config.steps}"),
+        ProgressBar(total=None if status.is_program else config.steps, completed=status.step, width=24),
+        Text(f"step {status.step_of(config.steps)}"),
         Text(f"loss {status.loss:.4f}" if status.loss is not None else "loss -"),
         Text(f"{status.tokens_per_s:,.0f} tok/s"),
         Text(f"ckpt {status.checkpoint_age()}"),
@@ -84,7 +86,7 @@ def progress_line(status: RunStatus, config: JobConfig) -> Table:
 def plain_line(status: RunStatus, config: JobConfig) -> str:
     loss = f"{status.loss:.4f}" if status.loss is not None else "-"
     return (
-        f"{status.state}  step {status.step}/{config.steps}  loss {loss}  {status.tokens_per_s:,.0f} tok/s  "
+        f"{status.state}  step {status.step_of(config.steps)}  loss {loss}  {status.tokens_per_s:,.0f} tok/s  "
         f"ckpt {status.checkpoint_age()}  eta {duration(status.eta_s(config.steps))}"
     )
 
@@ -164,13 +166,17 @@ def summary(status: RunStatus, config: JobConfig, console: Console) -> None:
     recoveries = [b.recovered_s for b in status.breaks if b.recovered_s is not None]
     if recoveries:
         times = ", ".join(f"{s:.1f} s" for s in recoveries)
-        again = f"{status.lost_steps} steps done again"
-        console.print(f"  recoveries  {len(recoveries)}: {times} to the next step; {again}")
-    console.print(f"  goodput     {ledger_of(run)}")
+        then = "its ranks run again" if status.is_program and not status.step else "the next step"
+        console.print(f"  recoveries  {len(recoveries)}: {times} until {then}; {status.lost_steps} steps done again")
+    if status.step or not status.is_program:
+        console.print(f"  goodput     {ledger_of(run)}")
     if status.tokens_per_s and run.plan.exists():
-        predicted = Plan.from_json(run.plan.read_text()).time.tokens_per_s
-        console.print(f"  speed       {status.tokens_per_s:,.0f} tokens/s measured, {predicted:,.0f} planned")
+        planned = Plan.from_json(run.plan.read_text()).time
+        beside = f", {planned.tokens_per_s:,.0f} planned" if planned is not None else ""
+        console.print(f"  speed       {status.tokens_per_s:,.0f} tokens/s measured{beside}")
     console.print(f"  run         {run.path}")
+    if status.state == "done" and status.is_program:
+        return
     if status.state == "done":
         console.print(f"  next        fsdp-jobs export {name}    fsdp-jobs resume {name} steps={2 * config.steps}")
         return

@@ -17,7 +17,7 @@ from fsdp_jobs.clusters import LocalClusterConfig
 from fsdp_jobs.compose import compose_job
 from fsdp_jobs.config import JobConfig, LlamaConfig, node_range
 from fsdp_jobs.events import read_events
-from fsdp_jobs.problems import JobFailed
+from fsdp_jobs.problems import BadInput, JobFailed, Problem
 from fsdp_jobs.run_dir import RunDir, read_json_lines, write_atomic
 
 FAULTS = {
@@ -82,6 +82,9 @@ def rehearse(config: JobConfig, fault: str, say: Callable[[str], None]) -> Outco
         BadInput: the scaled configuration cannot be run here.
         JobFailed: the job did not get as far as the fault.
     """
+    if config.is_program:
+        what = "is no trainer of ours, so that its steps cannot be compared"
+        raise BadInput([Problem(f"script={config.script or config.module}", what, "rehearse without it")])
     job = submission.prepare(scaled(config, fault))
     run = job.run
     handle = submission.submit(job, [])

@@ -13,7 +13,7 @@ from fsdp_jobs.config import load_config, plain_values
 from fsdp_jobs.ledger import ledger_of
 from fsdp_jobs.logs import follow_files, label, looks_like_error
 from fsdp_jobs.problems import BadInput, Problem, nearest
-from fsdp_jobs.run_dir import RunDir, find_run, runs_in, write_atomic
+from fsdp_jobs.run_dir import RunDir, find_run, runs_in
 from fsdp_jobs.status import RunStatus, duration
 
 console = Console(highlight=False, markup=False)  # what runs and launchers say is shown as it is
@@ -60,7 +60,8 @@ def _show_story(run: RunDir) -> int:
     for host, why in run.excluded_hosts().items():
         console.print(f"without {host}: {why}", soft_wrap=True)
     console.print(f"now      {status.doing}")
-    console.print(f"goodput  {ledger_of(run)}")
+    if status.step or not status.is_program:
+        console.print(f"goodput  {ledger_of(run)}")
     return 0
 
 
@@ -72,9 +73,7 @@ def list_runs(args: list[str]) -> int:
 
 
 def _show_table(runs: list[RunDir], runs_dir: str) -> int:
-    from torchx.specs import AppState
-
-    from fsdp_jobs.submission import ACTIVE, describe
+    from fsdp_jobs.submission import status_of
 
     if not runs:
         console.print(f"no runs under {runs_dir}/")
@@ -97,24 +96,13 @@ def _show_table(runs: list[RunDir], runs_dir: str) -> int:
         column.no_wrap = True  # the last one gives way
     table.columns[0].min_width = max(len(run.name) for run in runs)
     for run in runs:
-        status, config = RunStatus(run), plain_values(run.config)
-        status.update()
-        if not status.ended:
-            job = describe(run.read_job()["handle"])
-            status.update()  # the launcher may have fetched more of the record
-            if status.ended:
-                pass
-            elif job.state not in ACTIVE:
-                status.state = "stopped" if job.state is AppState.CANCELLED else "failed"
-                status.reason = job.msg or "its launcher no longer runs it: resume it"
-            elif job.state is AppState.PENDING:
-                status.state, status.reason = "queued", job.msg
+        status, config = status_of(run), plain_values(run.config)
         table.add_row(
             run.name,
             status.state,
             str(status.attempt),
             f"{len(status.nodes)}/{config['nodes']}",
-            f"{status.step}/{config['steps']}",
+            status.step_of(config["steps"]),
             f"{status.loss:.4f}" if status.loss is not None else "-",
             f"{status.tokens_per_s:,.0f}",
             f"step {status.committed}, {status.checkpoint_age()}" if status.committed >= 0 else "-",
@@ -159,29 +147,18 @@ def logs(args: list[str]) -> int:
 
 
 def cancel(args: list[str]) -> int:
-    from torchx.specs import AppState
-
     from fsdp_jobs import submission
+    from fsdp_jobs.stopping import stop
 
     args, runs_dir = take_runs_dir(args)
     parser = run_parser("cancel")
     parser.add_argument("--now", action="store_true", help="at once, without a checkpoint")
     flags = parser.parse_args(args)
     run = existing_run(flags.name, runs_dir)
-    handle = run.read_job()["handle"]
-    if submission.state_of(handle) not in submission.ACTIVE:
+    if submission.state_of(run.read_job()["handle"]) not in submission.ACTIVE:
         console.print(f"{run.name} is not running")
         return 0
-    config = load_config(run.config)
-    if not flags.now and submission.state_of(handle) is not AppState.PENDING:  # what waits has nothing to save
-        write_atomic(run.stop_request, "cancelled")
-        deadline = time.monotonic() + config.elastic.stop_grace_s
-        while submission.state_of(handle) in submission.ACTIVE:
-            if time.monotonic() > deadline:
-                console.print(f"not stopped after {config.elastic.stop_grace_s:.0f} s: killing it", style="yellow")
-                break
-            time.sleep(0.2)
-    submission.kill(handle)
+    stop([run], flags.now, lambda text: console.print(text, style="yellow"))
     status = RunStatus(run)
     status.update()
     console.print(f"{run.name} {status.state}: {status.reason}")

@@ -28,6 +28,7 @@ from fsdp_jobs.planning.shapes import ModelShape
 from fsdp_jobs.planning.topology_sources import from_yaml
 from fsdp_jobs.problems import BadInput, Problem
 from fsdp_jobs.run_dir import RunDir, run_dir_of, write_atomic
+from fsdp_jobs.status import RunStatus
 
 SESSION = "fsdp_jobs"
 ACTIVE = (AppState.SUBMITTED, AppState.PENDING, AppState.RUNNING)
@@ -189,7 +190,8 @@ def _record(job: Prepared, app_id: str, overrides: Sequence[str]) -> str:
     handle = str(make_app_handle(job.scheduler.backend, SESSION, app_id))
     content = {"handle": handle, "overrides": list(overrides), "submitted": time.time()}
     write_atomic(job.run.job, json.dumps(content, indent=2))
-    record_event(job.run, "submitted", job.run.last_attempt(), handle=handle)
+    kind = {"program": True} if job.config.is_program else {}
+    record_event(job.run, "submitted", job.run.last_attempt(), handle=handle, **kind)
     return handle
 
 
@@ -204,6 +206,24 @@ def describe(handle: str) -> DescribeAppResponse:
 def state_of(handle: str) -> AppState:
     state: AppState = describe(handle).state
     return state
+
+
+def status_of(run: RunDir) -> RunStatus:
+    """What a submitted run is doing, its launcher asked where the run directory does not tell of an end."""
+    status = RunStatus(run)
+    status.update()
+    if status.ended:
+        return status
+    job = describe(run.read_job()["handle"])
+    status.update()  # the launcher may have fetched more of the record
+    if status.ended:
+        pass
+    elif job.state not in ACTIVE:
+        status.state = "stopped" if job.state is AppState.CANCELLED else "failed"
+        status.reason = job.msg or "its launcher no longer runs it: resume it"
+    elif job.state is AppState.PENDING:
+        status.state, status.reason = "queued", job.msg
+    return status
 
 
 def kill(handle: str) -> None:

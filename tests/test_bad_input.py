@@ -14,7 +14,7 @@ from tests.jobs import cli
 
 CASES = [
     (["optim.lrr=1"], "did you mean optim.lr?"),
-    (["modle=llama_1b"], "did you mean model?"),
+    (["modell=llama_1b"], "did you mean model?"),
     (["model=lama_1b"], "did you mean llama_1b?"),
     (["lr=1"], "optim.lr"),
     (["optim.lr=fast"], "could not be converted to Float"),

@@ -81,7 +81,7 @@ class Runs:
             "state": status.state,
             "doing": status.reason or status.doing,
             "nodes": f"{len(status.nodes)}/{config['nodes']}",
-            "step": f"{status.step:,}/{config['steps']:,}",
+            "step": status.step_of(config["steps"]),
             "loss": f"{status.loss:.4f}" if status.loss is not None else "-",
             "speed": f"{status.tokens_per_s:,.0f}",
             "checkpoint": f"step {status.committed:,}, {status.checkpoint_age()}" if status.committed >= 0 else "-",

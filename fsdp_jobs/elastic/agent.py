@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import math
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -21,6 +22,7 @@ import threading
 import time
 import traceback
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -31,15 +33,18 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from fsdp_jobs.app import ADDRESS_ENV, ATTEMPT_ENV, COORDINATOR_ENV, HOST_ENV
-from fsdp_jobs.config import load_config
+from fsdp_jobs.config import JobConfig, load_config
 from fsdp_jobs.elastic import worker
 from fsdp_jobs.elastic.board import ENV as BOARD_ENV
-from fsdp_jobs.elastic.board import Board
+from fsdp_jobs.elastic.board import Board, Phase
 from fsdp_jobs.elastic.link import Message
 from fsdp_jobs.elastic.rendezvous import CoordinatorRendezvous
 from fsdp_jobs.events import EXIT_FAILED, EXIT_REQUEUE
 from fsdp_jobs.planning.topology_sources import path_from_slurm
+from fsdp_jobs.program import ENV as PROGRAM_ENV
+from fsdp_jobs.program import Program
 from fsdp_jobs.run_dir import RunDir
+from fsdp_jobs.tracking.beside import Beside
 
 _MANY = 1 << 30  # restarts: the coordinator counts, not the agent
 _MONITOR_S = 0.1
@@ -67,6 +72,7 @@ class RunDirLogs(LogsSpecs):
                 worker.STACKS_ENV: str(self.run.stacks(self.attempt, self.node, int(env["RANK"]))),
                 "FSDP_JOBS_LAYOUT": self.handler.round["layout"],
                 "FSDP_JOBS_ROUND": str(self.handler.round["round"]),
+                "TORCHELASTIC_RESTART_COUNT": str(self.handler.round["round"]),  # the same on every node
                 "TORCH_FR_DUMP_TEMP_FILE": f"{self.run.node(self.attempt, self.node)}/{_FLIGHT_RECORDER}",
                 "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{self.boards}/{_FLIGHT_RECORDER}",
             }
@@ -81,24 +87,77 @@ class RunDirLogs(LogsSpecs):
 class Agent(LocalElasticAgent):
     """torch's agent, telling the coordinator why its ranks failed."""
 
-    def __init__(self, spec: WorkerSpec, logs: RunDirLogs, handler: CoordinatorRendezvous):
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        logs: RunDirLogs,
+        handler: CoordinatorRendezvous,
+        tracking: Beside,
+        is_program: bool,
+    ):
         super().__init__(spec, logs, start_method="forkserver", exit_barrier_timeout=60)
-        self._handler, self._logs = handler, logs
+        self._handler, self._logs, self._tracking, self._is_program = handler, logs, tracking, is_program
+        self._terminated = False  # the program was told to end by a signal
         self._kills_for_memory = 0  # of this machine's kernel, before the round
         handler.on_dump = self._dump
+        if is_program:
+            handler.on_stop = self._terminate_program
 
     def _initialize_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
         self._kills_for_memory = kills_for_memory()
         super()._initialize_workers(worker_group, *args, **kwargs)
+        self._tracking.stand(with_rank_0=self._handler.round["rank"] == 0)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self._terminated and self._any_alive():
+            return RunResult(state=WorkerState.HEALTHY)  # torch's would signal again as soon as the first has ended
         result: RunResult = super()._monitor_workers(worker_group)
+        if result.state == WorkerState.SUCCEEDED and self._is_leaving():
+            self._handler.failed([self._left(w.global_rank, w.local_rank) for w in worker_group.workers])
+            return RunResult(state=WorkerState.FAILED)
         if result.state == WorkerState.FAILED:
             reports = [self._describe(rank, failure) for rank, failure in result.failures.items()]
             self._handler.failed(reports)
         elif result.state == WorkerState.SUCCEEDED:
             self._handler.ended()
         return result
+
+    def _terminate_program(self) -> None:
+        """Tell a program to end that has never looked at its board: SIGTERM, as torchrun does."""
+        workers = self.get_worker_group().workers
+        if any(board.read().time for board in self._handler.boards) or not any(w.id for w in workers):
+            return
+        self._terminated = True
+        for w in workers:
+            with suppress(ProcessLookupError, TypeError):
+                if os.getpgid(w.id) == w.id:  # what a program that is not Python has started, too
+                    os.killpg(w.id, signal.SIGTERM)
+                else:
+                    os.kill(w.id, signal.SIGTERM)
+
+    def _any_alive(self) -> bool:
+        for w in self.get_worker_group().workers:
+            with suppress(psutil.NoSuchProcess):
+                if psutil.Process(w.id).status() != psutil.STATUS_ZOMBIE:
+                    return True
+        return False
+
+    def _step(self, local_rank: int) -> int:
+        """Steps that a rank has said it has done, -1 when it has said nothing."""
+        report = self._handler.boards[local_rank].read()
+        return report.step if report.time else -1
+
+    def _is_leaving(self) -> bool:
+        return any(board.read().phase == Phase.LEAVING for board in self._handler.boards)
+
+    def _left(self, rank: int, local_rank: int) -> Message:
+        """The report on a rank of a program that ended because it was asked to."""
+        place = {"node": self._handler.identity["node"], "rank": rank, "step": self._step(local_rank)}
+        return {**place, "exit_code": EXIT_REQUEUE, "error": "", "time": time.time()}
+
+    def _exit_barrier(self) -> None:
+        if not self._is_program:  # its ranks may end hours apart: the coordinator says when all have
+            super()._exit_barrier()  # type: ignore[no-untyped-call]
 
     def _describe(self, rank: int, failure: Any) -> Message:
         error, when = "", time.time()
@@ -118,7 +177,7 @@ class Agent(LocalElasticAgent):
             "exit_code": failure.exitcode,
             "error": error,
             "time": when,
-            "step": self._handler.boards[failure.local_rank].read().step,
+            "step": self._step(failure.local_rank),
         }
 
     def _dump(self) -> None:
@@ -147,7 +206,7 @@ class Agent(LocalElasticAgent):
                     "rank": w.global_rank,
                     "status": status,
                     "dumped": stacks.exists() and stacks.stat().st_size > before,
-                    "step": self._handler.boards[w.local_rank].read().step,
+                    "step": self._step(w.local_rank),
                 }
                 for w, stacks, before, status in found
             ]
@@ -202,24 +261,30 @@ def run_agent(args: argparse.Namespace) -> int:
     }
     elastic = config.elastic
     handler = CoordinatorRendezvous(
-        os.environ[COORDINATOR_ENV], identity, boards, elastic.heartbeat_interval_s, elastic.heartbeat_timeout_s
+        os.environ[COORDINATOR_ENV],
+        run.name,
+        identity,
+        boards,
+        elastic.heartbeat_interval_s,
+        elastic.heartbeat_timeout_s,
     )
     os.environ |= {
         BOARD_ENV: str(boards_dir),
         "FSDP_JOBS_RUN_DIR": str(run.path.resolve()),
         "FSDP_JOBS_AGENT_PID": str(os.getpid()),
     }
-    multiprocessing.set_forkserver_preload(["fsdp_jobs.elastic.forkserver", "fsdp_jobs.training.entry"])
-    multiprocessing.forkserver.ensure_running()  # it imports torch while we wait for the others
+    entrypoint, entry_args = _entrypoint(config, run)
     spec = WorkerSpec(
         role="trainer",
         local_world_size=args.nproc,
-        entrypoint=worker.train,
+        entrypoint=entrypoint,
+        args=entry_args,
         rdzv_handler=handler,
         max_restarts=_MANY,
         monitor_interval=_MONITOR_S,
     )
-    agent = Agent(spec, RunDirLogs(run, attempt, args.node, boards_dir, handler), handler)
+    tracking = Beside(config, run, attempt, args.node)
+    agent = Agent(spec, RunDirLogs(run, attempt, args.node, boards_dir, handler), handler, tracking, config.is_program)
     result: list[RunResult | None] = []
 
     def work() -> None:
@@ -234,9 +299,10 @@ def run_agent(args: argparse.Namespace) -> int:
     thread.start()
     thread.join()
     if handler.end is None and result and result[0] is not None and not result[0].is_failed():
-        _wait_for_end(handler)
+        _wait_for_end(handler, math.inf if config.is_program else 10.0)
     handler.shutdown()
     shutil.rmtree(boards_dir, ignore_errors=True)
+    tracking.close()
     if handler.end is not None:
         return int(handler.end["exit_code"])
     if handler.num_nodes_waiting():
@@ -244,7 +310,22 @@ def run_agent(args: argparse.Namespace) -> int:
     return 0 if result else EXIT_FAILED
 
 
-def _wait_for_end(handler: CoordinatorRendezvous, seconds: float = 10.0) -> None:
+def _entrypoint(config: JobConfig, run: RunDir) -> tuple[Callable[[], None] | str, tuple[str, ...]]:
+    """What ranks are started with. What is Python is forked from a process that imports torch while we wait."""
+    entry: Callable[[], None] = worker.train
+    preload = ["fsdp_jobs.training.entry"]
+    if config.is_program:
+        program = Program.of(config, run)
+        os.environ[PROGRAM_ENV] = program.to_json()
+        if not program.is_python:
+            return sys.executable, ("-m", "fsdp_jobs.elastic.worker")
+        entry, preload = worker.run_program, ["torch.distributed.fsdp", "torch.distributed.checkpoint"]
+    multiprocessing.set_forkserver_preload(["fsdp_jobs.elastic.forkserver", *preload])
+    multiprocessing.forkserver.ensure_running()
+    return entry, ()
+
+
+def _wait_for_end(handler: CoordinatorRendezvous, seconds: float) -> None:
     """Our ranks have finished: stay until the coordinator has heard so from every node, or says otherwise."""
     deadline = time.monotonic() + seconds
     while not handler.num_nodes_waiting() and time.monotonic() < deadline:

@@ -24,6 +24,7 @@ class Phase(IntEnum):
     SAVING = 2
     PARKED = 3  # saved, and waiting to be stopped so that the world can change
     DONE = 4
+    LEAVING = 5  # a program has seen that it is to leave: when it ends, it has not finished
 
 
 class Request(IntEnum):

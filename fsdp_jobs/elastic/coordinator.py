@@ -18,8 +18,9 @@ from contextlib import suppress
 
 from fsdp_jobs.app import ATTEMPT_ENV, COORDINATOR_ENV
 from fsdp_jobs.config import load_config
-from fsdp_jobs.elastic.decisions import Coordinator, Member
+from fsdp_jobs.elastic.decisions import Coordinator
 from fsdp_jobs.elastic.link import Message
+from fsdp_jobs.elastic.seating import Member
 from fsdp_jobs.run_dir import RunDir
 
 _TICK_S = 0.1

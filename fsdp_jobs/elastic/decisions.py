@@ -8,47 +8,22 @@ comes back ready, and the next round starts with whoever is there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fsdp_jobs.config import JobConfig, node_range
 from fsdp_jobs.elastic.board import Phase, Request
 from fsdp_jobs.elastic.failures import Budget, Failure, Machines, first_cause
 from fsdp_jobs.elastic.link import Message
+from fsdp_jobs.elastic.seating import Member, Seating
 from fsdp_jobs.elastic.stall import StallWatch
 from fsdp_jobs.events import EXIT_REQUEUE, Verdict, read_events, record_event
 from fsdp_jobs.logs import tail
-from fsdp_jobs.planning.options import ranks_per_node, shape_of
-from fsdp_jobs.planning.plan import make_plan, regroup
-from fsdp_jobs.planning.probe import shape_from_json
-from fsdp_jobs.planning.remedies import remedies
-from fsdp_jobs.planning.topology import Node, Topology
-from fsdp_jobs.planning.topology_sources import from_yaml
 from fsdp_jobs.problems import BadInput
 from fsdp_jobs.run_dir import RunDir
 
 _REPLACEMENT_S = 60.0  # an excluded machine is not waited for longer than a replacement takes to come
+_A_LIFE_S = 600.0  # a program that says nothing of its progress has made some when a round lasted so long
 _SETTLE_S = 1.0  # after a first sign of failure: wait so long for the reports that tell the cause
-
-
-@dataclass
-class Member:
-    """One connected agent."""
-
-    node: int
-    host: str
-    address: str
-    nproc: int
-    switches: list[str]  # outermost first; empty when unknown
-    life: str
-    send: Callable[[Message], None]
-    drop: Callable[[], None]
-    heard: float  # monotonic time of its last message
-    ready: bool = False
-    in_round: bool = False
-    ended: bool = False
-    ranks: list[list[int]] = field(default_factory=list)  # [step, committed, phase] a local rank
 
 
 class Coordinator:
@@ -65,8 +40,7 @@ class Coordinator:
         self.running = False
         self.verdict: Verdict | None = None
         self.closed_at = 0.0
-        self.shape = shape_from_json(run.shape.read_text()) if run.shape.exists() else None
-        self.places = {n.name: n for n in from_yaml(run.topology.read_text()).nodes} if run.topology.exists() else {}
+        self.seating = Seating(config, run)
         self.budget = Budget(config.elastic.max_failures_without_progress, run)
         self.machines = Machines(run, config.elastic.exclude_after, config.elastic.exclude_for_s)
         self.committed = -1
@@ -86,6 +60,7 @@ class Coordinator:
         self._hosts: dict[int, str] = {}  # node -> machine, of the newest round
         self._turned_away = ""  # the newest machine that came and was excluded
         self._begun_at = 0  # step the round began with
+        self._begun_when = now
         self._stop_by = 0.0
         self._refused: set[str] = set()  # lives whose joining would not put more nodes to work
         for event in read_events(run):  # of a coordinator that this one replaces
@@ -96,6 +71,11 @@ class Coordinator:
 
     def event(self, name: str, **details: Any) -> None:
         record_event(self.run, name, self.attempt, round=self.round, **details)
+
+    @property
+    def _is_deaf(self) -> bool:
+        """Whether ranks are a program's that has never said anything on its boards: it hears only signals."""
+        return self.config.is_program and not any(s >= 0 for m in self.round_members() for s, _, _ in m.ranks)
 
     def round_members(self) -> list[Member]:
         return [m for m in self.members.values() if m.in_round]
@@ -126,7 +106,7 @@ class Coordinator:
         """An agent has no ranks running and wants to be in the next round."""
         member.heard = now
         self.on_failed(member, failures, now)
-        if member.in_round:
+        if member.in_round and not (self.asked is Request.STOP and self._is_deaf):
             self._break(f"node {member.node} left the round", now)
         member.ready, member.in_round, member.ranks = True, False, []
         if self.verdict is not None:
@@ -135,6 +115,9 @@ class Coordinator:
     def on_failed(self, member: Member, failures: list[Message], now: float) -> None:
         """Ranks of a node have failed; it is stopping the others."""
         if not failures or self.verdict is not None:
+            return
+        if self.asked is Request.STOP and self._is_deaf:
+            member.ended = True  # by the signal; others may still be saving
             return
         reports = [Failure(**f) for f in failures]
         self._failures += reports
@@ -152,8 +135,11 @@ class Coordinator:
 
     def on_ended(self, member: Member, now: float) -> None:
         member.ended = True
-        if all(m.ended for m in self.round_members()) and self.verdict is None:
-            self._close(Verdict("done", "stop", f"all {self.config.steps} steps are done"), now)
+        if self.asked is Request.STOP and self._is_deaf:
+            return  # `_watch_round` sees when all have ended
+        if self._all_ended() and self.verdict is None:
+            what = "the program has ended" if self.config.is_program else f"all {self.config.steps} steps are done"
+            self._close(Verdict("done", "stop", what), now)
 
     def on_gone(self, member: Member, why: str, now: float) -> None:
         """An agent's connection has closed, or it has been silent for too long."""
@@ -200,12 +186,16 @@ class Coordinator:
 
     def _watch_round(self, now: float) -> None:
         here = len(self.round_members())
-        if 0 < here < self.size and now - self._forming_since > self.elastic.heartbeat_timeout_s:
-            self._break(f"{self.size - here} nodes did not come back to a new coordinator", now)
-        elif self.stop_reason is not None and (now > self._stop_by or self._all_parked()):
-            if not self._all_parked():
-                self.stop_reason += f"; not saved within {self.elastic.stop_grace_s:.0f} s"
+        has_left = self._all_parked() or (self.asked is Request.STOP and self._is_deaf and self._all_ended())
+        if self.stop_reason is not None and (now > self._stop_by or has_left):
+            if not has_left:
+                what = "ended" if self._is_deaf else "saved"
+                self.stop_reason += f"; not {what} within {self.elastic.stop_grace_s:.0f} s"
             self._close(self._preempted(), now)
+        elif self.asked is Request.STOP and self._is_deaf:
+            pass  # nodes leave the round one by one
+        elif 0 < here < self.size and now - self._forming_since > self.elastic.heartbeat_timeout_s:
+            self._break(f"{self.size - here} nodes did not come back to a new coordinator", now)
         else:
             self._maybe_grow(now)
             self._watch_for_stall(now)
@@ -239,7 +229,11 @@ class Coordinator:
         failures, self._failures, self._broken_at = self._failures, [], None
         culprit, self._culprit = self._culprit, None
         self._forming_since, self._enough_since = now, None
+        lived = self.config.is_program and now - self._begun_when > _A_LIFE_S
         if failures and all(f.is_request for f in failures) and self.asked is not Request.PARK:
+            if self.config.is_program and self.stop_reason is None and not lived:  # by itself, and it may do so again
+                self._close(self.budget.requeue(failures[0].describe()), now)
+                return
             # An agent that was told to stop while there was no coordinator asked the ranks itself.
             self.stop_reason = self.stop_reason or f"node {failures[0].node} was told to stop"
         if self.stop_reason is not None:
@@ -251,7 +245,7 @@ class Coordinator:
             return
         real = [f for f in failures if not f.is_request]
         cause = first_cause(real) if real else None
-        if cause is not None and cause.is_victim:
+        if cause is not None and (cause.is_victim or (culprit is not None and not cause.error)):
             cause = None  # everyone is a victim: the cause died with its node, or on the network
         why = cause.describe() if cause is not None and not self._stalled else self._broken_why
         stalled, self._stalled = self._stalled, False
@@ -260,10 +254,10 @@ class Coordinator:
             culprit = cause.node if cause.may_be_the_machines else None
         machine = self._hosts.get(culprit) if culprit is not None else None
         self.event("round_broken", why=why, blamed=machine, step=self.step, committed=self.committed)
-        verdict = self.budget.judge(cause, self.committed, why, stalled)
+        verdict = self.budget.judge(cause, self.committed, why, stalled, lived)
         if verdict is not None:
             if cause is not None and cause.is_out_of_memory:
-                verdict.reason += f". {self._what_would_fit()}"
+                verdict.reason += f". {self.seating.what_would_fit(self.size)}"
             self._close(verdict, now)
         elif machine is not None and len(set(self._hosts.values())) > 1:
             reason = self.machines.blame(machine, why)
@@ -297,13 +291,8 @@ class Coordinator:
 
     def _form(self, ready: list[Member], now: float) -> None:
         """Plan with the nodes that are here, and give each its place in topology order."""
-        by_name = {f"{m.host}/{m.node}": m for m in sorted(ready, key=lambda m: m.node)[: self.max_nodes]}
-        present = [self._place(name, m) for name, m in by_name.items()]
         try:
-            if self.shard_group:
-                plan = regroup(self.config, present, self.shard_group, self.shape)
-            else:
-                plan = make_plan(self.config, Topology.of(present), shape=self.shape)
+            plan, by_name = self.seating.plan(ready, self.shard_group)
         except BadInput as e:
             self._close(Verdict("user_error", "stop", "; ".join(map(str, e.problems))), now)
             return
@@ -313,6 +302,7 @@ class Coordinator:
         self._hosts = {m.node: m.host for m in chosen}
         self.asked, self._head, self._fresh = Request.NONE, chosen[0], False
         self.step = self._begun_at = max(0, self.committed)
+        self._begun_when = now
         self._watch, self._refused = StallWatch(self.elastic.stall_timeout_s), set()
         for rank, member in enumerate(chosen):
             member.ready, member.in_round, member.ended, member.ranks = False, True, False, []
@@ -328,39 +318,31 @@ class Coordinator:
             world_size=layout.world_size,
             spares=[by_name[name].node for name in plan.spares],
             why=list(plan.reasons),
+            **({"program": True} if self.config.is_program else {}),
         )
 
-    def _place(self, name: str, member: Member) -> Node:
-        """Where a node is: by the user's topology file, else by what the cluster told the node."""
-        known = self.places.get(member.host)
-        if known is not None:
-            return replace(known, name=name, gpus=member.nproc)
-        return Node(name, tuple(member.switches), member.nproc)
-
     def _maybe_grow(self, now: float) -> None:
-        """Nodes that came after the round had started are taken in once the ranks have saved and parked."""
+        """Nodes that came after the round had started are taken in once the ranks have saved and parked.
+
+        A program that says nothing is stopped for them at once, as torchrun does.
+        """
         self._turn_away_excluded()
         waiting = [m for m in self.members.values() if m.ready]
         new = {m.life for m in waiting} - self._refused
-        if new and self.size < self.max_nodes and self.asked is Request.NONE and self.step > self._begun_at:
-            if self._worth_growing(waiting):
+        may = self.step > self._begun_at or (self._is_deaf and now - self._begun_when > self.elastic.join_window_s)
+        if new and self.size < self.max_nodes and self.asked is Request.NONE and may:
+            if self.seating.put_to_work([*self.round_members(), *waiting], self.shard_group) > self.size:
                 self._ask(Request.PARK)
             self._refused |= new
-        if self.asked is Request.PARK and self._all_parked():
+        if self.asked is Request.PARK and (self._all_parked() or self._is_deaf):
             self._break(f"{len(waiting)} more nodes join", now)
 
     def _all_parked(self) -> bool:
         phases = [phase for m in self.round_members() for _, _, phase in m.ranks]
         return bool(phases) and all(phase == Phase.PARKED for phase in phases)
 
-    def _worth_growing(self, waiting: list[Member]) -> bool:
-        """Whether a round with these nodes would put more to work than this one: spares alone complete no group."""
-        together = [*self.round_members(), *waiting][: self.max_nodes]
-        present = [self._place(f"{m.host}/{m.node}", m) for m in together]
-        try:
-            return len(regroup(self.config, present, self.shard_group, self.shape).nodes) > self.size
-        except BadInput:
-            return False
+    def _all_ended(self) -> bool:
+        return all(m.ended for m in self.round_members())
 
     def _ask(self, request: Request) -> None:
         self.asked = request
@@ -370,17 +352,12 @@ class Coordinator:
         for member in self.round_members():
             member.send({"kind": "request", "request": int(request)})
 
-    def _what_would_fit(self) -> str:
-        """What to change when ranks run out of memory: the plan's remedies, or its settings that take less."""
-        shape = self.shape or shape_of(self.config)
-        found = remedies(self.config, shape, Topology.flat(self.size, ranks_per_node(self.config)))
-        tried = " or ".join(" ".join(r.overrides) for r in found[:3])
-        return f"The plan says that less memory is taken with {tried}" if tried else "The plan knows nothing smaller"
-
     def _preempted(self) -> Verdict:
         why = self.stop_reason or ""
         cancelled = self.run.stop_request.exists()
         saved = f"saved at step {self.committed}" if self.committed >= 0 else "nothing was saved yet"
+        if self.committed < 0 and self._is_deaf:
+            saved = "the program was told so by SIGTERM"
         return Verdict("preempted", "stop" if cancelled else "requeue", f"{why}; {saved}")
 
     def _close(self, verdict: Verdict, now: float) -> None:

@@ -66,8 +66,8 @@ class Failure:
 
     @property
     def in_users_code(self) -> bool:
-        """It raised, and not because a peer had gone."""
-        return bool(self.error) and not self.is_victim
+        """It raised, or ended with an exit code of its own, and not because a peer had gone."""
+        return (bool(self.error) or self.exit_code > 0) and not self.is_victim
 
     def describe(self) -> str:
         if self.exit_code < 0:
@@ -95,9 +95,11 @@ class Budget:
                 self._attempts = 0
             elif event["event"] == "attempt_ended" and event["verdict"] == "infrastructure":
                 self._attempts += 1
-        self._last_in_users_code: tuple[int, str] | None = None
+        self._last_in_users_code: tuple[int, int, str] | None = None
 
-    def judge(self, cause: Failure | None, committed: int, why: str, stalled: bool = False) -> Verdict | None:
+    def judge(
+        self, cause: Failure | None, committed: int, why: str, stalled: bool = False, lived: bool = False
+    ) -> Verdict | None:
         """The verdict that ends the attempt after this failure, or None to go on.
 
         Args:
@@ -105,8 +107,14 @@ class Budget:
             committed: step of the newest checkpoint.
             why: what happened, for the user.
             stalled: nothing failed, but no rank advanced.
+            lived: the round was long, and its ranks say of no checkpoint: progress, unless it ended as the last one.
         """
-        if committed > self._committed:
+        place = None
+        if cause is not None and cause.in_users_code:
+            error = re.sub(r"[0-9]+", "0", cause.error)  # addresses and sizes differ
+            place = (cause.step, cause.exit_code, error)
+        again = place is not None and place == self._last_in_users_code
+        if committed > self._committed or (lived and not again):
             self._committed, self.count = committed, 0
         self.count += 1
         details: dict[str, Any] = {}
@@ -114,10 +122,10 @@ class Budget:
             details = {"rank": cause.rank, "node": cause.node, "exit_code": cause.exit_code, "error": cause.error}
             if cause.is_final:
                 return Verdict("user_error", "stop", why, **details)
-            if cause.in_users_code:
-                place = (cause.step, re.sub(r"[0-9]+", "0", cause.error))  # addresses and sizes differ
-                if place == self._last_in_users_code:
-                    return Verdict("user_error", "stop", f"{why}; the same error at the same step twice", **details)
+            if again and not lived:
+                same = "the same error at the same step twice" if cause.step >= 0 else "the same twice in a row"
+                return Verdict("user_error", "stop", f"{why}; {same}", **details)
+            if place is not None:
                 self._last_in_users_code = place
         if self.count > self.most:
             reason = f"{self.count} failures without a new checkpoint; the last: {why}"

@@ -23,10 +23,19 @@ from fsdp_jobs.processes import free_port
 class CoordinatorRendezvous(RendezvousHandler):
     """torch elastic's rendezvous, answered by the coordinator."""
 
-    def __init__(self, coordinator: str, identity: Message, boards: list[Board], beat_s: float, silence_s: float):
-        self.identity, self.boards = identity, boards
+    def __init__(
+        self,
+        coordinator: str,
+        run_name: str,
+        identity: Message,
+        boards: list[Board],
+        beat_s: float,
+        silence_s: float,
+    ):
+        self.identity, self.boards, self.run_name = identity, boards, run_name
         self.address = str(identity["address"])
         self.on_dump: Callable[[], None] = lambda: None
+        self.on_stop: Callable[[], None] = lambda: None
         self._changed = threading.Condition()
         self._round: Message | None = None  # the newest round this node was given a place in
         self._start: Message | None = None
@@ -70,8 +79,7 @@ class CoordinatorRendezvous(RendezvousHandler):
             elif kind == "break":
                 self._broken = max(self._broken, message["round"])
             elif kind == "request":
-                for board in self.boards:
-                    board.ask(Request(message["request"]))
+                self._ask(Request(message["request"]))
             elif kind == "dump":
                 threading.Thread(target=self.on_dump, name="dump", daemon=True).start()
             elif kind == "end":
@@ -86,8 +94,13 @@ class CoordinatorRendezvous(RendezvousHandler):
     def notice(self, name: str) -> None:
         """This node was told to stop. Without a coordinator the ranks here tell the others."""
         if not self._link.send("notice", signal=name):
-            for board in self.boards:
-                board.ask(Request.STOP)
+            self._ask(Request.STOP)
+
+    def _ask(self, request: Request) -> None:
+        for board in self.boards:
+            board.ask(request)
+        if request is Request.STOP:
+            self.on_stop()
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for a place in the next round.
@@ -159,7 +172,7 @@ class CoordinatorRendezvous(RendezvousHandler):
         pass
 
     def get_run_id(self) -> str:
-        return str(self.identity["life"])
+        return self.run_name
 
     def shutdown(self) -> bool:
         self._beats.close()

@@ -1,19 +1,27 @@
-"""The first thing a rank does: tie its life to its agent's, and send its output to its log file.
+"""The first thing a rank does: tie its life to its agent's, send its output to its log file, become its program.
 
-Our trainer is entered by `train` in a process forked from one that has imported torch already; any other
-program by `python -m fsdp_jobs.elastic.worker PROGRAM ARGS...`, which becomes that program.
+Our trainer is entered by `train`, a Python program of the user's by `run_program`, both in a process forked from one
+that has imported torch already. Any other program is entered by `python -m fsdp_jobs.elastic.worker`, which
+becomes it.
 """
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
+import multiprocessing
 import os
+import runpy
 import signal
 import sys
+import threading
 import traceback
 from pathlib import Path
+from types import TracebackType
 
+from fsdp_jobs.problems import BadInput, JobFailed, Problem
 from fsdp_jobs.processes import die_with_parent
+from fsdp_jobs.program import ENV, Program
 
 LOG_ENV = "FSDP_JOBS_LOG"  # this rank's log file
 STACKS_ENV = "FSDP_JOBS_STACKS"  # where it writes its stacks on SIGUSR2
@@ -36,12 +44,15 @@ def enter() -> None:
     os.close(descriptor)
 
 
+def _write_stacks_when_asked() -> None:
+    stacks = open(os.environ[STACKS_ENV], "a")  # noqa: SIM115 - stays open for as long as the rank lives
+    faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
+
+
 def train() -> None:
     """A rank of our trainer. Exits with 75 after a requested stop."""
     enter()
-    stacks = open(os.environ[STACKS_ENV], "a")  # noqa: SIM115 - stays open for as long as the rank lives
-    faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
-    from fsdp_jobs.problems import BadInput, JobFailed
+    _write_stacks_when_asked()
     from fsdp_jobs.training.entry import main
 
     try:
@@ -58,6 +69,65 @@ def train() -> None:
         os._exit(exit_code)  # the state is saved and the group destroyed: nothing is left to clean up
 
 
+def run_program() -> None:
+    """A rank of the user's Python program, in what `python program.py` or `python -m program` would find."""
+    enter()
+    _write_stacks_when_asked()
+    program = Program.from_json(os.environ.pop(ENV))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    multiprocessing.set_start_method(None, force=True)  # Python's own default again
+    if sys.flags.safe_path:
+        sys.path.insert(0, program.folder)
+    else:
+        sys.path[0] = program.folder  # in place of the agent's
+    sys.argv = [program.what, *program.args]
+    exit_code = _run(program)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()  # an interpreter's last words: a forked process does without
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if exit_code:
+        os._exit(exit_code)
+
+
+def _run(program: Program) -> int:
+    """Run it to its end. Returns the exit code; what it raised is printed, and left in torch elastic's error file."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    try:
+        if program.is_module:
+            runpy.run_module(program.what, run_name="__main__", alter_sys=True)
+        elif not Path(program.what).is_file():
+            raise BadInput([Problem(f"script={program.what}", "there is no such file on this node")])
+        else:
+            runpy.run_path(program.what, run_name="__main__")
+    except SystemExit as e:
+        if e.code is None or isinstance(e.code, int):
+            return (e.code or 0) & 0xFF
+        print(e.code, file=sys.stderr)
+        get_error_handler().record_exception(e)
+        return 1
+    except BaseException as e:
+        get_error_handler().record_exception(e)
+        sys.excepthook(type(e), e.with_traceback(_of_program(e.__traceback__)), e.__traceback__)
+        return 1
+    return 0
+
+
+def _of_program(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback without the lines that led to the program."""
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        trace = trace.tb_next
+    return trace
+
+
 if __name__ == "__main__":
     enter()
-    os.execvp(sys.argv[1], sys.argv[1:])
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # it may not know that it is asked for stacks so
+    executable = Program.from_json(os.environ.pop(ENV))
+    try:
+        os.execv(executable.what, [executable.what, *executable.args])
+    except OSError as e:
+        print(f"{executable.what}: {e.strerror}", file=sys.stderr, flush=True)
+        os._exit(126)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from fsdp_jobs.config import AUTO, STRATEGIES, JobConfig, node_range
+from fsdp_jobs.config import AUTO, STRATEGIES, JobConfig, NoModelConfig, node_range
 from fsdp_jobs.planning.choice import Chosen, choose
 from fsdp_jobs.planning.estimate import StepTime
 from fsdp_jobs.planning.grouping import place
@@ -18,6 +18,7 @@ from fsdp_jobs.planning.remedies import Remedy, remedies
 from fsdp_jobs.planning.shapes import ModelShape
 from fsdp_jobs.planning.topology import Node, Topology
 from fsdp_jobs.planning.traffic import Traffic
+from fsdp_jobs.planning.without_model import decide
 from fsdp_jobs.problems import BadInput, Problem, nearest
 
 
@@ -54,7 +55,10 @@ class Considered:
 
 @dataclass(frozen=True)
 class Plan:
-    """A decided sharding. Node i of `nodes` holds ranks [i x ranks_per_node, (i + 1) x ranks_per_node)."""
+    """A decided sharding. Node i of `nodes` holds ranks [i x ranks_per_node, (i + 1) x ranks_per_node).
+
+    Of a model that is the user's program's nothing is known: no memory, traffic or time, and `fits` is no promise.
+    """
 
     model: str
     parameters: int
@@ -67,12 +71,12 @@ class Plan:
     spares: tuple[str, ...]
     inside: str  # what no shard group leaves: domain, node, leaf, switch-K, all
     crossing: int  # groups that cross a leaf switch
-    microbatches: int  # of one rank in an optimizer step
+    microbatches: int  # of one rank in an optimizer step; 0: not known
     fits: bool
-    memory: Memory
+    memory: Memory | None
     usable_bytes: int  # of one device, the margin taken off
     traffic: dict[str, Traffic]  # a node and step, by backend
-    time: StepTime
+    time: StepTime | None
     considered: tuple[Considered, ...]
     reasons: tuple[str, ...]
     remedies: tuple[Remedy, ...]
@@ -93,8 +97,8 @@ class Plan:
         d: dict[str, Any] = json.loads(text)
         made = {
             "layout": Layout(**d["layout"]),
-            "memory": Memory(**d["memory"]),
-            "time": StepTime(**d["time"]),
+            "memory": d["memory"] and Memory(**d["memory"]),
+            "time": d["time"] and StepTime(**d["time"]),
             "traffic": {b: Traffic(**t) for b, t in d["traffic"].items()},
             "considered": tuple(Considered(**c) for c in d["considered"]),
             "remedies": tuple(Remedy(tuple(r["overrides"]), r["result"]) for r in d["remedies"]),
@@ -122,6 +126,8 @@ def make_plan(
     """
     topology, notes = _settled(config, topology or _flat(config, nodes), nodes or node_range(config.nodes))
     check_sharding(config, topology)
+    if isinstance(config.model, NoModelConfig):
+        return _plan_without_model(config, topology, notes)
     shape = shape or shape_of(config)
     chosen = choose(config, shape, topology)
     low, high = node_range(config.nodes)
@@ -144,6 +150,8 @@ def regroup(config: JobConfig, present: Sequence[Node], previous_group: int, sha
         shape: as for `make_plan`.
     """
     topology, notes = _settled(config, Topology.of(present), len(present))
+    if isinstance(config.model, NoModelConfig):
+        return _plan_without_model(config, topology, notes)
     shape = shape or shape_of(config)
     return _plan(config, shape, topology, choose(config, shape, topology, previous_group), notes)
 
@@ -233,6 +241,33 @@ def _plan(config: JobConfig, shape: ModelShape, topology: Topology, chosen: Chos
         considered=tuple(_considered(o, why) for o, why in chosen.considered),
         reasons=(*notes, *chosen.reasons),
         remedies=() if option.fits else tuple(remedies(config, shape, topology)),
+    )
+
+
+def _plan_without_model(config: JobConfig, topology: Topology, notes: list[str]) -> Plan:
+    layout, placement, reasons = decide(config, topology)
+    at = [topology.nodes[i] for i in placement.used]
+    return Plan(
+        model=config.model.kind,
+        parameters=0,
+        hardware=config.hardware.name,
+        backend="nccl" if accelerator_of(config) == "cuda" else "gloo",
+        layout=layout,
+        ranks_per_node=ranks_per_node(config),
+        nodes=tuple(n.name for n in at),
+        leaves=tuple(n.switch_path[-1] if n.switch_path else "" for n in at),
+        spares=tuple(topology.nodes[i].name for i in placement.spares),
+        inside=placement.inside,
+        crossing=placement.crossing,
+        microbatches=0,
+        fits=True,
+        memory=None,
+        usable_bytes=usable_bytes(config.hardware),
+        traffic={},
+        time=None,
+        considered=(),
+        reasons=(*notes, *reasons),
+        remedies=(),
     )
 
 

@@ -12,6 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from fsdp_jobs.planning.memory import Memory
 from fsdp_jobs.planning.plan import Considered, Plan
 
 TERMINAL = ("cyan", "magenta", "green", "yellow", "blue", "red")
@@ -31,7 +32,9 @@ class _Row:
 
 def render(plan: Plan) -> RenderableType:
     """All of the plan for a terminal of 80 columns or more."""
-    parts: list[RenderableType] = [_headline(plan), _picture(plan), _memory(plan), _options(plan)]
+    parts: list[RenderableType] = [_headline(plan), _picture(plan)]
+    if plan.memory is not None:
+        parts += [_memory(plan, plan.memory), _options(plan)]
     parts.append(Text("\n".join(f"- {r}" for r in plan.reasons)))
     if plan.remedies:
         lines = [f"- {' '.join(r.overrides)}   ({r.result})" for r in plan.remedies]
@@ -69,12 +72,15 @@ def _nodes(plan: Plan) -> str:
 def _headline(plan: Plan) -> Text:
     layout = plan.layout
     head = Text()
-    head.append("FITS  " if plan.fits else "DOES NOT FIT  ", "bold green" if plan.fits else "bold red")
+    if plan.memory is not None:
+        head.append("FITS  " if plan.fits else "DOES NOT FIT  ", "bold green" if plan.fits else "bold red")
     head.append(f"{layout.strategy}", "bold")
     replicas = f"{layout.replicas} replica{'s' if layout.replicas > 1 else ''}"
     head.append(f": {replicas} x shard group of {layout.shard_group}, {_nodes(plan)} x {plan.ranks_per_node} ranks")
     if plan.spares:
         head.append(f" + {len(plan.spares)} spare")
+    if plan.time is None:
+        return head.append(f"\non {plan.hardware}; memory and speed are not known: the program is yours\n")
     head.append(
         f"\n{plan.parameters / 1e9:.3g} B parameters on {plan.hardware}; "
         f"a step takes {seconds(plan.time.step)}: "
@@ -158,9 +164,9 @@ def _groups_text(plan: Plan, row: _Row) -> Text:
     return text
 
 
-def _memory(plan: Plan) -> RenderableType:
+def _memory(plan: Plan, memory: Memory) -> RenderableType:
     table = Table(
-        title=f"Memory of a GPU at its peak: {plan.memory.moment}",
+        title=f"Memory of a GPU at its peak: {memory.moment}",
         title_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
@@ -169,16 +175,16 @@ def _memory(plan: Plan) -> RenderableType:
     table.add_column("size", justify="right")
     table.add_column("of usable", justify="right")
     table.add_column("")
-    for name, value in plan.memory.parts().items():
+    for name, value in memory.parts().items():
         if value:
             share = value / max(1, plan.usable_bytes)
             table.add_row(name, size(value), f"{share:.0%}", Text("█" * min(40, round(40 * share)), "cyan"))
-    total = plan.memory.total
+    total = memory.total
     style = "bold green" if plan.fits else "bold red"
     ratio = total / max(1, plan.usable_bytes)
     table.add_row("total", size(total), f"{ratio:.0%}", f"of {size(plan.usable_bytes)} usable", style=style)
-    if plan.memory.host:
-        table.add_row("host, a rank", size(plan.memory.host), "", "offloaded state")
+    if memory.host:
+        table.add_row("host, a rank", size(memory.host), "", "offloaded state")
     return Group(table, Text())
 
 
@@ -229,14 +235,16 @@ def to_svg(plan: Plan) -> str:
     per_row = 1 if condensed else plan.ranks_per_node
     width = left + (700 if condensed else max(520, per_row * cell)) + 20
     height = top + line * (len(rows) + (1 if plan.spares else 0)) + 30
-    verdict = "fits" if plan.fits else "does not fit"
     layout = plan.layout
     groups = f"{layout.replicas} x shard group of {layout.shard_group}"
-    title = f"{layout.strategy}: {groups} on {_nodes(plan)}, {verdict}"
-    subtitle = (
-        f"{plan.parameters / 1e9:.3g} B parameters, {plan.hardware}; {size(plan.memory.total)} of "
-        f"{size(plan.usable_bytes)} a GPU; {plan.time.tokens_per_s:,.0f} tokens/s predicted"
-    )
+    title = f"{layout.strategy}: {groups} on {_nodes(plan)}"
+    subtitle = f"{plan.hardware}; memory and speed are not known"
+    if plan.memory is not None and plan.time is not None:
+        title += ", fits" if plan.fits else ", does not fit"
+        subtitle = (
+            f"{plan.parameters / 1e9:.3g} B parameters, {plan.hardware}; {size(plan.memory.total)} of "
+            f"{size(plan.usable_bytes)} a GPU; {plan.time.tokens_per_s:,.0f} tokens/s predicted"
+        )
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
         f' viewBox="0 0 {width} {height}"'

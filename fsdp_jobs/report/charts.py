@@ -67,7 +67,7 @@ def over_steps(history: History, plan: Plan | None) -> Figure:
     for axes, key in zip(grid.flat, shown, strict=False):
         axes.plot(*thinned(records, "step", key), color=_LINE, linewidth=1.2)
         axes.set_title(CURVES[key], loc="left", fontsize=9)
-        planned = {"tokens_per_s": plan.time.tokens_per_s, "step_s": plan.time.step} if plan is not None else {}
+        planned = {"tokens_per_s": plan.time.tokens_per_s, "step_s": plan.time.step} if plan and plan.time else {}
         middle = statistics.median(r[key] for r in records if r.get(key) is not None)
         if key in planned and planned[key] < 3 * middle:  # else the curve would be a line at the bottom
             axes.axhline(planned[key], color=_SAVED, linestyle="--", linewidth=1, label="planned")

@@ -95,6 +95,8 @@ def _compared(plan: Plan, history: History) -> Iterator[Compared]:
         values = [r[key] for r in records if r.get(key) is not None]
         return statistics.median(values) if values else None
 
+    if plan.time is None or plan.memory is None:
+        return
     rows: list[tuple[str, float, str, str]] = [
         ("seconds a step", plan.time.step, "step_s", "{:.3f}"),
         ("tokens/s, all ranks", plan.time.tokens_per_s, "tokens_per_s", "{:,.0f}"),

@@ -10,7 +10,8 @@ import pytest
 
 from fsdp_jobs.compose import compose_job
 from fsdp_jobs.elastic.board import Phase, Request
-from fsdp_jobs.elastic.decisions import Coordinator, Member
+from fsdp_jobs.elastic.decisions import Coordinator
+from fsdp_jobs.elastic.seating import Member
 from fsdp_jobs.events import Verdict
 from fsdp_jobs.run_dir import RunDir, read_json_lines
 
