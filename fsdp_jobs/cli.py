@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fsdp_jobs import run_verbs
-from fsdp_jobs.compose import CONF_DIR, check_sweep, compose_job, groups, merge_overrides, register_schemas
+from fsdp_jobs.compose import CONF_DIR, compose_job, groups, merge_overrides, register_schemas
 from fsdp_jobs.config import JobConfig
 from fsdp_jobs.events import EXIT_FAILED
 from fsdp_jobs.problems import BadInput, JobFailed, Problem, nearest
@@ -21,7 +21,9 @@ from fsdp_jobs.run_dir import write_atomic
 EXIT_BAD_INPUT = 2
 
 # Hydra's own flags: with one of these the command line is Hydra's.
-_HYDRA_FLAGS = ("--multirun", "-m", "--cfg", "-c", "--info", "-i", "--resolve", "--package", "-p", "--hydra-help")
+_MULTIRUN = ("--multirun", "-m")
+_PRINTING = ("--cfg", "-c", "--info", "-i", "--hydra-help")
+_HYDRA_FLAGS = (*_MULTIRUN, *_PRINTING)
 
 console = Console(highlight=False)
 errors = Console(stderr=True, highlight=False)
@@ -33,6 +35,7 @@ _VERBS = {
     "logs": "what a run's ranks print: logs NAME [-f] [--rank R] [--node I] [--attempt K] [--errors]",
     "cancel": "save a checkpoint and stop: cancel NAME [--now]",
     "report": "a run's curves, faults, goodput and plan as one HTML file: report NAME [--png]",
+    "sweep": "all jobs of a --multirun: sweep status|resume|retry-failed|cancel|best|report NAME",
     "dashboard": "all runs live in a browser: dashboard [--port P] [--host ADDRESS]",
     "list": "all runs",
     "resume": "go on with a run, changed or not: resume NAME [overrides]",
@@ -54,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 show_help()
                 return 0
             if any(a.split("=")[0] in _HYDRA_FLAGS for a in args):
-                return _by_hydra(args)
+                return _by_hydra(args) if any(a.split("=")[0] in _PRINTING for a in args) else _multirun(args)
             return _submit(args) if verb == "submit" else _plan(args)
         commands: dict[str, Callable[[list[str]], int]] = {
             "status": run_verbs.status,
@@ -62,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "cancel": run_verbs.cancel,
             "report": run_verbs.report,
             "dashboard": run_verbs.dashboard,
+            "sweep": _sweep,
             "list": run_verbs.list_runs,
             "resume": _resume,
             "doctor": _doctor,
@@ -125,31 +129,29 @@ def _split_config_dir(args: list[str]) -> tuple[list[str], str | None]:
 
 
 def _by_hydra(args: list[str]) -> int:
-    """Hydra's own flags: --cfg and --info print, --multirun submits each job in turn."""
+    """Hydra's own flags that print: --cfg and --info."""
     import hydra
-    from hydra._internal.utils import get_args
-    from omegaconf import DictConfig, OmegaConf
 
     register_schemas()
-    worst = 0
 
     @hydra.main(config_path=str(CONF_DIR), config_name="config", version_base="1.3")
-    def run(config: DictConfig) -> int:
-        from hydra.core.hydra_config import HydraConfig
+    def run(_config: object) -> None:
+        raise AssertionError("with these flags Hydra runs nothing")
 
-        nonlocal worst
-        job: JobConfig = OmegaConf.to_object(config)  # type: ignore[assignment]
-        try:
-            code = _submit_config(job, list(HydraConfig.get().overrides.task))
-        except BadInput as e:
-            code = _bad_input(e)
-        worst = max(worst, code)
-        return code
-
-    check_sweep(get_args(args).overrides)
     sys.argv = [sys.argv[0], *args]
     run()
-    return worst
+    return 0
+
+
+def _multirun(args: list[str]) -> int:
+    from fsdp_jobs.launchers.sweep import multirun
+
+    overrides, config_dir = _split_config_dir([a for a in args if a not in _MULTIRUN])
+    try:
+        return EXIT_FAILED if multirun(overrides, config_dir) else 0
+    except KeyboardInterrupt:
+        console.print("the jobs go on; the same command waits for them again", style="yellow")
+        return EXIT_FAILED
 
 
 def _checked_job(overrides: Sequence[str], config_dir: str | None, files: bool = True) -> JobConfig:
@@ -247,6 +249,12 @@ def _resume(args: list[str]) -> int:
     before = [o for o in run.read_job()["overrides"] if o.partition("=")[0] not in ("attach", "dry_run")]
     overrides = merge_overrides(before, [*args[1:], f"name={run.name}", f"runs_dir={runs_dir}"])
     return _submit_config(compose_job(overrides), overrides)
+
+
+def _sweep(args: list[str]) -> int:
+    from fsdp_jobs.sweeps.verbs import sweep
+
+    return sweep(args)
 
 
 def _doctor(args: list[str]) -> int:

@@ -86,7 +86,9 @@ class Waiting:
         if recorded_process(folder / "pool-process.json") is None:
             return None
         places = Pool.read(folder).places
-        return f"waits for {'the place' if places == 1 else f'one of {places} places'} of sweep {folder.name}"
+        if places == 1:
+            return f"waits for its turn: sweep {folder.name} runs one job at a time here"
+        return f"waits for one of {places} places of sweep {folder.name}"
 
     @property
     def lost(self) -> str:

@@ -1,0 +1,46 @@
+"""Ends jobs, one or all of a sweep's: what runs saves first, what waits has nothing to save. No torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from torchx.specs import AppState
+
+from fsdp_jobs.config import plain_values
+from fsdp_jobs.run_dir import RunDir, write_atomic
+from fsdp_jobs.submission import ACTIVE, kill, state_of
+
+_AT_ONCE = 16  # jobs that launchers are told to end at the same time
+
+
+def stop(runs: Sequence[RunDir], now: bool, say: Callable[[str], None]) -> None:
+    """Save and stop jobs, all at the same time; `now` stops at once, without a checkpoint.
+
+    Args:
+        runs: of jobs that are active, in the order they were submitted in.
+        say: is told of jobs that do not stop in time, and are killed.
+    """
+    handles = {run.name: str(run.read_job()["handle"]) for run in runs}
+    waiting = [run for run in runs if state_of(handles[run.name]) is AppState.PENDING]
+    _kill(handles[run.name] for run in reversed(waiting))  # before a place becomes free for them
+    running = [run for run in runs if run not in waiting]
+    patience: dict[str, float] = {}
+    for run in running if not now else []:
+        write_atomic(run.stop_request, "cancelled")
+        patience[run.name] = time.monotonic() + plain_values(run.config)["elastic"]["stop_grace_s"]
+    while patience:
+        for name, deadline in list(patience.items()):
+            if state_of(handles[name]) not in ACTIVE:
+                del patience[name]
+            elif time.monotonic() > deadline:
+                say(f"{name} has not stopped in time: killing it")
+                del patience[name]
+        time.sleep(0.2)
+    _kill(handles[run.name] for run in running)
+
+
+def _kill(handles: Iterable[str]) -> None:
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        list(threads.map(kill, handles))

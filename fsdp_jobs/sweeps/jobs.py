@@ -1,0 +1,150 @@
+"""A sweep's jobs, submitted and observed: neither done again nor submitted twice. No torch."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from fsdp_jobs import submission
+from fsdp_jobs.clusters import KubernetesClusterConfig
+from fsdp_jobs.compose import compose_many
+from fsdp_jobs.config import JobConfig
+from fsdp_jobs.problems import BadInput, Problem
+from fsdp_jobs.run_dir import RunDir
+from fsdp_jobs.sweeps.ledger import ENDED, NEW, Row, Sweep
+from fsdp_jobs.sweeps.names import identity, is_of_the_command
+
+_POLL_S = 1.0
+_LEAVES_S = 30.0  # most that a launcher takes to let go of a job that has ended
+_TAIL_BYTES = 1 << 16  # of metrics.jsonl: as a rule the last value is in there
+
+
+def refresh(sweep: Sweep, rows: Sequence[Row] | None = None) -> None:
+    """Bring rows up to date: run directories tell of ends, launchers of what runs and waits."""
+    for row in sweep.jobs if rows is None else rows:
+        run = sweep.run_of(row)
+        job = run.read_job()
+        if not job:
+            if row.state != "done":  # what is done stays so, also when its directory was cleared away
+                row.state, row.handle, row.reason = NEW, None, ""
+            continue
+        status = submission.status_of(run)
+        row.handle, row.state, row.step, row.reason = job["handle"], status.state, status.step, status.reason
+        row.objective = last_value(run.metrics, sweep.objective)
+
+
+def last_value(metrics: Path, key: str) -> float | None:
+    """The newest number of a key in a metrics.jsonl."""
+    if not metrics.exists():
+        return None
+    size = metrics.stat().st_size
+    for start in dict.fromkeys((max(0, size - _TAIL_BYTES), 0)):
+        with metrics.open("rb") as file:
+            file.seek(start)
+            whole = file.read().split(b"\n")[1 if start else 0 : -1]  # no half line at either end
+        for line in reversed(whole):
+            value = json.loads(line).get(key)
+            if isinstance(value, int | float):
+                return float(value)
+    return None
+
+
+def to_do(sweep: Sweep, jobs: Sequence[Sequence[str]]) -> tuple[list[Row], dict[str, JobConfig]]:
+    """The rows of jobs, and the configurations, by run, of those that are neither done nor active.
+
+    Done means: all the steps that are asked for now.
+
+    Raises:
+        BadInput: whatever is wrong with any job's overrides; a run of such a name that is another job's.
+    """
+    known = {row.run for row in sweep.jobs}
+    rows = sweep.rows_for(jobs)
+    configs = compose_many([sweep.overrides_of(row) for row in rows])
+    found = [row for row in rows if row.run not in known]
+    if problems := list(dict.fromkeys(_taken(sweep, found))):
+        raise BadInput(problems)
+    refresh(sweep)
+    undone = {}
+    for row, config in zip(rows, configs, strict=True):
+        done = row.state == "done" and row.step >= config.steps
+        if not done and not row.is_active:
+            undone[row.run] = config
+    return rows, undone
+
+
+def _taken(sweep: Sweep, rows: Sequence[Row]) -> Iterator[Problem]:
+    """Runs that are there already, although the sweep's list does not know them, and are other jobs."""
+    for row in rows:
+        run = sweep.run_of(row)
+        before = run.read_job().get("overrides")
+        if before is not None and _job_identity(before) != _job_identity(sweep.overrides_of(row)):
+            what = f"is there already, from another job: {' '.join(before)}"
+            yield Problem(f"run {run.path}", what, "another sweep.name, or another runs_dir")
+
+
+def _job_identity(overrides: Sequence[str]) -> tuple[str, ...]:
+    return identity(o for o in overrides if not is_of_the_command(o))
+
+
+def prepare(sweep: Sweep, configs: Sequence[JobConfig]) -> list[submission.Prepared]:
+    """Check, plan and render jobs. Writes and starts nothing.
+
+    Raises:
+        BadInput: whatever is wrong with any of them.
+    """
+    problems = list(dict.fromkeys(_unthrottled(sweep, configs)))
+    try:
+        prepared = submission.prepare_many(configs)
+    except BadInput as e:
+        raise BadInput([*problems, *e.problems]) from e
+    if problems:
+        raise BadInput(problems)
+    return prepared
+
+
+def _unthrottled(sweep: Sweep, configs: Sequence[JobConfig]) -> Iterator[Problem]:
+    for cluster in [config.cluster for config in configs] if sweep.parallelism else []:
+        if isinstance(cluster, KubernetesClusterConfig) and cluster.queue is None:
+            what = "on Kubernetes a queue's quota says how many run at once"
+            yield Problem(f"sweep.parallelism={sweep.parallelism}", what, "cluster.queue=NAME of a queue of Kueue's")
+
+
+def submit(sweep: Sweep, undone: dict[str, JobConfig]) -> None:
+    """Submit rows together, by run and configuration, all or none. Call it with the sweep locked.
+
+    Raises:
+        BadInput: whatever is wrong with any of them; nothing is written then.
+    """
+    rows = [row for row in sweep.jobs if row.run in undone]
+    for row in rows:
+        _let_go(sweep.run_of(row))
+    prepared = prepare(sweep, [undone[row.run] for row in rows])
+    sweep.write()  # before the jobs are there: a command that dies in between has not lost their names
+    overrides = [sweep.overrides_of(row) for row in rows]
+    handles = submission.submit_many(prepared, overrides, sweep.parallelism, sweep.folder)
+    for row, handle in zip(rows, handles, strict=True):
+        row.handle, row.state, row.reason = handle, "submitted", ""
+    sweep.write()
+
+
+def _let_go(run: RunDir) -> None:
+    """Wait until a launcher has done with a job that has ended."""
+    handle = run.read_job().get("handle")
+    deadline = time.monotonic() + _LEAVES_S
+    while handle is not None and submission.state_of(handle) in submission.ACTIVE and time.monotonic() < deadline:
+        time.sleep(0.2)
+
+
+def wait(sweep: Sweep, rows: Sequence[Row], tell: Callable[[Row], Any]) -> None:
+    """Until all rows have ended; `tell` is called with each, when it has."""
+    waited = {row.run: row for row in rows}
+    while waited:
+        refresh(sweep, list(waited.values()))
+        for row in [row for row in waited.values() if row.state in ENDED]:
+            tell(row)
+            del waited[row.run]
+        if waited:
+            time.sleep(_POLL_S)
