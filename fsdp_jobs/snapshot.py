@@ -31,8 +31,20 @@ class Snapshot:
             (new / place).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, new / place, follow_symlinks=False)
         new.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
         new.rename(folder)
+
+
+def link(folder: Path, to: Path) -> None:
+    """Have a copy that others use, too, in place of what is in `folder`."""
+    _remove(folder)
+    folder.symlink_to(to)
+
+
+def _remove(folder: Path) -> None:
+    if folder.is_symlink():
+        folder.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def take(folder: Path, runs_dir: Path, limit_mb: float) -> Snapshot:

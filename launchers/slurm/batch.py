@@ -70,7 +70,7 @@ class Batch:
 
     def __init__(self, run: RunDir, steps: Steps):
         self.run, self.steps = run, steps
-        self.job_id = os.environ["SLURM_JOB_ID"]
+        self.job_id = client.own_id()
         self.hosts = client.hostnames(os.environ["SLURM_JOB_NODELIST"])
         self.cpus = client.cpus_by_node(self.hosts, os.environ["SLURM_JOB_CPUS_PER_NODE"])
         self.attempt = run.last_attempt() + 1

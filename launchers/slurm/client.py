@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 _TIMEOUT_S = 60.0
+_ACCOUNTED_S = 10.0  # likewise of sacct, which is asked for jobs that the controller has forgotten
 _FRESH_S = 1.0  # so long one answer of squeue serves every question
 
 
@@ -33,6 +36,25 @@ def call(*argv: str, stdin: str | None = None, env: Mapping[str, str] | None = N
     return done.stdout
 
 
+@cache
+def settled(*argv: str) -> str:
+    """What a command prints, asked once in this process: for what stays the same while jobs are submitted.
+
+    Raises:
+        SlurmError: as `call`.
+    """
+    return call(*argv)
+
+
+def own_id() -> str:
+    """The id of the job that this process belongs to, as squeue tells it.
+
+    The last task of an array to start has the array's own number in SLURM_JOB_ID, which stands for all of them.
+    """
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ["SLURM_JOB_ID"]
+
+
 @dataclass(frozen=True)
 class QueuedJob:
     """One job as squeue or sacct tells it."""
@@ -43,8 +65,15 @@ class QueuedJob:
     start: str = ""  # when it started, or will; N/A when nobody knows
     nodes: str = ""  # hostlist
     batch_host: str = ""
+    record: str = ""  # the controller's number for it; of an array's last task it is the array's, and means all of them
+
+    @property
+    def for_signals(self) -> str:
+        """What scancel is to be told: it sends no signal to <job>_<task> while others of the array wait."""
+        return self.id if self.record in ("", self.id.partition("_")[0]) else self.record
 
 
+_accounted: dict[str, tuple[float, str]] = {}  # what sacct said of a job, or of all of an array, and when
 _queue: tuple[float, dict[str, QueuedJob]] = (-_FRESH_S, {})
 
 
@@ -56,8 +85,8 @@ def my_jobs(fresh: bool = False) -> dict[str, QueuedJob]:
     """
     global _queue
     if fresh or time.monotonic() - _queue[0] > _FRESH_S:
-        text = call("squeue", "--me", "--states=all", "--array", "--noheader", "--format=%i|%T|%r|%S|%N|%B")
-        jobs = [QueuedJob(*fields) for line in text.splitlines() if len(fields := line.split("|")) == 6]
+        text = call("squeue", "--me", "--states=all", "--array", "--noheader", "--format=%i|%T|%r|%S|%N|%B|%A")
+        jobs = [QueuedJob(*fields) for line in text.splitlines() if len(fields := line.split("|")) == 7]
         _queue = time.monotonic(), {job.id: job for job in jobs}
     return _queue[1]
 
@@ -71,7 +100,7 @@ def job(job_id: str) -> QueuedJob | None:
     if (known := my_jobs().get(job_id)) is not None:
         return known
     try:
-        text = call("sacct", "-X", "-n", "-P", "-j", job_id, "-o", "JobID,State,Start,NodeList")
+        text = _accounting(job_id.partition("_")[0])
     except SlurmError:  # no accounting on this cluster
         return None
     lives = [line.split("|") for line in text.splitlines() if line.startswith(f"{job_id}|")]
@@ -79,6 +108,15 @@ def job(job_id: str) -> QueuedJob | None:
         return None
     found, state, start, nodes = lives[-1]  # a requeued job has several; the last is the newest
     return QueuedJob(found, state.split()[0], start=start, nodes=nodes)  # "CANCELLED by 1000"
+
+
+def _accounting(number: str) -> str:
+    """Every life of a job, or of all tasks of an array: one sacct for all of them."""
+    asked_at, text = _accounted.get(number, (-_ACCOUNTED_S, ""))
+    if time.monotonic() - asked_at > _ACCOUNTED_S:
+        text = call("sacct", "-X", "-n", "-P", "-j", number, "-o", "JobID,State,Start,NodeList")
+        _accounted[number] = time.monotonic(), text
+    return text
 
 
 @dataclass(frozen=True)
@@ -117,7 +155,7 @@ def partitions() -> list[Partition]:
 
 def settings() -> dict[str, str]:
     """`scontrol show config`, key -> value."""
-    return dict(re.findall(r"^(\w+)\s*= (.*)$", call("scontrol", "show", "config"), re.MULTILINE))
+    return dict(re.findall(r"^(\w+)\s*= (.*)$", settled("scontrol", "show", "config"), re.MULTILINE))
 
 
 def hostnames(hostlist: str) -> list[str]:

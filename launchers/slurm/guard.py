@@ -68,5 +68,5 @@ def _requeue(run: RunDir, attempt: int, job_id: str, host: str) -> None:
 if __name__ == "__main__":
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # what the ranks are told is none of our business
-    of_job = int(os.environ[ATTEMPT_ENV]), os.environ["SLURM_JOB_ID"], os.environ[COORDINATOR_ENV]
+    of_job = int(os.environ[ATTEMPT_ENV]), client.own_id(), os.environ[COORDINATOR_ENV]
     sys.exit(watch(RunDir(sys.argv[1]), *of_job))

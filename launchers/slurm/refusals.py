@@ -87,8 +87,8 @@ def _seconds(time: str) -> float:
     return 60 * first + second  # minutes[:seconds]
 
 
-def ask_slurm(config: JobConfig, script: str, margin_s: int) -> None:
-    """Let sbatch itself look at the script.
+def ask_slurm(config: JobConfig, script: str, margin_s: int, count: int) -> None:
+    """Let sbatch itself look at the script of one job, or of so many in an array.
 
     Raises:
         BadInput: its answer, with the key that it is about and what the cluster has.
@@ -100,7 +100,8 @@ def ask_slurm(config: JobConfig, script: str, margin_s: int) -> None:
         instead = "a longer limit, or a shorter elastic.stop_grace_s"
         raise BadInput([Problem(f"cluster.time={cluster.time}", what, instead)])
     try:
-        client.call("sbatch", "--test-only", stdin=script)
+        array = [f"--array=0-{count - 1}"] if count > 1 else []
+        client.call("sbatch", "--test-only", *array, stdin=script)
     except client.SlurmError as e:
         raise BadInput([_translate(cluster, config, str(e))]) from e
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,12 @@ from fsdp_jobs.clusters import SlurmClusterConfig
 from fsdp_jobs.config import JobConfig
 from fsdp_jobs.events import Verdict, record_event
 from fsdp_jobs.launchers.record import RunScheduler, final_state, log_lines, remember, run_of
-from fsdp_jobs.launchers.slurm import client, refusals
-from fsdp_jobs.launchers.slurm.script import Steps, script, steps
+from fsdp_jobs.launchers.slurm import arrays, client, refusals
+from fsdp_jobs.launchers.slurm.script import Script, Steps, script, steps
 from fsdp_jobs.launchers.slurm.site import probe
 from fsdp_jobs.problems import BadInput, Problem
 from fsdp_jobs.run_dir import RunDir, write_atomic
-from fsdp_jobs.snapshot import Snapshot, take
+from fsdp_jobs.snapshot import Snapshot, link, take
 
 # SLURM's words. One that is not here belongs to a job that is still in the queue.
 _STATES = {
@@ -50,44 +51,90 @@ _CANCEL_S = 15.0  # for SLURM to do as it is told
 class SlurmRequest:
     """What is submitted: the script, what its batch step starts, and the code that goes with it."""
 
-    script: str
+    name: str
+    script: Script
     steps: Steps
     code: Snapshot | None
+    in_container: bool  # agents see the run directory and nothing beside it
 
     def __str__(self) -> str:
-        return f"{self.script}\n# submit/steps.json\n{self.steps.to_json()}\n"
+        return f"{self.script.of_run(self.steps.run_dir, self.name)}\n# submit/steps.json\n{self.steps.to_json()}\n"
 
 
 class SlurmScheduler(RunScheduler):
-    """Runs an AppDef as one SLURM job."""
+    """Runs an AppDef as one SLURM job, and several as the tasks of arrays."""
 
     def __init__(self, session_name: str):
         super().__init__("slurm_fsdp", session_name)
 
     def _submit_dryrun(self, app: AppDef, cfg: dict[str, Any]) -> AppDryRunInfo[SlurmRequest]:
-        config: JobConfig = cfg["config"]
-        cluster = config.cluster
-        assert isinstance(cluster, SlurmClusterConfig)
-        run = RunDir(app.metadata[RUN_DIR_KEY])
-        refusals.check(config, run)
-        code = take(Path.cwd(), run.path.parent, cluster.snapshot_mb) if cluster.snapshot_mb else None
-        site = probe(config, run)
-        request = SlurmRequest(script(app, config, cfg["plan"], site), steps(app, config, site), code)
-        refusals.ask_slurm(config, request.script, site.margin_s)
-        return AppDryRunInfo(request, str)
+        return self.dryrun_many([app], [cfg])[0]
+
+    def dryrun_many(self, apps: Sequence[AppDef], cfgs: Sequence[dict[str, Any]]) -> list[AppDryRunInfo[SlurmRequest]]:
+        requests: list[AppDryRunInfo[SlurmRequest]] = []
+        configs: list[JobConfig] = [cfg["config"] for cfg in cfgs]
+        problems: list[Problem] = []
+        take_once = cache(take)
+        for app, config, cfg in zip(apps, configs, cfgs, strict=True):
+            cluster = config.cluster
+            assert isinstance(cluster, SlurmClusterConfig)
+            run = RunDir(app.metadata[RUN_DIR_KEY])
+            try:
+                refusals.check(config, run)
+                code = take_once(Path.cwd(), run.path.parent, cluster.snapshot_mb) if cluster.snapshot_mb else None
+                site = probe(config, run)
+            except BadInput as e:
+                problems += e.problems
+                continue
+            request = SlurmRequest(
+                app.name,
+                script(app, config, cfg["plan"], site),
+                steps(app, config, site),
+                code,
+                cluster.container is not None,
+            )
+            requests.append(AppDryRunInfo(request, str))
+        for group in arrays.groups([r.request.script for r in requests]) if not problems else []:
+            request = requests[group[0]].request
+            text = request.script.of_run(request.steps.run_dir, request.name)
+            try:
+                refusals.ask_slurm(configs[group[0]], text, request.script.margin_s, len(group))
+            except BadInput as e:
+                problems += e.problems
+        if problems:
+            raise BadInput(problems)
+        return requests
 
     def schedule(self, dryrun_info: AppDryRunInfo[SlurmRequest]) -> str:
         from fsdp_jobs.launchers.slurm.executor import submit
 
         request = dryrun_info.request
-        run = RunDir(request.steps.run_dir)
-        write_atomic(run.submit / "steps.json", request.steps.to_json())
-        write_atomic(run.submit / "first_attempt", str(run.last_attempt() + 1))
+        run = _lay_out(request)
         if request.code is not None:
             request.code.write(run.path / "code")
-        job_id = submit(run.submit / "slurm", request.script)
+        job_id = submit(run.submit / "slurm", request.script.of_run(request.steps.run_dir, request.name))
         remember("slurm", job_id, run)
         return job_id
+
+    def schedule_many(
+        self, requests: Sequence[AppDryRunInfo[SlurmRequest]], parallelism: int, folder: Path
+    ) -> list[str]:
+        jobs = [info.request for info in requests]
+        runs = [_lay_out(job) for job in jobs]
+        place = arrays.new_folder(folder.resolve() / "slurm")
+        written: dict[int, Path] = {}  # a snapshot -> where it is
+        for job, run in zip(jobs, runs, strict=True):
+            if job.code is not None and job.in_container:
+                job.code.write(run.path / "code")
+            elif job.code is not None:
+                if id(job.code) not in written:
+                    written[id(job.code)] = place / f"code-{len(written)}"
+                    job.code.write(written[id(job.code)])
+                link(run.path / "code", written[id(job.code)])
+        ids = arrays.submit_arrays(place, folder.name, [job.script for job in jobs], runs, parallelism)
+        for job_id, run in zip(ids, runs, strict=True):
+            remember("slurm", job_id, run)
+        return ids
 
     def describe(self, app_id: str) -> DescribeAppResponse | None:
         run = run_of("slurm", app_id)
@@ -115,10 +162,11 @@ class SlurmScheduler(RunScheduler):
 
     def _cancel_existing(self, app_id: str) -> None:
         """End a job at once, without a checkpoint."""
-        if _word(app_id) not in _LIVE:
+        job = client.my_jobs(fresh=True).get(app_id)
+        if job is None or job.state not in _LIVE:
             return
-        if _word(app_id) == "RUNNING":  # without its batch step nobody can ask the ranks to save
-            client.call("scancel", "--signal=KILL", "--batch", app_id)
+        if job.state == "RUNNING":  # without its batch step nobody can ask the ranks to save
+            client.call("scancel", "--signal=KILL", "--batch", job.for_signals)
             _wait_while(app_id, ("RUNNING",))
         client.call("scancel", "--quiet", app_id)
         _wait_while(app_id, _LIVE)
@@ -135,6 +183,14 @@ class SlurmScheduler(RunScheduler):
             return description is not None and description.state not in _ENDED
 
         return log_lines(run, role, node, running)
+
+
+def _lay_out(request: SlurmRequest) -> RunDir:
+    """Write what the batch step reads."""
+    run = RunDir(request.steps.run_dir)
+    write_atomic(run.submit / "steps.json", request.steps.to_json())
+    write_atomic(run.submit / "first_attempt", str(run.last_attempt() + 1))
+    return run
 
 
 def create_scheduler(session_name: str, **_kwargs: object) -> SlurmScheduler:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 
 from torchx.specs import AppDef, Role, macros
 
@@ -97,32 +98,86 @@ def _container(cluster: SlurmClusterConfig, run_dir: str) -> list[str]:
     return ["apptainer", "exec", *gpus, f"--bind={mounts}", cluster.container]
 
 
-def script(app: AppDef, config: JobConfig, plan: Plan, site: Site) -> str:
-    """The batch script. Nothing that a user wrote reaches a shell unquoted but the lines of `cluster.setup`."""
+@dataclass(frozen=True)
+class Script:
+    """What a batch script says, whosever it is: jobs with equal ones can be the tasks of one array.
+
+    Nothing that a user wrote reaches a shell unquoted but the lines of `setup`.
+    """
+
+    resources: tuple[str, ...]  # options of sbatch
+    extra: tuple[str, ...]  # likewise, the user's own; they come last
+    setup: tuple[str, ...]  # lines of shell
+    python: str
+    brings_code: bool  # there is a copy of the code in the run directory
+    margin_s: int = field(compare=False)
+
+    def of_run(self, run_dir: str, name: str) -> str:
+        """For one job."""
+        output = f"--output={_literal(run_dir)}/submit/slurm-%j.out"
+        return self._text(name, [output], shlex.quote(run_dir))
+
+    def of_array(self, links: Path, name: str, count: int, at_once: int, after: str, margin_s: int) -> str:
+        """For an array of jobs.
+
+        Args:
+            links: a folder in which link `<task>` leads to the run directory of that task.
+            name: SLURM's for all of them.
+            count: of tasks.
+            at_once: most tasks that run at the same time, 0 for no limit.
+            after: id of a job that has to end first, empty for none.
+            margin_s: the longest of theirs.
+        """
+        options = [
+            f"--array=0-{count - 1}{f'%{at_once}' if at_once else ''}",
+            f"--output={_literal(str(links))}/%a/submit/slurm-%A_%a.out",
+            *([f"--dependency=afterany:{after}"] if after else []),
+        ]
+        find = f'run=$(readlink -e {shlex.quote(str(links))}/"$SLURM_ARRAY_TASK_ID")'
+        return replace(self, margin_s=margin_s)._text(name, options, '"$run"', find)
+
+    def _text(self, name: str, own: Sequence[str], run_dir: str, *first: str) -> str:
+        options = [
+            f"--job-name={name}",
+            *self.resources,
+            *own,
+            "--open-mode=append",
+            "--requeue",
+            "--no-kill",
+            f"--signal=B:USR1@{self.margin_s}",
+            *self.extra,
+        ]
+        lines = ["#!/bin/bash", *(f"#SBATCH {_quote_option(o)}" for o in options), "set -e", *self.setup, *first]
+        if self.brings_code:
+            lines += [f"export PYTHONSAFEPATH=1 PYTHONPATH={run_dir}/code${{PYTHONPATH:+:$PYTHONPATH}}"]
+        return "\n".join([*lines, f"exec {shlex.quote(self.python)} -m {BATCH} {run_dir}", ""])
+
+
+def script(app: AppDef, config: JobConfig, plan: Plan, site: Site) -> Script:
+    """The batch script of a job."""
     cluster = config.cluster
     assert isinstance(cluster, SlurmClusterConfig)
     trainer = next(role for role in app.roles if role.name == "trainer")
-    run_dir = app.metadata[RUN_DIR_KEY]
     low, high = trainer.min_replicas or trainer.num_replicas, trainer.num_replicas
-    options = [
-        f"--job-name={app.name}",
+    resources = [
         f"--nodes={high}" if low == high else f"--nodes={low}-{high}",
         *(["--ntasks-per-node=1"] if low == high else []),  # with a range SLURM would take this for its least
         *_resources(cluster, trainer, site),
         *_switches(cluster, plan, high, site),
-        f"--output={run_dir.replace('%', '%%')}/submit/slurm-%j.out",
-        "--open-mode=append",
-        "--requeue",
-        "--no-kill",
-        f"--signal=B:USR1@{site.margin_s}",
-        *cluster.extra,
     ]
-    python = shlex.quote(cluster.python or trainer.entrypoint)
-    lines = ["#!/bin/bash", *(f"#SBATCH {_quote_option(o)}" for o in options), "set -e", *cluster.setup]
-    if cluster.snapshot_mb:
-        code = shlex.quote(f"{run_dir}/code")
-        lines += [f"export PYTHONSAFEPATH=1 PYTHONPATH={code}${{PYTHONPATH:+:$PYTHONPATH}}"]
-    return "\n".join([*lines, f"exec {python} -m {BATCH} {shlex.quote(run_dir)}", ""])
+    return Script(
+        resources=tuple(resources),
+        extra=tuple(cluster.extra),
+        setup=tuple(cluster.setup),
+        python=cluster.python or trainer.entrypoint,
+        brings_code=bool(cluster.snapshot_mb),
+        margin_s=site.margin_s,
+    )
+
+
+def _literal(path: str) -> str:
+    """A path in a pattern of sbatch's."""
+    return path.replace("%", "%%")
 
 
 def _resources(cluster: SlurmClusterConfig, trainer: Role, site: Site) -> Iterator[str]:

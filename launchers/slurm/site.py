@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 
 from fsdp_jobs.clusters import SlurmClusterConfig
 from fsdp_jobs.config import JobConfig, node_range
@@ -28,11 +29,17 @@ def cluster_topology(config: JobConfig) -> Topology | None:
         if client.settings()["TopologyPlugin"] in ("topology/none", "topology/default", "topology/flat"):
             return None
         chosen = [f"--partition={cluster.partition}"] if cluster.partition is not None else []
-        nodes = client.hostnames(",".join(client.call("sinfo", "--noheader", "--format=%N", *chosen).split()))
-        topology = from_scontrol(client.call("scontrol", "show", "topology"), ranks_per_node(config), set(nodes))
+        hostlist = ",".join(client.settled("sinfo", "--noheader", "--format=%N", *chosen).split())
+        topology = _topology(hostlist, client.settled("scontrol", "show", "topology"), ranks_per_node(config))
     except client.SlurmError:
         return None
     return topology if len(topology.nodes) >= node_range(config.nodes)[1] else None
+
+
+@cache
+def _topology(hostlist: str, told: str, gpus: int) -> Topology:
+    """What scontrol tells of these nodes, read once for all jobs that are planned together."""
+    return from_scontrol(told, gpus, set(client.hostnames(hostlist)))
 
 
 def probe(config: JobConfig, run: RunDir) -> Site:

@@ -74,7 +74,7 @@ def rendered(site: Site, overrides: list[str], run_dir: str = "/shared/runs/gold
         role.entrypoint = "/env/bin/python"
         role.env = {"OMP_NUM_THREADS": "1"}
     started = steps(app, config, site)
-    return f"{script(app, config, plan, site)}\n# agent: {shlex.join(started.agent)}\n"
+    return f"{script(app, config, plan, site).of_run(run_dir, app.name)}\n# agent: {shlex.join(started.agent)}\n"
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -61,7 +61,7 @@ def test_one_squeue_serves_all_jobs_and_no_state_is_a_surprise(slurm: Path) -> N
         "5_7": ("RUNNING", AppState.RUNNING),
         "6": ("NODE_FAIL", AppState.FAILED),
     }
-    say(slurm, "squeue", queue(*(f"{i}|{word}|Priority|N/A|node1|node1" for i, (word, _) in answers.items())))
+    say(slurm, "squeue", queue(*(f"{i}|{word}|Priority|N/A|node1|node1|{i}" for i, (word, _) in answers.items())))
     assert {i: state(i) for i in answers} == {i: expected for i, (_, expected) in answers.items()}
     assert (slurm / "calls").read_text() == "squeue\n"
 
