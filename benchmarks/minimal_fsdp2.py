@@ -19,7 +19,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fsdp_jobs.compose import compose_job
 from fsdp_jobs.models.llama import Llama
-from fsdp_jobs.training.data import Samples, open_tokens
+from fsdp_jobs.training.data import Samples
+from fsdp_jobs.training.sources import open_tokens
 
 
 def main() -> None:

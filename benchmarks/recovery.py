@@ -170,7 +170,8 @@ def worker(folder: Path, timeout_s: float | None) -> None:
 
     from fsdp_jobs.compose import compose_job
     from fsdp_jobs.models.llama import Llama
-    from fsdp_jobs.training.data import Samples, open_tokens
+    from fsdp_jobs.training.data import Samples
+    from fsdp_jobs.training.sources import open_tokens
     from tests.world import TINY
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s) if timeout_s else None)

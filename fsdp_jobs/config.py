@@ -120,11 +120,18 @@ class FsdpConfig:
 class DataConfig:
     """Where tokens come from and how many of them make one optimizer step."""
 
-    kind: str = "???"  # python_stdlib | tokens | synthetic
-    path: str | None = None  # kind=tokens: a flat binary file of token ids
+    kind: str = "???"  # python_stdlib | tokens | synthetic | text | hf_dataset
+    path: str | None = None  # tokens: a flat file of ids; text: files; hf_dataset: a folder, a file, a name on the hub
     token_dtype: str = "uint16"  # kind=tokens: uint16 | uint32
     vocab_size: int = 256  # token ids are below this
     tokens: int = 10_000_000  # kind=synthetic: how many there are
+    tokenizer: str = "bytes"  # text, hf_dataset: bytes, a folder, or a name on the hub
+    tokenize: str | None = None  # ... or your function: from a text, or from a row of a data set, to a list of ids
+    subset: str | None = None  # hf_dataset: which of its configurations
+    split: str = "train"  # hf_dataset
+    text_column: str = "text"  # hf_dataset: what the tokenizer gets
+    streaming: bool = False  # hf_dataset: read as it comes, in its own order, and tokenize in every rank
+    cache_dir: str | None = None  # text, hf_dataset: where tokens are kept; null: ~/.cache/fsdp_jobs/tokens
     seq_len: int = 128  # tokens a sample
     global_batch: int = 16  # samples an optimizer step, over all ranks; held constant when nodes come and go
     micro_batch: int = 4  # samples a rank puts through the model at once
@@ -254,7 +261,7 @@ TRAINING_KEYS = (
     *("fsdp.param_dtype", "fsdp.reduce_dtype", "fsdp.output_dtype"),
 )
 # ... except these, which change how fast data is read and nothing that is computed.
-NOT_TRAINING_KEYS = ("data.workers", "data.prefetch", "data.micro_batch", "model.wrap_classes")
+NOT_TRAINING_KEYS = ("data.workers", "data.prefetch", "data.micro_batch", "data.cache_dir", "model.wrap_classes")
 # Of a user's program no more is known than what is run.
 PROGRAM_KEYS = ("script", "module", "script_args")
 

@@ -53,7 +53,8 @@ def _first_loss(name_or_path: str) -> float:
     import torch
     import transformers as t
 
-    from fsdp_jobs.training.data import Samples, open_tokens
+    from fsdp_jobs.training.data import Samples
+    from fsdp_jobs.training.sources import open_tokens
 
     data = compose_job(list(TINY_TASK)).data
     samples = Samples(open_tokens(data), data.seq_len, 0)
@@ -221,7 +222,7 @@ def _from_elsewhere(folder: str) -> tuple[dict[str, float], dict[str, str]]:
     }.items():
         prefixed = [*ours, f"init_from={folder}/{name}", *options]
         if name == "titan_model":
-            prefixed.append("init_key_map=['norm=>nrm','^model.output.*=>']")
+            prefixed.append("init_key_map=['^model.norm=>model.nrm','^model.output.*=>']")
         try:
             _train(f"{folder}/wrong/{name}", prefixed)
         except Exception as e:
@@ -237,7 +238,8 @@ def test_a_run_begins_with_weights_from_elsewhere(tmp_path: Path) -> None:
     assert "has nothing for layers.1.attention.wq.weight" in problems["one_layer.bin"]
     assert "holds more than the model has: model.layers.1." in problems["model.pt"]
     assert "layers.0.feed_forward.w1.weight: is [128, 64] in the model and [96, 64] in the source" in problems["titan"]
-    assert "norm.weight" in problems["titan_model"] and "output.weight" in problems["titan_model"]
+    assert "has nothing for norm.weight, output.weight" in problems["titan_model"]
+    assert "holds more than the model has: model.norm.weight" in problems["titan_model"]
     named = [*TINY_LLAMA, *TINY_TASK, f"init_from={tmp_path}/model.pt", "model.n_layers=1", "name=never"]
     done = cli(tmp_path, *named)
     assert done.returncode == 2 and "holds more than the model has: model.layers.1." in done.stderr

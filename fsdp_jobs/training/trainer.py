@@ -24,7 +24,8 @@ from fsdp_jobs.planning.layout import Layout
 from fsdp_jobs.problems import JobFailed
 from fsdp_jobs.run_dir import RunDir
 from fsdp_jobs.training.control import Control
-from fsdp_jobs.training.data import IGNORE, Samples, batches, fingerprint, open_tokens
+from fsdp_jobs.training.data import IGNORE
+from fsdp_jobs.training.loading import batches, open_samples
 from fsdp_jobs.training.mesh import build_mesh
 from fsdp_jobs.training.metrics import MetricsLog, flops_per_token, peak_flops
 from fsdp_jobs.training.optim import build_optimizer, learning_rate, set_learning_rate
@@ -53,9 +54,8 @@ class Trainer:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         data = config.data
         self.tokens_a_step = data.global_batch * data.seq_len
-        tokens = open_tokens(data)
-        self._check_same_data(fingerprint(tokens))
-        self.samples = Samples(tokens, data.seq_len, config.seed)
+        self.samples = open_samples(data, config.seed)
+        self._check_same_data(self.samples.fingerprint())
         mesh = build_mesh(layout, device.type)
         self.model: nn.Module = sharded_model(config.model, config.fsdp, layout, mesh, device, config.seed)
         torch.manual_seed(config.seed * 1_000_003 + self.rank)

@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_jobs.config import DataConfig
-from fsdp_jobs.training.data import IGNORE, Samples, batches, fingerprint, microbatches, open_tokens, sample_at
+from fsdp_jobs.training.data import IGNORE, Samples, microbatches, sample_at
+from fsdp_jobs.training.loading import batches
+from fsdp_jobs.training.sources import fingerprint, open_tokens
 
 
 @settings(deadline=None)
