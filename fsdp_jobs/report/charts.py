@@ -26,12 +26,12 @@ CURVES = {
     "mfu": "MFU",
     "step_s": "seconds a step",
 }
-_LINE, _FAULT, _SAVED, _RESUMED = "#1f5fa8", "#c0392b", "#7f8c8d", "#2e8b57"
-_MARKED = {"fault": (_FAULT, "x"), "damaged checkpoint": ("#d35400", "D"), "resumed": (_RESUMED, "^")}
+LINE, FAULT, _SAVED, _RESUMED = "#1f5fa8", "#c0392b", "#7f8c8d", "#2e8b57"
+_MARKED = {"fault": (FAULT, "x"), "damaged checkpoint": ("#d35400", "D"), "resumed": (_RESUMED, "^")}
 _PARTS = {
     "useful": ("useful_s", "#2e8b57"),
     "checkpoint stall": ("stall_s", "#d4a017"),
-    "lost and done again": ("lost_s", _FAULT),
+    "lost and done again": ("lost_s", FAULT),
     "queue": ("queue_s", "#95a5a6"),
     "starting, restarting, leaving": ("start_s", "#6c8ebf"),
 }
@@ -65,7 +65,7 @@ def over_steps(history: History, plan: Plan | None) -> Figure:
     rows = -(-len(shown) // 2)
     figure, grid = plt.subplots(rows, 2, figsize=(11, 2.4 * rows), layout="constrained", squeeze=False)
     for axes, key in zip(grid.flat, shown, strict=False):
-        axes.plot(*thinned(records, "step", key), color=_LINE, linewidth=1.2)
+        axes.plot(*thinned(records, "step", key), color=LINE, linewidth=1.2)
         axes.set_title(CURVES[key], loc="left", fontsize=9)
         planned = {"tokens_per_s": plan.time.tokens_per_s, "step_s": plan.time.step} if plan and plan.time else {}
         middle = statistics.median(r[key] for r in records if r.get(key) is not None)
@@ -86,10 +86,10 @@ def over_time(history: History) -> Figure:
     figure, (upper, lower) = plt.subplots(2, 1, figsize=(11, 5), sharex=True, layout="constrained")
     for axes, key, title in ((upper, "step", "step"), (lower, "loss", "loss")):
         for number, first, last in history.attempts:
-            axes.axvspan(first / size, last / size, color=_LINE, alpha=0.04 + 0.05 * (number % 2), linewidth=0)
+            axes.axvspan(first / size, last / size, color=LINE, alpha=0.04 + 0.05 * (number % 2), linewidth=0)
         for life in history.lives():
             seconds, values = thinned(life, "seconds", key)
-            axes.plot([s / size for s in seconds], values, color=_LINE, linewidth=1.2)
+            axes.plot([s / size for s in seconds], values, color=LINE, linewidth=1.2)
         axes.set_title(title, loc="left", fontsize=9)
         _mark(axes, history, size)
     for number, first, _ in history.attempts:
