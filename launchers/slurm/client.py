@@ -91,13 +91,9 @@ def my_jobs(fresh: bool = False) -> dict[str, QueuedJob]:
     return _queue[1]
 
 
-def job(job_id: str) -> QueuedJob | None:
-    """A job, by squeue, or once the controller has forgotten it by sacct; None when nobody knows it.
-
-    Raises:
-        SlurmError: there is no SLURM here.
-    """
-    if (known := my_jobs().get(job_id)) is not None:
+def job(job_id: str, queue: Mapping[str, QueuedJob]) -> QueuedJob | None:
+    """A job of `my_jobs`, or once the controller has forgotten it by sacct; None when nobody knows it."""
+    if (known := queue.get(job_id)) is not None:
         return known
     try:
         text = _accounting(job_id.partition("_")[0])

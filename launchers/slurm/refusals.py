@@ -103,7 +103,28 @@ def ask_slurm(config: JobConfig, script: str, margin_s: int, count: int) -> None
         array = [f"--array=0-{count - 1}"] if count > 1 else []
         client.call("sbatch", "--test-only", *array, stdin=script)
     except client.SlurmError as e:
-        raise BadInput([_translate(cluster, config, str(e))]) from e
+        limit = re.search(r"\w*MaxSubmit\w*", str(e))
+        raise BadInput([_too_many(count, limit[0]) if limit else _translate(cluster, config, str(e))]) from e
+
+
+def check_count(count: int) -> None:
+    """What the whole cluster can hold.
+
+    Raises:
+        BadInput: it is less.
+        SlurmError: there is no SLURM here.
+    """
+    most = client.settings()["MaxJobCount"]
+    if count > int(most):
+        raise BadInput([_too_many(count, f"MaxJobCount={most}")])
+
+
+def _too_many(count: int, limit: str) -> Problem:
+    return Problem(
+        f"{count} job{'' if count == 1 else 's'} at once",
+        f"more than SLURM takes: {limit}",
+        f"fewer values, or a part of them now; sacctmgr show assoc {_me()} and sacctmgr show qos tell the limits",
+    )
 
 
 @dataclass(frozen=True)

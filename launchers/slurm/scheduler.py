@@ -94,6 +94,8 @@ class SlurmScheduler(RunScheduler):
                 cluster.container is not None,
             )
             requests.append(AppDryRunInfo(request, str))
+        if not problems:
+            refusals.check_count(len(requests))
         for group in arrays.groups([r.request.script for r in requests]) if not problems else []:
             request = requests[group[0]].request
             text = request.script.of_run(request.steps.run_dir, request.name)
@@ -137,41 +139,36 @@ class SlurmScheduler(RunScheduler):
         return ids
 
     def describe(self, app_id: str) -> DescribeAppResponse | None:
-        run = run_of("slurm", app_id)
+        return self.describe_many([app_id])[0]
+
+    def describe_many(self, app_ids: Sequence[str]) -> list[DescribeAppResponse | None]:
         try:
-            job = client.job(app_id)
+            queue = client.my_jobs()
+            return [_described(app_id, client.job(app_id, queue)) for app_id in app_ids]
         except client.SlurmError as e:
-            raise BadInput([Problem(f"slurm_fsdp job {app_id}", str(e), "ask on a login node of its cluster")]) from e
-        if job is None and run is None:
-            return None
-        state = _STATES.get(job.state, AppState.RUNNING) if job is not None else AppState.FAILED
-        message = _describe(job, state) if job is not None else "SLURM has forgotten the job"
-        if state in _ENDED and run is not None:
-            state, message = _last_word(run, job, state, message)
-        return DescribeAppResponse(
-            app_id=app_id,
-            state=state,
-            num_restarts=max(0, run.last_attempt() - _first_attempt(run)) if run is not None else -1,
-            msg=message,
-            roles_statuses=[RoleStatus("trainer", [])],
-        )
+            told = app_ids[0] if len(app_ids) == 1 else f"{app_ids[0]} and {len(app_ids) - 1} more"
+            raise BadInput([Problem(f"slurm_fsdp job {told}", str(e), "ask on a login node of its cluster")]) from e
 
     def list(self) -> list[ListAppResponse]:
         jobs = client.my_jobs()
         return [ListAppResponse(id, _STATES.get(job.state, AppState.RUNNING)) for id, job in jobs.items()]
 
     def _cancel_existing(self, app_id: str) -> None:
-        """End a job at once, without a checkpoint."""
-        job = client.my_jobs(fresh=True).get(app_id)
-        if job is None or job.state not in _LIVE:
-            return
-        if job.state == "RUNNING":  # without its batch step nobody can ask the ranks to save
-            client.call("scancel", "--signal=KILL", "--batch", job.for_signals)
-            _wait_while(app_id, ("RUNNING",))
-        client.call("scancel", "--quiet", app_id)
-        _wait_while(app_id, _LIVE)
-        if (run := run_of("slurm", app_id)) is not None:
-            _record_cancel(run)
+        self.cancel_many([app_id])
+
+    def cancel_many(self, app_ids: Sequence[str]) -> None:
+        queue = client.my_jobs(fresh=True)
+        jobs = [queue[id] for id in app_ids if id in queue and queue[id].state in _LIVE]
+        running = [job for job in jobs if job.state == "RUNNING"]
+        if running:  # without its batch step nobody can ask the ranks to save
+            client.call("scancel", "--signal=KILL", "--batch", *(job.for_signals for job in running))
+            _wait_while([job.id for job in running], ("RUNNING",))
+        if jobs:
+            client.call("scancel", "--quiet", *(job.id for job in jobs))
+            _wait_while([job.id for job in jobs], _LIVE)
+        for job in jobs:
+            if (run := run_of("slurm", job.id)) is not None:
+                _record_cancel(run)
 
     def lines(self, app_id: str, role: str, node: int, follow: bool) -> Iterator[str]:
         run = run_of("slurm", app_id)
@@ -197,15 +194,31 @@ def create_scheduler(session_name: str, **_kwargs: object) -> SlurmScheduler:
     return SlurmScheduler(session_name)
 
 
-def _word(app_id: str) -> str:
-    """The controller's word for a job now; empty when it does not know the job."""
-    job = client.my_jobs(fresh=True).get(app_id)
-    return job.state if job is not None else ""
+def _described(app_id: str, job: client.QueuedJob | None) -> DescribeAppResponse | None:
+    """What SLURM and the run directory know of a job together."""
+    run = run_of("slurm", app_id)
+    if job is None and run is None:
+        return None
+    state = _STATES.get(job.state, AppState.RUNNING) if job is not None else AppState.FAILED
+    message = _describe(job, state) if job is not None else "SLURM has forgotten the job"
+    if state in _ENDED and run is not None:
+        state, message = _last_word(run, job, state, message)
+    return DescribeAppResponse(
+        app_id=app_id,
+        state=state,
+        num_restarts=max(0, run.last_attempt() - _first_attempt(run)) if run is not None else -1,
+        msg=message,
+        roles_statuses=[RoleStatus("trainer", [])],
+    )
 
 
-def _wait_while(app_id: str, words: Collection[str]) -> None:
+def _wait_while(app_ids: Sequence[str], words: Collection[str]) -> None:
+    """Until the controller has another word for each of these jobs."""
     deadline = time.monotonic() + _CANCEL_S
-    while _word(app_id) in words and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        queue = client.my_jobs(fresh=True)
+        if not any(id in queue and queue[id].state in words for id in app_ids):
+            break
         time.sleep(0.2)
 
 
