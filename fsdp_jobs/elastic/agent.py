@@ -28,10 +28,12 @@ from pathlib import Path
 from typing import IO, Any
 
 import psutil
+import torch
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
+from fsdp_jobs import accelerate
 from fsdp_jobs.app import ADDRESS_ENV, ATTEMPT_ENV, COORDINATOR_ENV, HOST_ENV
 from fsdp_jobs.config import JobConfig, load_config
 from fsdp_jobs.elastic import worker
@@ -40,6 +42,7 @@ from fsdp_jobs.elastic.board import Board, Phase
 from fsdp_jobs.elastic.link import Message
 from fsdp_jobs.elastic.rendezvous import CoordinatorRendezvous
 from fsdp_jobs.events import EXIT_FAILED, EXIT_REQUEUE
+from fsdp_jobs.planning.layout import Layout
 from fsdp_jobs.planning.topology_sources import path_from_slurm
 from fsdp_jobs.program import ENV as PROGRAM_ENV
 from fsdp_jobs.program import Program
@@ -57,12 +60,22 @@ _STOP_RANKS_S = 5  # SIGTERM to SIGKILL, for ranks of a broken round: what they 
 class RunDirLogs(LogsSpecs):
     """Gives each rank its log, error file, board and layout by environment; its output it redirects itself."""
 
-    def __init__(self, run: RunDir, attempt: int, node: int, boards: Path, handler: CoordinatorRendezvous):
+    def __init__(
+        self,
+        config: JobConfig,
+        run: RunDir,
+        attempt: int,
+        node: int,
+        boards: Path,
+        handler: CoordinatorRendezvous,
+    ):
         super().__init__()
-        self.run, self.attempt, self.node, self.boards, self.handler = run, attempt, node, boards, handler
+        self.config, self.run, self.attempt, self.node = config, run, attempt, node
+        self.boards, self.handler = boards, handler
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         error_files = {}
+        policy = self._policy(len(envs)) if self.config.is_program else {}
         for local_rank, env in envs.items():
             error_files[local_rank] = str(self.boards / f"error-{local_rank}.json")
             Path(error_files[local_rank]).unlink(missing_ok=True)
@@ -75,9 +88,17 @@ class RunDirLogs(LogsSpecs):
                 "TORCHELASTIC_RESTART_COUNT": str(self.handler.round["round"]),  # the same on every node
                 "TORCH_FR_DUMP_TEMP_FILE": f"{self.run.node(self.attempt, self.node)}/{_FLIGHT_RECORDER}",
                 "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{self.boards}/{_FLIGHT_RECORDER}",
-            }
+            } | policy
         silent = dict.fromkeys(envs, "")
         return LogsDest(silent, dict(silent), {}, {}, error_files, "", "")
+
+    def _policy(self, ranks: int) -> dict[str, str]:
+        """The layout as Accelerate reads it, less what the user's own environment says."""
+        asked = self.config.cluster.accelerator
+        cuda = asked == "cuda" or (asked == "auto" and torch.cuda.device_count() >= ranks)
+        layout = Layout.from_json(self.handler.round["layout"])
+        policy = accelerate.environment(self.config, layout, "cuda" if cuda else "cpu")
+        return {name: value for name, value in policy.items() if name not in os.environ}
 
     @property
     def root_log_dir(self) -> str:
@@ -284,7 +305,8 @@ def run_agent(args: argparse.Namespace) -> int:
         monitor_interval=_MONITOR_S,
     )
     tracking = Beside(config, run, attempt, args.node)
-    agent = Agent(spec, RunDirLogs(run, attempt, args.node, boards_dir, handler), handler, tracking, config.is_program)
+    logs = RunDirLogs(config, run, attempt, args.node, boards_dir, handler)
+    agent = Agent(spec, logs, handler, tracking, config.is_program)
     result: list[RunResult | None] = []
 
     def work() -> None:
