@@ -74,6 +74,16 @@ class Lab:
         raise AssertionError(self.on_login("sinfo", "-R"))
 
 
+def agent_of(run: RunDir, node: int) -> psutil.Process | None:
+    """The agent of a node: not the srun that started it."""
+    wanted = ["fsdp_jobs.elastic.agent", str(run.path), "--node", str(node)]
+    for process in psutil.process_iter(["cmdline"]):
+        words: list[str] = process.info["cmdline"] or []
+        if words and words[0].endswith("python") and words[2:6] == wanted:
+            return process
+    return None
+
+
 class SlurmJob(Watched):
     """A job submitted on the login node."""
 
@@ -93,13 +103,9 @@ class SlurmJob(Watched):
         return self.lab.on_login("squeue", "-h", "-t", "all", "-j", self.id, "-o", "%T").strip()
 
     def agent(self, node: int) -> psutil.Process:
-        """The agent of a node: not the srun that started it."""
-        wanted = ["fsdp_jobs.elastic.agent", str(self.run.path), "--node", str(node)]
-        for process in psutil.process_iter(["cmdline"]):
-            words: list[str] = process.info["cmdline"] or []
-            if words and words[0].endswith("python") and words[2:6] == wanted:
-                return process
-        raise AssertionError(f"no agent of node {node}\n{self.story()}")
+        found = agent_of(self.run, node)
+        assert found is not None, f"no agent of node {node}\n{self.story()}"
+        return found
 
     def rounds(self) -> list[dict[str, Any]]:
         return self.events("round_started")
