@@ -121,22 +121,18 @@ def check(config: JobConfig, files: bool = True) -> None:
 
 
 def _words_and_numbers(config: JobConfig) -> Iterator[Problem]:
-    for key, allowed in _CHOICES.items():
-        value = value_of(config, key)
-        if value not in allowed and not _is_idle(config, key):
-            yield Problem(
-                f"{key}={value}", f"allowed: {', '.join(map(str, allowed))}", nearest(str(value), map(str, allowed))
-            )
-    for key, least in _AT_LEAST.items():
-        value = value_of(config, key)
-        if value < least and not _is_idle(config, key):
-            yield Problem(f"{key}={value}", f"must be at least {least:g}")
+    for key in (*_CHOICES, *_AT_LEAST):
+        yield from value_problem(key, value_of(config, key))
 
 
-def _is_idle(config: JobConfig, key: str) -> bool:
-    """Whether nobody reads a key: the trainer's own, where a program of the user's runs in its place."""
-    trainers = ("steps", "log_every_steps", "data.", "optim.")
-    return isinstance(config.model, NoModelConfig) and key.startswith(trainers)
+def value_problem(key: str, value: Any) -> Iterator[Problem]:
+    """What is wrong with one value, whatever the others are."""
+    allowed, least = _CHOICES.get(key), _AT_LEAST.get(key)
+    if allowed is not None and value not in allowed:
+        hint = nearest(str(value), map(str, allowed))
+        yield Problem(f"{key}={value}", f"allowed: {', '.join(map(str, allowed))}", hint)
+    if least is not None and value < least:
+        yield Problem(f"{key}={value}", f"must be at least {least:g}")
 
 
 def _shape(config: JobConfig) -> Iterator[Problem]:

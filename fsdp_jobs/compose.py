@@ -141,26 +141,23 @@ def compose_job(overrides: Sequence[str], config_dir: str | None = None) -> JobC
     raise BadInput(Problem(k, "has no value", f"write {k}=...") for k in sorted(missing))
 
 
-def compose_many(jobs: Sequence[Sequence[str]]) -> list[JobConfig]:
-    """The configurations of jobs that differ in few overrides: Hydra composes once for each choice of groups.
+def compose_many(jobs: Sequence[Sequence[str]]) -> list[JobConfig | BadInput]:
+    """What `compose_job` makes of each job, where jobs differ in few overrides: Hydra composes once a choice of groups.
 
-    Raises:
-        BadInput: as of `compose_job`, for all jobs; what is wrong with several is said once.
+    Returns:
+        A configuration, or what is wrong with the job, for each.
     """
-    configs: list[JobConfig] = []
-    problems: list[Problem] = []
+    made: list[JobConfig | BadInput] = []
     bases: dict[tuple[str, ...], DictConfig] = {}
     with hydra_here():
         reader = _Reader(_searched(jobs[0]) if jobs else [])
     for job in map(as_meant, jobs):
         adds_or_removes = any(o.startswith(("+", "~")) for o in job)
         try:
-            configs.append(compose_job(job) if adds_or_removes else _compose_on(bases, reader, job))
+            made.append(compose_job(job) if adds_or_removes else _compose_on(bases, reader, job))
         except BadInput as e:
-            problems += e.problems
-    if problems:
-        raise BadInput(dict.fromkeys(problems))
-    return configs
+            made.append(e)
+    return made
 
 
 def _compose_on(bases: dict[tuple[str, ...], DictConfig], reader: _Reader, overrides: Sequence[str]) -> JobConfig:

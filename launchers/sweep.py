@@ -20,6 +20,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict, read_write
 from rich.console import Console
 
+from fsdp_jobs.checks import value_problem
 from fsdp_jobs.compose import PLUGINS, check_sweep, hydra_here
 from fsdp_jobs.problems import BadInput, JobFailed, Problem
 from fsdp_jobs.run_dir import find_run
@@ -96,6 +97,12 @@ class SweepLauncher(Launcher):
         self.fixed = searched + [o for o in given if o not in several and not is_of_the_command(o)]
         swept = [key_of(o) for o in several] + [str(k) for k in sweeper.get("params") or ()]
         problems = [Problem(k, "is of the whole sweep, and cannot be swept") for k in swept if is_of_the_command(k)]
+        for key in ("direction", "parallelism"):
+            problems += value_problem(f"sweep.{key}", config.sweep[key])
+        wanted = sweeper.get("direction")
+        if (wanted := getattr(wanted, "name", wanted)) in ("minimize", "maximize") and wanted != config.sweep.direction:
+            what = f"hydra.sweeper.direction={wanted} wants the opposite"
+            problems.append(Problem(f"sweep.direction={config.sweep.direction}", what, "the same for both"))
         if config.sweep.name and config.name and config.sweep.name != config.name:
             what = f"name={config.name} names the sweep, too: its runs are {config.name}-000, {config.name}-001 ..."
             problems.append(Problem(f"sweep.name={config.sweep.name}", what, "one of the two"))

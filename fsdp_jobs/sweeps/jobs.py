@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_jobs import submission
+from fsdp_jobs.checks import check
 from fsdp_jobs.clusters import KubernetesClusterConfig
 from fsdp_jobs.compose import compose_many
 from fsdp_jobs.config import JobConfig
@@ -24,16 +25,16 @@ _TAIL_BYTES = 1 << 16  # of metrics.jsonl: as a rule the last value is in there
 
 def refresh(sweep: Sweep, rows: Sequence[Row] | None = None) -> None:
     """Bring rows up to date: run directories tell of ends, launchers of what runs and waits."""
+    submitted = []
     for row in sweep.jobs if rows is None else rows:
-        run = sweep.run_of(row)
-        job = run.read_job()
-        if not job:
-            if row.state != "done":  # what is done stays so, also when its directory was cleared away
-                row.state, row.handle, row.reason = NEW, None, ""
-            continue
-        status = submission.status_of(run)
-        row.handle, row.state, row.step, row.reason = job["handle"], status.state, status.step, status.reason
-        row.objective = last_value(run.metrics, sweep.objective)
+        if sweep.run_of(row).read_job():
+            submitted.append(row)
+        elif row.state != "done":  # what is done stays so, also when its directory was cleared away
+            row.state, row.handle, row.reason = NEW, None, ""
+    for row, status in zip(submitted, submission.statuses_of([sweep.run_of(r) for r in submitted]), strict=True):
+        row.handle, row.state = status.run.read_job()["handle"], status.state
+        row.step, row.reason = status.step, status.reason
+        row.objective = last_value(status.run.metrics, sweep.objective)
 
 
 def last_value(metrics: Path, key: str) -> float | None:
@@ -62,7 +63,7 @@ def to_do(sweep: Sweep, jobs: Sequence[Sequence[str]]) -> tuple[list[Row], dict[
     """
     known = {row.run for row in sweep.jobs}
     rows = sweep.rows_for(jobs)
-    configs = compose_many([sweep.overrides_of(row) for row in rows])
+    configs = composed(sweep, rows)
     found = [row for row in rows if row.run not in known]
     if problems := list(dict.fromkeys(_taken(sweep, found))):
         raise BadInput(problems)
@@ -73,6 +74,27 @@ def to_do(sweep: Sweep, jobs: Sequence[Sequence[str]]) -> tuple[list[Row], dict[
         if not done and not row.is_active:
             undone[row.run] = config
     return rows, undone
+
+
+def composed(sweep: Sweep, rows: Sequence[Row]) -> list[JobConfig]:
+    """The configurations of rows.
+
+    Raises:
+        BadInput: with what is wrong with overrides, and with what the good ones make, all at once.
+    """
+    jobs = [sweep.overrides_of(row) for row in rows]
+    made = compose_many(jobs)
+    problems = [p for job in made if isinstance(job, BadInput) for p in job.problems]
+    if not problems:
+        return [job for job in made if isinstance(job, JobConfig)]
+    bad = {p.where for p in problems}
+    for config in compose_many([[o for o in job if o not in bad] for job in jobs]):
+        if isinstance(config, JobConfig):
+            try:
+                check(config)
+            except BadInput as e:
+                problems += e.problems
+    raise BadInput(dict.fromkeys(problems))
 
 
 def _taken(sweep: Sweep, rows: Sequence[Row]) -> Iterator[Problem]:

@@ -11,7 +11,6 @@ from dataclasses import asdict
 from rich.console import Console
 
 from fsdp_jobs.checkpoints.catalog import find_checkpoints, home_of
-from fsdp_jobs.compose import compose_many
 from fsdp_jobs.config import load_config
 from fsdp_jobs.problems import BadInput, Problem, nearest
 from fsdp_jobs.stopping import stop
@@ -67,7 +66,7 @@ def _submit(flags: argparse.Namespace, wanted: Callable[[Row], bool]) -> int:
     with locked(existing_sweep(flags.name, flags.dir).folder, console.print):
         found = _observed(flags)
         rows = [row for row in found.jobs if wanted(row)]
-        configs = compose_many([found.overrides_of(row) for row in rows])
+        configs = jobs.composed(found, rows)
         jobs.submit(found, {row.run: config for row, config in zip(rows, configs, strict=True)})
     if rows:
         show_submitted(console, found, rows, {row.run for row in rows}, with_commands=True)

@@ -201,15 +201,6 @@ def test_a_checkpoint_on_request_and_by_minutes(tmp_path: Path) -> None:
         assert asked.wait().reason.startswith("killed on request")
 
 
-def test_multirun_runs_each_job_under_a_name_of_its_own(tmp_path: Path) -> None:
-    done = cli(tmp_path, "--multirun", "seed=1,2", "steps=2", "nodes=1", "nproc_per_node=1", *TINY)
-    assert done.returncode == 0, done.stdout + done.stderr
-    names = sorted(f.parent.name for f in (tmp_path / "runs").glob("*/job.json"))
-    assert len(names) == 2
-    listed = cli(tmp_path, "list").stdout
-    assert all(name in listed for name in names) and listed.count(" 2/2 ") == 2
-
-
 def test_torchx_itself_knows_our_jobs(tmp_path: Path) -> None:
     with job(tmp_path, "seen", "steps=4000", nodes="1", nproc=1) as seen:
         seen.until_step(3)
