@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import random
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.distributed.checkpoint.stateful import Stateful
 
 from fsdp_jobs.checkpoints import catalog
 from fsdp_jobs.checkpoints.catalog import SHARDS, Manifest
@@ -38,6 +41,7 @@ from fsdp_jobs.problems import JobFailed
 from fsdp_jobs.run_dir import RunDir
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+_OTHERS = "others."
 
 
 @dataclass(frozen=True)
@@ -68,10 +72,13 @@ class Checkpointer:
         attempt: int,
         life: str,
         digest: str,
+        others: Mapping[str, Stateful] | None = None,
     ):
+        """`others`: what else is saved, by name: plain values and tensors that are the same on every rank."""
         self.run, self.config, self.layout = run, config, layout
         self.model, self.optimizer, self.scaler, self.device = model, optimizer, scaler, device
         self.attempt, self.life, self.digest = attempt, life, digest
+        self.others = dict(others or {})
         self.home = catalog.home_of(config, run)
         self.rank = dist.get_rank()
         self.group = dist.new_group(backend="gloo")  # the save's collectives must not meet the trainer's
@@ -106,8 +113,9 @@ class Checkpointer:
         return state
 
     def _small_state(self) -> dict[str, Tensor]:
-        """What is made anew for each save: this rank's random state, the scale of fp16 gradients."""
+        """What is made anew for each save: this rank's random state, the scale of fp16 gradients, the others."""
         state = _rng_state(self.rank, self.device)
+        state |= {f"{_OTHERS}{name}": _packed(other.state_dict()) for name, other in self.others.items()}
         if self.scaler is not None:
             held = self.scaler.state_dict()
             state["scaler"] = torch.tensor([held["scale"], held["_growth_tracker"]], dtype=torch.float64)
@@ -289,6 +297,10 @@ class Checkpointer:
         state = self.live_state() | small
         reader = SafeReader(folder, shards)
         metadata = reader.read_metadata()
+        for name in self.others:
+            saved = metadata.state_dict_metadata.get(f"{_OTHERS}{name}")
+            if isinstance(saved, TensorStorageMetadata):
+                state[f"{_OTHERS}{name}"] = torch.empty(saved.size, dtype=torch.uint8)
         _check_same_model(state, metadata.state_dict_metadata, folder.name)
         self.loaded_from = "shared storage" if shards is None else "the nodes' disks"
         if self.disks is not None and shards is not None:
@@ -300,6 +312,8 @@ class Checkpointer:
         if self.scaler is not None:
             scale, tracker = state["scaler"].tolist()
             self.scaler.load_state_dict({**self.scaler.state_dict(), "scale": scale, "_growth_tracker": int(tracker)})
+        for name, other in self.others.items():
+            other.load_state_dict(_unpacked(state[f"{_OTHERS}{name}"]))
         if same_world:
             _set_rng_state(state, self.rank)
         self.committed_step = manifest.step
@@ -310,6 +324,18 @@ class Checkpointer:
         self.stager.close()
         if self.disks is not None:
             self.disks.close()
+
+
+def _packed(values: dict[str, Any]) -> Tensor:
+    file = io.BytesIO()
+    torch.save(values, file)
+    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+
+
+def _unpacked(packed: Tensor) -> dict[str, Any]:
+    """Raises: pickle.UnpicklingError for what is neither a plain value nor a tensor."""
+    values: dict[str, Any] = torch.load(io.BytesIO(packed.numpy().tobytes()), map_location="cpu", weights_only=True)
+    return values
 
 
 def _check_same_model(state: dict[str, Tensor], saved: dict[str, Any], checkpoint: str) -> None:

@@ -40,6 +40,7 @@ from fsdp_jobs.elastic import worker
 from fsdp_jobs.elastic.board import ENV as BOARD_ENV
 from fsdp_jobs.elastic.board import Board, Phase
 from fsdp_jobs.elastic.link import Message
+from fsdp_jobs.elastic.log_times import LogTimes
 from fsdp_jobs.elastic.rendezvous import CoordinatorRendezvous
 from fsdp_jobs.events import EXIT_FAILED, EXIT_REQUEUE
 from fsdp_jobs.planning.layout import Layout
@@ -304,7 +305,7 @@ def run_agent(args: argparse.Namespace) -> int:
         max_restarts=_MANY,
         monitor_interval=_MONITOR_S,
     )
-    tracking = Beside(config, run, attempt, args.node)
+    tracking, log_times = Beside(config, run, attempt, args.node), LogTimes(run.node(attempt, args.node))
     logs = RunDirLogs(config, run, attempt, args.node, boards_dir, handler)
     agent = Agent(spec, logs, handler, tracking, config.is_program)
     result: list[RunResult | None] = []
@@ -324,6 +325,7 @@ def run_agent(args: argparse.Namespace) -> int:
         _wait_for_end(handler, math.inf if config.is_program else 10.0)
     handler.shutdown()
     shutil.rmtree(boards_dir, ignore_errors=True)
+    log_times.close()
     tracking.close()
     if handler.end is not None:
         return int(handler.end["exit_code"])
@@ -341,7 +343,7 @@ def _entrypoint(config: JobConfig, run: RunDir) -> tuple[Callable[[], None] | st
         os.environ[PROGRAM_ENV] = program.to_json()
         if not program.is_python:
             return sys.executable, ("-m", "fsdp_jobs.elastic.worker")
-        entry, preload = worker.run_program, ["torch.distributed.fsdp", "torch.distributed.checkpoint"]
+        entry, preload = worker.run_program, ["fsdp_jobs.job"]  # and torch with it
     multiprocessing.set_forkserver_preload(["fsdp_jobs.elastic.forkserver", *preload])
     multiprocessing.forkserver.ensure_running()
     return entry, ()

@@ -15,7 +15,7 @@ from fsdp_jobs.elastic.board import Phase, Request
 from fsdp_jobs.elastic.failures import Budget, Failure, Machines, first_cause
 from fsdp_jobs.elastic.link import Message
 from fsdp_jobs.elastic.seating import Member, Seating
-from fsdp_jobs.elastic.stall import StallWatch
+from fsdp_jobs.elastic.stall import PROGRAMS_FLOOR_S, StallWatch
 from fsdp_jobs.events import EXIT_REQUEUE, Verdict, read_events, record_event
 from fsdp_jobs.logs import tail
 from fsdp_jobs.problems import BadInput
@@ -54,7 +54,7 @@ class Coordinator:
         self._failures: list[Failure] = []
         self._head: Member | None = None
         self._fresh = True  # neither formed nor broke a round: may be the successor of a coordinator that died
-        self._watch = StallWatch(self.elastic.stall_timeout_s)
+        self._watch = self._new_watch()
         self._stalled = False
         self._culprit: int | None = None  # node that was lost, or on which the others waited
         self._hosts: dict[int, str] = {}  # node -> machine, of the newest round
@@ -76,6 +76,10 @@ class Coordinator:
     def _is_deaf(self) -> bool:
         """Whether ranks are a program's that has never said anything on its boards: it hears only signals."""
         return self.config.is_program and not any(s >= 0 for m in self.round_members() for s, _, _ in m.ranks)
+
+    def _new_watch(self) -> StallWatch:
+        timeout = self.elastic.stall_timeout_s
+        return StallWatch(timeout, PROGRAMS_FLOOR_S) if self.config.is_program else StallWatch(timeout)
 
     def round_members(self) -> list[Member]:
         return [m for m in self.members.values() if m.in_round]
@@ -303,7 +307,7 @@ class Coordinator:
         self.asked, self._head, self._fresh = Request.NONE, chosen[0], False
         self.step = self._begun_at = max(0, self.committed)
         self._begun_when = now
-        self._watch, self._refused = StallWatch(self.elastic.stall_timeout_s), set()
+        self._watch, self._refused = self._new_watch(), set()
         for rank, member in enumerate(chosen):
             member.ready, member.in_round, member.ended, member.ranks = False, True, False, []
             member.send(

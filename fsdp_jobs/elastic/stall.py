@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from fsdp_jobs.elastic.link import Message
 
 _FLOOR_S = 60.0
+PROGRAMS_FLOOR_S = 1800.0  # a user's program may evaluate, and do other things between steps, as long as it likes
 _STEPS = 20  # without a word of the user's: so many step times without a step are a stall
 _ANSWERS_S = 4.0  # how long agents have to send what their ranks are doing
 
@@ -17,6 +18,7 @@ class StallWatch:
     """Watches one round. `timeout_s` is the user's, 0 for a multiple of the measured step time."""
 
     timeout_s: float
+    floor_s: float = _FLOOR_S
     _step: int | None = None  # the slowest rank's, None before the first report
     _since: float = 0.0
     _step_s: float = 0.0  # measured, the slowest of the newest few
@@ -25,7 +27,7 @@ class StallWatch:
 
     def limit_s(self) -> float:
         """Seconds without a step that are a stall."""
-        return self.timeout_s or max(_FLOOR_S, _STEPS * self._step_s)
+        return self.timeout_s or max(self.floor_s, _STEPS * self._step_s)
 
     def see(self, slowest: int, begun_at: int, now: float) -> bool:
         """Take note of the slowest rank's step; True when it has not moved for too long.

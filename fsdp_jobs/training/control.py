@@ -20,12 +20,14 @@ class Control:
         folder = os.environ.get(ENV)
         self.board = Board(folder, int(os.environ["LOCAL_RANK"])) if folder else None
         self.wants_save = wants_save
+        self.noticed = Request.NONE  # what this rank was told otherwise than by its board
         self._value = torch.zeros(1, dtype=torch.int32)
         self._work: dist.Work | None = None
 
     def begin(self) -> None:
         """Send off this rank's request; `agreed` gets the answer."""
         own = Request.SAVE if self.wants_save() else Request.NONE
+        own = max(own, self.noticed)
         if self.board is not None:
             own = max(own, self.board.asked())
             if own is Request.SAVE:

@@ -1,0 +1,44 @@
+"""When ranks wrote what: the agent notes the sizes of their logs once a second, so that lines of all nodes can be
+put in order later. Ranks know nothing of it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from fsdp_jobs.logs import TIMES
+
+_EVERY_S = 1.0
+
+
+class LogTimes:
+    """A thread that writes `log-times.jsonl` beside the logs of a node's ranks."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._known: dict[str, int] = {}
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="log-times", daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._over.wait(_EVERY_S):
+            self._note()
+        self._note()
+
+    def _note(self) -> None:
+        """A line with the sizes that have changed."""
+        with suppress(OSError):  # a full disk, or a file that has just gone: lines are in order all but here
+            sizes = {f.stem.removeprefix("rank-"): f.stat().st_size for f in self._folder.glob("rank-*.log")}
+            changed = {rank: size for rank, size in sizes.items() if size != self._known.get(rank, 0)}
+            if changed:
+                with (self._folder / TIMES).open("a") as f:
+                    f.write(json.dumps({"time": round(time.time(), 2), "sizes": changed}) + "\n")
+                self._known |= changed
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join(_EVERY_S)

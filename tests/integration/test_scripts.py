@@ -1,0 +1,131 @@
+"""Programs that are not our trainer, on two nodes: hurt, gone on with, finished; and those that cannot be run."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import ROOT, Job, job
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+
+EXAMPLES = ROOT / "examples"
+QUICK = ("elastic.join_window_s=5", "checkpoint.every_steps=10")
+
+
+def log_of(job: Job, rank: int = 0) -> str:
+    """All that a rank has said, in all attempts."""
+    return "".join(f.read_text(errors="replace") for f in sorted(job.run.path.glob(f"attempts/*/*/rank-{rank}.log")))
+
+
+def until_said(job: Job, text: str) -> None:
+    job.until(lambda: text in log_of(job), f"rank 0 says {text}")
+
+
+def test_small_library_loses_a_node_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    example = f"script={EXAMPLES}/small_library.py"
+    with job(tmp_path, "small", example, "script_args=--steps=40", *QUICK, nproc=1, tiny=False) as run:
+        run.until_step(14)
+        run.agent(1).kill()
+        assert run.wait().verdict == "done", run.story()
+        (resumed,) = run.events("resumed")
+        assert resumed["step"] >= 10
+        assert sorted(run.losses()) == list(range(1, 41)), "every step was done"
+        assert run.losses()[40] < run.losses()[1]
+        assert [e["step"] for e in run.events("checkpoint")][-1] == 40
+
+
+def test_preempted_recipe_saves_where_it_is_and_is_requeued(tmp_path: Path) -> None:
+    example = f"script={EXAMPLES}/llama_recipe.py"
+    with job(
+        *(tmp_path, "llama", example, "script_args=--steps 24 --width 16"),
+        *("fsdp=hybrid_shard", "fsdp.shard_group=2", "checkpoint.every_steps=0", *QUICK[:1]),
+        nproc=1,
+        tiny=False,
+    ) as run:
+        run.until_step(4)
+        run.agent(1).send_signal(signal.SIGTERM)
+        assert run.wait(180).verdict == "done", run.story()
+        first = run.events("attempt_ended")[0]
+        assert (first["verdict"], first["decision"]) == ("preempted", "requeue")
+        (resumed,) = run.events("resumed")
+        assert resumed["step"] == first["committed"] >= 4
+        assert [m["step"] for m in run.metrics()] == list(range(1, 25)), "no step was done twice"
+
+
+def test_plain_program_is_started_again_and_finds_its_own_checkpoint(tmp_path: Path) -> None:
+    example, args = (
+        f"script={EXAMPLES}/plain_torchrun.py",
+        f"script_args=--steps 40 --save-every 10 --checkpoints {tmp_path}/own",
+    )
+    with job(tmp_path, "plain", example, args, *QUICK, nproc=1, tiny=False) as run:
+        until_said(run, "step 14 ")
+        run.agent(0).kill()
+        assert run.wait().verdict == "done", run.story()
+        steps = [int(s) for s in re.findall(r"^step (\d+) ", log_of(run), re.MULTILINE)]
+        lost = next(i for i in range(1, len(steps)) if steps[i] <= steps[i - 1])
+        assert steps[lost] % 10 == 1 and steps[lost] > 10, "it went on after the last step it had saved"
+        assert steps[-1] == 40
+
+
+def test_elastic_program_loses_a_rank_and_goes_on_from_its_snapshot(tmp_path: Path) -> None:
+    example, args = f"script={EXAMPLES}/torch_elastic.py", f"script_args=--epochs 30 --snapshot {tmp_path}/snapshot.pt"
+    with job(tmp_path, "elastic", example, args, *QUICK, nproc=1, tiny=False) as run:
+        until_said(run, "epoch 5 ")
+        run.ranks(1)[0].kill()
+        assert run.wait().verdict == "done", run.story()
+        starts = re.findall(r"^epoch (\d+) of 30, 2 ranks, restart (\d)", log_of(run), re.MULTILINE)
+        assert starts[0] == ("0", "0") and len(starts) == 2
+        assert int(starts[1][0]) >= 5 and starts[1][1] == "1"
+        assert "epoch 30 loss" in log_of(run)
+
+
+def test_program_that_only_hears_signals_has_the_grace_to_end(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import os, pathlib, signal, sys, time\n"
+        "def leave(*_):\n"
+        "    time.sleep(3 * int(os.environ['RANK']))\n"
+        "    pathlib.Path('left-' + os.environ['RANK']).touch()\n"
+        "    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, leave)\n"
+        "print('ready', flush=True)\n"
+        "while True: time.sleep(0.1)\n"
+    )
+    with job(tmp_path, "slow", "script=slow.py", *QUICK, nproc=1, tiny=False) as run:
+        run.until(lambda: "ready" in log_of(run) and "ready" in log_of(run, 1), "both run")
+        assert run.folder.joinpath("left-0").exists() is False
+        (run.run.path / "stop").write_text("cancelled")
+        verdict = run.wait()
+        assert (verdict.verdict, verdict.decision) == ("preempted", "stop"), run.story()
+        assert "SIGTERM" in verdict.reason
+        assert (tmp_path / "left-0").exists() and (tmp_path / "left-1").exists(), "nobody was killed while saving"
+
+
+def test_program_that_fails_on_one_node_is_told_within_seconds(tmp_path: Path) -> None:
+    (tmp_path / "half.py").write_text(
+        "import os, time\nif os.environ['GROUP_RANK'] == '1':\n    import not_on_this_node\ntime.sleep(100)\n"
+    )
+    with job(tmp_path, "half", "script=half.py", *QUICK, nproc=1, tiny=False) as run:
+        run.until(lambda: bool(run.events("round_started")), "it runs")
+        began = time.monotonic()
+        verdict = run.wait()
+        assert time.monotonic() - began < 40  # two tries; this machine may be busy
+        assert (verdict.verdict, verdict.node, verdict.rank) == ("user_error", 1, 1), run.story()
+        assert "No module named 'not_on_this_node'" in verdict.reason
+        assert "import not_on_this_node" in verdict.last_lines
+        assert "runpy" not in verdict.last_lines, "the traceback is the program's"
+
+
+def test_executable_that_says_much_and_fails(tmp_path: Path) -> None:
+    script = tmp_path / "loud.sh"
+    script.write_text('#!/bin/sh\nyes "$1 on rank $RANK" | head -c 30000000\necho enough\nexit 3\n')
+    script.chmod(0o755)
+    with job(tmp_path, "loud", "script=loud.sh", "script_args='much noise'", *QUICK, nproc=1, tiny=False) as run:
+        verdict = run.wait()
+        assert (verdict.verdict, verdict.decision, verdict.exit_code) == ("user_error", "stop", 3), run.story()
+        assert verdict.last_lines.splitlines()[-1] == "enough"
+        assert "much on rank" in verdict.last_lines
