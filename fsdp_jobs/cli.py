@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from fsdp_jobs import run_verbs
+from fsdp_jobs import run_verbs, status_verb
 from fsdp_jobs.compose import CONF_DIR, compose_job, groups, merge_overrides, register_schemas
 from fsdp_jobs.config import JobConfig
 from fsdp_jobs.events import EXIT_FAILED
@@ -31,16 +31,17 @@ errors = Console(stderr=True, highlight=False)
 _VERBS = {
     "submit": "compose, plan and submit a job; the verb may be left out",
     "plan": "show how a job would be sharded, and why [--json] [--svg FILE]",
-    "status": "what a run is doing: status NAME",
+    "status": "what runs are doing: status [NAME|HANDLE] [--watch] [--json]",
     "logs": "what a run's ranks print: logs NAME [-f] [--rank R] [--node I] [--attempt K] [--errors]",
     "cancel": "save a checkpoint and stop: cancel NAME [--now]",
     "report": "a run's curves, faults, goodput and plan as one HTML file: report NAME [--png]",
     "sweep": "all jobs of a --multirun: sweep status|resume|retry-failed|cancel|best|report NAME",
     "dashboard": "all runs live in a browser: dashboard [--port P] [--host ADDRESS]",
-    "list": "all runs",
+    "list": "all runs: the same as status without a name",
     "resume": "go on with a run, changed or not: resume NAME [overrides]",
     "doctor": "can jobs run on a cluster from here: doctor cluster=slurm",
     "rehearse": "your job in small on this machine suffers a fault for real: rehearse kill_node [overrides]",
+    "import-accelerate": "a file of accelerate config as overrides: import-accelerate FILE [--experiment NAME]",
     "export": "one safetensors or .pt file from a checkpoint: export NAME [--format pt] [--step N] [--out DIR]",
 }
 
@@ -60,16 +61,17 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _by_hydra(args) if any(a.split("=")[0] in _PRINTING for a in args) else _multirun(args)
             return _submit(args) if verb == "submit" else _plan(args)
         commands: dict[str, Callable[[list[str]], int]] = {
-            "status": run_verbs.status,
+            "status": status_verb.status,
             "logs": run_verbs.logs,
             "cancel": run_verbs.cancel,
             "report": run_verbs.report,
             "dashboard": run_verbs.dashboard,
             "sweep": _sweep,
-            "list": run_verbs.list_runs,
+            "list": status_verb.list_runs,
             "resume": _resume,
             "doctor": _doctor,
             "rehearse": _rehearse,
+            "import-accelerate": _import_accelerate,
             "export": run_verbs.export,
         }
         return commands[verb](args)
@@ -277,3 +279,23 @@ def _rehearse(args: list[str]) -> int:
     word = "[bold green]PASS[/bold green]" if outcome.passed else "[bold red]FAIL[/bold red]"
     console.print(f"{word} {args[0]}: {outcome.why}; next step after {took}, {outcome.lost_steps} steps done again")
     return 0 if outcome.passed else EXIT_FAILED
+
+
+def _import_accelerate(args: list[str]) -> int:
+    from fsdp_jobs.import_accelerate import read
+
+    parser = argparse.ArgumentParser(prog="fsdp-jobs import-accelerate", allow_abbrev=False)
+    parser.add_argument("file", type=Path, help="that accelerate config wrote")
+    parser.add_argument("--experiment", metavar="NAME", help="as a file for the group experiment")
+    parser.add_argument("--config-dir", metavar="DIR", type=Path, help="where to write that file")
+    given = parser.parse_args(args)
+    found = read(given.file)
+    text = found.experiment(given.file.name) if given.experiment else " ".join(found.overrides()) + "\n"
+    if given.experiment and given.config_dir is not None:
+        file = given.config_dir / "experiment" / f"{given.experiment}.yaml"
+        write_atomic(file, text)
+        text = f"{file}\n"
+    sys.stdout.write(text)
+    for key, note in found.notes.items():
+        errors.print(f"{key}: {note}", style="dim", markup=False, soft_wrap=True)
+    return 0

@@ -7,19 +7,24 @@ import sys
 import time
 
 from rich.console import Console
-from rich.table import Table
 
-from fsdp_jobs.config import load_config, plain_values
-from fsdp_jobs.ledger import ledger_of
+from fsdp_jobs.config import load_config
 from fsdp_jobs.logs import follow_files, label, looks_like_error
 from fsdp_jobs.problems import BadInput, Problem, nearest
 from fsdp_jobs.run_dir import RunDir, find_run, runs_in
-from fsdp_jobs.status import RunStatus, duration
+from fsdp_jobs.status import RunStatus
 
 console = Console(highlight=False, markup=False)  # what runs and launchers say is shown as it is
 
 
 def existing_run(name: str, runs_dir: str) -> RunDir:
+    """The run of a name, or of the handle that a submission printed.
+
+    Raises:
+        BadInput: there is none.
+    """
+    if "://" in name:
+        return _run_of_handle(name)
     run = find_run(runs_dir, name)
     if not run.job.exists():
         names = [r.name for r in runs_in(runs_dir)]
@@ -28,9 +33,20 @@ def existing_run(name: str, runs_dir: str) -> RunDir:
     return run
 
 
+def _run_of_handle(handle: str) -> RunDir:
+    from fsdp_jobs.launchers.record import run_of
+
+    launcher, _, place = handle.partition("://")
+    run = run_of(launcher.removesuffix("_fsdp"), place.partition("/")[2])
+    if run is None or run.read_job().get("handle") != handle:
+        what = "is no newest submission of a run, made on this machine"
+        raise BadInput([Problem(handle, what, "name the run: fsdp-jobs list")])
+    return run
+
+
 def run_parser(verb: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"fsdp-jobs {verb}", allow_abbrev=False)
-    parser.add_argument("name", help="of the run")
+    parser.add_argument("name", help="of the run, or its handle")
     return parser
 
 
@@ -38,79 +54,6 @@ def take_runs_dir(args: list[str]) -> tuple[list[str], str]:
     """`runs_dir=...` is understood by every verb."""
     given = [a.removeprefix("runs_dir=") for a in args if a.startswith("runs_dir=")]
     return [a for a in args if not a.startswith("runs_dir=")], given[-1] if given else "runs"
-
-
-def status(args: list[str]) -> int:
-    args, runs_dir = take_runs_dir(args)
-    if not args:
-        return _show_table(runs_in(runs_dir), runs_dir)
-    run = existing_run(run_parser("status").parse_args(args).name, runs_dir)
-    _show_table([run], runs_dir)
-    return _show_story(run)
-
-
-def _show_story(run: RunDir) -> int:
-    """What went wrong in a run, what each failure cost, what it does now, and where its time went."""
-    status = RunStatus(run)
-    status.update()
-    for b in status.breaks:
-        stamp = time.strftime("%b %d %H:%M:%S", time.localtime(b.time))
-        again = "no step since" if b.recovered_s is None else f"training again after {b.recovered_s:.1f} s"
-        console.print(f"{stamp}  {b.why}: {b.lost_steps} steps lost, {again}", soft_wrap=True)
-    for host, why in run.excluded_hosts().items():
-        console.print(f"without {host}: {why}", soft_wrap=True)
-    console.print(f"now      {status.doing}")
-    if status.step or not status.is_program:
-        console.print(f"goodput  {ledger_of(run)}")
-    return 0
-
-
-def list_runs(args: list[str]) -> int:
-    args, runs_dir = take_runs_dir(args)
-    if args:
-        raise BadInput([Problem(args[0], "list takes no arguments but runs_dir=...")])
-    return _show_table(runs_in(runs_dir), runs_dir)
-
-
-def _show_table(runs: list[RunDir], runs_dir: str) -> int:
-    from fsdp_jobs.submission import status_of
-
-    if not runs:
-        console.print(f"no runs under {runs_dir}/")
-        return 0
-    table = Table(box=None, pad_edge=False)
-    for heading in (
-        "run",
-        "state",
-        "attempt",
-        "nodes",
-        "step",
-        "loss",
-        "tok/s",
-        "checkpoint",
-        "eta",
-        "what happened last",
-    ):
-        table.add_column(heading, justify="right" if heading in ("step", "loss", "tok/s", "eta") else "left")
-    for column in table.columns[:-1]:
-        column.no_wrap = True  # the last one gives way
-    table.columns[0].min_width = max(len(run.name) for run in runs)
-    for run in runs:
-        status, config = status_of(run), plain_values(run.config)
-        table.add_row(
-            run.name,
-            status.state,
-            str(status.attempt),
-            f"{len(status.nodes)}/{config['nodes']}",
-            status.step_of(config["steps"]),
-            f"{status.loss:.4f}" if status.loss is not None else "-",
-            f"{status.tokens_per_s:,.0f}",
-            f"step {status.committed}, {status.checkpoint_age()}" if status.committed >= 0 else "-",
-            duration(status.eta_s(config["steps"])),
-            status.reason,
-        )
-    console.print(table)
-    return 0
 
 
 def logs(args: list[str]) -> int:

@@ -12,9 +12,9 @@ from typing import Any
 
 from fsdp_jobs.run_dir import RunDir
 
+ENDED = ("done", "stopped", "failed")
 _CHECKPOINT = b'"event": "checkpoint",'
-_GLANCE_BYTES = 1 << 13  # of metrics.jsonl, about twenty steps
-
+_GLANCE_BYTES = 1 << 12  # of metrics.jsonl, about a dozen steps
 
 
 class Tail:
@@ -169,7 +169,7 @@ class RunStatus:
 
     @property
     def ended(self) -> bool:
-        return self.state in ("done", "stopped", "failed")
+        return self.state in ENDED
 
     def eta_s(self, steps: int) -> float | None:
         """Seconds to the last step at the present speed; None when nobody knows."""

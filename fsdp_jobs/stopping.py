@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 
 from torchx.specs import AppState
 
 from fsdp_jobs.config import plain_values
 from fsdp_jobs.run_dir import RunDir, write_atomic
-from fsdp_jobs.submission import ACTIVE, kill, state_of
-
-_AT_ONCE = 16  # jobs that launchers are told to end at the same time
+from fsdp_jobs.submission import ACTIVE, kill_many, state_of
 
 
 def stop(runs: Sequence[RunDir], now: bool, say: Callable[[str], None]) -> None:
@@ -24,7 +21,7 @@ def stop(runs: Sequence[RunDir], now: bool, say: Callable[[str], None]) -> None:
     """
     handles = {run.name: str(run.read_job()["handle"]) for run in runs}
     waiting = [run for run in runs if state_of(handles[run.name]) is AppState.PENDING]
-    _kill(handles[run.name] for run in reversed(waiting))  # before a place becomes free for them
+    kill_many([handles[run.name] for run in reversed(waiting)])  # before a place becomes free for them
     running = [run for run in runs if run not in waiting]
     patience: dict[str, float] = {}
     for run in running if not now else []:
@@ -38,9 +35,4 @@ def stop(runs: Sequence[RunDir], now: bool, say: Callable[[str], None]) -> None:
                 say(f"{name} has not stopped in time: killing it")
                 del patience[name]
         time.sleep(0.2)
-    _kill(handles[run.name] for run in running)
-
-
-def _kill(handles: Iterable[str]) -> None:
-    with ThreadPoolExecutor(_AT_ONCE) as threads:
-        list(threads.map(kill, handles))
+    kill_many([handles[run.name] for run in running])

@@ -26,11 +26,12 @@ from fsdp_jobs.planning.plan import Plan, make_plan
 from fsdp_jobs.planning.probe import check_initial_weights, probe
 from fsdp_jobs.planning.shapes import ModelShape
 from fsdp_jobs.planning.topology_sources import from_yaml
-from fsdp_jobs.problems import BadInput, Problem
+from fsdp_jobs.problems import BadInput, JobFailed, Problem
 from fsdp_jobs.run_dir import RunDir, run_dir_of, write_atomic
 from fsdp_jobs.status import RunStatus
 
 SESSION = "fsdp_jobs"
+SILENT = "its launcher does not answer"
 ACTIVE = (AppState.SUBMITTED, AppState.PENDING, AppState.RUNNING)
 
 
@@ -189,18 +190,40 @@ def _record(job: Prepared, app_id: str, overrides: Sequence[str]) -> str:
     """What was submitted and when, in the run directory. Returns the handle."""
     handle = str(make_app_handle(job.scheduler.backend, SESSION, app_id))
     content = {"handle": handle, "overrides": list(overrides), "submitted": time.time()}
+    content |= {"nodes": str(job.config.nodes), "steps": job.config.steps}  # for tables of many runs
     write_atomic(job.run.job, json.dumps(content, indent=2))
     kind = {"program": True} if job.config.is_program else {}
     record_event(job.run, "submitted", job.run.last_attempt(), handle=handle, **kind)
     return handle
 
 
+def describe_many(handles: Sequence[str]) -> list[DescribeAppResponse]:
+    """What launchers say of jobs, in their order, each launcher asked once.
+
+    The state is UNKNOWN when the launcher knows no job of that id, or when it does not answer: then the message is why.
+    """
+    found: dict[str, DescribeAppResponse] = {}
+    by_launcher: dict[str, list[str]] = {}
+    for handle in handles:
+        by_launcher.setdefault(parse_app_handle(handle)[0], []).append(handle)
+    for launcher, mine in by_launcher.items():
+        ids = [str(parse_app_handle(handle)[2]) for handle in mine]
+        missing = "its launcher no longer knows the job: resume it"
+        answers: Sequence[DescribeAppResponse | None] = [None] * len(ids)
+        try:
+            answers = scheduler_of(launcher).describe_many(ids)
+        except (BadInput, JobFailed) as e:
+            if len(by_launcher) == 1:
+                raise
+            missing = f"{SILENT}: {e}"
+        for handle, app_id, answer in zip(mine, ids, answers, strict=True):
+            found[handle] = answer or DescribeAppResponse(app_id, AppState.UNKNOWN, msg=missing)
+    return [found[handle] for handle in handles]
+
+
 def describe(handle: str) -> DescribeAppResponse:
     """What the launcher says of a job; state UNKNOWN when it knows none of that id."""
-    backend, _, app_id = parse_app_handle(handle)
-    description: DescribeAppResponse | None = scheduler_of(backend).describe(app_id)
-    unknown = DescribeAppResponse(app_id, AppState.UNKNOWN, msg="its launcher no longer knows the job: resume it")
-    return description or unknown
+    return describe_many([handle])[0]
 
 
 def state_of(handle: str) -> AppState:
@@ -208,25 +231,50 @@ def state_of(handle: str) -> AppState:
     return state
 
 
-def status_of(run: RunDir) -> RunStatus:
-    """What a submitted run is doing, its launcher asked where the run directory does not tell of an end."""
-    status = RunStatus(run)
-    status.update()
-    if status.ended:
-        return status
-    job = describe(run.read_job()["handle"])
-    status.update()  # the launcher may have fetched more of the record
-    if status.ended:
-        pass
-    elif job.state not in ACTIVE:
-        status.state = "stopped" if job.state is AppState.CANCELLED else "failed"
-        status.reason = job.msg or "its launcher no longer runs it: resume it"
-    elif job.state is AppState.PENDING:
-        status.state, status.reason = "queued", job.msg
-    return status
+def statuses_of(runs: Sequence[RunDir]) -> list[RunStatus]:
+    """What submitted runs are doing, at a glance: each launcher is asked once."""
+    statuses = [RunStatus(run) for run in runs]
+    for status in statuses:
+        status.glance()
+    for status, words in zip(statuses, launchers_words(statuses), strict=True):
+        status.state, status.reason = words
+    return statuses
+
+
+def launchers_words(statuses: Sequence[RunStatus]) -> list[tuple[str, str]]:
+    """State and reason of runs, read to the end; launchers are asked about those whose own record tells of no end."""
+    for status in statuses:
+        status.update()
+    asked = [status for status in statuses if not status.ended]
+    jobs = dict(zip(map(id, asked), describe_many([s.run.read_job()["handle"] for s in asked]), strict=True))
+    words = []
+    for status in statuses:
+        status.update()  # the launcher may have fetched more of the record
+        job = None if status.ended else jobs[id(status)]
+        if job is None:
+            words.append((status.state, status.reason))
+        elif job.msg.startswith(SILENT):
+            words.append((status.state, job.msg))
+        elif job.state not in ACTIVE:
+            state = "stopped" if job.state is AppState.CANCELLED else "failed"
+            words.append((state, job.msg or "its launcher no longer runs it: resume it"))
+        elif job.state is AppState.PENDING:
+            words.append(("queued", job.msg))
+        else:
+            words.append((status.state, status.reason))
+    return words
 
 
 def kill(handle: str) -> None:
     """End a job at once, without a checkpoint."""
-    backend, _, app_id = parse_app_handle(handle)
-    scheduler_of(backend).cancel(app_id)
+    kill_many([handle])
+
+
+def kill_many(handles: Sequence[str]) -> None:
+    """The same for several, each launcher told once."""
+    by_launcher: dict[str, list[str]] = {}
+    for handle in handles:
+        backend, _, app_id = parse_app_handle(handle)
+        by_launcher.setdefault(backend, []).append(app_id)
+    for launcher, app_ids in by_launcher.items():
+        scheduler_of(launcher).cancel_many(app_ids)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from torchx.schedulers.api import Scheduler, Stream, filter_regex
+from torchx.schedulers.api import DescribeAppResponse, Scheduler, Stream, filter_regex
 from torchx.specs import AppDef, AppDryRunInfo, AppState
 
 from fsdp_jobs.events import Verdict
 from fsdp_jobs.logs import follow_files
 from fsdp_jobs.problems import BadInput
 from fsdp_jobs.run_dir import RunDir
+
+_AT_ONCE = 16  # jobs that a launcher is told to end at the same time
 
 
 class RunScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
@@ -53,6 +56,15 @@ class RunScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
                 self.cancel(app_id)
             raise
         return submitted
+
+    def describe_many(self, app_ids: Sequence[str]) -> list[DescribeAppResponse | None]:
+        """What `describe` says of each app, with no more questions to the cluster than for one where that can be."""
+        return [self.describe(app_id) for app_id in app_ids]
+
+    def cancel_many(self, app_ids: Sequence[str]) -> None:
+        """End jobs at once, without checkpoints."""
+        with ThreadPoolExecutor(_AT_ONCE) as threads:
+            list(threads.map(self.cancel, app_ids))
 
     def lines(self, app_id: str, role: str, node: int, follow: bool) -> Iterator[str]:
         """Lines of a node's ranks, or of the coordinator, in the newest attempt; with `follow`, until it ends."""

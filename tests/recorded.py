@@ -8,6 +8,7 @@ from typing import Any
 
 from fsdp_jobs.compose import compose_job
 from fsdp_jobs.config import dump_config
+from fsdp_jobs.ledger import Steps
 from fsdp_jobs.planning.plan import make_plan
 from fsdp_jobs.run_dir import RunDir, write_atomic
 
@@ -40,8 +41,10 @@ def recorded_run(folder: Path, name: str = "recorded") -> RunDir:
         (130.0, "attempt_ended", ended),
     ):
         add_line(run.events, {"time": time, "event": event, "attempt": 0, **details})
-    for i, step in enumerate([*range(1, 13), *range(11, 21)]):
-        values = {"loss": 5 - step / 10, "lr": 1e-3, "grad_norm": 1.0, "step_s": 1.0, "tokens_per_s": 100.0}
-        when = 103.0 + i + (2 if i >= 12 else 0)
-        add_line(run.metrics, {"step": step, **values, "checkpoint_stall_s": 0.0, "attempt": 0, "time": when})
+    for life, began in ((range(1, 13), 102.0), (range(11, 21), 106.0)):
+        clock = Steps(run)
+        for step in life:
+            values = {"loss": 5 - step / 10, "lr": 1e-3, "grad_norm": 1.0, "step_s": 1.0, "tokens_per_s": 100.0}
+            values |= {"checkpoint_stall_s": 0.0, **clock.add(step, 1.0, 0.0)}
+            add_line(run.metrics, {"step": step, **values, "attempt": 0, "time": began + step})
     return run

@@ -12,6 +12,7 @@ from typing import Any
 from fsdp_jobs.run_dir import RunDir, write_atomic
 
 APP = "app.kubernetes.io/instance"
+ALL_APPS = "app.kubernetes.io/name=fsdp-jobs"  # selects what belongs to any app
 ROLE = "fsdp-jobs/role"  # coordinator | trainer
 NODE = "fsdp-jobs/node"  # where pods are no members of an Indexed Job: number of the node
 INDEX = "batch.kubernetes.io/job-completion-index"  # where they are

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
@@ -13,9 +14,9 @@ from torchx.specs import AppDef, AppDryRunInfo, AppState, ReplicaStatus, RoleSta
 
 from fsdp_jobs.app import RUN_DIR_KEY
 from fsdp_jobs.clusters import KubernetesClusterConfig
-from fsdp_jobs.config import JobConfig, load_config
+from fsdp_jobs.config import JobConfig, plain_values
 from fsdp_jobs.events import Verdict, read_events, record_event
-from fsdp_jobs.launchers.kubernetes.labels import ROLE, Names, first_attempt, new_app, node_of
+from fsdp_jobs.launchers.kubernetes.labels import ALL_APPS, APP, ROLE, Names, first_attempt, new_app, node_of
 from fsdp_jobs.launchers.kubernetes.manifests import files_objects, job_objects, jobset_objects, owned_by
 from fsdp_jobs.launchers.kubernetes.pods import Object
 from fsdp_jobs.launchers.kubernetes.volcano import volcano_objects
@@ -114,36 +115,31 @@ class KubernetesScheduler(RunScheduler):
         Raises:
             JobFailed: the cluster's API does not answer, or refuses.
         """
-        return _ask(app_id, lambda api, names, run: self._describe(api, names, app_id, run))
 
-    def _describe(self, api: Api, names: Names, app_id: str, run: RunDir | None) -> DescribeAppResponse | None:
-        from fsdp_jobs.launchers.kubernetes import observe
-        from fsdp_jobs.launchers.kubernetes.mirror import Mirror, hand_on_stop
+        def question(api: Api, names: Names, run: RunDir | None) -> DescribeAppResponse | None:
+            root = _root_of(api, names, run)
+            parts = (api.jobs(names.selector), api.pods(names.selector)) if root is not None else ([], [])
+            return _describe(api, app_id, run, root, *parts)
 
-        root = _root_of(api, names, run)
-        if root is None:
-            return None
-        pods = api.pods(names.selector)
-        state, verdict = observe.state_of(root, pods), observe.verdict_of(pods)
-        why = "" if state in _ENDED else observe.why_waiting(api, root, api.jobs(names.selector), pods)
-        if run is not None:
-            if why and why != _last_reason(run):
-                record_event(run, "waiting", run.last_attempt(), why=why)
-            if first_attempt(run, names.app) is None:  # the pods write elsewhere
-                Mirror(run).pull(api, pods)
-                hand_on_stop(run, api, pods)
-        return DescribeAppResponse(
-            app_id=app_id,
-            state=state,
-            num_restarts=verdict["attempt"] if verdict is not None else 0,
-            msg=verdict["reason"] if verdict is not None and state in _ENDED else why,
-            roles_statuses=[
-                RoleStatus(
-                    "coordinator", [_replica(p) for p in pods if p["metadata"]["labels"][ROLE] == "coordinator"]
-                ),
-                RoleStatus("trainer", [_replica(p) for p in pods if p["metadata"]["labels"][ROLE] == "trainer"]),
-            ],
-        )
+        return _ask(app_id, question)
+
+    def describe_many(self, app_ids: Sequence[str]) -> list[DescribeAppResponse | None]:
+        """One list of pods and one of Jobs for all apps of a namespace; JobSets are read one by one.
+
+        Raises:
+            JobFailed: as `describe`.
+        """
+        if len(app_ids) == 1:
+            return [self.describe(app_ids[0])]
+        runs = {app_id: run_of("kubernetes", app_id) for app_id in app_ids}
+        places: dict[tuple[str, str | None], list[str]] = {}
+        for app_id, run in runs.items():
+            places.setdefault((app_id.rpartition(":")[0], _cluster_of(run).context), []).append(app_id)
+        found: dict[str, DescribeAppResponse | None] = {}
+        for mine in places.values():
+            theirs = {app_id: runs[app_id] for app_id in mine}
+            found |= _ask(mine[0], partial(_describe_all, theirs))
+        return [found[app_id] for app_id in app_ids]
 
     def list(self) -> list[ListAppResponse]:
         """Jobs that were submitted from this machine and that their cluster still knows."""
@@ -164,6 +160,55 @@ def create_scheduler(session_name: str, **_kwargs: object) -> KubernetesSchedule
     return KubernetesScheduler(session_name)
 
 
+def _describe(
+    api: Api, app_id: str, run: RunDir | None, root: Object | None, jobs: list[Object], pods: list[Object]
+) -> DescribeAppResponse | None:
+    """What an app's objects say of it; None when it has none."""
+    from fsdp_jobs.launchers.kubernetes import observe
+    from fsdp_jobs.launchers.kubernetes.mirror import Mirror, hand_on_stop
+
+    if root is None:
+        return None
+    state, verdict = observe.state_of(root, pods), observe.verdict_of(pods)
+    why = "" if state in _ENDED else observe.why_waiting(api, root, jobs, pods)
+    if run is not None:
+        if why and why != _last_reason(run):
+            record_event(run, "waiting", run.last_attempt(), why=why)
+        if first_attempt(run, app_id.rpartition(":")[2]) is None:  # the pods write elsewhere
+            Mirror(run).pull(api, pods)
+            hand_on_stop(run, api, pods)
+    return DescribeAppResponse(
+        app_id=app_id,
+        state=state,
+        num_restarts=verdict["attempt"] if verdict is not None else 0,
+        msg=verdict["reason"] if verdict is not None and state in _ENDED else why,
+        roles_statuses=[
+            RoleStatus("coordinator", [_replica(p) for p in pods if p["metadata"]["labels"][ROLE] == "coordinator"]),
+            RoleStatus("trainer", [_replica(p) for p in pods if p["metadata"]["labels"][ROLE] == "trainer"]),
+        ],
+    )
+
+
+def _describe_all(runs: dict[str, RunDir | None], api: Api, *_: object) -> dict[str, DescribeAppResponse | None]:
+    """`_describe` for apps of one namespace."""
+    pods, jobs = _by_app(api.pods(ALL_APPS)), _by_app(api.jobs(ALL_APPS))
+    found = {}
+    for app_id, run in runs.items():
+        app = app_id.rpartition(":")[2]
+        mine = jobs.get(app, [])
+        known = next((job for job in mine if job["metadata"]["name"] == app), None)
+        root = known or (_root_of(api, Names(app), run) if _cluster_of(run).workload != "job" else None)
+        found[app_id] = _describe(api, app_id, run, root, mine, pods.get(app, []))
+    return found
+
+
+def _by_app(objects: list[Object]) -> dict[str, list[Object]]:
+    found: dict[str, list[Object]] = {}
+    for one in objects:
+        found.setdefault(one["metadata"]["labels"][APP], []).append(one)
+    return found
+
+
 def _client() -> Any:
     """The module that talks to the cluster, and takes a second to import.
 
@@ -181,8 +226,8 @@ def _client() -> Any:
 
 
 def _cluster_of(run: RunDir | None) -> KubernetesClusterConfig:
-    cluster = load_config(run.config).cluster if run is not None and run.config.exists() else None
-    return cluster if isinstance(cluster, KubernetesClusterConfig) else KubernetesClusterConfig()
+    known = plain_values(run.config)["cluster"] if run is not None and run.config.exists() else {}
+    return KubernetesClusterConfig(**known) if known.get("launcher") == "kubernetes_fsdp" else KubernetesClusterConfig()
 
 
 def _kill(api: Api, names: Names, run: RunDir | None) -> None:
