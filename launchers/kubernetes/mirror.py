@@ -14,7 +14,8 @@ from fsdp_jobs.launchers.kubernetes.pods import Object
 from fsdp_jobs.run_dir import RunDir, write_atomic
 
 _TOLD = re.compile(
-    r"@((?:events|metrics)\.jsonl|excluded\.json|attempts/\d+/(?:verdict\.json|node-\d+/rank-\d+\.log)):(\d+) (.*)"
+    r"@((?:events|metrics)\.jsonl|excluded\.json|"
+    r"attempts/\d+/(?:verdict\.json|node-\d+/(?:rank-\d+\.log|log-times\.jsonl))):(\d+) (.*)"
 )
 _OVERLAP_S = 5  # asked for again, so that no line falls between two requests
 

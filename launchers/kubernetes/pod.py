@@ -31,7 +31,7 @@ from fsdp_jobs.launchers.kubernetes.labels import (
     first_attempt,
     job_files,
 )
-from fsdp_jobs.logs import follow_files
+from fsdp_jobs.logs import TIMES, follow_files
 from fsdp_jobs.run_dir import RunDir, write_atomic
 
 _POLL_S = 0.5
@@ -79,6 +79,7 @@ def be_a_node(run: RunDir, app: str, coordinator: str, command: list[str]) -> in
     node = command[command.index("--node") + 1]
     with Place(run.submit / f"node-{node}"), Teller(run) as teller:
         teller.files(f"attempts/*/node-{node}/rank-*.log", since=run.last_attempt())
+        teller.files(f"attempts/*/node-{node}/{TIMES}", since=run.last_attempt())
         code = attempts.main(["node", str(run.path), coordinator, "--first", str(first), "--", *command])
     verdict = Verdict.read(run, run.last_attempt())
     return EXIT_DONE if verdict is not None and verdict.decision == "stop" else code
