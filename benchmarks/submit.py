@@ -1,9 +1,10 @@
-"""Submit latency on a real SLURM cluster, side by side: bare sbatch, this project, TorchX, submitit.
+"""Submit latency on a real SLURM cluster, side by side: this project, bare sbatch, TorchX, submitit.
 
-    python benchmarks/submit.py [--times 10]
+    python benchmarks/submit.py [--times 10] [--jobs 100] [--rounds 3]
 
-Each side is a fresh process on the login node of deploy/slurm, timed from its start until it has printed a job id;
-they take turns. The jobs do nothing and are cancelled. hydra-submitit-launcher is measured when it is installed.
+One job: each side is a fresh process on the login node of deploy/slurm, timed from its start until it has printed a
+job id. Many jobs: until SLURM has all of them. Sides take turns. The partition is down, so that no job starts, and
+what was submitted is cancelled. hydra-submitit-launcher is measured when it is installed.
 Needs root and what deploy/slurm needs.
 """
 
@@ -17,18 +18,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 CLUSTER = Path(__file__).parent.parent / "deploy" / "slurm" / "cluster"
 BIN = Path(sys.executable).parent
 OURS = ["cluster=slurm", "cluster.accelerator=cpu", "hardware=cpu", "data=synthetic", "nodes=2"]
+TORCHX = [str(BIN / "torchx"), "run", "--workspace", "", "-s", "slurm", "utils.sh", "--num_replicas", "2", "true"]
+ONE_IN = 10  # one in so many stands for the others where each job is a process of its own
 
 _SUBMITIT = """
 import submitit
 executor = submitit.SlurmExecutor(folder="submitit")
 executor.update_parameters(nodes=2, ntasks_per_node=1, time=5)
-print(executor.submit(print, "hello").job_id)
+for i in range({jobs}):
+    print(executor.submit(print, i).job_id)
 """
 
 _HYDRA = """
@@ -39,55 +43,138 @@ def app(config):
 app()
 """
 
+HYDRA = [sys.executable, "app.py", "--multirun", "hydra/launcher=submitit_slurm"]
 
-def sides() -> dict[str, list[str]]:
-    """The command of each side."""
-    torchx = [str(BIN / "torchx"), "run", "--workspace", "", "-s", "slurm"]
-    found = {
+
+class Login:
+    """The login node of a cluster on which no job starts."""
+
+    def __init__(self, root: str, folder: str):
+        self.folder = folder
+        python = {"XDG_STATE_HOME": f"{folder}/state", "PYTHONDONTWRITEBYTECODE": "1"}
+        self.env = {**os.environ, "FSDP_JOBS_SLURM": root, **python}
+
+    def cluster(self, *verb: str) -> str:
+        return subprocess.run([CLUSTER, *verb], env=self.env, check=True, capture_output=True, text=True).stdout
+
+    def queued(self) -> int:
+        return len(self.cluster("run", "login", "squeue", "--noheader", "--array").splitlines())
+
+    def until_ended(self, command: Sequence[str]) -> float:
+        """Seconds until a command has ended, which it does once it has submitted."""
+        begun = time.perf_counter()
+        done = subprocess.run(
+            [CLUSTER, "run", "login", *command], cwd=self.folder, env=self.env, capture_output=True, text=True
+        )
+        took = time.perf_counter() - begun
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command)}:\n{done.stdout}{done.stderr}")
+        return took
+
+    def until_queued(self, command: Sequence[str], jobs: int) -> float:
+        """Seconds until SLURM has so many jobs of a command that waits for them; it is ended then."""
+        begun = time.perf_counter()
+        process = subprocess.Popen(
+            [CLUSTER, "run", "login", *command], cwd=self.folder, env=self.env, stdout=subprocess.DEVNULL
+        )
+        while self.queued() < jobs:
+            if process.poll() is not None:
+                raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
+            time.sleep(0.02)
+        took = time.perf_counter() - begun
+        process.kill()
+        process.wait()
+        return took
+
+    def clear(self) -> None:
+        self.cluster("run", "login", "scancel", "--user=root")
+        while self.queued():
+            time.sleep(0.05)
+
+
+def has_hydra_submitit() -> bool:
+    plugins = importlib.util.find_spec("hydra_plugins")
+    return plugins is not None and importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher") is not None
+
+
+def one_job(login: Login) -> dict[str, Callable[[int], float]]:
+    """Seconds that each side takes for one job of two nodes."""
+    commands = {
         "sbatch": ["sbatch", "--nodes=2", "--output=/dev/null", "--wrap=true"],
         "fsdp-jobs": [sys.executable, "-m", "fsdp_jobs", *OURS],
-        "TorchX": [*torchx, "utils.sh", "--num_replicas", "2", "true"],
-        "submitit": [sys.executable, "-c", _SUBMITIT],
+        "TorchX": TORCHX,
+        "submitit": [sys.executable, "-c", _SUBMITIT.format(jobs=1)],
     }
-    if importlib.util.find_spec("hydra_plugins") and importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher"):
-        found["hydra-submitit"] = [sys.executable, "app.py", "--multirun", "hydra/launcher=submitit_slurm"]
+    found: dict[str, Callable[[int], float]] = {
+        name: lambda turn, command=command: login.until_ended(command)  # type: ignore[misc]
+        for name, command in commands.items()
+    }
+    if has_hydra_submitit():
+        found["hydra-submitit"] = lambda turn: login.until_queued(HYDRA, 1)
     return found
 
 
-def submit(command: Sequence[str], folder: str, root: str) -> float:
-    """Seconds until the command has submitted."""
-    env = {**os.environ, "FSDP_JOBS_SLURM": root, "XDG_STATE_HOME": f"{folder}/state", "PYTHONDONTWRITEBYTECODE": "1"}
-    begun = time.perf_counter()
-    done = subprocess.run([CLUSTER, "run", "login", *command], cwd=folder, env=env, capture_output=True, text=True)
-    took = time.perf_counter() - begun
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)}:\n{done.stdout}{done.stderr}")
-    subprocess.run([CLUSTER, "run", "login", "scancel", "--user=root"], env=env, check=True)
+def many_jobs(login: Login, jobs: int) -> dict[str, Callable[[int], float]]:
+    """Seconds that each side takes for so many jobs of two nodes, which differ in one value."""
+    sample = max(1, jobs // ONE_IN)
+
+    def one_by_one(command: Sequence[str]) -> float:
+        return sum(login.until_ended(command) for _ in range(sample)) * jobs / sample
+
+    grid = [sys.executable, "-m", "fsdp_jobs", "--multirun", *OURS, f"seed=range({jobs})"]
+    found: dict[str, Callable[[int], float]] = {
+        "fsdp-jobs --multirun": lambda turn: login.until_ended([*grid, f"sweep.name=grid{turn}"]),
+        f"fsdp-jobs, {jobs} times": lambda turn: one_by_one([sys.executable, "-m", "fsdp_jobs", *OURS]),
+        f"TorchX, {jobs} times": lambda turn: one_by_one(TORCHX),
+        f"submitit, {jobs} processes": lambda turn: one_by_one([sys.executable, "-c", _SUBMITIT.format(jobs=1)]),
+        "submitit, one process": lambda turn: login.until_ended([sys.executable, "-c", _SUBMITIT.format(jobs=jobs)]),
+    }
+    if has_hydra_submitit():
+        swept = [*HYDRA, f"+x=range({jobs})", "hydra.launcher.nodes=2"]
+        found["hydra-submitit --multirun"] = lambda turn: login.until_queued(swept, jobs)
+    return found
+
+
+def in_turns(login: Login, sides: dict[str, Callable[[int], float]], times: int) -> dict[str, list[float]]:
+    """What each side took, after a turn for the caches."""
+    took: dict[str, list[float]] = {name: [] for name in sides}
+    for turn in range(times + 1):
+        for name, side in sides.items():
+            seconds = side(turn)
+            took[name] += [seconds] if turn else []
+            login.clear()
     return took
+
+
+def show(title: str, took: dict[str, list[float]], ours: str) -> None:
+    print(f"\n{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, {title}, seconds")
+    print(f"{'':28}{'median':>8}{'least':>8}{'most':>8}{'/ ours':>8}")
+    for name, times in took.items():
+        ratio = statistics.median(t / o for t, o in zip(times, took[ours], strict=True))
+        print(f"{name:28}{statistics.median(times):8.2f}{min(times):8.2f}{max(times):8.2f}{ratio:8.1f}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--times", type=int, default=10)
+    parser.add_argument("--times", type=int, default=10, help="turns with one job; 0 leaves them out")
+    parser.add_argument("--jobs", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=3, help="turns with many jobs; 0 leaves them out")
     args = parser.parse_args()
-    root = f"/tmp/fsdp_jobs-slurm-{os.getpid()}"
-    cluster = {**os.environ, "FSDP_JOBS_SLURM": root}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "app.py").write_text(_HYDRA)
+        login = Login(f"/tmp/fsdp_jobs-slurm-{os.getpid()}", folder)
         try:
-            subprocess.run([CLUSTER, "up"], env=cluster, check=True)
-            commands = sides()
-            took: dict[str, list[float]] = {name: [] for name in commands}
-            for turn in range(args.times + 1):  # the first is for the caches
-                for name, command in commands.items():
-                    seconds = submit(command, folder, root)
-                    took[name] += [seconds] if turn else []
+            login.cluster("up")
+            login.cluster("run", "ctl", "scontrol", "update", "PartitionName=main", "State=DOWN")
+            if args.times:
+                took = in_turns(login, one_job(login), args.times)
+                show(f"{args.times} submissions of 2 nodes each", took, "fsdp-jobs")
+            if args.rounds:
+                took = in_turns(login, many_jobs(login, args.jobs), args.rounds)
+                title = f"{args.jobs} jobs, {args.rounds} rounds; what is submitted one by one: from a tenth of them"
+                show(title, took, "fsdp-jobs --multirun")
         finally:
-            subprocess.run([CLUSTER, "down"], env=cluster, check=True)
-    print(f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, {args.times} submissions of 2 nodes each, seconds")
-    print(f"{'':16}{'median':>8}{'least':>8}{'most':>8}")
-    for name, times in took.items():
-        print(f"{name:16}{statistics.median(times):8.2f}{min(times):8.2f}{max(times):8.2f}")
+            login.cluster("down")
 
 
 if __name__ == "__main__":
