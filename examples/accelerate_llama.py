@@ -58,6 +58,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16, help="samples a step, over all ranks")
     parser.add_argument("--micro-batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=64)
+    parser.add_argument("--stride", type=int, default=0, help="bytes from a sample to the next; 0 for its length")
     parser.add_argument("--lr", type=float, default=1e-3)
     args = parser.parse_args()
 
@@ -87,12 +88,13 @@ def main() -> None:
         accelerator.print(f"resumed from step {done}")
 
     text = text_of(args.text)
-    samples = (len(text) - 1) // args.length
+    stride = args.stride or args.length
+    samples = (len(text) - args.length - 1) // stride + 1
     for step in range(done, args.steps):
         began, total = time.perf_counter(), torch.zeros((), device=accelerator.device)
         mine = step * args.batch + accelerator.process_index * share
         for start in range(mine, mine + share, micro):
-            rows = [(i % samples) * args.length for i in range(start, start + micro)]
+            rows = [(i % samples) * stride for i in range(start, start + micro)]
             batch = torch.stack([text[r : r + args.length + 1] for r in rows]).to(accelerator.device)
             with accelerator.accumulate(model):
                 logits = model(batch[:, :-1]).logits
