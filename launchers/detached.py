@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,14 @@ class DetachedScheduler(RunScheduler):
 
     def stage(self, request: Any, app_id: str) -> None:
         """Write what `start` needs into the run directory."""
+        raise NotImplementedError
+
+    def gpus_of(self, run: RunDir) -> list[str]:
+        """Ids of the GPUs that what was staged last will use, or uses."""
+        raise NotImplementedError
+
+    def move(self, run: RunDir, gpus: Mapping[str, str]) -> None:
+        """Let what was staged use other GPUs: id before -> id now."""
         raise NotImplementedError
 
     def start(self, run: RunDir, app_id: str) -> None:

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,8 +92,17 @@ class LocalScheduler(DetachedScheduler):
         return AppDryRunInfo(request, str)
 
     def stage(self, request: LocalRequest, app_id: str) -> None:
-        commands = json.dumps([vars(c) for c in request.commands], indent=2)
-        write_atomic(RunDir(request.run_dir).submit / "commands.json", commands)
+        _write_commands(RunDir(request.run_dir), request.commands)
+
+    def gpus_of(self, run: RunDir) -> list[str]:
+        return [gpu for command in _read_commands(run) for gpu in _gpus(command)]
+
+    def move(self, run: RunDir, gpus: Mapping[str, str]) -> None:
+        commands = _read_commands(run)
+        for command in commands:
+            if mine := _gpus(command):
+                command.env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus.get(gpu, gpu) for gpu in mine)
+        _write_commands(run, commands)
 
     def start(self, run: RunDir, app_id: str) -> None:
         start_supervisor(run, "fsdp_jobs.launchers.local")
@@ -104,6 +114,18 @@ class LocalScheduler(DetachedScheduler):
 
 def create_scheduler(session_name: str, **_kwargs: object) -> LocalScheduler:
     return LocalScheduler(session_name)
+
+
+def _write_commands(run: RunDir, commands: Sequence[Command]) -> None:
+    write_atomic(run.submit / "commands.json", json.dumps([vars(c) for c in commands], indent=2))
+
+
+def _read_commands(run: RunDir) -> list[Command]:
+    return [Command(**c) for c in json.loads((run.submit / "commands.json").read_text())]
+
+
+def _gpus(command: Command) -> list[str]:
+    return [gpu for gpu in command.env.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
 
 
 class _Process:
@@ -184,7 +206,7 @@ def supervise(run: RunDir) -> int:
     """Attempts until the job is done, stopped, or not worth another one."""
     config = load_config(run.config)
     assert isinstance(config.cluster, LocalClusterConfig)
-    commands = [Command(**c) for c in json.loads((run.submit / "commands.json").read_text())]
+    commands = _read_commands(run)
 
     def stop(number: int, _frame: object) -> None:
         write_atomic(run.stop_request, f"{signal.Signals(number).name} to the supervisor")

@@ -8,10 +8,13 @@ from __future__ import annotations
 import sys
 import time
 import traceback
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from fsdp_jobs.events import Verdict
 from fsdp_jobs.launchers.detached import DetachedScheduler
+from fsdp_jobs.launchers.local import visible_gpus
 from fsdp_jobs.launchers.waiting import Entry, Pool, started, take, waiting_of
 from fsdp_jobs.run_dir import RunDir
 from fsdp_jobs.submission import scheduler_of
@@ -33,7 +36,7 @@ def tend(folder: Path) -> None:
             if len(running) >= pool.places:
                 break
             if take(RunDir(entry.run_dir), entry.app_id):
-                _start(entry)
+                _start(entry, list(running.values()))
                 running[entry.app_id] = entry
         else:
             with pool.locked():
@@ -48,11 +51,15 @@ def _is_running(entry: Entry) -> bool:
     return waiting_of(run, entry.app_id) is None and _scheduler(entry).is_alive(run, entry.app_id)
 
 
-def _start(entry: Entry) -> None:
-    run = RunDir(entry.run_dir)
+def _start(entry: Entry, running: Sequence[Entry]) -> None:
+    """Start a job on those GPUs that the fewest of the running ones use."""
+    run, scheduler = RunDir(entry.run_dir), _scheduler(entry)
     waited = waiting_of(run, entry.app_id)
     try:
-        _scheduler(entry).start(run, entry.app_id)
+        if mine := scheduler.gpus_of(run):
+            used = Counter(gpu for other in running for gpu in _scheduler(other).gpus_of(RunDir(other.run_dir)))
+            scheduler.move(run, dict(zip(mine, sorted(visible_gpus(), key=lambda gpu: used[gpu]), strict=False)))
+        scheduler.start(run, entry.app_id)
     except Exception as e:  # what was found sound at submission is not now
         traceback.print_exc()
         assert waited is not None

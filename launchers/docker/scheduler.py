@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torchx.specs import AppDef, AppDryRunInfo
@@ -45,8 +46,17 @@ class DockerScheduler(DetachedScheduler):
             request.code.write(run.path / "code")
         write_atomic(run.submit / "containers.json", request.to_json())
 
+    def gpus_of(self, run: RunDir) -> list[str]:
+        return [gpu for ids in _devices(_staged(run)) for gpu in ids]
+
+    def move(self, run: RunDir, gpus: Mapping[str, str]) -> None:
+        request = _staged(run)
+        for ids in _devices(request):
+            ids[:] = [gpus.get(gpu, gpu) for gpu in ids]
+        write_atomic(run.submit / "containers.json", request.to_json())
+
     def start(self, run: RunDir, app_id: str) -> None:
-        request = DockerRequest.from_json((run.submit / "containers.json").read_text())
+        request = _staged(run)
         containers.create(containers.connect(), request, app_id)
         start_supervisor(run, "fsdp_jobs.launchers.docker.supervisor")
 
@@ -70,3 +80,13 @@ class DockerScheduler(DetachedScheduler):
 
 def create_scheduler(session_name: str, **_kwargs: object) -> DockerScheduler:
     return DockerScheduler(session_name)
+
+
+def _staged(run: RunDir) -> DockerRequest:
+    return DockerRequest.from_json((run.submit / "containers.json").read_text())
+
+
+def _devices(request: DockerRequest) -> list[list[str]]:
+    """The GPUs of each container that has any."""
+    given = [device for c in request.containers for device in c["host_config"].get("device_requests", [])]
+    return [device["DeviceIDs"] for device in given]

@@ -48,6 +48,7 @@ class Sweep:
         process = recorded_process(run.run.submit / "supervisor.json")
         assert process is not None, run.story()
         process.kill()
+        process.wait(10)
 
     def kill_pool(self) -> None:
         process = recorded_process(self.folder / "sweeps" / self.name / "pool-process.json")
@@ -69,8 +70,8 @@ def test_a_sweep_goes_on_after_its_pool_and_a_job_were_killed(sweep: Sweep, tmp_
     done = cli(tmp_path, *grid, "steps=100000,21")
     assert done.returncode == 0 and "2  submitted" in done.stdout, done.stdout + done.stderr
     long, short = sweep.run(0), sweep.run(1)
-    waits = cli(tmp_path, "status", "try-001").stdout
-    assert "queued" in waits and "waits for its turn: sweep try" in waits
+    second = sweep.status()[1]
+    assert second["state"] == "queued" and "waits for its turn: sweep try" in second["reason"]
     long.until(lambda: bool(long.events("checkpoint")), "a checkpoint")
 
     sweep.kill_pool()
@@ -80,11 +81,13 @@ def test_a_sweep_goes_on_after_its_pool_and_a_job_were_killed(sweep: Sweep, tmp_
 
     again = cli(tmp_path, *grid, "steps=100000,21,22", "sweep.parallelism=2")
     assert "2  submitted           try-001 ... try-002" in again.stdout and "1  running or waiting" in again.stdout
-    short.until(lambda: sweep.states()[1:] == ["done", "done"], "the short ones")
+    for run in (short, sweep.run(2)):
+        run.until(lambda run=run: bool(run.events("attempt_ended")), "its end")
+    assert sweep.states() == ["running", "done", "done"]
     assert len(long.events("submitted")) == 1 and len(short.events("submitted")) == 2
 
     sweep.kill(long)
-    long.until(lambda: sweep.states()[0] == "failed", "that the killed job has failed")
+    assert sweep.states()[0] == "failed"
     assert "1  submitted  try-000" in sweep.verb("retry-failed")
     long.until(lambda: bool(long.events("resumed")), "that it goes on from its checkpoint")
     assert long.events("resumed")[0]["step"] >= 20 and len(short.events("submitted")) == 2
@@ -102,10 +105,8 @@ def test_two_people_submit_a_sweep_at_once_and_wait_for_a_job_that_fails(sweep: 
     own = ["elastic.stop_on_nan_loss=true", "optim.warmup_steps=0", "optim.grad_clip_norm=0", "steps=6"]
     command = [sys.executable, "-m", "fsdp_jobs", "--multirun", "name=try", *SMALL, *own, "optim.lr=1e-3,1e30"]
     command += ["sweep.wait=true", "sweep.parallelism=2"]
-    both = [
-        subprocess.Popen(command, cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
+    env = environment(tmp_path, CUDA_VISIBLE_DEVICES="3,5")  # as if there were GPUs
+    both = [subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     shown = [process.communicate(timeout=120)[0] for process in both]
     assert [process.returncode for process in both] == [1, 1], shown
     assert all("try-000 done: " in text and "try-001 failed: " in text for text in shown), shown
@@ -113,6 +114,8 @@ def test_two_people_submit_a_sweep_at_once_and_wait_for_a_job_that_fails(sweep: 
     assert [len(sweep.run(i).events("submitted")) for i in (0, 1)] == [1, 1]
     rows = yaml.safe_load((tmp_path / "sweeps" / "try" / "sweep.yaml").read_text())["jobs"]
     assert [row["state"] for row in rows] == ["done", "failed"] and rows[0]["objective"] > 0
+    commands = [json.loads((sweep.run(i).run.submit / "commands.json").read_text()) for i in (0, 1)]
+    assert [c[1]["env"]["CUDA_VISIBLE_DEVICES"] for c in commands] == ["3", "5"], "each on a GPU of its own"
 
 
 def test_optuna_gets_the_losses_of_jobs(sweep: Sweep, tmp_path: Path) -> None:
