@@ -119,11 +119,12 @@ class Agent(LocalElasticAgent):
     ):
         super().__init__(spec, logs, start_method="forkserver", exit_barrier_timeout=60)
         self._handler, self._logs, self._tracking, self._is_program = handler, logs, tracking, is_program
+        self._is_to_stop = False
         self._terminated = False  # the program was told to end by a signal
         self._kills_for_memory = 0  # of this machine's kernel, before the round
         handler.on_dump = self._dump
         if is_program:
-            handler.on_stop = self._terminate_program
+            handler.on_stop = self._note_stop
 
     def _initialize_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
         self._kills_for_memory = kills_for_memory()
@@ -131,7 +132,9 @@ class Agent(LocalElasticAgent):
         self._tracking.stand(with_rank_0=self._handler.round["rank"] == 0)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if self._terminated and self._any_alive():
+        if self._is_to_stop and not self._terminated:
+            self._terminate_program()
+        if self._terminated and self._any_runs():
             return RunResult(state=WorkerState.HEALTHY)  # torch's would signal again as soon as the first has ended
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state == WorkerState.SUCCEEDED and self._is_leaving():
@@ -144,23 +147,26 @@ class Agent(LocalElasticAgent):
             self._handler.ended()
         return result
 
+    def _note_stop(self) -> None:
+        self._is_to_stop = True  # acted upon when there are ranks
+
     def _terminate_program(self) -> None:
         """Tell a program to end that has never looked at its board: SIGTERM, as torchrun does."""
-        workers = self.get_worker_group().workers
-        if any(board.read().time for board in self._handler.boards) or not any(w.id for w in workers):
+        if any(self._step(w.local_rank) >= 0 for w in self.get_worker_group().workers):
             return
         self._terminated = True
-        for w in workers:
-            with suppress(ProcessLookupError, TypeError):
+        for w in self.get_worker_group().workers:
+            with suppress(ProcessLookupError):
                 if os.getpgid(w.id) == w.id:  # what a program that is not Python has started, too
                     os.killpg(w.id, signal.SIGTERM)
                 else:
                     os.kill(w.id, signal.SIGTERM)
 
-    def _any_alive(self) -> bool:
+    def _any_runs(self) -> bool:
         for w in self.get_worker_group().workers:
             with suppress(psutil.NoSuchProcess):
-                if psutil.Process(w.id).status() != psutil.STATUS_ZOMBIE:
+                is_alive = psutil.Process(w.id).status() != psutil.STATUS_ZOMBIE
+                if is_alive and self._handler.boards[w.local_rank].read().phase != Phase.DONE:
                     return True
         return False
 

@@ -19,6 +19,8 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
+from fsdp_jobs.elastic.board import ENV as BOARD_ENV
+from fsdp_jobs.elastic.board import Board, Phase
 from fsdp_jobs.problems import BadInput, JobFailed, Problem
 from fsdp_jobs.processes import die_with_parent
 from fsdp_jobs.program import ENV, Program
@@ -74,6 +76,7 @@ def run_program() -> None:
     enter()
     _write_stacks_when_asked()
     program = Program.from_json(os.environ.pop(ENV))
+    board = Board(os.environ[BOARD_ENV], int(os.environ["LOCAL_RANK"]))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     multiprocessing.set_start_method(None, force=True)  # Python's own default again
     if sys.flags.safe_path:
@@ -88,6 +91,8 @@ def run_program() -> None:
     sys.stderr.flush()
     if exit_code:
         os._exit(exit_code)
+    if not board.read().time:
+        board.report(-1, -1, Phase.DONE)  # the process stays until all of its node's have ended
 
 
 def _run(program: Program) -> int:
