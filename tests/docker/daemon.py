@@ -21,6 +21,7 @@ from tests.jobs import ROOT
 
 IMAGE = "fsdp_jobs-test"
 _BASE = "fsdp_jobs-test-base"
+_EXTRAS = ("slurm", "dashboard")
 SECRET = {"FSDP_JOBS_TEST_SECRET": "hush-4b1d9e"}  # in the environment of all that is built and run here
 
 
@@ -81,7 +82,11 @@ def build_image() -> None:
     """The real Dockerfile on a small Debian, wheels from a folder that is served to the build alone."""
     with tempfile.TemporaryDirectory(prefix="fsdp-image-") as folder, _wheels(Path(folder)) as url:
         _make_base(Path(folder), url)
-        arguments = [f"--build-arg=BASE_IMAGE={_BASE}", f"--build-arg=TORCH={_torch()}", "--build-arg=EXTRAS=slurm"]
+        arguments = [
+            f"--build-arg=BASE_IMAGE={_BASE}",
+            f"--build-arg=TORCH={_torch()}",
+            f"--build-arg=EXTRAS={','.join(_EXTRAS)}",
+        ]
         command = ["docker", "build", "--network=host", *arguments, "--tag", IMAGE, "--file", "deploy/Dockerfile", "."]
         environment = {**os.environ, **SECRET, "DOCKER_BUILDKIT": "0"}  # BuildKit is a plug-in that Debian 12 lacks
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=900)
@@ -98,7 +103,8 @@ def _wheels(folder: Path) -> Iterator[str]:
     """All that the image takes from pip, served on this machine; yields the URL."""
     needed = [_torch(), "dumb-init", "hatchling"]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    needed += [*project["dependencies"], *project["optional-dependencies"]["slurm"]]
+    needed += project["dependencies"]
+    needed += [wheel for extra in _EXTRAS for wheel in project["optional-dependencies"][extra]]
     wheels = folder / "wheels"
     command = [
         "pip",

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import pytest
 
 from fsdp_jobs.events import Verdict
@@ -44,6 +47,18 @@ def services(image: str) -> Iterator[Watched]:
         compose("down", "--volumes", "--timeout", "5", image=image)
 
 
+def _in_the_dashboard() -> str:
+    """The table and the run's report, by the address that the service tells in its log; empty while there is none."""
+    logs = subprocess.run(["docker", "logs", f"{_PROJECT}_dashboard_1"], capture_output=True, text=True).stdout
+    token = re.search(r"\?token=(\S+)", logs)
+    if token is None:
+        return ""
+    address = {"base_url": "http://127.0.0.1:8265", "follow_redirects": True}
+    with suppress(httpx.TransportError), httpx.Client(**address) as client:  # the token becomes a cookie
+        return client.get(f"/rows?token={token[1]}").text + client.get("/runs/job/report").text
+    return ""
+
+
 def test_services_scale_heal_and_go_on(services: Watched, image: str, tmp_path: Path) -> None:
     def until_nodes(nodes: int) -> None:
         def there() -> bool:
@@ -71,6 +86,10 @@ def test_services_scale_heal_and_go_on(services: Watched, image: str, tmp_path: 
     assert "job stopped: cancelled; saved at step" in said, said
     verdict = Verdict.read(services.run, services.run.last_attempt())
     assert verdict is not None and (verdict.verdict, verdict.decision) == ("preempted", "stop")
+
+    compose("--profile", "dashboard", "up", "--detach", "dashboard", image=image)
+    services.until(lambda: "cancelled; saved at step" in _in_the_dashboard(), "the run in the dashboard", 60)
+    assert "<svg" in _in_the_dashboard()
 
     reached = services.step()
     losses = {step: loss for step, loss in services.losses().items() if step <= 150}
