@@ -12,6 +12,7 @@ import pytest
 
 from fsdp_jobs.cli import main
 from fsdp_jobs.compose import compose_job, compose_many
+from fsdp_jobs.config import dump_config
 from fsdp_jobs.launchers.waiting import Entry, Pool, started, take, waiting_of, withdraw
 from fsdp_jobs.report.sweep_charts import Scale
 from fsdp_jobs.report.sweep_page import write_sweep_report
@@ -144,7 +145,7 @@ def test_unknown_and_damaged_sweeps_are_named(
     for wrong, said in (
         (whole.replace("state: new", "state: [new"), "rates/sweep.yaml: cannot be read"),
         (whole.replace("step: 0", "step: zero"), "step: 'zero'"),
-        (whole.replace("rates-000", "../rates"), "is no run name"),
+        (whole.replace("rates-000", "../rates"), "is none of this sweep's"),
         (whole.replace("  step: 0\n", "  stepp: 0\n"), "stepp: 0"),
         ("jobs: 3\n", "cannot be read"),
     ):
@@ -161,6 +162,23 @@ def test_another_job_s_run_is_not_taken_for_one_of_the_sweep(tmp_path: Path) -> 
     run.job.write_text(json.dumps({"handle": "local_fsdp://fsdp_jobs/x", "overrides": ["steps=7"]}))
     done = cli(tmp_path, "--multirun", "name=lr", "seed=1,2", *SMALL)
     assert done.returncode == 2 and "from another job: steps=7" in done.stderr
+
+
+def test_a_list_that_was_lost_is_made_again_from_the_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number, rate in ((1, "1e-3"), (4, "2e-3")):
+        run = RunDir(Path("runs") / f"lr-{number:03d}")
+        run.path.mkdir(parents=True)
+        job = {"handle": "local_fsdp://fsdp_jobs/x", "overrides": [*SMALL, f"optim.lr={rate}", f"name={run.name}"]}
+        run.job.write_text(json.dumps(job))
+        with run.config.open("w") as file:
+            file.write(dump_config(compose_job(job["overrides"])))
+    assert main(["-m", "name=lr", "optim.lr=0.002,0.003,0.001", *SMALL, "dry_run=true"]) == 0
+    shown = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.startswith("lr-")}
+    assert list(shown) == ["lr-004", "lr-005", "lr-001"]
+    assert "lr=2e-3" in shown["lr-004"] and "go on" in shown["lr-004"] and "submit" in shown["lr-005"]
 
 
 def test_axes_suit_their_values() -> None:

@@ -16,7 +16,7 @@ from fsdp_jobs.config import JobConfig
 from fsdp_jobs.problems import BadInput, Problem
 from fsdp_jobs.run_dir import RunDir
 from fsdp_jobs.sweeps.ledger import ENDED, NEW, Row, Sweep
-from fsdp_jobs.sweeps.names import identity, is_of_the_command
+from fsdp_jobs.sweeps.names import canonical, identity, is_of_the_command
 
 _POLL_S = 1.0
 _LEAVES_S = 30.0  # most that a launcher takes to let go of a job that has ended
@@ -61,6 +61,8 @@ def to_do(sweep: Sweep, jobs: Sequence[Sequence[str]]) -> tuple[list[Row], dict[
     Raises:
         BadInput: whatever is wrong with any job's overrides; a run of such a name that is another job's.
     """
+    if not sweep.jobs:
+        sweep.jobs = list(_runs_without_list(sweep))
     known = {row.run for row in sweep.jobs}
     rows = sweep.rows_for(jobs)
     configs = composed(sweep, rows)
@@ -95,6 +97,15 @@ def composed(sweep: Sweep, rows: Sequence[Row]) -> list[JobConfig]:
             except BadInput as e:
                 problems += e.problems
     raise BadInput(dict.fromkeys(problems))
+
+
+def _runs_without_list(sweep: Sweep) -> Iterator[Row]:
+    """Rows of the runs of a sweep whose list was lost."""
+    shared = set(identity(sweep.fixed))
+    for job in sorted(Path(sweep.runs_dir).glob(f"{sweep.name}-[0-9][0-9][0-9]*/job.json")):
+        overrides = [o for o in RunDir(job.parent).read_job()["overrides"] if not is_of_the_command(o)]
+        if shared <= set(identity(overrides)):
+            yield Row(job.parent.name, [o for o in overrides if canonical(o) not in shared])
 
 
 def _taken(sweep: Sweep, rows: Sequence[Row]) -> Iterator[Problem]:

@@ -70,11 +70,13 @@ class Sweep:
     def rows_for(self, jobs: Sequence[Sequence[str]]) -> list[Row]:
         """The row of each job, in their order; a job that has none gets one."""
         known = {identity(row.overrides): row for row in self.jobs}
+        highest = max((int(row.run.rpartition("-")[2]) for row in self.jobs), default=-1)
         found = []
         for overrides in jobs:
             told = identity(overrides)
             if told not in known:
-                known[told] = Row(f"{self.name}-{len(self.jobs):03d}", list(overrides))
+                highest += 1
+                known[told] = Row(f"{self.name}-{highest:03d}", list(overrides))
                 self.jobs.append(known[told])
             found.append(known[told])
         return found
@@ -158,7 +160,10 @@ def read_sweep(folder: Path) -> Sweep:
         if twice := next((n for n in names if names.count(n) > 1), None):
             raise ValueError(f"run {twice} stands in two rows")
         for name in names:
-            find_run(sweep.runs_dir, name)
+            if not re.fullmatch(r"\d{3,}", name.removeprefix(f"{sweep.name}-")):
+                raise ValueError(
+                    f"run {name} is none of this sweep's, which are {sweep.name}-000, {sweep.name}-001 ..."
+                )
     except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError, BadInput) as e:
         why = re.sub(r"\s+", " ", f"missing {e}" if isinstance(e, KeyError) else str(e))
         instead = "mend it; or move it away and repeat the command: its runs are kept and found again"
