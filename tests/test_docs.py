@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from fsdp_jobs.clusters import ClusterConfig, SlurmClusterConfig
 from fsdp_jobs.compose import compose_job, groups, keys_of
-from fsdp_jobs.config import CustomModelConfig
+from fsdp_jobs.config import CustomModelConfig, HfConfig
 
 ROOT = Path(__file__).parent.parent
 GROUPS = ("cluster", "hardware", "model", "fsdp", "data", "optim", "checkpoint", "elastic", "sweep", "tracking", "notify")
@@ -24,13 +24,13 @@ def documented() -> dict[str, str]:
 
 def test_every_key_is_documented_with_its_default() -> None:
     config = OmegaConf.structured(compose_job([]))
-    custom = OmegaConf.structured(CustomModelConfig)
-    known = {k for k in keys_of(config) if k not in GROUPS} | {f"model.{k}" for k in keys_of(custom)}
+    models = [k for kind in (CustomModelConfig, HfConfig) for k in keys_of(OmegaConf.structured(kind))]
+    known = {k for k in keys_of(config) if k not in GROUPS} | {f"model.{k}" for k in models}
     shown = documented()
     assert set(shown) == known
     for key, default in shown.items():
         value = OmegaConf.select(config, key)
-        if key in ("model._target_", "model.kwargs", "hardware.source"):
+        if key in ("model._target_", "model.kwargs", "model.name_or_path", "model.pretrained", "hardware.source"):
             continue
         plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
         text = "null" if plain is None else str(plain).lower() if isinstance(plain, bool) else str(plain)
