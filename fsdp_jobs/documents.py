@@ -1,4 +1,4 @@
-"""What must hold of text, data sets and tokenizers before a job starts. No torch, no transformers."""
+"""What ranks read besides the run directory, and what must hold of it before a job starts. No torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from fsdp_jobs.config import DataConfig, JobConfig
+from fsdp_jobs.config import DataConfig, HfConfig, JobConfig
 from fsdp_jobs.problems import Problem
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
@@ -34,6 +34,21 @@ def documents_problems(config: JobConfig, files: bool) -> Iterator[Problem]:
             instead = "a file, a folder or a glob" if data.kind == "text" else "a folder, a file or a name on the hub"
             yield Problem(f"data.path={data.path}", "there is no such file", instead)
     yield from _tokenizer(data)
+
+
+def inputs_of(config: JobConfig) -> Iterator[Path]:
+    """Files and folders of this machine that ranks read: data, tokenizer, weights. Not what is on the hub."""
+    data = config.data
+    named = [data.path if data.kind in ("tokens", "text", "hf_dataset") else None, config.init_from]
+    if data.kind in ("text", "hf_dataset") and data.tokenizer != "bytes":
+        named.append(data.tokenizer)
+    if isinstance(config.model, HfConfig):
+        named.append(config.model.name_or_path)
+    for path in map(Path, filter(None, named)):
+        glob = next((i for i, part in enumerate(path.parts) if set(part) & set("*?[")), None)
+        whole = Path(*path.parts[:glob])
+        if whole.exists() and whole != Path():
+            yield whole
 
 
 def text_files(path: str) -> list[Path]:

@@ -20,6 +20,7 @@ from torchx.specs import AppDef, Role, macros
 from fsdp_jobs.app import ADDRESS_ENV, RUN_DIR_KEY
 from fsdp_jobs.clusters import DockerClusterConfig
 from fsdp_jobs.config import JobConfig
+from fsdp_jobs.documents import inputs_of
 from fsdp_jobs.planning.memory import GIB
 from fsdp_jobs.planning.plan import Plan
 from fsdp_jobs.problems import BadInput, Problem
@@ -198,8 +199,8 @@ def _mounts(config: JobConfig, run: RunDir) -> Iterator[tuple[str, str, bool]]:
     if config.checkpoint.dir is not None and "://" not in config.checkpoint.dir:
         folder = str(Path(config.checkpoint.dir).resolve())
         yield folder, folder, False  # Docker wants it to exist: `create` makes it
-    if config.data.kind == "tokens" and config.data.path is not None:
-        yield str(Path(config.data.path).resolve()), str(Path(config.data.path).absolute()), True
+    for path in inputs_of(config):
+        yield str(path.resolve()), str(path.absolute()), True
     for text in config.cluster.mounts:
         yield parse_mount(text)
 

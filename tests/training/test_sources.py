@@ -13,6 +13,7 @@ import pytest
 from fsdp_jobs.checks import check
 from fsdp_jobs.compose import compose_job
 from fsdp_jobs.config import DataConfig
+from fsdp_jobs.documents import inputs_of
 from fsdp_jobs.problems import BadInput
 from tests.jobs import job
 
@@ -132,3 +133,11 @@ def test_a_job_on_a_stream_loses_a_node_and_goes_on(corpus: Path) -> None:
         first = {m["step"]: m["loss"] for m in reversed(killed.metrics())}
         assert killed.events("resumed") and len(first) == 40 < len(killed.metrics())
         assert killed.losses() == pytest.approx(first, rel=1e-5)  # steps that were done again saw the same samples
+
+
+def test_what_ranks_read_on_this_machine_is_known(corpus: Path) -> None:
+    text = ["data=text", f"data.path={corpus}/text/*.txt", f"data.tokenizer={corpus}/tokenizer"]
+    model = ["model=hf", f"model.name_or_path={corpus}/tokenizer", f"init_from={corpus}/rows.jsonl"]
+    found = set(inputs_of(compose_job([*text, *model])))
+    assert found == {corpus / "text", corpus / "tokenizer", corpus / "rows.jsonl"}
+    assert not list(inputs_of(compose_job(["data=hf_dataset", "data.path=owner/name"])))
