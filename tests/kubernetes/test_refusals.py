@@ -142,7 +142,8 @@ class TestWaiting:
     def put_pod(self, api: SimulatedApi, app: str, status: Object, role: str = "trainer", **metadata: Any) -> None:
         name = app.partition(":")[2]
         job = name if role == "coordinator" else f"{name}-node"
-        labels = {"app.kubernetes.io/instance": name, "fsdp-jobs/role": role, JOB_NAME: job}
+        labels = {"app.kubernetes.io/instance": name, "app.kubernetes.io/name": "fsdp-jobs"}
+        labels |= {"fsdp-jobs/role": role, JOB_NAME: job}
         body = {"metadata": {"name": f"{job}-0-abcde", "labels": labels, "annotations": {}, **metadata}}
         stored = api.put("", "pods", {**body, "spec": {"nodeName": "m1"}})
         stored["status"] = status
@@ -230,6 +231,20 @@ class TestWaiting:
         api.token = "another"
         with pytest.raises(JobFailed, match="has expired"):
             self.said(app)
+
+    def test_many_jobs_take_one_list_of_pods_and_one_of_jobs(self, api: SimulatedApi) -> None:
+        handles = []
+        for name in ("a", "b", "c"):
+            job = [*JOB[:-1], f"name={name}"]
+            handles.append(submission.submit(submission.prepare(compose_job(job)), job))
+        self.put_pod(api, handles[0].rpartition("/")[2], {"phase": "Running"})
+        KubernetesScheduler("test").cancel(handles[2].rpartition("/")[2])
+        api.requests.clear()
+        described = submission.describe_many(handles)
+        assert [d.state for d in described] == [AppState.RUNNING, AppState.PENDING, AppState.UNKNOWN]
+        lists = [r for r in api.requests if r.endswith(("/pods", "/jobs"))]
+        assert len(lists) == 2, api.requests
+        assert [d.state for d in map(submission.describe, handles)] == [d.state for d in described]
 
     def test_a_job_that_is_gone(self, api: SimulatedApi, app: str) -> None:
         KubernetesScheduler("test").cancel(app)
