@@ -248,6 +248,7 @@ def _resume(args: list[str]) -> int:
     if not args or "=" in args[0] or args[0].startswith("-"):
         run_verbs.run_parser("resume").parse_args(["--help"] if "--help" in args or "-h" in args else [])
     run = run_verbs.existing_run(args[0], runs_dir)
+    runs_dir = str(run.path.parent) if "://" in args[0] else runs_dir
     before = [o for o in run.read_job()["overrides"] if o.partition("=")[0] not in ("attach", "dry_run")]
     overrides = merge_overrides(before, [*args[1:], f"name={run.name}", f"runs_dir={runs_dir}"])
     return _submit_config(compose_job(overrides), overrides)

@@ -58,6 +58,10 @@ def describe_event(event: dict[str, Any]) -> tuple[str, str] | None:
         return "red", f"{event['checkpoint']} cannot be used: {'; '.join(event['why'])}"
     if kind == "waiting":
         return "yellow", event["why"]
+    if kind == "tracking_failed":
+        return "yellow", f"{event['tracker']} does not get the metrics: {event['why']}"
+    if kind == "notify_failed":
+        return "yellow", f"nobody was told by notify.{event['way']}: {event['why']}"
     if kind == "stop_requested":
         return "yellow", f"asked to stop ({event['why']}): saving"
     if kind == "attempt_ended":

@@ -39,7 +39,6 @@ class Row:
     reason: str  # of the newest break or end, or why it waits: then the scheduler's own words
 
     def cells(self) -> list[str]:
-        saved = f"step {self.checkpoint_step:,}, {duration(self.checkpoint_age_s)} ago"
         return [
             self.run,
             self.state,
@@ -50,7 +49,7 @@ class Row:
             "-" if self.tokens_per_s is None else f"{self.tokens_per_s:,.0f}",
             duration(self.eta_s),
             "-" if self.goodput is None else f"{self.goodput:.0%}",
-            "-" if self.checkpoint_step is None else saved,
+            "-" if self.checkpoint_age_s is None else f"{duration(self.checkpoint_age_s)} ago",
             self.reason,
         ]
 

@@ -16,7 +16,7 @@ _SCRIPT = """
 import sys
 from fsdp_jobs.cli import main
 code = main(sys.argv[1:])
-heavy = sorted({m.partition(".")[0] for m in sys.modules} & {"torch", "transformers", "kubernetes"})
+heavy = sorted({m.partition(".")[0] for m in sys.modules} & {"torch", "transformers", "kubernetes", "mlflow", "wandb"})
 print("HEAVY", heavy)
 sys.exit(code)
 """

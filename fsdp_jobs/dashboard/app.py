@@ -49,7 +49,7 @@ _templates = Environment(
 
 @dataclass
 class _Watched:
-    """A run, read once and then only what is new."""
+    """A run, at a glance and then what is new."""
 
     status: RunStatus
     config: dict[str, Any]
@@ -74,6 +74,7 @@ class Runs:
         watched = self._watched.get(run.name)
         if watched is None:
             watched = self._watched[run.name] = _Watched(RunStatus(run), plain_values(run.config))
+            watched.status.glance()
         status, config = watched.status, watched.config
         status.update()
         return {
