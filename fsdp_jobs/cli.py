@@ -134,6 +134,8 @@ def _by_hydra(args: list[str]) -> int:
     """Hydra's own flags that print: --cfg and --info."""
     import hydra
 
+    if several := [a for a in args if a in _MULTIRUN]:
+        raise BadInput([Problem(several[0], "submits, and the other flag prints", "dry_run=true shows a sweep's jobs")])
     register_schemas()
 
     @hydra.main(config_path=str(CONF_DIR), config_name="config", version_base="1.3")

@@ -42,6 +42,7 @@ def _run(folder: Path, *args: str) -> str:
         ["plan"],
         ["plan", "--json", "model=llama3_70b", "hardware=h100", "nodes=4"],
         ["dry_run=true"],
+        ["--multirun", "seed=1,2", "dry_run=true"],
         ["list"],
         ["--cfg", "job"],
     ],
