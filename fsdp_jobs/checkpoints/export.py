@@ -99,7 +99,7 @@ def _beside_weights(model: HfConfig, target: Path) -> list[Path]:
     described = transformers().AutoConfig.from_pretrained(model.name_or_path, dtype="float32")
     described.save_pretrained(target)
     written = [target / "config.json"]
-    for file in sorted(folder_of(model).iterdir()):
+    for file in sorted(folder_of(model, weights=False).iterdir()):
         weights = file.name.endswith((".safetensors", ".bin", ".index.json", ".pt", ".h5", ".msgpack"))
         if file.suffix in (".json", ".txt", ".model", ".jinja") and not weights and file.name != "config.json":
             shutil.copyfile(file, target / file.name)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fsdp_jobs.config import HfConfig
 from fsdp_jobs.problems import BadInput, Problem
 
-_FILES = ["*.json", "*.safetensors", "*.txt", "*.model"]  # of a repository: configuration, weights, tokenizer
+_SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]  # of a repository: configuration, tokenizer
 
 
 def transformers() -> Any:
@@ -50,13 +50,14 @@ def _logits(_module: nn.Module, _args: Any, out: Any) -> Tensor:
     return out.logits  # type: ignore[no-any-return]
 
 
-def folder_of(config: HfConfig) -> Path:
-    """The folder with the model's files; those of the hub are fetched once a machine."""
+def folder_of(config: HfConfig, weights: bool = True) -> Path:
+    """The folder with the model's files; those of the hub are fetched once a machine, weights only if wanted."""
     if Path(config.name_or_path).is_dir():
         return Path(config.name_or_path)
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(config.name_or_path, allow_patterns=_FILES))
+    patterns = [*_SMALL_FILES, "*.safetensors"] if weights else _SMALL_FILES
+    return Path(snapshot_download(config.name_or_path, allow_patterns=patterns))
 
 
 def is_hf(model: nn.Module) -> bool:

@@ -118,9 +118,18 @@ def _initial_problems(question: dict[str, Any]) -> list[Problem]:
         return e.problems
 
 
+def main() -> None:
+    """Answer the question on standard input; what went wrong is the last line of standard error."""
+    question = json.load(sys.stdin)
+    try:
+        if "config" in question:
+            answer = json.dumps([astuple(p) for p in _initial_problems(question)])
+        else:
+            answer = json.dumps(asdict(_shape(question)))
+    except Exception as e:
+        sys.exit(f"{type(e).__name__}: {(str(e).strip() or 'no message').splitlines()[0]}")
+    print(answer)
+
+
 if __name__ == "__main__":
-    asked = json.load(sys.stdin)
-    if "config" in asked:
-        print(json.dumps([astuple(p) for p in _initial_problems(asked)]))
-    else:
-        print(json.dumps(asdict(_shape(asked))))
+    main()
