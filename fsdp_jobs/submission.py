@@ -6,6 +6,7 @@ import json
 import secrets
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from fsdp_jobs.checks import check, check_existing_run
 from fsdp_jobs.clusters import SlurmClusterConfig
 from fsdp_jobs.config import CustomModelConfig, HfConfig, JobConfig, dump_config, node_range
 from fsdp_jobs.events import record_event
-from fsdp_jobs.launchers.record import RunScheduler
+from fsdp_jobs.launchers.record import WRITES_AT_ONCE, RunScheduler
 from fsdp_jobs.planning.options import ranks_per_node
 from fsdp_jobs.planning.plan import Plan, make_plan
 from fsdp_jobs.planning.probe import check_initial_weights, probe
@@ -160,14 +161,21 @@ def submit_many(
     Args:
         folder: of the sweep, for launchers' files.
     """
-    for job in jobs:
-        _write(job)
     app_ids: dict[Path, str] = {}
-    for scheduler in {id(job.scheduler): job.scheduler for job in jobs}.values():
-        mine = [job for job in jobs if job.scheduler is scheduler]
-        ids = scheduler.schedule_many([job.request for job in mine], parallelism, folder)
-        app_ids |= {job.run.path: app_id for job, app_id in zip(mine, ids, strict=True)}
-    return [_record(job, app_ids[job.run.path], own) for job, own in zip(jobs, overrides, strict=True)]
+    submitted: list[tuple[RunScheduler, list[str]]] = []
+    with ThreadPoolExecutor(WRITES_AT_ONCE) as threads:
+        list(threads.map(_write, jobs))
+        try:
+            for scheduler in {id(job.scheduler): job.scheduler for job in jobs}.values():
+                mine = [job for job in jobs if job.scheduler is scheduler]
+                ids = scheduler.schedule_many([job.request for job in mine], parallelism, folder)
+                submitted.append((scheduler, ids))
+                app_ids |= {job.run.path: app_id for job, app_id in zip(mine, ids, strict=True)}
+        except BaseException:  # all or none
+            for scheduler, ids in submitted:
+                scheduler.cancel_many(ids)
+            raise
+        return list(threads.map(_record, jobs, [app_ids[job.run.path] for job in jobs], overrides))
 
 
 def _write(job: Prepared) -> None:

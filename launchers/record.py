@@ -17,6 +17,7 @@ from fsdp_jobs.logs import follow_files
 from fsdp_jobs.problems import BadInput
 from fsdp_jobs.run_dir import RunDir
 
+WRITES_AT_ONCE = 16  # run directories: what a cluster's file system does slowly it does for many at the same time
 _AT_ONCE = 16  # jobs that a launcher is told to end at the same time
 
 

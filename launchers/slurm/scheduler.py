@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,7 +17,7 @@ from fsdp_jobs.app import RUN_DIR_KEY
 from fsdp_jobs.clusters import SlurmClusterConfig
 from fsdp_jobs.config import JobConfig
 from fsdp_jobs.events import Verdict, record_event
-from fsdp_jobs.launchers.record import RunScheduler, final_state, log_lines, remember, run_of
+from fsdp_jobs.launchers.record import WRITES_AT_ONCE, RunScheduler, final_state, log_lines, remember, run_of
 from fsdp_jobs.launchers.slurm import arrays, client, refusals
 from fsdp_jobs.launchers.slurm.script import Script, Steps, script, steps
 from fsdp_jobs.launchers.slurm.site import probe
@@ -122,7 +123,8 @@ class SlurmScheduler(RunScheduler):
         self, requests: Sequence[AppDryRunInfo[SlurmRequest]], parallelism: int, folder: Path
     ) -> list[str]:
         jobs = [info.request for info in requests]
-        runs = [_lay_out(job) for job in jobs]
+        with ThreadPoolExecutor(WRITES_AT_ONCE) as threads:
+            runs = list(threads.map(_lay_out, jobs))
         place = arrays.new_folder(folder.resolve() / "slurm")
         written: dict[int, Path] = {}  # a snapshot -> where it is
         for job, run in zip(jobs, runs, strict=True):

@@ -20,6 +20,9 @@ SMALL = (*ON_CPU[:-1], "nproc_per_node=1", "nodes=1", "cluster.exclusive=false",
 ENDLESS = ("steps=100000", "optim.schedule=constant", "checkpoint.every_steps=20")
 
 
+SUBMIT = ("--multirun", *SMALL, *ENDLESS, "seed=range(100)", "sweep.name=grid")
+
+
 class Sweep:
     """The sweep `grid` as a user on the login node has it."""
 
@@ -61,9 +64,8 @@ def kill_rank(job: Watched) -> None:
 
 def test_a_hundred_jobs_are_one_array_and_only_the_failed_ones_are_done_again(lab: Lab, tmp_path: Path) -> None:
     sweep = Sweep(lab, tmp_path)
-    grid = ("--multirun", *SMALL, *ENDLESS, "elastic.max_failures_without_progress=0", "seed=range(100)")
     try:
-        sweep.cli(*grid, "sweep.name=grid", "sweep.parallelism=6")
+        sweep.cli(*SUBMIT, "sweep.parallelism=6", "elastic.max_failures_without_progress=0")
         ids = sweep.handles()
         array = ids[0].partition("_")[0]
         assert ids == [f"{array}_{task}" for task in range(100)]
@@ -91,8 +93,38 @@ def test_a_hundred_jobs_are_one_array_and_only_the_failed_ones_are_done_again(la
             job.until(lambda job=job: bool(job.events("resumed")), f"{n} again", 180)
             saved = [e["step"] for e in job.events("checkpoint") if e["attempt"] == 0]
             assert job.events("resumed")[0]["step"] in saved
+
+        # The last task of an array has the array's number; what is done to it concerns no other.
+        last = sweep.job(5)
+        assert lab.on_login("squeue", "-h", "-j", now[5], "-o", "%A").strip() == now[5].partition("_")[0]
+        lab.on_login("scancel", "--signal=USR1", now[5])
+        last.until(lambda: any(m["attempt"] == 2 for m in last.metrics()), "attempt 2", 180)
+        assert last.events("attempt_started")[-1]["slurm_job"] == now[5]
+        assert [sweep.job(n).run.last_attempt() for n in (0, 2)] == [1, 1]
     finally:
         sweep.cli("sweep", "cancel", "grid")
         lab.wait_idle()
     assert {row["state"] for row in sweep.rows()} == {"stopped"}
     assert sweep.job(1).events("attempt_ended")[-1]["reason"].startswith("cancelled; saved at step")
+
+
+def test_what_slurm_has_against_all_jobs_is_said_once_and_nothing_is_submitted(lab: Lab, tmp_path: Path) -> None:
+    def refused(*more: str) -> str:
+        done = lab.cli(tmp_path, *SUBMIT, *more)
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert len(done.stderr.splitlines()) < 6, done.stderr
+        return done.stderr
+
+    told = refused("cluster.partition=nope")
+    assert "1 problem" in told
+    assert "there are main, urgent" in told
+    limit = ("sacctmgr", "--immediate", "modify", "user", "root", "set")
+    lab.on_login(*limit, "MaxSubmitJobs=50")
+    try:
+        told = refused()
+    finally:
+        lab.on_login(*limit, "MaxSubmitJobs=-1")
+    assert "100 jobs at once: more than SLURM takes: AssocMaxSubmitJobLimit" in told
+    assert lab.on_login("squeue", "-h") == ""
+    assert not (tmp_path / "runs").exists()
+    assert not (tmp_path / "sweeps").exists()
