@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+from starlette.testclient import TestClient
+
 from fsdp_jobs.compose import compose_job
 from fsdp_jobs.config import dump_config
+from fsdp_jobs.dashboard.app import make_app
 from fsdp_jobs.report.history import History, thinned
 from fsdp_jobs.report.page import write_report
 from fsdp_jobs.run_dir import RunDir, write_atomic
@@ -65,6 +69,22 @@ def test_a_run_that_has_not_begun_has_a_report(tmp_path: Path) -> None:
     write_atomic(run.config, dump_config(compose_job(["name=new"])))
     (page,) = write_report(run)
     assert "submitted" in page.read_text()
+
+
+def test_a_program_that_measures_little_or_nothing_has_a_report(tmp_path: Path) -> None:
+    for name, lines in (
+        ("nothing", []),
+        ("own", [{"time": 103.0 + i, "attempt": 0, "step": i, "accuracy": i / 9} for i in range(9)]),
+        ("stepless", [{"time": 103.0, "attempt": 0, "said": "hello"}]),
+    ):
+        run = recorded_run(tmp_path / "runs", name)
+        run.plan.unlink()
+        run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        (page,) = write_report(run)
+        assert "Where the time went" in page.read_text() and "What happened" in page.read_text()
+        assert ("accuracy" in page.read_text()) == (name == "own")
+        assert name in cli(tmp_path, "status", name).stdout
+    assert TestClient(make_app(str(tmp_path / "runs"), ["testserver"], None)).get("/rows").status_code == 200
 
 
 def test_the_terminal_shows_what_a_run_wrote_as_it_is(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import io
 import re
 import statistics
 from collections.abc import Iterator
+from typing import Any
 
 import matplotlib
 
@@ -26,6 +27,9 @@ CURVES = {
     "mfu": "MFU",
     "step_s": "seconds a step",
 }
+_NO_CURVES = {"step", "time", "seconds", "attempt", "data_s", "checkpoint_stall_s", "useful_s", "stall_s", "lost_s"}
+_NO_CURVES |= {"tokens_per_s_per_gpu", "loss_scale", "peak_memory_gib"}
+_MOST_OWN = 12  # curves of a program's own
 LINE, FAULT, _SAVED, _RESUMED = "#1f5fa8", "#c0392b", "#7f8c8d", "#2e8b57"
 _MARKED = {"fault": (FAULT, "x"), "damaged checkpoint": ("#d35400", "D"), "resumed": (_RESUMED, "^")}
 _PARTS = {
@@ -51,22 +55,29 @@ plt.rcParams.update(
 
 def charts(history: History, ledger: Ledger, plan: Plan | None) -> Iterator[tuple[str, str, Figure]]:
     """(file name, title, chart) of everything a run can show."""
-    if history.steps:
+    if any(r.get(key) is not None for r in history.steps for key in CURVES) or _own_curves(history.steps):
         yield "steps", "Over steps", over_steps(history, plan)
+    if history.steps:
         yield "time", "Over time", over_time(history)
     if ledger.wall_s:
         yield "goodput", f"Where the time went: {ledger.goodput:.0%} useful", goodput(ledger)
 
 
+def _own_curves(records: list[dict[str, Any]]) -> list[str]:
+    """Keys with numbers that a program of the user's has logged, by name, as far as they are legible on one page."""
+    numbers = {k for r in records for k, v in r.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+    return sorted(numbers - CURVES.keys() - _NO_CURVES)[:_MOST_OWN]
+
+
 def over_steps(history: History, plan: Plan | None) -> Figure:
     """Loss, learning rate, gradient norm, speed: each step's newest record."""
     records = history.newest()
-    shown = [key for key in CURVES if any(r.get(key) is not None for r in records)]
+    shown = [key for key in CURVES if any(r.get(key) is not None for r in records)] + _own_curves(records)
     rows = -(-len(shown) // 2)
     figure, grid = plt.subplots(rows, 2, figsize=(11, 2.4 * rows), layout="constrained", squeeze=False)
     for axes, key in zip(grid.flat, shown, strict=False):
         axes.plot(*thinned(records, "step", key), color=LINE, linewidth=1.2)
-        axes.set_title(CURVES[key], loc="left", fontsize=9)
+        axes.set_title(CURVES.get(key, key), loc="left", fontsize=9)
         planned = {"tokens_per_s": plan.time.tokens_per_s, "step_s": plan.time.step} if plan and plan.time else {}
         middle = statistics.median(r[key] for r in records if r.get(key) is not None)
         if key in planned and planned[key] < 3 * middle:  # else the curve would be a line at the bottom
@@ -83,14 +94,18 @@ def over_time(history: History) -> Figure:
     """Steps and loss against the clock, with attempts, faults and checkpoints."""
     end = max(r["seconds"] for r in history.steps)
     unit, size = next((u, s) for u, s in (("hours", 3600), ("minutes", 60), ("seconds", 1)) if end >= 3 * s or s == 1)
-    figure, (upper, lower) = plt.subplots(2, 1, figsize=(11, 5), sharex=True, layout="constrained")
-    for axes, key, title in ((upper, "step", "step"), (lower, "loss", "loss")):
+    shown = ["step", *(["loss"] if any(r.get("loss") is not None for r in history.steps) else [])]
+    figure, grid = plt.subplots(
+        len(shown), 1, figsize=(11, 2.5 * len(shown)), sharex=True, layout="constrained", squeeze=False
+    )
+    upper, lower = grid[0, 0], grid[-1, 0]
+    for axes, key in zip(grid.flat, shown, strict=True):
         for number, first, last in history.attempts:
             axes.axvspan(first / size, last / size, color=LINE, alpha=0.04 + 0.05 * (number % 2), linewidth=0)
         for life in history.lives():
             seconds, values = thinned(life, "seconds", key)
             axes.plot([s / size for s in seconds], values, color=LINE, linewidth=1.2)
-        axes.set_title(title, loc="left", fontsize=9)
+        axes.set_title(key, loc="left", fontsize=9)
         _mark(axes, history, size)
     for number, first, _ in history.attempts:
         upper.annotate(f"attempt {number}", (first / size, 1), xycoords=("data", "axes fraction"), fontsize=7, va="top")

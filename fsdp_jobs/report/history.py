@@ -39,7 +39,8 @@ class History:
 
     @classmethod
     def of(cls, run: RunDir) -> History:
-        events, history = list(read_json_lines(run.events)), cls(steps=list(read_json_lines(run.metrics)))
+        events = list(read_json_lines(run.events))
+        history = cls(steps=[{"attempt": 0, **r} for r in read_json_lines(run.metrics) if {"step", "time"} <= r.keys()])
         if not events:
             return history
         history.began = events[0]["time"]
