@@ -241,10 +241,7 @@ def _kill(api: Api, names: Names, run: RunDir | None) -> None:
     for pod in pods:
         api.kill_pod(pod["metadata"]["name"])
     if run is not None and run.last_attempt() >= 0 and Verdict.read(run, run.last_attempt()) is None:
-        verdict = Verdict("preempted", "stop", "killed on request, without a checkpoint")
-        verdict.write(run, run.last_attempt())
-        told = {"verdict": verdict.verdict, "decision": verdict.decision, "reason": verdict.reason}
-        record_event(run, "attempt_ended", run.last_attempt(), **told)
+        Verdict("preempted", "stop", "killed on request, without a checkpoint").close(run, run.last_attempt())
 
 
 def _ask(app_id: str, question: Callable[[Api, Names, RunDir | None], _Answer]) -> _Answer:

@@ -230,12 +230,9 @@ def _record_cancel(run: RunDir) -> None:
     verdict = Verdict.read(run, attempt) if attempt >= 0 else None
     if attempt < _first_attempt(run) or (verdict is not None and verdict.decision == "requeue"):
         reason = "cancelled while it waited in the queue"
+        record_event(run, "attempt_ended", attempt, verdict="preempted", decision="stop", reason=reason)
     elif verdict is None:
-        reason = "killed on request, without a checkpoint"
-        Verdict("preempted", "stop", reason).write(run, attempt)
-    else:
-        return
-    record_event(run, "attempt_ended", attempt, verdict="preempted", decision="stop", reason=reason)
+        Verdict("preempted", "stop", "killed on request, without a checkpoint").close(run, attempt)
 
 
 def _describe(job: client.QueuedJob, state: AppState) -> str:
