@@ -6,6 +6,7 @@ import getpass
 import os
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from fsdp_jobs.run_dir import RunDir
@@ -70,7 +71,9 @@ class Mlflow:
             return known_id
         experiment = self.client.get_experiment_by_name(settings["project"])
         experiment_id = experiment.experiment_id if experiment else self.client.create_experiment(settings["project"])
-        tags = {"mlflow.user": getpass.getuser(), "fsdp_jobs.run_dir": str(run.path)}
+        tags = {"fsdp_jobs.run_dir": str(run.path)}
+        with suppress(KeyError, OSError):  # in a container the user may have no name
+            tags["mlflow.user"] = getpass.getuser()
         self.id = str(self.client.create_run(experiment_id, tags=tags, run_name=run.name).info.run_id)
         params = [Param(k, str(v)[:_LONGEST]) for k, v in parameters(config).items()]
         for i in range(0, len(params), _MOST_PARAMS):
