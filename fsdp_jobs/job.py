@@ -297,8 +297,11 @@ def log(*words: object, **values: float | torch.Tensor) -> None:
     job = _the_job()
     if words and job.rank == 0:
         print(*words, flush=True)
-    plain = {name: v.detach() if isinstance(v, torch.Tensor) else v for name, v in values.items()}
-    job.values |= {name: float(value) for name, value in plain.items()}
+    job.values |= _plain(values)
+
+
+def _plain(values: dict[str, float | torch.Tensor]) -> dict[str, float]:
+    return {name: float(v.detach() if isinstance(v, torch.Tensor) else v) for name, v in values.items()}
 
 
 def step(number: int, *, tokens: int = 0, **values: float | torch.Tensor) -> None:
@@ -312,7 +315,7 @@ def step(number: int, *, tokens: int = 0, **values: float | torch.Tensor) -> Non
         values: of rank 0, for the metrics; `loss` is what reports and sweeps look at.
     """
     job = _the_job()
-    log(**values)
+    job.values = _plain(values) | job.values
     job.asked = max(job.asked, job.control.agreed())
     job.done = number
     now = time.monotonic()

@@ -281,3 +281,72 @@ def test_ranks_that_left_on_request_while_there_was_no_coordinator_were_preempte
     assert cluster.verdict is not None
     assert (cluster.verdict.verdict, cluster.verdict.decision) == ("preempted", "requeue")
     assert "told to stop" in cluster.verdict.reason
+
+
+PROGRAM = ("script=train.py", "elastic.join_window_s=1")
+SILENCE = {"step": -1, "phase": int(Phase.STARTING)}
+
+
+def test_a_program_that_says_nothing_is_broken_off_for_new_nodes(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=1:2", *PROGRAM)
+    a = cluster.join(0)
+    cluster.later(3, a, **SILENCE)
+    assert [e["nodes"] for e in cluster.events("round_started")] == [[0]]
+    b = cluster.join(1)
+    cluster.later(1, a, b, **SILENCE)
+    assert cluster.last(a, "break") is not None
+    cluster.coordinator.on_ready(a, [], cluster.now)
+    cluster.later(2, a, b, **SILENCE)
+    assert [e["nodes"] for e in cluster.events("round_started")] == [[0], [0, 1]]
+    assert cluster.events("round_started")[-1]["shard_group"] == 4, "full_shard over all there are"
+    assert cluster.coordinator.budget.count == 0, "growth is no failure"
+
+
+def test_a_program_that_says_nothing_leaves_node_by_node(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=2", *PROGRAM)
+    a, b = cluster.join(0), cluster.join(1)
+    cluster.later(3, a, b, **SILENCE)
+    cluster.coordinator.on_stop("node 0 received SIGTERM", cluster.now)
+    cluster.coordinator.on_failed(a, [_failure(0, 0, exit_code=-15, step=-1)], cluster.now)
+    cluster.coordinator.on_ready(a, [], cluster.now)
+    cluster.later(20, a, b, **SILENCE)
+    assert cluster.verdict is None and cluster.last(b, "break") is None, "the other is still saving"
+    cluster.coordinator.on_ended(b, cluster.now)
+    cluster.later(1, a, b, **SILENCE)
+    assert cluster.verdict is not None
+    assert (cluster.verdict.verdict, cluster.verdict.decision) == ("preempted", "requeue")
+
+
+@pytest.mark.parametrize(
+    ("lives_s", "errors", "verdict"), [(700, 6, None), (5, 2, "user_error"), (700, 1, "user_error")]
+)
+def test_long_lives_are_a_silent_programs_progress(
+    tmp_path: Path, lives_s: float, errors: int, verdict: str | None
+) -> None:
+    """Six failures, `errors` different ones in turn, each after so many seconds."""
+    cluster = Cluster(tmp_path, "nodes=2", *PROGRAM)
+    members = [cluster.join(0), cluster.join(1)]
+    for i in range(6):
+        cluster.later(2, *members, **SILENCE)
+        cluster.now += lives_s
+        for member in members:
+            member.heard = cluster.now
+            failed = [_failure(1, 2, f"ValueError: {'x' * (i % errors)}", step=-1)] if member.node else []
+            cluster.coordinator.on_ready(member, failed, cluster.now)
+        cluster.later(1.5, *members, **SILENCE)
+        if cluster.verdict is not None:
+            break
+    assert (cluster.verdict.verdict if cluster.verdict else None) == verdict
+
+
+def test_an_exit_code_without_a_word_is_the_programs(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=2", *PROGRAM)
+    members = [cluster.join(0), cluster.join(1)]
+    for _ in range(2):
+        cluster.later(2, *members, **SILENCE)
+        for member in members:
+            failed = [_failure(1, 2, exit_code=3, step=-1)] if member.node else []
+            cluster.coordinator.on_ready(member, failed, cluster.now)
+    cluster.later(2, *members, **SILENCE)
+    assert cluster.verdict is not None
+    assert cluster.verdict.verdict == "user_error" and "exit code 3; the same twice in a row" in cluster.verdict.reason
