@@ -15,14 +15,14 @@ from torchx.specs import AppDef, AppDryRunInfo, AppState, ReplicaStatus, RoleSta
 from fsdp_jobs.app import RUN_DIR_KEY
 from fsdp_jobs.clusters import KubernetesClusterConfig
 from fsdp_jobs.config import JobConfig, plain_values
-from fsdp_jobs.events import Verdict, read_events, record_event
+from fsdp_jobs.events import Verdict, record_event
 from fsdp_jobs.launchers.kubernetes.labels import ALL_APPS, APP, ROLE, Names, first_attempt, new_app, node_of
 from fsdp_jobs.launchers.kubernetes.manifests import files_objects, job_objects, jobset_objects, owned_by
 from fsdp_jobs.launchers.kubernetes.pods import Object
 from fsdp_jobs.launchers.kubernetes.volcano import volcano_objects
 from fsdp_jobs.launchers.record import RunScheduler, known_runs, remember, run_of
 from fsdp_jobs.problems import BadInput, JobFailed, Problem
-from fsdp_jobs.run_dir import RunDir
+from fsdp_jobs.run_dir import RunDir, newest_json_lines
 
 if TYPE_CHECKING:
     from fsdp_jobs.launchers.kubernetes.api import Api
@@ -278,7 +278,7 @@ def _root_of(api: Api, names: Names, run: RunDir | None) -> Object | None:
 
 
 def _last_reason(run: RunDir) -> str:
-    return next((str(e["why"]) for e in reversed(list(read_events(run))) if e["event"] == "waiting"), "")
+    return next((str(e["why"]) for e in newest_json_lines(run.events) if e["event"] == "waiting"), "")
 
 
 def _replica(pod: Object) -> ReplicaStatus:
