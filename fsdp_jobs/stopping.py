@@ -9,7 +9,7 @@ from torchx.specs import AppState
 
 from fsdp_jobs.config import plain_values
 from fsdp_jobs.run_dir import RunDir, write_atomic
-from fsdp_jobs.submission import ACTIVE, kill_many, state_of
+from fsdp_jobs.submission import ACTIVE, describe_many, kill_many
 
 
 def stop(runs: Sequence[RunDir], now: bool, say: Callable[[str], None]) -> None:
@@ -20,7 +20,8 @@ def stop(runs: Sequence[RunDir], now: bool, say: Callable[[str], None]) -> None:
         say: is told of jobs that do not stop in time, and are killed.
     """
     handles = {run.name: str(run.read_job()["handle"]) for run in runs}
-    waiting = [run for run in runs if state_of(handles[run.name]) is AppState.PENDING]
+    told = describe_many([handles[run.name] for run in runs])
+    waiting = [run for run, job in zip(runs, told, strict=True) if job.state is AppState.PENDING]
     kill_many([handles[run.name] for run in reversed(waiting)])  # before a place becomes free for them
     running = [run for run in runs if run not in waiting]
     patience: dict[str, float] = {}
@@ -28,10 +29,11 @@ def stop(runs: Sequence[RunDir], now: bool, say: Callable[[str], None]) -> None:
         write_atomic(run.stop_request, "cancelled")
         patience[run.name] = time.monotonic() + plain_values(run.config)["elastic"]["stop_grace_s"]
     while patience:
-        for name, deadline in list(patience.items()):
-            if state_of(handles[name]) not in ACTIVE:
+        names = list(patience)
+        for name, job in zip(names, describe_many([handles[name] for name in names]), strict=True):
+            if job.state not in ACTIVE:
                 del patience[name]
-            elif time.monotonic() > deadline:
+            elif time.monotonic() > patience[name]:
                 say(f"{name} has not stopped in time: killing it")
                 del patience[name]
         time.sleep(0.2)

@@ -152,8 +152,7 @@ def submit(sweep: Sweep, undone: dict[str, JobConfig]) -> None:
         BadInput: whatever is wrong with any of them; nothing is written then.
     """
     rows = [row for row in sweep.jobs if row.run in undone]
-    for row in rows:
-        _let_go(sweep.run_of(row))
+    _let_go([sweep.run_of(row) for row in rows])
     prepared = prepare(sweep, [undone[row.run] for row in rows])
     sweep.write()  # before the jobs are there: a command that dies in between has not lost their names
     overrides = [sweep.overrides_of(row) for row in rows]
@@ -163,11 +162,13 @@ def submit(sweep: Sweep, undone: dict[str, JobConfig]) -> None:
     sweep.write()
 
 
-def _let_go(run: RunDir) -> None:
-    """Wait until a launcher has done with a job that has ended."""
-    handle = run.read_job().get("handle")
+def _let_go(runs: Sequence[RunDir]) -> None:
+    """Wait until launchers have done with jobs that have ended."""
+    handles = [str(job["handle"]) for run in runs if (job := run.read_job())]
     deadline = time.monotonic() + _LEAVES_S
-    while handle is not None and submission.state_of(handle) in submission.ACTIVE and time.monotonic() < deadline:
+    while handles and time.monotonic() < deadline:
+        if not any(job.state in submission.ACTIVE for job in submission.describe_many(handles)):
+            return
         time.sleep(0.2)
 
 

@@ -17,7 +17,7 @@ from fsdp_jobs.run_dir import RunDir
 from tests.jobs import Watched, cli, environment
 from tests.test_sweeps import SMALL
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 SAVED = (*(o for o in SMALL if not o.startswith("checkpoint.")), "checkpoint.every_steps=20")
 
@@ -82,7 +82,7 @@ def test_a_sweep_goes_on_after_its_pool_and_a_job_were_killed(sweep: Sweep, tmp_
     again = cli(tmp_path, *grid, "steps=100000,21,22", "sweep.parallelism=2")
     assert "2  submitted           try-001 ... try-002" in again.stdout and "1  running or waiting" in again.stdout
     for run in (short, sweep.run(2)):
-        run.until(lambda run=run: bool(run.events("attempt_ended")), "its end")
+        run.until(lambda run=run: bool(run.events("attempt_ended")), "its end", 240)
     assert sweep.states() == ["running", "done", "done"]
     assert len(long.events("submitted")) == 1 and len(short.events("submitted")) == 2
 
