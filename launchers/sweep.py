@@ -78,6 +78,8 @@ class GridSweeper(Sweeper):
         parsed = OverridesParser.create().parse_overrides(given)
         returns: list[Sequence[JobReturn]] = []
         for batch in BasicSweeper.split_arguments(parsed, self.max_batch_size):
+            if not batch:
+                raise BadInput([Problem("--multirun", "a key has no value at all, so there is no job")])
             returns.append(self.launcher.launch(batch, sum(map(len, returns))))
         return returns
 

@@ -18,7 +18,8 @@ from fsdp_jobs.run_dir import RunDir
 from fsdp_jobs.sweeps.ledger import ENDED, NEW, Row, Sweep
 from fsdp_jobs.sweeps.names import canonical, identity, is_of_the_command
 
-_POLL_S = 1.0
+_POLL_S = 1.0  # between two looks at jobs that are waited for, at first and after one has ended
+_SLOWEST_POLL_S = 15.0
 _LEAVES_S = 30.0  # most that a launcher takes to let go of a job that has ended
 _TAIL_BYTES = 1 << 16  # of metrics.jsonl: as a rule the last value is in there
 
@@ -175,10 +176,13 @@ def _let_go(runs: Sequence[RunDir]) -> None:
 def wait(sweep: Sweep, rows: Sequence[Row], tell: Callable[[Row], Any]) -> None:
     """Until all rows have ended; `tell` is called with each, when it has."""
     waited = {row.run: row for row in rows}
+    pause = _POLL_S
     while waited:
         refresh(sweep, list(waited.values()))
         for row in [row for row in waited.values() if row.state in ENDED]:
             tell(row)
             del waited[row.run]
+            pause = _POLL_S
         if waited:
-            time.sleep(_POLL_S)
+            time.sleep(pause)
+            pause = min(_SLOWEST_POLL_S, 1.1 * pause)
