@@ -71,6 +71,8 @@ def scaled(config: JobConfig, fault: str) -> JobConfig:
         checkpoint=replace(config.checkpoint, every_steps=_EVERY, every_minutes=0.0, dir=None),
         elastic=elastic,
         attach=False,
+        init_from=None,  # weights of a larger model
+        init_key_map=[],
         log_every_steps=1,
     )
 
