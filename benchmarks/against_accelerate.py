@@ -1,9 +1,11 @@
 """Ours against Accelerate: a small Llama of transformers, the same weights, samples and settings, FSDP2 on both sides.
 
-    python benchmarks/against_accelerate.py [--pairs 4] [--steps 40]
+    python benchmarks/against_accelerate.py [--pairs 4] [--steps 40] [--together]
 
 Alternating pairs of whole jobs: `model=hf` of ours, and examples/accelerate_llama.py under `accelerate launch`. Losses
-have to agree within 1e-4 at every step. Each side's figure is the median step after the first five.
+have to agree within 1e-4 at every step. Each side's figure is the median step after the first five. With --together
+both sides of a pair run at the same time, each on a core of its own, and change cores with each pair: for a machine on
+which other work comes and goes.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -55,19 +58,19 @@ def prepare(folder: Path, steps: int, width: int) -> None:
             f.write(bytes([*row.tolist(), int(labels[-1])]))
 
 
-def ours(folder: Path, name: str, steps: int) -> Figures:
-    """A whole job of ours: coordinator, agent, metrics, control; no checkpoints but the last."""
+def ours(folder: Path, name: str, steps: int, under: tuple[str, ...] = ()) -> Figures:
+    """A whole job of ours, `under` another command: coordinator, agent, metrics, control; the last checkpoint only."""
     same = [f"nodes=1 nproc_per_node={RANKS} fsdp=full_shard checkpoint.every_steps=0 data.workers=0"]
     same += [f"data=tokens data.path={folder}/tokens.bin data.vocab_size=256 data.seq_len={LENGTH}"]
     same += [f"data.global_batch={BATCH} data.micro_batch={MICRO_BATCH} optim.lr={RATE} optim.weight_decay=0"]
     same += [f"optim.schedule=constant optim.warmup_steps=0 model=hf model.name_or_path={folder}/model"]
     command = [sys.executable, "-m", "fsdp_jobs", f"name={name}", f"runs_dir={folder}", f"steps={steps}"]
-    subprocess.run([*command, *" ".join(same).split()], check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
+    subprocess.run([*under, *command, *" ".join(same).split()], check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
     lines = list(read_json_lines(folder / name / "metrics.jsonl"))
     return [m["loss"] for m in lines], [m["step_s"] for m in lines]
 
 
-def theirs(folder: Path, name: str, steps: int) -> Figures:
+def theirs(folder: Path, name: str, steps: int, under: tuple[str, ...] = ()) -> Figures:
     """The example under `accelerate launch`, without states."""
     config: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "num_machines": 1}
     config |= {"num_processes": RANKS, "mixed_precision": "no", "main_process_port": free_port(), "use_cpu": False}
@@ -80,7 +83,7 @@ def theirs(folder: Path, name: str, steps: int) -> Figures:
     script += f" --micro-batch {MICRO_BATCH} --length {LENGTH} --stride {LENGTH + 1} --lr {RATE}"
     program = [str(ROOT / "examples" / "accelerate_llama.py"), *script.split()]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, *program], capture_output=True, text=True, env=environment)
+    done = subprocess.run([*under, *command, *program], capture_output=True, text=True, env=environment)
     if done.returncode:
         raise RuntimeError(done.stderr[-3000:])
     lines = [json.loads(line) for line in (out / "losses.jsonl").read_text().splitlines()]
@@ -104,6 +107,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=4)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--together", action="store_true")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     print(f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, {RANKS} ranks, {args.steps} steps a run")
@@ -114,10 +118,13 @@ def main() -> None:
         prepare(folder, args.steps, args.width)
         for pair in range(args.pairs):
             found = {}
-            for side in (ours, theirs) if pair % 2 == 0 else (theirs, ours):
-                found[side] = side(folder, f"{side.__name__}-{pair}", args.steps)
-            apart = furthest(found[ours][0], found[theirs][0])
-            rates = [BATCH * LENGTH / statistics.median(found[side][1][WARMUP:]) for side in (ours, theirs)]
+            sides = (ours, theirs) if pair % 2 == 0 else (theirs, ours)
+            with ThreadPoolExecutor(2 if args.together else 1) as pool:
+                for core, side in enumerate(sides):
+                    under = ("taskset", "-c", str(core)) if args.together else ()
+                    found[side] = pool.submit(side, folder, f"{side.__name__}-{pair}", args.steps, under)
+            apart = furthest(found[ours].result()[0], found[theirs].result()[0])
+            rates = [BATCH * LENGTH / statistics.median(found[s].result()[1][WARMUP:]) for s in (ours, theirs)]
             ratios.append(rates[0] / rates[1])
             print(f"{pair:>4}  {rates[0]:>14,.0f}  {rates[1]:>20,.0f}  {ratios[-1]:>18.3f}  {apart:.1e}", flush=True)
     print(f"median ratio {statistics.median(ratios):.3f} (goal: at least 1.05)")

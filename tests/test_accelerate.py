@@ -156,3 +156,11 @@ def test_what_cannot_be_had_is_named_and_the_rest_spoken_of(tmp_path: Path) -> N
     assert done.returncode == 2
     for said in ("distributed_type: DEEPSPEED", "mixed_precision: fp8", "did you mean fsdp_offload_params?", "16"):
         assert said in done.stderr
+
+
+@pytest.mark.integration
+def test_our_trainer_and_accelerate_launch_train_the_same(tmp_path: Path) -> None:
+    from benchmarks.against_accelerate import furthest, ours, prepare, theirs
+
+    prepare(tmp_path, steps=6, width=64)
+    assert furthest(ours(tmp_path, "ours", 6)[0], theirs(tmp_path, "theirs", 6)[0]) < 1e-4
