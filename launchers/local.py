@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -31,7 +30,8 @@ from fsdp_jobs.launchers.detached import (
     kill_supervisor,
     start_supervisor,
 )
-from fsdp_jobs.processes import die_with_parent, free_port
+from fsdp_jobs.launchers.restarted import Restarted
+from fsdp_jobs.processes import free_port
 from fsdp_jobs.run_dir import RunDir, write_atomic
 
 _POLL_S = 0.1
@@ -128,38 +128,6 @@ def _gpus(command: Command) -> list[str]:
     return [gpu for gpu in command.env.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
 
 
-class _Process:
-    """One supervised process: started again when it dies before the attempt is over."""
-
-    def __init__(self, command: Command, log: Path, env: dict[str, str]):
-        self.command, self.log, self.env = command, log, env
-        self.early_deaths = 0
-        self.start()
-
-    def start(self) -> None:
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as log:
-            self.popen = subprocess.Popen(
-                self.command.argv,
-                env={**os.environ, **self.command.env, **self.env},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                preexec_fn=die_with_parent,
-            )
-        self.born = time.monotonic()
-
-    def note_death(self) -> bool:
-        """Count a death; False when there have been too many early ones."""
-        early = time.monotonic() - self.born < _EARLY_DEATH_S
-        self.early_deaths = self.early_deaths + 1 if early else 0
-        return self.early_deaths < 3
-
-    def last_lines(self) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
-
-
 def run_attempt(run: RunDir, commands: list[Command], attempt: int, restart_nodes: bool) -> Verdict:
     """One life of the job, from the start of its processes to the verdict."""
     record_event(run, "attempt_started", attempt, nodes=len(commands) - 1)
@@ -170,7 +138,13 @@ def run_attempt(run: RunDir, commands: list[Command], attempt: int, restart_node
     }
     folder = run.attempt(attempt)
     processes = [
-        _Process(c, folder / ("coordinator.log" if c.name == "coordinator" else f"{c.name}/agent.log"), env)
+        Restarted(
+            c.name,
+            c.argv,
+            folder / ("coordinator.log" if c.name == "coordinator" else f"{c.name}/agent.log"),
+            {**os.environ, **c.env, **env},
+            _EARLY_DEATH_S,
+        )
         for c in commands
     ]
     try:
@@ -180,14 +154,13 @@ def run_attempt(run: RunDir, commands: list[Command], attempt: int, restart_node
                 exit_code = process.popen.poll()
                 if exit_code is None or Verdict.read(run, attempt) is not None:
                     continue
-                is_node = process.command.name != "coordinator"
+                is_node = process.name != "coordinator"
                 if is_node and (exit_code == 0 or not restart_nodes):
                     continue
                 if not process.note_death():
-                    reason = f"{process.command.name} died three times within {_EARLY_DEATH_S:.0f} s of its start"
-                    judge(run, attempt, Verdict("infrastructure", "stop", reason, last_lines=process.last_lines()))
+                    judge(run, attempt, process.given_up())
                     break
-                record_event(run, "process_restarted", attempt, process=process.command.name, exit_code=exit_code)
+                record_event(run, "process_restarted", attempt, process=process.name, exit_code=exit_code)
                 process.start()
         deadline = time.monotonic() + _LEAVE_S
         while any(p.popen.poll() is None for p in processes) and time.monotonic() < deadline:

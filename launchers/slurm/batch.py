@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -18,11 +17,12 @@ from pathlib import Path
 
 from fsdp_jobs.app import ATTEMPT_ENV, COORDINATOR_ENV, HOST_ENV
 from fsdp_jobs.events import EXIT_REQUEUE, Verdict, record_event
+from fsdp_jobs.launchers.restarted import Restarted
 from fsdp_jobs.launchers.slurm import client, preflight
 from fsdp_jobs.launchers.slurm.regrow import Companions
 from fsdp_jobs.launchers.slurm.script import Steps
 from fsdp_jobs.logs import tail
-from fsdp_jobs.processes import die_with_parent, free_port
+from fsdp_jobs.processes import free_port
 from fsdp_jobs.run_dir import RunDir
 
 _POLL_S = 0.2
@@ -34,28 +34,12 @@ _LEAVE_SOON_S = 5.0  # before a requeue: the time limit may be near, and SLURM e
 _REQUEUE_S = 120.0  # for SLURM to end this process once it has requeued the job
 
 
-class _Process:
-    """A coordinator, or a step: started again when it dies before the attempt is over."""
+class _Step(Restarted):
+    """The coordinator, or a step on some hosts."""
 
     def __init__(self, name: str, argv: Sequence[str], log: Path, env: dict[str, str], hosts: Sequence[str]):
-        self.name, self.argv, self.log, self.env, self.hosts = name, list(argv), log, env, list(hosts)
-        self.early_deaths = 0
-        self.start()
-
-    def start(self) -> None:
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as log:
-            self.popen = subprocess.Popen(
-                self.argv, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                preexec_fn=die_with_parent,
-            )  # fmt: skip
-        self.born = time.monotonic()
-
-    def note_death(self) -> bool:
-        """Count a death; False when there have been too many early ones."""
-        early = time.monotonic() - self.born < _EARLY_DEATH_S
-        self.early_deaths = self.early_deaths + 1 if early else 0
-        return self.early_deaths < 3
+        self.hosts = list(hosts)
+        super().__init__(name, argv, log, env, _EARLY_DEATH_S)
 
 
 def srun(hosts: Sequence[str], cpus: int | None = None) -> list[str]:
@@ -76,7 +60,7 @@ class Batch:
         self.attempt = run.last_attempt() + 1
         self.asked_to_leave: str | None = None
         self.given_up: list[str] = []  # hosts on which no agent stays alive
-        self.processes: list[_Process] = []
+        self.processes: list[_Step] = []
         self._asked_at = 0.0
         self._allocated = self.hosts
 
@@ -116,7 +100,7 @@ class Batch:
         (folder / preflight.NONCE).touch()
         where = [str(folder), str(self.steps.ranks_per_node), f"{self.hosts[0]}:{free_port()}", self.steps.accelerator]
         argv = [*srun(self.hosts), *self.steps.preflight, *where, *self.hosts]
-        step = _Process("preflight", argv, folder / "preflight.log", self.env, self.hosts)
+        step = _Step("preflight", argv, folder / "preflight.log", self.env, self.hosts)
         deadline = time.monotonic() + preflight.TIMEOUT_S
         while step.popen.poll() is None and time.monotonic() < deadline and not self.asked_to_leave:
             time.sleep(_POLL_S)
@@ -141,7 +125,7 @@ class Batch:
         return verdict
 
     def _start(self, name: str, argv: Sequence[str], log: Path, hosts: Sequence[str] = (), **env: str) -> None:
-        self.processes.append(_Process(name, argv, log, {**self.env, **env}, hosts))
+        self.processes.append(_Step(name, argv, log, {**self.env, **env}, hosts))
 
     def _start_guard(self, others: Sequence[str]) -> None:
         """On two nodes, so that one may die with this one."""
@@ -195,7 +179,7 @@ class Batch:
     def _has_agent(self, number: int) -> bool:
         return any(p.name == f"node-{number}" for p in self.processes)
 
-    def _take_away(self, process: _Process) -> None:
+    def _take_away(self, process: _Step) -> None:
         """SLURM has taken a step's nodes from the job; its srun may wait for them for ever."""
         process.popen.kill()
         process.popen.wait()
@@ -205,18 +189,17 @@ class Batch:
         else:
             record_event(self.run, "taken_away", self.attempt, process=process.name, hosts=process.hosts)
 
-    def _on_death(self, process: _Process, exit_code: int) -> None:
+    def _on_death(self, process: _Step, exit_code: int) -> None:
         if process.note_death():
             record_event(self.run, "process_restarted", self.attempt, process=process.name, exit_code=exit_code)
             process.start()
             return
         self.processes.remove(process)
         self.given_up += process.hosts if process.name != "guard" else []
-        reason = f"{process.name} died three times within {_EARLY_DEATH_S:.0f} s of its start"
         if process.name == "coordinator" or not any(self._has_agent(n) for n in range(self.steps.max_nodes)):
-            self._judge(Verdict("infrastructure", "stop", reason, last_lines=tail(process.log, 15)))
+            self._judge(process.given_up())
         else:
-            record_event(self.run, "given_up", self.attempt, process=process.name, why=reason)
+            record_event(self.run, "given_up", self.attempt, process=process.name, why=process.given_up().reason)
 
     def _until_gone(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
