@@ -67,6 +67,7 @@ class Server:
                 send=send,
                 drop=writer.close,
                 heard=time.monotonic(),
+                ended=hello.get("ended", False),
             )
             running = hello["round"], hello["size"], hello["shard_group"]
             self.coordinator.on_hello(member, *running, time.monotonic())

@@ -142,8 +142,11 @@ class Coordinator:
         if self.asked is Request.STOP and self._is_deaf:
             return  # `_watch_round` sees when all have ended
         if self._all_ended() and self.verdict is None:
-            what = "the program has ended" if self.config.is_program else f"all {self.config.steps} steps are done"
-            self._close(Verdict("done", "stop", what), now)
+            self._close(self._done(), now)
+
+    def _done(self) -> Verdict:
+        what = "the program has ended" if self.config.is_program else f"all {self.config.steps} steps are done"
+        return Verdict("done", "stop", what)
 
     def on_gone(self, member: Member, why: str, now: float) -> None:
         """An agent's connection has closed, or it has been silent for too long."""
@@ -190,6 +193,9 @@ class Coordinator:
 
     def _watch_round(self, now: float) -> None:
         here = len(self.round_members())
+        if here == self.size and self._all_ended() and self.asked is not Request.STOP:
+            self._close(self._done(), now)  # they told the coordinator before this one
+            return
         has_left = self._all_parked() or (self.asked is Request.STOP and self._is_deaf and self._all_ended())
         if self.stop_reason is not None and (now > self._stop_by or has_left):
             if not has_left:

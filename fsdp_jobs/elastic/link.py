@@ -1,8 +1,9 @@
 """The agent's end of the line to the coordinator: JSON lines over TCP, reconnecting. No torch.
 
 Agent to coordinator:
-    hello   token, node, host, address, nproc, switches, life, ready, round, size, shard_group
-            (ready: no ranks run here; round, size, shard_group: what they run in; -1, 0, 0 when none do)
+    hello   token, node, host, address, nproc, switches, life, ready, round, size, shard_group, ended
+            (ready: no ranks run here; round, size, shard_group: what they run in; -1, 0, 0 when none do;
+            ended: they have finished)
     beat    ranks: [[step, committed, phase], ...]
     failed  failures: [...]     ranks here have failed, and the others are being stopped
     ready   failures: [...]     no ranks run here; wants to be in the next round (failures: those not told yet)

@@ -43,6 +43,7 @@ class CoordinatorRendezvous(RendezvousHandler):
         self._end: Message | None = None
         self._waiting = False
         self._running_round = -1
+        self._ended = False
         self._failures: list[Message] = []
         self._store: TCPStore | None = None
         self._link = Link(coordinator, self._hello, self._receive, silence_s)
@@ -63,7 +64,8 @@ class CoordinatorRendezvous(RendezvousHandler):
         size, group = 0, 0
         if self._round is not None and running >= 0:
             size, group = self._round["size"], Layout.from_json(self._round["layout"]).shard_group
-        return {**self.identity, "ready": self._waiting, "round": running, "size": size, "shard_group": group}
+        place = {"round": running, "size": size, "shard_group": group}
+        return {**self.identity, "ready": self._waiting, **place, "ended": self._ended}
 
     def _reports(self) -> list[list[int]]:
         reports = [b.read() for b in self.boards]
@@ -111,7 +113,7 @@ class CoordinatorRendezvous(RendezvousHandler):
         while True:
             self._beats.beat()  # the last word of the ranks that ran here
             with self._changed:
-                self._round, self._waiting, self._running_round = None, True, -1
+                self._round, self._waiting, self._running_round, self._ended = None, True, -1, False
                 failures, self._failures = self._failures, []
                 for board in self.boards:
                     board.clear()
@@ -156,6 +158,7 @@ class CoordinatorRendezvous(RendezvousHandler):
 
     def ended(self) -> None:
         self._beats.beat()
+        self._ended = True
         self._link.send("ended")
 
     def get_backend(self) -> str:

@@ -350,3 +350,15 @@ def test_an_exit_code_without_a_word_is_the_programs(tmp_path: Path) -> None:
     cluster.later(2, *members, **SILENCE)
     assert cluster.verdict is not None
     assert cluster.verdict.verdict == "user_error" and "exit code 3; the same twice in a row" in cluster.verdict.reason
+
+
+def test_agents_whose_ranks_had_finished_tell_a_new_coordinator(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=2", *PROGRAM)
+    a = cluster.join(0, round_=0, size=2)
+    a.ended = True
+    cluster.later(2, a, **SILENCE)
+    assert cluster.verdict is None, "the other node may still run"
+    b = cluster.join(1, round_=0, size=2)
+    b.ended = True
+    cluster.later(1, a, b, **SILENCE)
+    assert cluster.verdict is not None and cluster.verdict.verdict == "done"
