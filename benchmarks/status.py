@@ -1,10 +1,10 @@
 """Seconds until `fsdp-jobs status` has shown many runs, beside reading everything that they have recorded.
 
-    python benchmarks/status.py [--runs 500] [--steps 10000] [--live 50]
+    python benchmarks/status.py [--runs 500] [--steps 10000] [--live 50] [--turns 3]
 
 Runs are made up: a finished or running 2-node job each, with a checkpoint every 20 steps and a failure in the middle.
 Those that run (`--live`) have a live process as their supervisor, so that their launcher is asked about them.
-Both ways take turns, three times each; the process is a new one each time, as at the prompt.
+All take turns; the process is a new one each time, as at the prompt.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -82,11 +83,14 @@ def make_runs(folder: Path, runs: int, steps: int, live: int) -> None:
         link.symlink_to(run.path.resolve())
 
 
-def seconds(folder: Path, *argv: str) -> tuple[float, str]:
-    began = time.perf_counter()
-    env = {**os.environ, "XDG_STATE_HOME": str(folder / ".state"), "COLUMNS": "250"}
+def seconds(folder: Path, *argv: str) -> tuple[float, float, str]:
+    """On the clock, of the processor, and what it printed."""
+    env = {**os.environ, "XDG_STATE_HOME": str(folder / ".state")}
+    began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, check=True)
-    return time.perf_counter() - began, done.stdout
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return time.perf_counter() - began, cpu, done.stdout
 
 
 def main() -> None:
@@ -94,27 +98,29 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=500)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--live", type=int, default=50)
+    parser.add_argument("--turns", type=int, default=3)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         make_runs(folder, args.runs, args.steps, args.live)
         size = sum(f.stat().st_size for f in folder.glob("runs/*/*.jsonl"))
         print(f"{args.runs} runs of {args.steps} steps, {args.live} of them running: {size / 1e6:,.0f} MB recorded")
-        print("| | seconds |\n|---|---|")
-        found: dict[str, list[float]] = {"status": [], "status --json": [], "reading everything": []}
-        for _ in range(3):
+        print("| | seconds | of a processor |\n|---|---:|---:|")
+        found: dict[str, list[tuple[float, float]]] = {"status": [], "status --json": [], "reading everything": []}
+        for _ in range(args.turns):
             for name, argv in (
                 ("status", (sys.executable, "-m", "fsdp_jobs", "status")),
                 ("status --json", (sys.executable, "-m", "fsdp_jobs", "status", "--json")),
                 ("reading everything", (sys.executable, "-c", _NAIVE, "runs")),
             ):
-                took, shown = seconds(folder, *argv)
-                found[name].append(took)
+                took, cpu, shown = seconds(folder, *argv)
+                found[name].append((took, cpu))
                 if name == "status":
                     states = [line.split()[1] for line in shown.splitlines()[1:]]
                     assert states.count("running") == args.live and len(states) == args.runs, shown[:2000]
         for name, all_ in found.items():
-            print(f"| {name} | {min(all_):.1f} to {max(all_):.1f} |")
+            ranges = (f"{min(column):.1f} to {max(column):.1f}" for column in zip(*all_, strict=True))
+            print(f"| {name} | {' | '.join(ranges)} |")
 
 
 if __name__ == "__main__":
