@@ -9,12 +9,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import asdict, astuple
+from dataclasses import asdict, astuple, replace
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from fsdp_jobs.config import CustomModelConfig, FsdpConfig, HfConfig, JobConfig, dump_config, load_config
+from fsdp_jobs.config import (
+    CustomModelConfig,
+    FsdpConfig,
+    HfConfig,
+    JobConfig,
+    OptimConfig,
+    dump_config,
+    load_config,
+)
 from fsdp_jobs.planning.shapes import Activations, ModelShape, Unit
 from fsdp_jobs.problems import BadInput, Problem
 
@@ -53,7 +62,8 @@ def check_initial_weights(config: JobConfig) -> None:
     Raises:
         BadInput: tensors that are missing, left over or of another shape, by name.
     """
-    question = {"config": dump_config(config)}
+    same = replace(config, name=None, seed=0, steps=1, optim=OptimConfig())  # for jobs that differ in these only
+    question = {"config": dump_config(same)}
     found = json.loads(_ask(question, f"init_from={config.init_from}"))
     if found:
         raise BadInput([Problem(*problem) for problem in found])
@@ -61,14 +71,18 @@ def check_initial_weights(config: JobConfig) -> None:
 
 def _ask(question: dict[str, Any], where: str) -> str:
     """The child's answer; BadInput with its last line when it fails."""
-    command = [sys.executable, "-m", "fsdp_jobs.planning.probe"]
-    child = subprocess.run(
-        command, input=json.dumps(question), capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
+    child = _child(json.dumps(question))
     if child.returncode:
         last = (child.stderr.strip() or "no message").splitlines()[-1]
         raise BadInput([Problem(where, f"could not be probed: {last}")])
     return child.stdout.splitlines()[-1]
+
+
+@cache
+def _child(question: str) -> subprocess.CompletedProcess[str]:
+    """Asked once in this process: jobs that are submitted together mostly have the same model."""
+    command = [sys.executable, "-m", "fsdp_jobs.planning.probe"]
+    return subprocess.run(command, input=question, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
 
 
 def shape_from_json(text: str) -> ModelShape:
