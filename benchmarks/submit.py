@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -20,12 +21,15 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
+
+import psutil
 
 CLUSTER = Path(__file__).parent.parent / "deploy" / "slurm" / "cluster"
 BIN = Path(sys.executable).parent
 OURS = ["cluster=slurm", "cluster.accelerator=cpu", "hardware=cpu", "data=synthetic", "nodes=2"]
 TORCHX = [str(BIN / "torchx"), "run", "--workspace", "", "-s", "slurm", "utils.sh", "--num_replicas", "2", "true"]
-ONE_IN = 10  # one in so many stands for the others where each job is a process of its own
+ONE_IN = 20  # one in so many stands for the others where each job is a process of its own
 
 _SUBMITIT = """
 import submitit
@@ -46,6 +50,18 @@ app()
 HYDRA = [sys.executable, "app.py", "--multirun", "hydra/launcher=submitit_slurm"]
 
 
+class Took(NamedTuple):
+    """What one submission cost."""
+
+    seconds: float
+    cpu: float  # seconds of all its processes; on a machine with other work the ones to trust
+
+
+def cpu_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 class Login:
     """The login node of a cluster on which no job starts."""
 
@@ -60,19 +76,19 @@ class Login:
     def queued(self) -> int:
         return len(self.cluster("run", "login", "squeue", "--noheader", "--array").splitlines())
 
-    def until_ended(self, command: Sequence[str]) -> float:
-        """Seconds until a command has ended, which it does once it has submitted."""
-        begun = time.perf_counter()
+    def until_ended(self, command: Sequence[str]) -> Took:
+        """Until a command has ended, which it does once it has submitted."""
+        begun, before = time.perf_counter(), cpu_of_children()
         done = subprocess.run(
             [CLUSTER, "run", "login", *command], cwd=self.folder, env=self.env, capture_output=True, text=True
         )
-        took = time.perf_counter() - begun
+        took = Took(time.perf_counter() - begun, cpu_of_children() - before)
         if done.returncode:
             raise SystemExit(f"{' '.join(command)}:\n{done.stdout}{done.stderr}")
         return took
 
-    def until_queued(self, command: Sequence[str], jobs: int) -> float:
-        """Seconds until SLURM has so many jobs of a command that waits for them; it is ended then."""
+    def until_queued(self, command: Sequence[str], jobs: int) -> Took:
+        """Until SLURM has so many jobs of a command that waits for them; it is ended then."""
         begun = time.perf_counter()
         process = subprocess.Popen(
             [CLUSTER, "run", "login", *command], cwd=self.folder, env=self.env, stdout=subprocess.DEVNULL
@@ -82,9 +98,11 @@ class Login:
                 raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
             time.sleep(0.02)
         took = time.perf_counter() - begun
+        alive = psutil.Process(process.pid)
+        used = [p.cpu_times() for p in (alive, *alive.children(recursive=True))]
         process.kill()
         process.wait()
-        return took
+        return Took(took, sum(u.user + u.system for u in used))
 
     def clear(self) -> None:
         self.cluster("run", "login", "scancel", "--user=root")
@@ -97,15 +115,15 @@ def has_hydra_submitit() -> bool:
     return plugins is not None and importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher") is not None
 
 
-def one_job(login: Login) -> dict[str, Callable[[int], float]]:
-    """Seconds that each side takes for one job of two nodes."""
+def one_job(login: Login) -> dict[str, Callable[[int], Took]]:
+    """What each side takes for one job of two nodes."""
     commands = {
         "sbatch": ["sbatch", "--nodes=2", "--output=/dev/null", "--wrap=true"],
         "fsdp-jobs": [sys.executable, "-m", "fsdp_jobs", *OURS],
         "TorchX": TORCHX,
         "submitit": [sys.executable, "-c", _SUBMITIT.format(jobs=1)],
     }
-    found: dict[str, Callable[[int], float]] = {
+    found: dict[str, Callable[[int], Took]] = {
         name: lambda turn, command=command: login.until_ended(command)  # type: ignore[misc]
         for name, command in commands.items()
     }
@@ -114,15 +132,16 @@ def one_job(login: Login) -> dict[str, Callable[[int], float]]:
     return found
 
 
-def many_jobs(login: Login, jobs: int) -> dict[str, Callable[[int], float]]:
-    """Seconds that each side takes for so many jobs of two nodes, which differ in one value."""
+def many_jobs(login: Login, jobs: int) -> dict[str, Callable[[int], Took]]:
+    """What each side takes for so many jobs of two nodes, which differ in one value."""
     sample = max(1, jobs // ONE_IN)
 
-    def one_by_one(command: Sequence[str]) -> float:
-        return sum(login.until_ended(command) for _ in range(sample)) * jobs / sample
+    def one_by_one(command: Sequence[str]) -> Took:
+        took = [login.until_ended(command) for _ in range(sample)]
+        return Took(sum(t.seconds for t in took) * jobs / sample, sum(t.cpu for t in took) * jobs / sample)
 
     grid = [sys.executable, "-m", "fsdp_jobs", "--multirun", *OURS, f"seed=range({jobs})"]
-    found: dict[str, Callable[[int], float]] = {
+    found: dict[str, Callable[[int], Took]] = {
         "fsdp-jobs --multirun": lambda turn: login.until_ended([*grid, f"sweep.name=grid{turn}"]),
         f"fsdp-jobs, {jobs} times": lambda turn: one_by_one([sys.executable, "-m", "fsdp_jobs", *OURS]),
         f"TorchX, {jobs} times": lambda turn: one_by_one(TORCHX),
@@ -135,23 +154,28 @@ def many_jobs(login: Login, jobs: int) -> dict[str, Callable[[int], float]]:
     return found
 
 
-def in_turns(login: Login, sides: dict[str, Callable[[int], float]], times: int) -> dict[str, list[float]]:
+def in_turns(login: Login, sides: dict[str, Callable[[int], Took]], times: int) -> dict[str, list[Took]]:
     """What each side took, after a turn for the caches."""
-    took: dict[str, list[float]] = {name: [] for name in sides}
+    took: dict[str, list[Took]] = {name: [] for name in sides}
     for turn in range(times + 1):
         for name, side in sides.items():
-            seconds = side(turn)
-            took[name] += [seconds] if turn else []
+            one = side(turn)
+            took[name] += [one] if turn else []
             login.clear()
     return took
 
 
-def show(title: str, took: dict[str, list[float]], ours: str) -> None:
+def show(title: str, took: dict[str, list[Took]], ours: str) -> None:
     print(f"\n{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, {title}, seconds")
-    print(f"{'':28}{'median':>8}{'least':>8}{'most':>8}{'/ ours':>8}")
-    for name, times in took.items():
-        ratio = statistics.median(t / o for t, o in zip(times, took[ours], strict=True))
-        print(f"{name:28}{statistics.median(times):8.2f}{min(times):8.2f}{max(times):8.2f}{ratio:8.1f}")
+    print(f"{'':28}{'median':>8}{'least':>8}{'most':>8}{'/ ours':>8}{'CPU':>8}{'/ ours':>8}")
+    for name, all_of in took.items():
+        seconds, cpu = [t.seconds for t in all_of], [t.cpu for t in all_of]
+        wall = statistics.median(t.seconds / o.seconds for t, o in zip(all_of, took[ours], strict=True))
+        used = statistics.median(t.cpu / o.cpu for t, o in zip(all_of, took[ours], strict=True))
+        print(
+            f"{name:28}{statistics.median(seconds):8.2f}{min(seconds):8.2f}{max(seconds):8.2f}{wall:8.1f}"
+            f"{statistics.median(cpu):8.2f}{used:8.1f}"
+        )
 
 
 def main() -> None:
@@ -171,7 +195,7 @@ def main() -> None:
                 show(f"{args.times} submissions of 2 nodes each", took, "fsdp-jobs")
             if args.rounds:
                 took = in_turns(login, many_jobs(login, args.jobs), args.rounds)
-                title = f"{args.jobs} jobs, {args.rounds} rounds; what is submitted one by one: from a tenth of them"
+                title = f"{args.jobs} jobs, {args.rounds} rounds, one by one from every {ONE_IN}th"
                 show(title, took, "fsdp-jobs --multirun")
         finally:
             login.cluster("down")
