@@ -151,16 +151,17 @@ def _random(folder: str) -> list[Any]:
     world = dist.get_world_size()
     return [
         _train(f"{folder}/runs/{strategy}-{world}", [*model, f"fsdp={strategy}"])[0]
-        for strategy in ("full_shard", "no_shard", *(["hybrid_shard"] if world == 4 else []))
+        for strategy in ("full_shard", "no_shard")
     ]
 
 
 def test_random_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:
     import transformers as t
 
-    t.GPT2Config(vocab_size=256, n_embd=64, n_layer=2, n_head=4, n_positions=64).save_pretrained(tmp_path)
-    losses = [*run_world(1, _random, str(tmp_path))[0], *run_world(4, _random, str(tmp_path))[0]]
-    assert losses == pytest.approx([losses[0]] * 5, rel=1e-2)  # GPT-2 has dropout
+    quiet = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    t.GPT2Config(vocab_size=256, n_embd=64, n_layer=2, n_head=4, n_positions=64, **quiet).save_pretrained(tmp_path)
+    losses = [*run_world(1, _random, str(tmp_path))[0], *run_world(2, _random, str(tmp_path))[0]]
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-5)
     assert losses[0] == pytest.approx(5.545, abs=0.05)  # ln 256
 
 

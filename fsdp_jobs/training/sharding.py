@@ -67,6 +67,9 @@ def sharded_model(
     apply_fsdp(model, blocks, fsdp, layout, mesh, device)
     if fsdp.meta_init:
         model.to_empty(device="cpu" if fsdp.cpu_offload else device)
+        for module in model.modules():  # FSDP offloads parameters alone
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = torch.empty_like(buffer, device=device)
         fill_weights(model, model_config, device, seed)
     left_out = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
     if left_out:
