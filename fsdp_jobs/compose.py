@@ -98,8 +98,17 @@ def as_meant(overrides: Sequence[str]) -> list[str]:
 
 
 def _quoted(override: str) -> str:
+    """What Hydra reads as one text, or as a choice, stays; of anything else a quoted text is made."""
     key, _, value = override.partition("=")
-    if value[:1] in ("'", '"') or value.startswith(("choice(", "range(", "interval(")):
+    try:
+        parsed = OverridesParser.create().parse_override(override)
+        if parsed.is_sweep_override():
+            is_hydras = value.startswith(("choice(", "range(", "interval("))
+        else:
+            is_hydras = isinstance(parsed.value(), str)
+    except HydraException:
+        is_hydras = False
+    if is_hydras:
         return override
     escaped = value.replace("\\'", "\\\\'").replace("'", "\\'")
     return f"{key}='{escaped}'"

@@ -73,6 +73,10 @@ def test_arguments_stand_as_in_a_shell(text: str) -> None:
     assert compose_many([overrides])[0].script_args == text
 
 
+def test_arguments_that_hydra_has_escaped_for_a_sweep_are_read_back() -> None:
+    assert compose_many([["script=train.py", "script_args=--n\\ 1"]])[0].script_args == "--n 1"
+
+
 def test_nothing_is_known_of_a_programs_model_unless_one_is_named() -> None:
     config = compose_job(["script=train.py", "nodes=4", "fsdp=hybrid_shard", "nproc_per_node=8"])
     plan = Plan.from_json(make_plan(config).to_json())
