@@ -15,27 +15,38 @@ from pathlib import Path
 from fsdp_jobs.events import Verdict
 from fsdp_jobs.launchers.detached import DetachedScheduler
 from fsdp_jobs.launchers.local import visible_gpus
-from fsdp_jobs.launchers.waiting import Entry, Pool, started, take, waiting_of
+from fsdp_jobs.launchers.waiting import Entry, Pool, started, take, waiting_of, withdraw
 from fsdp_jobs.run_dir import RunDir
 from fsdp_jobs.submission import scheduler_of
 
 _POLL_S = 0.2
+_RECORDED_S = 120.0  # a job that no run directory tells of for so long was left behind by a command that died
 
 
 def tend(folder: Path) -> None:
-    """Start jobs as places become free, until none waits."""
+    """Start jobs as places become free, until none waits.
+
+    A job is started once its run directory tells of its submission: if the command that submits dies before that,
+    the same command submits it again, and it must not run twice.
+    """
     running: dict[str, Entry] = {}
-    known: set[str] = set()
+    known: dict[str, float] = {}  # app id -> when it was seen first
+    for entry in Pool.read(folder).jobs:  # what an earlier pool was starting when it was killed
+        started(RunDir(entry.run_dir))
     while True:
         pool = Pool.read(folder)
         new = [entry for entry in pool.jobs if entry.app_id not in known]
-        known |= {entry.app_id for entry in new}
+        known |= {entry.app_id: time.monotonic() for entry in new}
         running |= {entry.app_id: entry for entry in new}  # those that an earlier pool has started count, too
         running = {app_id: entry for app_id, entry in running.items() if _is_running(entry)}
         for entry in pool.jobs:
             if len(running) >= pool.places:
                 break
-            if take(RunDir(entry.run_dir), entry.app_id):
+            run = RunDir(entry.run_dir)
+            if not str(run.read_job().get("handle")).endswith(f"/{entry.app_id}"):
+                if time.monotonic() > known.get(entry.app_id, time.monotonic()) + _RECORDED_S:
+                    withdraw(run, entry.app_id)
+            elif take(run, entry.app_id):
                 _start(entry, list(running.values()))
                 running[entry.app_id] = entry
         else:
