@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fsdp_jobs.run_dir import lines_backwards
 
-TIMES = "log-times.jsonl"  # beside ranks' logs: {time, sizes: {rank: bytes}}, a line whenever they have grown
+TIMES = "log-times.jsonl"  # beside ranks' logs: {rank: [bytes, by when they were written]}, when they have grown
 _BLOCK = 1 << 16  # bytes read at once
 _LONGEST_LINE = 1 << 20  # longer ones come in parts
 _ERROR = re.compile(r"Error\b|Exception|CRITICAL|FATAL|WARNING|Killed|Segmentation fault")
@@ -54,9 +54,9 @@ class _Log:
     def _times(self) -> Iterator[tuple[float, float]]:
         rank, noted = self.file.stem.removeprefix("rank-"), self.file.parent / TIMES
         for line in _Log(noted).lines() if noted.exists() else ():
-            record = json.loads(line)
-            if rank in record["sizes"]:
-                yield record["time"], record["sizes"][rank]
+            if (written := json.loads(line).get(rank)) is not None:
+                size, when = written
+                yield when, size
 
 
 def follow_files(folder: Path, pattern: str, running: Callable[[], bool]) -> Iterator[tuple[Path, str]]:

@@ -26,7 +26,7 @@ def test_lines_of_nodes_come_in_the_order_they_were_written(tmp_path: Path) -> N
         with log.open("a") as f:
             f.write(text + "\n")
         with (folders[which] / TIMES).open("a") as f:
-            f.write(json.dumps({"time": 100.0 + moment, "sizes": {str(which): log.stat().st_size}}) + "\n")
+            f.write(json.dumps({which: [log.stat().st_size, 100.0 + moment]}) + "\n")
     with (folders[0] / "rank-0.log").open("a") as f:
         f.write("late, and nobody noted when")
     lines = [line for _, line in follow_files(tmp_path, "attempts/*/node-*/rank-*.log", lambda: False)]
@@ -35,12 +35,16 @@ def test_lines_of_nodes_come_in_the_order_they_were_written(tmp_path: Path) -> N
 
 def test_the_agent_notes_sizes_when_they_change(tmp_path: Path) -> None:
     times = LogTimes(tmp_path)
-    (tmp_path / "rank-3.log").write_text("one\n")
+    log = tmp_path / "rank-3.log"
+    log.write_text("one\n")
+    first = log.stat().st_mtime
     time.sleep(2.5)
-    (tmp_path / "rank-3.log").write_text("one\ntwo\n")
+    log.write_text("one\ntwo\n")
+    second = log.stat().st_mtime
     times.close()
-    noted = [json.loads(line)["sizes"] for line in (tmp_path / TIMES).read_text().splitlines()]
-    assert noted == [{"3": 4}, {"3": 8}]
+    noted = [json.loads(line)["3"] for line in (tmp_path / TIMES).read_text().splitlines()]
+    assert [size for size, _ in noted] == [4, 8]
+    assert all(abs(when - wrote) < 0.1 for (_, when), wrote in zip(noted, (first, second), strict=True))
 
 
 def test_a_log_of_any_length_is_read_in_pieces(tmp_path: Path) -> None:

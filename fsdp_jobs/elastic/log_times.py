@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,7 +18,7 @@ class LogTimes:
 
     def __init__(self, folder: Path):
         self._folder = folder
-        self._known: dict[str, int] = {}
+        self._known: dict[str, tuple[int, float]] = {}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="log-times", daemon=True)
         self._thread.start()
@@ -30,13 +29,14 @@ class LogTimes:
         self._note()
 
     def _note(self) -> None:
-        """A line with the sizes that have changed."""
+        """A line with the sizes that have changed, and when the file was last written to."""
         with suppress(OSError):  # a full disk, or a file that has just gone: lines are in order all but here
-            sizes = {f.stem.removeprefix("rank-"): f.stat().st_size for f in self._folder.glob("rank-*.log")}
-            changed = {rank: size for rank, size in sizes.items() if size != self._known.get(rank, 0)}
+            found = {f.stem.removeprefix("rank-"): f.stat() for f in self._folder.glob("rank-*.log")}
+            sizes = {rank: (stat.st_size, round(stat.st_mtime, 3)) for rank, stat in found.items() if stat.st_size}
+            changed = {rank: written for rank, written in sizes.items() if written != self._known.get(rank)}
             if changed:
                 with (self._folder / TIMES).open("a") as f:
-                    f.write(json.dumps({"time": round(time.time(), 2), "sizes": changed}) + "\n")
+                    f.write(json.dumps(changed) + "\n")
                 self._known |= changed
 
     def close(self) -> None:
