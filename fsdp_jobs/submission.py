@@ -20,7 +20,7 @@ from fsdp_jobs.checkpoints.catalog import find_checkpoints, home_of
 from fsdp_jobs.checks import check, check_existing_run
 from fsdp_jobs.clusters import SlurmClusterConfig
 from fsdp_jobs.config import CustomModelConfig, HfConfig, JobConfig, dump_config, node_range
-from fsdp_jobs.events import record_event
+from fsdp_jobs.events import Verdict, record_event
 from fsdp_jobs.launchers.record import WRITES_AT_ONCE, RunScheduler
 from fsdp_jobs.planning.options import ranks_per_node
 from fsdp_jobs.planning.plan import Plan, make_plan
@@ -33,6 +33,7 @@ from fsdp_jobs.status import RunStatus
 
 SESSION = "fsdp_jobs"
 SILENT = "its launcher does not answer"
+_LEAVES_S = 30.0  # most that a launcher takes to let go of a job that has ended
 ACTIVE = (AppState.SUBMITTED, AppState.PENDING, AppState.RUNNING)
 
 
@@ -136,15 +137,28 @@ def _checked(config: JobConfig, taken: Sequence[RunDir]) -> tuple[RunDir, Plan, 
     if any(run.path == other.path for other in taken):
         raise BadInput([Problem(f"name={run.name}", "is the name of two jobs that are submitted together")])
     check_existing_run(config, run)
-    handle = run.read_job().get("handle")
-    if handle is not None and state_of(handle) in ACTIVE:
-        what = f"is in use by the live job {handle}"
+    if _is_live(run):
+        what = f"is in use by the live job {run.read_job()['handle']}"
         instead = f"fsdp-jobs cancel {run.name}, or wait for it: fsdp-jobs logs -f {run.name}"
         raise BadInput([Problem(f"run directory {run.path}", what, instead)])
     is_new = not find_checkpoints(home_of(config.checkpoint, run))
     if config.init_from is not None and is_new and config.cluster.shares_files:
         check_initial_weights(config)
     return run, *plan_of(config)
+
+
+def _is_live(run: RunDir) -> bool:
+    """Whether a launcher has a job with this run directory; one that was judged is given the time to leave."""
+    job = run.read_job()
+    deadline = time.monotonic() + _LEAVES_S
+    while job and state_of(job["handle"]) in ACTIVE:
+        attempt = run.last_attempt()
+        verdict = Verdict.read(run, attempt)
+        has_ended = verdict is not None and verdict.decision == "stop"
+        if not has_ended or run.verdict(attempt).stat().st_mtime < job["submitted"] or time.monotonic() > deadline:
+            return True
+        time.sleep(0.2)
+    return False
 
 
 def submit(job: Prepared, overrides: Sequence[str]) -> str:

@@ -20,7 +20,6 @@ from fsdp_jobs.sweeps.names import canonical, identity, is_of_the_command
 
 _POLL_S = 1.0  # between two looks at jobs that are waited for, at first and after one has ended
 _SLOWEST_POLL_S = 15.0
-_LEAVES_S = 30.0  # most that a launcher takes to let go of a job that has ended
 _TAIL_BYTES = 1 << 16  # of metrics.jsonl: as a rule the last value is in there
 
 
@@ -153,7 +152,6 @@ def submit(sweep: Sweep, undone: dict[str, JobConfig]) -> None:
         BadInput: whatever is wrong with any of them; nothing is written then.
     """
     rows = [row for row in sweep.jobs if row.run in undone]
-    _let_go([sweep.run_of(row) for row in rows])
     prepared = prepare(sweep, [undone[row.run] for row in rows])
     sweep.write()  # before the jobs are there: a command that dies in between has not lost their names
     overrides = [sweep.overrides_of(row) for row in rows]
@@ -161,16 +159,6 @@ def submit(sweep: Sweep, undone: dict[str, JobConfig]) -> None:
     for row, handle in zip(rows, handles, strict=True):
         row.handle, row.state, row.reason = handle, "submitted", ""
     sweep.write()
-
-
-def _let_go(runs: Sequence[RunDir]) -> None:
-    """Wait until launchers have done with jobs that have ended."""
-    handles = [str(job["handle"]) for run in runs if (job := run.read_job())]
-    deadline = time.monotonic() + _LEAVES_S
-    while handles and time.monotonic() < deadline:
-        if not any(job.state in submission.ACTIVE for job in submission.describe_many(handles)):
-            return
-        time.sleep(0.2)
 
 
 def wait(sweep: Sweep, rows: Sequence[Row], tell: Callable[[Row], Any]) -> None:
