@@ -13,7 +13,19 @@ from fsdp_jobs.compose import compose_job, groups, keys_of
 from fsdp_jobs.config import CustomModelConfig, HfConfig
 
 ROOT = Path(__file__).parent.parent
-GROUPS = ("cluster", "hardware", "model", "fsdp", "data", "optim", "checkpoint", "elastic", "sweep", "tracking", "notify")
+GROUPS = (
+    "cluster",
+    "hardware",
+    "model",
+    "fsdp",
+    "data",
+    "optim",
+    "checkpoint",
+    "elastic",
+    "sweep",
+    "tracking",
+    "notify",
+)
 
 
 def documented() -> dict[str, str]:

@@ -51,7 +51,9 @@ def shape_of(config: JobConfig) -> ModelShape:
     """
     if isinstance(config.model, LlamaConfig):
         return llama_shape(config.model, config.fsdp.wrap, config.fsdp.min_num_params, accelerator_of(config))
-    raise BadInput([Problem(f"model={config.model.kind}", "its shape is not known here", "probe it: fsdp_jobs.planning.probe")])
+    raise BadInput(
+        [Problem(f"model={config.model.kind}", "its shape is not known here", "probe it: fsdp_jobs.planning.probe")]
+    )
 
 
 def usable_bytes(hardware: HardwareConfig) -> int:
