@@ -2,29 +2,39 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-_TESTS = Path(__file__).parent
-_ONE_CLUSTER = ("slurm", "docker", "kubernetes", "integration")  # begun in this order: what takes longest comes first
+_LONGEST = ("slurm", "docker", "integration", "kubernetes")
 
 _skipped: list[str] = []
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+class _WholeFiles(LoadScopeScheduling):
     """With several workers (make test) a file stays together, and so do all files that share a cluster."""
 
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.partition("::")[0]
+        folder = Path(path).parts[1]
+        return folder if folder in ("slurm", "docker") else path
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    return _WholeFiles(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest comes first."""
+
     def place(item: pytest.Item) -> int:
-        folder = item.path.relative_to(_TESTS).parts[0]
-        return _ONE_CLUSTER.index(folder) if folder in _ONE_CLUSTER else len(_ONE_CLUSTER)
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        return _LONGEST.index(folder) if folder in _LONGEST else len(_LONGEST)
 
     items.sort(key=place)
-    for item in items:
-        folder = item.path.relative_to(_TESTS).parts[0]
-        group = folder if folder in ("slurm", "docker") else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
