@@ -59,7 +59,7 @@ class Trainer:
         mesh = build_mesh(layout, device.type)
         self.model: nn.Module = sharded_model(config.model, config.fsdp, layout, mesh, device, config.seed)
         torch.manual_seed(config.seed * 1_000_003 + self.rank)
-        self.optimizer = build_optimizer(self.model, config.optim, device)
+        self.optimizer = build_optimizer(self.model, config.optim)
         dtype = compute_dtype(config.fsdp, device)
         self.scaler = torch.amp.GradScaler(device.type) if dtype == torch.float16 else None
         digest = training_digest(training_values(config))
