@@ -85,6 +85,7 @@ def main() -> None:
         if dist.get_rank() == 0:
             print(f"epoch {state.epoch} loss {state.losses[-1]:.5f}", flush=True)
             state.save(args.snapshot)
+    del state, model  # first: a process group whose last owner is DDP now and then never ends (torch 2.13, gloo)
     dist.destroy_process_group()
 
 
