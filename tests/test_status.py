@@ -113,7 +113,8 @@ def test_a_job_is_watched_to_its_end(tmp_path: Path) -> None:
         while "running" not in shown:
             shown += os.read(terminal, 1 << 16).decode()
         left.send_signal(signal.SIGINT)
-        assert left.wait(30) == 0, read_all(terminal)
+        shown = read_all(terminal)  # nobody ends who cannot say the last of it
+        assert left.wait(30) == 0, shown
         watching, terminal = watch(tmp_path)
         now = live.step()
         live.until_step(now + 100)
