@@ -82,7 +82,7 @@ def test_services_scale_heal_and_go_on(services: Watched, image: str, tmp_path: 
 
     healthy = ("ps", "--quiet", "--filter", f"name={_PROJECT}", "--filter", "health=healthy")
     services.until(lambda: len(docker(*healthy).split()) == 5, "everybody is healthy", 60)
-    said = docker("exec", coordinator, "fsdp-jobs", "cancel", "job", check=False)  # the container may end before it does
+    said = docker("exec", coordinator, "fsdp-jobs", "cancel", "job", check=False)  # ends with its container
     assert "job stopped: cancelled; saved at step" in said, said
     verdict = Verdict.read(services.run, services.run.last_attempt())
     assert verdict is not None and (verdict.verdict, verdict.decision) == ("preempted", "stop")
