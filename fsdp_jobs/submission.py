@@ -141,8 +141,8 @@ def _checked(config: JobConfig, taken: Sequence[RunDir]) -> tuple[RunDir, Plan, 
         what = f"is in use by the live job {run.read_job()['handle']}"
         instead = f"fsdp-jobs cancel {run.name}, or wait for it: fsdp-jobs logs -f {run.name}"
         raise BadInput([Problem(f"run directory {run.path}", what, instead)])
-    is_new = not find_checkpoints(home_of(config.checkpoint, run))
-    if config.init_from is not None and is_new and config.cluster.shares_files:
+    can_look = config.init_from is not None and config.cluster.shares_files
+    if can_look and not find_checkpoints(home_of(config.checkpoint, run)):
         check_initial_weights(config)
     return run, *plan_of(config)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,13 +13,12 @@ from fsdp_jobs.clusters import KubernetesClusterConfig
 from fsdp_jobs.compose import compose_many
 from fsdp_jobs.config import JobConfig
 from fsdp_jobs.problems import BadInput, Problem
-from fsdp_jobs.run_dir import RunDir
+from fsdp_jobs.run_dir import RunDir, newest_json_lines
 from fsdp_jobs.sweeps.ledger import ENDED, NEW, Row, Sweep
 from fsdp_jobs.sweeps.names import canonical, identity, is_of_the_command
 
 _POLL_S = 1.0  # between two looks at jobs that are waited for, at first and after one has ended
 _SLOWEST_POLL_S = 15.0
-_TAIL_BYTES = 1 << 16  # of metrics.jsonl: as a rule the last value is in there
 
 
 def refresh(sweep: Sweep, rows: Sequence[Row] | None = None) -> None:
@@ -39,18 +37,8 @@ def refresh(sweep: Sweep, rows: Sequence[Row] | None = None) -> None:
 
 def last_value(metrics: Path, key: str) -> float | None:
     """The newest number of a key in a metrics.jsonl."""
-    if not metrics.exists():
-        return None
-    size = metrics.stat().st_size
-    for start in dict.fromkeys((max(0, size - _TAIL_BYTES), 0)):
-        with metrics.open("rb") as file:
-            file.seek(start)
-            whole = file.read().split(b"\n")[1 if start else 0 : -1]  # no half line at either end
-        for line in reversed(whole):
-            value = json.loads(line).get(key)
-            if isinstance(value, int | float):
-                return float(value)
-    return None
+    numbers = (record.get(key) for record in newest_json_lines(metrics))
+    return next((float(n) for n in numbers if isinstance(n, int | float)), None)
 
 
 def to_do(sweep: Sweep, jobs: Sequence[Sequence[str]]) -> tuple[list[Row], dict[str, JobConfig]]:
