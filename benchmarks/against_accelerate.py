@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 import yaml
 
-from fsdp_jobs.compose import compose_job
-from fsdp_jobs.processes import free_port
-from fsdp_jobs.run_dir import read_json_lines
+from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.run.directory import read_json_lines
+from fsdp_jobs.run.processes import free_port
 
 ROOT = Path(__file__).parent.parent
 RANKS, LENGTH, BATCH, MICRO_BATCH, RATE = 2, 128, 16, 4, 1e-3
@@ -41,8 +41,8 @@ def prepare(folder: Path, steps: int, width: int) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from fsdp_jobs.training.data import Samples
-    from fsdp_jobs.training.sources import open_tokens
+    from fsdp_jobs.train.data import Samples
+    from fsdp_jobs.train.sources import open_tokens
 
     torch.manual_seed(0)
     heads = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}

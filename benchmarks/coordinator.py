@@ -19,11 +19,11 @@ from pathlib import Path
 
 import psutil
 
-from fsdp_jobs.app import ATTEMPT_ENV, COORDINATOR_ENV
-from fsdp_jobs.compose import compose_job
-from fsdp_jobs.config import dump_config
-from fsdp_jobs.processes import free_port
-from fsdp_jobs.run_dir import RunDir, write_atomic
+from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.config.schema import dump_config
+from fsdp_jobs.launchers.app import ATTEMPT_ENV, COORDINATOR_ENV
+from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.processes import free_port
 
 
 async def agent(port: int, token: str, node: int, ranks: int, seconds: float) -> int:

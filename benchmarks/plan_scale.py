@@ -22,9 +22,9 @@ def peak_mib() -> float:
 
 def measure(nodes: int) -> None:
     """Plan once in this process and print: nodes, ranks, seconds, peak MiB, the choice."""
-    from fsdp_jobs.compose import compose_job
-    from fsdp_jobs.planning.plan import make_plan
-    from fsdp_jobs.planning.topology import Node, Topology
+    from fsdp_jobs.config.hydra import compose_job
+    from fsdp_jobs.plan.plan import make_plan
+    from fsdp_jobs.plan.topology import Node, Topology
 
     config = compose_job(
         [

@@ -32,7 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # for tests.netns
 
-from fsdp_jobs.run_dir import read_json_lines
+from fsdp_jobs.run.directory import read_json_lines
 
 NODES = ["node1", "node2", "node3", "node4"]
 VICTIM = "node4"
@@ -168,10 +168,10 @@ def worker(folder: Path, timeout_s: float | None) -> None:
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     from torch.distributed.fsdp import fully_shard
 
-    from fsdp_jobs.compose import compose_job
+    from fsdp_jobs.config.hydra import compose_job
     from fsdp_jobs.models.llama import Llama
-    from fsdp_jobs.training.data import Samples
-    from fsdp_jobs.training.sources import open_tokens
+    from fsdp_jobs.train.data import Samples
+    from fsdp_jobs.train.sources import open_tokens
     from tests.world import TINY
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s) if timeout_s else None)

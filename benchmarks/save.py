@@ -32,11 +32,11 @@ def worker(folder: Path, saves: int, overrides: list[str]) -> None:
     import torch.distributed.checkpoint as dcp
 
     from fsdp_jobs.checkpoints.catalog import find_checkpoints
-    from fsdp_jobs.checkpoints.store import Progress
-    from fsdp_jobs.compose import compose_job
-    from fsdp_jobs.planning.plan import make_plan
-    from fsdp_jobs.run_dir import RunDir
-    from fsdp_jobs.training.trainer import Trainer
+    from fsdp_jobs.checkpoints.checkpointer import Progress
+    from fsdp_jobs.config.hydra import compose_job
+    from fsdp_jobs.plan.plan import make_plan
+    from fsdp_jobs.run.directory import RunDir
+    from fsdp_jobs.train.trainer import Trainer
 
     config = compose_job([*JOB, *overrides])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")

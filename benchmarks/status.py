@@ -21,14 +21,14 @@ from pathlib import Path
 
 import psutil
 
-from fsdp_jobs.compose import compose_job
-from fsdp_jobs.config import dump_config
-from fsdp_jobs.ledger import Steps
-from fsdp_jobs.run_dir import RunDir, write_atomic
+from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.config.schema import dump_config
+from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.goodput import Steps
 
 _NAIVE = """
 import sys
-from fsdp_jobs.run_dir import read_json_lines, runs_in
+from fsdp_jobs.run.directory import read_json_lines, runs_in
 for run in runs_in(sys.argv[1]):
     for event in read_json_lines(run.events): pass
     for record in read_json_lines(run.metrics): pass

@@ -20,10 +20,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # for tests.netns
 
-from fsdp_jobs.planning.layout import Layout
-from fsdp_jobs.planning.memory import param_bytes
-from fsdp_jobs.planning.options import shape_of
-from fsdp_jobs.planning.traffic import BACKENDS, ring_bytes, sent_by_place
+from fsdp_jobs.plan.layout import Layout
+from fsdp_jobs.plan.memory import param_bytes
+from fsdp_jobs.plan.options import shape_of
+from fsdp_jobs.plan.traffic import BACKENDS, ring_bytes, sent_by_place
 from tests.netns import Fabric, NetnsJob, netns_job, why_not
 
 LEAD_IN = 5  # steps before counting begins: start-up has gone by

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import psutil
 
-from fsdp_jobs.config import load_config
-from fsdp_jobs.events import Verdict, read_events
-from fsdp_jobs.run_dir import RunDir, read_json_lines
+from fsdp_jobs.config.schema import load_config
+from fsdp_jobs.run.directory import RunDir, read_json_lines
+from fsdp_jobs.run.events import Verdict, read_events
 
 NODE = 1
 

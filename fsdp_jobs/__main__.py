@@ -2,6 +2,6 @@
 
 import sys
 
-from fsdp_jobs.cli import main
+from fsdp_jobs.cli.main import main
 
 sys.exit(main())

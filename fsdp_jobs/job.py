@@ -25,21 +25,21 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_jobs.checkpoints.store import Checkpointer, Progress, training_digest
-from fsdp_jobs.config import JobConfig, NoModelConfig, load_config, training_values
-from fsdp_jobs.elastic.board import Phase, Request
-from fsdp_jobs.events import record_event
+from fsdp_jobs.checkpoints.checkpointer import Checkpointer, Progress, training_digest
+from fsdp_jobs.config.errors import JobFailed
+from fsdp_jobs.config.schema import JobConfig, NoModelConfig, load_config, training_values
+from fsdp_jobs.elastic.rank_state import Phase, Request
 from fsdp_jobs.models.build import wrap_classes_of
-from fsdp_jobs.planning.layout import Layout
-from fsdp_jobs.problems import JobFailed
-from fsdp_jobs.processes import free_port
-from fsdp_jobs.run_dir import RunDir
-from fsdp_jobs.training import sharding
-from fsdp_jobs.training.control import Control
-from fsdp_jobs.training.device import pick_device
-from fsdp_jobs.training.mesh import build_mesh
-from fsdp_jobs.training.metrics import MetricsLog
-from fsdp_jobs.training.sampler import ElasticSampler
+from fsdp_jobs.plan.layout import Layout
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.events import record_event
+from fsdp_jobs.run.processes import free_port
+from fsdp_jobs.train import sharding
+from fsdp_jobs.train.control import Control
+from fsdp_jobs.train.device import pick_device
+from fsdp_jobs.train.mesh import build_mesh
+from fsdp_jobs.train.metrics import MetricsLog
+from fsdp_jobs.train.sampler import ElasticSampler
 
 __all__ = [
     "Checkpoints",

@@ -20,12 +20,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from fsdp_jobs.app import ATTEMPT_ENV, COORDINATOR_ENV
-from fsdp_jobs.config import load_config, node_range
-from fsdp_jobs.events import EXIT_FAILED, EXIT_REQUEUE, Verdict, read_events, record_event
-from fsdp_jobs.logs import tail
-from fsdp_jobs.processes import die_with_parent
-from fsdp_jobs.run_dir import RunDir
+from fsdp_jobs.config.schema import load_config, node_range
+from fsdp_jobs.launchers.app import ATTEMPT_ENV, COORDINATOR_ENV
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.events import EXIT_FAILED, EXIT_REQUEUE, Verdict, read_events, record_event
+from fsdp_jobs.run.processes import die_with_parent
+from fsdp_jobs.run.tail import tail
 
 _POLL_S = 0.5
 _EARLY_DEATH_S = 10.0  # a command that dies younger than this, three times in a row, is not worth starting again

@@ -19,15 +19,15 @@ from typing import IO, Any
 from torchx.schedulers.api import DescribeAppResponse, ListAppResponse
 from torchx.specs import AppDef, AppDryRunInfo, AppState, RoleStatus
 
-from fsdp_jobs.app import RUN_DIR_KEY
-from fsdp_jobs.compose import compose_job
-from fsdp_jobs.config import load_config
-from fsdp_jobs.events import Verdict
+from fsdp_jobs.config.errors import BadInput, Problem
+from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.launchers import attempts
-from fsdp_jobs.launchers.record import RunScheduler, final_state, log_lines
-from fsdp_jobs.planning.options import ranks_per_node
-from fsdp_jobs.problems import BadInput, Problem
-from fsdp_jobs.run_dir import RunDir, write_atomic
+from fsdp_jobs.launchers.app import RUN_DIR_KEY
+from fsdp_jobs.launchers.base import RunScheduler, final_state, log_lines
+from fsdp_jobs.plan.options import ranks_per_node
+from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.events import Verdict
 
 RUNS = Path("/runs")  # the volume that all services mount
 _PORT = "29400"
@@ -101,7 +101,7 @@ def submit(run: RunDir, overrides: Sequence[str]) -> None:
     Raises:
         BadInput: whatever is wrong with the overrides.
     """
-    from fsdp_jobs import submission
+    from fsdp_jobs.submit import submit as submission
 
     if _first_attempt(run).exists() and _is_live(run):
         print(f"{run.name} goes on, as it was submitted")

@@ -13,12 +13,12 @@ import psutil
 from torchx.schedulers.api import DescribeAppResponse, ListAppResponse
 from torchx.specs import AppDryRunInfo, AppState, RoleStatus
 
-from fsdp_jobs.events import Verdict
-from fsdp_jobs.launchers.record import RunScheduler, final_state, known_runs, log_lines, remember, run_of
+from fsdp_jobs.config.errors import BadInput, Problem
+from fsdp_jobs.launchers.base import RunScheduler, final_state, known_runs, log_lines, remember, run_of
 from fsdp_jobs.launchers.waiting import Entry, Pool, forget, waiting_of, withdraw
-from fsdp_jobs.problems import BadInput, Problem
-from fsdp_jobs.processes import recorded_process, start_detached
-from fsdp_jobs.run_dir import RunDir
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.events import Verdict
+from fsdp_jobs.run.processes import recorded_process, start_detached
 
 _STARTS_S = 60.0  # most that a job takes from the end of its wait to its supervisor
 
@@ -72,7 +72,7 @@ class DetachedScheduler(RunScheduler):
             pool = Pool.read(pool.folder)
             pool.enter(entries, parallelism or 1)
             if recorded_process(pool.process_file) is None:
-                start_detached("fsdp_jobs.launchers.pool", pool.folder, pool.process_file, pool.folder / "pool.log")
+                start_detached("fsdp_jobs.launchers.queue", pool.folder, pool.process_file, pool.folder / "pool.log")
         return [entry.app_id for entry in entries]
 
     def is_alive(self, run: RunDir, app_id: str) -> bool:

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from fsdp_jobs.processes import recorded_process
-from fsdp_jobs.run_dir import RunDir, write_atomic
+from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.processes import recorded_process
 
 
 @dataclass

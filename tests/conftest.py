@@ -19,8 +19,8 @@ class _WholeFiles(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]
-        folder = Path(path).parts[1]
-        return folder if folder in ("slurm", "docker") else path
+        shared = {"slurm", "docker"} & set(Path(path).parts)
+        return shared.pop() if shared else path
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
@@ -31,8 +31,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest comes first."""
 
     def place(item: pytest.Item) -> int:
-        folder = item.path.relative_to(Path(__file__).parent).parts[0]
-        return _LONGEST.index(folder) if folder in _LONGEST else len(_LONGEST)
+        folders = item.path.relative_to(Path(__file__).parent).parts
+        return next((i for i, name in enumerate(_LONGEST) if name in folders), len(_LONGEST))
 
     items.sort(key=place)
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import psutil
 
-from fsdp_jobs.events import Verdict
-from fsdp_jobs.run_dir import RunDir, read_json_lines
+from fsdp_jobs.run.directory import RunDir, read_json_lines
+from fsdp_jobs.run.events import Verdict
 from tests.world import TINY
 
 ROOT = Path(__file__).parent.parent

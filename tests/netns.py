@@ -22,13 +22,13 @@ import psutil
 import pytest
 from torchx.specs import macros
 
-from fsdp_jobs import submission
-from fsdp_jobs.app import ADDRESS_ENV, ATTEMPT_ENV, COORDINATOR_ENV, to_app
-from fsdp_jobs.checks import ranks_per_node
-from fsdp_jobs.compose import compose_job
-from fsdp_jobs.events import Verdict, record_event
-from fsdp_jobs.processes import die_with_parent
-from fsdp_jobs.run_dir import RunDir
+from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.config.validate import ranks_per_node
+from fsdp_jobs.launchers.app import ADDRESS_ENV, ATTEMPT_ENV, COORDINATOR_ENV, to_app
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.events import Verdict, record_event
+from fsdp_jobs.run.processes import die_with_parent
+from fsdp_jobs.submit import submit as submission
 from tests.jobs import ROOT, Job
 from tests.world import TINY
 

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fsdp_jobs.compose import compose_job
-from fsdp_jobs.config import dump_config
-from fsdp_jobs.ledger import Steps
-from fsdp_jobs.planning.plan import make_plan
-from fsdp_jobs.run_dir import RunDir, write_atomic
+from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.config.schema import dump_config
+from fsdp_jobs.plan.plan import make_plan
+from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.goodput import Steps
 
 HOSTILE = "<script>alert('x')</script><img src=x onerror=alert(1)> & \"quoted\" ${jinja} {{ 7 * 7 }} [/red]"
 

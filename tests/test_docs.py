@@ -8,9 +8,9 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from fsdp_jobs.clusters import ClusterConfig, SlurmClusterConfig
-from fsdp_jobs.compose import compose_job, groups, keys_of
-from fsdp_jobs.config import CustomModelConfig, HfConfig
+from fsdp_jobs.config.clusters import ClusterConfig, SlurmClusterConfig
+from fsdp_jobs.config.hydra import compose_job, groups, keys_of
+from fsdp_jobs.config.schema import CustomModelConfig, HfConfig
 
 ROOT = Path(__file__).parent.parent
 GROUPS = (

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_jobs.run_dir import RunDir
+from fsdp_jobs.run.directory import RunDir
 from tests.jobs import environment
 from tests.world import TINY
 
 _SCRIPT = """
 import sys
-from fsdp_jobs.cli import main
+from fsdp_jobs.cli.main import main
 code = main(sys.argv[1:])
 heavy = sorted({m.partition(".")[0] for m in sys.modules} & {"torch", "transformers", "kubernetes", "mlflow", "wandb"})
 print("HEAVY", heavy)

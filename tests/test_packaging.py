@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from fsdp_jobs.events import Verdict
-from fsdp_jobs.run_dir import RunDir, read_json_lines
+from fsdp_jobs.run.directory import RunDir, read_json_lines
+from fsdp_jobs.run.events import Verdict
 
 pytestmark = pytest.mark.integration
 

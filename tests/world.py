@@ -11,10 +11,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from fsdp_jobs.compose import compose_job
-from fsdp_jobs.config import dump_config
-from fsdp_jobs.processes import die_with_parent, free_port
-from fsdp_jobs.run_dir import RunDir, read_json_lines, write_atomic
+from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.config.schema import dump_config
+from fsdp_jobs.run.directory import RunDir, read_json_lines, write_atomic
+from fsdp_jobs.run.processes import die_with_parent, free_port
 
 TINY_LLAMA = ("model.dim=64", "model.n_layers=2", "model.n_heads=4", "model.n_kv_heads=2", "model.ffn_dim=96")
 TINY_TASK = (
@@ -36,7 +36,7 @@ def run_world(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]
     A rank that raises fails the test with its traceback.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fsdp_jobs.training.entry"])
+    context.set_forkserver_preload(["fsdp_jobs.train.entry"])
     queue = context.Queue()
     port = free_port()
     processes = [context.Process(target=_rank, args=(r, ranks, port, queue, function, args)) for r in range(ranks)]
@@ -77,9 +77,9 @@ def train_here(run_dir: str, overrides: Sequence[str], nodes: int = 1) -> list[f
     import torch
     import torch.distributed as dist
 
-    from fsdp_jobs.planning.layout import Layout
-    from fsdp_jobs.planning.plan import make_plan
-    from fsdp_jobs.training.trainer import Trainer
+    from fsdp_jobs.plan.layout import Layout
+    from fsdp_jobs.plan.plan import make_plan
+    from fsdp_jobs.train.trainer import Trainer
 
     world = dist.get_world_size()
     custom = "model=custom" in overrides

@@ -18,10 +18,10 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from fsdp_jobs.config import load_config
-from fsdp_jobs.follow import describe_event, progress_line
-from fsdp_jobs.run_dir import RunDir, read_json_lines
-from fsdp_jobs.status import RunStatus
+from fsdp_jobs.cli.follow import describe_event, progress_line
+from fsdp_jobs.config.schema import load_config
+from fsdp_jobs.run.directory import RunDir, read_json_lines
+from fsdp_jobs.run.status import RunStatus
 
 WIDTH = 112
 

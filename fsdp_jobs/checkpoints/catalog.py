@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from fsdp_jobs.config import CheckpointConfig
-from fsdp_jobs.run_dir import RunDir
+from fsdp_jobs.config.schema import CheckpointConfig
+from fsdp_jobs.run.directory import RunDir
 
 MANIFEST = "manifest.json"
 SHARDS = "shards.json"  # the manifest of a step whose shards are on the nodes' own disks

@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fsdp_jobs.checkpoints import catalog
 from fsdp_jobs.checkpoints.storage import SafeReader
-from fsdp_jobs.config import HfConfig, JobConfig, LlamaConfig
+from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
+from fsdp_jobs.config.schema import HfConfig, JobConfig, LlamaConfig
 from fsdp_jobs.models.huggingface import folder_of, transformers
-from fsdp_jobs.problems import BadInput, JobFailed, Problem
-from fsdp_jobs.run_dir import RunDir, write_atomic
+from fsdp_jobs.run.directory import RunDir, write_atomic
 
 _FILE_BYTES = 5 * 2**30  # a safetensors file's size, at most (one larger tensor has a file of its own)
 

@@ -33,22 +33,22 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
-from fsdp_jobs import accelerate
-from fsdp_jobs.app import ADDRESS_ENV, ATTEMPT_ENV, COORDINATOR_ENV, HOST_ENV
-from fsdp_jobs.config import JobConfig, load_config
+from fsdp_jobs.config.schema import JobConfig, load_config
+from fsdp_jobs.elastic import accelerate_env as accelerate
 from fsdp_jobs.elastic import worker
-from fsdp_jobs.elastic.board import ENV as BOARD_ENV
-from fsdp_jobs.elastic.board import Board, Phase
-from fsdp_jobs.elastic.link import Message
 from fsdp_jobs.elastic.log_times import LogTimes
+from fsdp_jobs.elastic.program import ENV as PROGRAM_ENV
+from fsdp_jobs.elastic.program import Program
+from fsdp_jobs.elastic.protocol import Message
+from fsdp_jobs.elastic.rank_state import ENV as BOARD_ENV
+from fsdp_jobs.elastic.rank_state import Board, Phase
 from fsdp_jobs.elastic.rendezvous import CoordinatorRendezvous
-from fsdp_jobs.events import EXIT_FAILED, EXIT_REQUEUE
-from fsdp_jobs.planning.layout import Layout
-from fsdp_jobs.planning.topology_sources import path_from_slurm
-from fsdp_jobs.program import ENV as PROGRAM_ENV
-from fsdp_jobs.program import Program
-from fsdp_jobs.run_dir import RunDir
-from fsdp_jobs.tracking.beside import Beside
+from fsdp_jobs.launchers.app import ADDRESS_ENV, ATTEMPT_ENV, COORDINATOR_ENV, HOST_ENV
+from fsdp_jobs.observe.trackers.beside import Beside
+from fsdp_jobs.plan.layout import Layout
+from fsdp_jobs.plan.sources import path_from_slurm
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.events import EXIT_FAILED, EXIT_REQUEUE
 
 _MANY = 1 << 30  # restarts: the coordinator counts, not the agent
 _MONITOR_S = 0.1
@@ -343,7 +343,7 @@ def run_agent(args: argparse.Namespace) -> int:
 def _entrypoint(config: JobConfig, run: RunDir) -> tuple[Callable[[], None] | str, tuple[str, ...]]:
     """What ranks are started with. What is Python is forked from a process that imports torch while we wait."""
     entry: Callable[[], None] = worker.train
-    preload = ["fsdp_jobs.training.entry"]
+    preload = ["fsdp_jobs.train.entry"]
     if config.is_program:
         program = Program.of(config, run)
         os.environ[PROGRAM_ENV] = program.to_json()

@@ -16,12 +16,12 @@ import sys
 import time
 from contextlib import suppress
 
-from fsdp_jobs.app import ATTEMPT_ENV, COORDINATOR_ENV
-from fsdp_jobs.config import load_config
-from fsdp_jobs.elastic.decisions import Coordinator
-from fsdp_jobs.elastic.link import Message
-from fsdp_jobs.elastic.seating import Member
-from fsdp_jobs.run_dir import RunDir
+from fsdp_jobs.config.schema import load_config
+from fsdp_jobs.elastic.placement import Member
+from fsdp_jobs.elastic.protocol import Message
+from fsdp_jobs.elastic.rounds import Coordinator
+from fsdp_jobs.launchers.app import ATTEMPT_ENV, COORDINATOR_ENV
+from fsdp_jobs.run.directory import RunDir
 
 _TICK_S = 0.1
 

@@ -6,7 +6,7 @@ killed agent would train on.
 
 import os
 
-from fsdp_jobs.processes import die_with_parent
+from fsdp_jobs.run.processes import die_with_parent
 
 die_with_parent()
 if os.getppid() == 1 and os.environ.get("FSDP_JOBS_AGENT_PID") != "1":

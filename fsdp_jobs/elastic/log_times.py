@@ -8,7 +8,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from fsdp_jobs.logs import TIMES
+from fsdp_jobs.run.tail import TIMES
 
 _EVERY_S = 1.0
 

@@ -14,10 +14,10 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
-from fsdp_jobs.elastic.board import Board, Phase, Request
-from fsdp_jobs.elastic.link import Beats, Link, Message
-from fsdp_jobs.planning.layout import Layout
-from fsdp_jobs.processes import free_port
+from fsdp_jobs.elastic.protocol import Beats, Link, Message
+from fsdp_jobs.elastic.rank_state import Board, Phase, Request
+from fsdp_jobs.plan.layout import Layout
+from fsdp_jobs.run.processes import free_port
 
 
 class CoordinatorRendezvous(RendezvousHandler):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from fsdp_jobs.elastic.link import Message
+from fsdp_jobs.elastic.protocol import Message
 
 _FLOOR_S = 60.0
 PROGRAMS_FLOOR_S = 1800.0  # a user's program may evaluate, and do other things between steps, as long as it likes

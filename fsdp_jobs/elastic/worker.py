@@ -19,11 +19,11 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-from fsdp_jobs.elastic.board import ENV as BOARD_ENV
-from fsdp_jobs.elastic.board import Board, Phase
-from fsdp_jobs.problems import BadInput, JobFailed, Problem
-from fsdp_jobs.processes import die_with_parent
-from fsdp_jobs.program import ENV, Program
+from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
+from fsdp_jobs.elastic.program import ENV, Program
+from fsdp_jobs.elastic.rank_state import ENV as BOARD_ENV
+from fsdp_jobs.elastic.rank_state import Board, Phase
+from fsdp_jobs.run.processes import die_with_parent
 
 LOG_ENV = "FSDP_JOBS_LOG"  # this rank's log file
 STACKS_ENV = "FSDP_JOBS_STACKS"  # where it writes its stacks on SIGUSR2
@@ -55,7 +55,7 @@ def train() -> None:
     """A rank of our trainer. Exits with 75 after a requested stop."""
     enter()
     _write_stacks_when_asked()
-    from fsdp_jobs.training.entry import main
+    from fsdp_jobs.train.entry import main
 
     try:
         exit_code = main()

@@ -8,7 +8,7 @@ from typing import Any
 from hydra.utils import get_method
 from torch import nn
 
-from fsdp_jobs.config import CustomModelConfig, HfConfig, LlamaConfig, ModelConfig
+from fsdp_jobs.config.schema import CustomModelConfig, HfConfig, LlamaConfig, ModelConfig
 from fsdp_jobs.models.huggingface import build_hf, hf_head_modules, is_hf, layer_classes
 from fsdp_jobs.models.llama import Llama
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_jobs.config import HfConfig
-from fsdp_jobs.problems import BadInput, Problem
+from fsdp_jobs.config.errors import BadInput, Problem
+from fsdp_jobs.config.schema import HfConfig
 
 _SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]  # of a repository: configuration, tokenizer
 

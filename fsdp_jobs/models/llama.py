@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp_jobs.config import LlamaConfig
+from fsdp_jobs.config.schema import LlamaConfig
 
 
 def rotary_angles(config: LlamaConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:

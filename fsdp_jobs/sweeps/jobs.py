@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdp_jobs import submission
-from fsdp_jobs.checks import check
-from fsdp_jobs.clusters import KubernetesClusterConfig
-from fsdp_jobs.compose import compose_many
-from fsdp_jobs.config import JobConfig
-from fsdp_jobs.problems import BadInput, Problem
-from fsdp_jobs.run_dir import RunDir, newest_json_lines
-from fsdp_jobs.sweeps.ledger import ENDED, NEW, Row, Sweep
-from fsdp_jobs.sweeps.names import canonical, identity, is_of_the_command
+from fsdp_jobs.config.clusters import KubernetesClusterConfig
+from fsdp_jobs.config.errors import BadInput, Problem
+from fsdp_jobs.config.hydra import compose_many
+from fsdp_jobs.config.schema import JobConfig
+from fsdp_jobs.config.validate import check
+from fsdp_jobs.run.directory import RunDir, newest_json_lines
+from fsdp_jobs.submit import submit as submission
+from fsdp_jobs.sweeps.identity import canonical, identity, is_of_the_command
+from fsdp_jobs.sweeps.table import ENDED, NEW, Row, Sweep
 
 _POLL_S = 1.0  # between two looks at jobs that are waited for, at first and after one has ended
 _SLOWEST_POLL_S = 15.0

@@ -8,9 +8,9 @@ from collections.abc import Collection, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from fsdp_jobs.submission import Prepared
-from fsdp_jobs.sweeps.ledger import Row, Sweep
-from fsdp_jobs.sweeps.names import key_of
+from fsdp_jobs.submit.submit import Prepared
+from fsdp_jobs.sweeps.identity import key_of
+from fsdp_jobs.sweeps.table import Row, Sweep
 
 
 def told(row: Row) -> str:

@@ -11,13 +11,13 @@ from dataclasses import asdict
 from rich.console import Console
 
 from fsdp_jobs.checkpoints.catalog import find_checkpoints, home_of
-from fsdp_jobs.config import load_config
-from fsdp_jobs.problems import BadInput, Problem, nearest
-from fsdp_jobs.stopping import stop
+from fsdp_jobs.config.errors import BadInput, Problem, nearest
+from fsdp_jobs.config.schema import load_config
+from fsdp_jobs.submit.stop import stop
 from fsdp_jobs.sweeps import jobs
-from fsdp_jobs.sweeps.ledger import Row, Sweep, existing_sweep, locked
-from fsdp_jobs.sweeps.names import key_of
+from fsdp_jobs.sweeps.identity import key_of
 from fsdp_jobs.sweeps.show import counts, number, show_status, show_submitted
+from fsdp_jobs.sweeps.table import Row, Sweep, existing_sweep, locked
 
 console = Console(highlight=False, markup=False)  # what runs and launchers say is shown as it is
 
@@ -118,7 +118,7 @@ def _measured(found: Sweep) -> str:
 def _report(flags: argparse.Namespace) -> int:
     found = _observed(flags)
     try:
-        from fsdp_jobs.report.sweep_page import write_sweep_report
+        from fsdp_jobs.observe.report.sweep_page import write_sweep_report
     except ImportError as e:
         raise BadInput([Problem("sweep report", str(e), "pip install 'fsdp_jobs[report]'")]) from e
     console.print(str(write_sweep_report(found)), soft_wrap=True)

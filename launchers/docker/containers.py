@@ -17,17 +17,17 @@ from docker.types import DeviceRequest, Mount
 from docker.utils import parse_bytes
 from torchx.specs import AppDef, Role, macros
 
-from fsdp_jobs.app import ADDRESS_ENV, RUN_DIR_KEY
-from fsdp_jobs.clusters import DockerClusterConfig
-from fsdp_jobs.config import JobConfig
-from fsdp_jobs.documents import inputs_of
-from fsdp_jobs.planning.memory import GIB
-from fsdp_jobs.planning.plan import Plan
-from fsdp_jobs.problems import BadInput, Problem
-from fsdp_jobs.run_dir import RunDir, write_atomic
-from fsdp_jobs.snapshot import Snapshot, take
+from fsdp_jobs.config.clusters import DockerClusterConfig
+from fsdp_jobs.config.documents import inputs_of
+from fsdp_jobs.config.errors import BadInput, Problem
+from fsdp_jobs.config.schema import JobConfig
+from fsdp_jobs.launchers.app import ADDRESS_ENV, RUN_DIR_KEY
+from fsdp_jobs.plan.memory import GIB
+from fsdp_jobs.plan.plan import Plan
+from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.submit.snapshot import Snapshot, take
 
-RUN_LABEL = "fsdp_jobs.run_dir"
+RUN_LABEL = "fsdp_jobs.run.directory"
 _PORT = 29400  # in the job's own network: nothing is published
 _AGENT_BYTES = GIB // 2  # an agent and its fork server, which has imported torch
 

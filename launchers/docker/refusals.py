@@ -11,13 +11,13 @@ import docker
 from docker.errors import DockerException, ImageNotFound
 from docker.utils import parse_bytes
 
-from fsdp_jobs.clusters import DockerClusterConfig
-from fsdp_jobs.config import JobConfig, node_range
+from fsdp_jobs.config.clusters import DockerClusterConfig
+from fsdp_jobs.config.errors import BadInput, Problem
+from fsdp_jobs.config.schema import JobConfig, node_range
 from fsdp_jobs.launchers.docker.containers import RUN_LABEL, memory_need, parse_mount, prefix_of, shm_need
-from fsdp_jobs.planning.memory import GIB
-from fsdp_jobs.planning.plan import Plan
-from fsdp_jobs.problems import BadInput, Problem
-from fsdp_jobs.run_dir import RunDir
+from fsdp_jobs.plan.memory import GIB
+from fsdp_jobs.plan.plan import Plan
+from fsdp_jobs.run.directory import RunDir
 
 
 def check(

@@ -7,8 +7,8 @@ from typing import Any
 
 from torchx.specs import AppDef, AppDryRunInfo
 
-from fsdp_jobs.app import RUN_DIR_KEY
-from fsdp_jobs.config import JobConfig
+from fsdp_jobs.config.schema import JobConfig
+from fsdp_jobs.launchers.app import RUN_DIR_KEY
 from fsdp_jobs.launchers.detached import (
     KILLED,
     DetachedScheduler,
@@ -20,8 +20,8 @@ from fsdp_jobs.launchers.detached import (
 from fsdp_jobs.launchers.docker import containers, refusals
 from fsdp_jobs.launchers.docker.containers import DockerRequest, Submission
 from fsdp_jobs.launchers.local import visible_gpus
-from fsdp_jobs.planning.plan import Plan
-from fsdp_jobs.run_dir import RunDir, write_atomic
+from fsdp_jobs.plan.plan import Plan
+from fsdp_jobs.run.directory import RunDir, write_atomic
 
 
 class DockerScheduler(DetachedScheduler):

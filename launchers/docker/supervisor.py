@@ -16,13 +16,13 @@ import docker
 from docker.errors import APIError
 from requests.exceptions import RequestException
 
-from fsdp_jobs.clusters import DockerClusterConfig
-from fsdp_jobs.config import load_config
-from fsdp_jobs.events import EXIT_FAILED, EXIT_REQUEUE, Verdict, record_event
+from fsdp_jobs.config.clusters import DockerClusterConfig
+from fsdp_jobs.config.errors import BadInput
+from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.launchers.detached import judge
 from fsdp_jobs.launchers.docker.containers import Submission, connect, containers_of, remove
-from fsdp_jobs.problems import BadInput
-from fsdp_jobs.run_dir import RunDir
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.events import EXIT_FAILED, EXIT_REQUEUE, Verdict, record_event
 
 _POLL_S = 0.5
 _LEAVE_S = 40.0  # containers that still run so long after the job's end are removed running

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_jobs.run_dir import RunDir, write_atomic
+from fsdp_jobs.run.directory import RunDir, write_atomic
 
 APP = "app.kubernetes.io/instance"
 ALL_APPS = "app.kubernetes.io/name=fsdp-jobs"  # selects what belongs to any app

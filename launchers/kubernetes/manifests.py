@@ -6,12 +6,12 @@ from typing import Any
 
 from torchx.specs import AppDef
 
-from fsdp_jobs.clusters import KubernetesClusterConfig
-from fsdp_jobs.config import JobConfig, node_range
-from fsdp_jobs.events import EXIT_FAILED, EXIT_REQUEUE
+from fsdp_jobs.config.clusters import KubernetesClusterConfig
+from fsdp_jobs.config.schema import JobConfig, node_range
 from fsdp_jobs.launchers.kubernetes.labels import COORDINATOR_PORT, QUEUE, RUN, Names, job_files
 from fsdp_jobs.launchers.kubernetes.pods import Object, coordinator_pod, merge, node_pod
-from fsdp_jobs.run_dir import RunDir
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.events import EXIT_FAILED, EXIT_REQUEUE
 
 _COORDINATOR_CRASHES = 20
 _NODE_CRASHES = 100  # of one node's pods; the coordinator gives up on a job that gets nowhere long before

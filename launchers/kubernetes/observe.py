@@ -9,10 +9,10 @@ from typing import Any
 from kubernetes.client.exceptions import ApiException
 from torchx.specs import AppState
 
-from fsdp_jobs.events import EXIT_DONE, EXIT_REQUEUE
 from fsdp_jobs.launchers.kubernetes.api import Api
 from fsdp_jobs.launchers.kubernetes.labels import QUEUE, ROLE, node_of
 from fsdp_jobs.launchers.kubernetes.pods import Object
+from fsdp_jobs.run.events import EXIT_DONE, EXIT_REQUEUE
 
 _JOB_NAME = "batch.kubernetes.io/job-name"
 _LATE_S = 30.0

@@ -19,7 +19,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from fsdp_jobs.events import EXIT_DONE, EXIT_REQUEUE, Verdict, record_event
 from fsdp_jobs.launchers import attempts
 from fsdp_jobs.launchers.kubernetes.labels import (
     JOB_FILES,
@@ -31,8 +30,9 @@ from fsdp_jobs.launchers.kubernetes.labels import (
     first_attempt,
     job_files,
 )
-from fsdp_jobs.logs import TIMES, follow_files
-from fsdp_jobs.run_dir import RunDir, write_atomic
+from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.events import EXIT_DONE, EXIT_REQUEUE, Verdict, record_event
+from fsdp_jobs.run.tail import TIMES, follow_files
 
 _POLL_S = 0.5
 _BEAT_S = 2.0  # how often a node's pod says that it is there

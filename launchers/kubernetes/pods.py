@@ -8,10 +8,9 @@ from typing import Any
 
 from torchx.specs import AppDef, Role, macros
 
-from fsdp_jobs.app import ADDRESS_ENV, HOST_ENV, RUN_DIR_KEY
-from fsdp_jobs.clusters import KubernetesClusterConfig
-from fsdp_jobs.config import JobConfig
-from fsdp_jobs.events import read_events
+from fsdp_jobs.config.clusters import KubernetesClusterConfig
+from fsdp_jobs.config.schema import JobConfig
+from fsdp_jobs.launchers.app import ADDRESS_ENV, HOST_ENV, RUN_DIR_KEY
 from fsdp_jobs.launchers.kubernetes.labels import (
     APP,
     COORDINATOR_PORT,
@@ -22,7 +21,8 @@ from fsdp_jobs.launchers.kubernetes.labels import (
     TOKEN_FILES,
     Names,
 )
-from fsdp_jobs.run_dir import RunDir
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.events import read_events
 
 Object = dict[str, Any]
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 
 from kubernetes.client.exceptions import ApiException
 
-from fsdp_jobs.clusters import KubernetesClusterConfig
-from fsdp_jobs.config import JobConfig, node_range
+from fsdp_jobs.config.clusters import KubernetesClusterConfig
+from fsdp_jobs.config.errors import BadInput, Problem, nearest
+from fsdp_jobs.config.schema import JobConfig, node_range
 from fsdp_jobs.launchers.kubernetes.api import REFUSALS, Api, explain, missing_permissions
 from fsdp_jobs.launchers.kubernetes.pods import Object
-from fsdp_jobs.problems import BadInput, Problem, nearest
 
 WORKLOADS = {  # cluster.workload -> the group, kind and plural of the object that owns the job
     "job": ("batch", "Job", "jobs"),

@@ -12,17 +12,17 @@ import yaml
 from torchx.schedulers.api import DescribeAppResponse, ListAppResponse
 from torchx.specs import AppDef, AppDryRunInfo, AppState, ReplicaStatus, RoleStatus
 
-from fsdp_jobs.app import RUN_DIR_KEY
-from fsdp_jobs.clusters import KubernetesClusterConfig
-from fsdp_jobs.config import JobConfig, plain_values
-from fsdp_jobs.events import Verdict, record_event
+from fsdp_jobs.config.clusters import KubernetesClusterConfig
+from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
+from fsdp_jobs.config.schema import JobConfig, plain_values
+from fsdp_jobs.launchers.app import RUN_DIR_KEY
+from fsdp_jobs.launchers.base import RunScheduler, known_runs, remember, run_of
 from fsdp_jobs.launchers.kubernetes.labels import ALL_APPS, APP, ROLE, Names, first_attempt, new_app, node_of
 from fsdp_jobs.launchers.kubernetes.manifests import files_objects, job_objects, jobset_objects, owned_by
 from fsdp_jobs.launchers.kubernetes.pods import Object
 from fsdp_jobs.launchers.kubernetes.volcano import volcano_objects
-from fsdp_jobs.launchers.record import RunScheduler, known_runs, remember, run_of
-from fsdp_jobs.problems import BadInput, JobFailed, Problem
-from fsdp_jobs.run_dir import RunDir, newest_json_lines
+from fsdp_jobs.run.directory import RunDir, newest_json_lines
+from fsdp_jobs.run.events import Verdict, record_event
 
 if TYPE_CHECKING:
     from fsdp_jobs.launchers.kubernetes.api import Api

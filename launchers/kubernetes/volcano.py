@@ -5,12 +5,12 @@ from __future__ import annotations
 from torchx.schedulers.kubernetes_scheduler import app_to_resource
 from torchx.specs import AppDef
 
-from fsdp_jobs.clusters import KubernetesClusterConfig
-from fsdp_jobs.config import JobConfig
-from fsdp_jobs.events import EXIT_FAILED
+from fsdp_jobs.config.clusters import KubernetesClusterConfig
+from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.kubernetes.labels import NODE, RUN, Names
 from fsdp_jobs.launchers.kubernetes.pods import Object, coordinator_pod, node_pod
-from fsdp_jobs.run_dir import RunDir
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.events import EXIT_FAILED
 
 _RESTARTS = 100
 _VERDICT = [

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fsdp_jobs.launchers.slurm import client
 from fsdp_jobs.launchers.slurm.script import Script
-from fsdp_jobs.run_dir import RunDir
+from fsdp_jobs.run.directory import RunDir
 
 
 def groups(scripts: Sequence[Script]) -> list[list[int]]:

@@ -9,11 +9,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from fsdp_jobs.clusters import SlurmClusterConfig
-from fsdp_jobs.config import JobConfig
-from fsdp_jobs.doctor import Finding
+from fsdp_jobs.config.clusters import SlurmClusterConfig
+from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.slurm import client
 from fsdp_jobs.launchers.slurm.refusals import file_system
+from fsdp_jobs.tools.doctor import Finding
 
 _COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo")
 _WAIT_S = 30  # for a free node

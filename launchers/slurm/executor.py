@@ -7,7 +7,7 @@ from pathlib import Path
 from submitit.core.utils import FailedJobError
 from submitit.slurm.slurm import SlurmExecutor
 
-from fsdp_jobs.problems import JobFailed
+from fsdp_jobs.config.errors import JobFailed
 
 
 class _Executor(SlurmExecutor):

@@ -21,7 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from fsdp_jobs.run_dir import write_atomic
+from fsdp_jobs.run.directory import write_atomic
 
 TIMEOUT_S = 120.0  # for all of it, imports included
 NONCE = "nonce"  # file that every node must be able to read, written by the batch step

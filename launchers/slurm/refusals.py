@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdp_jobs.clusters import SlurmClusterConfig
-from fsdp_jobs.config import JobConfig
+from fsdp_jobs.config.clusters import SlurmClusterConfig
+from fsdp_jobs.config.errors import BadInput, Problem, nearest
+from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.slurm import client
-from fsdp_jobs.problems import BadInput, Problem, nearest
-from fsdp_jobs.run_dir import RunDir
+from fsdp_jobs.run.directory import RunDir
 
 _OWN_MEMORY = ("tmpfs", "ramfs")  # file systems that no other machine can have mounted
 

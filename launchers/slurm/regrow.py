@@ -13,12 +13,12 @@ import sys
 import time
 from contextlib import suppress
 
-from fsdp_jobs.app import ATTEMPT_ENV, HOST_ENV
-from fsdp_jobs.events import EXIT_FAILED, Verdict, record_event
+from fsdp_jobs.launchers.app import ATTEMPT_ENV, HOST_ENV
 from fsdp_jobs.launchers.slurm import client
 from fsdp_jobs.launchers.slurm.script import Steps
-from fsdp_jobs.processes import die_with_parent
-from fsdp_jobs.run_dir import RunDir
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.events import EXIT_FAILED, Verdict, record_event
+from fsdp_jobs.run.processes import die_with_parent
 
 _LIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
 _TRIES = 3  # a number

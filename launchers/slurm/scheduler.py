@@ -13,17 +13,17 @@ from typing import Any
 from torchx.schedulers.api import DescribeAppResponse, ListAppResponse
 from torchx.specs import AppDef, AppDryRunInfo, AppState, RoleStatus
 
-from fsdp_jobs.app import RUN_DIR_KEY
-from fsdp_jobs.clusters import SlurmClusterConfig
-from fsdp_jobs.config import JobConfig
-from fsdp_jobs.events import Verdict, record_event
-from fsdp_jobs.launchers.record import WRITES_AT_ONCE, RunScheduler, final_state, log_lines, remember, run_of
+from fsdp_jobs.config.clusters import SlurmClusterConfig
+from fsdp_jobs.config.errors import BadInput, Problem
+from fsdp_jobs.config.schema import JobConfig
+from fsdp_jobs.launchers.app import RUN_DIR_KEY
+from fsdp_jobs.launchers.base import WRITES_AT_ONCE, RunScheduler, final_state, log_lines, remember, run_of
 from fsdp_jobs.launchers.slurm import arrays, client, refusals
 from fsdp_jobs.launchers.slurm.script import Script, Steps, script, steps
 from fsdp_jobs.launchers.slurm.site import probe
-from fsdp_jobs.problems import BadInput, Problem
-from fsdp_jobs.run_dir import RunDir, write_atomic
-from fsdp_jobs.snapshot import Snapshot, link, take
+from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.events import Verdict, record_event
+from fsdp_jobs.submit.snapshot import Snapshot, link, take
 
 # SLURM's words. One that is not here belongs to a job that is still in the queue.
 _STATES = {

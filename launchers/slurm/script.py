@@ -11,10 +11,10 @@ from pathlib import Path
 
 from torchx.specs import AppDef, Role, macros
 
-from fsdp_jobs.app import RUN_DIR_KEY
-from fsdp_jobs.clusters import SlurmClusterConfig
-from fsdp_jobs.config import JobConfig
-from fsdp_jobs.planning.plan import Plan
+from fsdp_jobs.config.clusters import SlurmClusterConfig
+from fsdp_jobs.config.schema import JobConfig
+from fsdp_jobs.launchers.app import RUN_DIR_KEY
+from fsdp_jobs.plan.plan import Plan
 
 BATCH = "fsdp_jobs.launchers.slurm.batch"
 PREFLIGHT = "fsdp_jobs.launchers.slurm.preflight"

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from functools import cache
 
-from fsdp_jobs.clusters import SlurmClusterConfig
-from fsdp_jobs.config import JobConfig, node_range
-from fsdp_jobs.events import read_events
+from fsdp_jobs.config.clusters import SlurmClusterConfig
+from fsdp_jobs.config.errors import BadInput
+from fsdp_jobs.config.schema import JobConfig, node_range
 from fsdp_jobs.launchers.slurm import client
 from fsdp_jobs.launchers.slurm.refusals import no_slurm
 from fsdp_jobs.launchers.slurm.script import Site, margin_s
-from fsdp_jobs.planning.options import ranks_per_node
-from fsdp_jobs.planning.topology import Topology
-from fsdp_jobs.planning.topology_sources import from_scontrol
-from fsdp_jobs.problems import BadInput
-from fsdp_jobs.run_dir import RunDir, read_json_lines
+from fsdp_jobs.plan.options import ranks_per_node
+from fsdp_jobs.plan.sources import from_scontrol
+from fsdp_jobs.plan.topology import Topology
+from fsdp_jobs.run.directory import RunDir, read_json_lines
+from fsdp_jobs.run.events import read_events
 
 
 def cluster_topology(config: JobConfig) -> Topology | None:

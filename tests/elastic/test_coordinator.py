@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from fsdp_jobs.compose import compose_job
-from fsdp_jobs.elastic.board import Phase, Request
-from fsdp_jobs.elastic.decisions import Coordinator
-from fsdp_jobs.elastic.seating import Member
-from fsdp_jobs.events import Verdict
-from fsdp_jobs.run_dir import RunDir, read_json_lines
+from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.elastic.placement import Member
+from fsdp_jobs.elastic.rank_state import Phase, Request
+from fsdp_jobs.elastic.rounds import Coordinator
+from fsdp_jobs.run.directory import RunDir, read_json_lines
+from fsdp_jobs.run.events import Verdict
 
 
 class Cluster:

@@ -14,11 +14,11 @@ from typing import Any
 import psutil
 import pytest
 
-from fsdp_jobs import submission
-from fsdp_jobs.app import ADDRESS_ENV
-from fsdp_jobs.compose import compose_job
-from fsdp_jobs.events import Verdict
-from fsdp_jobs.processes import free_port
+from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.launchers.app import ADDRESS_ENV
+from fsdp_jobs.run.events import Verdict
+from fsdp_jobs.run.processes import free_port
+from fsdp_jobs.submit import submit as submission
 from tests.jobs import ROOT, Watched
 from tests.world import TINY
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_jobs.checkpoints import catalog
-from fsdp_jobs.run_dir import RunDir
+from fsdp_jobs.run.directory import RunDir
 from tests.jobs import cli, job
 from tests.world import TINY, events_of, flip_byte, losses_of
 
@@ -131,7 +131,7 @@ def test_export_gives_the_weights_that_were_trained(trained: Path, tmp_path: Pat
     assert torch.equal(hf["model.layers.1.self_attn.q_proj.weight"], pt["layers.1.attention.wq.weight"])
     assert (out / "config.json").exists()
 
-    from fsdp_jobs.config import load_config
+    from fsdp_jobs.config.schema import load_config
     from fsdp_jobs.models.build import build_model
 
     model = build_model(load_config(RunDir(tmp_path / "runs" / "short").config).model)

@@ -153,7 +153,7 @@ def test_ctrl_c_of_an_attached_job_saves_and_stops(tmp_path: Path) -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a CI's background shell may ignore it
     )
     watched = Job.__new__(Job)
-    from fsdp_jobs.run_dir import RunDir
+    from fsdp_jobs.run.directory import RunDir
 
     watched.run = RunDir(tmp_path / "runs" / "c")
     try:

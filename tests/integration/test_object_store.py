@@ -9,8 +9,8 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from fsdp_jobs.checkpoints import catalog
-from fsdp_jobs.compose import compose_job
-from fsdp_jobs.run_dir import RunDir
+from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.run.directory import RunDir
 from tests.jobs import cli, job
 from tests.world import TINY, events_of
 

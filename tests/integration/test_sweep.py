@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from fsdp_jobs.processes import recorded_process
-from fsdp_jobs.run_dir import RunDir
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.processes import recorded_process
 from tests.jobs import Watched, cli, environment
-from tests.test_sweeps import SMALL
+from tests.sweeps.test_sweeps import SMALL
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 

@@ -15,9 +15,9 @@ import pytest
 import yaml
 from kubernetes import client, config
 
-from fsdp_jobs.events import Verdict
+from fsdp_jobs.run.events import Verdict
 from tests.jobs import cli
-from tests.kubernetes.submitted import Submitted
+from tests.launchers.kubernetes.submitted import Submitted
 from tests.world import TINY
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]

@@ -1,0 +1,1 @@
+"""What a job is: its schema, its composition by Hydra, its validation."""

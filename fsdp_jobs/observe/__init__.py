@@ -1,0 +1,1 @@
+"""Show runs: report, dashboard, trackers, notifications."""

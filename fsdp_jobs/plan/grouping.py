@@ -1,0 +1,97 @@
+"""Which nodes form each shard group: neighbours, inside the smallest unit that holds a whole group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+from fsdp_jobs.plan.topology import Topology
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the groups of one size go: runs of consecutive used nodes, or equal parts of a node."""
+
+    group: int  # ranks
+    used: tuple[int, ...]  # places in the topology of the nodes that hold ranks, ascending
+    spares: tuple[int, ...]  # nodes that complete no group
+    inside: str  # what no group leaves: domain, node, leaf, switch-K, all
+    crossing: int  # groups that lie under more than one leaf switch
+
+
+def divisors(n: int) -> list[int]:
+    """All divisors of n, ascending."""
+    low = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return sorted({*low, *(n // d for d in low)})
+
+
+def group_sizes(topology: Topology, per_node: int, nvlink_domain: int) -> list[int]:
+    """Shard group sizes, in ranks, that are worth considering, ascending.
+
+    Parts of an NVLink domain or of a node; whole nodes that divide a domain, a leaf switch, a higher
+    switch or the whole; and powers of two of nodes, which fill a large odd number of nodes but for a few
+    spares.
+    """
+    total = len(topology.nodes)
+    within = {d for d in divisors(per_node) if nvlink_domain % d == 0 or d == per_node}
+    node_counts = {2**k for k in range(total.bit_length()) if 2**k <= total}
+    for level in topology.levels(domain_nodes(per_node, nvlink_domain)):
+        for size in set(topology.units(level, domain_nodes(per_node, nvlink_domain))):
+            node_counts.update(divisors(size))
+    return sorted(within | {per_node * k for k in node_counts})
+
+
+def domain_nodes(per_node: int, nvlink_domain: int) -> int:
+    """Whole nodes that one NVLink domain spans; 1 when it is no larger than a node."""
+    return max(1, nvlink_domain // per_node)
+
+
+def place(topology: Topology, group: int, per_node: int, nvlink_domain: int) -> Placement | None:
+    """The groups of `group` ranks on these nodes, or None when they cannot be formed.
+
+    The level is the innermost of which some unit holds a whole group. When filling unit by unit leaves more
+    spares than filling straight through, groups are laid straight and some cross.
+    """
+    total = len(topology.nodes)
+    if group <= per_node:
+        if per_node % group == 0:
+            inside = "domain" if nvlink_domain % group == 0 and group <= nvlink_domain else "node"
+            return Placement(group, tuple(range(total)), (), inside, 0)
+        return _straight(topology, group, per_node) if total * per_node % group == 0 else None
+    if group % per_node:
+        return _straight(topology, group, per_node) if total * per_node % group == 0 else None
+    count = group // per_node
+    if count > total:
+        return None
+    spans = domain_nodes(per_node, nvlink_domain)
+    for level in topology.levels(spans):
+        sizes = topology.units(level, spans)
+        if max(sizes) < count:
+            continue
+        filled = sum(size // count * count for size in sizes)
+        if filled < total // count * count:
+            continue  # filling straight through, or a larger unit, leaves fewer spares
+        used = [
+            first + i
+            for first, size in zip(accumulate(sizes, initial=0), sizes, strict=False)
+            for i in range(size // count * count)
+        ]
+        return _with_spares(topology, group, count, used, level)
+    return None  # not reached: `all` is a level
+
+
+def _straight(topology: Topology, group: int, per_node: int) -> Placement:
+    """Consecutive ranks over all nodes: a group is no whole number of nodes nor an even part of one."""
+    nodes = topology.nodes
+    paths = [n.switch_path for n in nodes]
+    starts = range(0, len(nodes) * per_node, group)
+    crossing = sum(paths[s // per_node] != paths[(s + group - 1) // per_node] for s in starts)
+    return Placement(group, tuple(range(len(nodes))), (), "all", crossing)
+
+
+def _with_spares(topology: Topology, group: int, count: int, used: list[int], level: str) -> Placement:
+    paths = [topology.nodes[i].switch_path for i in used]
+    crossing = sum(paths[i] != paths[i + count - 1] for i in range(0, len(used), count))
+    kept = set(used)
+    spares = tuple(i for i in range(len(topology.nodes)) if i not in kept)
+    return Placement(group, tuple(used), spares, level, crossing)

@@ -1,0 +1,218 @@
+"""Memory of one rank at the worst moment of an optimizer step, part by part, in bytes.
+
+The moments follow FSDP2's own order of allocation (torch 2.13, `_fsdp_param_group.py` and
+`_fsdp_collectives.py`): a block is gathered into a flat buffer and copied out of it; in backward the next
+block is gathered while one computes; its gradients are copied into a reduce-scatter input that lives until
+the next block's reduction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from fsdp_jobs.config.schema import AUTO, DataConfig, FsdpConfig, JobConfig
+from fsdp_jobs.plan.layout import HYBRID, Layout
+from fsdp_jobs.plan.shapes import ModelShape
+
+GIB = 2**30
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+STORED = 4  # bytes of a stored parameter and of its gradient: the trainer keeps fp32
+OPTIMIZER = 8  # AdamW's two moments, fp32
+
+CUDA_CONTEXT = int(
+    0.9 * GIB
+)  # CUDA context, kernels and cuBLAS workspaces; 0.5 to 1.2 GiB were seen by GPU and version
+NCCL_PER_GROUP = int(0.35 * GIB)  # channel buffers of one communicator (NCCL_BUFFSIZE 4 MiB x channels x peers)
+CPU_RUNTIME = int(0.35 * GIB)  # a Python process with torch, by its resident size
+FRAGMENTATION = 0.05  # of what the caching allocator hands out; expandable segments keep it below
+MARGIN = 0.05  # of the device memory that a plan leaves free
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank's device at the moment of the peak; `host` is what offload keeps beside it."""
+
+    moment: str
+    parameters: int = 0  # this rank's shards, stored dtype
+    gradients: int = 0  # this rank's reduced shards
+    optimizer: int = 0
+    gathered: int = 0  # whole parameters in the compute dtype, and the buffer the next ones arrive in
+    reduction: int = 0  # whole gradients of the block at hand, and the reduce-scatter's input
+    accumulation: int = 0  # whole gradients kept between microbatches
+    activations: int = 0
+    logits: int = 0  # logits, loss and their gradients
+    reserve: int = 0  # context, communicator buffers, fragmentation
+    host: int = 0  # host memory of this rank's offloaded state
+
+    @property
+    def tensors(self) -> int:
+        """What PyTorch allocates: all but the reserve."""
+        parts = (self.parameters, self.gradients, self.optimizer, self.gathered, self.reduction)
+        return sum(parts) + self.accumulation + self.activations + self.logits
+
+    @property
+    def total(self) -> int:
+        return self.tensors + self.reserve
+
+    def parts(self) -> dict[str, int]:
+        """The device's parts by name, largest first; they add up to `total`."""
+        names = (
+            "parameters",
+            "gradients",
+            "optimizer",
+            "gathered",
+            "reduction",
+            "accumulation",
+            "activations",
+        )
+        values = {n: getattr(self, n) for n in (*names, "logits", "reserve")}
+        return dict(sorted(values.items(), key=lambda item: -item[1]))
+
+
+def accelerator_of(config: JobConfig) -> str:
+    """cpu or cuda: the cluster's word, or what the assumed hardware is."""
+    if config.cluster.accelerator != AUTO:
+        return config.cluster.accelerator
+    return "cpu" if config.hardware.name.startswith("cpu") else "cuda"
+
+
+def param_bytes(fsdp: FsdpConfig, accelerator: str) -> int:
+    """Bytes of a gathered parameter and of an activation: `auto` is bf16 on CUDA, fp32 on CPU."""
+    if fsdp.param_dtype == AUTO:
+        return 2 if accelerator == "cuda" else 4
+    return DTYPE_BYTES[fsdp.param_dtype]
+
+
+def peak_memory(
+    shape: ModelShape, layout: Layout, fsdp: FsdpConfig, data: DataConfig, accelerator: str, microbatches: int
+) -> Memory:
+    """The worst moment of a step on one rank.
+
+    Args:
+        shape: the model, cut into FSDP units.
+        layout: the sharding.
+        fsdp: dtypes, checkpointing, offload, accumulation.
+        data: micro_batch and seq_len count.
+        accelerator: cpu or cuda, for the dtype `auto` and for the reserve.
+        microbatches: of one rank in one optimizer step.
+    """
+    moments = _moments(shape, layout, fsdp, data, param_bytes(fsdp, accelerator), microbatches)
+    if accelerator == "cuda":
+        fixed = CUDA_CONTEXT + NCCL_PER_GROUP * (0 if layout.world_size == 1 else 2 if layout.strategy in HYBRID else 1)
+        moments = [replace(m, reserve=fixed + int(FRAGMENTATION * m.tensors)) for m in moments]
+    else:
+        moments = [replace(m, reserve=CPU_RUNTIME) for m in moments]
+    return max(moments, key=lambda m: m.total)
+
+
+def _moments(
+    shape: ModelShape, layout: Layout, fsdp: FsdpConfig, data: DataConfig, b_p: int, microbatches: int
+) -> list[Memory]:
+    group, b_r = layout.shard_group, DTYPE_BYTES[fsdp.reduce_dtype]
+    shard = shape.shard_numel(group)
+    n = shape.n_blocks
+    reshard = layout.reshard_after_forward
+
+    # Gathered parameters. A group of one rank copies its own to the compute dtype and receives nothing.
+    block, head, root = (u.shard_numel(group) for u in (shape.largest, shape.head, shape.root))
+    blocks = shard - head - root
+    held = (root + (block if reshard else blocks)) * group * b_p  # at a block, the head apart
+    arriving = block * group * b_p if group > 1 and n > 1 else 0
+    in_forward = held + (head * group * b_p) * (2 if group > 1 else 1)
+    in_loss = (root + head + (0 if reshard else blocks)) * group * b_p
+    in_head = in_loss + (arriving if reshard else 0)
+    in_block = held + (arriving if reshard else 0)
+
+    # Gradients: sums kept between microbatches are whole (layout.accumulate_unsharded) or already reduced shards.
+    whole_sums = microbatches > 1 and (layout.accumulate_unsharded or group == 1)
+    early = shard * STORED if microbatches > 1 and not whole_sums else 0
+    sums = {u: u.numel * b_r if whole_sums else 0 for u in (shape.root, shape.largest, shape.head)}
+    all_sums = shape.numel * b_r if whole_sums else 0
+    waiting = shape.waiting * b_p
+    reduce_input, head_input = block * group * b_r, head * group * b_r
+
+    saved, head_saved, live = _activations(shape, fsdp, data, b_p)
+    all_saved = saved * max(n, 1) + head_saved
+    tokens = data.micro_batch * data.seq_len
+    logits = tokens * shape.activations.vocab
+
+    state = Memory("", parameters=shard * STORED, optimizer=shard * OPTIMIZER, gradients=early)
+    before = replace(state, accumulation=all_sums, activations=all_saved)
+    moments = [
+        replace(before, moment="end of forward", gathered=in_forward, logits=logits * b_p),
+        # the logits; log-softmax, its gradient and the gradient of its input, fp32 each
+        replace(before, moment="loss", gathered=in_loss, logits=logits * (b_p + 12)),
+        replace(before, moment="backward of the head", gathered=in_head, logits=logits * 2 * b_p,
+                reduction=waiting + shape.head.numel * b_p),
+        replace(before, moment="reduction of the head's gradients", gathered=in_head - head * group * b_p,
+                logits=logits * b_p, reduction=waiting + shape.head.numel * b_p + head_input),
+        replace(state, moment="optimizer step", gradients=shard * STORED),
+    ]  # fmt: skip
+
+    def backward(k: int, name: str) -> list[Memory]:
+        """In backward of the k-th block from the end (1: the last); the head and k - 1 blocks are reduced.
+
+        A block's backward begins with all of its activations and its first weight's gradient, and ends with
+        all of its gradients and none of its activations.
+        """
+        at = replace(
+            state,
+            moment=name,
+            gradients=max(early, (head + (k - 1) * block) * STORED),
+            gathered=in_block,
+            logits=logits * b_p,
+            accumulation=max(0, all_sums - sums[shape.head] - (k - 1) * sums[shape.largest]),
+        )
+        reducing = waiting + (reduce_input if k > 1 else head_input)
+        return [
+            replace(
+                at,
+                activations=saved * (n - k + 1) + live,
+                reduction=reducing + shape.largest.largest_param * b_p,
+            ),
+            replace(at, activations=saved * (n - k), reduction=reducing + shape.largest.numel * b_p),
+        ]
+
+    if n:
+        moments += backward(1, "backward of the last block")
+    if n > 1:
+        moments += backward(2, "backward of the last block but one") + backward(n, "backward of the first block")
+    moments.append(
+        replace(
+            state,
+            moment="reduction of the root's gradients",
+            gradients=shard * STORED,
+            reduction=shape.root.numel * b_p + max(root * group * b_r, reduce_input),
+            gathered=root * group * b_p if reduce_input > root * group * b_r else 0,
+            logits=logits * b_p,
+            accumulation=sums[shape.root],
+            activations=0 if n else all_saved,
+        )
+    )
+    return [_offloaded(m) for m in moments] if fsdp.cpu_offload else moments
+
+
+def _offloaded(m: Memory) -> Memory:
+    """CPUOffloadPolicy: parameters, reduced gradients and optimizer state in pinned host memory."""
+    host = 2 * m.parameters + m.optimizer
+    return replace(m, parameters=0, gradients=0, optimizer=0, host=host)
+
+
+def _activations(shape: ModelShape, fsdp: FsdpConfig, data: DataConfig, b_p: int) -> tuple[int, int, int]:
+    """Bytes that a unit keeps for backward (mean), that the head keeps, and that a layer's backward adds."""
+    a, tokens = shape.activations, data.micro_batch * data.seq_len
+    full = tokens * (a.block_saved * b_p + a.block_saved_fp32 * 4)
+    inputs = tokens * a.block_input * b_p
+    selective = min(full, inputs + tokens * a.block_matmul * b_p)
+    head = tokens * (a.head_saved * b_p + a.head_saved_fp32 * 4)
+    kept_input = 0 if fsdp.activation_offload else inputs
+    every = max(1, fsdp.activation_checkpointing_every)
+    kept = {
+        "none": 0 if fsdp.activation_offload else full,
+        "full": kept_input,
+        "every_n": (kept_input + (every - 1) * full) // every,
+        "selective": selective - inputs + kept_input,
+    }[fsdp.activation_checkpointing]
+    recomputed = {"none": 0, "selective": full - selective}.get(fsdp.activation_checkpointing, full)
+    units_per_layer = max(1, shape.n_blocks) / max(1, a.layers)
+    return int(kept / units_per_layer), head, recomputed + tokens * a.block_peak * b_p

@@ -1,0 +1,290 @@
+"""The plan: how a job is sharded over the nodes it gets, what that costs, and why not otherwise."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from fsdp_jobs.config.errors import BadInput, Problem, nearest
+from fsdp_jobs.config.schema import AUTO, STRATEGIES, JobConfig, NoModelConfig, node_range
+from fsdp_jobs.plan.choose import Chosen, choose
+from fsdp_jobs.plan.grouping import place
+from fsdp_jobs.plan.layout import HYBRID, Layout
+from fsdp_jobs.plan.memory import GIB, Memory, accelerator_of
+from fsdp_jobs.plan.options import Option, ranks_per_node, shape_of, usable_bytes
+from fsdp_jobs.plan.remedies import Remedy, remedies
+from fsdp_jobs.plan.shapes import ModelShape
+from fsdp_jobs.plan.step_time import StepTime
+from fsdp_jobs.plan.topology import Node, Topology
+from fsdp_jobs.plan.traffic import Traffic
+from fsdp_jobs.plan.without_model import decide
+
+
+@dataclass(frozen=True)
+class Group:
+    """One shard group: its first and last rank, and the places in `Plan.nodes` of its first and last node."""
+
+    index: int
+    first_rank: int
+    last_rank: int
+    first_node: int
+    last_node: int
+
+
+@dataclass(frozen=True)
+class Considered:
+    """One option as the plan keeps it, chosen or not, with the reason."""
+
+    name: str
+    strategy: str
+    shard_group: int
+    replicas: int
+    inside: str
+    crossing: int
+    nodes: int
+    fits: bool
+    memory_bytes: int
+    intra_node_bytes: dict[str, float]  # a node and step, by backend
+    inter_node_bytes: dict[str, float]
+    step_s: float
+    tokens_per_s: float
+    why: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A decided sharding. Node i of `nodes` holds ranks [i x ranks_per_node, (i + 1) x ranks_per_node).
+
+    Of a model that is the user's program's nothing is known: no memory, traffic or time, and `fits` is no promise.
+    """
+
+    model: str
+    parameters: int
+    hardware: str
+    backend: str  # nccl | gloo
+    layout: Layout
+    ranks_per_node: int
+    nodes: tuple[str, ...]  # in rank order
+    leaves: tuple[str, ...]  # each node's leaf switch, empty when flat
+    spares: tuple[str, ...]
+    inside: str  # what no shard group leaves: domain, node, leaf, switch-K, all
+    crossing: int  # groups that cross a leaf switch
+    microbatches: int  # of one rank in an optimizer step; 0: not known
+    fits: bool
+    memory: Memory | None
+    usable_bytes: int  # of one device, the margin taken off
+    traffic: dict[str, Traffic]  # a node and step, by backend
+    time: StepTime | None
+    considered: tuple[Considered, ...]
+    reasons: tuple[str, ...]
+    remedies: tuple[Remedy, ...]
+
+    def groups(self) -> Iterator[Group]:
+        """The shard groups in rank order."""
+        size = self.layout.shard_group
+        for i in range(self.layout.replicas):
+            first, last = i * size, (i + 1) * size - 1
+            yield Group(i, first, last, first // self.ranks_per_node, last // self.ranks_per_node)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that `to_json` wrote."""
+        d: dict[str, Any] = json.loads(text)
+        made = {
+            "layout": Layout(**d["layout"]),
+            "memory": d["memory"] and Memory(**d["memory"]),
+            "time": d["time"] and StepTime(**d["time"]),
+            "traffic": {b: Traffic(**t) for b, t in d["traffic"].items()},
+            "considered": tuple(Considered(**c) for c in d["considered"]),
+            "remedies": tuple(Remedy(tuple(r["overrides"]), r["result"]) for r in d["remedies"]),
+        }
+        lists = {k: tuple(d[k]) for k in ("nodes", "leaves", "spares", "reasons")}
+        return cls(**{**d, **made, **lists})
+
+
+def make_plan(
+    config: JobConfig,
+    topology: Topology | None = None,
+    nodes: int | None = None,
+    shape: ModelShape | None = None,
+) -> Plan:
+    """Decide how the job is sharded.
+
+    Args:
+        config: the job.
+        topology: where its nodes are; without one they are taken as all under one switch.
+        nodes: how many of them take part; without it the job's maximum, or all of a smaller topology.
+        shape: the model's, where the configuration does not give it (custom models, probed).
+
+    Raises:
+        BadInput: no such strategy, a shard group that cannot be, or a topology with too few nodes or GPUs.
+    """
+    topology, notes = _settled(config, topology or _flat(config, nodes), nodes or node_range(config.nodes))
+    check_sharding(config, topology)
+    if isinstance(config.model, NoModelConfig):
+        return _plan_without_model(config, topology, notes)
+    shape = shape or shape_of(config)
+    chosen = choose(config, shape, topology)
+    low, high = node_range(config.nodes)
+    if chosen.option.fits and low < min(high, len(topology.nodes)):
+        notes.append(_at_minimum(config, shape, topology, low))
+    return _plan(config, shape, topology, chosen, notes)
+
+
+def regroup(config: JobConfig, present: Sequence[Node], previous_group: int, shape: ModelShape | None = None) -> Plan:
+    """Decide again at run time, for the nodes that are there: hold the shard group size, vary the replicas.
+
+    The size is given up when the job no longer fits with it, when no group of it can be formed, or when
+    another size uses enough more of the nodes; the first reason says which.
+
+    Args:
+        config: the job.
+        present: the nodes of this rendezvous; one without a switch path, where others have one, is its own
+            leaf.
+        previous_group: ranks of a shard group until now.
+        shape: as for `make_plan`.
+    """
+    topology, notes = _settled(config, Topology.of(present), len(present))
+    if isinstance(config.model, NoModelConfig):
+        return _plan_without_model(config, topology, notes)
+    shape = shape or shape_of(config)
+    return _plan(config, shape, topology, choose(config, shape, topology, previous_group), notes)
+
+
+def _flat(config: JobConfig, nodes: int | None) -> Topology:
+    return Topology.flat(nodes or node_range(config.nodes)[1], ranks_per_node(config))
+
+
+def _settled(config: JobConfig, topology: Topology, nodes: int | tuple[int, int]) -> tuple[Topology, list[str]]:
+    """The topology of the nodes that take part, of which there are this many or between these; and what was assumed."""
+    per_node = ranks_per_node(config)
+    low, high = nodes if isinstance(nodes, tuple) else (nodes, nodes)
+    if low > len(topology.nodes):
+        what = f"the topology has {len(topology.nodes)} nodes"
+        raise BadInput([Problem(f"nodes={low}", what, f"nodes={len(topology.nodes)}, or a topology with more")])
+    topology = topology.first(high)
+    few = [n for n in topology.nodes if n.gpus < per_node]
+    if few:
+        what = f"{len(few)} nodes have fewer GPUs, {few[0].name} has {few[0].gpus}"
+        raise BadInput([Problem(f"nproc_per_node={per_node}", what, f"nproc_per_node={min(n.gpus for n in few)}")])
+    unknown = [n for n in topology.nodes if not n.switch_path]
+    if not unknown or len(unknown) == len(topology.nodes):
+        return topology, []
+    known = [n for n in topology.nodes if n.switch_path]
+    alone = [replace(n, switch_path=(f"leaf-of-{n.name}",)) for n in unknown]
+    names = ", ".join(n.name for n in unknown[:5]) + (", ..." if len(unknown) > 5 else "")
+    return Topology.of([*known, *alone]), [
+        f"Warning: the place of {names} in the network is unknown; each counts as its own leaf switch."
+    ]
+
+
+def check_sharding(config: JobConfig, topology: Topology) -> None:
+    """Raises: BadInput when the user's words about sharding cannot be on these nodes."""
+    strategy, group = config.fsdp.strategy, config.fsdp.shard_group
+    per_node = ranks_per_node(config)
+    world = len(topology.nodes) * per_node
+    if strategy not in (AUTO, *STRATEGIES):
+        allowed = f"allowed: auto, {', '.join(STRATEGIES)}"
+        raise BadInput([Problem(f"fsdp.strategy={strategy}", allowed, nearest(strategy, STRATEGIES))])
+    if strategy in HYBRID and world == 1:
+        raise BadInput([Problem(f"fsdp.strategy={strategy}", "a hybrid needs at least 2 ranks", "fsdp=no_shard")])
+    if group == AUTO:
+        return
+    where = f"fsdp.shard_group={group}"
+    if not isinstance(group, int) or group < 1:
+        raise BadInput([Problem(where, "is neither auto nor a number of ranks", f"fsdp.shard_group={per_node}")])
+    fixed = {"no_shard": 1, "full_shard": world, "shard_grad_op": world}.get(strategy, group)
+    if fixed != group:
+        what = f"{strategy} over {world} ranks always has a shard group of {fixed}"
+        raise BadInput([Problem(where, what, "leave shard_group=auto, or choose fsdp=hybrid_shard")])
+    if place(topology, group, per_node, config.hardware.nvlink_domain) is None:
+        what = f"cannot be formed on {len(topology.nodes)} nodes x {per_node} ranks"
+        sizes = [g for g in range(1, world + 1) if (per_node % g == 0 or g % per_node == 0) and g <= world]
+        near = sorted(sorted(sizes, key=lambda g: abs(g - group))[:4])
+        raise BadInput([Problem(where, what, f"near it are {', '.join(map(str, near))}")])
+
+
+def _at_minimum(config: JobConfig, shape: ModelShape, topology: Topology, low: int) -> str:
+    option = choose(config, shape, topology.first(low)).option
+    if option.fits:
+        return f"At the minimum of {low} nodes it still fits: {option.name}."
+    over = (option.memory.total - usable_bytes(config.hardware)) / GIB
+    return f"At the minimum of {low} nodes it does NOT fit: {option.name} is {over:.1f} GiB over."
+
+
+def _plan(config: JobConfig, shape: ModelShape, topology: Topology, chosen: Chosen, notes: list[str]) -> Plan:
+    option, placement = chosen.option, chosen.placement
+    at = [topology.nodes[i] for i in placement.used]
+    return Plan(
+        model=config.model.kind,
+        parameters=shape.numel,
+        hardware=config.hardware.name,
+        backend="nccl" if accelerator_of(config) == "cuda" else "gloo",
+        layout=option.layout,
+        ranks_per_node=ranks_per_node(config),
+        nodes=tuple(n.name for n in at),
+        leaves=tuple(n.switch_path[-1] if n.switch_path else "" for n in at),
+        spares=tuple(topology.nodes[i].name for i in placement.spares),
+        inside=option.inside,
+        crossing=option.crossing,
+        microbatches=option.microbatches,
+        fits=option.fits,
+        memory=option.memory,
+        usable_bytes=usable_bytes(config.hardware),
+        traffic=option.traffic,
+        time=option.time,
+        considered=tuple(_considered(o, why) for o, why in chosen.considered),
+        reasons=(*notes, *chosen.reasons),
+        remedies=() if option.fits else tuple(remedies(config, shape, topology)),
+    )
+
+
+def _plan_without_model(config: JobConfig, topology: Topology, notes: list[str]) -> Plan:
+    layout, placement, reasons = decide(config, topology)
+    at = [topology.nodes[i] for i in placement.used]
+    return Plan(
+        model=config.model.kind,
+        parameters=0,
+        hardware=config.hardware.name,
+        backend="nccl" if accelerator_of(config) == "cuda" else "gloo",
+        layout=layout,
+        ranks_per_node=ranks_per_node(config),
+        nodes=tuple(n.name for n in at),
+        leaves=tuple(n.switch_path[-1] if n.switch_path else "" for n in at),
+        spares=tuple(topology.nodes[i].name for i in placement.spares),
+        inside=placement.inside,
+        crossing=placement.crossing,
+        microbatches=0,
+        fits=True,
+        memory=None,
+        usable_bytes=usable_bytes(config.hardware),
+        traffic={},
+        time=None,
+        considered=(),
+        reasons=(*notes, *reasons),
+        remedies=(),
+    )
+
+
+def _considered(o: Option, why: str) -> Considered:
+    return Considered(
+        name=o.name,
+        strategy=o.layout.strategy,
+        shard_group=o.layout.shard_group,
+        replicas=o.layout.replicas,
+        inside=o.inside,
+        crossing=o.crossing,
+        nodes=o.nodes,
+        fits=o.fits,
+        memory_bytes=o.memory.total,
+        intra_node_bytes={b: t.intra_node for b, t in o.traffic.items()},
+        inter_node_bytes={b: t.inter_node for b, t in o.traffic.items()},
+        step_s=o.time.step,
+        tokens_per_s=o.time.tokens_per_s,
+        why=why,
+    )

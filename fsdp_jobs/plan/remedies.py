@@ -1,0 +1,105 @@
+"""What would make a job fit that does not: each remedy is planned before it is offered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+
+from fsdp_jobs.config.schema import AUTO, FsdpConfig, JobConfig
+from fsdp_jobs.plan.choose import choose
+from fsdp_jobs.plan.memory import GIB
+from fsdp_jobs.plan.options import Option, ranks_per_node
+from fsdp_jobs.plan.shapes import ModelShape
+from fsdp_jobs.plan.topology import Topology
+
+OFFLOAD = "fsdp.cpu_offload=true"
+MOST_NODES = 4096  # beyond this no number of nodes is looked for
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Overrides that were planned and fit."""
+
+    overrides: tuple[str, ...]
+    result: str
+
+
+def remedies(config: JobConfig, shape: ModelShape, topology: Topology) -> list[Remedy]:
+    """What fits: a setting changed alone; more nodes alone; else all together, with offload, with nodes."""
+    found: list[Remedy] = []
+    changes = list(_changes(config))
+    for override in changes:
+        found += _tried(config, [override], shape, topology)
+    found += _nodes_needed(config, [], shape, topology)
+    if found or not changes:
+        return found
+    strongest = list({o.partition("=")[0]: o for o in changes}.values())  # the last of each key
+    mild = [o for o in strongest if o != OFFLOAD]
+    found += _tried(config, mild, shape, topology)
+    if not found and OFFLOAD in strongest:
+        found += _tried(config, strongest, shape, topology)
+    return found + _nodes_needed(config, mild, shape, topology)
+
+
+def _changes(config: JobConfig) -> Iterator[str]:
+    """Settings that take less memory than the job's, mildest first."""
+    fsdp = config.fsdp
+    if fsdp.strategy != AUTO or fsdp.shard_group != AUTO:
+        yield "fsdp=auto"
+    if fsdp.activation_checkpointing == "none":
+        yield "fsdp.activation_checkpointing=selective"
+    if fsdp.activation_checkpointing != "full":
+        yield "fsdp.activation_checkpointing=full"
+    if fsdp.accumulate_unsharded is True:
+        yield "fsdp.accumulate_unsharded=false"
+    if config.data.micro_batch > 1:
+        yield "data.micro_batch=1"
+    if not fsdp.cpu_offload:
+        yield OFFLOAD
+
+
+def _with(config: JobConfig, overrides: list[str]) -> JobConfig:
+    """The configuration with overrides of the few forms that `_changes` makes."""
+    fsdp, data = asdict(config.fsdp), config.data
+    for override in overrides:
+        key, _, text = override.partition("=")
+        if override == "fsdp=auto":
+            fsdp |= {"strategy": AUTO, "shard_group": AUTO}
+        elif key == "data.micro_batch":
+            data = replace(data, micro_batch=int(text))
+        else:
+            fsdp[key.removeprefix("fsdp.")] = {"true": True, "false": False}.get(text, text)
+    return replace(config, fsdp=FsdpConfig(**fsdp), data=data)
+
+
+def _describe(option: Option) -> str:
+    return f"{option.name}: {option.memory.total / GIB:.1f} GiB a GPU" + (
+        f", {option.memory.host / GIB:.0f} GiB of host memory a rank" if option.memory.host else ""
+    )
+
+
+def _tried(config: JobConfig, overrides: list[str], shape: ModelShape, topology: Topology) -> list[Remedy]:
+    option = choose(_with(config, overrides), shape, topology).option
+    return [Remedy(tuple(overrides), _describe(option))] if option.fits else []
+
+
+def _nodes_needed(config: JobConfig, overrides: list[str], shape: ModelShape, topology: Topology) -> list[Remedy]:
+    """The smallest number of nodes, all under one switch, on which the job fits: doubling, then halving."""
+    changed, per_node, have = _with(config, overrides), ranks_per_node(config), len(topology.nodes)
+
+    def fits(nodes: int) -> Option | None:
+        option = choose(changed, shape, Topology.flat(nodes, per_node)).option
+        return option if option.fits else None
+
+    low, high = have, 2 * have
+    while (option := fits(high)) is None:
+        low, high = high, 2 * high
+        if high > MOST_NODES:
+            return []
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fewer := fits(middle):
+            high, option = middle, fewer
+        else:
+            low = middle
+    return [Remedy((*overrides, f"nodes={high}"), _describe(option))]

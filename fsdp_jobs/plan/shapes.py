@@ -1,0 +1,182 @@
+"""What the planner knows of a model: its parameters by FSDP unit, and what a token keeps alive. No torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from fsdp_jobs.config.schema import LlamaConfig
+from fsdp_jobs.plan.cut import Params, Shape, cut_by_size
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that are gathered and reduced together: one `fully_shard` call, `count` times over."""
+
+    name: str
+    params: Params
+    count: int = 1
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of one of them."""
+        return sum(math.prod(shape) for _, shape in self.params)
+
+    @cached_property
+    def largest_param(self) -> int:
+        """Elements of its largest parameter."""
+        return max((math.prod(shape) for _, shape in self.params), default=0)
+
+    def shard_numel(self, group: int) -> int:
+        """Elements one rank stores of it: FSDP2 gives each rank ceil(dim0 / group) rows, padding included."""
+        return sum(-(-(shape[0] if shape else 1) // group) * math.prod(shape[1:]) for _, shape in self.params)
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What one token costs: elements kept for backward (compute dtype unless named fp32), and FLOPs."""
+
+    layers: int  # transformer blocks, FSDP units or not
+    block_input: int  # the residual stream that enters a block; what full recomputation keeps
+    block_saved: int  # what autograd saves in a block, its input included
+    block_saved_fp32: int  # saved in fp32 whatever the compute dtype: norms, log-sum-exp
+    block_matmul: int  # outputs of matmuls and attention: what selective checkpointing keeps
+    block_peak: int  # gradients in flight at the widest point of a block's backward
+    head_saved: int = 0  # what the final norm and head keep
+    head_saved_fp32: int = 0
+    vocab: int = 0  # width of the logits; 0: unknown
+    matmul_flops: int = 0  # forward FLOPs of a block's matmuls, attention's own excluded
+    head_flops: int = 0  # forward FLOPs of the head
+    attention_width: int = 0  # heads x head_dim: attention costs 4 x width x context FLOPs forward
+    elementwise: int = 0  # elements that a block's forward reads and writes outside matmuls and attention
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A model as FSDP sees it.
+
+    The root and the head stay gathered from forward to backward; the head is reduced first in backward, the
+    root last. `waiting` counts the elements of the root whose gradients are there before the blocks'
+    backward: a head that is no unit of its own or shares the embedding's weight.
+    """
+
+    root: Unit
+    blocks: tuple[Unit, ...]  # units of equal shape are one entry with a count, in forward order
+    activations: Activations
+    head: Unit = Unit("head", ())
+    waiting: int = 0
+
+    @property
+    def n_blocks(self) -> int:
+        return sum(b.count for b in self.blocks)
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        return (self.root, *self.blocks, self.head)
+
+    @cached_property
+    def numel(self) -> int:
+        """Parameters of the whole model."""
+        return sum(u.numel * u.count for u in self.units)
+
+    @cached_property
+    def largest(self) -> Unit:
+        """The block with the most parameters; an empty unit when there are no blocks."""
+        return max(self.blocks, key=lambda b: b.numel, default=Unit("no block", ()))
+
+    def shard_numel(self, group: int) -> int:
+        """Elements one rank stores of the whole model, padding included."""
+        return sum(u.shard_numel(group) * u.count for u in self.units)
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Model FLOPs of forward and backward, as MFU counts them: 6 x matmul weights + 12 x layers x width x
+        seq_len.
+
+        Chowdhery et al. 2022 (PaLM, arXiv:2204.02311), appendix B; recomputation and the causal mask do not
+        count.
+        """
+        a = self.activations
+        forward = a.layers * (a.matmul_flops + 4 * a.attention_width * seq_len) + a.head_flops
+        return 3.0 * forward
+
+
+def llama_activations(model: LlamaConfig, accelerator: str) -> Activations:
+    """What a token costs in models/llama.py.
+
+    Saved a block, from what autograd keeps for each operation (compare Korthikanti et al. 2022,
+    arXiv:2205.05198, section 4.1): input, attention_norm's output, q, attention's output, middle of the
+    block, ffn_norm's output (6 d), k and v (2 d_kv), w1, its SiLU, w3, their product (4 f). CUDA's norm
+    kernel keeps its input and one number a token; on the CPU the norm keeps its input and its normalised
+    input in fp32, and the output of attention is copied once.
+    """
+    d, f, v = model.dim, model.ffn_dim, model.vocab_size
+    kv = d // model.n_heads * model.n_kv_heads
+    cpu = accelerator == "cpu"
+    return Activations(
+        layers=model.n_layers,
+        block_input=d,
+        block_saved=(5 if cpu else 6) * d + 2 * kv + 4 * f,
+        block_saved_fp32=(4 * d if cpu else 0) + model.n_heads + 2,
+        block_matmul=4 * d + 2 * kv + 2 * f,
+        block_peak=d + 2 * f,
+        head_saved=(1 if cpu else 2) * d,
+        head_saved_fp32=(2 * d if cpu else 0) + 1,
+        vocab=v,
+        matmul_flops=2 * (2 * d * d + 2 * d * kv + 3 * d * f),
+        head_flops=2 * d * v,
+        attention_width=d,
+        # Read and written by eager kernels: 2 norms (4 d); the rotary embedding of q and k in fp32 (48 bytes
+        # an element, or 24 bf16 elements); SiLU and product (5 f); 2 residual sums (6 d).
+        elementwise=10 * d + 24 * (d + kv) + 5 * f,
+    )
+
+
+def llama_params(model: LlamaConfig) -> Params:
+    """Names and shapes of models/llama.py's parameters, in its order; a tied head is not listed again."""
+    d, f, v = model.dim, model.ffn_dim, model.vocab_size
+    kv = d // model.n_heads * model.n_kv_heads
+    layer: Params = (
+        ("attention.wq.weight", (d, d)),
+        ("attention.wk.weight", (kv, d)),
+        ("attention.wv.weight", (kv, d)),
+        ("attention.wo.weight", (d, d)),
+        ("feed_forward.w1.weight", (f, d)),
+        ("feed_forward.w2.weight", (d, f)),
+        ("feed_forward.w3.weight", (f, d)),
+        ("attention_norm.weight", (d,)),
+        ("ffn_norm.weight", (d,)),
+    )
+    layers = tuple((f"layers.{i}.{name}", shape) for i in range(model.n_layers) for name, shape in layer)
+    head: Params = () if model.tie_embeddings else (("output.weight", (v, d)),)
+    return (("tok_embeddings.weight", (v, d)), *layers, ("norm.weight", (d,)), *head)
+
+
+def llama_shape(
+    model: LlamaConfig, wrap: str = "layer", min_num_params: int = 0, accelerator: str = "cuda"
+) -> ModelShape:
+    """The Llama family from its numbers, cut into units as `fsdp.wrap` says and training/sharding.py does."""
+    params, activations = llama_params(model), llama_activations(model, accelerator)
+    head_numel = (model.vocab_size + 1) * model.dim
+    if wrap == "none":
+        return ModelShape(Unit("root", params), (), activations, waiting=head_numel)
+    if wrap == "size":
+        blocks, root = cut_by_size(params, min_num_params)
+        waiting = sum(math.prod(s) for n, s in root if n in ("norm.weight", "output.weight"))
+        return ModelShape(Unit("root", root), merged(blocks), activations, waiting=waiting)
+    layer = tuple((n.removeprefix("layers.0."), s) for n, s in params if n.startswith("layers.0."))
+    outside = tuple(p for p in params if not p[0].startswith("layers."))
+    one = (Unit("layers", layer, model.n_layers),)
+    if model.tie_embeddings:
+        return ModelShape(Unit("root", outside), one, activations, waiting=head_numel)
+    return ModelShape(Unit("root", outside[:1]), one, activations, head=Unit("head", outside[1:]))
+
+
+def merged(units: list[tuple[str, Params]]) -> tuple[Unit, ...]:
+    """Units of equal shapes as one with a count, in the order they first appear."""
+    counts: dict[tuple[Shape, ...], tuple[str, Params, int]] = {}
+    for name, params in units:
+        key = tuple(shape for _, shape in params)
+        first = counts.get(key, (name, params, 0))
+        counts[key] = (first[0], first[1], first[2] + 1)
+    return tuple(Unit(name, params, count) for name, params, count in counts.values())

@@ -1,0 +1,138 @@
+"""Bytes that a step sends, within and between nodes. Rings over consecutive ranks, as NCCL and gloo run them.
+
+A ring over S ranks sends, from each rank, (S-1)/S of an all-gather's or reduce-scatter's whole tensor and
+twice that of an all-reduce's (Patarasuk and Yuan 2009; nccl-tests' PERFORMANCE.md). Of G consecutive ranks on
+a node, one sends over the node's edge and G - 1 within. gloo has no ring reduce-scatter: it runs an
+all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fsdp_jobs.config.schema import FsdpConfig
+from fsdp_jobs.plan.layout import HYBRID, Layout
+from fsdp_jobs.plan.memory import DTYPE_BYTES
+from fsdp_jobs.plan.shapes import ModelShape
+
+BACKENDS = ("nccl", "gloo")
+
+
+@dataclass(frozen=True)
+class RingBytes:
+    """What one rank sends in a step, in bytes, by collective; the shard ring and the replica ring apart."""
+
+    gather_forward: float  # a microbatch
+    gather_backward: float  # a microbatch
+    reduce: float  # a reduction over the shard group
+    all_reduce: float  # a reduction over the replicas
+    gathers: int  # microbatches in a step
+    reductions: int  # shard-group reductions in a step
+    all_reductions: int  # replica reductions in a step
+
+    @property
+    def shard_ring(self) -> float:
+        """Bytes a rank sends to its neighbour in the shard group, in a step."""
+        return (self.gather_forward + self.gather_backward) * self.gathers + self.reduce * self.reductions
+
+    @property
+    def replica_ring(self) -> float:
+        """Bytes a rank sends to its neighbour among the replicas, in a step."""
+        return self.all_reduce * self.all_reductions
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one node sends in an optimizer step."""
+
+    intra_node: float
+    inter_node: float
+    per_microbatch_intra: float  # of these, in each microbatch
+    per_microbatch_inter: float
+
+
+def ring_bytes(
+    shape: ModelShape,
+    layout: Layout,
+    fsdp: FsdpConfig,
+    param_bytes: int,
+    microbatches: int,
+    backend: str = "nccl",
+) -> RingBytes:
+    """What one rank sends, by collective.
+
+    Blocks are gathered for forward and, when resharded, again for backward; the root once. Gradients are
+    reduced over the shard group once a step with `accumulate_unsharded`, else in each microbatch; over the
+    replicas once.
+    """
+    group, replicas = layout.shard_group, layout.replicas
+    b_r = DTYPE_BYTES[fsdp.reduce_dtype]
+    shard = shape.shard_numel(group)
+    blocks = sum(b.shard_numel(group) * b.count for b in shape.blocks)
+    ring = group - 1  # each rank passes on this many shards
+    reduce_cost = 2 if backend == "gloo" else 1
+    all_reduce = 2 * (replicas - 1) / replicas * shard * b_r
+    return RingBytes(
+        gather_forward=ring * shard * param_bytes,
+        gather_backward=ring * blocks * param_bytes if layout.reshard_after_forward else 0,
+        reduce=ring * shard * b_r * reduce_cost,
+        all_reduce=all_reduce if layout.strategy in (*HYBRID, "no_shard") else 0,
+        gathers=microbatches,
+        reductions=1 if layout.accumulate_unsharded or group == 1 else microbatches,
+        all_reductions=1,
+    )
+
+
+def hops(layout: Layout, ranks_per_node: int) -> tuple[float, float, float, float]:
+    """How many of a node's ranks send to a rank of the same node, and of another: (shard ring intra, shard
+    ring inter, replica ring intra, replica ring inter), for ranks in topology order.
+
+    Means over the nodes, where a group is neither an even part of a node nor whole nodes.
+    """
+    group, per_node = layout.shard_group, ranks_per_node
+    nodes = -(-layout.world_size // per_node)
+    if group == 1 or (group <= per_node and per_node % group == 0):
+        shard_inter = 0.0
+    elif group % per_node == 0:
+        shard_inter = 1.0 if group > per_node else 0.0
+    else:
+        touched = [(g * group + group - 1) // per_node - g * group // per_node + 1 for g in range(layout.replicas)]
+        shard_inter = sum(t for t in touched if t > 1) / nodes
+    shard_intra = 0.0 if group == 1 else per_node - shard_inter
+    if layout.replicas == 1:
+        return shard_intra, shard_inter, 0.0, 0.0
+    replica_inter = 0.0 if nodes == 1 else float(min(group, per_node))
+    return shard_intra, shard_inter, per_node - replica_inter, replica_inter
+
+
+def node_traffic(ring: RingBytes, layout: Layout, ranks_per_node: int) -> Traffic:
+    """Bytes that each node sends in a step when ranks are in topology order."""
+    s_intra, s_inter, r_intra, r_inter = hops(layout, ranks_per_node)
+    micro = ring.gather_forward + ring.gather_backward
+    return Traffic(
+        intra_node=s_intra * ring.shard_ring + r_intra * ring.replica_ring,
+        inter_node=s_inter * ring.shard_ring + r_inter * ring.replica_ring,
+        per_microbatch_intra=s_intra * micro,
+        per_microbatch_inter=s_inter * micro,
+    )
+
+
+def sent_by_place(ring: RingBytes, shard_groups: Sequence[Sequence[int]], places: Sequence[str]) -> dict[str, float]:
+    """Bytes that leave each place in a step, for any grouping of ranks: what counters on its link would show.
+
+    Args:
+        ring: what each rank sends.
+        shard_groups: the ranks of each shard group; the i-th of every group form the i-th replica ring.
+            Rings run in ascending rank order, as process groups sort their ranks.
+        places: the node, or the leaf switch, of each rank.
+    """
+    sent = dict.fromkeys(places, 0.0)
+    replica_rings = [list(ranks) for ranks in zip(*shard_groups, strict=True)]
+    for rings, amount in ((shard_groups, ring.shard_ring), (replica_rings, ring.replica_ring)):
+        for members in rings:
+            ordered = sorted(members)
+            for here, there in zip(ordered, [*ordered[1:], ordered[0]], strict=True):
+                if places[here] != places[there]:
+                    sent[places[here]] += amount
+    return sent

@@ -1,0 +1,179 @@
+"""Every path inside a run directory, and writes that are whole or not there. No torch.
+
+config.yaml  plan.json  job.json  submit/  code/
+attempts/<k>/node-<i>/rank-<r>.log   attempts/<k>/verdict.json
+events.jsonl  metrics.jsonl  checkpoints/step-00000100/  report.html
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fsdp_jobs.config.errors import BadInput, Problem
+from fsdp_jobs.config.schema import JobConfig
+
+_BLOCK = 1 << 14  # bytes read at once from the end of a file
+_LONGEST_LINE = 1 << 20
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def write_atomic(path: Path, text: str, mode: int = 0o644) -> None:
+    """Write a file so that a reader, or a crash, sees the old content or the new."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    try:
+        with os.fdopen(descriptor, "w") as f:
+            f.write(text)
+            f.flush()
+            os.fsync(f.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a .jsonl file; a last line that is still being written is left out."""
+    if not path.exists():
+        return
+    with path.open() as f:
+        for line in f:
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+
+def lines_backwards(path: Path) -> Iterator[bytes]:
+    """Lines of a file, the last one first; what stands before those that are asked for is not read.
+
+    The last may still be being written. Of lines longer than 1 MB there come parts.
+    """
+    if not path.exists():
+        return
+    with path.open("rb") as f:
+        place, rest = f.seek(0, os.SEEK_END), b""
+        while place > 0:
+            size = min(_BLOCK, place)
+            place -= size
+            f.seek(place)
+            first, *lines = (f.read(size) + rest).split(b"\n")
+            yield from (line for line in reversed(lines) if line)
+            if len(first) > _LONGEST_LINE:
+                yield first
+                first = b""
+            rest = first
+        if rest:
+            yield rest
+
+
+def newest_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a .jsonl file, the newest first; a last line that is still being written is left out."""
+    for i, line in enumerate(lines_backwards(path)):
+        try:
+            yield json.loads(line)
+        except ValueError:
+            if i:
+                raise
+
+
+class RunDir:
+    """The paths of one run."""
+
+    def __init__(self, path: Path | str):
+        self.path = Path(path)
+        self.name = self.path.name
+        self.config = self.path / "config.yaml"
+        self.plan = self.path / "plan.json"
+        self.job = self.path / "job.json"
+        self.submit = self.path / "submit"
+        self.shape = self.submit / "shape.json"  # of a custom model, for planning at run time
+        self.topology = self.submit / "topology.yaml"  # the user's file, if there was one
+        self.token = self.submit / "token"  # proves to the coordinator that an agent belongs to this job
+        self.stop_request = self.path / "stop"  # there: save and leave
+        self.save_request = self.path / "save"  # there: save a checkpoint now, and go on
+        self.excluded = self.path / "excluded.json"  # machines that failed too often: {host: {until, why}}
+        self.events = self.path / "events.jsonl"
+        self.metrics = self.path / "metrics.jsonl"
+        self.tracking = self.path / "tracking.json"  # the tracker's id of this run, and how far it has the metrics
+        self.checkpoints = self.path / "checkpoints"
+
+    def attempt(self, attempt: int) -> Path:
+        return self.path / "attempts" / str(attempt)
+
+    def verdict(self, attempt: int) -> Path:
+        return self.attempt(attempt) / "verdict.json"
+
+    def node(self, attempt: int, node: int) -> Path:
+        return self.attempt(attempt) / f"node-{node}"
+
+    def rank_log(self, attempt: int, node: int, rank: int) -> Path:
+        return self.node(attempt, node) / f"rank-{rank}.log"
+
+    def last_attempt(self) -> int:
+        """The highest attempt there is a folder for, -1 before the first."""
+        folders = (self.path / "attempts").glob("[0-9]*")
+        return max((int(f.name) for f in folders if f.name.isdigit()), default=-1)
+
+    def stacks(self, attempt: int, node: int, rank: int) -> Path:
+        return self.node(attempt, node) / f"stacks-rank-{rank}.txt"
+
+    def excluded_hosts(self) -> dict[str, str]:
+        """Machines that this job should not get now -> why. For launchers."""
+        if not self.excluded.exists():
+            return {}
+        listed: dict[str, dict[str, Any]] = json.loads(self.excluded.read_text())
+        return {host: entry["why"] for host, entry in listed.items() if entry["until"] > time.time()}
+
+    def exclude(self, host: str, for_s: float, why: str) -> None:
+        """Do without a machine for so many seconds."""
+        listed = json.loads(self.excluded.read_text()) if self.excluded.exists() else {}
+        listed[host] = {"until": time.time() + for_s, "why": why}
+        write_atomic(self.excluded, json.dumps(listed, indent=2))
+
+    def read_job(self) -> dict[str, Any]:
+        """What was submitted last: handle, overrides, time. Empty before the first submission."""
+        if not self.job.exists():
+            return {}
+        content: dict[str, Any] = json.loads(self.job.read_text())
+        return content
+
+
+def run_dir_of(config: JobConfig) -> RunDir:
+    """The run directory a configuration names; without a name, one from the model's kind and the time.
+
+    Raises:
+        BadInput: a name that is not one plain path component.
+    """
+    if config.name is not None:
+        return find_run(config.runs_dir, config.name)
+    name = time.strftime(f"{config.model.kind}-%Y%m%d-%H%M%S")
+    taken = itertools.count(2)
+    run = find_run(config.runs_dir, name)
+    while run.path.exists():
+        run = find_run(config.runs_dir, f"{name}-{next(taken)}")
+    return run
+
+
+def find_run(runs_dir: str, name: str) -> RunDir:
+    """The run of a name under `runs_dir`, whether it exists or not.
+
+    Raises:
+        BadInput: a name that is not one plain path component.
+    """
+    if not _NAME.fullmatch(name) or ".." in name:
+        what = "is no run name: letters, digits, '.', '_' and '-', at most 100, no '/' and no '..'"
+        raise BadInput([Problem(f"name={name}", what, "runs_dir=... chooses the folder the run is in")])
+    return RunDir(Path(runs_dir) / name)
+
+
+def runs_in(runs_dir: str) -> list[RunDir]:
+    """Every run under a folder, oldest first."""
+    jobs = sorted(Path(runs_dir).glob("*/job.json"), key=lambda f: f.stat().st_mtime)
+    return [RunDir(f.parent) for f in jobs]

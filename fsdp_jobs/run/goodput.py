@@ -1,0 +1,95 @@
+"""Where a run's time went. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_jobs.run.directory import RunDir, newest_json_lines
+from fsdp_jobs.run.status import duration, seldom_events
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Seconds, over all attempts of a run; the parts add up to `wall_s`."""
+
+    wall_s: float  # from the first submission to the last event, time between submissions left out
+    useful_s: float  # steps that counted
+    stall_s: float  # steps waiting for checkpoints
+    lost_s: float  # steps done again later
+    queue_s: float  # submitted, and not started yet
+    start_s: float  # everything else: starting, recovering, loading, leaving
+
+    @property
+    def goodput(self) -> float:
+        """The useful part of the wall time, 0 to 1."""
+        return self.useful_s / self.wall_s if self.wall_s else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.goodput:.0%} of {duration(self.wall_s)}: useful {duration(self.useful_s)}, "
+            f"checkpoints {self.stall_s:.1f}s, lost {self.lost_s:.1f}s, queue {duration(self.queue_s)}, "
+            f"starting and restarting {duration(self.start_s)}"
+        )
+
+
+class Steps:
+    """Where the time of a run's steps went, over all its lives. Every line of metrics.jsonl carries it on, so that
+    the newest one is enough."""
+
+    def __init__(self, run: RunDir):
+        self._run = run
+        self._step: int | None = None  # of the newest line; None before this life's first
+        self.useful_s = self.stall_s = self.lost_s = 0.0
+
+    def add(self, step: int, step_s: float, stall_s: float) -> dict[str, float]:
+        """Take a logged step, which stands for those before it that were not logged; returns what its line carries.
+
+        Args:
+            step: number of the step.
+            step_s: seconds it took.
+            stall_s: those of them that it waited for a checkpoint.
+        """
+        if self._step is None:
+            self._go_on_before(step)
+        stands_for = step - (self._step or 0)
+        self._step = step
+        self.useful_s += step_s * stands_for - stall_s
+        self.stall_s += stall_s
+        return {"useful_s": self.useful_s, "stall_s": self.stall_s, "lost_s": self.lost_s}
+
+    def _go_on_before(self, step: int) -> None:
+        """What earlier lives did from this step on is done again, and so was lost."""
+        newest: dict[str, Any] | None = None
+        for record in newest_json_lines(self._run.metrics):
+            newest = newest or record
+            if record.get("step", 0) < step:
+                self._step = record.get("step", 0)
+                self.useful_s, self.stall_s = record.get("useful_s", 0.0), record.get("stall_s", 0.0)
+                break
+        if newest is not None:
+            done = newest.get("useful_s", 0.0) + newest.get("stall_s", 0.0)
+            self.lost_s = newest.get("lost_s", 0.0) + done - self.useful_s - self.stall_s
+
+
+def ledger_of(run: RunDir) -> Ledger:
+    """The ledger of a run up to what it recorded last."""
+    record = next(newest_json_lines(run.metrics), {})
+    wall = queue = 0.0
+    begun: float | None = None  # of the present submission
+    waiting: float | None = None  # since when it has been in the queue
+    last = 0.0
+    for event in seldom_events(run):
+        now, kind = event["time"], event["event"]
+        if kind == "submitted":
+            wall += last - begun if begun is not None else 0.0
+            begun = waiting = now
+        elif kind == "attempt_started" and waiting is not None:
+            queue += now - waiting
+            waiting = None
+        elif kind == "attempt_ended" and event["decision"] == "requeue":
+            waiting = now
+        last = now
+    wall += max(last, record.get("time", 0.0)) - begun if begun is not None else 0.0
+    useful, stall, lost = (record.get(key, 0.0) for key in ("useful_s", "stall_s", "lost_s"))
+    return Ledger(wall, useful, stall, lost, queue, max(0.0, wall - useful - stall - lost - queue))

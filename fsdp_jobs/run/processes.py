@@ -1,0 +1,56 @@
+"""Processes and ports of this machine. No torch."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import psutil
+
+from fsdp_jobs.run.directory import write_atomic
+
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+def die_with_parent(_worker: int = 0) -> None:
+    """Ask the kernel to kill this process when its parent dies (Linux; elsewhere nothing happens)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def free_port() -> int:
+    """A TCP port that is free now."""
+    with closing(socket.socket()) as s:
+        s.bind(("", 0))
+        return int(s.getsockname()[1])
+
+
+def start_detached(module: str, folder: Path, record: Path, log: Path) -> None:
+    """Run `python -m MODULE FOLDER`, which outlives the terminal it is started from, and record who that is."""
+    with log.open("a") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, str(folder)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    started = psutil.Process(process.pid).create_time()
+    write_atomic(record, json.dumps({"pid": process.pid, "started": started}))
+
+
+def recorded_process(record: Path) -> psutil.Process | None:
+    """The process that `start_detached` recorded, while it lives."""
+    try:
+        known = json.loads(record.read_text())
+        process = psutil.Process(known["pid"])
+        alive = process.create_time() == known["started"] and process.status() != psutil.STATUS_ZOMBIE
+        return process if alive else None
+    except (OSError, ValueError, psutil.NoSuchProcess):
+        return None

@@ -1,0 +1,1 @@
+"""From a configuration to a submitted job, and its end. No torch."""

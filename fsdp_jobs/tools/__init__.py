@@ -1,0 +1,1 @@
+"""Rehearse a job, examine a cluster, read Accelerate's files."""

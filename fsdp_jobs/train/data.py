@@ -1,0 +1,94 @@
+"""The order in which samples are seen: a function of (seed, epoch, index) alone.
+
+A position counts samples since the start of the run, over epochs and over all ranks. Which sample is at a
+position, and which positions make up a step, does not depend on the world: a resume with any number of ranks
+goes on exactly where the checkpoint left off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from fsdp_jobs.config.schema import DataConfig
+from fsdp_jobs.train.sources import Tokens, fingerprint
+
+IGNORE = -100  # label of a token that does not count, as in cross_entropy's ignore_index
+
+
+def sample_at(position: int, samples: int, seed: int) -> int:
+    """The sample at a position: a permutation of range(samples) in each epoch, in O(1) memory and time.
+
+    A four-round Feistel network over the smallest even number of bits that holds `samples`, walked until it
+    lands inside (Black and Rogaway 2002, "Ciphers with arbitrary finite domains").
+    """
+    epoch, index = divmod(position, samples)
+    half = max(1, ((samples - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    while True:
+        left, right = index >> half, index & mask
+        for round_ in range(4):
+            left, right = right, left ^ (_mix(right, round_, epoch, seed) & mask)
+        index = (left << half) | right
+        if index < samples:
+            return index
+
+
+def _mix(value: int, round_: int, epoch: int, seed: int) -> int:
+    """A 64-bit hash of four integers (the finaliser of splitmix64, Steele et al. 2014)."""
+    z = value
+    for salt in (round_, epoch, seed):
+        z = (z + (salt + 1) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        z ^= z >> 31
+    return z
+
+
+def microbatches(first: int, data: DataConfig, rank: int, world: int) -> list[list[int]]:
+    """The positions of one step that are this rank's, cut into microbatches: the same number on every rank.
+
+    `first` is the step's first position. A rank with fewer samples than another gets lists padded by -1,
+    which stands for a sample that does not count.
+    """
+    low, high = rank * data.global_batch // world, (rank + 1) * data.global_batch // world
+    most = -(-data.global_batch // world)  # of any rank
+    mine = list(range(first + low, first + high))
+    mine += [-1] * (most - len(mine))
+    return [mine[i : i + data.micro_batch] for i in range(0, most, data.micro_batch)]
+
+
+class Samples(Dataset[tuple[Tensor, Tensor]]):
+    """Positions to (tokens, labels), each int64 [seq_len]; labels are the tokens that follow."""
+
+    def __init__(self, tokens: Tokens, seq_len: int, seed: int):
+        self.tokens, self.seq_len, self.seed = tokens, seq_len, seed
+        self.samples = (len(tokens) - 1) // seq_len
+
+    def fingerprint(self) -> int:
+        """A number that differs where the data differs."""
+        return fingerprint(self.tokens)
+
+    def __getitem__(self, position: int) -> tuple[Tensor, Tensor]:
+        if position < 0:
+            nothing = torch.zeros(self.seq_len, dtype=torch.int64)
+            return nothing, torch.full_like(nothing, IGNORE)
+        start = sample_at(position, self.samples, self.seed) * self.seq_len
+        stretch = torch.from_numpy(self.tokens[start : start + self.seq_len + 1].astype(np.int64))
+        return stretch[:-1], stretch[1:]
+
+
+class Order:
+    """A batch sampler: the microbatches of this rank from a position on, until a step."""
+
+    def __init__(self, data: DataConfig, rank: int, world: int, first: int, steps: int):
+        self.data, self.rank, self.world, self.first, self.steps = data, rank, world, first, steps
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in range(self.steps):
+            first = self.first + step * self.data.global_batch
+            yield from microbatches(first, self.data, self.rank, self.world)

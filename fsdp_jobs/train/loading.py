@@ -1,0 +1,56 @@
+"""From a configuration to this rank's microbatches, read ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from fsdp_jobs.config.schema import DataConfig
+from fsdp_jobs.run.processes import die_with_parent
+from fsdp_jobs.train.data import Order, Samples, microbatches
+from fsdp_jobs.train.sources import open_tokens
+from fsdp_jobs.train.stream import Stream, StreamBatches
+
+
+def open_samples(data: DataConfig, seed: int) -> Samples | Stream:
+    """The samples of a configuration.
+
+    Raises:
+        OSError, ValueError, BadInput: as `open_tokens` does.
+    """
+    if data.kind == "hf_dataset" and data.streaming:
+        return Stream(data)
+    return Samples(open_tokens(data), data.seq_len, seed)
+
+
+def batches(
+    samples: Samples | Stream, data: DataConfig, rank: int, world: int, first: int, steps: int, pin: bool
+) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """For each of `steps` optimizer steps from position `first`: this rank's microbatches, read ahead.
+
+    A microbatch is (tokens, labels), each int64 [<= micro_batch, seq_len]. A stream has one reading process at most.
+    """
+    chosen: dict[str, Any]
+    if isinstance(samples, Stream):
+        workers = min(1, data.workers)
+        chosen = {"dataset": StreamBatches(samples, rank, world, first, steps), "batch_size": None}
+    else:
+        workers = data.workers
+        chosen = {"dataset": samples, "batch_sampler": Order(data, rank, world, first, steps)}
+    loader = DataLoader(
+        **chosen,
+        num_workers=workers,
+        prefetch_factor=data.prefetch if workers else None,
+        pin_memory=pin,
+        # Forked from the rank and tied to its life. (A rank's own default would be to start a second fork server,
+        # which imports torch once more.)
+        multiprocessing_context="fork" if workers else None,
+        worker_init_fn=die_with_parent,
+    )
+    a_step = len(microbatches(0, data, rank, world))
+    stream = cast(Iterator[tuple[Tensor, Tensor]], iter(loader))
+    for _ in range(steps):
+        yield [next(stream) for _ in range(a_step)]

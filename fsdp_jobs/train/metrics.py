@@ -1,0 +1,68 @@
+"""What a step measured, as a line of `metrics.jsonl` and, when TensorBoard is installed, as its scalars."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_jobs.config.schema import HardwareConfig, JobConfig, LlamaConfig
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.events import append_line
+from fsdp_jobs.run.goodput import Steps
+
+
+def flops_per_token(model: nn.Module, config: JobConfig) -> float:
+    """Floating-point operations of forward and backward a token, recomputation not counted.
+
+    6 N + 12 L d T (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): N parameters without the input
+    embedding, L layers of width d, T the sequence length. For a custom model 6 N over all its parameters.
+    """
+    parameters = sum(p.numel() for p in model.parameters())
+    if not isinstance(config.model, LlamaConfig):
+        return 6.0 * parameters
+    m = config.model
+    embedding = 0 if m.tie_embeddings else m.vocab_size * m.dim
+    return 6.0 * (parameters - embedding) + 12.0 * m.n_layers * m.dim * config.data.seq_len
+
+
+def peak_flops(hardware: HardwareConfig, dtype: torch.dtype) -> float:
+    """Dense peak of one GPU, FLOP/s, from the hardware group (its files name the sources); 0.0 when unknown."""
+    tflops = hardware.fp32_tflops if dtype == torch.float32 else hardware.bf16_tflops
+    return tflops * 1e12 if hardware.name != "cpu" else 0.0
+
+
+class MetricsLog:
+    """Rank 0's record of logged steps."""
+
+    def __init__(self, run: RunDir, attempt: int, world: int, flops_a_token: float, peak: float):
+        self.run, self.attempt, self.world = run, attempt, world
+        self.flops_a_token, self.peak = flops_a_token, peak
+        self.steps = Steps(run)
+        self.board: Any = None
+        if importlib.util.find_spec("tensorboard") is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(str(run.path / "tensorboard"))
+
+    def log(self, step: int, tokens: int, seconds: float, values: dict[str, float]) -> None:
+        """Record the step that `step` steps were done after: `tokens` over all ranks in `seconds`."""
+        rate = tokens / seconds
+        record = {"step": step, **values, "tokens_per_s": rate, "tokens_per_s_per_gpu": rate / self.world}
+        if self.peak:
+            record["mfu"] = rate / self.world * self.flops_a_token / self.peak
+        if torch.cuda.is_available():
+            record["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        rounded = {k: v if isinstance(v, int) else float(f"{v:.9g}") for k, v in record.items()}
+        rounded |= {k: round(v, 4) for k, v in self.steps.add(step, seconds, values["checkpoint_stall_s"]).items()}
+        append_line(self.run.metrics, {**rounded, "attempt": self.attempt, "time": time.time()})
+        if self.board is not None:
+            for name, value in rounded.items():
+                self.board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        if self.board is not None:
+            self.board.close()

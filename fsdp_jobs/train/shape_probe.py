@@ -1,0 +1,121 @@
+"""Counting what a model keeps and computes, by running it once on fake tensors. Imports torch: never from a plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp_jobs.plan.shapes import Activations, ModelShape, Unit, merged
+
+MATMULS = ("mm", "addmm", "bmm", "baddbmm")
+ATTENTION = "_scaled_dot_product"
+
+
+class _Counter(TorchDispatchMode):
+    """Sums matmul FLOPs, outputs worth keeping and elements moved, inside blocks and outside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.inside = False
+        self.flops = {True: 0, False: 0}
+        self.kept = self.moved = self.attention = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("aten::")
+        first = out[0] if isinstance(out, tuple | list) and out else out
+        if not isinstance(first, Tensor):
+            return out
+        if name in MATMULS:
+            self.flops[self.inside] += 2 * first.numel() * args[-1 if name in ("mm", "bmm") else 1].shape[-2]
+            self.kept += first.numel() if self.inside else 0
+        elif name.startswith(ATTENTION):
+            self.kept += first.numel() if self.inside else 0
+            self.attention += first.numel()
+        elif self.inside and not func.is_view:
+            self.moved += first.numel() + sum(a.numel() for a in args if isinstance(a, Tensor))
+        return out
+
+
+def activations_of(model: nn.Module, blocks: Sequence[nn.Module], seq_len: int) -> Activations:
+    """What a token costs in this model, from one sample of `seq_len` tokens; means over the blocks."""
+    counter = _Counter()
+    parameters = {p.untyped_storage()._cdata for p in model.parameters()}
+    saved: dict[int, tuple[Tensor, bool]] = {}  # the tensor is kept, so that its storage's address stays its own
+    inputs: list[int] = []
+
+    def enter(_module: nn.Module, args: tuple[Any, ...]) -> None:
+        counter.inside = True
+        inputs.append(next((a.numel() for a in args if isinstance(a, Tensor)), 0))
+
+    def leave(_module: nn.Module, _args: Any, _out: Any) -> None:
+        counter.inside = False
+
+    def pack(t: Tensor) -> Tensor:
+        key = t.untyped_storage()._cdata
+        if key not in parameters:
+            saved.setdefault(key, (t, counter.inside))
+        return t
+
+    unpack: Callable[[Tensor], Tensor] = lambda t: t  # noqa: E731
+    handles = [b.register_forward_pre_hook(enter) for b in blocks]
+    handles += [b.register_forward_hook(leave) for b in blocks]
+    tokens = torch.zeros((1, seq_len), dtype=torch.int64)
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack), counter:
+        logits = model(tokens)
+    for handle in handles:
+        handle.remove()
+
+    def elements(inside: bool) -> int:
+        return sum(t.untyped_storage().nbytes() // t.element_size() for t, at in saved.values() if at is inside)
+
+    layers = max(1, len(blocks))
+    each = layers * seq_len
+    widest = max((p.shape[0] for b in blocks for p in b.parameters() if p.ndim > 1), default=0)
+    return Activations(
+        layers=layers,
+        block_input=sum(inputs) // each,
+        block_saved=elements(True) // each,
+        block_saved_fp32=0,
+        block_matmul=counter.kept // each,
+        block_peak=2 * widest,
+        head_saved=elements(False) // seq_len,
+        vocab=logits.shape[-1],
+        matmul_flops=counter.flops[True] // each,
+        head_flops=counter.flops[False] // seq_len,
+        attention_width=counter.attention // each,
+        elementwise=counter.moved // each,
+    )
+
+
+def units_of(
+    model: nn.Module, blocks: Sequence[nn.Module], head: Sequence[nn.Module], activations: Activations
+) -> ModelShape:
+    """The model's parameters by FSDP unit, as training/sharding.py makes them: blocks, head, and the rest."""
+    names = {p: n for n, p in model.named_parameters()}
+    taken: set[nn.Parameter] = set()
+
+    def unit(modules: Sequence[nn.Module]) -> list[tuple[str, tuple[int, ...]]]:
+        own = [p for m in modules for p in m.parameters() if p not in taken]
+        own = list(dict.fromkeys(own))
+        taken.update(own)
+        return [(names[p], tuple(p.shape)) for p in own]
+
+    made = [(f"block {i}", tuple(unit([b]))) for i, b in enumerate(blocks)]
+    head_unit = Unit("head", tuple(unit(head)))
+    root = Unit("root", tuple(unit([model])))
+    holders = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
+    of_head = {n for n, _ in head_unit.params}
+    if any(count > 1 and names[p] in of_head for p, count in holders.items()):
+        # A weight that the head shares is gathered first and reduced last, like a root's.
+        whole = Unit("root", root.params + head_unit.params)
+        return ModelShape(whole, merged(made), activations, waiting=head_unit.numel)
+    # Without a head of its own, the root's gradients may all be there before the blocks' backward.
+    return ModelShape(root, merged(made), activations, head_unit, waiting=0 if head_unit.params else root.numel)

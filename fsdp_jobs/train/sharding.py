@@ -1,0 +1,263 @@
+"""Parallelism applied to a plain model, in order: activation checkpointing, compile, FSDP2, weights."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from fsdp_jobs.config.schema import AUTO, FsdpConfig, HfConfig, ModelConfig
+from fsdp_jobs.models.build import build_model, head_modules_of, wrap_classes_of
+from fsdp_jobs.models.huggingface import initial_pieces
+from fsdp_jobs.plan.layout import Layout
+
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# What selective checkpointing keeps: the outputs that are dear to compute again.
+_DEAR_OPS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+}
+
+
+def compute_dtype(fsdp: FsdpConfig, device: torch.device) -> torch.dtype:
+    """The dtype parameters are gathered and computed in: `auto` is bf16 on CUDA and fp32 elsewhere."""
+    if fsdp.param_dtype == AUTO:
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return TORCH_DTYPES[fsdp.param_dtype]
+
+
+def sharded_model(
+    model_config: ModelConfig, fsdp: FsdpConfig, layout: Layout, mesh: DeviceMesh, device: torch.device, seed: int
+) -> nn.Module:
+    """Build the model of a configuration, sharded as the layout says, with weights that depend on the seed
+    alone: not on the world size, the strategy or the grouping.
+
+    Raises:
+        ValueError: a wrap class that matches no module of the model.
+        RuntimeError: a parameter was left out of the sharding.
+    """
+    with torch.device("meta" if fsdp.meta_init else "cpu"):
+        torch.manual_seed(seed)
+        model = build_model(model_config)
+    blocks = find_blocks(model, model_config, fsdp)
+    blocks = apply_activation_checkpointing(model, blocks, fsdp)
+    if fsdp.compile:
+        for block in blocks:
+            block.compile()
+    apply_fsdp(model, blocks, fsdp, layout, mesh, device)
+    if fsdp.meta_init:
+        model.to_empty(device="cpu" if fsdp.cpu_offload else device)
+        for module in model.modules():  # FSDP offloads parameters alone
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+        fill_weights(model, model_config, device, seed)
+    left_out = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
+    if left_out:
+        raise RuntimeError(f"not sharded: {', '.join(left_out[:5])}")
+    return model
+
+
+def find_blocks(model: nn.Module, model_config: ModelConfig, fsdp: FsdpConfig) -> list[nn.Module]:
+    """The modules that become FSDP units of their own, in the order they run.
+
+    Raises:
+        ValueError: no module has a class of `model.wrap_classes`.
+    """
+    if fsdp.wrap == "none":
+        return []
+    if fsdp.wrap == "size":
+        return list(_blocks_by_size(model, fsdp.min_num_params))
+    wanted = wrap_classes_of(model, model_config)
+    found = [m for m in model.modules() if type(m).__name__ in wanted]
+    if not found:
+        classes = sorted({type(m).__name__ for m in model.modules()})
+        raise ValueError(f"model.wrap_classes={wanted} matches no module; the model has {', '.join(classes)}")
+    return found
+
+
+def _blocks_by_size(module: nn.Module, min_num_params: int) -> Iterator[nn.Module]:
+    """The smallest modules that hold at least `min_num_params` parameters not held by a deeper unit."""
+
+    def visit(m: nn.Module) -> tuple[int, list[nn.Module]]:
+        rest, units = sum(p.numel() for p in m.parameters(recurse=False)), []
+        for child in m.children():
+            child_rest, child_units = visit(child)
+            rest += child_rest
+            units += child_units
+        wrappable = m is not module and not isinstance(m, nn.ModuleList | nn.ModuleDict)
+        if rest >= min_num_params and wrappable:
+            return 0, [*units, m]
+        return rest, units
+
+    yield from visit(module)[1]
+
+
+def apply_activation_checkpointing(model: nn.Module, blocks: list[nn.Module], fsdp: FsdpConfig) -> list[nn.Module]:
+    """Wrap blocks so that their activations are recomputed in backward; returns the blocks as they are now."""
+    kind, every = fsdp.activation_checkpointing, fsdp.activation_checkpointing_every
+    if kind == "none":
+        return blocks
+
+    def wrap(block: nn.Module) -> nn.Module:
+        if kind == "selective":
+            wrapped = checkpoint_wrapper(block, context_fn=_keep_dear_ops, preserve_rng_state=True)
+        else:
+            wrapped = checkpoint_wrapper(block, preserve_rng_state=True)
+        return offload_wrapper(wrapped) if fsdp.activation_offload else wrapped
+
+    now = {b: wrap(b) if kind != "every_n" or i % every == 0 else b for i, b in enumerate(blocks)}
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if now.get(child, child) is not child and parent is not now[child]:
+                setattr(parent, name, now[child])
+    return [now[b] for b in blocks]
+
+
+def _keep_dear_ops() -> object:
+    def policy(_context: object, op: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in _DEAR_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def apply_fsdp(
+    model: nn.Module,
+    blocks: list[nn.Module],
+    fsdp: FsdpConfig,
+    layout: Layout,
+    mesh: DeviceMesh,
+    device: torch.device,
+) -> None:
+    """FSDP2 on each block, on the head (kept gathered: backward needs it at once), then on the root."""
+    output_dtype = None if fsdp.output_dtype == AUTO else TORCH_DTYPES[fsdp.output_dtype]
+    inner = MixedPrecisionPolicy(compute_dtype(fsdp, device), TORCH_DTYPES[fsdp.reduce_dtype])
+    outer = MixedPrecisionPolicy(inner.param_dtype, inner.reduce_dtype, output_dtype)
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if fsdp.cpu_offload else OffloadPolicy()
+
+    def shard(module: nn.Module | list[nn.Module], policy: MixedPrecisionPolicy, reshard: bool) -> None:
+        if layout.strategy == "no_shard":
+            replicate(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
+        else:
+            fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
+
+    for block in blocks:
+        shard(block, inner, layout.reshard_after_forward)
+    head = head_modules_of(model) if fsdp.wrap == "layer" else []
+    if head:
+        shard(head, inner, False)
+    shard(model, outer, False)
+    for ahead, order, prefetch in (
+        (fsdp.forward_prefetch, blocks, "set_modules_to_forward_prefetch"),
+        (fsdp.backward_prefetch, blocks[::-1], "set_modules_to_backward_prefetch"),
+    ):
+        for i, block in enumerate(order if ahead else []):
+            getattr(block, prefetch)(order[i + 1 : i + 1 + ahead])
+
+
+def fill_weights(model: nn.Module, model_config: ModelConfig, device: torch.device, seed: int) -> None:
+    """Give the emptied shards their initial values.
+
+    A model with `init_parameter` fills one whole parameter at a time on every rank and keeps its
+    shard: no traffic, and never more than one parameter in memory. A model of transformers is filled
+    a layer at a time; of a pretrained one only the buffers, since checkpoints/foreign.py reads its weights.
+    Any other is built by rank 0 on its CPU and sent out tensor by tensor; buffers too, since to_empty() lost them.
+    """
+    if isinstance(model_config, HfConfig):
+        parameters = {plain_name(n): p for n, p in model.named_parameters()}
+        buffers = {plain_name(n): b for n, b in model.named_buffers()}
+        for piece in initial_pieces(model_config, device, seed):
+            for name, whole in piece.items():
+                if name in buffers:
+                    buffers[name].copy_(whole)
+                elif name in parameters and not model_config.pretrained:
+                    keep_shard(parameters[name], whole)
+        return
+    init_parameter = getattr(model, "init_parameter", None)
+    if init_parameter is not None:
+        for name, parameter in model.named_parameters():
+            plain = plain_name(name)
+            number = int.from_bytes(hashlib.blake2b(f"{seed}/{plain}".encode(), digest_size=7).digest(), "big")
+            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            with torch.no_grad():
+                init_parameter(plain, whole, torch.Generator(device).manual_seed(number))
+            keep_shard(parameter, whole)
+        return
+    whole_model, state = None, {}
+    if dist.get_rank() == 0:
+        torch.manual_seed(seed)
+        with torch.device("cpu"):
+            whole_model = build_model(model_config)
+        state = whole_model.state_dict()
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, state, options=options)
+    sources = dict(whole_model.named_buffers()) if whole_model is not None else {}
+    for name, buffer in model.named_buffers():
+        plain = plain_name(name)
+        if plain in sources:
+            buffer.copy_(sources[plain])
+        dist.broadcast(buffer, src=0)
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what activation checkpointing put into it."""
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
+def rows_of(parameter: DTensor) -> tuple[int, int]:
+    """The rows [first, last) of the whole tensor that this rank holds of one sharded on dim 0 (or replicated)."""
+    shard_dims = [i for i, p in enumerate(parameter.placements) if p.is_shard()]
+    rows = parameter.shape[0] if parameter.ndim else 0
+    if not shard_dims:
+        return 0, rows
+    mesh, dim = parameter.device_mesh, shard_dims[0]
+    a_rank = -(-rows // mesh.size(dim))
+    first = min(rows, mesh.get_local_rank(dim) * a_rank)
+    return first, min(rows, first + a_rank)
+
+
+def keep_shard(parameter: nn.Parameter, whole: torch.Tensor) -> None:
+    """Copy this rank's part of a whole tensor into a parameter."""
+    assert isinstance(parameter, DTensor)
+    first, last = rows_of(parameter)
+    with torch.no_grad():
+        parameter.to_local().copy_(whole[first:last] if whole.ndim else whole)
+
+
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """Every FSDP unit of a model, the root included."""
+    return [m for m in model.modules() if isinstance(m, FSDPModule)]
+
+
+def set_gradient_communication(model: nn.Module, layout: Layout, last: bool) -> None:
+    """Decide, before a microbatch's backward, what its gradients cost.
+
+    The last microbatch of a step always reduces in full. Before it: where the layout accumulates unsharded
+    gradients, nothing is sent; otherwise gradients are reduce-scattered inside the shard group, and a hybrid's
+    all-reduce between replicas waits for the last.
+    """
+    root = model
+    assert isinstance(root, FSDPModule)
+    if layout.accumulate_unsharded or layout.shard_group == 1:
+        root.set_requires_gradient_sync(last)
+    elif layout.replicas > 1:
+        root.set_requires_all_reduce(last)

@@ -1,0 +1,128 @@
+"""Where tokens come from: what the configuration names, as one stream of ids that is memory-mapped where it is long."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from fsdp_jobs.config.documents import text_files
+from fsdp_jobs.config.errors import BadInput, Problem
+from fsdp_jobs.config.schema import DataConfig
+from fsdp_jobs.train.tokenize import Tokenize, cached, tokenizer_of
+
+Tokens = npt.NDArray[np.unsignedinteger]
+
+_BLOCK = 1 << 20  # characters of a text file that are tokenized at once, up to the next end of a line
+_FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+
+
+def open_tokens(data: DataConfig) -> Tokens:
+    """The token stream of a configuration, 1-D; a memory map where it is a file.
+
+    Raises:
+        OSError: a file that is not there or cannot be read.
+        ValueError: fewer tokens than one sample needs, or a size that is no multiple of the token's.
+        BadInput: a tokenizer or library that is missing, or ids beyond `data.vocab_size`.
+    """
+    if data.kind == "python_stdlib":
+        tokens: Tokens = np.frombuffer(_stdlib_sources(), dtype=np.uint8)
+    elif data.kind == "tokens":
+        tokens = _map(Path(data.path or ""), data.token_dtype)
+    elif data.kind == "synthetic":
+        rng = np.random.default_rng(0)
+        tokens = rng.integers(0, data.vocab_size, size=data.tokens, dtype=np.uint32)
+    else:
+        tokenize = tokenizer_of(data)
+        if data.kind == "text":
+            files = text_files(data.path or "")
+            identity: list[Any] = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+            file = cached(data, [identity, tokenize.identity], lambda: map(tokenize, _texts(files)))
+        else:
+            documents = open_dataset(data)
+            identity = [data.path, data.subset, data.split, documents._fingerprint]
+            file = cached(data, [identity, tokenize.identity], lambda: tokenized(documents, data, tokenize))
+        tokens = _map(file, "uint16" if data.vocab_size <= 1 << 16 else "uint32")
+    if len(tokens) <= data.seq_len:
+        raise ValueError(f"{data.path or data.kind}: {len(tokens)} tokens, one sample needs {data.seq_len + 1}")
+    return tokens
+
+
+def _map(file: Path, dtype_name: str) -> Tokens:
+    dtype = np.dtype(dtype_name)
+    size = file.stat().st_size
+    if size % dtype.itemsize:
+        raise ValueError(f"{file}: {size} bytes are no whole number of {dtype_name} tokens")
+    if size == 0:
+        raise ValueError(f"{file}: the file is empty")
+    return cast(Tokens, np.memmap(file, dtype=dtype, mode="r"))
+
+
+def _stdlib_sources() -> bytes:
+    """All .py files of the standard library, in path order, without its tests and what others installed there."""
+    skip = {"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib", "lib2to3"}
+    files = []
+    for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
+        folders[:] = [f for f in folders if f not in skip]
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    return b"\n".join(f.read_bytes() for f in sorted(files))
+
+
+def _texts(files: list[Path]) -> Iterator[str]:
+    """The files' texts, a long file in blocks that end with a line."""
+    for file in files:
+        with file.open(encoding="utf-8", errors="surrogateescape", newline="") as f:
+            while text := f.read(_BLOCK):
+                yield text + (f.readline() if len(text) == _BLOCK else "")
+
+
+def open_dataset(data: DataConfig) -> Any:
+    """The data set of `data=hf_dataset`: a folder that save_to_disk wrote, files, or a name on the hub.
+
+    Raises:
+        BadInput: the library is missing, or there is no such split.
+    """
+    try:
+        import datasets
+    except ImportError as e:
+        raise BadInput([Problem("data=hf_dataset", str(e), "pip install 'fsdp_jobs[hf]', on the nodes")]) from e
+    path = Path(data.path or "")
+    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+        found = datasets.load_from_disk(str(path))
+        if isinstance(found, dict):
+            if data.split not in found:
+                raise BadInput([Problem(f"data.split={data.split}", "there is none", f"one of {', '.join(found)}")])
+            found = found[data.split]
+        return found.to_iterable_dataset() if data.streaming else found
+    if path.is_file():
+        form = _FORMATS.get(path.suffix)
+        if form is None:
+            raise BadInput([Problem(f"data.path={path}", "of no known form", f"one of {', '.join(_FORMATS)}")])
+        return datasets.load_dataset(form, data_files=str(path), split=data.split, streaming=data.streaming)
+    return datasets.load_dataset(str(data.path), data.subset, split=data.split, streaming=data.streaming)
+
+
+def tokenized(documents: Any, data: DataConfig, tokenize: Tokenize) -> Iterator[list[int]]:
+    """The documents' tokens, in order. A function of the user's gets whole rows, a tokenizer their text."""
+    for row in documents:
+        if tokenize.takes_rows:
+            yield tokenize(row)
+            continue
+        if data.text_column not in row:
+            what = "the data set has no such column"
+            raise BadInput([Problem(f"data.text_column={data.text_column}", what, f"one of {', '.join(row)}")])
+        yield tokenize(row[data.text_column])
+
+
+def fingerprint(tokens: Tokens) -> int:
+    """A number that differs where the data differs: from the length and 64 spread-out stretches."""
+    digest = hashlib.blake2b(str(len(tokens)).encode(), digest_size=7)
+    for start in np.linspace(0, max(0, len(tokens) - 1024), 64, dtype=np.int64):
+        digest.update(np.ascontiguousarray(tokens[start : start + 1024]).tobytes())
+    return int.from_bytes(digest.digest(), "big")

@@ -1,0 +1,137 @@
+"""From text to ids, once: a tokenizer or a function of the user's, and the file that keeps what they made."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import inspect
+import json
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hydra.utils import get_method
+
+from fsdp_jobs.config.errors import BadInput, Problem
+from fsdp_jobs.config.schema import DataConfig
+
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "special_tokens*", "*.model")
+_MANY = 1 << 20  # tokens that are written at once
+
+
+@dataclass(frozen=True)
+class Tokenize:
+    """Turns one document into ids."""
+
+    function: Callable[[Any], Iterable[int]]
+    identity: str  # differs between functions that may make other ids
+    takes_rows: bool  # a data set's whole rows, not only their text
+
+    def __call__(self, document: Any) -> list[int]:
+        return list(self.function(document))
+
+
+def tokenizer_of(data: DataConfig) -> Tokenize:
+    """What `data.tokenize` or `data.tokenizer` names. A tokenizer's documents end with its end-of-text token.
+
+    Raises:
+        BadInput: there is no such function or tokenizer.
+    """
+    if data.tokenize is not None:
+        try:
+            function = get_method(data.tokenize)
+            source = inspect.getsource(function)
+        except (ImportError, AttributeError, ValueError, OSError, TypeError) as e:
+            raise BadInput([Problem(f"data.tokenize={data.tokenize}", str(e), "my_package.my_module.function")]) from e
+        return Tokenize(function, f"{data.tokenize} {source}", takes_rows=data.kind == "hf_dataset")
+    if data.tokenizer == "bytes":
+        return Tokenize(lambda text: text.encode("utf-8", errors="surrogateescape"), "bytes", takes_rows=False)
+    where = f"data.tokenizer={data.tokenizer}"
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as e:
+        raise BadInput([Problem(where, str(e), "pip install 'fsdp_jobs[hf]', on the nodes")]) from e
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(data.tokenizer)
+    except (OSError, ValueError) as e:
+        raise BadInput([Problem(where, str(e).splitlines()[0], "bytes, a folder, or a name on the hub")]) from e
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+
+    def ids(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] + end  # type: ignore[no-any-return]
+
+    return Tokenize(ids, _identity(data.tokenizer), takes_rows=False)
+
+
+def _identity(tokenizer: str) -> str:
+    """A name of the hub, or the contents of a folder."""
+    folder = Path(tokenizer)
+    if not folder.is_dir():
+        return tokenizer
+    files = sorted({f for pattern in _TOKENIZER_FILES for f in folder.glob(pattern) if f.is_file()})
+    digest = hashlib.blake2b(digest_size=16)
+    for file in files:
+        digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def cached(data: DataConfig, identity: list[Any], documents: Callable[[], Iterable[list[int]]]) -> Path:
+    """The file with the tokens of all documents, made by whoever asks first; others on this machine wait for it.
+
+    Raises:
+        BadInput: an id that is not below `data.vocab_size`.
+    """
+    folder = cache_dir(data)
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps([identity, data.vocab_size], default=str)
+    file = folder / f"{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}.bin"
+    if file.exists():
+        return file
+    with (folder / f"{file.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not file.exists():
+            print(f"tokenizing {data.path} into {file}, once", flush=True)
+            temporary = folder / f"{file.name}.{os.getpid()}.tmp"
+            try:
+                _write(temporary, data, documents())
+                temporary.replace(file)
+            finally:
+                temporary.unlink(missing_ok=True)
+    return file
+
+
+def cache_dir(data: DataConfig) -> Path:
+    """Where tokens are kept between runs."""
+    if data.cache_dir is not None:
+        return Path(data.cache_dir)
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "fsdp_jobs" / "tokens"
+
+
+def _write(file: Path, data: DataConfig, documents: Iterable[list[int]]) -> None:
+    dtype = np.uint16 if data.vocab_size <= 1 << 16 else np.uint32
+    waiting: list[int] = []
+    with file.open("wb") as f:
+
+        def flush() -> None:
+            ids = np.array(waiting, dtype=np.int64)
+            check_ids(ids, data)
+            ids.astype(dtype).tofile(f)
+            waiting.clear()
+
+        for document in documents:
+            waiting += document
+            if len(waiting) >= _MANY:
+                flush()
+        flush()
+        os.fsync(f.fileno())
+
+
+def check_ids(ids: np.ndarray[Any, Any], data: DataConfig) -> None:
+    """Raises: BadInput when an id is not below `data.vocab_size`."""
+    if len(ids) and not 0 <= ids.min() <= ids.max() < data.vocab_size:
+        what = f"the tokens of {data.path} go from {ids.min()} to {ids.max()}"
+        raise BadInput([Problem(f"data.vocab_size={data.vocab_size}", what, "the tokenizer's size")])

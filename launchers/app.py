@@ -1,0 +1,57 @@
+"""JobConfig -> TorchX AppDef: the one description of what runs. Launchers only translate it.
+
+Two roles: one coordinator, and one agent a node. What is known only when an attempt starts reaches them by
+environment, set by the launcher: the attempt's number, the coordinator's host:port, and optionally the
+address under which a node is reached and the name of the machine it is on.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from torchx.specs import AppDef, Resource, Role, macros
+
+from fsdp_jobs.config.schema import JobConfig, node_range
+from fsdp_jobs.run.directory import RunDir
+
+ATTEMPT_ENV = "FSDP_JOBS_ATTEMPT"
+COORDINATOR_ENV = "FSDP_JOBS_COORDINATOR"  # host:port
+ADDRESS_ENV = "FSDP_JOBS_ADDRESS"
+HOST_ENV = "FSDP_JOBS_HOST"  # the machine a node is on, where its host name is another (pods)
+
+RUN_DIR_KEY = "fsdp_jobs/run_dir"  # in the AppDef's metadata
+
+
+def to_app(config: JobConfig, run: RunDir, nproc_per_node: int) -> AppDef:
+    """What runs for a job: a coordinator and up to `nodes` agents of `nproc_per_node` ranks each."""
+    low, high = node_range(config.nodes)
+    run_dir = str(run.path.resolve())
+    env = {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "TORCH_FR_BUFFER_SIZE": "2000",  # collectives that NCCL's flight recorder keeps, for a stall's post-mortem
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }
+    on_gpu = config.cluster.accelerator != "cpu" and config.hardware.name != "cpu"
+    coordinator = Role(
+        name="coordinator",
+        image="",
+        entrypoint=sys.executable,
+        args=["-m", "fsdp_jobs.elastic.coordinator", run_dir],
+        env=dict(env),
+        num_replicas=1,
+        resource=Resource(cpu=1, gpu=0, memMB=300),
+    )
+    trainer = Role(
+        name="trainer",
+        image="",
+        entrypoint=sys.executable,
+        args=["-m", "fsdp_jobs.elastic.agent", run_dir, "--node", macros.replica_id, "--nproc", str(nproc_per_node)],
+        env=dict(env),
+        num_replicas=high,
+        min_replicas=low,
+        resource=Resource(cpu=nproc_per_node, gpu=nproc_per_node if on_gpu else 0, memMB=1024 * nproc_per_node),
+    )
+    return AppDef(name=run.name, roles=[coordinator, trainer], metadata={RUN_DIR_KEY: run_dir})

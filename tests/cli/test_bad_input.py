@@ -1,0 +1,150 @@
+"""Bad input: one screen that says what to change, exit code 2, nothing started, nothing written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fsdp_jobs.config.errors import BadInput
+from fsdp_jobs.config.hydra import compose_job
+from tests.jobs import cli
+
+CASES = [
+    (["optim.lrr=1"], "did you mean optim.lr?"),
+    (["modell=llama_1b"], "did you mean model?"),
+    (["model=lama_1b"], "did you mean llama_1b?"),
+    (["lr=1"], "optim.lr"),
+    (["optim.lr=fast"], "could not be converted to Float"),
+    (["optim.lr=1,2"], "--multirun"),
+    (["nodes=0"], "at least 1 node"),
+    (["nodes=4:2"], "did you mean 2:4?"),
+    (["nodes=many"], "neither a number nor min:max"),
+    (["nproc_per_node=0"], "at least 1"),
+    (["fsdp=hybrid_shard", "nodes=1", "nproc_per_node=1"], "at least 2 ranks"),
+    (["fsdp=hybrid_shard", "fsdp.shard_group=3"], "cannot be formed on 2 nodes x 2 ranks"),
+    (["fsdp.strategy=zero3"], "allowed: auto, full_shard"),
+    (["fsdp.param_dtype=int8"], "allowed: auto, fp32, bf16, fp16"),
+    (["data=tokens"], "data.path"),
+    (["data=tokens", "data.path=/nowhere.bin"], "there is no such file"),
+    (["name=a/b"], "no '/'"),
+    (["name=.."], "no '..'"),
+    (["name=a..b"], "no '..'"),
+    (["steps=0"], "at least 1"),
+    (["cluster.launcher=slrum"], "no launcher of this name"),
+    (["model.n_kv_heads=3"], "must divide"),
+    (["--no-such-flag"], "there is no such flag"),
+    (["submitt"], "did you mean submit?"),
+    (["resume"], "name"),
+    (["resume", "nothing"], "no such run"),
+    (["logs", "nothing"], "no such run"),
+    (["resume", "../x"], "no '/'"),
+]
+
+
+@pytest.mark.parametrize(("args", "said"), CASES, ids=[" ".join(args) for args, _ in CASES])
+def test_bad_input_is_explained_and_does_nothing(tmp_path: Path, args: list[str], said: str) -> None:
+    done = cli(tmp_path, *args)
+    output = done.stdout + done.stderr
+    assert done.returncode == 2, output
+    assert said in output
+    assert "Traceback" not in output
+    assert len(output.splitlines()) < 25
+    assert [p for p in tmp_path.rglob("*") if not p.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("override", ["+optim.foo=3", "++optim.foo=3", "+foo=1", "=3", ""])
+def test_no_key_can_be_smuggled_in(override: str) -> None:
+    with pytest.raises(BadInput):
+        compose_job([override])
+
+
+def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
+    done = cli(tmp_path, "optim.lrr=1", "model=x", "steps=a", "nodez=3")
+    assert all(f"\n  {i}. " in f"\n{done.stderr}" for i in (1, 2, 3, 4))
+    done = cli(tmp_path, "steps=0", "nodes=0", "fsdp.wrap=x", "model.dim=7", "data=tokens")
+    assert "5 problems" in done.stderr or "6 problems" in done.stderr
+
+
+def test_a_file_too_short_or_unreadable_is_named_before_anything_starts(tmp_path: Path) -> None:
+    np.arange(20, dtype=np.uint16).tofile(tmp_path / "short.bin")
+    done = cli(tmp_path, "data=tokens", f"data.path={tmp_path}/short.bin", "data.vocab_size=20")
+    assert done.returncode == 2
+    assert "short.bin" in done.stderr and "holds 20 tokens" in done.stderr and "129" in done.stderr
+
+
+def test_a_wrap_class_that_matches_nothing_names_those_there_are(tmp_path: Path) -> None:
+    done = cli(tmp_path, "model=custom", "model._target_=tests.models.tiny", "model.wrap_classes=[Blok]")
+    assert done.returncode == 2, done.stdout
+    assert "wrap_classes" in done.stderr and "Block" in done.stderr
+
+
+def test_another_training_configuration_under_the_same_name_is_refused(tmp_path: Path) -> None:
+    from fsdp_jobs.config.schema import dump_config
+    from fsdp_jobs.run.directory import RunDir, write_atomic
+
+    run = RunDir(tmp_path / "runs" / "mine")
+    write_atomic(run.config, dump_config(compose_job(["name=mine"])))
+    done = cli(tmp_path, "name=mine", "optim.lr=0.5", "seed=3", "dry_run=true")
+    assert done.returncode == 2
+    assert "optim.lr=0.5: run mine was trained with 0.001" in done.stderr and "seed=3" in done.stderr
+    assert "allow_config_change=true" in done.stderr
+    for allowed in (["steps=999"], ["nodes=4"], ["fsdp=full_shard"], ["optim.lr=0.5", "allow_config_change=true"]):
+        assert cli(tmp_path, "name=mine", "dry_run=true", *allowed).returncode == 0, allowed
+
+
+def test_a_config_dir_of_the_users_own_adds_options(tmp_path: Path) -> None:
+    (tmp_path / "mine" / "optim").mkdir(parents=True)
+    (tmp_path / "mine" / "optim" / "slow.yaml").write_text("defaults:\n  - optim_schema\nlr: 1.0e-6\n")
+    assert compose_job(["optim=slow"], str(tmp_path / "mine")).optim.lr == 1e-6
+    with pytest.raises(BadInput, match="did you mean slow"):
+        compose_job(["optim=slo"], str(tmp_path / "mine"))
+    with pytest.raises(BadInput, match="is not a folder"):
+        compose_job([], str(tmp_path / "other"))
+
+
+def test_open_keys_take_whatever_the_users_factory_takes() -> None:
+    custom = compose_job(["model=custom", "model._target_=a.b", "model.kwargs={x: 1}", "model.kwargs.y=2"]).model
+    assert custom.kwargs == {"x": 1, "y": 2}  # type: ignore[attr-defined]
+
+
+def test_a_file_without_permission(tmp_path: Path) -> None:
+    file = tmp_path / "secret.bin"
+    np.arange(20000, dtype=np.uint16).tofile(file)
+    file.chmod(0)
+    may_read_all = os.geteuid() == 0
+    as_others = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if may_read_all else []
+    done = cli(tmp_path, "data=tokens", f"data.path={file}", "data.vocab_size=20000", under=as_others)
+    assert done.returncode == 2 and "you may not read it" in done.stderr
+
+
+def test_problems_of_good_and_bad_overrides_are_reported_together(tmp_path: Path) -> None:
+    done = cli(tmp_path, "optim.lrr=1", "nodes=0", "fsdp.strategy=fulls")
+    assert done.returncode == 2 and "3 problems" in done.stderr
+    for word in ("did you mean optim.lr?", "at least 1 node", "did you mean full_shard?"):
+        assert word in done.stderr
+
+
+def test_a_bad_sweep_starts_nothing_and_a_bad_job_of_it_fails_it(tmp_path: Path) -> None:
+    done = cli(tmp_path, "--multirun", "seed=1,2", "optim.lrr=3")
+    assert done.returncode == 2 and "did you mean optim.lr?" in done.stderr and "Traceback" not in done.stderr
+    done = cli(tmp_path, "--multirun", "nodes=0,-1", "steps=1")
+    assert done.returncode == 2 and done.stderr.count("at least 1 node") == 2 and "Traceback" not in done.stderr
+
+
+def test_tokens_beyond_the_vocabulary_and_half_tokens_are_found_before_anything_starts(tmp_path: Path) -> None:
+    tokens = np.zeros(50_000, dtype=np.uint16)
+    tokens[-1] = 300
+    tokens.tofile(tmp_path / "t.bin")
+    done = cli(tmp_path, "data=tokens", f"data.path={tmp_path}/t.bin", "data.vocab_size=256")
+    assert done.returncode == 2 and "holds token id 300" in done.stderr
+    (tmp_path / "odd.bin").write_bytes(bytes(1001))
+    done = cli(tmp_path, "data=tokens", f"data.path={tmp_path}/odd.bin", "data.vocab_size=256")
+    assert done.returncode == 2 and "no whole number of uint16" in done.stderr
+
+
+def test_a_plan_needs_no_data(tmp_path: Path) -> None:
+    done = cli(tmp_path, "plan", "experiment=llama3_8b_pretrain", "cluster=slurm", "nodes=8", "data.path=/not/here.bin")
+    assert done.returncode == 0 and done.stdout.startswith("FITS"), done.stdout + done.stderr

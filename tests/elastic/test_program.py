@@ -1,0 +1,123 @@
+"""What is said of a program of the user's before it is submitted, and what is submitted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fsdp_jobs.config.errors import BadInput
+from fsdp_jobs.config.hydra import compose_job, compose_many
+from fsdp_jobs.config.schema import JobConfig, dump_config, load_config
+from fsdp_jobs.config.validate import check, check_existing_run
+from fsdp_jobs.elastic.program import Program
+from fsdp_jobs.launchers.app import to_app
+from fsdp_jobs.launchers.docker import containers
+from fsdp_jobs.launchers.slurm.script import Site, script
+from fsdp_jobs.plan.plan import Plan, make_plan
+from fsdp_jobs.plan.render import render_text, to_svg
+from fsdp_jobs.run.directory import RunDir, write_atomic
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with a program, a package and a file that is neither."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pkg").mkdir()
+    for file in ("train.py", "pkg/__init__.py", "pkg/deep.py", "train.sh", "notes.txt"):
+        (tmp_path / file).write_text("raise SystemExit('looked at, not run')\n")
+    (tmp_path / "train.sh").chmod(0o755)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["script=trian.py"], ("there is no such file", "did you mean train.py?")),
+        (["script=pkg"], ("is a folder", "module=pkg")),
+        (["script=notes.txt"], ("neither Python (.py) nor executable", "chmod +x notes.txt")),
+        (["script=train.py", "module=pkg.deep"], ("script=train.py is given, too", "one of the two")),
+        (["module=pkg.deeper"], ("there is no such module here", "as for python -m")),
+        (["module=pkg.deep.er"], ("there is no such module here", "")),
+        (["script=train.py", "script_args=--name 'half"], ("no closing quotation", "close the quote")),
+        (["script_args=--lr 1"], ("there is no program to give them to", "script=train.py")),
+        (["model=none"], ("the trainer needs a model", "script=train.py")),
+        (["script=train.py", "fsdp.shard_group=3"], ("cannot be formed", "")),
+    ],
+)
+def test_bad_input_is_named_before_anything_is_started(overrides: list[str], said: tuple[str, str]) -> None:
+    with pytest.raises(BadInput) as found:
+        check(compose_job(overrides))
+    assert all(words in str(found.value) for words in said), str(found.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["script=train.py", "steps=0", "data=tokens"],  # the trainer's keys mean nothing to it
+        ["script=train.sh"],
+        ["module=pkg.deep"],
+        ["script=train.py", "model=llama_1b"],
+        ["cluster=docker", "script=/in/the/image.py"],
+        ["cluster=kubernetes", "script=in/the/image.py", "cluster.image=i"],
+    ],
+)
+def test_what_can_be_run_is_not_refused(overrides: list[str]) -> None:
+    check(compose_job(overrides))
+
+
+@pytest.mark.parametrize("text", ["--lr=3e-4 --names a,b", "--text 'two words'", "5", "--set {a: 1} [x]", ""])
+def test_arguments_stand_as_in_a_shell(text: str) -> None:
+    overrides = ["script=train.py", f"script_args={text}"]
+    assert compose_job(overrides).script_args == text
+    assert compose_many([overrides])[0].script_args == text
+
+
+def test_arguments_that_hydra_has_escaped_for_a_sweep_are_read_back() -> None:
+    assert compose_many([["script=train.py", "script_args=--n\\ 1"]])[0].script_args == "--n 1"
+
+
+def test_nothing_is_known_of_a_programs_model_unless_one_is_named() -> None:
+    config = compose_job(["script=train.py", "nodes=4", "fsdp=hybrid_shard", "nproc_per_node=8"])
+    plan = Plan.from_json(make_plan(config).to_json())
+    assert plan.memory is None and plan.time is None
+    assert (plan.layout.strategy, plan.layout.shard_group, plan.layout.replicas) == ("hybrid_shard", 8, 4)
+    assert "memory and speed are not known: the program is yours" in render_text(plan)
+    assert "not known" in to_svg(plan)
+    named = make_plan(compose_job(["script=train.py", "model=llama3_8b", "hardware=h100", "nodes=4"]))
+    assert named.memory is not None and named.parameters > 8e9
+
+
+def test_a_run_goes_on_with_the_program_it_began_with(folder: Path) -> None:
+    run = RunDir(folder / "runs" / "r")
+    write_atomic(run.config, dump_config(compose_job(["script=train.py", "script_args=--lr 1", "steps=7"])))
+    assert load_config(run.config).model.kind == "none"
+    check_existing_run(compose_job(["script=train.py", "script_args=--lr 1", "steps=9", "nodes=4"]), run)
+    with pytest.raises(BadInput, match="script_args=--lr 2: run r was trained with --lr 1"):
+        check_existing_run(compose_job(["script=train.py", "script_args=--lr 2"]), run)
+
+
+def _submitted(folder: Path, *overrides: str) -> tuple[JobConfig, RunDir, Plan]:
+    config = compose_job(["name=r", "script=train.py", "nodes=2", "nproc_per_node=2", *overrides])
+    return config, RunDir(folder / "runs" / "r"), make_plan(config)
+
+
+def test_slurm_brings_the_program_as_it_was_at_submission(folder: Path) -> None:
+    config, run, plan = _submitted(folder, "cluster=slurm", "cluster.accelerator=cpu")
+    text = script(to_app(config, run, 2), config, plan, Site(gpu_option="")).of_run(str(run.path), "r")
+    assert f"PYTHONPATH={run.path}/code" in text and "--mem" not in text
+    assert Program.of(config, run).what == str(folder / "train.py")
+    write_atomic(run.path / "code" / "train.py", "")
+    assert Program.of(config, run).what == str(run.path / "code" / "train.py")
+    assert Program.of(config, run).folder == str(run.path / "code")
+
+
+def test_containers_of_a_program_have_no_limit_that_nobody_knows(folder: Path) -> None:
+    config, run, plan = _submitted(folder, "cluster=docker")
+    app = to_app(config, run, 2)
+    request = containers.translate(app, config, plan, {"NCPU": 4}, [])
+    nodes = [c for c in request.containers if "-node-" in c["name"]]
+    assert [n["host_config"]["mem_limit"] for n in nodes] == [None, None]
+    given = compose_job([*("name=r", "script=train.py", "cluster=docker", "cluster.memory=2g"), "nproc_per_node=2"])
+    request = containers.translate(app, given, plan, {"NCPU": 4}, [])
+    assert next(c for c in request.containers if "-node-" in c["name"])["host_config"]["mem_limit"] == 2 * 2**30

@@ -1,0 +1,38 @@
+"""One daemon and one image for all tests of Docker; afterwards nothing of ours is left in it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.launchers.docker import daemon
+
+
+def _ours() -> dict[str, set[str]]:
+    """Containers, networks and volumes there are."""
+    return {
+        "containers": set(daemon.docker("ps", "--all", "--format", "{{.Names}}").split()),
+        "networks": set(daemon.docker("network", "ls", "--format", "{{.Name}}").split()),
+        "volumes": set(daemon.docker("volume", "ls", "--quiet").split()),
+    }
+
+
+@pytest.fixture(scope="session")
+def docker_daemon() -> Iterator[None]:
+    """A daemon that answers; at the end it has the containers, networks and volumes that it had."""
+    if missing := daemon.why_not():
+        pytest.skip(missing)
+    os.environ |= daemon.SECRET
+    with daemon.daemon():
+        before = _ours()
+        yield
+        assert _ours() == before
+
+
+@pytest.fixture(scope="session")
+def image(docker_daemon: None) -> str:
+    """The name of our image, built now."""
+    daemon.build_image()
+    return daemon.IMAGE

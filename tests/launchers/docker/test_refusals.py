@@ -1,0 +1,87 @@
+"""What cannot be submitted to Docker: all that is wrong on one screen, nothing started and nothing written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import docker as sdk
+import pytest
+from docker.errors import DockerException
+
+from fsdp_jobs.config.errors import BadInput
+from fsdp_jobs.launchers.docker.containers import connect
+from tests.jobs import cli
+from tests.launchers.docker.daemon import docker
+
+pytestmark = pytest.mark.integration
+
+
+def refusal(folder: Path, *overrides: str, **env: str) -> str:
+    """What the command says to something that it refuses."""
+    done = cli(folder, "cluster=docker", *overrides, **env)
+    said = done.stdout + done.stderr
+    assert done.returncode == 2, said
+    assert "Traceback" not in said and len(said.splitlines()) < 25
+    assert not (folder / "runs").exists(), "it wrote something"
+    return said
+
+
+def test_no_daemon(tmp_path: Path) -> None:
+    said = refusal(tmp_path, DOCKER_HOST="unix:///nowhere/docker.sock")
+    assert "Docker at unix:///nowhere/docker.sock: no Docker daemon answers" in said
+    assert "systemctl start docker" in said
+
+
+def test_simulated_socket_without_permission(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_kwargs: Any) -> None:
+        raise DockerException("Error while fetching server API version: PermissionError(13, 'Permission denied')")
+
+    monkeypatch.setattr(sdk, "APIClient", refuse)
+    with pytest.raises(BadInput, match="usermod -aG docker"):
+        connect()
+
+
+def test_no_image_and_too_little_of_everything_at_once(docker_daemon: None, tmp_path: Path) -> None:
+    little = ("cluster.image=nobody/has-this:1", "cluster.memory=64m", "cluster.shm=4k", "cluster.cpus=4096")
+    missing = ("cluster.pass_env=[NO_SUCH_VARIABLE]", "cluster.mounts=[/no/such/folder:/data, data]")
+    said = " ".join(refusal(tmp_path, *little, *missing, "nodes=5000").split())
+    for part in (
+        "cluster.image=nobody/has-this:1: this Docker has no such image",
+        "docker build -t nobody/has-this:1 -f deploy/Dockerfile .",
+        "cluster.memory=64m: the plan's 2 ranks need",
+        "cluster.shm=4k: the plan's 2 ranks need",
+        "cluster.cpus=4096: Docker has",
+        "nodes=5000: by the plan they need",
+        "cluster.pass_env=[NO_SUCH_VARIABLE]: is not in your environment",
+        "there is no /no/such/folder on this machine",
+        "cluster.mounts=[data]: is not from:to",
+    ):
+        assert part in said, said
+
+
+@pytest.fixture
+def strangers(image: str) -> Iterator[None]:
+    """A container and a network of somebody else, under the names that a run called `mine` would use."""
+    docker("create", "--name", "fsdp-mine-node-1", image, "true")
+    docker("network", "create", "fsdp-mine")
+    yield
+    docker("rm", "fsdp-mine-node-1")
+    docker("network", "rm", "fsdp-mine")
+
+
+def test_names_that_are_taken(image: str, strangers: None, tmp_path: Path) -> None:
+    said = " ".join(refusal(tmp_path, f"cluster.image={image}", "name=mine").split())
+    assert "container fsdp-mine-node-1: exists already, of something that is no job of fsdp_jobs" in said
+    assert "docker rm -f fsdp-mine-node-1" in said
+    assert "network fsdp-mine: exists already, and is not this run's" in said
+    assert "docker network rm fsdp-mine" in said
+
+
+def test_another_machines_docker(docker_daemon: None, tmp_path: Path) -> None:
+    socket = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock").removeprefix("unix://")
+    assert Path(socket).exists()
+    said = refusal(tmp_path, DOCKER_HOST="ssh://somewhere.example")
+    assert "DOCKER_HOST=ssh://somewhere.example" in said and "another machine's" in said

@@ -1,0 +1,194 @@
+"""What is submitted: golden files, the official schemas of three minor versions, the schemas of JobSet and Volcano.
+
+`python -m tests.launchers.kubernetes.test_manifests` writes golden files; review the difference before committing it.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.launchers.app import to_app
+from fsdp_jobs.launchers.kubernetes.labels import Names, new_app
+from fsdp_jobs.launchers.kubernetes.manifests import files_objects, owned_by
+from fsdp_jobs.launchers.kubernetes.pods import merge
+from fsdp_jobs.launchers.kubernetes.scheduler import TRANSLATIONS, KubernetesRequest
+from fsdp_jobs.plan.options import ranks_per_node
+from fsdp_jobs.run.directory import RunDir, write_atomic
+
+HERE = Path(__file__).parent
+MINORS = sorted(
+    {tuple(map(int, p.name[1:].split(".")[:2])) for p in Path(kubernetes_validate.__file__).parent.glob("*/v1.*")}
+)
+NEWEST = [f"{major}.{minor}" for major, minor in MINORS[-3:]]
+
+COMMON = ("cluster=kubernetes", "cluster.image=registry.example/fsdp-jobs:1", "cluster.claim=runs")
+CASES: dict[str, tuple[str, ...]] = {
+    "job_cpu": ("cluster.accelerator=cpu", "hardware=cpu", "nodes=2", "nproc_per_node=2"),
+    "job_elastic_kueue": ("nodes=2:8", "cluster.queue=team", "cluster.leaf_label=topology.example/leaf"),
+    "job_everything": (
+        "cluster=kubernetes_efa",
+        "nodes=4",
+        "cluster.env.NCCL_DEBUG=WARN",
+        "cluster.secret_env.HF_TOKEN=hub/token",
+        "cluster.node_selector={node.kubernetes.io/instance-type: p5.48xlarge}",
+        "cluster.tolerations=[{key: nvidia.com/gpu, operator: Exists}]",
+        "cluster.priority_class=research",
+        "cluster.service_account=trainer",
+        "cluster.image_pull_secrets=[registry]",
+        "cluster.labels={team: llm}",
+        "cluster.annotations={example.com/cost-centre: '42'}",
+        "cluster.pod_patch={schedulerName: custom, containers: [{name: trainer, lifecycle: "
+        "{preStop: {sleep: {seconds: 1}}}}]}",
+        "cluster.run_as_user=null",
+        "cluster.cpus=90",
+        "cluster.memory=1000Gi",
+        "cluster.shm=64Gi",
+    ),
+    "jobset_kueue": ("cluster.workload=jobset", "nodes=2:4", "cluster.queue=team", "cluster.leaf_label=leaf"),
+    "volcano": ("cluster.workload=volcano", "nodes=2:3", "cluster.queue=team"),
+}
+
+
+def objects_of(case: str, run: RunDir) -> list[dict[str, Any]]:
+    config = compose_job([*COMMON, *CASES[case], "name=pretrain"])
+    app = to_app(config, run, ranks_per_node(config))
+    return TRANSLATIONS[config.cluster.workload](app, config, run, Names("pretrain-abc123"))  # type: ignore[attr-defined]
+
+
+@cache
+def render(case: str) -> str:
+    run = RunDir("/home/me/runs/pretrain")
+    return str(KubernetesRequest("team", Names("pretrain-abc123"), objects_of(case, run), None, ""))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_submitted_is_as_it_was_reviewed(case: str) -> None:
+    assert render(case) == (HERE / "golden" / f"{case}.yaml").read_text()
+
+
+@pytest.mark.parametrize("minor", NEWEST)
+@pytest.mark.parametrize("case", [c for c in CASES if c.startswith("job_")])
+def test_official_schemas_take_every_object(case: str, minor: str) -> None:
+    for body in yaml.safe_load_all(render(case)):
+        kubernetes_validate.validate(body, minor, strict=True)
+
+
+@pytest.mark.parametrize("minor", NEWEST)
+def test_official_schemas_take_what_carries_the_files(tmp_path: Path, minor: str) -> None:
+    config = compose_job([*COMMON, "name=pretrain"])
+    run = RunDir(tmp_path / "pretrain")
+    for file in (run.config, run.plan, run.token):
+        write_atomic(file, "x")
+    root = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "pretrain-abc123", "uid": "u"}}
+    for body in files_objects(config, run, Names("pretrain-abc123")):
+        kubernetes_validate.validate(owned_by(root, body), minor, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("case", "schema"),
+    [("jobset_kueue", "jobset.x-k8s.io_jobset.json"), ("volcano", "batch.volcano.sh_job.json")],
+)
+def test_custom_kinds_schemas_take_every_object(case: str, schema: str) -> None:
+    for body in yaml.safe_load_all(render(case)):
+        jsonschema.validate(body, json.loads((HERE / "schemas" / schema).read_text()))
+
+
+@pytest.mark.parametrize("minor", NEWEST)
+@pytest.mark.parametrize("case", ["jobset_kueue", "volcano"])
+def test_official_schemas_take_the_jobs_and_pods_inside_custom_kinds(case: str, minor: str) -> None:
+    (body,) = yaml.safe_load_all(render(case))
+    for replicated in body["spec"].get("replicatedJobs", []):
+        job = {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": {"name": "x"},
+            "spec": replicated["template"]["spec"],
+        }
+        kubernetes_validate.validate(job, minor, strict=True)
+    for task in body["spec"].get("tasks", []):
+        kubernetes_validate.validate({"apiVersion": "v1", "kind": "Pod", **task["template"]}, minor, strict=True)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_pods_are_what_the_restricted_standard_wants(case: str) -> None:
+    """The rules of the Pod Security Standard `restricted`, read on every pod."""
+    pods = list(_pod_specs(list(yaml.safe_load_all(render(case)))))
+    assert len(pods) >= 2
+    for spec in pods:
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["seccompProfile"]["type"] == "RuntimeDefault"
+        assert spec["automountServiceAccountToken"] is False
+        assert not spec.keys() & {"hostNetwork", "hostPID", "hostIPC"}
+        for volume in spec["volumes"]:
+            assert volume.keys() & {"configMap", "secret", "emptyDir", "persistentVolumeClaim", "downwardAPI"}
+        for container in spec["containers"]:
+            security = container["securityContext"]
+            assert security["allowPrivilegeEscalation"] is False and security["capabilities"] == {"drop": ["ALL"]}
+            assert not any("hostPort" in port for port in container.get("ports", []))
+
+
+def _pod_specs(found: Any) -> Any:
+    if isinstance(found, dict) and "containers" in found:
+        yield found
+    elif isinstance(found, dict | list):
+        for inner in found.values() if isinstance(found, dict) else found:
+            yield from _pod_specs(inner)
+
+
+def test_no_secret_is_in_what_is_shown(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "pretrain")
+    write_atomic(run.token, "the-token-itself")
+    assert "the-token-itself" not in json.dumps(objects_of("job_everything", run))
+
+
+def test_grace_is_twice_the_slowest_save_there_was(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "pretrain")
+    run.path.mkdir()
+    run.events.write_text(json.dumps({"time": 0, "event": "checkpoint", "attempt": 0, "seconds": 100.2}) + "\n")
+    for spec in _pod_specs(objects_of("job_cpu", run)):
+        assert spec["terminationGracePeriodSeconds"] == 216  # 2 x 100.2, and 15 to leave
+
+
+def test_machines_that_failed_too_often_are_left_out(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "pretrain")
+    write_atomic(run.excluded, json.dumps({"bad-7": {"until": 1e12, "why": "3 failures"}}))
+    _, _, nodes = objects_of("job_cpu", run)
+    (term,) = nodes["spec"]["template"]["spec"]["affinity"]["nodeAffinity"][
+        "requiredDuringSchedulingIgnoredDuringExecution"
+    ]["nodeSelectorTerms"]
+    assert term == {"matchFields": [{"key": "metadata.name", "operator": "NotIn", "values": ["bad-7"]}]}
+    kubernetes_validate.validate(nodes, NEWEST[-1], strict=True)
+
+
+@pytest.mark.parametrize("name", ["Llama 3!", "7b", "x" * 100, "a.b_c", "---"])
+def test_names_of_objects_are_labels_that_leave_room_for_pods(name: str) -> None:
+    app = new_app(name)
+    assert app[0].isalpha() and app.replace("-", "a").isalnum() and app.islower() and not app.endswith("-")
+    assert len(f"{app}-coordinator-0-0-xxxxx") <= 63
+
+
+def test_patches_are_merged_by_name() -> None:
+    base = {"a": 1, "containers": [{"name": "x", "env": [{"name": "A", "value": "1"}], "ports": [1]}]}
+    patch = {"containers": [{"name": "x", "env": [{"name": "B", "value": "2"}], "ports": [2]}, {"name": "y"}]}
+    assert merge(base, patch) == {
+        "a": 1,
+        "containers": [
+            {"name": "x", "env": [{"name": "A", "value": "1"}, {"name": "B", "value": "2"}], "ports": [2]},
+            {"name": "y"},
+        ],
+    }
+
+
+if __name__ == "__main__":
+    (HERE / "golden").mkdir(exist_ok=True)
+    for name in CASES:
+        (HERE / "golden" / f"{name}.yaml").write_text(render(name))

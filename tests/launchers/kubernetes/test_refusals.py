@@ -1,0 +1,252 @@
+"""What a user is told when the cluster, simulated by its API alone, would not take a job or does not run its pods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torchx.specs import AppState
+
+from fsdp_jobs.config.errors import BadInput, JobFailed
+from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.launchers.kubernetes.scheduler import KubernetesScheduler
+from fsdp_jobs.run.processes import free_port
+from fsdp_jobs.submit import submit as submission
+from tests.launchers.kubernetes.simulated_api import Object, Refused, SimulatedApi, now
+
+JOB = ("cluster=kubernetes", "cluster.image=registry.example/fsdp-jobs:1", "cluster.claim=runs", "name=x")
+JOB_NAME = "batch.kubernetes.io/job-name"
+
+
+@pytest.fixture
+def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedApi]:
+    simulated = SimulatedApi()
+    modes = {"spec": {"accessModes": ["ReadWriteMany"]}, "metadata": {"name": "runs"}}
+    simulated.put("", "persistentvolumeclaims", {"kind": "PersistentVolumeClaim", **modes})
+    monkeypatch.setenv("KUBECONFIG", str(simulated.write_kubeconfig(tmp_path / "kubeconfig")))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    yield simulated
+    simulated.close()
+
+
+def refused(*overrides: str) -> str:
+    with pytest.raises(BadInput) as raised:
+        submission.prepare(compose_job([*JOB, *overrides]))
+    return str(raised.value)
+
+
+def _deny(*pairs: tuple[str, str]) -> Callable[[SimulatedApi], Any]:
+    return lambda api: api.denied.update(pairs)
+
+
+def _refuse(kind: str, message: str) -> Callable[[SimulatedApi], Any]:
+    def set_up(api: SimulatedApi) -> None:
+        api.refuse = lambda body: Refused(403, message) if body["kind"] == kind else None
+
+    return set_up
+
+
+def _read_only_claim(api: SimulatedApi) -> None:
+    api.objects["/persistentvolumeclaims", "runs"]["spec"]["accessModes"] = ["ReadOnlyMany"]
+
+
+def _kueue(api: SimulatedApi) -> None:
+    api.groups["kueue.x-k8s.io"] = "v1beta2"
+    api.put("kueue.x-k8s.io", "localqueues", {"kind": "LocalQueue", "metadata": {"name": "research"}})
+
+
+CASES: dict[str, tuple[Callable[[SimulatedApi], Any], list[str], list[str]]] = {
+    "no image": (lambda _: None, ["cluster.image=null"], ["cluster.image", "build deploy/Dockerfile"]),
+    "no claim given": (lambda _: None, ["cluster.claim=null"], ["cluster.claim", "deploy/kubernetes/base/claim.yaml"]),
+    "workload": (lambda _: None, ["cluster.workload=jobsets"], ["did you mean jobset?"]),
+    "secret by value": (lambda _: None, ["cluster.secret_env.A=hunter2"], ["names no key of a secret"]),
+    "context": (lambda _: None, ["cluster.context=prod"], ["the kubeconfig has only test"]),
+    "namespace": (lambda _: None, ["cluster.namespace=nowhere"], ["cluster.namespace=nowhere: there is no such"]),
+    "token": (lambda api: setattr(api, "token", "another"), [], ["the token is wrong or has expired", "log in again"]),
+    "permissions": (
+        _deny(("create", "jobs"), ("get", "pods/log")),
+        [],
+        ["you may not create jobs.batch", "you may not get pods/log", "rbac.yaml"],
+    ),
+    "claim": (lambda _: None, ["cluster.claim=nope"], ["cluster.claim=nope: there is no such claim in namespace team"]),
+    "claim's mode": (_read_only_claim, [], ["ReadOnlyMany only", "ReadWriteMany"]),
+    "jobset": (lambda _: None, ["cluster.workload=jobset"], ["no JobSet.jobset.x-k8s.io", "cluster.workload=job"]),
+    "volcano": (lambda _: None, ["cluster.workload=volcano"], ["no Job.batch.volcano.sh", "cluster.workload=job"]),
+    "kueue": (lambda _: None, ["cluster.queue=research"], ["Kueue is not installed", "leave cluster.queue out"]),
+    "queue": (_kueue, ["cluster.queue=reserch"], ["team has the queues research", "did you mean research?"]),
+    "quota": (
+        _refuse("Pod", 'pods "x" is forbidden: exceeded quota: gpus, requested: cpu=64, used: cpu=0, limited: cpu=8'),
+        [],
+        ["exceeded quota: gpus", "fewer nodes"],
+    ),
+    "pod security": (
+        _refuse("Pod", 'pods "x" is forbidden: violates PodSecurity "restricted:latest": hostNetwork'),
+        ["cluster.pod_patch={hostNetwork: true}"],
+        ['violates PodSecurity "restricted:latest": hostNetwork', "cluster.pod_patch"],
+    ),
+    "unknown field": (
+        lambda _: None,
+        ["cluster.pod_patch={hostnetwork: true}"],
+        ["Job x-", "hostnetwork", "cluster.pod_patch"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_job_that_the_simulated_cluster_would_not_take_is_not_submitted(api: SimulatedApi, case: str) -> None:
+    set_up, overrides, words = CASES[case]
+    set_up(api)
+    said = refused(*overrides)
+    for word in words:
+        assert word in said
+    assert len(said.splitlines()) <= 12
+    created = [r for r in api.requests if r.startswith("POST") and "dry run" not in r and "accessreviews" not in r]
+    assert not created and not Path("runs").exists()
+
+
+def test_no_kubeconfig_and_no_cluster(api: SimulatedApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    assert "no usable kubeconfig" in refused() and "KUBECONFIG" in refused()
+    nobody = f"http://127.0.0.1:{free_port()}"
+    monkeypatch.setenv("KUBECONFIG", str(api.write_kubeconfig(tmp_path / "other", server=nobody)))
+    assert f"{nobody}: the cluster's API does not answer" in refused()
+
+
+def test_what_was_created_is_deleted_when_a_part_is_refused_after_all(api: SimulatedApi) -> None:
+    job = submission.prepare(compose_job(JOB))
+    api.refuse = lambda body: (
+        Refused(403, "x is forbidden: exceeded quota: count") if body["kind"] == "Secret" else None
+    )
+    with pytest.raises(BadInput, match="exceeded quota: count"):
+        submission.submit(job, JOB)
+    assert {kind for kind, _ in api.objects} == {"/persistentvolumeclaims"}
+    assert not job.run.job.exists()
+
+
+def test_without_permission_to_create_pods_the_job_is_checked_all_the_same(api: SimulatedApi) -> None:
+    api.denied.add(("create", "pods"))
+    assert submission.prepare(compose_job(JOB)).request.request.namespace == "team"
+
+
+class TestWaiting:
+    """`status` says why a submitted job does not run; pods are set by hand, no process runs."""
+
+    @pytest.fixture
+    def app(self, api: SimulatedApi) -> str:
+        handle = submission.submit(submission.prepare(compose_job(JOB)), JOB)
+        return handle.rpartition("/")[2]
+
+    def put_pod(self, api: SimulatedApi, app: str, status: Object, role: str = "trainer", **metadata: Any) -> None:
+        name = app.partition(":")[2]
+        job = name if role == "coordinator" else f"{name}-node"
+        labels = {"app.kubernetes.io/instance": name, "app.kubernetes.io/name": "fsdp-jobs"}
+        labels |= {"fsdp-jobs/role": role, JOB_NAME: job}
+        body = {"metadata": {"name": f"{job}-0-abcde", "labels": labels, "annotations": {}, **metadata}}
+        stored = api.put("", "pods", {**body, "spec": {"nodeName": "m1"}})
+        stored["status"] = status
+
+    def said(self, app: str) -> tuple[AppState, str]:
+        described = KubernetesScheduler("test").describe(app)
+        assert described is not None
+        return described.state, described.msg
+
+    @pytest.mark.parametrize(
+        ("status", "words"),
+        [
+            (
+                {
+                    "conditions": [
+                        {"type": "PodScheduled", "status": "False", "message": "0/3 nodes: 3 Insufficient gpu"}
+                    ]
+                },
+                "has no place: 0/3 nodes: 3 Insufficient gpu",
+            ),
+            (
+                {
+                    "containerStatuses": [
+                        {
+                            "name": "trainer",
+                            "image": "i:1",
+                            "state": {"waiting": {"reason": "ImagePullBackOff", "message": "not found"}},
+                        }
+                    ]
+                },
+                "cannot start: ImagePullBackOff of image i:1: not found",
+            ),
+            (
+                {
+                    "containerStatuses": [
+                        {
+                            "name": "trainer",
+                            "image": "i:1",
+                            "state": {
+                                "waiting": {"reason": "CreateContainerConfigError", "message": 'secret "hub" not found'}
+                            },
+                        }
+                    ]
+                },
+                'CreateContainerConfigError: secret "hub" not found',
+            ),
+        ],
+    )
+    def test_pods_that_cannot_start(self, api: SimulatedApi, app: str, status: Object, words: str) -> None:
+        self.put_pod(api, app, {"phase": "Pending", **status})
+        state, why = self.said(app)
+        assert state is AppState.PENDING and words in why
+        assert self.said(app)[1] == why
+        waiting = [line for line in Path("runs/x/events.jsonl").read_text().splitlines() if '"waiting"' in line]
+        assert len(waiting) == 1  # said once, though asked twice
+
+    def test_pods_that_admission_refuses(self, api: SimulatedApi, app: str) -> None:
+        api.warn("Job", f"{app.partition(':')[2]}-node", "FailedCreate", "Error creating: exceeded quota: gpus")
+        assert "are refused: Error creating: exceeded quota: gpus" in self.said(app)[1]
+
+    def test_a_claim_that_cannot_be_mounted(self, api: SimulatedApi, app: str) -> None:
+        self.put_pod(api, app, {"phase": "Pending", "containerStatuses": []})
+        api.warn("Pod", f"{app.partition(':')[2]}-node-0-abcde", "FailedMount", "no such host: nfs")
+        assert "FailedMount: no such host: nfs" in self.said(app)[1]
+
+    def test_a_coordinator_on_a_lost_machine(self, api: SimulatedApi, app: str) -> None:
+        self.put_pod(api, app, {"phase": "Running"}, "coordinator", deletionTimestamp=now(-90))
+        assert "machine m1 of pod" in self.said(app)[1] and "--force" in self.said(app)[1]
+
+    def test_a_queue_that_has_no_room(self, api: SimulatedApi) -> None:
+        _kueue(api)
+        job = submission.prepare(compose_job([*JOB, "cluster.queue=research"]))
+        app = submission.submit(job, JOB).rpartition("/")[2]
+        (root,) = [j for j in api.all("batch", "jobs") if j["metadata"]["name"] == app.partition(":")[2]]
+        assert root["spec"]["suspend"] is True  # Kueue lets it start, nobody else
+        condition = {"type": "QuotaReserved", "status": "False", "message": "insufficient quota for nvidia.com/gpu"}
+        for job in (root, *(j for j in api.all("batch", "jobs") if j is not root)):  # first the coordinator's
+            body = {"metadata": {"name": "w", "ownerReferences": [{"uid": job["metadata"]["uid"]}]}}
+            api.put("kueue.x-k8s.io", "workloads", body)["status"] = {"conditions": [condition]}
+            why = "waits in queue research: insufficient quota for nvidia.com/gpu"
+            assert self.said(app) == (AppState.PENDING, why)
+            job["spec"]["suspend"] = False
+
+    def test_a_token_that_expires_later(self, api: SimulatedApi, app: str) -> None:
+        api.token = "another"
+        with pytest.raises(JobFailed, match="has expired"):
+            self.said(app)
+
+    def test_many_jobs_take_one_list_of_pods_and_one_of_jobs(self, api: SimulatedApi) -> None:
+        handles = []
+        for name in ("a", "b", "c"):
+            job = [*JOB[:-1], f"name={name}"]
+            handles.append(submission.submit(submission.prepare(compose_job(job)), job))
+        self.put_pod(api, handles[0].rpartition("/")[2], {"phase": "Running"})
+        KubernetesScheduler("test").cancel(handles[2].rpartition("/")[2])
+        api.requests.clear()
+        described = submission.describe_many(handles)
+        assert [d.state for d in described] == [AppState.RUNNING, AppState.PENDING, AppState.UNKNOWN]
+        lists = [r for r in api.requests if r.endswith(("/pods", "/jobs"))]
+        assert len(lists) == 2, api.requests
+        assert [d.state for d in map(submission.describe, handles)] == [d.state for d in described]
+
+    def test_a_job_that_is_gone(self, api: SimulatedApi, app: str) -> None:
+        KubernetesScheduler("test").cancel(app)
+        assert KubernetesScheduler("test").describe(app) is None
+        assert {kind for kind, _ in api.objects} == {"/persistentvolumeclaims"}  # the root owned everything

@@ -1,0 +1,109 @@
+"""Whole jobs through the command line and the real client library, on a simulated cluster with real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.events import Verdict
+from tests.jobs import Watched, cli
+from tests.launchers.kubernetes.simulated_cluster import SimulatedCluster, why_not
+from tests.launchers.kubernetes.submitted import Submitted
+from tests.world import TINY
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(bool(why_not()), reason=why_not()),
+]
+
+JOB = (
+    "cluster=kubernetes",
+    "cluster.image=registry.example/fsdp-jobs:1",
+    "cluster.claim=runs",
+    "cluster.mount_path=/run/claim",
+    "cluster.accelerator=cpu",
+    "hardware=cpu",
+    "nproc_per_node=1",
+    *TINY,
+)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCluster]:
+    with SimulatedCluster(tmp_path / "cluster") as made:
+        monkeypatch.setenv("KUBECONFIG", str(made.api.write_kubeconfig(tmp_path / "kubeconfig")))
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / ".state"))
+        yield made
+
+
+def test_a_job_lives_through_what_happens_to_pods_on_a_simulated_cluster(
+    cluster: SimulatedCluster, tmp_path: Path
+) -> None:
+    done = cli(tmp_path, "name=life", *JOB, "nodes=2", "steps=100000", "checkpoint.every_steps=50", "attach=false")
+    assert done.returncode == 0, done.stdout + done.stderr
+    job = Submitted(tmp_path, "life")
+    job.until_advanced(1)
+    assert sorted(job.events("round_started")[0]["hosts"]) == ["machine-a", "machine-b"]
+
+    (coordinator,) = cluster.running("coordinator")
+    (lost,) = set(cluster.machines) - {coordinator["spec"]["nodeName"]}
+    cluster.lose(lost)  # nobody says that its pod has ended, and yet there is another one
+    job.until_advanced(2)
+    assert lost not in job.events("round_started")[-1]["hosts"]
+    assert [p["status"]["phase"] for p in cluster.pods() if p["spec"]["nodeName"] == lost] == ["Running"]
+    cluster.find(lost)
+
+    (coordinator,) = cluster.running("coordinator")
+    cluster.kill(coordinator)  # nobody notices but the next one
+    job.until_true(lambda: bool(job.events("adopted")), "the round is adopted")
+    assert job.rounds() == 2
+
+    (coordinator,) = cluster.running("coordinator")
+    drained = coordinator["spec"]["nodeName"]
+    cluster.drain(drained)  # the coordinator and a node are told to go: the job saves, and goes on elsewhere
+    job.until_true(lambda: job.run.verdict(0).exists(), "the verdict")
+    verdict = Verdict.read(job.run, 0)
+    assert verdict is not None and (verdict.verdict, verdict.decision) == ("preempted", "requeue"), verdict
+    job.until_advanced(3)
+    assert drained not in job.events("round_started")[-1]["hosts"]
+    resumed = job.events("resumed")[-1]
+    assert resumed["attempt"] == 1 and f"saved at step {resumed['step']}" in verdict.reason
+
+    stopped = cli(tmp_path, "cancel", "life")
+    assert stopped.returncode == 0 and "life stopped: cancelled; saved at step" in stopped.stdout, stopped.stdout
+    (root,) = [j for j in cluster.api.all("batch", "jobs") if j["spec"]["completions"] == 1]
+    assert cluster.finished(root) == "Failed"
+    job.until(lambda: not cluster.running("trainer"), "the nodes are let go")
+    saved = job.events("checkpoint")[-1]["step"]
+
+    steps = f"steps={saved + 5}"
+    again = cli(tmp_path, "resume", "life", steps, "attach=true", timeout=180)
+    assert again.returncode == 0 and f"resumed from the checkpoint of step {saved}" in again.stdout, again.stdout
+    assert "life: done" in again.stdout
+    (new,) = [j for j in cluster.api.all("batch", "jobs") if j["spec"]["completions"] == 1 and j is not root]
+    assert cluster.finished(new) == "Complete"
+    losses = job.losses()
+    assert sorted(losses) == list(range(1, saved + 6))  # nothing is missing of what the pods recorded
+
+
+def test_users_error_fails_an_elastic_job_on_a_simulated_cluster(cluster: SimulatedCluster, tmp_path: Path) -> None:
+    """The submit machine mounts the claim here: what the pods write is there, and is not written twice."""
+    cluster.machines["machine-b"].cordoned = True
+    cluster.machines["machine-a"].slots = 2  # the coordinator and one node: the second never finds a place
+    data = ("data=tokens", "data.vocab_size=256", "data.path=/run/claim/none.bin")
+    mounted = f"runs_dir={cluster.claim}"
+    more = ("nodes=1:2", "elastic.join_window_s=1", *data, mounted)
+    ended = cli(tmp_path, "name=bad", *JOB, *more, timeout=180)
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert "none.bin" in ended.stdout and "bad: failed" in ended.stdout
+    assert "has no place: 0/2 nodes are available" in ended.stdout
+    job = Watched(RunDir(cluster.claim / "bad"))
+    jobs = {j["spec"]["completions"]: j for j in cluster.api.all("batch", "jobs")}
+    states = {1: "Failed", 2: "Complete"}
+    job.until(lambda: {n: cluster.finished(j) for n, j in jobs.items()} == states, "both Jobs have ended")
+    assert jobs[1]["status"]["conditions"][0]["reason"] == "PodFailurePolicy"
+    for once in ("submitted", "attempt_started", "attempt_ended"):
+        assert len(job.events(once)) == 1

@@ -1,0 +1,79 @@
+"""How jobs become arrays, with simulated commands: limits and refusals that a small cluster does not show."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fsdp_jobs.config.errors import JobFailed
+from fsdp_jobs.launchers.slurm import client
+from fsdp_jobs.launchers.slurm.arrays import submit_arrays
+from fsdp_jobs.launchers.slurm.script import Script
+from fsdp_jobs.run.directory import RunDir
+
+SMALL = Script(("--nodes=1",), (), (), "python", False, margin_s=10)
+LARGE = replace(SMALL, resources=("--nodes=2",))
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cluster whose arrays have at most 3 tasks; sbatch counts jobs from 100 and keeps the scripts."""
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(client, "settings", lambda: {"MaxArraySize": "3"})
+    say(tmp_path, "sbatch", 'n=$(ls | grep -c ^script); cp "$1" script-$n; echo Submitted batch job $((100 + n))')
+    say(tmp_path, "scancel", "echo $* > cancelled")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def say(folder: Path, command: str, script: str) -> None:
+    (folder / command).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / command).chmod(0o755)
+
+
+def submitted(folder: Path, scripts: list[Script], parallelism: int) -> list[str]:
+    runs = [RunDir(folder / "runs" / str(i)) for i in range(len(scripts))]
+    (folder / "place").mkdir()
+    return submit_arrays(folder / "place", "grid", scripts, runs, parallelism)
+
+
+def told(folder: Path, option: str) -> list[str]:
+    """The value of an option in each script that was submitted; empty where it is not there."""
+    lines = [f.read_text().splitlines() for f in sorted(folder.glob("script-*"))]
+    begins = f"#SBATCH --{option}="
+    return [next((line.removeprefix(begins) for line in text if line.startswith(begins)), "") for text in lines]
+
+
+def test_equal_jobs_are_one_array_and_each_task_finds_its_run(slurm: Path) -> None:
+    assert submitted(slurm, [SMALL, LARGE, replace(SMALL, margin_s=70)], 0) == ["100_0", "101_0", "100_1"]
+    assert told(slurm, "array") == ["0-1", "0-0"]
+    assert told(slurm, "signal") == ["B:USR1@70", "B:USR1@10"]
+    assert (slurm / "place" / "0" / "1").resolve() == slurm / "runs" / "2"
+    assert told(slurm, "output")[0] == f"{slurm}/place/0/%a/submit/slurm-%A_%a.out"
+
+
+def test_no_array_is_larger_than_the_cluster_allows(slurm: Path) -> None:
+    ids = submitted(slurm, [SMALL] * 7, 0)
+    assert ids == ["100_0", "100_1", "100_2", "101_0", "101_1", "101_2", "102_0"]
+
+
+def test_arrays_share_how_many_may_run_at_once(slurm: Path) -> None:
+    submitted(slurm, [SMALL] * 7, 5)
+    assert told(slurm, "array") == ["0-2%2", "0-2%2", "0-0%1"]
+    assert told(slurm, "dependency") == ["", "", ""]
+
+
+def test_where_there_are_more_arrays_than_may_run_some_wait_for_others(slurm: Path) -> None:
+    submitted(slurm, [SMALL] * 10, 2)
+    assert told(slurm, "array") == ["0-2%1", "0-2%1", "0-2%1", "0-0%1"]
+    assert told(slurm, "dependency") == ["", "", "afterany:100", "afterany:101"]
+
+
+def test_all_are_submitted_or_none(slurm: Path) -> None:
+    (slurm / "script-0").touch()
+    say(slurm, "sbatch", "test $(ls | grep -c ^script) = 3 && exit 1; touch script-$$; echo Submitted batch job 7")
+    with pytest.raises(JobFailed, match="sbatch"):
+        submitted(slurm, [SMALL] * 7, 0)
+    assert (slurm / "cancelled").read_text() == "--quiet 7 7\n"

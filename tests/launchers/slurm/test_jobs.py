@@ -1,0 +1,93 @@
+"""Whole jobs on a real SLURM cluster, and what a cluster does to them."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.launchers.slurm.lab import Lab, SlurmJob, slurm_job
+from tests.world import run_world, train_here
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+
+ENDLESS = ("steps=100000", "optim.schedule=constant", "checkpoint.every_steps=20", "fsdp=full_shard")
+QUICK = ("elastic.heartbeat_timeout_s=5", "elastic.join_window_s=5")
+
+
+def as_undisturbed(job: SlurmJob, folder: Path, *overrides: str) -> None:
+    """Every step's loss is that of one process that nobody disturbed."""
+    losses = job.losses()
+    steps = max(losses)
+    assert sorted(losses) == list(range(1, steps + 1))
+    others = [o for o in overrides if not o.startswith(("steps=", "fsdp=", "checkpoint."))]
+    (calm,) = run_world(1, train_here, str(folder / "calm"), [*others, f"steps={steps}"])
+    assert [losses[s] for s in sorted(losses)] == pytest.approx(calm, rel=1e-3)
+
+
+def test_a_job_goes_on_whatever_is_asked_of_it(lab: Lab, tmp_path: Path) -> None:
+    """An agent is killed, the job signalled, requeued and preempted; its losses show nothing of it."""
+    with slurm_job(lab, tmp_path, "asked", "nodes=2:4", "cluster.preflight=true", *QUICK, *ENDLESS) as job:
+        job.until_attempt(0)
+        (first,) = job.rounds()
+        assert first["hosts"] == ["node1", "node2", "node3", "node4"]
+        assert first["world_size"] == 8
+
+        job.agent(2).send_signal(signal.SIGKILL)
+        job.until(lambda: [r["world_size"] for r in job.rounds()] == [8, 6, 8], "three nodes, then four again")
+        job.progress()
+
+        lab.on_login("scancel", "--signal=USR1", job.id)
+        job.until_attempt(1)
+        assert job.verdict(0).verdict == "preempted"
+        lab.on_login("sbatch", "--partition=urgent", "--nodes=4", "--exclusive", "-o", "/dev/null", "--wrap=sleep 3")
+        job.until_attempt(2)
+        assert job.verdict(1).verdict == "preempted"
+        last_save = job.events("checkpoint")[-1]["step"]
+        assert job.events("resumed")[-1]["step"] == last_save, "nothing that was done before the preemption is lost"
+
+        lab.on_login("scontrol", "requeue", job.id)
+        job.until_attempt(3)
+
+        done = lab.cli(tmp_path, "cancel", "asked")
+        assert "stopped" in done.stdout, done.stdout + done.stderr
+        assert job.verdict(3).decision == "stop"
+        job.until(lambda: job.state() == "FAILED", "the end of the job")
+        as_undisturbed(job, tmp_path, *ENDLESS)
+
+
+def test_lost_nodes_are_replaced_and_the_loss_of_the_first_one_requeues(lab: Lab, tmp_path: Path) -> None:
+    with slurm_job(lab, tmp_path, "lossy", "nodes=2:4", *QUICK, *ENDLESS) as job:
+        job.until_attempt(0)
+        lab.crash("node3")
+        job.until(lambda: [r["world_size"] for r in job.rounds()] == [8, 6], "three nodes")
+        job.until(lambda: bool(job.events("node_asked_for")), "a companion's submission", 120)
+        lab.boot("node3")
+        job.until(lambda: [r["world_size"] for r in job.rounds()] == [8, 6, 8], "four nodes again", 150)
+        job.progress()
+        assert job.rounds()[-1]["hosts"] == ["node1", "node2", "node3", "node4"]
+
+        lab.crash("node1")
+        job.until(lambda: job.run.last_attempt() == 1, "the requeue", 180)
+        assert "lost node1" in job.verdict(0).reason
+        job.until_attempt(1)
+        assert "node1" not in job.rounds()[-1]["hosts"]
+        as_undisturbed(job, tmp_path, *ENDLESS)
+
+
+def test_preflight_names_a_bad_node_and_the_job_does_without_it(lab: Lab, tmp_path: Path) -> None:
+    lab.do("run", "node2", "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", "/dev/shm")
+    try:
+        with slurm_job(lab, tmp_path, "picky", "nodes=2:3", "cluster.preflight=true", *QUICK, *ENDLESS) as job:
+            job.until_attempt(1)
+            told = job.verdict(0)
+            assert (told.decision, told.reason) == ("requeue", "preflight: node2: /dev/shm: 1 MB free, 64 wanted")
+            assert "node2" not in job.rounds()[-1]["hosts"]
+            at_step = job.step()
+            done = lab.cli(tmp_path, "cancel", "picky", "--now")
+            assert "killed on request, without a checkpoint" in done.stdout, done.stdout + done.stderr
+            job.until(lambda: job.state() not in ("RUNNING", "COMPLETING"), "the end")
+            assert job.run.last_attempt() == 1, f"requeued after step {at_step}"
+    finally:
+        lab.do("run", "node2", "umount", "/dev/shm")

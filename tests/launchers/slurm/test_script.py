@@ -1,0 +1,102 @@
+"""The rendered script of six configurations, as reviewed; and that nothing of a user's reaches a shell unquoted.
+
+After a change that is meant: FSDP_JOBS_WRITE_GOLDEN=1 pytest tests/launchers/slurm/test_script.py, and read the diff.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.launchers.app import to_app
+from fsdp_jobs.launchers.slurm.script import Site, margin_s, script, steps
+from fsdp_jobs.plan.options import ranks_per_node
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.submit.submit import plan_of
+
+GOLDEN = Path(__file__).parent / "golden"
+OLD = Site(gpu_option="--gres=gpu:{}", leaf_size=0, margin_s=70)
+TREE = Site(gpu_option="--gpus-per-node={}", leaf_size=18, margin_s=70)
+NO_GPUS = Site(gpu_option="", leaf_size=0, margin_s=70)
+
+CASES: dict[str, tuple[Site, list[str]]] = {
+    "plain": (TREE, ["nodes=4", "model=llama_1b"]),
+    "group_over_nodes": (TREE, ["nodes=32", "model=llama3_70b", "fsdp=hybrid_shard", "fsdp.shard_group=64"]),
+    "elastic_shared": (OLD, ["nodes=2:8", "nproc_per_node=4", "cluster.exclusive=false", "cluster.cpus_per_task=32"]),
+    "everything": (
+        TREE,
+        [
+            "nodes=2",
+            "cluster.partition=gpu",
+            "cluster.account=llm",
+            "cluster.qos=high",
+            "cluster.time=2-00:00:00",
+            "cluster.gpus_per_node='h100:8'",
+            "cluster.mem='0'",
+            "cluster.constraint='h100&ib'",
+            "cluster.nodelist='node[1-8]'",
+            "cluster.exclude=node7",
+            "cluster.reservation=maint",
+            "cluster.switches='1@2:00:00'",
+            "cluster.comment='it is ours; $HOME'",
+            "cluster.mail_user=me@example.org",
+            "cluster.mail_type=END",
+            "cluster.extra=['--licenses=foo','--nice=100']",
+            "cluster.setup=['module load cuda/12.4','source ~/env.sh']",
+            "cluster.python=/sw/python",
+        ],
+    ),
+    "pyxis": (TREE, ["nodes=2", "cluster.container=/images/torch.sqsh", "cluster.container_mounts=['/data:/data']"]),
+    "apptainer_cpu": (
+        NO_GPUS,
+        [
+            "nodes=2",
+            "hardware=cpu",
+            "cluster.accelerator=cpu",
+            "cluster.container=torch.sif",
+            "cluster.container_runtime=apptainer",
+            "cluster.snapshot_mb=0",
+        ],
+    ),
+}
+
+
+def rendered(site: Site, overrides: list[str], run_dir: str = "/shared/runs/golden") -> str:
+    config = compose_job(["cluster=slurm", "model=llama_debug", *overrides])
+    plan, _ = plan_of(config)
+    app = to_app(config, RunDir(run_dir), ranks_per_node(config))
+    for role in app.roles:
+        role.entrypoint = "/env/bin/python"
+        role.env = {"OMP_NUM_THREADS": "1"}
+    started = steps(app, config, site)
+    return f"{script(app, config, plan, site).of_run(run_dir, app.name)}\n# agent: {shlex.join(started.agent)}\n"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_script_is_the_reviewed_one(name: str) -> None:
+    text = rendered(*CASES[name])
+    file = GOLDEN / f"{name}.sh"
+    if "FSDP_JOBS_WRITE_GOLDEN" in os.environ:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+    assert text == file.read_text()
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+def test_hostile_run_directory_is_one_word_to_the_shell(tmp_path: Path) -> None:
+    hostile = f"{tmp_path}/it's; touch {tmp_path}/owned $(touch {tmp_path}/owned) 100%"
+    text = rendered(TREE, ["cluster.python=echo"], f"{hostile}/run")
+    done = subprocess.run(["bash"], input=text, capture_output=True, text=True, check=True)
+    assert done.stdout == f"-m fsdp_jobs.launchers.slurm.batch {hostile}/run\n"
+    assert not (tmp_path / "owned").exists()
+
+
+def test_margin_follows_what_saves_took() -> None:
+    assert margin_s(save_s=0, step_s=0, grace_s=60) == 70
+    assert margin_s(save_s=8, step_s=2, grace_s=60) == 30
+    assert margin_s(save_s=200, step_s=2, grace_s=60) == 70, "the coordinator waits no longer than the grace"

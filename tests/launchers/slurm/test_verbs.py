@@ -1,0 +1,134 @@
+"""What a user types and reads on a login node of a real SLURM cluster, and what bad input gets there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import cli, environment
+from tests.launchers.slurm.lab import CLUSTER, ON_CPU, Lab, slurm_job
+from tests.launchers.slurm.test_jobs import ENDLESS, as_undisturbed
+from tests.world import TINY
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+
+REFUSED = {
+    "cluster.partition=nope": ("there are main, urgent",),
+    "cluster.account=nope": ("there are root",),
+    "cluster.qos=nope": ("there are normal",),
+    "cluster.time=2-00:00:00": ("cluster.time=2-00:00:00", "partition main allows 1-00:00:00"),
+    "cluster.time=1": ("no time is left to train in",),
+    "cluster.constraint=fast": ("cluster.constraint=fast", "Invalid feature"),
+    "cluster.reservation=mine": ("cluster.reservation=mine",),
+    "cluster.nodelist=node9": ("Invalid node name",),
+    "cluster.extra=['--bogus']": ("unrecognized option '--bogus'",),
+    "nodes=5": ("nodes=5", "partition main has 4 nodes with up to 2 CPUs, 8000 MB, gpu:8"),
+    "cluster.cpus_per_task=3": ("cluster.cpus_per_task=3", "up to 2 CPUs"),
+    "cluster.gpus_per_node='9'": ("cluster.gpus_per_node=9", "gpu:8"),
+    "cluster.mem=99G": ("8000 MB",),
+    'name="\'; rm -rf x"': ("is no run name",),
+}
+
+
+def test_without_slurm_a_submission_says_so_and_a_plan_works(tmp_path: Path) -> None:
+    refused = cli(tmp_path, *ON_CPU, "nodes=2", "name=a", PATH="/nowhere")
+    assert refused.returncode == 2
+    assert "sbatch is not on this machine's PATH" in refused.stderr
+    assert not (tmp_path / "runs").exists()
+    assert cli(tmp_path, "plan", "cluster=slurm", "nodes=4", "model=llama3_70b", PATH="/nowhere").returncode == 0
+
+
+def test_bad_input_is_refused_in_our_words_and_nothing_is_written(lab: Lab, tmp_path: Path) -> None:
+    for override, told in REFUSED.items():
+        name = [] if override.startswith("name=") else ["name=bad"]
+        done = lab.cli(tmp_path, *ON_CPU, *TINY, *name, override)
+        assert done.returncode == 2, f"{override}: {done.stdout}{done.stderr}"
+        for words in told:
+            assert words in done.stderr, f"{override}: {done.stderr}"
+        assert len(done.stderr.splitlines()) < 12, done.stderr
+    done = lab.cli(tmp_path, *ON_CPU, *TINY, "name=bad", f"runs_dir={lab.folder}/scratch")
+    assert "in this machine's memory: the nodes cannot see it" in done.stderr
+    assert not (tmp_path / "runs").exists()
+    assert lab.on_login("squeue", "-h") == ""
+
+
+def test_doctor_looks_at_the_cluster_and_at_one_of_its_nodes(lab: Lab, tmp_path: Path) -> None:
+    done = lab.cli(tmp_path, "doctor", *ON_CPU)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for told in ("cluster lab, SLURM", "main: 4 nodes", "sacct answers", f"sees {tmp_path}/runs", "with torch 2.13"):
+        assert told in done.stdout
+    done = lab.cli(tmp_path, "doctor", *ON_CPU, "cluster.python=/nowhere/python")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "/nowhere/python" in done.stdout
+    done = lab.cli(tmp_path, "doctor", *ON_CPU, f"runs_dir={lab.folder}/scratch")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "the nodes do not see" in done.stdout
+    assert not list(Path(tmp_path, "runs").iterdir()), "nothing is left"
+
+
+def torchx(lab: Lab, folder: Path, *args: str) -> str:
+    command = [str(CLUSTER), "run", "login", str(Path(sys.executable).with_name("torchx")), *args]
+    env = environment(folder, FSDP_JOBS_SLURM=str(lab.folder))
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+    return done.stdout + done.stderr
+
+
+def test_a_life_with_time_limits_hostile_words_and_a_secret(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run longer than its time limit goes on through requeues; others wait for it, are shown and cancelled."""
+    folder = tmp_path / "it's; touch owned $(touch owned) 100%"
+    folder.mkdir()
+    monkeypatch.setenv("MY_TOKEN", "very-secret")
+    hostile = 'cluster.comment="it\'s; $(touch owned) #"'
+    setup = """cluster.setup=['test -n "$MY_TOKEN"']"""
+    limits = ("cluster.time=1", "elastic.stop_grace_s=10")
+    with slurm_job(lab, folder, "long", "nodes=1", *limits, hostile, setup, *ENDLESS) as job:
+        job.until_attempt(0)
+        handle = f"slurm_fsdp://fsdp_jobs/{job.id}"
+        shown = lab.on_login("scontrol", "show", "job", job.id)
+        assert "Comment=it's; $(touch owned) #" in shown
+        told = "".join(f.read_text() for f in job.run.path.rglob("*.log")) + shown
+        submitted = "".join(f.read_text() for f in job.run.submit.rglob("*") if f.is_file())
+        assert "very-secret" not in told + submitted.replace(setup, "").replace("= very-secret", "")
+
+        queued = lab.cli(folder, *ON_CPU, *TINY, "name=queued", "nodes=4")
+        waiting = queued.stdout.partition("slurm_fsdp://fsdp_jobs/")[2].split()[0]
+        assert f"SLURM job {waiting} waits" in queued.stdout
+        assert f"SLURM job {waiting} waits (" in lab.cli(folder, "status", "queued").stdout
+        assert "PENDING" in torchx(lab, folder, "status", f"slurm_fsdp://fsdp_jobs/{waiting}")
+        torchx(lab, folder, "cancel", f"slurm_fsdp://fsdp_jobs/{waiting}")
+        assert "stopped" in lab.cli(folder, "status", "queued").stdout
+
+        assert "RUNNING" in torchx(lab, folder, "status", handle)
+        job.until(lambda: job.run.last_attempt() == 2, "two time limits", 300)
+        for attempt in (0, 1):
+            assert "SIGUSR1 received" in job.verdict(attempt).reason
+        assert lab.cli(folder, "cancel", "long").returncode == 0
+        steps = max(job.losses()) + 5
+        job.submit("resume", "long", f"steps={steps}", "cluster.time=null")
+        job.until(lambda: job.state() == "COMPLETED", "the end", 150)
+        handle = f"slurm_fsdp://fsdp_jobs/{job.id}"
+        assert "SUCCEEDED" in torchx(lab, folder, "status", handle)
+        assert "resumed from step" in torchx(lab, folder, "log", f"{handle}/trainer/0")
+        assert not list(tmp_path.rglob("owned"))
+        as_undisturbed(job, tmp_path, *ENDLESS)
+
+
+def test_a_run_directory_that_only_this_machine_has_is_named(lab: Lab, tmp_path: Path) -> None:
+    """Nothing on the login node can tell; the job ends before its first line."""
+    here = lab.folder / "only-here"
+    here.mkdir()
+    elsewhere = tmp_path / "disk"
+    elsewhere.mkdir()
+    lab.on_login("mount", "--bind", str(elsewhere), str(here))
+    done = lab.cli(tmp_path, *ON_CPU, *TINY, "name=lost", "nodes=1", f"runs_dir={here}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    told, deadline = "", time.monotonic() + 90
+    while "before its first line: do the nodes see" not in told:
+        assert time.monotonic() < deadline, told
+        told = lab.cli(tmp_path, "status", "lost", f"runs_dir={here}").stdout

@@ -1,0 +1,128 @@
+"""Somebody is told that an attempt has ended: once, by a real command and a real server, or it is said that they were
+not."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_jobs.run.directory import RunDir, read_json_lines, write_atomic
+from fsdp_jobs.run.events import Verdict
+from tests.jobs import cli, job
+
+DONE = Verdict("done", "stop", "all 4 steps are done")
+AGAIN = Verdict("infrastructure", "requeue", "lost a node")
+
+
+@contextmanager
+def server(status: int = 200, delay_s: float = 0.0) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """A chat's webhook: its URL, and what was posted to it."""
+    posted: list[dict[str, Any]] = []
+
+    class Hook(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            posted.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            time.sleep(delay_s)
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    listening = ThreadingHTTPServer(("127.0.0.1", 0), Hook)
+    listening.daemon_threads = True
+    threading.Thread(target=listening.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{listening.server_port}/services/very-secret", posted
+    finally:
+        listening.shutdown()
+
+
+def run_with(folder: Path, **settings: object) -> RunDir:
+    run = RunDir(folder / "told")
+    known = {"command": None, "webhook": None, "on": ["done", "preempted", "infrastructure", "stalled", "user_error"]}
+    write_atomic(run.config, json.dumps({"notify": {**known, **settings}}))
+    run.attempt(0).mkdir(parents=True)
+    return run
+
+
+def close(run: RunDir, verdict: Verdict) -> list[dict[str, Any]]:
+    """End the attempt and wait as an interpreter does that ends; returns what could not be told."""
+    verdict.close(run, 0)
+    for thread in threading.enumerate():
+        if thread.name == "notify":
+            thread.join()
+    return [e for e in read_json_lines(run.events) if e["event"] == "notify_failed"]
+
+
+def test_whoever_judges_again_is_not_heard_twice(tmp_path: Path) -> None:
+    run = run_with(tmp_path, command=f"echo $FSDP_JOBS_VERDICT >> {tmp_path}/told.txt")
+    for verdict in (AGAIN, DONE, DONE):
+        assert not close(run, verdict)
+    assert (tmp_path / "told.txt").read_text() == "done\n"
+
+
+def test_a_requeue_is_told_when_it_was_asked_for(tmp_path: Path) -> None:
+    run = run_with(tmp_path, command=f"echo $FSDP_JOBS_DECISION >> {tmp_path}/told.txt", on=["requeue"])
+    for verdict in (AGAIN, DONE):
+        assert not close(run, verdict)
+    assert (tmp_path / "told.txt").read_text() == "requeue\n"
+
+
+def test_what_does_not_work_is_said_without_the_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, (url, expected) in enumerate(
+        (
+            ("http://127.0.0.1:9/services/very-secret", "does not answer"),
+            ("very-secret", "ValueError"),
+            ("", "HOOK is not in the environment"),
+        )
+    ):
+        run = run_with(tmp_path / str(number), command="exit 3", webhook="env:HOOK")
+        monkeypatch.setenv("HOOK", url)
+        failed = {e["way"]: e["why"] for e in close(run, DONE)}
+        assert failed["command"] == "ended with 3"
+        assert expected in failed["webhook"] and "secret" not in failed["webhook"]
+
+
+@pytest.mark.integration
+def test_the_end_of_a_job_is_told_and_what_hangs_does_not_keep_it(tmp_path: Path) -> None:
+    few = ("steps=4", f"notify.command='env | grep FSDP_JOBS_ >> {tmp_path}/told.txt; sleep 100'")
+    with server(delay_s=100) as (url, posted):
+        with job(tmp_path, "told", *few, "notify.webhook=env:HOOK", nodes="1", nproc=1, HOOK=url) as told:
+            assert told.wait().verdict == "done"
+        (message,) = posted
+        assert message["handle"].startswith("local_fsdp://") and message["attempt"] == 0
+        assert message["text"] == "told: done, stop: all 4 steps are done (attempt 0)"
+        assert all(word in (tmp_path / "told.txt").read_text() for word in ("RUN=told", "VERDICT=done", "ATTEMPT=0"))
+        (ended,) = told.events("attempt_ended")
+        failed = {e["way"]: e for e in told.events("notify_failed")}
+        assert set(failed) == {"command", "webhook"}
+        assert all(e["time"] - ended["time"] < 12 for e in failed.values())
+        files = [f for f in told.run.path.rglob("*") if f.is_file() and f.stat().st_size < 1_000_000]
+        assert not [f for f in files if b"very-secret" in f.read_bytes()]
+
+
+@pytest.mark.integration
+def test_a_job_that_fails_tells_why(tmp_path: Path) -> None:
+    few = ("steps=4", "elastic.stop_on_nan_loss=true", "optim.lr=1e38", "notify.webhook=env:HOOK")
+    with server() as (url, posted):
+        with job(tmp_path, "bad", *few, nodes="1", nproc=1, HOOK=url) as bad:
+            verdict = bad.wait()
+        (message,) = posted
+        assert message["verdict"] == verdict.verdict == "user_error"
+        assert message["reason"] == verdict.reason
+        assert not bad.events("notify_failed")
+
+
+def test_settings_that_cannot_be_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    done = cli(tmp_path, "notify.webhook=https://chat/very-secret", "notify.on=[don]")
+    assert done.returncode == 2
+    assert "did you mean done" in done.stderr and "env:CHAT_URL" in done.stderr and "very-secret" not in done.stderr

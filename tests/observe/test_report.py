@@ -1,0 +1,94 @@
+"""The report: whole without a network, true to the run, and safe whatever a run has written."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+from starlette.testclient import TestClient
+
+from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.config.schema import dump_config
+from fsdp_jobs.observe.dashboard.app import make_app
+from fsdp_jobs.observe.report.history import History, thinned
+from fsdp_jobs.observe.report.page import write_report
+from fsdp_jobs.run.directory import RunDir, write_atomic
+from tests.jobs import cli
+from tests.recorded import HOSTILE, recorded_run
+
+
+class _Page(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.words: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [v or "" for k, v in attrs if k in ("src", "href", "xlink:href", "action")]
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def test_a_report_needs_no_network_and_executes_nothing_that_a_run_wrote(tmp_path: Path) -> None:
+    written = write_report(recorded_run(tmp_path), pngs=True)
+    assert [f.name for f in written] == ["report.html", "report-steps.png", "report-time.png", "report-goodput.png"]
+    assert all(f.read_bytes().startswith(b"\x89PNG") for f in written[1:])
+    page = _Page()
+    page.feed(written[0].read_text())
+    assert "script" not in page.tags
+    assert all(link.startswith("#") for link in page.links), "something is loaded from elsewhere"
+    ids = re.findall(r'\bid="([^"]+)"', written[0].read_text())
+    assert len(ids) == len(set(ids)), "charts share ids"
+    text = " ".join(page.words)
+    assert HOSTILE in text and "img" not in page.tags
+    for word in ("Over steps", "loss", "attempt 0", "fault", "checkpoint", "Planned and measured", "groups of 2"):
+        assert word in text, word
+
+
+def test_a_step_that_was_done_again_counts_once_and_breaks_the_line(tmp_path: Path) -> None:
+    history = History.of(recorded_run(tmp_path))
+    assert [r["step"] for r in history.newest()] == list(range(1, 21))
+    assert [[life[0]["step"], life[-1]["step"]] for life in history.lives()] == [[1, 12], [11, 20]]
+    assert {m.kind for m in history.marks} == {"fault", "checkpoint"}
+
+
+def test_a_long_run_is_thinned_to_means() -> None:
+    records = [{"step": i, "loss": float(i % 2)} for i in range(100_000)]
+    steps, losses = thinned(records, "step", "loss")
+    assert len(steps) == 2000 and steps[-1] == 99_999
+    assert all(loss == 0.5 for loss in losses)
+
+
+def test_a_run_that_has_not_begun_has_a_report(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "new")
+    write_atomic(run.config, dump_config(compose_job(["name=new"])))
+    (page,) = write_report(run)
+    assert "submitted" in page.read_text()
+
+
+def test_a_program_that_measures_little_or_nothing_has_a_report(tmp_path: Path) -> None:
+    for name, lines in (
+        ("nothing", []),
+        ("own", [{"time": 103.0 + i, "attempt": 0, "step": i, "accuracy": i / 9} for i in range(9)]),
+        ("stepless", [{"time": 103.0, "attempt": 0, "said": "hello"}]),
+    ):
+        run = recorded_run(tmp_path / "runs", name)
+        run.plan.unlink()
+        run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        (page,) = write_report(run)
+        assert "Where the time went" in page.read_text() and "What happened" in page.read_text()
+        assert ("accuracy" in page.read_text()) == (name == "own")
+        assert name in cli(tmp_path, "status", name).stdout
+    assert TestClient(make_app(str(tmp_path / "runs"), ["testserver"], None)).get("/rows").status_code == 200
+
+
+def test_the_terminal_shows_what_a_run_wrote_as_it_is(tmp_path: Path) -> None:
+    recorded_run(tmp_path / "runs")
+    for args in (["list"], ["status", "recorded"]):
+        shown = cli(tmp_path, *args, COLUMNS="400")
+        assert shown.returncode == 0 and HOSTILE in shown.stdout, shown.stderr

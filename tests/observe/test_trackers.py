@@ -1,0 +1,133 @@
+"""Real trackers, on files of this machine: one entry a job whatever it lives through, and no harm without one."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.config.schema import dump_config
+from fsdp_jobs.observe.trackers.beside import unsent_lines
+from fsdp_jobs.run.directory import RunDir, write_atomic
+from tests.jobs import Job, environment, job
+from tests.recorded import HOSTILE, recorded_run
+
+FILES = {"MLFLOW_ALLOW_FILE_STORE": "true"}  # MLflow's own word for its store in plain files
+FEW = ("steps=120", "checkpoint.every_steps=20", "log_every_steps=2")
+
+
+def send(run: RunDir, **env: str) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "fsdp_jobs.observe.trackers.send", str(run.path)]
+    return subprocess.run(argv, env=environment(run.path, **env), capture_output=True, text=True, timeout=60)
+
+
+def sent_lines(run: RunDir) -> int:
+    return int(json.loads(run.tracking.read_text())["offset"]) if run.tracking.exists() else 0
+
+
+def killed_and_recovered(tracked: Job) -> None:
+    """The node with rank 0 is killed once half of the steps are done."""
+    tracked.until(lambda: sent_lines(tracked.run) > 0, "the tracker's entry")
+    tracked.until_step(50)
+    tracked.agent(0).kill()
+    assert tracked.wait().verdict == "done"
+    assert tracked.events("resumed") and not tracked.events("tracking_failed"), tracked.story()
+    assert unsent_lines(tracked.run) == 0
+
+
+@pytest.mark.integration
+def test_mlflow_has_one_run_with_all_steps_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    where = (tmp_path / "store").as_uri()
+    given = ("tracking=mlflow", f"tracking.uri={where}", "tracking.project=ours")
+    with job(tmp_path, "tracked", *FEW, *given, nodes="1", nproc=1, **FILES) as tracked:
+        killed_and_recovered(tracked)
+    client = MlflowClient(where)
+    (entry,) = client.search_runs([client.get_experiment_by_name("ours").experiment_id])
+    assert entry.info.run_name == "tracked" and entry.info.status == "FINISHED"
+    assert entry.data.tags["fsdp_jobs.reason"] == "done: all 120 steps are done"
+    assert entry.data.params["optim.lr"] == "0.001" and "notify.command" not in entry.data.params
+    newest = {m.step: m.value for m in sorted(client.get_metric_history(entry.info.run_id, "loss"), key=_when)}
+    assert newest == tracked.losses()
+    assert sorted(newest) == list(range(2, 121, 2))
+
+
+def _when(metric: Any) -> int:
+    return int(metric.timestamp)
+
+
+@pytest.mark.integration
+def test_wandb_has_one_run_in_two_lives(tmp_path: Path) -> None:
+    with job(tmp_path, "tracked", *FEW, "tracking=wandb", nodes="1", nproc=1, WANDB_MODE="offline") as tracked:
+        killed_and_recovered(tracked)
+    folders = sorted((tracked.run.path / "wandb").glob("offline-run-*"))
+    known = json.loads(tracked.run.tracking.read_text())["id"]
+    assert len(folders) == 2 and all(f.name.endswith(f"-{known}") for f in folders)
+    logged: dict[int, float] = {}
+    for folder in folders:
+        for record in wandb_records(folder / f"run-{known}.wandb"):
+            items = {"".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
+            if "loss" in items:
+                logged[items["step"]] = items["loss"]
+    assert logged == tracked.losses()
+
+
+def wandb_records(file: Path) -> Iterator[Any]:
+    """What is in a run's file: LevelDB's log format, of W&B's messages."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, place, rest = file.read_bytes(), 7, b""
+    while place + 7 <= len(content):
+        if 32768 - place % 32768 < 7:  # blocks are filled with zeros
+            place += 32768 - place % 32768
+            continue
+        size, kind = int.from_bytes(content[place + 4 : place + 6], "little"), content[place + 6]
+        rest += content[place + 7 : place + 7 + size]
+        place += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            yield Record.FromString(rest)
+            rest = b""
+
+
+@pytest.mark.integration
+def test_a_tracker_that_never_answers_costs_nothing_but_its_farewell(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        where = f"http://127.0.0.1:{deaf.getsockname()[1]}"
+        given = ("steps=20", "tracking=mlflow", f"tracking.uri={where}")
+        with job(tmp_path, "deaf", *given, nodes="1", nproc=1) as tracked:
+            assert tracked.wait().verdict == "done"
+        gone = time.time()
+    (ended,) = tracked.events("attempt_ended")
+    assert gone - ended["time"] < 20
+    assert any("20 lines are not sent" in e["why"] for e in tracked.events("tracking_failed")), tracked.story()
+
+
+def test_what_was_not_sent_is_sent_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow.tracking import MlflowClient
+
+    run = recorded_run(tmp_path)
+    where = (tmp_path / "store").as_uri()
+    write_atomic(run.config, dump_config(compose_job(["name=recorded", "tracking=mlflow", f"tracking.uri={where}"])))
+    refused = send(run)  # MLflow wants its own word first
+    assert refused.returncode == 1 and "MLFLOW_ALLOW_FILE_STORE" in refused.stdout
+    assert unsent_lines(run) == 22
+    for _ in range(2):  # the second time there is nothing left
+        sent = send(run, **FILES)
+        assert sent.returncode == 0, sent.stdout + sent.stderr
+    assert unsent_lines(run) == 0
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    client = MlflowClient(where)
+    (entry,) = client.search_runs([client.get_experiment_by_name("fsdp_jobs").experiment_id])
+    assert len(client.get_metric_history(entry.info.run_id, "loss")) == 22
+    assert HOSTILE not in json.dumps(entry.data.params)
+    assert entry.data.tags["fsdp_jobs.run.directory"] == str(run.path)

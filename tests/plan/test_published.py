@@ -1,0 +1,86 @@
+"""Predicted against published training speeds. python -m tests.plan.test_published prints the docs' table."""
+
+from __future__ import annotations
+
+from functools import cache
+from statistics import median
+
+import pytest
+
+from fsdp_jobs.plan.options import all_options, shape_of
+from fsdp_jobs.plan.plan import Plan, make_plan
+from fsdp_jobs.plan.topology import Topology
+from tests.plan.published import ROWS, Published, job
+
+
+@cache
+def planned(row: Published) -> Plan:
+    return make_plan(job(row))
+
+
+def ratio(row: Published) -> float:
+    return planned(row).time.tokens_per_s_per_rank / row.published
+
+
+def test_the_median_is_near() -> None:
+    assert len(ROWS) >= 12 and len({r.source for r in ROWS}) >= 3
+    assert 0.7 <= median(ratio(r) for r in ROWS) <= 1.4
+
+
+@pytest.mark.parametrize("hardware", ["a100_40", "a100_80", "h100"])
+def test_no_kind_of_gpu_is_far_off(hardware: str) -> None:
+    assert 0.7 <= median(ratio(r) for r in ROWS if r.hardware == hardware) <= 1.4
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda r: f"{r.model}-{r.hardware}-{r.gpus}-{r.seq_len}-{r.published:.0f}")
+def test_no_row_is_absurd(row: Published) -> None:
+    assert 0.6 <= ratio(row) <= 1.6
+
+
+def test_compiling_and_recomputing_move_the_prediction_the_right_way() -> None:
+    """Where two rows differ in one setting alone, the faster one is predicted to be faster."""
+    settings = (
+        "model",
+        "hardware",
+        "gpus",
+        "seq_len",
+        "micro_batch",
+        "accumulate",
+        "checkpointing",
+        "compiled",
+        "source",
+    )
+    pairs = [
+        (a, b)
+        for a in ROWS
+        for b in ROWS
+        if a.published < b.published and sum(getattr(a, s) != getattr(b, s) for s in settings) == 1
+        and a.gpus == b.gpus
+    ]  # fmt: skip
+    assert len(pairs) >= 3
+    for slow, fast in pairs:
+        assert planned(slow).time.tokens_per_s_per_rank < planned(fast).time.tokens_per_s_per_rank
+
+
+def test_each_strategy_of_a_row_is_priced() -> None:
+    config = job(ROWS[0])
+    options = all_options(config, shape_of(config), Topology.flat(8))
+    assert all(o.time.step >= o.time.compute > 0 for o in options)
+    assert all(0 < o.time.mfu < 1 for o in options)
+
+
+def main() -> None:
+    heads = ["model", "GPUs", "sequence", "microbatch x accumulation", "recomputation", "compiled"]
+    heads += ["published", "predicted", "ratio"]
+    print("| " + " | ".join(heads) + " |\n|" + "---|" * 6 + "---:|" * 3)
+    for r in ROWS:
+        speed, compiled = planned(r).time.tokens_per_s_per_rank, "yes" if r.compiled else "no"
+        what = [r.model, f"{r.gpus} {r.hardware}", r.seq_len, f"{r.micro_batch} x {r.accumulate}", r.checkpointing]
+        rates = [compiled, f"{r.published:,.0f}", f"{speed:,.0f}", f"{ratio(r):.2f}"]
+        print("| " + " | ".join(map(str, [*what, *rates])) + " |")
+    ratios = [ratio(r) for r in ROWS]
+    print(f"\n{len(ROWS)} rows; median ratio {median(ratios):.2f}, least {min(ratios):.2f}, most {max(ratios):.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Shapes without torch against the model's own parameters and the trainer's own cutting into units."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_jobs.config.errors import BadInput
+from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.config.schema import FsdpConfig, LlamaConfig
+from fsdp_jobs.models.build import build_model
+from fsdp_jobs.plan.memory import peak_memory
+from fsdp_jobs.plan.plan import make_plan
+from fsdp_jobs.plan.shape_client import probe
+from fsdp_jobs.plan.shapes import llama_params, llama_shape
+from fsdp_jobs.train.sharding import find_blocks
+
+CONF = Path(__file__).parents[2] / "conf" / "model"
+PRESETS = sorted(p.stem for p in CONF.glob("llama*.yaml"))
+GQA = LlamaConfig(vocab_size=512, dim=64, n_layers=3, n_heads=8, n_kv_heads=2, ffn_dim=176)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_names_and_shapes_are_the_models_own(preset: str) -> None:
+    config = compose_job([f"model={preset}"]).model
+    assert isinstance(config, LlamaConfig)
+    with torch.device("meta"):
+        model = build_model(config)
+    assert dict(llama_params(config)) == {n: tuple(p.shape) for n, p in model.named_parameters()}
+    assert llama_shape(config).numel == sum(p.numel() for p in model.parameters())
+
+
+def units_of_the_trainer(config: LlamaConfig, fsdp: FsdpConfig) -> list[int]:
+    with torch.device("meta"):
+        model = build_model(config)
+    taken: set[nn.Parameter] = set()
+    sizes = []
+    for block in find_blocks(model, config, fsdp):
+        own = [p for p in block.parameters() if p not in taken]
+        taken.update(own)
+        sizes.append(sum(p.numel() for p in own))
+    return sorted(s for s in sizes if s)  # with tied weights the second holder of one has none of its own
+
+
+@pytest.mark.parametrize("wrap", ["layer", "none", "size"])
+@pytest.mark.parametrize("least", [1, 5_000, 20_000, 60_000, 10**9])
+@pytest.mark.parametrize("tied", [False, True])
+def test_units_are_the_trainers_own(wrap: str, least: int, tied: bool) -> None:
+    config = replace(GQA, tie_embeddings=tied)
+    shape = llama_shape(config, wrap, least)
+    ours = sorted(b.numel for b in shape.blocks for _ in range(b.count))
+    assert ours == units_of_the_trainer(config, FsdpConfig(wrap=wrap, min_num_params=least))
+    assert shape.numel == sum(math.prod(s) for _, s in llama_params(config))
+
+
+def test_flops_are_six_a_weight_and_attention() -> None:
+    shape = llama_shape(GQA)
+    weights = (
+        shape.numel - GQA.vocab_size * GQA.dim - GQA.dim * (2 * GQA.n_layers + 1)
+    )  # embedding and norms compute none
+    assert shape.flops_per_token(100) == 6 * weights + 12 * GQA.n_layers * GQA.dim * 100
+
+
+FACTORY = """
+from fsdp_jobs.config.schema import LlamaConfig
+from fsdp_jobs.models.llama import Llama
+
+def build(**kwargs):
+    return Llama(LlamaConfig(**kwargs))
+
+def broken(**kwargs):
+    return 7
+"""
+
+
+class TestProbe:
+    """A custom model is built by a process of its own; here it is a Llama, whose shape is known."""
+
+    def config(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factory: str, *more: str):  # type: ignore[no-untyped-def]
+        (tmp_path / "factory_of_the_test.py").write_text(FACTORY)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        kwargs = {"vocab_size": 512, "dim": 64, "n_layers": 3, "n_heads": 8, "n_kv_heads": 2, "ffn_dim": 176}
+        config = compose_job(["model=custom", f"model._target_=factory_of_the_test.{factory}", *more])
+        return replace(config, model=replace(config.model, kwargs=kwargs))  # type: ignore[call-arg]
+
+    def test_agrees_with_what_is_known(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        config = self.config(tmp_path, monkeypatch, "build", "model.wrap_classes=[TransformerBlock]")
+        found, known = probe(config), llama_shape(GQA, accelerator="cpu")
+        assert [(u.count, u.numel, u.shard_numel(3)) for u in found.units] == [
+            (u.count, u.numel, u.shard_numel(3)) for u in known.units
+        ]
+        a, b = found.activations, known.activations
+        assert (a.layers, a.block_input, a.vocab, a.attention_width) == (
+            b.layers,
+            b.block_input,
+            b.vocab,
+            b.attention_width,
+        )
+        assert (a.matmul_flops, a.head_flops, a.block_matmul) == (b.matmul_flops, b.head_flops, b.block_matmul)
+        assert a.block_saved == pytest.approx(b.block_saved + b.block_saved_fp32, rel=0.02)
+        assert a.elementwise == pytest.approx(b.elementwise, rel=0.35)
+        layout = make_plan(config, shape=found).layout
+        one, two = (peak_memory(s, layout, config.fsdp, config.data, "cpu", 1) for s in (found, known))
+        assert one.tensors == pytest.approx(two.tensors, rel=0.05)
+
+    @pytest.mark.parametrize(
+        ("factory", "wrap", "what"),
+        [
+            ("broken", "TransformerBlock", "returned a int, not an nn.Module"),
+            ("absent", "TransformerBlock", "absent"),
+            ("build", "Blok", "matches no module"),
+        ],
+    )
+    def test_says_what_is_wrong(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factory: str, wrap: str, what: str
+    ) -> None:
+        with pytest.raises(BadInput) as e:
+            probe(self.config(tmp_path, monkeypatch, factory, f"model.wrap_classes=[{wrap}]"))
+        assert what in str(e.value)

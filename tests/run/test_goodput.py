@@ -1,0 +1,61 @@
+"""Where the time went, from records a run might have left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.events import append_line
+from fsdp_jobs.run.goodput import Steps, ledger_of
+
+
+def _event(run: RunDir, time: float, event: str, **details: object) -> None:
+    append_line(run.events, {"time": time, "event": event, "attempt": 0, **details})
+
+
+def _life(run: RunDir, steps: range, seconds: float, stall: float = 0.0) -> None:
+    """A life of the trainer, as it logs."""
+    clock = Steps(run)
+    for step in steps:
+        append_line(run.metrics, {"step": step, "step_s": seconds, **clock.add(step, seconds, stall)})
+
+
+def test_the_parts_add_up_and_the_night_between_two_submissions_does_not_count(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    _event(run, 100, "submitted")
+    _event(run, 105, "attempt_started")
+    _life(run, range(1, 4), 2.0, stall=0.5)
+    _life(run, range(2, 4), 2.5)  # done again after a failure
+    _event(run, 130, "attempt_ended", decision="stop")
+    _event(run, 9000, "submitted")
+    _event(run, 9001, "attempt_started")
+    _life(run, range(4, 5), 2.0)
+    _event(run, 9010, "attempt_ended", decision="requeue")
+    _event(run, 9014, "attempt_started")
+    _event(run, 9020, "attempt_ended", decision="stop")
+    ledger = ledger_of(run)
+    assert ledger.wall_s == 30 + 20
+    assert ledger.queue_s == 5 + 1 + 4
+    assert ledger.lost_s == 4.0
+    assert ledger.stall_s == 0.5
+    assert ledger.useful_s == 1.5 + 2.5 + 2.5 + 2.0
+    parts = ledger.useful_s + ledger.stall_s + ledger.lost_s + ledger.queue_s + ledger.start_s
+    assert parts == pytest.approx(ledger.wall_s)
+
+
+def test_steps_that_were_not_logged_count_and_a_life_without_a_logged_step_costs_nothing(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    _event(run, 0, "submitted")
+    _life(run, range(10, 41, 10), 1.0)
+    _life(run, range(0), 1.0)
+    _life(run, range(30, 51, 10), 1.0)  # from the checkpoint of step 20
+    _event(run, 100, "checkpoint", step=20)
+    _event(run, 110, "checkpoint", step=40)
+    ledger = ledger_of(run)
+    assert (ledger.useful_s, ledger.lost_s, ledger.wall_s) == (50.0, 20.0, 110)
+
+
+def test_a_run_that_has_not_begun(tmp_path: Path) -> None:
+    assert ledger_of(RunDir(tmp_path)).goodput == 0.0

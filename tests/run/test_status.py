@@ -1,0 +1,128 @@
+"""Many runs at a glance: the same as reading everything, for people, for scripts, and while jobs run."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_jobs.run.directory import write_atomic
+from fsdp_jobs.run.goodput import ledger_of
+from fsdp_jobs.run.status import RunStatus
+from tests.jobs import cli, environment, job
+from tests.recorded import add_line, recorded_run
+
+
+def status_json(folder: Path, *args: str, **env: str) -> list[dict[str, Any]]:
+    done = cli(folder, "status", "--json", *args, **env)
+    assert done.returncode == 0, done.stderr
+    rows: list[dict[str, Any]] = json.loads(done.stdout)
+    return rows
+
+
+def test_scripts_get_what_people_see(tmp_path: Path) -> None:
+    assert status_json(tmp_path) == []
+    recorded_run(tmp_path / "runs", "one")
+    recorded_run(tmp_path / "runs", "two")
+    rows = status_json(tmp_path)
+    assert [row["run"] for row in rows] == ["one", "two"]
+    assert rows[0]["state"] == "done" and rows[0]["step"] == rows[0]["steps"] == 20
+    assert rows[0]["loss"] == 3.0 and rows[0]["checkpoint_step"] == 10 and rows[0]["eta_s"] is None
+    assert rows[0]["goodput"] == pytest.approx(20 / 30)
+    shown = cli(tmp_path, "list").stdout.splitlines()
+    assert shown[1].split()[:5] == ["one", "done", "0", "2/2", "20/20"] and "67%" in shown[1]
+    assert cli(tmp_path, "list", "two").returncode == 2
+
+
+def test_a_glance_sees_what_reading_everything_sees(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path)
+    for step in range(21, 3000):
+        values = {"loss": 1 / step, "tokens_per_s": 100.0, "step_s": 1.0, "checkpoint_stall_s": 0.0, "attempt": 0}
+        add_line(run.metrics, {"step": step, "lr": 1e-3, "grad_norm": 1.0, **values, "time": 200.0 + step})
+        if step % 2 == 0:
+            add_line(run.events, {"time": 200.0 + step, "event": "checkpoint", "attempt": 0, "step": step})
+    add_line(run.events, {"time": 4000.0, "event": "round_broken", "attempt": 0, "why": "?", "step": 1, "committed": 0})
+    glanced, read = RunStatus(run), RunStatus(run)
+    glanced.glance()
+    read.update()
+    for status in (glanced, read):
+        status.update()
+    for key in ("state", "attempt", "nodes", "step", "loss", "committed", "committed_at", "reason", "doing"):
+        assert getattr(glanced, key) == getattr(read, key), key
+    assert glanced.tokens_per_s == pytest.approx(read.tokens_per_s) and glanced.step_s == pytest.approx(read.step_s)
+    assert ledger_of(run).wall_s == 4000.0 - 100.0
+
+
+def test_an_unknown_handle_is_said(tmp_path: Path) -> None:
+    done = cli(tmp_path, "status", "local_fsdp://fsdp_jobs/nobody")
+    assert done.returncode == 2 and "no newest submission" in done.stderr
+
+
+def test_a_launcher_that_does_not_answer_does_not_hide_the_others(tmp_path: Path) -> None:
+    for name, handle in (("here", "local_fsdp://fsdp_jobs/gone"), ("there", "slurm_fsdp://fsdp_jobs/1")):
+        run = recorded_run(tmp_path / "runs", name)
+        lines = run.events.read_text().splitlines(keepends=True)
+        run.events.write_text("".join(line for line in lines if "attempt_ended" not in line))
+        write_atomic(run.job, json.dumps({**run.read_job(), "handle": handle}))
+    here, there = status_json(tmp_path, PATH=str(Path(sys.executable).parent))  # no squeue there
+    assert here["state"] == "failed" and "no longer knows" in here["reason"]
+    assert there["state"] == "running" and "does not answer" in there["reason"] and there["step"] == 20
+
+
+def watch(folder: Path, *args: str) -> tuple[subprocess.Popen[bytes], int]:
+    """`status --watch` in a terminal of its own; and the terminal."""
+    terminal, inside = pty.openpty()
+    argv = [sys.executable, "-m", "fsdp_jobs", "status", "--watch", *args]
+    watching = subprocess.Popen(argv, cwd=folder, env=environment(folder), stdin=inside, stdout=inside, stderr=inside)
+    os.close(inside)
+    return watching, terminal
+
+
+def read_all(terminal: int) -> str:
+    """What a terminal was shown until whoever wrote there left."""
+    shown = b""
+    while True:
+        try:
+            chunk = os.read(terminal, 1 << 16)
+        except OSError:
+            chunk = b""
+        if not chunk:
+            os.close(terminal)
+            return shown.decode()
+        shown += chunk
+
+
+@pytest.mark.integration
+def test_a_job_is_watched_to_its_end(tmp_path: Path) -> None:
+    recorded_run(tmp_path / "runs", "old")
+    with job(tmp_path, "live", "steps=100000", nodes="1", nproc=1) as live:
+        live.until_step(3)
+        (row,) = status_json(tmp_path, live.run.read_job()["handle"])
+        assert row["run"] == "live" and row["state"] == "running" and row["nodes_asked"] == "1" and row["eta_s"] > 0
+        assert 3 <= row["step"] <= row["steps"] == 100_000 and 0 < row["goodput"] < 1
+        left, terminal = watch(tmp_path, "live")
+        shown = ""
+        while "running" not in shown:
+            shown += os.read(terminal, 1 << 16).decode()
+        left.send_signal(signal.SIGINT)
+        shown = read_all(terminal)  # nobody ends who cannot say the last of it
+        assert left.wait(30) == 0, shown
+        watching, terminal = watch(tmp_path)
+        now = live.step()
+        live.until_step(now + 100)
+        assert cli(tmp_path, "cancel", "live").returncode == 0
+        shown = read_all(terminal)
+        assert watching.wait(30) == 0, shown
+    steps = [int(step.replace(",", "")) for step in re.findall(r"live\s+\w+\s+0\s+1/1\s+([\d,]+)/100,000", shown)]
+    assert len(steps) > 1 and steps == sorted(steps) and steps[-1] >= now + 100
+    assert "stopped" in shown
+    assert "old" not in shown
+    assert "all runs have ended" in cli(tmp_path, "status", "--watch").stdout

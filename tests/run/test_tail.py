@@ -1,0 +1,97 @@
+"""Logs of many ranks in one order, however they came about and however long they are."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from fsdp_jobs.elastic.log_times import LogTimes
+from fsdp_jobs.run.tail import TIMES, follow_files, tail
+from tests.jobs import cli, environment, job
+
+
+def test_lines_of_nodes_come_in_the_order_they_were_written(tmp_path: Path) -> None:
+    folders = [tmp_path / f"attempts/{k}/node-{i}" for k, i in ((0, 0), (0, 1), (1, 1))]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    said = ((0, "a"), (1, "b"), (0, "c\nd"), (1, "e"), (2, "f"), (2, "g"))
+    for moment, (which, text) in enumerate(said):
+        log = folders[which] / f"rank-{which}.log"
+        with log.open("a") as f:
+            f.write(text + "\n")
+        with (folders[which] / TIMES).open("a") as f:
+            f.write(json.dumps({which: [log.stat().st_size, 100.0 + moment]}) + "\n")
+    with (folders[0] / "rank-0.log").open("a") as f:
+        f.write("late, and nobody noted when")
+    lines = [line for _, line in follow_files(tmp_path, "attempts/*/node-*/rank-*.log", lambda: False)]
+    assert lines == ["a", "b", "c", "d", "e", "f", "g", "late, and nobody noted when"]
+
+
+def test_the_agent_notes_sizes_when_they_change(tmp_path: Path) -> None:
+    times = LogTimes(tmp_path)
+    log = tmp_path / "rank-3.log"
+    log.write_text("one\n")
+    first = log.stat().st_mtime
+    time.sleep(2.5)
+    log.write_text("one\ntwo\n")
+    second = log.stat().st_mtime
+    times.close()
+    noted = [json.loads(line)["3"] for line in (tmp_path / TIMES).read_text().splitlines()]
+    assert [size for size, _ in noted] == [4, 8]
+    assert all(abs(when - wrote) < 0.1 for (_, when), wrote in zip(noted, (first, second), strict=True))
+
+
+def test_a_log_of_any_length_is_read_in_pieces(tmp_path: Path) -> None:
+    log = tmp_path / "rank-0.log"
+    with log.open("w") as f:
+        for i in range(300_000):
+            f.write(f"line {i} of a program that says too much, again and again\n")
+        f.write("without an end" * 200_000)  # a progress bar that never ends its line
+    tracemalloc.start()
+    assert tail(log, 3).endswith("without an end")
+    count = sum(1 for _ in follow_files(tmp_path, "*.log", lambda: False))
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert 300_000 < count < 300_010
+    assert most < 16e6
+
+
+def test_the_tail_of_a_short_file(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("first\nsecond\n\nlast, without an end")
+    assert tail(tmp_path / "log", 2) == "second\nlast, without an end"
+    assert tail(tmp_path / "none", 2) == ""
+
+
+@pytest.mark.integration
+def test_logs_follow_across_a_requeue_and_stay_in_order(tmp_path: Path) -> None:
+    """Two nodes that take turns; the job is told to leave in between, and is started again."""
+    (tmp_path / "turns.py").write_text(
+        "import os, time\n"
+        "rank, began = int(os.environ['RANK']), time.time()\n"
+        "for turn in range(4):\n"
+        "    time.sleep(max(0.0, began // 5 * 5 + 5 + 2.5 * turn + 1.2 * rank - time.time()))\n"
+        "    print('attempt', os.environ['FSDP_JOBS_ATTEMPT'], 'turn', turn, 'rank', rank, flush=True)\n"
+        "print('ZeroDivisionError: said, not raised')\n"
+    )
+    follow = [sys.executable, "-m", "fsdp_jobs", "logs", "-f", "turns"]
+    with job(tmp_path, "turns", "script=turns.py", nodes="2", nproc=1, tiny=False) as turns:
+        following = subprocess.Popen(follow, cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, text=True)
+        first = turns.run.rank_log(0, 1, 1)
+        turns.until(lambda: first.exists() and "turn 0" in first.read_text(), "a first turn")
+        turns.agent(0).terminate()
+        verdict = turns.wait()
+        followed = following.communicate(timeout=30)[0].splitlines()
+    assert verdict.verdict == "done" and turns.run.last_attempt() == 1, turns.story()
+    afterwards = cli(tmp_path, "logs", "turns").stdout.splitlines()
+    said = [line.partition("] ")[2] for line in afterwards if "turn " in line]
+    assert said[:2] == ["attempt 0 turn 0 rank 0", "attempt 0 turn 0 rank 1"]
+    assert said[-8:] == [f"attempt 1 turn {t} rank {r}" for t in range(4) for r in range(2)]
+    assert sorted(followed) == sorted(afterwards)
+    errors = cli(tmp_path, "logs", "turns", "--errors", "--node", "1", "--attempt", "1").stdout
+    assert errors == "[node-1/rank-1] ZeroDivisionError: said, not raised\n"

@@ -1,0 +1,210 @@
+"""Sweeps without jobs: names, matching, the list among several writers, bad input, the report."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fsdp_jobs.cli.main import main
+from fsdp_jobs.config.hydra import compose_job, compose_many
+from fsdp_jobs.config.schema import dump_config
+from fsdp_jobs.launchers.waiting import Entry, Pool, started, take, waiting_of, withdraw
+from fsdp_jobs.observe.report.sweep_charts import Scale
+from fsdp_jobs.observe.report.sweep_page import write_sweep_report
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.sweeps.identity import canonical, name_for
+from fsdp_jobs.sweeps.jobs import last_value
+from fsdp_jobs.sweeps.table import Row, Sweep, read_sweep
+from tests.jobs import cli, environment
+from tests.observe.test_report import _Page
+from tests.recorded import HOSTILE
+from tests.world import TINY
+
+SMALL = (*TINY, "nodes=1", "nproc_per_node=1")
+
+
+def test_a_job_is_the_same_in_every_spelling_and_order(tmp_path: Path) -> None:
+    sweep = Sweep(tmp_path / "lr", "runs")
+    first = sweep.rows_for([["optim.lr=1e-4", "fsdp=full_shard"], ["optim.lr=1", "fsdp=full_shard"]])
+    again = sweep.rows_for([["fsdp=full_shard", "optim.lr=0.0001"], ["optim.lr=1.0", "fsdp='full_shard'"]])
+    assert [row.run for row in again] == [row.run for row in first] == ["lr-000", "lr-001"]
+    (new,) = sweep.rows_for([["optim.lr=1e-4", "fsdp=no_shard"]])
+    assert new.run == "lr-002" and len(sweep.jobs) == 3
+    assert canonical("seed=1") != canonical("seed=true") and canonical("+a=[1, 2]") == canonical("a=[1,2]")
+
+
+def test_a_sweep_without_a_name_has_one_that_more_values_do_not_change() -> None:
+    name = name_for(["optim.lr", "fsdp"], ["nodes=2", "optim.weight_decay=1e-1"])
+    assert name == name_for(["optim.lr", "fsdp"], ["optim.weight_decay=0.1", "nodes=2"])
+    assert name.startswith("lr-fsdp-")
+    others = [(["optim.lr"], ["nodes=2"]), (["optim.lr", "fsdp"], ["nodes=4", "optim.weight_decay=1e-1"])]
+    assert len({name, *(name_for(swept, fixed) for swept, fixed in others)}) == 3
+
+
+_WRITER = """
+import sys, time
+from pathlib import Path
+from fsdp_jobs.sweeps.table import locked, read_sweep
+for number in range(8):
+    with locked(Path("sweeps/many"), lambda text: None):
+        sweep = read_sweep(Path("sweeps/many"))
+        before = len(sweep.jobs)
+        sweep.rows_for([[f"seed={number}"], [f"seed={1000 + 10 * int(sys.argv[1]) + number}"]])
+        time.sleep(0.01)
+        if len(sweep.jobs) > before:
+            sweep.write()
+"""
+
+
+def test_several_writers_neither_lose_a_row_nor_write_one_twice(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _WRITER]
+    writers = [subprocess.Popen([*command, str(i)], cwd=tmp_path, env=environment(tmp_path)) for i in range(3)]
+    assert [writer.wait(60) for writer in writers] == [0, 0, 0]
+    rows = read_sweep(tmp_path / "sweeps" / "many").jobs
+    assert [row.run for row in rows] == [f"many-{i:03d}" for i in range(8 + 3 * 8)]
+    assert len({row.overrides[0] for row in rows}) == len(rows)
+
+
+def test_composing_many_is_composing_each() -> None:
+    jobs = [
+        ["fsdp=no_shard", "optim.lr=3e-4", "model=custom", "model._target_=a.b", "model.kwargs={width: 3}"],
+        ["nodes=2:4", "model.wrap_classes=[A, B]", "name='a b'"],
+        ["experiment=llama3_8b_pretrain", "cluster=slurm", "++optim.lr=3e-4"],
+    ]
+    assert compose_many(jobs) == [compose_job(job) for job in jobs]
+
+
+def test_the_last_value_of_a_key_is_found_however_far_back(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    assert last_value(metrics, "loss") is None
+    lines = [{"step": i, "loss": i / 10, **({"val": 7} if i == 3 else {})} for i in range(4000)]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4000, "lo')
+    assert (last_value(metrics, "loss"), last_value(metrics, "val"), last_value(metrics, "no")) == (399.9, 7.0, None)
+
+
+def test_whoever_takes_a_waiting_job_first_has_it(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "runs" / "a")
+    pool = Pool(tmp_path / "sweeps" / "s")
+    with pool.locked():
+        pool.enter([Entry("local_fsdp", str(run.path), "a-1")], places=2)
+    waiting = waiting_of(run, "a-1")
+    assert waiting is not None and waiting.why() is None and "sweep resume s" in waiting.lost  # no process of the pool
+    assert waiting_of(run, "a-0") is None and not take(run, "a-0")
+    assert take(run, "a-1") and not take(run, "a-1") and withdraw(run, "a-1") is None
+    assert waiting_of(run, "a-1") is not None  # it is being started
+    started(run)
+    assert waiting_of(run, "a-1") is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["optim.lr=1e-4,-1", "fsdp=full_shard,fulll_shard", "nodes=0,1"], "3 problems"),
+        (["optim.lr=1e-4,fast"], "could not be converted to Float"),
+        (["optim.lrr=1,2"], "did you mean optim.lr?"),
+        (["name=a,b"], "is of the whole sweep"),
+        (["name=a/b", "seed=1,2"], "is no run name"),
+        (["name=a", "sweep.name=b", "seed=1,2"], "one of the two"),
+        (["seed=1,2", "hydra/launcher=basic"], "leave it out"),
+        (["seed=1,2", "sweep.direction=up"], "allowed: minimize, maximize"),
+        (["optim.lr=interval(0.1, 1)"], "does not support sweep type"),
+        (["optim.lr=interval(0.1, 1)", "hydra/sweeper=optuna"], "sweep.wait=true"),
+        (["seed=1,2", "cluster=kubernetes", "sweep.parallelism=2"], "cluster.queue=NAME"),
+    ],
+)
+def test_a_bad_sweep_is_said_whole_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], overrides: list[str], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["--multirun", *SMALL, *overrides]) == 2
+    assert said in (shown := capsys.readouterr().err), shown
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_dry_run_shows_the_jobs_and_leaves_nothing(tmp_path: Path) -> None:
+    done = cli(tmp_path, "-m", "name=lr", "optim.lr=1e-4,1e-3", *SMALL, "dry_run=true")
+    assert done.returncode == 0 and "lr-001" in done.stdout and "nothing was submitted" in done.stdout
+    assert not any(tmp_path.iterdir())
+
+
+def test_unknown_and_damaged_sweeps_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sweep = Sweep(tmp_path / "sweeps" / "rates", "runs", jobs=[Row("rates-000", ["seed=1"])])
+    sweep.write()
+    for command, hint in ((["status", "rate"], "did you mean rates?"), (["statu", "rates"], "did you mean status?")):
+        assert main(["sweep", *command]) == 2
+        assert hint in capsys.readouterr().err
+    whole = sweep.file.read_text()
+    for wrong, said in (
+        (whole.replace("state: new", "state: [new"), "rates/sweep.yaml: cannot be read"),
+        (whole.replace("step: 0", "step: zero"), "step: 'zero'"),
+        (whole.replace("rates-000", "../rates"), "is none of this sweep's"),
+        (whole.replace("  step: 0\n", "  stepp: 0\n"), "stepp: 0"),
+        ("jobs: 3\n", "cannot be read"),
+    ):
+        sweep.file.write_text(wrong)
+        for command in (["sweep", "resume", "rates"], ["--multirun", "name=rates", "seed=1,2", *SMALL]):
+            assert main(command) == 2
+            assert said in (shown := capsys.readouterr().err), (wrong, shown)
+        assert sweep.file.read_text() == wrong and not (tmp_path / "runs").exists()
+
+
+def test_another_job_s_run_is_not_taken_for_one_of_the_sweep(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "runs" / "lr-000")
+    run.path.mkdir(parents=True)
+    run.job.write_text(json.dumps({"handle": "local_fsdp://fsdp_jobs/x", "overrides": ["steps=7"]}))
+    done = cli(tmp_path, "--multirun", "name=lr", "seed=1,2", *SMALL)
+    assert done.returncode == 2 and "from another job: steps=7" in done.stderr
+
+
+def test_a_list_that_was_lost_is_made_again_from_the_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number, rate in ((1, "1e-3"), (4, "2e-3")):
+        run = RunDir(Path("runs") / f"lr-{number:03d}")
+        run.path.mkdir(parents=True)
+        job = {"handle": "local_fsdp://fsdp_jobs/x", "overrides": [*SMALL, f"optim.lr={rate}", f"name={run.name}"]}
+        run.job.write_text(json.dumps(job))
+        with run.config.open("w") as file:
+            file.write(dump_config(compose_job(job["overrides"])))
+    assert main(["-m", "name=lr", "optim.lr=0.002,0.003,0.001", *SMALL, "dry_run=true"]) == 0
+    shown = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.startswith("lr-")}
+    assert list(shown) == ["lr-004", "lr-005", "lr-001"]
+    assert "lr=2e-3" in shown["lr-004"] and "go on" in shown["lr-004"] and "submit" in shown["lr-005"]
+
+
+def test_axes_suit_their_values() -> None:
+    rates = Scale.of("optim.lr", ["1e-4", "0.001", "0.003"])
+    assert rates.is_log and rates.ticks()[0] == (-4.0, "0.0001")
+    assert not Scale.of("seed", ["1", "2", "3"]).is_log
+    words = Scale.of("fsdp", ["full_shard", "auto", "full_shard"])
+    assert [text for _, text in words.ticks()] == ["full_shard", "auto"]
+
+
+def test_a_report_of_a_sweep_needs_no_network_and_executes_nothing(tmp_path: Path) -> None:
+    losses = [3.0, 2.5, None, float("nan"), 2.7]
+    rows = [
+        Row(f"lr-{i:03d}", [f"optim.lr=1e-{i + 1}", f"fsdp={HOSTILE if i == 4 else 'auto'}"], "h", "done", 9, loss)
+        for i, loss in enumerate(losses)
+    ]
+    rows[2] = replace(rows[2], state="failed", reason=HOSTILE)
+    sweep = Sweep(tmp_path / "lr", "runs", [HOSTILE], jobs=rows)
+    best = sweep.best()
+    assert best is not None and best.run == "lr-001"
+    page = _Page()
+    page.feed(write_sweep_report(sweep).read_text())
+    assert "script" not in page.tags and "img" not in page.tags and all(link.startswith("#") for link in page.links)
+    text = " ".join(page.words)
+    for word in (HOSTILE, "optim.lr (log)", "All keys together", "best: lr-001", "lr-003"):
+        assert word in text, word
+    sweep.direction = "maximize"
+    best = sweep.best()
+    assert best is not None and best.run == "lr-000"

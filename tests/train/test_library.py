@@ -1,0 +1,114 @@
+"""The small library for programs of one's own: its page, and what it promises of order and state."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import ROOT, environment
+
+
+def run(folder: Path, *command: str) -> str:
+    done = subprocess.run(
+        command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.integration
+def test_the_page_runs_alone_and_goes_on_under_torchrun(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "library.md").read_text()
+    program = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
+    (tmp_path / "page.py").write_text(program.replace("61", "41"))
+    said = run(tmp_path, sys.executable, "page.py")
+    assert "each parameter is in 1 parts" in said
+    assert [int(n) for n in re.findall(r"^step (\d+)  loss", said, re.MULTILINE)] == list(range(1, 41))
+    assert re.search(r"^step 40  loss .* lr .*validation", said, re.MULTILINE), said[-500:]
+    (tmp_path / "page.py").write_text(program)
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    said = run(tmp_path, *torchrun, "page.py")
+    assert "resumed from step 40 on 2 ranks" in said and "each parameter is in 2 parts" in said
+    assert [int(n) for n in re.findall(r"^step (\d+)  loss", said, re.MULTILINE)] == list(range(41, 61))
+    assert sorted(f.name for f in (tmp_path / "runs/page/checkpoints").iterdir())[-1] == "step-00000060"
+
+
+_STATE = """
+import os, signal, sys
+import torch
+from fsdp_jobs import job
+
+class Diary:
+    def __init__(self): self.lines = []
+    def state_dict(self): return {"lines": self.lines}
+    def load_state_dict(self, state): self.lines = state["lines"]
+
+job.init()
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=float(sys.argv[1]))
+diary = Diary()
+checkpoints = job.checkpointer(model, optimizer, diary=diary)
+first = checkpoints.restore()
+print("began", first, diary.lines, optimizer.param_groups[0]["lr"], flush=True)
+for number in range(first + 1, first + 100):
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    diary.lines.append("x" * number)
+    if number == first + 3:
+        os.kill(os.getpid(), signal.SIGTERM)
+    job.step(number)
+    if job.should_stop():
+        break
+print("left", number, flush=True)
+job.finish()
+"""
+
+
+@pytest.mark.integration
+def test_a_signal_without_a_launcher_saves_all_that_has_a_state(tmp_path: Path) -> None:
+    (tmp_path / "state.py").write_text(_STATE)
+    said = run(tmp_path, sys.executable, "state.py", "0.5")
+    assert "began 0 [] 0.5" in said and "left 4" in said, said
+    said = run(tmp_path, sys.executable, "state.py", "0.1")
+    assert "began 4 ['x', 'xx', 'xxx', 'xxxx'] 0.5" in said, said
+    events = [json.loads(line)["event"] for line in (tmp_path / "runs/state/events.jsonl").read_text().splitlines()]
+    assert events == ["checkpoint", "resumed", "checkpoint"]
+
+
+def test_each_sample_comes_once_an_epoch_whatever_becomes_of_the_world() -> None:
+    from fsdp_jobs.train.sampler import ElasticSampler
+
+    samples, batch, seen, by_step = range(60), 12, Counter[int](), []
+    step = 0
+    for world, steps in ((1, 2), (5, 4), (3, 3), (12, 1)):
+        for _ in range(steps):
+            taken = []
+            for rank in range(world):
+                sampler = ElasticSampler(samples, batch, seed=3)
+                sampler.rank, sampler.world = rank, world
+                taken += next(iter(sampler.after(step)))
+            seen.update(taken)
+            by_step.append(taken)
+            step += 1
+    assert seen == Counter(dict.fromkeys(samples, 2)), "two epochs of five steps"
+    alone = iter(ElasticSampler(samples, batch, seed=3))
+    assert [next(alone) for _ in range(step)] == by_step, "the same samples at each step"
+    assert by_step[:5] != by_step[5:]
+
+
+def test_a_batch_that_is_too_small_for_the_world_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed as dist
+
+    from fsdp_jobs.train.sampler import ElasticSampler
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    with pytest.raises(ValueError, match="batch=3 leaves some of 4 ranks without"):
+        ElasticSampler(range(9), 3)

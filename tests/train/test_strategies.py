@@ -1,0 +1,130 @@
+"""How a job is sharded never changes what it computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.world import run_world, train_here
+
+pytestmark = pytest.mark.integration
+
+STEPS = "steps=20"
+EVERY_STRATEGY = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
+
+# Options of FSDP that change how it computes, not what.
+OPTIONS = (
+    (),
+    ("fsdp.accumulate_unsharded=false",),
+    ("fsdp=hybrid_shard", "fsdp.accumulate_unsharded=false"),
+    ("fsdp.activation_checkpointing=full",),
+    ("fsdp.activation_checkpointing=every_n",),
+    ("fsdp.activation_checkpointing=selective",),
+    ("fsdp.activation_checkpointing=full", "fsdp.activation_offload=true"),
+    ("fsdp.cpu_offload=true",),
+    ("fsdp.wrap=size", "fsdp.min_num_params=10000"),
+    ("fsdp.wrap=none",),
+    ("fsdp.forward_prefetch=1", "fsdp.backward_prefetch=1"),
+    ("fsdp.meta_init=false", "model=custom", "model._target_=tests.models.tiny", "model.wrap_classes=[Block]"),
+    ("model=custom", "model._target_=tests.models.tiny", "model.wrap_classes=[Block]"),
+    ("fsdp=no_shard", "model=custom", "model._target_=tests.models.tiny", "model.wrap_classes=[Block]"),
+    ("model.tie_embeddings=true",),
+    ("model.tie_embeddings=true", "fsdp=no_shard"),
+    ("data.micro_batch=3",),
+    ("data.workers=1",),
+)
+
+
+def _every_strategy(folder: str) -> dict[str, list[float]]:
+    import torch.distributed as dist
+
+    world = dist.get_world_size()
+    found = {}
+    for strategy in EVERY_STRATEGY:
+        if world == 1 and "hybrid" in strategy:
+            continue
+        group = [f"fsdp.shard_group={max(1, world // 2)}"] if "hybrid" in strategy and world > 2 else []
+        overrides = [STEPS, f"fsdp={strategy}", *group]
+        found[strategy] = train_here(f"{folder}/{strategy}-{world}", overrides, nodes=2 if world == 4 else 1)
+    return found
+
+
+def test_losses_do_not_depend_on_strategy_or_world_size(tmp_path: Path) -> None:
+    reference: list[float] = []
+    for world in (1, 2, 4):
+        for strategy, losses in run_world(world, _every_strategy, str(tmp_path))[0].items():
+            assert len(losses) == 20
+            reference = reference or losses
+            assert losses == pytest.approx(reference, rel=1e-5), f"{strategy} on {world} ranks"
+    assert reference[-1] < reference[0]
+
+
+def _every_option(folder: str) -> list[tuple[str, list[float]]]:
+    return [
+        (" ".join(option), train_here(f"{folder}/{i}", ["steps=6", "data.micro_batch=1", "fsdp=full_shard", *option]))
+        for i, option in enumerate(OPTIONS)
+    ]
+
+
+def test_options_of_fsdp_do_not_change_the_losses(tmp_path: Path) -> None:
+    by_option = dict(run_world(2, _every_option, str(tmp_path))[0])
+    for option, losses in by_option.items():
+        if "tests.models" in option:
+            same = next(o for o in by_option if "tests.models" in o)
+        else:
+            same = "model.tie_embeddings=true" if "tie_embeddings" in option else ""
+        assert losses == pytest.approx(by_option[same], rel=1e-5), option
+
+
+def _precisions(folder: str) -> dict[str, list[float]]:
+    return {
+        dtype: train_here(f"{folder}/{dtype}", ["steps=10", f"fsdp.param_dtype={dtype}", f"fsdp.output_dtype={out}"])
+        for dtype, out in (("fp32", "auto"), ("bf16", "fp32"), ("fp16", "auto"))
+    }
+
+
+def test_mixed_precision_trains_to_nearly_the_same_losses(tmp_path: Path) -> None:
+    found = run_world(2, _precisions, str(tmp_path))[0]
+    assert found["bf16"] == pytest.approx(found["fp32"], rel=2e-2)
+    assert found["fp16"] == pytest.approx(found["fp32"], rel=2e-2)
+    assert found["bf16"] != found["fp32"]
+
+
+def _one_rank_overflows(folder: str) -> tuple[float, float, bool, bool]:
+    """One optimizer update in fp16 where rank 1 alone has an infinite gradient in its shard."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+
+    from fsdp_jobs.config.hydra import compose_job
+    from fsdp_jobs.config.schema import dump_config
+    from fsdp_jobs.plan.plan import make_plan
+    from fsdp_jobs.run.directory import RunDir, write_atomic
+    from fsdp_jobs.train.trainer import Trainer
+    from tests.world import TINY
+
+    config = compose_job([*TINY, "nodes=1", "nproc_per_node=2", "fsdp=full_shard", "fsdp.param_dtype=fp16", "steps=3"])
+    run = RunDir(folder)
+    if dist.get_rank() == 0:
+        write_atomic(run.config, dump_config(config))
+    dist.barrier()
+    trainer = Trainer(config, run, make_plan(config).layout, 0, "x", torch.device("cpu"))
+    assert trainer.scaler is not None
+    batch = [trainer.samples[i] for i in range(2)]
+    trainer._forward_backward([(torch.stack([t for t, _ in batch]), torch.stack([y for _, y in batch]))])
+    weight = trainer.model.get_parameter("layers.0.attention.wq.weight")
+    assert isinstance(weight, DTensor) and isinstance(weight.grad, DTensor)
+    if dist.get_rank() == 1:
+        weight.grad.to_local()[0, 0] = float("inf")
+    before, scale = weight.to_local().clone(), trainer.scaler.get_scale()
+    trainer._clip()
+    trainer._update()
+    after = trainer.scaler.get_scale()
+    return scale, after, torch.equal(before, weight.to_local()), True
+
+
+def test_an_overflow_on_one_rank_skips_the_update_on_all(tmp_path: Path) -> None:
+    for scale, after, unchanged, _ in run_world(2, _one_rank_overflows, str(tmp_path)):
+        assert unchanged
+        assert after == scale / 2
