@@ -21,8 +21,8 @@ import psutil
 
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.schema import dump_config
-from fsdp_jobs.launchers.app import ATTEMPT_ENV, COORDINATOR_ENV
 from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV
 from fsdp_jobs.run.processes import free_port
 
 

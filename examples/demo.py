@@ -18,7 +18,8 @@ import psutil
 
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.run.directory import RunDir, read_json_lines
-from fsdp_jobs.run.events import Verdict, read_events
+from fsdp_jobs.run.events import read_events
+from fsdp_jobs.run.verdict import Verdict
 
 NODE = 1
 

@@ -32,6 +32,7 @@ from fsdp_jobs.elastic.rank_state import Phase, Request
 from fsdp_jobs.models.build import wrap_classes_of
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.env import ATTEMPT_ENV, LAYOUT_ENV, ROUND_ENV, RUN_DIR_ENV
 from fsdp_jobs.run.events import record_event
 from fsdp_jobs.run.processes import free_port
 from fsdp_jobs.train import sharding
@@ -64,9 +65,9 @@ class _Job:
         alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         for name, value in alone.items():
             os.environ.setdefault(name, value)
-        self.launched = "FSDP_JOBS_LAYOUT" in os.environ
+        self.launched = LAYOUT_ENV in os.environ
         if self.launched:
-            self.run = RunDir(os.environ["FSDP_JOBS_RUN_DIR"])
+            self.run = RunDir(os.environ[RUN_DIR_ENV])
             self.config = load_config(self.run.config)
         else:
             self.run = RunDir(Path("runs") / Path(sys.argv[0] or "program").stem)
@@ -78,10 +79,10 @@ class _Job:
         self.layout = Layout("full_shard", world, world)
         life = [uuid.uuid4().hex]
         if self.launched:
-            self.layout = Layout.from_json(os.environ["FSDP_JOBS_LAYOUT"])
-            life = [f"{os.environ['FSDP_JOBS_ATTEMPT']}-{os.environ['FSDP_JOBS_ROUND']}"]
+            self.layout = Layout.from_json(os.environ[LAYOUT_ENV])
+            life = [f"{os.environ[ATTEMPT_ENV]}-{os.environ[ROUND_ENV]}"]
         dist.broadcast_object_list(life, src=0)
-        self.attempt, self.life = int(os.environ.get("FSDP_JOBS_ATTEMPT", "0")), life[0]
+        self.attempt, self.life = int(os.environ.get(ATTEMPT_ENV, "0")), life[0]
         self.mesh: DeviceMesh | None = None
         self.checkpoints: Checkpoints | None = None
         self.metrics = MetricsLog(self.run, self.attempt, world, 0.0, 0.0) if self.launched and not self.rank else None

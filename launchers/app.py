@@ -14,11 +14,6 @@ from torchx.specs import AppDef, Resource, Role, macros
 from fsdp_jobs.config.schema import JobConfig, node_range
 from fsdp_jobs.run.directory import RunDir
 
-ATTEMPT_ENV = "FSDP_JOBS_ATTEMPT"
-COORDINATOR_ENV = "FSDP_JOBS_COORDINATOR"  # host:port
-ADDRESS_ENV = "FSDP_JOBS_ADDRESS"
-HOST_ENV = "FSDP_JOBS_HOST"  # the machine a node is on, where its host name is another (pods)
-
 RUN_DIR_KEY = "fsdp_jobs/run_dir"  # in the AppDef's metadata
 
 

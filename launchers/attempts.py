@@ -21,11 +21,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from fsdp_jobs.config.schema import load_config, node_range
-from fsdp_jobs.launchers.app import ATTEMPT_ENV, COORDINATOR_ENV
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.events import EXIT_FAILED, EXIT_REQUEUE, Verdict, read_events, record_event
+from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV
+from fsdp_jobs.run.events import read_events, record_event
 from fsdp_jobs.run.processes import die_with_parent
 from fsdp_jobs.run.tail import tail
+from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE, Verdict
 
 _POLL_S = 0.5
 _EARLY_DEATH_S = 10.0  # a command that dies younger than this, three times in a row, is not worth starting again

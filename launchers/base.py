@@ -14,8 +14,8 @@ from torchx.specs import AppDef, AppDryRunInfo, AppState
 
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.events import Verdict
 from fsdp_jobs.run.tail import follow_files
+from fsdp_jobs.run.verdict import Verdict
 
 WRITES_AT_ONCE = 16  # run directories: what a cluster's file system does slowly it does for many at the same time
 _AT_ONCE = 16  # jobs that a launcher is told to end at the same time

@@ -27,7 +27,7 @@ from fsdp_jobs.launchers.app import RUN_DIR_KEY
 from fsdp_jobs.launchers.base import RunScheduler, final_state, log_lines
 from fsdp_jobs.plan.options import ranks_per_node
 from fsdp_jobs.run.directory import RunDir, write_atomic
-from fsdp_jobs.run.events import Verdict
+from fsdp_jobs.run.verdict import Verdict
 
 RUNS = Path("/runs")  # the volume that all services mount
 _PORT = "29400"

@@ -17,8 +17,8 @@ from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.launchers.base import RunScheduler, final_state, known_runs, log_lines, remember, run_of
 from fsdp_jobs.launchers.waiting import Entry, Pool, forget, waiting_of, withdraw
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.events import Verdict
 from fsdp_jobs.run.processes import recorded_process, start_detached
+from fsdp_jobs.run.verdict import Verdict
 
 _STARTS_S = 60.0  # most that a job takes from the end of its wait to its supervisor
 

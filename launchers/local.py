@@ -21,7 +21,7 @@ from torchx.specs import AppDef, AppDryRunInfo, macros
 
 from fsdp_jobs.config.clusters import LocalClusterConfig
 from fsdp_jobs.config.schema import load_config
-from fsdp_jobs.launchers.app import ADDRESS_ENV, ATTEMPT_ENV, COORDINATOR_ENV, RUN_DIR_KEY
+from fsdp_jobs.launchers.app import RUN_DIR_KEY
 from fsdp_jobs.launchers.detached import (
     KILLED,
     DetachedScheduler,
@@ -31,8 +31,10 @@ from fsdp_jobs.launchers.detached import (
 )
 from fsdp_jobs.launchers.supervisor import Restarted
 from fsdp_jobs.run.directory import RunDir, write_atomic
-from fsdp_jobs.run.events import Verdict, record_event
+from fsdp_jobs.run.env import ADDRESS_ENV, ATTEMPT_ENV, COORDINATOR_ENV
+from fsdp_jobs.run.events import record_event
 from fsdp_jobs.run.processes import free_port
+from fsdp_jobs.run.verdict import Verdict
 
 _POLL_S = 0.1
 _EARLY_DEATH_S = 10.0  # a process that dies younger than this, three times in a row, is not worth starting again

@@ -16,7 +16,7 @@ from fsdp_jobs.launchers.detached import DetachedScheduler
 from fsdp_jobs.launchers.local import visible_gpus
 from fsdp_jobs.launchers.waiting import Entry, Pool, started, take, waiting_of, withdraw
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.events import Verdict
+from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit.submit import scheduler_of
 
 _POLL_S = 0.2

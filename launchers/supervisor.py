@@ -7,9 +7,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fsdp_jobs.run.events import Verdict
 from fsdp_jobs.run.processes import die_with_parent
 from fsdp_jobs.run.tail import tail
+from fsdp_jobs.run.verdict import Verdict
 
 _TIMES = 3  # that a process may die young, one after the other
 

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from fsdp_jobs.run.directory import RunDir, read_json_lines
-from fsdp_jobs.run.events import Verdict
+from fsdp_jobs.run.verdict import Verdict
 from tests.world import TINY
 
 ROOT = Path(__file__).parent.parent

@@ -24,10 +24,12 @@ from torchx.specs import macros
 
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.validate import ranks_per_node
-from fsdp_jobs.launchers.app import ADDRESS_ENV, ATTEMPT_ENV, COORDINATOR_ENV, to_app
+from fsdp_jobs.launchers.app import to_app
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.events import Verdict, record_event
+from fsdp_jobs.run.env import ADDRESS_ENV, ATTEMPT_ENV, COORDINATOR_ENV
+from fsdp_jobs.run.events import record_event
 from fsdp_jobs.run.processes import die_with_parent
+from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit import submit as submission
 from tests.jobs import ROOT, Job
 from tests.world import TINY

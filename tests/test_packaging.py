@@ -15,7 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from fsdp_jobs.run.directory import RunDir, read_json_lines
-from fsdp_jobs.run.events import Verdict
+from fsdp_jobs.run.verdict import Verdict
 
 pytestmark = pytest.mark.integration
 

@@ -16,10 +16,10 @@ from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.elastic.failures import speaks_of_lost_peer
 from fsdp_jobs.plan.plan import Plan
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.events import Verdict
 from fsdp_jobs.run.goodput import ledger_of
 from fsdp_jobs.run.status import RunStatus, duration
 from fsdp_jobs.run.tail import looks_like_error
+from fsdp_jobs.run.verdict import Verdict
 
 _REFRESH_S = 0.25
 _PLAIN_EVERY_S = 5.0  # between progress lines where there is no terminal to redraw

@@ -17,7 +17,8 @@ from fsdp_jobs.config.errors import BadInput, JobFailed, Problem, nearest
 from fsdp_jobs.config.hydra import CONF_DIR, compose_job, groups, merge_overrides, register_schemas
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.run.directory import write_atomic
-from fsdp_jobs.run.events import EXIT_FAILED
+from fsdp_jobs.run.env import TRACEBACK_ENV
+from fsdp_jobs.run.verdict import EXIT_FAILED
 
 EXIT_BAD_INPUT = 2
 
@@ -87,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _bad_input(error: BadInput) -> int:
-    if "FSDP_JOBS_TRACEBACK" in os.environ:
+    if TRACEBACK_ENV in os.environ:
         errors.print_exception()
     count = len(error.problems)
     errors.print(f"Nothing was done: {count} problem{'s' if count > 1 else ''}.", style="bold red")

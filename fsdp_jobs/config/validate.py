@@ -28,12 +28,11 @@ from fsdp_jobs.config.schema import (
     training_values,
 )
 from fsdp_jobs.elastic.program import check_program
-from fsdp_jobs.observe.notify import REQUEUE
 from fsdp_jobs.plan.options import ranks_per_node
 from fsdp_jobs.plan.plan import check_sharding
 from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.events import VERDICTS
+from fsdp_jobs.run.verdict import NOTIFY_ON
 
 # key -> the words it may have
 _CHOICES: dict[str, tuple[str | bool, ...]] = {
@@ -242,7 +241,7 @@ def _told(config: JobConfig) -> Iterator[Problem]:
     if here and tracking.kind in ("mlflow", "wandb") and importlib.util.find_spec(tracking.kind) is None:
         install = f"pip install 'fsdp_jobs[{tracking.kind}]'"
         yield Problem(f"tracking={tracking.kind}", "is not installed", install)
-    words = (*VERDICTS, REQUEUE)
+    words = NOTIFY_ON
     for word in notify.on:
         if word not in words:
             yield Problem(f"notify.on=[{word}]", f"allowed: {', '.join(words)}", nearest(word, words))

@@ -37,18 +37,29 @@ from fsdp_jobs.config.schema import JobConfig, load_config
 from fsdp_jobs.elastic import accelerate_env as accelerate
 from fsdp_jobs.elastic import worker
 from fsdp_jobs.elastic.log_times import LogTimes
-from fsdp_jobs.elastic.program import ENV as PROGRAM_ENV
 from fsdp_jobs.elastic.program import Program
 from fsdp_jobs.elastic.protocol import Message
-from fsdp_jobs.elastic.rank_state import ENV as BOARD_ENV
 from fsdp_jobs.elastic.rank_state import Board, Phase
 from fsdp_jobs.elastic.rendezvous import CoordinatorRendezvous
-from fsdp_jobs.launchers.app import ADDRESS_ENV, ATTEMPT_ENV, COORDINATOR_ENV, HOST_ENV
 from fsdp_jobs.observe.trackers.beside import Beside
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.plan.sources import path_from_slurm
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.events import EXIT_FAILED, EXIT_REQUEUE
+from fsdp_jobs.run.env import (
+    ADDRESS_ENV,
+    AGENT_PID_ENV,
+    ATTEMPT_ENV,
+    COORDINATOR_ENV,
+    HOST_ENV,
+    LAYOUT_ENV,
+    LOG_ENV,
+    PROGRAM_ENV,
+    RANK_STATE_ENV,
+    ROUND_ENV,
+    RUN_DIR_ENV,
+    STACKS_ENV,
+)
+from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE
 
 _MANY = 1 << 30  # restarts: the coordinator counts, not the agent
 _MONITOR_S = 0.1
@@ -82,10 +93,10 @@ class RunDirLogs(LogsSpecs):
             Path(error_files[local_rank]).unlink(missing_ok=True)
             env |= {
                 "TORCHELASTIC_ERROR_FILE": error_files[local_rank],
-                worker.LOG_ENV: str(self.run.rank_log(self.attempt, self.node, int(env["RANK"]))),
-                worker.STACKS_ENV: str(self.run.stacks(self.attempt, self.node, int(env["RANK"]))),
-                "FSDP_JOBS_LAYOUT": self.handler.round["layout"],
-                "FSDP_JOBS_ROUND": str(self.handler.round["round"]),
+                LOG_ENV: str(self.run.rank_log(self.attempt, self.node, int(env["RANK"]))),
+                STACKS_ENV: str(self.run.stacks(self.attempt, self.node, int(env["RANK"]))),
+                LAYOUT_ENV: self.handler.round["layout"],
+                ROUND_ENV: str(self.handler.round["round"]),
                 "TORCHELASTIC_RESTART_COUNT": str(self.handler.round["round"]),  # the same on every node
                 "TORCH_FR_DUMP_TEMP_FILE": f"{self.run.node(self.attempt, self.node)}/{_FLIGHT_RECORDER}",
                 "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{self.boards}/{_FLIGHT_RECORDER}",
@@ -297,9 +308,9 @@ def run_agent(args: argparse.Namespace) -> int:
         elastic.heartbeat_timeout_s,
     )
     os.environ |= {
-        BOARD_ENV: str(boards_dir),
-        "FSDP_JOBS_RUN_DIR": str(run.path.resolve()),
-        "FSDP_JOBS_AGENT_PID": str(os.getpid()),
+        RANK_STATE_ENV: str(boards_dir),
+        RUN_DIR_ENV: str(run.path.resolve()),
+        AGENT_PID_ENV: str(os.getpid()),
     }
     entrypoint, entry_args = _entrypoint(config, run)
     spec = WorkerSpec(

@@ -20,8 +20,8 @@ from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.elastic.placement import Member
 from fsdp_jobs.elastic.protocol import Message
 from fsdp_jobs.elastic.rounds import Coordinator
-from fsdp_jobs.launchers.app import ATTEMPT_ENV, COORDINATOR_ENV
 from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV
 
 _TICK_S = 0.1
 

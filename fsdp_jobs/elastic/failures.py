@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.events import EXIT_REQUEUE, Verdict, read_events
+from fsdp_jobs.run.events import read_events
+from fsdp_jobs.run.verdict import EXIT_REQUEUE, Verdict
 
 # Words of a collective whose peer has gone: the rank that says them is a victim, not the cause.
 _PEER_GONE = re.compile(

@@ -17,8 +17,6 @@ from fsdp_jobs.config.errors import Problem, nearest
 from fsdp_jobs.config.schema import JobConfig, NoModelConfig
 from fsdp_jobs.run.directory import RunDir
 
-ENV = "FSDP_JOBS_PROGRAM"  # what a rank becomes
-
 
 @dataclass(frozen=True)
 class Program:

@@ -10,8 +10,6 @@ from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
 
-ENV = "FSDP_JOBS_BOARD"  # the folder of this node's boards
-
 _REPORT = struct.Struct("<dqqi")  # time of writing, step, committed step, phase
 _REQUEST = struct.Struct("<i")
 _REQUEST_AT = 48

@@ -18,8 +18,9 @@ from fsdp_jobs.elastic.protocol import Message
 from fsdp_jobs.elastic.rank_state import Phase, Request
 from fsdp_jobs.elastic.stall import PROGRAMS_FLOOR_S, StallWatch
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.events import EXIT_REQUEUE, Verdict, read_events, record_event
+from fsdp_jobs.run.events import read_events, record_event
 from fsdp_jobs.run.tail import tail
+from fsdp_jobs.run.verdict import EXIT_REQUEUE, Verdict
 
 _REPLACEMENT_S = 60.0  # an excluded machine is not waited for longer than a replacement takes to come
 _A_LIFE_S = 600.0  # a program that says nothing of its progress has made some when a round lasted so long

@@ -20,19 +20,16 @@ from pathlib import Path
 from types import TracebackType
 
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
-from fsdp_jobs.elastic.program import ENV, Program
-from fsdp_jobs.elastic.rank_state import ENV as BOARD_ENV
+from fsdp_jobs.elastic.program import Program
 from fsdp_jobs.elastic.rank_state import Board, Phase
+from fsdp_jobs.run.env import AGENT_PID_ENV, LOG_ENV, PROGRAM_ENV, RANK_STATE_ENV, STACKS_ENV
 from fsdp_jobs.run.processes import die_with_parent
-
-LOG_ENV = "FSDP_JOBS_LOG"  # this rank's log file
-STACKS_ENV = "FSDP_JOBS_STACKS"  # where it writes its stacks on SIGUSR2
 
 
 def enter() -> None:
     """Die when the parent dies (Linux), and append stdout and stderr to the rank's log."""
     die_with_parent()
-    if os.getppid() == 1 and os.environ.get("FSDP_JOBS_AGENT_PID") != "1":
+    if os.getppid() == 1 and os.environ.get(AGENT_PID_ENV) != "1":
         os._exit(1)  # the parent died before the line above
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
@@ -75,8 +72,8 @@ def run_program() -> None:
     """A rank of the user's Python program, in what `python program.py` or `python -m program` would find."""
     enter()
     _write_stacks_when_asked()
-    program = Program.from_json(os.environ.pop(ENV))
-    board = Board(os.environ[BOARD_ENV], int(os.environ["LOCAL_RANK"]))
+    program = Program.from_json(os.environ.pop(PROGRAM_ENV))
+    board = Board(os.environ[RANK_STATE_ENV], int(os.environ["LOCAL_RANK"]))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     multiprocessing.set_start_method(None, force=True)  # Python's own default again
     if sys.flags.safe_path:
@@ -130,7 +127,7 @@ if __name__ == "__main__":
     enter()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # it may not know that it is asked for stacks so
-    executable = Program.from_json(os.environ.pop(ENV))
+    executable = Program.from_json(os.environ.pop(PROGRAM_ENV))
     try:
         os.execv(executable.what, [executable.what, *executable.args])
     except OSError as e:

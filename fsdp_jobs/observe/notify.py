@@ -1,11 +1,12 @@
-"""Telling somebody that an attempt has ended: a command, a webhook. No torch.
+"""Notify somebody that an attempt has ended, by a command or a webhook: `python -m ... RUN_DIR ATTEMPT`. No torch.
 
-It is done beside the process that judged, which does not wait for it but at its own end, and no longer than 10 s.
+`Verdict.close` starts this process, and waits for it only at its own exit. It gives up after 10 s.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -19,22 +20,23 @@ from contextlib import suppress
 from typing import Any
 
 from fsdp_jobs.config.schema import plain_values
+from fsdp_jobs.run import log
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.events import Verdict, record_event
+from fsdp_jobs.run.env import NOTIFY_PREFIX
+from fsdp_jobs.run.events import record_event
+from fsdp_jobs.run.verdict import Verdict
 
 _WITHIN_S = 10.0
-REQUEUE = "requeue"  # the word of notify.on for verdicts after which the job goes on
+
+logger = logging.getLogger(__name__)
 
 
 def notify(run: RunDir, attempt: int, verdict: Verdict) -> None:
-    """Tell of a verdict as the run's configuration says; once an attempt and decision, whoever judged."""
-    settings = _settings(run)
-    wanted = REQUEUE if verdict.decision == "requeue" else verdict.verdict
-    if not (settings.get("command") or settings.get("webhook")) or wanted not in settings["on"]:
-        return
+    """Notify of a verdict as the run's configuration says; once per attempt and decision, whoever judged."""
+    settings: dict[str, Any] = plain_values(run.config)["notify"]
     try:
         (run.attempt(attempt) / f"notified-{verdict.decision}").touch(exist_ok=False)
-    except OSError:  # it has been told; or nothing can be written, and so nobody knows whether it has
+    except OSError:  # notified before; or nothing can be written, so nobody knows whether it was
         return
     said = {"run": run.name, "verdict": verdict.verdict, "decision": verdict.decision, "reason": verdict.reason}
     said |= {"attempt": str(attempt)}
@@ -43,16 +45,7 @@ def notify(run: RunDir, attempt: int, verdict: Verdict) -> None:
         ways.append(("command", lambda until: _command(settings["command"], said, until)))
     if settings["webhook"]:
         ways.append(("webhook", lambda until: _webhook(settings["webhook"], run, said)))
-    # No daemon: the interpreter waits for it before it exits, and it gives up by itself.
-    threading.Thread(target=_tell, args=(run, attempt, ways), name="notify").start()
-
-
-def _settings(run: RunDir) -> dict[str, Any]:
-    """The values of the group `notify`; empty for a run from before there was one."""
-    if not run.config.exists():
-        return {}
-    settings: dict[str, Any] = plain_values(run.config).get("notify") or {}
-    return settings
+    _tell(run, attempt, ways)
 
 
 def _tell(run: RunDir, attempt: int, ways: list[tuple[str, Callable[[float], None]]]) -> None:
@@ -74,7 +67,7 @@ def _tell(run: RunDir, attempt: int, ways: list[tuple[str, Callable[[float], Non
     for thread in threads:
         thread.join(max(0.0, until - time.monotonic()))
     for name, why in dict(failures).items():
-        print(f"WARNING notify.{name}: {why}", file=sys.stderr, flush=True)
+        logger.warning("notify.%s: %s", name, why)
         record_event(run, "notify_failed", attempt, way=name, why=why)
 
 
@@ -92,7 +85,7 @@ class _Failed(Exception):
 
 
 def _command(command: str, said: dict[str, str], until: float) -> None:
-    variables = {f"FSDP_JOBS_{key.upper()}": value for key, value in said.items()}
+    variables = {f"{NOTIFY_PREFIX}{key.upper()}": value for key, value in said.items()}
     process = subprocess.Popen(
         command,
         shell=True,
@@ -125,3 +118,15 @@ def _webhook(webhook: str, run: RunDir, said: dict[str, str]) -> None:
     )
     with urllib.request.urlopen(request, timeout=_WITHIN_S):
         pass
+
+
+def main(run_dir: str, attempt: str) -> None:
+    log.configure()
+    run = RunDir(run_dir)
+    verdict = Verdict.read(run, int(attempt))
+    if verdict is not None:
+        notify(run, int(attempt), verdict)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

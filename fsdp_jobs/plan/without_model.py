@@ -7,6 +7,7 @@ from fsdp_jobs.plan.grouping import Placement, place
 from fsdp_jobs.plan.layout import HYBRID, Layout
 from fsdp_jobs.plan.options import ranks_per_node
 from fsdp_jobs.plan.topology import Topology
+from fsdp_jobs.run.env import LAYOUT_ENV
 
 
 def decide(config: JobConfig, topology: Topology) -> tuple[Layout, Placement, list[str]]:
@@ -43,4 +44,4 @@ def _why(config: JobConfig, layout: Layout, per_node: int) -> str:
     asked = "As asked" if given else "Nothing is known of the model, so each rank holds as little of it as can be"
     over = f"over {layout.shard_group} ranks" if layout.shard_group > 1 else "on every rank"
     node = ", a node" if layout.strategy in HYBRID and layout.shard_group == per_node else ""
-    return f"{asked}: {layout.strategy} {over}{node}. The program has it in FSDP_JOBS_LAYOUT."
+    return f"{asked}: {layout.strategy} {over}{node}. The program has it in {LAYOUT_ENV}."

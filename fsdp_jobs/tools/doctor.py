@@ -15,7 +15,7 @@ from rich.text import Text
 
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import JobConfig
-from fsdp_jobs.run.events import EXIT_FAILED
+from fsdp_jobs.run.verdict import EXIT_FAILED
 
 EXAMINERS = {"slurm_fsdp": "fsdp_jobs.launchers.slurm.doctor"}
 

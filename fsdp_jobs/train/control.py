@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from fsdp_jobs.elastic.rank_state import ENV, Board, Phase, Request
+from fsdp_jobs.elastic.rank_state import Board, Phase, Request
+from fsdp_jobs.run.env import RANK_STATE_ENV
 
 
 class Control:
@@ -17,7 +18,7 @@ class Control:
     def __init__(self, wants_save: Callable[[], bool]):
         """`wants_save` is asked once a step, on every rank; one that says yes is enough."""
         self.group = dist.new_group(backend="gloo")
-        folder = os.environ.get(ENV)
+        folder = os.environ.get(RANK_STATE_ENV)
         self.board = Board(folder, int(os.environ["LOCAL_RANK"])) if folder else None
         self.wants_save = wants_save
         self.noticed = Request.NONE  # what this rank was told otherwise than by its board

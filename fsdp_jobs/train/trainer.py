@@ -22,7 +22,8 @@ from fsdp_jobs.config.schema import JobConfig, training_values
 from fsdp_jobs.elastic.rank_state import Phase, Request
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.events import EXIT_DONE, EXIT_REQUEUE, record_event
+from fsdp_jobs.run.events import record_event
+from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_REQUEUE
 from fsdp_jobs.train.control import Control
 from fsdp_jobs.train.data import IGNORE
 from fsdp_jobs.train.loading import batches, open_samples

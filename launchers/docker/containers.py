@@ -21,10 +21,11 @@ from fsdp_jobs.config.clusters import DockerClusterConfig
 from fsdp_jobs.config.documents import inputs_of
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import JobConfig
-from fsdp_jobs.launchers.app import ADDRESS_ENV, RUN_DIR_KEY
+from fsdp_jobs.launchers.app import RUN_DIR_KEY
 from fsdp_jobs.plan.memory import GIB
 from fsdp_jobs.plan.plan import Plan
 from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.env import ADDRESS_ENV
 from fsdp_jobs.submit.snapshot import Snapshot, take
 
 RUN_LABEL = "fsdp_jobs.run.directory"

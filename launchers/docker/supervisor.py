@@ -22,7 +22,8 @@ from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.launchers.detached import judge
 from fsdp_jobs.launchers.docker.containers import Submission, connect, containers_of, remove
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.events import EXIT_FAILED, EXIT_REQUEUE, Verdict, record_event
+from fsdp_jobs.run.events import record_event
+from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE, Verdict
 
 _POLL_S = 0.5
 _LEAVE_S = 40.0  # containers that still run so long after the job's end are removed running

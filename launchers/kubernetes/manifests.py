@@ -11,7 +11,7 @@ from fsdp_jobs.config.schema import JobConfig, node_range
 from fsdp_jobs.launchers.kubernetes.labels import COORDINATOR_PORT, QUEUE, RUN, Names, job_files
 from fsdp_jobs.launchers.kubernetes.pods import Object, coordinator_pod, merge, node_pod
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.events import EXIT_FAILED, EXIT_REQUEUE
+from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE
 
 _COORDINATOR_CRASHES = 20
 _NODE_CRASHES = 100  # of one node's pods; the coordinator gives up on a job that gets nowhere long before

@@ -31,8 +31,9 @@ from fsdp_jobs.launchers.kubernetes.labels import (
     job_files,
 )
 from fsdp_jobs.run.directory import RunDir, write_atomic
-from fsdp_jobs.run.events import EXIT_DONE, EXIT_REQUEUE, Verdict, record_event
+from fsdp_jobs.run.events import record_event
 from fsdp_jobs.run.tail import TIMES, follow_files
+from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_REQUEUE, Verdict
 
 _POLL_S = 0.5
 _BEAT_S = 2.0  # how often a node's pod says that it is there

@@ -10,7 +10,7 @@ from torchx.specs import AppDef, Role, macros
 
 from fsdp_jobs.config.clusters import KubernetesClusterConfig
 from fsdp_jobs.config.schema import JobConfig
-from fsdp_jobs.launchers.app import ADDRESS_ENV, HOST_ENV, RUN_DIR_KEY
+from fsdp_jobs.launchers.app import RUN_DIR_KEY
 from fsdp_jobs.launchers.kubernetes.labels import (
     APP,
     COORDINATOR_PORT,
@@ -22,6 +22,7 @@ from fsdp_jobs.launchers.kubernetes.labels import (
     Names,
 )
 from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.env import ADDRESS_ENV, HOST_ENV
 from fsdp_jobs.run.events import read_events
 
 Object = dict[str, Any]

@@ -22,7 +22,8 @@ from fsdp_jobs.launchers.kubernetes.manifests import files_objects, job_objects,
 from fsdp_jobs.launchers.kubernetes.pods import Object
 from fsdp_jobs.launchers.kubernetes.volcano import volcano_objects
 from fsdp_jobs.run.directory import RunDir, newest_json_lines
-from fsdp_jobs.run.events import Verdict, record_event
+from fsdp_jobs.run.events import record_event
+from fsdp_jobs.run.verdict import Verdict
 
 if TYPE_CHECKING:
     from fsdp_jobs.launchers.kubernetes.api import Api

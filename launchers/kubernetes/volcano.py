@@ -10,7 +10,7 @@ from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.kubernetes.labels import NODE, RUN, Names
 from fsdp_jobs.launchers.kubernetes.pods import Object, coordinator_pod, node_pod
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.events import EXIT_FAILED
+from fsdp_jobs.run.verdict import EXIT_FAILED
 
 _RESTARTS = 100
 _VERDICT = [

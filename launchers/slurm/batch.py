@@ -15,15 +15,16 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from fsdp_jobs.launchers.app import ATTEMPT_ENV, COORDINATOR_ENV, HOST_ENV
 from fsdp_jobs.launchers.slurm import client, preflight
 from fsdp_jobs.launchers.slurm.regrow import Companions
 from fsdp_jobs.launchers.slurm.script import Steps
 from fsdp_jobs.launchers.supervisor import Restarted
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.events import EXIT_REQUEUE, Verdict, record_event
+from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV, HOST_ENV
+from fsdp_jobs.run.events import record_event
 from fsdp_jobs.run.processes import free_port
 from fsdp_jobs.run.tail import tail
+from fsdp_jobs.run.verdict import EXIT_REQUEUE, Verdict
 
 _POLL_S = 0.2
 _ASK_SLURM_S = 5.0

@@ -12,10 +12,10 @@ import socket
 import sys
 import time
 
-from fsdp_jobs.launchers.app import ATTEMPT_ENV, COORDINATOR_ENV
 from fsdp_jobs.launchers.slurm import client
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.events import Verdict
+from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV
+from fsdp_jobs.run.verdict import Verdict
 
 _LOOK_S = 3.0
 _SILENT_S = 12.0  # the batch step starts a died coordinator again long before this

@@ -13,12 +13,13 @@ import sys
 import time
 from contextlib import suppress
 
-from fsdp_jobs.launchers.app import ATTEMPT_ENV, HOST_ENV
 from fsdp_jobs.launchers.slurm import client
 from fsdp_jobs.launchers.slurm.script import Steps
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.events import EXIT_FAILED, Verdict, record_event
+from fsdp_jobs.run.env import ATTEMPT_ENV, HOST_ENV
+from fsdp_jobs.run.events import record_event
 from fsdp_jobs.run.processes import die_with_parent
+from fsdp_jobs.run.verdict import EXIT_FAILED, Verdict
 
 _LIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
 _TRIES = 3  # a number

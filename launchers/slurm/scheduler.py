@@ -22,7 +22,8 @@ from fsdp_jobs.launchers.slurm import arrays, client, refusals
 from fsdp_jobs.launchers.slurm.script import Script, Steps, script, steps
 from fsdp_jobs.launchers.slurm.site import probe
 from fsdp_jobs.run.directory import RunDir, write_atomic
-from fsdp_jobs.run.events import Verdict, record_event
+from fsdp_jobs.run.events import record_event
+from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit.snapshot import Snapshot, link, take
 
 # SLURM's words. One that is not here belongs to a job that is still in the queue.

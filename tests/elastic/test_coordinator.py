@@ -13,7 +13,7 @@ from fsdp_jobs.elastic.placement import Member
 from fsdp_jobs.elastic.rank_state import Phase, Request
 from fsdp_jobs.elastic.rounds import Coordinator
 from fsdp_jobs.run.directory import RunDir, read_json_lines
-from fsdp_jobs.run.events import Verdict
+from fsdp_jobs.run.verdict import Verdict
 
 
 class Cluster:

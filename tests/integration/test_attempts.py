@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from fsdp_jobs.config.hydra import compose_job
-from fsdp_jobs.launchers.app import ADDRESS_ENV
-from fsdp_jobs.run.events import Verdict
+from fsdp_jobs.run.env import ADDRESS_ENV
 from fsdp_jobs.run.processes import free_port
+from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit import submit as submission
 from tests.jobs import ROOT, Watched
 from tests.world import TINY

@@ -12,10 +12,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from fsdp_jobs.run.directory import RunDir, read_json_lines, write_atomic
-from fsdp_jobs.run.events import Verdict
+from fsdp_jobs.run.verdict import Verdict
 from tests.jobs import cli, job
 
 DONE = Verdict("done", "stop", "all 4 steps are done")
@@ -55,11 +56,10 @@ def run_with(folder: Path, **settings: object) -> RunDir:
 
 
 def close(run: RunDir, verdict: Verdict) -> list[dict[str, Any]]:
-    """End the attempt and wait as an interpreter does that ends; returns what could not be told."""
+    """End the attempt and wait as an interpreter does that ends; returns the notifications that failed."""
     verdict.close(run, 0)
-    for thread in threading.enumerate():
-        if thread.name == "notify":
-            thread.join()
+    notifying = [p for p in psutil.Process().children() if "fsdp_jobs.observe.notify" in p.cmdline()]
+    assert not psutil.wait_procs(notifying, timeout=15)[1]
     return [e for e in read_json_lines(run.events) if e["event"] == "notify_failed"]
 
 

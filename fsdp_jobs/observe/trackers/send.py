@@ -23,8 +23,9 @@ from typing import Any
 from fsdp_jobs.config.schema import plain_values
 from fsdp_jobs.observe.trackers.trackers import Tracker, make_tracker
 from fsdp_jobs.run.directory import RunDir, write_atomic
-from fsdp_jobs.run.events import Verdict, record_event
+from fsdp_jobs.run.events import record_event
 from fsdp_jobs.run.status import Tail
+from fsdp_jobs.run.verdict import Verdict
 
 FAREWELL_S = 10.0  # to send the rest once the agent says that it is over
 _TURN_S = 1.0

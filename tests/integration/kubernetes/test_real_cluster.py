@@ -15,7 +15,7 @@ import pytest
 import yaml
 from kubernetes import client, config
 
-from fsdp_jobs.run.events import Verdict
+from fsdp_jobs.run.verdict import Verdict
 from tests.jobs import cli
 from tests.launchers.kubernetes.submitted import Submitted
 from tests.world import TINY

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.events import Verdict
+from fsdp_jobs.run.verdict import Verdict
 from tests.jobs import ROOT, Watched
 from tests.launchers.docker.daemon import docker
 from tests.launchers.docker.test_jobs import undisturbed

@@ -11,7 +11,7 @@ import pytest
 
 from fsdp_jobs.launchers.detached import supervisor_of
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.events import Verdict
+from fsdp_jobs.run.verdict import Verdict
 from tests.jobs import Watched, cli
 from tests.launchers.docker.daemon import SECRET, docker
 from tests.world import TINY

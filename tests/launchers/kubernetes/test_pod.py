@@ -15,7 +15,8 @@ from fsdp_jobs.launchers.kubernetes.labels import begin, first_attempt
 from fsdp_jobs.launchers.kubernetes.mirror import Mirror
 from fsdp_jobs.launchers.kubernetes.pod import Place, Teller, seed
 from fsdp_jobs.run.directory import RunDir, write_atomic
-from fsdp_jobs.run.events import Verdict, append_line, read_events
+from fsdp_jobs.run.events import append_line, read_events
+from fsdp_jobs.run.verdict import Verdict
 
 
 class Logs:

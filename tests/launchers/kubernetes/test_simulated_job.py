@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.events import Verdict
+from fsdp_jobs.run.verdict import Verdict
 from tests.jobs import Watched, cli
 from tests.launchers.kubernetes.simulated_cluster import SimulatedCluster, why_not
 from tests.launchers.kubernetes.submitted import Submitted

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.events import Verdict
+from fsdp_jobs.run.verdict import Verdict
 from tests.jobs import ROOT, Watched, cli
 from tests.world import TINY
 

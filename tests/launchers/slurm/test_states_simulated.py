@@ -10,7 +10,7 @@ from torchx.specs import AppState
 from fsdp_jobs.launchers.slurm import client
 from fsdp_jobs.launchers.slurm.scheduler import SlurmScheduler
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.events import Verdict
+from fsdp_jobs.run.verdict import Verdict
 
 NO_ACCOUNTING = "echo 'Slurm accounting storage is disabled' >&2; exit 1"
 

@@ -1,0 +1,10 @@
+"""Logging of the processes that outlive a command: one format, on stderr. No torch."""
+
+from __future__ import annotations
+
+import logging
+
+
+def configure() -> None:
+    """Send every logger's messages to stderr with time, level and name. For the main of a daemon."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -1,0 +1,78 @@
+"""Why an attempt ended, what happens next, and who is notified. No torch."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fsdp_jobs.config.schema import plain_values
+from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.events import record_event
+
+VERDICTS = ("done", "preempted", "infrastructure", "stalled", "user_error")
+NOTIFY_ON = (*VERDICTS, "requeue")  # the words of the key notify.on; "requeue": any verdict that decides so
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: checkpoint saved, start the job again
+
+_NOTIFIED_WITHIN_S = 15.0  # a notification gives up by itself after 10 s
+
+
+@dataclass
+class Verdict:
+    """Why an attempt ended and what happens next."""
+
+    verdict: str  # one of VERDICTS
+    decision: str  # stop | requeue
+    reason: str  # one sentence for the user
+    rank: int | None = None  # the first rank that failed
+    node: int | None = None
+    exit_code: int | None = None  # of that rank; negative: killed by that signal
+    error: str = ""  # its exception
+    last_lines: str = ""  # of its log
+
+    @property
+    def exit_code_of_attempt(self) -> int:
+        if self.verdict == "done":
+            return EXIT_DONE
+        return EXIT_REQUEUE if self.decision == "requeue" else EXIT_FAILED
+
+    @property
+    def notify_on(self) -> str:
+        """The word of the key notify.on for this verdict."""
+        return self.decision if self.decision == "requeue" else self.verdict
+
+    def write(self, run: RunDir, attempt: int) -> None:
+        write_atomic(run.verdict(attempt), json.dumps(asdict(self), indent=2))
+
+    def close(self, run: RunDir, attempt: int, **details: Any) -> None:
+        """End an attempt: write the verdict, record the event, start the notification if one is configured."""
+        self.write(run, attempt)
+        fields = {"verdict": self.verdict, "decision": self.decision, "reason": self.reason}
+        record_event(run, "attempt_ended", attempt, **fields, **details)
+        settings = plain_values(run.config).get("notify") if run.config.exists() else None
+        if settings and (settings["command"] or settings["webhook"]) and self.notify_on in settings["on"]:
+            _start_notification(run, attempt)
+
+    @classmethod
+    def read(cls, run: RunDir, attempt: int) -> Verdict | None:
+        path = run.verdict(attempt)
+        return cls(**json.loads(path.read_text())) if path.exists() else None
+
+
+def _start_notification(run: RunDir, attempt: int) -> None:
+    """Notify in a process of its own, which this one waits for at its exit: its end may end the container."""
+    argv = [sys.executable, "-m", "fsdp_jobs.observe.notify", str(run.path), str(attempt)]
+    process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True)
+
+    def wait() -> None:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_NOTIFIED_WITHIN_S)
+
+    atexit.register(wait)
