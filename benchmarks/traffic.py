@@ -20,8 +20,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # for tests.netns
 
+from fsdp_jobs.config.resolve import param_dtype
 from fsdp_jobs.plan.layout import Layout
-from fsdp_jobs.plan.memory import param_bytes
+from fsdp_jobs.plan.memory import DTYPE_BYTES
 from fsdp_jobs.plan.options import shape_of
 from fsdp_jobs.plan.traffic import BACKENDS, ring_bytes, sent_by_place
 from tests.netns import Fabric, NetnsJob, netns_job, why_not
@@ -126,7 +127,7 @@ def _predicted(job: NetnsJob, case: Case, layout: Layout, backend: str) -> tuple
     shape, config = shape_of(job.config), job.config
     share = -(-config.data.global_batch // layout.world_size)
     microbatches = -(-share // config.data.micro_batch)
-    ring = ring_bytes(shape, layout, config.fsdp, param_bytes(config.fsdp, "cpu"), microbatches, backend)
+    ring = ring_bytes(shape, layout, config.fsdp, DTYPE_BYTES[param_dtype(config.fsdp, "cpu")], microbatches, backend)
     groups = [list(range(g, g + layout.shard_group)) for g in range(0, layout.world_size, layout.shard_group)]
     leaf = dict(zip(case.nodes, case.leaves, strict=True))
     by_node = sent_by_place(ring, groups, [n for n in case.rank_order for _ in range(2)])

@@ -11,7 +11,8 @@ import sys
 
 from torchx.specs import AppDef, Resource, Role, macros
 
-from fsdp_jobs.config.schema import JobConfig, node_range
+from fsdp_jobs.config.resolve import accelerator, node_range
+from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.run.directory import RunDir
 
 RUN_DIR_KEY = "fsdp_jobs/run_dir"  # in the AppDef's metadata
@@ -29,7 +30,7 @@ def to_app(config: JobConfig, run: RunDir, nproc_per_node: int) -> AppDef:
         "TORCH_FR_BUFFER_SIZE": "2000",  # collectives that NCCL's flight recorder keeps, for a stall's post-mortem
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     }
-    on_gpu = config.cluster.accelerator != "cpu" and config.hardware.name != "cpu"
+    on_gpu = accelerator(config) == "cuda"
     coordinator = Role(
         name="coordinator",
         image="",

@@ -20,7 +20,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from fsdp_jobs.config.schema import load_config, node_range
+from fsdp_jobs.config.resolve import node_range
+from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV
 from fsdp_jobs.run.events import read_events, record_event

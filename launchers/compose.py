@@ -21,11 +21,11 @@ from torchx.specs import AppDef, AppDryRunInfo, AppState, RoleStatus
 
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.config.resolve import ranks_per_node
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.launchers import attempts
 from fsdp_jobs.launchers.app import RUN_DIR_KEY
 from fsdp_jobs.launchers.base import RunScheduler, final_state, log_lines
-from fsdp_jobs.plan.options import ranks_per_node
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.verdict import Verdict
 

@@ -26,6 +26,7 @@ class HardwareConfig:
     """What the planner assumes about a GPU and its links. Peaks are dense, without sparsity."""
 
     name: str = "???"
+    accelerator: str = "cuda"  # what a device is: cpu | cuda
     memory_gib: float = 0.0  # usable device memory, GiB
     bf16_tflops: float = 0.0  # dense peak, TFLOP/s
     fp32_tflops: float = 0.0  # peak for fp32 matmuls as PyTorch runs them by default, TFLOP/s
@@ -335,21 +336,3 @@ def training_values(config: JobConfig) -> dict[str, Any]:
         value = OmegaConf.select(tree, key)
         found |= leaves(key, OmegaConf.to_container(value) if OmegaConf.is_config(value) else value)
     return {k: v for k, v in found.items() if k not in NOT_TRAINING_KEYS}
-
-
-def node_range(nodes: int | str) -> tuple[int, int]:
-    """Minimum and maximum number of nodes: `4` is (4, 4), `"2:4"` is (2, 4).
-
-    Raises:
-        ValueError: not of these two forms, below 1, or the minimum above the maximum.
-    """
-    low, colon, high = str(nodes).partition(":")
-    try:
-        pair = (int(low), int(high if colon else low))
-    except ValueError:
-        raise ValueError(f"nodes={nodes} is neither a number nor min:max") from None
-    if pair[0] < 1:
-        raise ValueError(f"nodes={nodes}: a job needs at least 1 node")
-    if pair[0] > pair[1]:
-        raise ValueError(f"nodes={nodes}: the minimum is above the maximum; did you mean {pair[1]}:{pair[0]}?")
-    return pair

@@ -14,6 +14,7 @@ import numpy as np
 from fsdp_jobs.checkpoints.catalog import find_checkpoints, home_of, step_of
 from fsdp_jobs.config.documents import documents_problems
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
+from fsdp_jobs.config.resolve import node_range, ranks_per_node
 from fsdp_jobs.config.schema import (
     AUTO,
     DTYPES,
@@ -24,11 +25,9 @@ from fsdp_jobs.config.schema import (
     LlamaConfig,
     NoModelConfig,
     load_config,
-    node_range,
     training_values,
 )
 from fsdp_jobs.elastic.program import check_program
-from fsdp_jobs.plan.options import ranks_per_node
 from fsdp_jobs.plan.plan import check_sharding
 from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.run.directory import RunDir

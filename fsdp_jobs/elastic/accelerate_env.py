@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fsdp_jobs.config.schema import AUTO, JobConfig
+from fsdp_jobs.config.resolve import param_dtype
+from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.plan.layout import HYBRID, Layout
 
 _PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
@@ -16,7 +17,7 @@ def environment(config: JobConfig, layout: Layout, accelerator: str) -> dict[str
         accelerator: "cuda" or "cpu", as this node has it.
     """
     fsdp = config.fsdp
-    dtype = ("bf16" if accelerator == "cuda" else "fp32") if fsdp.param_dtype == AUTO else fsdp.param_dtype
+    dtype = param_dtype(fsdp, accelerator)
     found = {"ACCELERATE_MIXED_PRECISION": _PRECISION[dtype], "ACCELERATE_USE_CPU": _word(accelerator == "cpu")}
     if fsdp.compile:
         found |= {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR", "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "true"}

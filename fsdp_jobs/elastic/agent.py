@@ -33,6 +33,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
+from fsdp_jobs.config.resolve import accelerator_of_node
 from fsdp_jobs.config.schema import JobConfig, load_config
 from fsdp_jobs.elastic import accelerate_env as accelerate
 from fsdp_jobs.elastic import worker
@@ -106,10 +107,9 @@ class RunDirLogs(LogsSpecs):
 
     def _policy(self, ranks: int) -> dict[str, str]:
         """The layout as Accelerate reads it, less what the user's own environment says."""
-        asked = self.config.cluster.accelerator
-        cuda = asked == "cuda" or (asked == "auto" and torch.cuda.device_count() >= ranks)
+        device = accelerator_of_node(self.config, torch.cuda.device_count(), ranks)
         layout = Layout.from_json(self.handler.round["layout"])
-        policy = accelerate.environment(self.config, layout, "cuda" if cuda else "cpu")
+        policy = accelerate.environment(self.config, layout, device)
         return {name: value for name, value in policy.items() if name not in os.environ}
 
     @property

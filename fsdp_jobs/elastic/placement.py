@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from fsdp_jobs.config.errors import BadInput
-from fsdp_jobs.config.schema import JobConfig, NoModelConfig, node_range
+from fsdp_jobs.config.resolve import node_range, ranks_per_node
+from fsdp_jobs.config.schema import JobConfig, NoModelConfig
 from fsdp_jobs.elastic.protocol import Message
-from fsdp_jobs.plan.options import ranks_per_node, shape_of
+from fsdp_jobs.plan.options import shape_of
 from fsdp_jobs.plan.plan import Plan, make_plan, regroup
 from fsdp_jobs.plan.remedies import remedies
 from fsdp_jobs.plan.shape_client import shape_from_json

@@ -11,7 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 from fsdp_jobs.config.errors import BadInput
-from fsdp_jobs.config.schema import JobConfig, node_range
+from fsdp_jobs.config.resolve import node_range
+from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.elastic.failures import Budget, Failure, Machines, first_cause
 from fsdp_jobs.elastic.placement import Member, Seating
 from fsdp_jobs.elastic.protocol import Message

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fsdp_jobs.config.resolve import ranks_per_node
 from fsdp_jobs.config.schema import AUTO, HardwareConfig, JobConfig
 from fsdp_jobs.plan.grouping import Placement, place
 from fsdp_jobs.plan.layout import HYBRID
 from fsdp_jobs.plan.memory import GIB
-from fsdp_jobs.plan.options import Option, all_options, price, ranks_per_node, usable_bytes
+from fsdp_jobs.plan.options import Option, all_options, price, usable_bytes
 from fsdp_jobs.plan.shapes import ModelShape
 from fsdp_jobs.plan.topology import Topology
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fsdp_jobs.config.schema import AUTO, DataConfig, FsdpConfig, JobConfig
+from fsdp_jobs.config.resolve import param_dtype
+from fsdp_jobs.config.schema import DataConfig, FsdpConfig
 from fsdp_jobs.plan.layout import HYBRID, Layout
 from fsdp_jobs.plan.shapes import ModelShape
 
@@ -69,20 +70,6 @@ class Memory:
         return dict(sorted(values.items(), key=lambda item: -item[1]))
 
 
-def accelerator_of(config: JobConfig) -> str:
-    """cpu or cuda: the cluster's word, or what the assumed hardware is."""
-    if config.cluster.accelerator != AUTO:
-        return config.cluster.accelerator
-    return "cpu" if config.hardware.name.startswith("cpu") else "cuda"
-
-
-def param_bytes(fsdp: FsdpConfig, accelerator: str) -> int:
-    """Bytes of a gathered parameter and of an activation: `auto` is bf16 on CUDA, fp32 on CPU."""
-    if fsdp.param_dtype == AUTO:
-        return 2 if accelerator == "cuda" else 4
-    return DTYPE_BYTES[fsdp.param_dtype]
-
-
 def peak_memory(
     shape: ModelShape, layout: Layout, fsdp: FsdpConfig, data: DataConfig, accelerator: str, microbatches: int
 ) -> Memory:
@@ -96,7 +83,7 @@ def peak_memory(
         accelerator: cpu or cuda, for the dtype `auto` and for the reserve.
         microbatches: of one rank in one optimizer step.
     """
-    moments = _moments(shape, layout, fsdp, data, param_bytes(fsdp, accelerator), microbatches)
+    moments = _moments(shape, layout, fsdp, data, DTYPE_BYTES[param_dtype(fsdp, accelerator)], microbatches)
     if accelerator == "cuda":
         fixed = CUDA_CONTEXT + NCCL_PER_GROUP * (0 if layout.world_size == 1 else 2 if layout.strategy in HYBRID else 1)
         moments = [replace(m, reserve=fixed + int(FRAGMENTATION * m.tensors)) for m in moments]

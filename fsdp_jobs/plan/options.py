@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from fsdp_jobs.config.errors import BadInput, Problem
+from fsdp_jobs.config.resolve import accelerator, backend, param_dtype, ranks_per_node
 from fsdp_jobs.config.schema import AUTO, HardwareConfig, JobConfig, LlamaConfig
 from fsdp_jobs.plan.grouping import Placement, group_sizes, place
 from fsdp_jobs.plan.layout import Layout
-from fsdp_jobs.plan.memory import GIB, MARGIN, Memory, accelerator_of, param_bytes, peak_memory
+from fsdp_jobs.plan.memory import DTYPE_BYTES, GIB, MARGIN, Memory, peak_memory
 from fsdp_jobs.plan.shapes import ModelShape, llama_shape
 from fsdp_jobs.plan.step_time import StepTime, step_time
 from fsdp_jobs.plan.topology import Topology
@@ -38,11 +39,6 @@ class Option:
         return f"{layout.strategy} over {layout.shard_group}" + (f" x {layout.replicas}" if layout.replicas > 1 else "")
 
 
-def ranks_per_node(config: JobConfig) -> int:
-    """nproc_per_node; auto is one rank a GPU of the assumed hardware."""
-    return config.hardware.gpus_per_node if config.nproc_per_node == AUTO else int(config.nproc_per_node)
-
-
 def shape_of(config: JobConfig) -> ModelShape:
     """The configured model's shape, without torch.
 
@@ -50,7 +46,7 @@ def shape_of(config: JobConfig) -> ModelShape:
         BadInput: a custom model, whose shape must be probed first (planning/probe.py) and handed in.
     """
     if isinstance(config.model, LlamaConfig):
-        return llama_shape(config.model, config.fsdp.wrap, config.fsdp.min_num_params, accelerator_of(config))
+        return llama_shape(config.model, config.fsdp.wrap, config.fsdp.min_num_params, accelerator(config))
     raise BadInput(
         [Problem(f"model={config.model.kind}", "its shape is not known here", "probe it: fsdp_jobs.plan.shape_client")]
     )
@@ -77,14 +73,13 @@ def price(config: JobConfig, shape: ModelShape, strategy: str, placement: Placem
 def _price(config: JobConfig, shape: ModelShape, strategy: str, placement: Placement, unsharded: bool) -> Option:
     per_node = ranks_per_node(config)
     layout = Layout(strategy, len(placement.used) * per_node, placement.group, unsharded)
-    accelerator = accelerator_of(config)
-    width = param_bytes(config.fsdp, accelerator)
+    device = accelerator(config)
+    dtype = param_dtype(config.fsdp, device)
     per_rank = -(-config.data.global_batch // layout.world_size)  # samples of the busiest rank in a step
     data = replace(config.data, micro_batch=min(config.data.micro_batch, per_rank))
     microbatches = -(-per_rank // data.micro_batch)
-    memory = peak_memory(shape, layout, config.fsdp, data, accelerator, microbatches)
-    rings = {b: ring_bytes(shape, layout, config.fsdp, width, microbatches, b) for b in BACKENDS}
-    backend = "nccl" if accelerator == "cuda" else "gloo"
+    memory = peak_memory(shape, layout, config.fsdp, data, device, microbatches)
+    rings = {b: ring_bytes(shape, layout, config.fsdp, DTYPE_BYTES[dtype], microbatches, b) for b in BACKENDS}
     host = config.hardware.host_memory_gib * GIB
     host_fits = not host or memory.host * per_node <= host * (1 - MARGIN)
     return Option(
@@ -103,9 +98,9 @@ def _price(config: JobConfig, shape: ModelShape, strategy: str, placement: Place
             config.fsdp,
             data,
             config.hardware,
-            rings[backend],
+            rings[backend(config)],
             per_node,
-            width,
+            dtype,
             placement.inside == "domain",
         ),
     )

@@ -8,12 +8,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
-from fsdp_jobs.config.schema import AUTO, STRATEGIES, JobConfig, NoModelConfig, node_range
+from fsdp_jobs.config.resolve import backend, node_range, ranks_per_node
+from fsdp_jobs.config.schema import AUTO, STRATEGIES, JobConfig, NoModelConfig
 from fsdp_jobs.plan.choose import Chosen, choose
 from fsdp_jobs.plan.grouping import place
 from fsdp_jobs.plan.layout import HYBRID, Layout
-from fsdp_jobs.plan.memory import GIB, Memory, accelerator_of
-from fsdp_jobs.plan.options import Option, ranks_per_node, shape_of, usable_bytes
+from fsdp_jobs.plan.memory import GIB, Memory
+from fsdp_jobs.plan.options import Option, shape_of, usable_bytes
 from fsdp_jobs.plan.remedies import Remedy, remedies
 from fsdp_jobs.plan.shapes import ModelShape
 from fsdp_jobs.plan.step_time import StepTime
@@ -224,7 +225,7 @@ def _plan(config: JobConfig, shape: ModelShape, topology: Topology, chosen: Chos
         model=config.model.kind,
         parameters=shape.numel,
         hardware=config.hardware.name,
-        backend="nccl" if accelerator_of(config) == "cuda" else "gloo",
+        backend=backend(config),
         layout=option.layout,
         ranks_per_node=ranks_per_node(config),
         nodes=tuple(n.name for n in at),
@@ -251,7 +252,7 @@ def _plan_without_model(config: JobConfig, topology: Topology, notes: list[str])
         model=config.model.kind,
         parameters=0,
         hardware=config.hardware.name,
-        backend="nccl" if accelerator_of(config) == "cuda" else "gloo",
+        backend=backend(config),
         layout=layout,
         ranks_per_node=ranks_per_node(config),
         nodes=tuple(n.name for n in at),

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
+from fsdp_jobs.config.resolve import ranks_per_node
 from fsdp_jobs.config.schema import AUTO, FsdpConfig, JobConfig
 from fsdp_jobs.plan.choose import choose
 from fsdp_jobs.plan.memory import GIB
-from fsdp_jobs.plan.options import Option, ranks_per_node
+from fsdp_jobs.plan.options import Option
 from fsdp_jobs.plan.shapes import ModelShape
 from fsdp_jobs.plan.topology import Topology
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fsdp_jobs.config.resolve import peak_flops
 from fsdp_jobs.config.schema import DataConfig, FsdpConfig, HardwareConfig
 from fsdp_jobs.plan.layout import Layout
+from fsdp_jobs.plan.memory import DTYPE_BYTES
 from fsdp_jobs.plan.shapes import ModelShape
 from fsdp_jobs.plan.traffic import RingBytes, hops
 
@@ -67,7 +69,7 @@ def step_time(
     hardware: HardwareConfig,
     ring: RingBytes,
     ranks_per_node: int,
-    param_bytes: int,
+    param_dtype: str,
     in_domain: bool = False,
 ) -> StepTime:
     """Seconds of one optimizer step of `ring.gathers` microbatches on every rank.
@@ -77,7 +79,7 @@ def step_time(
     group's nodes reach each other over NVLink.
     """
     n = max(1, shape.n_blocks)
-    forward, backward, head, update = _compute(shape, layout, fsdp, data, hardware, param_bytes)
+    forward, backward, head, update = _compute(shape, layout, fsdp, data, hardware, param_dtype)
     s_intra, s_inter, r_intra, r_inter = hops(layout, ranks_per_node)
     if in_domain:
         s_intra, s_inter = s_intra + s_inter, 0.0
@@ -110,7 +112,7 @@ def step_time(
     busy = ring.gathers * (root_gather + n * (gather + gather_again)) + ring.reductions * n * reduce
     busy += n * all_reduce + root_reduce * ring.reductions
     tokens = data.global_batch * data.seq_len / layout.world_size  # a rank's mean; the busiest sets the time
-    peak = _peak(hardware, param_bytes)
+    peak = peak_flops(hardware, param_dtype)
     return StepTime(
         compute=compute,
         communication=busy,
@@ -122,27 +124,24 @@ def step_time(
     )
 
 
-def _peak(hardware: HardwareConfig, param_bytes: int) -> float:
-    return (hardware.bf16_tflops if param_bytes == 2 else hardware.fp32_tflops) * 1e12
-
-
 def _compute(
     shape: ModelShape,
     layout: Layout,
     fsdp: FsdpConfig,
     data: DataConfig,
     hardware: HardwareConfig,
-    param_bytes: int,
+    param_dtype: str,
 ) -> tuple[float, float, float, float]:
     """Seconds of a block's forward and backward, of the head with the loss, and of the optimizer's update."""
     a, tokens = shape.activations, data.micro_batch * data.seq_len
-    matmul_rate = _peak(hardware, param_bytes) * hardware.matmul_efficiency * LAYER_MATMUL
-    attention_rate = _peak(hardware, param_bytes) * hardware.matmul_efficiency * FLASH_ATTENTION
+    best_rate = peak_flops(hardware, param_dtype) * hardware.matmul_efficiency
+    matmul_rate, attention_rate = best_rate * LAYER_MATMUL, best_rate * FLASH_ATTENTION
     per_byte = 1 / (hardware.memory_gb_s * 1e9) if hardware.memory_gb_s else 0.0
 
     matmul = tokens * a.matmul_flops / matmul_rate
     attention = tokens * 2 * a.attention_width * data.seq_len / attention_rate  # causal: half of 4 x width x seq
-    passes = tokens * a.elementwise * param_bytes * per_byte * (ELEMENTWISE_COMPILED if fsdp.compile else 1)
+    elementwise = a.elementwise * (ELEMENTWISE_COMPILED if fsdp.compile else 1)
+    passes = tokens * elementwise * DTYPE_BYTES[param_dtype] * per_byte
     per_block = a.layers / max(1, shape.n_blocks)
     forward = (matmul + attention + passes) * per_block
     # Flash attention's backward runs five matmuls against two (Dao et al. 2022, arXiv:2205.14135).

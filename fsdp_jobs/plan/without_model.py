@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from fsdp_jobs.config.resolve import ranks_per_node
 from fsdp_jobs.config.schema import AUTO, JobConfig
 from fsdp_jobs.plan.grouping import Placement, place
 from fsdp_jobs.plan.layout import HYBRID, Layout
-from fsdp_jobs.plan.options import ranks_per_node
 from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.run.env import LAYOUT_ENV
 

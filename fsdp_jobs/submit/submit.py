@@ -18,11 +18,11 @@ from torchx.specs import AppDryRunInfo, AppState, make_app_handle, parse_app_han
 from fsdp_jobs.checkpoints.catalog import find_checkpoints, home_of
 from fsdp_jobs.config.clusters import SlurmClusterConfig
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
-from fsdp_jobs.config.schema import CustomModelConfig, HfConfig, JobConfig, dump_config, node_range
+from fsdp_jobs.config.resolve import node_range, ranks_per_node
+from fsdp_jobs.config.schema import CustomModelConfig, HfConfig, JobConfig, dump_config
 from fsdp_jobs.config.validate import check, check_existing_run
 from fsdp_jobs.launchers.app import to_app
 from fsdp_jobs.launchers.base import WRITES_AT_ONCE, RunScheduler
-from fsdp_jobs.plan.options import ranks_per_node
 from fsdp_jobs.plan.plan import Plan, make_plan
 from fsdp_jobs.plan.shape_client import check_initial_weights, probe
 from fsdp_jobs.plan.shapes import ModelShape

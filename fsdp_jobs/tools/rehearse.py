@@ -15,7 +15,8 @@ from fsdp_jobs.checkpoints import catalog
 from fsdp_jobs.config.clusters import LocalClusterConfig
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
 from fsdp_jobs.config.hydra import compose_job
-from fsdp_jobs.config.schema import JobConfig, LlamaConfig, node_range
+from fsdp_jobs.config.resolve import node_range
+from fsdp_jobs.config.schema import JobConfig, LlamaConfig
 from fsdp_jobs.run.directory import RunDir, read_json_lines, write_atomic
 from fsdp_jobs.run.events import read_events
 from fsdp_jobs.submit import submit as submission

@@ -7,6 +7,7 @@ import os
 import torch
 
 from fsdp_jobs.config.errors import JobFailed
+from fsdp_jobs.config.resolve import accelerator_of_node
 from fsdp_jobs.config.schema import JobConfig
 
 
@@ -16,15 +17,15 @@ def pick_device(config: JobConfig) -> torch.device:
     Raises:
         JobFailed: the cluster says cuda, and there are not enough GPUs.
     """
-    enough = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    if config.cluster.accelerator == "cuda" and not enough:
-        seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    if accelerator_of_node(config, gpus, ranks) == "cpu":
+        return torch.device("cpu")
+    if gpus < ranks:
         raise JobFailed(
-            f"cluster.accelerator=cuda, but this rank's torch {torch.__version__} sees {seen} GPUs for "
-            f"{os.environ['LOCAL_WORLD_SIZE']} ranks of its node"
+            f"cluster.accelerator=cuda, but this rank's torch {torch.__version__} sees {gpus} GPUs for "
+            f"{ranks} ranks of its node"
         )
-    if config.cluster.accelerator == "cuda" or (config.cluster.accelerator == "auto" and enough):
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        return device
-    return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_jobs.config.schema import HardwareConfig, JobConfig, LlamaConfig
+from fsdp_jobs.config.resolve import param_dtype, peak_flops
+from fsdp_jobs.config.schema import JobConfig, LlamaConfig
+from fsdp_jobs.plan.shapes import llama_shape
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.events import append_line
 from fsdp_jobs.run.goodput import Steps
@@ -18,21 +20,18 @@ from fsdp_jobs.run.goodput import Steps
 def flops_per_token(model: nn.Module, config: JobConfig) -> float:
     """Floating-point operations of forward and backward a token, recomputation not counted.
 
-    6 N + 12 L d T (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): N parameters without the input
-    embedding, L layers of width d, T the sequence length. For a custom model 6 N over all its parameters.
+    For our own models the planner's formula; for any other 6 N over all its N parameters.
     """
-    parameters = sum(p.numel() for p in model.parameters())
-    if not isinstance(config.model, LlamaConfig):
-        return 6.0 * parameters
-    m = config.model
-    embedding = 0 if m.tie_embeddings else m.vocab_size * m.dim
-    return 6.0 * (parameters - embedding) + 12.0 * m.n_layers * m.dim * config.data.seq_len
+    if isinstance(config.model, LlamaConfig):
+        return llama_shape(config.model).flops_per_token(config.data.seq_len)
+    return 6.0 * sum(p.numel() for p in model.parameters())
 
 
-def peak_flops(hardware: HardwareConfig, dtype: torch.dtype) -> float:
-    """Dense peak of one GPU, FLOP/s, from the hardware group (its files name the sources); 0.0 when unknown."""
-    tflops = hardware.fp32_tflops if dtype == torch.float32 else hardware.bf16_tflops
-    return tflops * 1e12 if hardware.name != "cpu" else 0.0
+def peak_for_mfu(config: JobConfig, device: torch.device) -> float:
+    """Return the peak that MFU is a part of, FLOP/s per device; 0.0 where the hardware is a CPU, which has none."""
+    if config.hardware.accelerator == "cpu":
+        return 0.0
+    return peak_flops(config.hardware, param_dtype(config.fsdp, device.type))
 
 
 class MetricsLog:

@@ -22,7 +22,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from fsdp_jobs.config.schema import AUTO, FsdpConfig, HfConfig, ModelConfig
+from fsdp_jobs.config.resolve import output_dtype, param_dtype
+from fsdp_jobs.config.schema import FsdpConfig, HfConfig, ModelConfig
 from fsdp_jobs.models.build import build_model, head_modules_of, wrap_classes_of
 from fsdp_jobs.models.huggingface import initial_pieces
 from fsdp_jobs.plan.layout import Layout
@@ -41,9 +42,7 @@ _DEAR_OPS = {
 
 def compute_dtype(fsdp: FsdpConfig, device: torch.device) -> torch.dtype:
     """The dtype parameters are gathered and computed in: `auto` is bf16 on CUDA and fp32 elsewhere."""
-    if fsdp.param_dtype == AUTO:
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return TORCH_DTYPES[fsdp.param_dtype]
+    return TORCH_DTYPES[param_dtype(fsdp, device.type)]
 
 
 def sharded_model(
@@ -149,9 +148,9 @@ def apply_fsdp(
     device: torch.device,
 ) -> None:
     """FSDP2 on each block, on the head (kept gathered: backward needs it at once), then on the root."""
-    output_dtype = None if fsdp.output_dtype == AUTO else TORCH_DTYPES[fsdp.output_dtype]
+    output = output_dtype(fsdp)
     inner = MixedPrecisionPolicy(compute_dtype(fsdp, device), TORCH_DTYPES[fsdp.reduce_dtype])
-    outer = MixedPrecisionPolicy(inner.param_dtype, inner.reduce_dtype, output_dtype)
+    outer = MixedPrecisionPolicy(inner.param_dtype, inner.reduce_dtype, output and TORCH_DTYPES[output])
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if fsdp.cpu_offload else OffloadPolicy()
 
     def shard(module: nn.Module | list[nn.Module], policy: MixedPrecisionPolicy, reshard: bool) -> None:

@@ -28,7 +28,7 @@ from fsdp_jobs.train.control import Control
 from fsdp_jobs.train.data import IGNORE
 from fsdp_jobs.train.loading import batches, open_samples
 from fsdp_jobs.train.mesh import build_mesh
-from fsdp_jobs.train.metrics import MetricsLog, flops_per_token, peak_flops
+from fsdp_jobs.train.metrics import MetricsLog, flops_per_token, peak_for_mfu
 from fsdp_jobs.train.optim import build_optimizer, learning_rate, set_learning_rate
 from fsdp_jobs.train.sharding import compute_dtype, set_gradient_communication, sharded_model
 
@@ -70,9 +70,7 @@ class Trainer:
         self.control = Control(self._minutes_are_over)
         self.last_save = time.monotonic()
         flops = flops_per_token(self.model, config)
-        self.log = (
-            MetricsLog(run, attempt, self.world, flops, peak_flops(config.hardware, dtype)) if self.rank == 0 else None
-        )
+        self.log = MetricsLog(run, attempt, self.world, flops, peak_for_mfu(config, device)) if self.rank == 0 else None
         self.progress = Progress()
         self._pending: _Measured | None = None
         self._step_ended = 0.0  # perf_counter at the end of the previous step, its save left out

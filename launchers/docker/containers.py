@@ -113,7 +113,7 @@ def memory_need(config: JobConfig, plan: Plan) -> int:
     """Bytes of host memory that a node takes by the plan, /dev/shm included; 0 when the model is not known."""
     if plan.memory is None:
         return 0
-    on_cpu = plan.hardware == "cpu"
+    on_cpu = plan.backend == "gloo"
     rank = plan.memory.total if on_cpu else 2 * GIB + plan.memory.host
     return plan.ranks_per_node * rank + _AGENT_BYTES + shm_need(config, plan)
 

@@ -13,7 +13,8 @@ from docker.utils import parse_bytes
 
 from fsdp_jobs.config.clusters import DockerClusterConfig
 from fsdp_jobs.config.errors import BadInput, Problem
-from fsdp_jobs.config.schema import JobConfig, node_range
+from fsdp_jobs.config.resolve import node_range
+from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.docker.containers import RUN_LABEL, memory_need, parse_mount, prefix_of, shm_need
 from fsdp_jobs.plan.memory import GIB
 from fsdp_jobs.plan.plan import Plan

@@ -7,7 +7,8 @@ from typing import Any
 from torchx.specs import AppDef
 
 from fsdp_jobs.config.clusters import KubernetesClusterConfig
-from fsdp_jobs.config.schema import JobConfig, node_range
+from fsdp_jobs.config.resolve import node_range
+from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.kubernetes.labels import COORDINATOR_PORT, QUEUE, RUN, Names, job_files
 from fsdp_jobs.launchers.kubernetes.pods import Object, coordinator_pod, merge, node_pod
 from fsdp_jobs.run.directory import RunDir

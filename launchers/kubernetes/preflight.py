@@ -8,7 +8,8 @@ from kubernetes.client.exceptions import ApiException
 
 from fsdp_jobs.config.clusters import KubernetesClusterConfig
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
-from fsdp_jobs.config.schema import JobConfig, node_range
+from fsdp_jobs.config.resolve import node_range
+from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.kubernetes.api import REFUSALS, Api, explain, missing_permissions
 from fsdp_jobs.launchers.kubernetes.pods import Object
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fsdp_jobs.config.clusters import SlurmClusterConfig
+from fsdp_jobs.config.resolve import accelerator
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.slurm import client
 from fsdp_jobs.launchers.slurm.refusals import file_system
@@ -63,7 +64,7 @@ def _accounting() -> Finding:
 
 
 def _gpus(config: JobConfig, settings: dict[str, str]) -> Finding:
-    if config.cluster.accelerator == "cpu":
+    if accelerator(config) == "cpu":
         return Finding("GPUs", "ok", "none wanted")
     if "gpu" not in settings.get("GresTypes", ""):
         return Finding("GPUs", "warning", "SLURM does not count GPUs here: a job takes whole nodes, and finds its own")

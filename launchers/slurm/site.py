@@ -7,11 +7,11 @@ from functools import cache
 
 from fsdp_jobs.config.clusters import SlurmClusterConfig
 from fsdp_jobs.config.errors import BadInput
-from fsdp_jobs.config.schema import JobConfig, node_range
+from fsdp_jobs.config.resolve import node_range, ranks_per_node
+from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.slurm import client
 from fsdp_jobs.launchers.slurm.refusals import no_slurm
 from fsdp_jobs.launchers.slurm.script import Site, margin_s
-from fsdp_jobs.plan.options import ranks_per_node
 from fsdp_jobs.plan.sources import from_scontrol
 from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.run.directory import RunDir, read_json_lines

@@ -18,10 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from fsdp_jobs.config.resolve import param_dtype
 from fsdp_jobs.config.schema import DataConfig, FsdpConfig, LlamaConfig
 from fsdp_jobs.models.llama import Llama, rotary_angles
 from fsdp_jobs.plan.layout import Layout
-from fsdp_jobs.plan.memory import GIB, Memory, param_bytes, peak_memory
+from fsdp_jobs.plan.memory import DTYPE_BYTES, GIB, Memory, peak_memory
 from fsdp_jobs.plan.shapes import ModelShape, Unit, llama_shape
 from fsdp_jobs.train import sharding
 from fsdp_jobs.train.mesh import build_mesh
@@ -189,8 +190,8 @@ def test_seventy_billion_by_depth() -> None:
 
 
 def test_the_dtype_follows_the_accelerator() -> None:
-    assert [param_bytes(FsdpConfig(), a) for a in ("cpu", "cuda")] == [4, 2]
-    assert param_bytes(FsdpConfig(param_dtype="fp16"), "cpu") == 2
+    assert [DTYPE_BYTES[param_dtype(FsdpConfig(), a)] for a in ("cpu", "cuda")] == [4, 2]
+    assert DTYPE_BYTES[param_dtype(FsdpConfig(param_dtype="fp16"), "cpu")] == 2
 
 
 def test_more_ranks_never_take_more_state() -> None:

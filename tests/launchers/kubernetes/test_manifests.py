@@ -16,12 +16,12 @@ import pytest
 import yaml
 
 from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.config.resolve import ranks_per_node
 from fsdp_jobs.launchers.app import to_app
 from fsdp_jobs.launchers.kubernetes.labels import Names, new_app
 from fsdp_jobs.launchers.kubernetes.manifests import files_objects, owned_by
 from fsdp_jobs.launchers.kubernetes.pods import merge
 from fsdp_jobs.launchers.kubernetes.scheduler import TRANSLATIONS, KubernetesRequest
-from fsdp_jobs.plan.options import ranks_per_node
 from fsdp_jobs.run.directory import RunDir, write_atomic
 
 HERE = Path(__file__).parent

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.config.resolve import ranks_per_node
 from fsdp_jobs.launchers.app import to_app
 from fsdp_jobs.launchers.slurm.script import Site, margin_s, script, steps
-from fsdp_jobs.plan.options import ranks_per_node
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.submit.submit import plan_of
 

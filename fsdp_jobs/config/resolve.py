@@ -1,0 +1,74 @@
+"""Resolve `auto`: one answer to each question that the plan, the launchers and the ranks all ask. No torch."""
+
+from __future__ import annotations
+
+from fsdp_jobs.config.schema import AUTO, FsdpConfig, HardwareConfig, JobConfig
+
+
+def accelerator(config: JobConfig) -> str:
+    """Return cpu or cuda, for which the job is planned and its nodes are requested.
+
+    `cluster.accelerator` decides; where it is auto, the assumed hardware does.
+    """
+    chosen = config.cluster.accelerator
+    return config.hardware.accelerator if chosen == AUTO else chosen
+
+
+def accelerator_of_node(config: JobConfig, gpus: int, ranks: int) -> str:
+    """Return cpu or cuda, on which the `ranks` ranks of a node that sees `gpus` GPUs run.
+
+    With `cluster.accelerator=auto` they take the GPUs if there is one for each of them.
+    """
+    chosen = config.cluster.accelerator
+    if chosen == AUTO:
+        return "cuda" if gpus >= ranks else "cpu"
+    return chosen
+
+
+def backend(config: JobConfig) -> str:
+    """Return nccl or gloo, the library that the job's collectives are priced for."""
+    return "nccl" if accelerator(config) == "cuda" else "gloo"
+
+
+def ranks_per_node(config: JobConfig) -> int:
+    """Return `nproc_per_node`; auto is one rank per device of the assumed hardware."""
+    return config.hardware.gpus_per_node if config.nproc_per_node == AUTO else int(config.nproc_per_node)
+
+
+def node_range(nodes: int | str) -> tuple[int, int]:
+    """Return the minimum and maximum number of nodes: `4` is (4, 4), `"2:4"` is (2, 4).
+
+    Raises:
+        ValueError: not of these two forms, below 1, or the minimum above the maximum.
+    """
+    low, colon, high = str(nodes).partition(":")
+    try:
+        pair = (int(low), int(high if colon else low))
+    except ValueError:
+        raise ValueError(f"nodes={nodes} is neither a number nor min:max") from None
+    if pair[0] < 1:
+        raise ValueError(f"nodes={nodes}: a job needs at least 1 node")
+    if pair[0] > pair[1]:
+        raise ValueError(f"nodes={nodes}: the minimum is above the maximum; did you mean {pair[1]}:{pair[0]}?")
+    return pair
+
+
+def param_dtype(fsdp: FsdpConfig, device: str) -> str:
+    """Return fp32, bf16 or fp16, in which parameters are gathered and computed with; auto is bf16 on CUDA.
+
+    Args:
+        device: cpu or cuda.
+    """
+    if fsdp.param_dtype == AUTO:
+        return "bf16" if device == "cuda" else "fp32"
+    return fsdp.param_dtype
+
+
+def output_dtype(fsdp: FsdpConfig) -> str | None:
+    """Return the dtype that the model's output is cast to, None for no cast."""
+    return None if fsdp.output_dtype == AUTO else fsdp.output_dtype
+
+
+def peak_flops(hardware: HardwareConfig, dtype: str) -> float:
+    """Return the dense peak of one device for matmuls in `dtype`, FLOP/s; conf/hardware names the sources."""
+    return (hardware.fp32_tflops if dtype == "fp32" else hardware.bf16_tflops) * 1e12
