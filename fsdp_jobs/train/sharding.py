@@ -150,7 +150,9 @@ def apply_fsdp(
     """FSDP2 on each block, on the head (kept gathered: backward needs it at once), then on the root."""
     output = output_dtype(fsdp)
     inner = MixedPrecisionPolicy(compute_dtype(fsdp, device), TORCH_DTYPES[fsdp.reduce_dtype])
-    outer = MixedPrecisionPolicy(inner.param_dtype, inner.reduce_dtype, None if output is None else TORCH_DTYPES[output])
+    outer = MixedPrecisionPolicy(
+        inner.param_dtype, inner.reduce_dtype, None if output is None else TORCH_DTYPES[output]
+    )
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if fsdp.cpu_offload else OffloadPolicy()
 
     def shard(module: nn.Module | list[nn.Module], policy: MixedPrecisionPolicy, reshard: bool) -> None:
