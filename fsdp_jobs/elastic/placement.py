@@ -12,7 +12,7 @@ from fsdp_jobs.elastic.protocol import Message
 from fsdp_jobs.plan.options import shape_of
 from fsdp_jobs.plan.plan import Plan, make_plan, regroup
 from fsdp_jobs.plan.remedies import remedies
-from fsdp_jobs.plan.shape_client import shape_from_json
+from fsdp_jobs.plan.shapes import ModelShape
 from fsdp_jobs.plan.sources import from_yaml
 from fsdp_jobs.plan.topology import Node, Topology
 from fsdp_jobs.run.directory import RunDir
@@ -43,7 +43,7 @@ class Seating:
     def __init__(self, config: JobConfig, run: RunDir):
         self.config = config
         self.max_nodes = node_range(config.nodes)[1]
-        self.shape = shape_from_json(run.shape.read_text()) if run.shape.exists() else None
+        self.shape = ModelShape.from_json(run.shape.read_text()) if run.shape.exists() else None
         self.places = {n.name: n for n in from_yaml(run.topology.read_text()).nodes} if run.topology.exists() else {}
 
     def plan(self, ready: Sequence[Member], shard_group: int) -> tuple[Plan, dict[str, Member]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
+from typing import Any
 
 from fsdp_jobs.config.schema import LlamaConfig
 from fsdp_jobs.plan.cut import Params, Shape, cut_by_size
@@ -99,6 +101,20 @@ class ModelShape:
         a = self.activations
         forward = a.layers * (a.matmul_flops + 4 * a.attention_width * seq_len) + a.head_flops
         return 3.0 * forward
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> ModelShape:
+        """Read what `to_json` wrote."""
+        d = json.loads(text)
+
+        def unit(u: dict[str, Any]) -> Unit:
+            return Unit(u["name"], tuple((n, tuple(s)) for n, s in u["params"]), u["count"])
+
+        blocks, activations = tuple(unit(b) for b in d["blocks"]), Activations(**d["activations"])
+        return cls(unit(d["root"]), blocks, activations, unit(d["head"]), d["waiting"])
 
 
 def llama_activations(model: LlamaConfig, accelerator: str) -> Activations:

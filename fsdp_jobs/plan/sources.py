@@ -1,17 +1,20 @@
-"""Topologies from what clusters say about themselves: a YAML file, SLURM's text, Kubernetes node labels."""
+"""Read topologies from a YAML file, SLURM's text, or Kubernetes node labels."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import yaml
 
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
 from fsdp_jobs.plan.topology import Node, Topology, expand_hostlist, natural_key
 
-# Labels that name a node's place, outermost first; one row a provider. The first row of which some node
-# has a label counts.
+FILE_KEYS = ("switches", "gpus_per_node", "nvlink")
+
+# Labels of a node's switches, outermost first; one row per provider. The first row of which some node has a
+# label counts.
 KUBERNETES_LABELS = (
     # NVIDIA topograph
     (
@@ -33,8 +36,8 @@ NVLINK_LABELS = ("nvidia.com/gpu.clique", "network.topology.nvidia.com/accelerat
 GPU_COUNT_LABEL = "nvidia.com/gpu.count"
 
 
-def from_yaml(text: str, expected: Iterable[str] = (), gpus: int = 8) -> Topology:
-    """A topology file: switches as nested mappings, nodes as lists or hostlists.
+def from_yaml(text: str, gpus: int = 8) -> Topology:
+    """Read a topology file: switches as nested mappings, nodes as lists or hostlists.
 
         gpus_per_node: 8
         switches:
@@ -46,108 +49,77 @@ def from_yaml(text: str, expected: Iterable[str] = (), gpus: int = 8) -> Topolog
 
     Args:
         text: the file's content.
-        expected: names of nodes that the job will use; each must be in the file.
-        gpus: GPUs a node when the file does not say.
+        gpus: GPUs per node when the file does not say.
 
     Raises:
-        BadInput: not of this form, a node named twice, or an expected node missing; each with its line.
+        BadInput: not of this form, or a node named twice; every problem with its key.
     """
-    reader = _YamlReader()
     try:
-        root = yaml.compose(text)
+        root = yaml.load(text, _Loader)
     except yaml.YAMLError as e:
         raise BadInput([Problem("topology file", " ".join(str(e).split()))]) from e
-    if not isinstance(root, yaml.MappingNode):
-        raise BadInput([Problem("topology file, line 1", "is not a mapping", "begin with `switches:`")])
-    nvlink: dict[str, str] = {}
-    for key, value in root.value:
-        if key.value == "gpus_per_node":
-            gpus = reader.number(value)
-        elif key.value == "switches":
-            reader.switches(value, ())
-        elif key.value == "nvlink":
-            nvlink = {name: domain.value for domain, names in value.value for name, _ in reader.names(names)}
-        else:
-            hint = nearest(key.value, ("switches", "gpus_per_node", "nvlink"))
-            reader.problem(key, f"there is no such key: {key.value}", hint)
-    for name in sorted(set(nvlink) - set(reader.lines), key=natural_key):
-        reader.problems.append(Problem(f"topology file, nvlink: {name}", "is under no switch"))
-    for name in expected:
-        if name not in reader.lines:
-            reader.missing(name)
-    if reader.problems:
-        raise BadInput(reader.problems)
-    return Topology.of(Node(n, path, gpus, nvlink.get(n, "")) for n, path in reader.paths.items())
+    if not isinstance(root, dict):
+        raise BadInput([Problem("topology file", "is not a mapping", "begin with `switches:`")])
+    problems = [
+        Problem(_where(key), "there is no such key", nearest(key, FILE_KEYS)) for key in root if key not in FILE_KEYS
+    ]
+    count = root.get("gpus_per_node", str(gpus))
+    if not isinstance(count, str) or not count.isdigit() or int(count) < 1:
+        problems.append(Problem(f"{_where('gpus_per_node')}={count}", "is not a number of at least 1"))
+    keys: dict[str, tuple[str, ...]] = {}
+    for name, above in _nodes(root.get("switches", {}), ("switches",), problems):
+        if name in keys:
+            what = f"{name} is named twice; first under {'.'.join(keys[name])}"
+            problems.append(Problem(_where(*above), what, "remove one of them"))
+        keys.setdefault(name, above)
+    nvlink = {name: above[-1] for name, above in _nodes(root.get("nvlink", {}), ("nvlink",), problems)}
+    for name in sorted(set(nvlink) - set(keys), key=natural_key):
+        problems.append(Problem(_where("nvlink", nvlink[name]), f"{name} is under no switch"))
+    if problems:
+        raise BadInput(problems)
+    return Topology.of(Node(name, above[1:], int(count), nvlink.get(name, "")) for name, above in keys.items())
 
 
-class _YamlReader:
-    """Walks the composed file, keeping each node's path and line, and every problem met."""
+class _Loader(yaml.BaseLoader):
+    """Keep scalars as they are written, and refuse a key that occurs twice in a mapping."""
 
-    def __init__(self) -> None:
-        self.paths: dict[str, tuple[str, ...]] = {}
-        self.lines: dict[str, int] = {}
-        self.problems: list[Problem] = []
-
-    def problem(self, at: yaml.Node, what: str, instead: str = "") -> None:
-        self.problems.append(Problem(f"topology file, line {at.start_mark.line + 1}", what, instead))
-
-    def missing(self, name: str) -> None:
-        near = nearest(name, self.lines)
-        if self.lines:
-            last = min(self.lines, key=lambda known: (_distance(known, name), natural_key(known)))
-            where = f"topology file, line {self.lines[last]}"
-            self.problems.append(Problem(where, f"{name} is missing here or elsewhere; this line has {last}", near))
-        else:
-            self.problems.append(Problem("topology file", f"{name} is missing", near))
-
-    def number(self, node: yaml.Node) -> int:
-        if isinstance(node, yaml.ScalarNode) and node.value.isdigit() and int(node.value) > 0:
-            return int(node.value)
-        self.problem(node, f"gpus_per_node is {node.value}, not a number of at least 1")
-        return 1
-
-    def names(self, node: yaml.Node) -> list[tuple[str, yaml.Node]]:
-        items = node.value if isinstance(node, yaml.SequenceNode) else [node]
-        found: list[tuple[str, yaml.Node]] = []
-        for item in items:
-            if not isinstance(item, yaml.ScalarNode):
-                self.problem(item, "a node's name or a hostlist is wanted here")
-                continue
-            try:
-                found += [(name, item) for name in expand_hostlist(item.value)]
-            except ValueError as e:
-                self.problem(item, str(e))
-        return found
-
-    def switches(self, node: yaml.Node, path: tuple[str, ...]) -> None:
-        if isinstance(node, yaml.MappingNode):
-            for key, value in node.value:
-                self.switches(value, (*path, key.value))
-            return
-        for name, at in self.names(node):
-            if name in self.lines:
-                self.problem(at, f"{name} is named twice; first on line {self.lines[name]}", "remove one of them")
-                continue
-            self.lines[name] = at.start_mark.line + 1
-            self.paths[name] = path
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value]
+        for i, (key, _) in enumerate(node.value):
+            if key.value in names[:i]:
+                raise yaml.MarkedYAMLError(problem=f"the key {key.value} occurs twice", problem_mark=key.start_mark)
+        return super().construct_mapping(node, deep)
 
 
-def _distance(known: str, name: str) -> int:
-    """Difference of the trailing numbers of two names of one stem; large for different stems."""
-    a, b = re.match(r"(.*?)(\d*)$", known), re.match(r"(.*?)(\d*)$", name)
-    if a is None or b is None or a[1] != b[1] or not a[2] or not b[2]:
-        return 10**9
-    return abs(int(a[2]) - int(b[2]))
+def _where(*keys: str) -> str:
+    return f"topology file, {'.'.join(keys)}"
+
+
+def _nodes(
+    tree: object, above: tuple[str, ...], problems: list[Problem]
+) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Name every node under a mapping, with the keys above it; items that name none go to `problems`."""
+    if isinstance(tree, dict):
+        for key, below in tree.items():
+            yield from _nodes(below, (*above, key), problems)
+        return
+    for item in tree if isinstance(tree, list) else [tree]:
+        try:
+            if not isinstance(item, str):
+                raise ValueError("must be the name of a node or a hostlist")
+            yield from ((name, above) for name in expand_hostlist(item))
+        except ValueError as e:
+            problems.append(Problem(_where(*above), str(e)))
 
 
 def from_scontrol(text: str, gpus: int = 8, only: Iterable[str] | None = None) -> Topology:
-    """SLURM's `scontrol show topology`, of the tree and of the block plugin.
+    """Read the output of SLURM's `scontrol show topology`, of the tree and of the block plugin.
 
     Args:
-        text: its output.
-        gpus: GPUs a node; SLURM's topology does not say.
-        only: names of the nodes of an allocation; others are left out, and nodes the text
-            does not know join as their own leaf.
+        text: the output.
+        gpus: GPUs per node; SLURM's topology does not say.
+        only: names of the nodes of an allocation: others are left out, and each node that the text does not
+            name is its own leaf.
 
     Raises:
         BadInput: a line that is not of SLURM's form, with its number.
@@ -174,7 +146,7 @@ def from_scontrol(text: str, gpus: int = 8, only: Iterable[str] | None = None) -
 
 
 def path_from_slurm(address: str, pattern: str) -> tuple[str, ...]:
-    """One node's switch path from `SLURM_TOPOLOGY_ADDR` and `SLURM_TOPOLOGY_ADDR_PATTERN`.
+    """Read one node's switch path from `SLURM_TOPOLOGY_ADDR` and `SLURM_TOPOLOGY_ADDR_PATTERN`.
 
     `spine.leaf1.node1` under `switch.switch.node` is ("spine", "leaf1"); a node's own name may hold dots.
     A switch that has several names (`s[0-1]`, a node under several) keeps SLURM's compact form.
@@ -185,9 +157,9 @@ def path_from_slurm(address: str, pattern: str) -> tuple[str, ...]:
 
 
 def from_kubernetes(labels: Mapping[str, Mapping[str, str]], gpus: int = 8) -> Topology:
-    """Topology from the labels of each node, by node name: see KUBERNETES_LABELS and NVLINK_LABELS.
+    """Read the topology from each node's labels (KUBERNETES_LABELS, NVLINK_LABELS), by node name.
 
-    Nodes with none of the labels are under one unnamed switch when no node has any, else their own leaf.
+    A node with none of the labels is its own leaf where others have one; without any all are under one switch.
     """
     family = next((row for row in KUBERNETES_LABELS if any(label in of for of in labels.values() for label in row)), ())
     nodes = []

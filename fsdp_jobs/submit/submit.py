@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +203,7 @@ def _write(job: Prepared) -> None:
     if job.config.cluster.topology is not None:
         write_atomic(run.topology, _read_topology(job.config.cluster.topology))
     if job.shape is not None:
-        write_atomic(run.shape, json.dumps(asdict(job.shape)))
+        write_atomic(run.shape, job.shape.to_json())
     write_atomic(run.token, secrets.token_hex(16), mode=0o600)
     write_atomic(run.submit / "request.txt", f"{job.request}\n")
     run.stop_request.unlink(missing_ok=True)

@@ -1,23 +1,39 @@
-"""Counting what a model keeps and computes, by running it once on fake tensors. Imports torch: never from a plan."""
+"""Answer the planner's questions about a model by building it, in a process that may import torch.
+
+    python -m fsdp_jobs.train.shape_probe shape CONFIG.yaml            # its shape, by running it on fake tensors
+    python -m fsdp_jobs.train.shape_probe initial-weights CONFIG.yaml  # problems of `init_from`, by names and shapes
+
+The answer is the last line on standard output, as JSON; an error is the last line on standard error.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdp_jobs.checkpoints.pretrained import problems_of
+from fsdp_jobs.config.errors import BadInput
+from fsdp_jobs.config.schema import JobConfig, load_config
+from fsdp_jobs.models.build import build_model, head_modules_of
 from fsdp_jobs.plan.shapes import Activations, ModelShape, Unit, merged
+from fsdp_jobs.train.sharding import find_blocks
 
 MATMULS = ("mm", "addmm", "bmm", "baddbmm")
 ATTENTION = "_scaled_dot_product"
 
 
 class _Counter(TorchDispatchMode):
-    """Sums matmul FLOPs, outputs worth keeping and elements moved, inside blocks and outside."""
+    """Sum up matmul FLOPs, outputs worth keeping and elements moved, inside blocks and outside."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -45,7 +61,7 @@ class _Counter(TorchDispatchMode):
 
 
 def activations_of(model: nn.Module, blocks: Sequence[nn.Module], seq_len: int) -> Activations:
-    """What a token costs in this model, from one sample of `seq_len` tokens; means over the blocks."""
+    """Measure what a token costs in this model, from one sample of `seq_len` tokens; means over the blocks."""
     counter = _Counter()
     parameters = {p.untyped_storage()._cdata for p in model.parameters()}
     saved: dict[int, tuple[Tensor, bool]] = {}  # the tensor is kept, so that its storage's address stays its own
@@ -98,7 +114,7 @@ def activations_of(model: nn.Module, blocks: Sequence[nn.Module], seq_len: int) 
 def units_of(
     model: nn.Module, blocks: Sequence[nn.Module], head: Sequence[nn.Module], activations: Activations
 ) -> ModelShape:
-    """The model's parameters by FSDP unit, as training/sharding.py makes them: blocks, head, and the rest."""
+    """List the model's parameters by FSDP unit, as train/sharding.py makes them: blocks, head, and the rest."""
     names = {p: n for n, p in model.named_parameters()}
     taken: set[nn.Parameter] = set()
 
@@ -119,3 +135,38 @@ def units_of(
         return ModelShape(whole, merged(made), activations, waiting=head_unit.numel)
     # Without a head of its own, the root's gradients may all be there before the blocks' backward.
     return ModelShape(root, merged(made), activations, head_unit, waiting=0 if head_unit.params else root.numel)
+
+
+def shape_of(config: JobConfig) -> ModelShape:
+    """Build the model on fake tensors, run one sample, and describe it."""
+    with FakeTensorMode():
+        model = build_model(config.model)
+        blocks = find_blocks(model, config.model, config.fsdp)
+        activations = activations_of(model, blocks, config.data.seq_len)
+    head = head_modules_of(model) if config.fsdp.wrap == "layer" else []
+    return units_of(model, blocks, head, activations)
+
+
+def initial_weights_of(config: JobConfig) -> str:
+    """List what keeps `init_from` from being this model's weights: a JSON list of [where, what, cure]."""
+    with torch.device("meta"):
+        model = build_model(config.model)
+    try:
+        problems = problems_of(model, config)
+    except BadInput as e:
+        problems = e.problems
+    return json.dumps([astuple(p) for p in problems])
+
+
+def main() -> None:
+    question, path = sys.argv[1:]
+    try:
+        config = load_config(Path(path))
+        answer = initial_weights_of(config) if question == "initial-weights" else shape_of(config).to_json()
+    except Exception as e:
+        sys.exit(f"{type(e).__name__}: {(str(e).strip() or 'no message').splitlines()[0]}")
+    print(answer)
+
+
+if __name__ == "__main__":
+    main()
