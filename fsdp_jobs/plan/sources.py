@@ -95,9 +95,7 @@ def _where(*keys: str) -> str:
     return f"topology file, {'.'.join(keys)}"
 
 
-def _nodes(
-    tree: object, above: tuple[str, ...], problems: list[Problem]
-) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _nodes(tree: object, above: tuple[str, ...], problems: list[Problem]) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Name every node under a mapping, with the keys above it; items that name none go to `problems`."""
     if isinstance(tree, dict):
         for key, below in tree.items():
