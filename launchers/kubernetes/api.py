@@ -15,7 +15,7 @@ from kubernetes.client.exceptions import ApiException
 
 from fsdp_jobs.config.clusters import KubernetesClusterConfig
 from fsdp_jobs.config.errors import BadInput, Problem
-from fsdp_jobs.launchers.kubernetes.pods import Object
+from fsdp_jobs.launchers.kubernetes.skeletons import Object
 
 REFUSALS = (ApiException, urllib3.exceptions.HTTPError)
 _TIMEOUT_S = (5, 30)  # to connect, to answer

@@ -1,189 +1,79 @@
-"""AppDef -> the objects of a job: a Job or JobSet, its Service, and what carries its files. Pure; no client."""
+"""AppDef -> the objects of a job, the one that owns the others first. Pure; no client."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from torchx.specs import AppDef
-
-from fsdp_jobs.config.clusters import KubernetesClusterConfig
 from fsdp_jobs.config.resolve import node_range
-from fsdp_jobs.config.schema import JobConfig
-from fsdp_jobs.launchers.kubernetes.labels import COORDINATOR_PORT, QUEUE, RUN, Names, job_files
-from fsdp_jobs.launchers.kubernetes.pods import Object, coordinator_pod, merge, node_pod
-from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE
+from fsdp_jobs.launchers.kubernetes.labels import QUEUE, RUN, Names, job_files
+from fsdp_jobs.launchers.kubernetes.pods import Job, cluster_of, coordinator_pod, node_pod
+from fsdp_jobs.launchers.kubernetes.skeletons import Object, fill
 
-_COORDINATOR_CRASHES = 20
-_NODE_CRASHES = 100  # of one node's pods; the coordinator gives up on a job that gets nowhere long before
-_JOBSET_RESTARTS = 3
 _INDEX = "$(JOB_COMPLETION_INDEX)"  # the kubelet puts the pod's number here
-
-_TOPOLOGY = "kueue.x-k8s.io/podset-preferred-topology"
 _MIN_PARALLELISM = "kueue.x-k8s.io/job-min-parallelism"
 _COMPLETIONS_FOLLOW = "kueue.x-k8s.io/job-completions-equal-parallelism"
 
 
-def job_objects(app: AppDef, config: JobConfig, run: RunDir, names: Names) -> list[Object]:
-    """What `workload=job` creates, the object that owns the others first: two Jobs and a headless Service."""
-    cluster = _cluster(config)
-    coordinator = coordinator_pod(app, config, run, names)
-    nodes = node_pod(app, config, run, names, f"{names.app}-0.{names.app}", _INDEX)
-    for template in (coordinator, nodes):
-        template["spec"]["subdomain"] = names.app
-    root: Object = {"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(config, run, names, names.app)}
-    root["spec"] = {**coordinator_job(coordinator), "suspend": True, "ttlSecondsAfterFinished": _ttl(cluster)}
-    owned: Object = {"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(config, run, names, names.nodes)}
-    owned["spec"] = nodes_job(config, nodes)
-    if cluster.queue is not None:
-        low, high = node_range(config.nodes)
-        for job in (root, owned):
-            job["metadata"]["labels"][QUEUE] = cluster.queue
-        owned["spec"]["suspend"] = True
-        if low < high:
-            owned["metadata"]["annotations"].update({_MIN_PARALLELISM: str(low), _COMPLETIONS_FOLLOW: "true"})
-        _prefer_topology(cluster, nodes)
-    service = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": _metadata(config, run, names, names.app),
-        "spec": {
-            "clusterIP": "None",
-            "selector": names.labels,
-            "publishNotReadyAddresses": True,  # pods look for each other before they are ready
-            "ports": [{"name": "coordinator", "port": COORDINATOR_PORT}],
-        },
-    }
+def job_objects(job: Job, names: Names) -> list[Object]:
+    """Translate for `workload=job`: two Jobs and a headless Service."""
+    cluster = cluster_of(job.config)
+    low, high = node_range(job.config.nodes)
+    queue = {"metadata": {"labels": {QUEUE: cluster.queue}}}
+    elastic = {"metadata": {"annotations": {_MIN_PARALLELISM: str(low), _COMPLETIONS_FOLLOW: "true"}}}
+    in_service = {"spec": {"template": {"spec": {"subdomain": names.app}}}}
+    pods = {"spec": {"template": coordinator_pod(job, names), "ttlSecondsAfterFinished": keep_s(job)}}
+    root = fill("job_coordinator", metadata(job, names, names.app), pods, in_service, queue)
+    service = fill("service", metadata(job, names, names.app), {"spec": {"selector": names.labels}})
+    queued = [queue, {"spec": {"suspend": True}}] if cluster.queue is not None else []
+    queued += [elastic] if cluster.queue is not None and low < high else []
+    pods = _nodes(job, node_pod(job, names, f"{names.app}-0.{names.app}", _INDEX))
+    owned = fill("job_nodes", metadata(job, names, names.nodes), pods, in_service, *queued)
     return [root, service, owned]
 
 
-def jobset_objects(app: AppDef, config: JobConfig, run: RunDir, names: Names) -> list[Object]:
-    """What `workload=jobset` creates: one JobSet, which brings its own Service."""
-    cluster = _cluster(config)
-    nodes = node_pod(app, config, run, names, f"{names.app}-coordinator-0-0.{names.app}", _INDEX)
-    root = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet"}
-    metadata = _metadata(config, run, names, names.app)
-    if cluster.queue is not None:
-        metadata["labels"][QUEUE] = cluster.queue
-        _prefer_topology(cluster, nodes)
-
-    def replicated(name: str, job: Object) -> Object:
-        return {"name": name, "replicas": 1, "template": {"metadata": {"labels": names.labels}, "spec": job}}
-
-    spec = {
-        "suspend": True,
-        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-        "failurePolicy": {
-            "maxRestarts": _JOBSET_RESTARTS,
-            "restartStrategy": "BlockingRecreate",
-            "rules": [
-                {
-                    "name": "verdict",
-                    "action": "FailJobSet",
-                    "targetReplicatedJobs": ["coordinator"],
-                    "onJobFailureReasons": ["PodFailurePolicy"],
-                }
-            ],
-        },
-        "ttlSecondsAfterFinished": _ttl(cluster),
-        "replicatedJobs": [
-            replicated("coordinator", coordinator_job(coordinator_pod(app, config, run, names))),
-            replicated("node", nodes_job(config, nodes)),
-        ],
-    }
-    return [{**root, "metadata": metadata, "spec": spec}]
+def jobset_objects(job: Job, names: Names) -> list[Object]:
+    """Translate for `workload=jobset`: one JobSet, which brings its own Service."""
+    nodes = node_pod(job, names, f"{names.app}-coordinator-0-0.{names.app}", _INDEX)
+    coordinator = {"spec": {"template": coordinator_pod(job, names), "suspend": None}}  # the JobSet is suspended
+    jobs = {"coordinator": fill("job_coordinator", coordinator), "node": fill("job_nodes", _nodes(job, nodes))}
+    replicated = [
+        {"name": name, "template": {"metadata": {"labels": names.labels}, "spec": body["spec"]}}
+        for name, body in jobs.items()
+    ]
+    spec = {"replicatedJobs": replicated, "ttlSecondsAfterFinished": keep_s(job)}
+    queue = {"metadata": {"labels": {QUEUE: cluster_of(job.config).queue}}}
+    return [fill("jobset", metadata(job, names, names.app), {"spec": spec}, queue)]
 
 
-def coordinator_job(template: Object) -> Object:
-    """One pod, until the verdict. Its end is the job's: a verdict to stop fails it, a disruption costs nothing."""
-    return {
-        "completions": 1,
-        "parallelism": 1,
-        "completionMode": "Indexed",
-        "backoffLimit": _COORDINATOR_CRASHES,
-        "podReplacementPolicy": "Failed",
-        "podFailurePolicy": {
-            "rules": [
-                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-                {"action": "FailJob", "onExitCodes": _exits("coordinator", EXIT_FAILED)},
-                {"action": "Ignore", "onExitCodes": _exits("coordinator", EXIT_REQUEUE)},
-            ]
-        },
-        "template": template,
-    }
-
-
-def nodes_job(config: JobConfig, template: Object) -> Object:
-    """The nodes: a pod each, replaced as soon as its machine is lost, until the verdict lets them go.
-
-    No podFailurePolicy: with one, a pod is replaced only when it is known to have ended, and on a machine that
-    has gone silent that is never. Who failed and whether to go on is the coordinator's verdict; a node that the
-    verdict lets go exits with 0, whatever the verdict was.
-    """
-    low, high = node_range(config.nodes)
-    spec: Object = {
-        "completions": high,
-        "parallelism": high,
-        "completionMode": "Indexed",
-        "backoffLimitPerIndex": _NODE_CRASHES,
-        "podReplacementPolicy": "TerminatingOrFailed",
-        "template": template,
-    }
-    if low < high:  # nodes that never found a place are not waited for
-        spec["successPolicy"] = {"rules": [{"succeededCount": low}]}
-    return spec
-
-
-def files_objects(config: JobConfig, run: RunDir, names: Names) -> list[Object]:
-    """A ConfigMap with what submission wrote into the run directory, and a Secret with the job's token."""
-    metadata = _metadata(config, run, names, names.files)
+def files_objects(job: Job, names: Names) -> list[Object]:
+    """Translate what submission wrote into the run directory: a ConfigMap, and a Secret with the job's token."""
+    named, run = metadata(job, names, names.files), job.run
+    files = {f.name: f.read_text() for f in job_files(run) if f.exists()}
     return [
-        {
-            "apiVersion": "v1",
-            "kind": "ConfigMap",
-            "metadata": metadata,
-            "data": {f.name: f.read_text() for f in job_files(run) if f.exists()},
-        },
-        {
-            "apiVersion": "v1",
-            "kind": "Secret",
-            "metadata": metadata,
-            "type": "Opaque",
-            "stringData": {run.token.name: run.token.read_text()},
-        },
+        fill("config_map", named, {"data": files}),
+        fill("secret", named, {"stringData": {run.token.name: run.token.read_text()}}),
     ]
 
 
-def owned_by(root: Object, one: Object) -> Object:
-    """`one`, deleted with `root`, which the server has created."""
+def owned_by(root: Object, body: Object) -> Object:
+    """`body`, deleted with `root`, which the server has created."""
     owner = {k: root[k] for k in ("apiVersion", "kind")}
     owner |= {"name": root["metadata"]["name"], "uid": root["metadata"]["uid"], "controller": False}
-    return {**one, "metadata": {**one["metadata"], "ownerReferences": [owner]}}
+    return {**body, "metadata": {**body["metadata"], "ownerReferences": [owner]}}
 
 
-def _cluster(config: JobConfig) -> KubernetesClusterConfig:
-    assert isinstance(config.cluster, KubernetesClusterConfig)
-    return config.cluster
+def metadata(job: Job, names: Names, name: str) -> Object:
+    """The patch with an object's name, labels and annotations."""
+    cluster = cluster_of(job.config)
+    labels, annotations = {**cluster.labels, **names.labels}, {**cluster.annotations, RUN: job.run.name}
+    return {"metadata": {"name": name, "labels": labels, "annotations": annotations}}
 
 
-def _metadata(config: JobConfig, run: RunDir, names: Names, name: str) -> dict[str, Any]:
-    cluster = _cluster(config)
-    return {
-        "name": name,
-        "labels": {**cluster.labels, **names.labels},
-        "annotations": {**cluster.annotations, RUN: run.name},
-    }
+def keep_s(job: Job) -> int:
+    """Seconds that finished pods and their logs stay."""
+    return round(3600 * cluster_of(job.config).keep_hours)
 
 
-def _ttl(cluster: KubernetesClusterConfig) -> int:
-    return round(3600 * cluster.keep_hours)
-
-
-def _exits(container: str, code: int) -> Object:
-    return {"containerName": container, "operator": "In", "values": [code]}
-
-
-def _prefer_topology(cluster: KubernetesClusterConfig, template: Object) -> None:
-    if cluster.leaf_label is not None:
-        annotations = {"annotations": {_TOPOLOGY: cluster.leaf_label}}
-        template["metadata"] = merge(template["metadata"], annotations)
+def _nodes(job: Job, template: Object) -> Object:
+    """The patch of the nodes' Job. With fewer than the maximum it succeeds when the minimum has."""
+    low, high = node_range(job.config.nodes)
+    enough = {"rules": [{"succeededCount": low}]} if low < high else None
+    return {"spec": {"completions": high, "parallelism": high, "template": template, "successPolicy": enough}}

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from fsdp_jobs.launchers.kubernetes.api import REFUSALS, Api
 from fsdp_jobs.launchers.kubernetes.labels import ROLE, STOP
 from fsdp_jobs.launchers.kubernetes.observe import is_lost
-from fsdp_jobs.launchers.kubernetes.pods import Object
+from fsdp_jobs.launchers.kubernetes.skeletons import Object
 from fsdp_jobs.run.directory import RunDir, write_atomic
 
 _TOLD = re.compile(

@@ -11,7 +11,7 @@ from torchx.specs import AppState
 
 from fsdp_jobs.launchers.kubernetes.api import Api
 from fsdp_jobs.launchers.kubernetes.labels import QUEUE, ROLE, node_of
-from fsdp_jobs.launchers.kubernetes.pods import Object
+from fsdp_jobs.launchers.kubernetes.skeletons import Object
 from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_REQUEUE
 
 _JOB_NAME = "batch.kubernetes.io/job-name"

@@ -11,7 +11,7 @@ from fsdp_jobs.config.errors import BadInput, Problem, nearest
 from fsdp_jobs.config.resolve import node_range
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.kubernetes.api import REFUSALS, Api, explain, missing_permissions
-from fsdp_jobs.launchers.kubernetes.pods import Object
+from fsdp_jobs.launchers.kubernetes.skeletons import Object
 
 WORKLOADS = {  # cluster.workload -> the group, kind and plural of the object that owns the job
     "job": ("batch", "Job", "jobs"),

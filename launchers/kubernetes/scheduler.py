@@ -19,7 +19,8 @@ from fsdp_jobs.launchers.app import RUN_DIR_KEY
 from fsdp_jobs.launchers.base import RunScheduler, known_runs, remember, run_of
 from fsdp_jobs.launchers.kubernetes.labels import ALL_APPS, APP, ROLE, Names, first_attempt, new_app, node_of
 from fsdp_jobs.launchers.kubernetes.manifests import files_objects, job_objects, jobset_objects, owned_by
-from fsdp_jobs.launchers.kubernetes.pods import Object
+from fsdp_jobs.launchers.kubernetes.pods import Job
+from fsdp_jobs.launchers.kubernetes.skeletons import Object
 from fsdp_jobs.launchers.kubernetes.volcano import volcano_objects
 from fsdp_jobs.run.directory import RunDir, newest_json_lines
 from fsdp_jobs.run.events import record_event
@@ -49,8 +50,7 @@ class KubernetesRequest:
     namespace: str
     names: Names
     objects: list[Object]
-    config: JobConfig
-    run_dir: str
+    job: Job
 
     def __str__(self) -> str:
         return yaml.dump_all(self.objects, Dumper=_Plain, sort_keys=False, width=120)
@@ -72,9 +72,9 @@ class KubernetesScheduler(RunScheduler):
         assert isinstance(config.cluster, KubernetesClusterConfig)
         api: Api = api_module.connect(config.cluster)
         names = Names(new_app(run.name))
-        objects = TRANSLATIONS[config.cluster.workload](app, config, run, names)
+        objects = TRANSLATIONS[config.cluster.workload](Job(config, run, app), names)
         check_with_cluster(api, config, objects)
-        return AppDryRunInfo(KubernetesRequest(api.namespace, names, objects, config, str(run.path)), str)
+        return AppDryRunInfo(KubernetesRequest(api.namespace, names, objects, Job(config, run, app)), str)
 
     def schedule(self, dryrun_info: AppDryRunInfo[KubernetesRequest]) -> str:
         """Create everything, then let the job start. What was created is deleted again when a part is refused.
@@ -84,9 +84,9 @@ class KubernetesScheduler(RunScheduler):
         """
         request = dryrun_info.request
         api_module = _client()
-        assert isinstance(request.config.cluster, KubernetesClusterConfig)
-        api: Api = api_module.connect(request.config.cluster)
-        run = RunDir(request.run_dir)
+        assert isinstance(request.job.config.cluster, KubernetesClusterConfig)
+        api: Api = api_module.connect(request.job.config.cluster)
+        run = request.job.run
         root, *rest = request.objects
         app_id = f"{request.namespace}:{request.names.app}"
         remember("kubernetes", app_id, run)
@@ -95,10 +95,10 @@ class KubernetesScheduler(RunScheduler):
         try:
             created = api.create(root)
             owner = {**root, "metadata": created["metadata"]}
-            for one in files_objects(request.config, run, request.names):
+            for one in files_objects(request.job, request.names):
                 doing = f"{one['kind']} {one['metadata']['name']}"
                 api.create(owned_by(owner, one))
-            if request.config.cluster.queue is None and root["spec"].get("suspend"):
+            if request.job.config.cluster.queue is None and root["spec"].get("suspend"):
                 api.resume(root)  # now: the coordinator finds a place before the nodes take them all
             for one in rest:
                 doing = f"{one['kind']} {one['metadata']['name']}"

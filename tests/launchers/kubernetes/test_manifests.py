@@ -18,11 +18,14 @@ import yaml
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.resolve import ranks_per_node
 from fsdp_jobs.launchers.app import to_app
+from fsdp_jobs.launchers.kubernetes import labels
 from fsdp_jobs.launchers.kubernetes.labels import Names, new_app
 from fsdp_jobs.launchers.kubernetes.manifests import files_objects, owned_by
-from fsdp_jobs.launchers.kubernetes.pods import merge
+from fsdp_jobs.launchers.kubernetes.pods import Job
 from fsdp_jobs.launchers.kubernetes.scheduler import TRANSLATIONS, KubernetesRequest
+from fsdp_jobs.launchers.kubernetes.skeletons import merge, skeleton
 from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE
 
 HERE = Path(__file__).parent
 MINORS = sorted(
@@ -60,14 +63,14 @@ CASES: dict[str, tuple[str, ...]] = {
 
 def objects_of(case: str, run: RunDir) -> list[dict[str, Any]]:
     config = compose_job([*COMMON, *CASES[case], "name=pretrain"])
-    app = to_app(config, run, ranks_per_node(config))
-    return TRANSLATIONS[config.cluster.workload](app, config, run, Names("pretrain-abc123"))  # type: ignore[attr-defined]
+    job = Job(config, run, to_app(config, run, ranks_per_node(config)))
+    return TRANSLATIONS[config.cluster.workload](job, Names("pretrain-abc123"))  # type: ignore[attr-defined]
 
 
 @cache
 def render(case: str) -> str:
     run = RunDir("/home/me/runs/pretrain")
-    return str(KubernetesRequest("team", Names("pretrain-abc123"), objects_of(case, run), None, ""))  # type: ignore[arg-type]
+    return str(KubernetesRequest("team", Names("pretrain-abc123"), objects_of(case, run), None))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -89,7 +92,8 @@ def test_official_schemas_take_what_carries_the_files(tmp_path: Path, minor: str
     for file in (run.config, run.plan, run.token):
         write_atomic(file, "x")
     root = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "pretrain-abc123", "uid": "u"}}
-    for body in files_objects(config, run, Names("pretrain-abc123")):
+    job = Job(config, run, to_app(config, run, ranks_per_node(config)))
+    for body in files_objects(job, Names("pretrain-abc123")):
         kubernetes_validate.validate(owned_by(root, body), minor, strict=True)
 
 
@@ -186,6 +190,25 @@ def test_patches_are_merged_by_name() -> None:
             {"name": "y"},
         ],
     }
+    mounts = [{"name": "data", "mountPath": "/a"}, {"name": "data", "mountPath": "/b"}]
+    assert merge([{"name": "tmp"}], mounts) == [{"name": "tmp"}, *mounts]  # one volume in two places
+
+
+def test_skeletons_say_what_the_pods_program_says() -> None:
+    pod, coordinator = (skeleton(name)["spec"]["containers"][0] for name in ("pod", "pod_coordinator"))
+    assert pod["terminationMessagePath"] == labels.TERMINATION_LOG
+    mounts = {m["name"]: m["mountPath"] for m in coordinator["volumeMounts"]}
+    assert mounts == {"job": labels.JOB_FILES, "token": labels.TOKEN_FILES, "pod": labels.POD_INFO}
+    assert [p["containerPort"] for p in coordinator["ports"]] == [labels.COORDINATOR_PORT]
+    assert [p["port"] for p in skeleton("service")["spec"]["ports"]] == [labels.COORDINATOR_PORT]
+    _, fails, requeues = skeleton("job_coordinator")["spec"]["podFailurePolicy"]["rules"]
+    assert (fails["action"], fails["onExitCodes"]["values"]) == ("FailJob", [EXIT_FAILED])
+    assert (requeues["action"], requeues["onExitCodes"]["values"]) == ("Ignore", [EXIT_REQUEUE])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_of_a_skeleton_stays_empty(case: str) -> None:
+    assert "null" not in render(case)
 
 
 if __name__ == "__main__":
