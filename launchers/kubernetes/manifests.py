@@ -22,7 +22,7 @@ def job_objects(job: Job, names: Names) -> list[Object]:
     pods = {"spec": {"template": coordinator_pod(job, names), "ttlSecondsAfterFinished": keep_s(job)}}
     root = fill("job_coordinator", metadata(job, names, names.app), pods, in_service, queue)
     service = fill("service", metadata(job, names, names.app), {"spec": {"selector": names.labels}})
-    queued = [queue, {"spec": {"suspend": True}}] if cluster.queue is not None else []
+    queued: list[Object] = [queue, {"spec": {"suspend": True}}] if cluster.queue is not None else []
     queued += [elastic] if cluster.queue is not None and low < high else []
     pods = _nodes(job, node_pod(job, names, f"{names.app}-0.{names.app}", _INDEX))
     owned = fill("job_nodes", metadata(job, names, names.nodes), pods, in_service, *queued)
