@@ -1,11 +1,12 @@
 """The batch step: one attempt on one allocation, from its first process to the verdict, then a requeue or the end.
 
 Runs as `python -m fsdp_jobs.launchers.slurm.batch RUN_DIR` on the job's first node. Each node's agent is a step of
-its own, so that losing one touches no other and a died one can be started again.
+its own, so that losing one touches no other and a dead one can be restarted.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -15,10 +16,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from fsdp_jobs.launchers.slurm import client, preflight
+from fsdp_jobs.launchers.slurm import client, node_test
+from fsdp_jobs.launchers.slurm.guard import reachable
 from fsdp_jobs.launchers.slurm.regrow import Companions
-from fsdp_jobs.launchers.slurm.script import Steps
+from fsdp_jobs.launchers.slurm.steps import Commands, srun
 from fsdp_jobs.launchers.supervisor import Restarted
+from fsdp_jobs.run import log
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV, HOST_ENV
 from fsdp_jobs.run.events import record_event
@@ -27,12 +30,15 @@ from fsdp_jobs.run.tail import tail
 from fsdp_jobs.run.verdict import EXIT_REQUEUE, Verdict
 
 _POLL_S = 0.2
-_ASK_SLURM_S = 5.0
+_QUEUE_S = 5.0  # between questions to SLURM
+_RESEND_S = 1.0  # between stop signals to the coordinator
 _EARLY_DEATH_S = 20.0  # a process that dies younger than this, three times in a row, is given up
-_EXCLUDE_S = 6 * 3600.0  # a node that fails the preflight
-_LEAVE_S = 30.0  # for agents to go after the verdict
+_EXCLUDE_S = 6 * 3600.0  # a node that fails the node test
+_LEAVE_S = 30.0  # for agents to end after the verdict
 _LEAVE_SOON_S = 5.0  # before a requeue: the time limit may be near, and SLURM ends what is left
 _REQUEUE_S = 120.0  # for SLURM to end this process once it has requeued the job
+
+logger = logging.getLogger(__name__)
 
 
 class _Step(Restarted):
@@ -43,206 +49,181 @@ class _Step(Restarted):
         super().__init__(name, argv, log, env, _EARLY_DEATH_S)
 
 
-def srun(hosts: Sequence[str], cpus: int | None = None) -> list[str]:
-    """A step with one task on each of these hosts, that outlives the death of any of them."""
-    listed = [f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}", f"--nodelist={','.join(hosts)}"]
-    share = ["--overlap", "--cpu-bind=none", "--mpi=none", *([f"--cpus-per-task={cpus}"] if cpus else [])]
-    return ["srun", *listed, *share, "--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
-
-
 class Batch:
     """One attempt."""
 
-    def __init__(self, run: RunDir, steps: Steps):
-        self.run, self.steps = run, steps
+    def __init__(self, run: RunDir, commands: Commands):
+        self.run, self.commands = run, commands
         self.job_id = client.own_id()
-        self.hosts = client.hostnames(os.environ["SLURM_JOB_NODELIST"])
-        self.cpus = client.cpus_by_node(self.hosts, os.environ["SLURM_JOB_CPUS_PER_NODE"])
+        self.hosts = self.allocated = client.hostnames(os.environ["SLURM_JOB_NODELIST"])
         self.attempt = run.last_attempt() + 1
-        self.asked_to_leave: str | None = None
-        self.given_up: list[str] = []  # hosts on which no agent stays alive
-        self.processes: list[_Step] = []
-        self._asked_at = 0.0
-        self._allocated = self.hosts
+        self.folder = run.attempt(self.attempt)
+        self.coordinator = f"{socket.gethostname()}:{free_port()}"
+        names = {ATTEMPT_ENV: str(self.attempt), COORDINATOR_ENV: self.coordinator}
+        self.env = {**os.environ, **commands.env, **names}
+        self.companions = Companions(run, commands, self.env, self.attempt, self.job_id)
+        self.stop_signal: str | None = None
+        self.bad_hosts: list[str] = []  # on which no agent stays alive
+        self.steps: list[_Step] = []
+        self._looked_at = 0.0
 
     def go(self) -> int:
-        """Run the attempt. Returns the exit code of the job, unless SLURM kills this process to requeue it."""
-        for what in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-            signal.signal(what, self._on_signal)
-        folder = self.run.attempt(self.attempt)
-        folder.mkdir(parents=True)
+        """Run the attempt and return the exit code of the job, unless SLURM kills this process to requeue it."""
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        self.folder.mkdir(parents=True)
         restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         details = {"slurm_job": self.job_id, "restarts": restarts, "hosts": self.hosts}
         record_event(self.run, "attempt_started", self.attempt, nodes=len(self.hosts), **details)
-        here = f"{socket.gethostname()}:{free_port()}"
-        self.env = {**os.environ, **self.steps.env, ATTEMPT_ENV: str(self.attempt), COORDINATOR_ENV: here}
-        if self.steps.preflight and (bad := self._preflight(folder / "preflight")) is not None:
-            return self._end(bad)
-        self._start("coordinator", self.steps.coordinator, folder / "coordinator.log")
-        for number, host in enumerate(self.hosts):
-            argv = [*srun([host], self.cpus[host]), *(a.replace("{node}", str(number)) for a in self.steps.agent)]
-            self._start(
-                f"node-{number}", argv, self.run.node(self.attempt, number) / "agent.log", [host], **{HOST_ENV: host}
-            )
-        self._start_guard(self.hosts[1:])
-        self.companions = Companions(self.run, self.steps, self.env, self.attempt, self.job_id)
-        verdict = self._until_verdict()
-        self._until_gone(_LEAVE_S if verdict.decision == "stop" else _LEAVE_SOON_S)
-        self.companions.release()
-        return self._end(verdict)
-
-    def _end(self, verdict: Verdict) -> int:
-        print(f"attempt {self.attempt}: {verdict.verdict}, {verdict.reason}", flush=True)
+        verdict = self._test_nodes() if self.commands.node_test else None
+        if verdict is not None:
+            verdict.close(self.run, self.attempt)
+        else:
+            verdict = self._train()
+        logger.info("attempt %d: %s, %s", self.attempt, verdict.verdict, verdict.reason)
         return self._requeue() if verdict.decision == "requeue" else verdict.exit_code_of_attempt
 
-    def _preflight(self, folder: Path) -> Verdict | None:
-        """Test the nodes; a verdict when there is something wrong with them."""
+    def _on_signal(self, number: int, _frame: object) -> None:
+        self.stop_signal = signal.Signals(number).name
+
+    def _test_nodes(self) -> Verdict | None:
+        """Test the nodes; return a verdict when something is wrong with them."""
+        folder = self.folder / "node-test"
         folder.mkdir()
-        (folder / preflight.NONCE).touch()
-        where = [str(folder), str(self.steps.ranks_per_node), f"{self.hosts[0]}:{free_port()}", self.steps.accelerator]
-        argv = [*srun(self.hosts), *self.steps.preflight, *where, *self.hosts]
-        step = _Step("preflight", argv, folder / "preflight.log", self.env, self.hosts)
-        deadline = time.monotonic() + preflight.TIMEOUT_S
-        while step.popen.poll() is None and time.monotonic() < deadline and not self.asked_to_leave:
+        (folder / node_test.NONCE).touch()
+        where = [str(folder), f"{self.hosts[0]}:{free_port()}", *self.hosts]
+        argv = [*srun(self.hosts), *self.commands.node_test, *where]
+        step = _Step("node test", argv, folder / "node-test.log", self.env, self.hosts)
+        deadline = time.monotonic() + node_test.TIMEOUT_S
+        while step.popen.poll() is None and time.monotonic() < deadline and not self.stop_signal:
             time.sleep(_POLL_S)
         step.popen.kill()
-        if self.asked_to_leave:
-            return self._judge(Verdict("preempted", "requeue", f"{self.asked_to_leave} during the preflight"))
-        bad, between = preflight.blame(preflight.read_reports(folder), self.hosts)
+        if self.stop_signal:
+            return Verdict("preempted", "requeue", f"{self.stop_signal} during the node test")
+        bad, between = node_test.blame(node_test.read_reports(folder), self.hosts)
         if bad and len(bad) < len(self.hosts):
             for host, why in bad.items():
-                self.run.exclude(host, _EXCLUDE_S, f"preflight: {why}")
-            told = "; ".join(f"{host}: {why}" for host, why in bad.items())
-            return self._judge(Verdict("infrastructure", "requeue", f"preflight: {told}"))
-        if bad or between:  # none of them alone
-            told = "; ".join(between) or "; ".join(sorted(set(bad.values())))
-            reason = f"preflight, {'links' if between else 'every node'}: {told}"
-            return self._judge(Verdict("infrastructure", "stop", reason, last_lines=tail(step.log, 15)))
+                self.run.exclude(host, _EXCLUDE_S, f"node test: {why}")
+            facts = "; ".join(f"{host}: {why}" for host, why in bad.items())
+            return Verdict("infrastructure", "requeue", f"node test: {facts}")
+        if bad or between:  # not to blame on one of them
+            facts = "; ".join(between) or "; ".join(sorted(set(bad.values())))
+            reason = f"node test, {'links' if between else 'every node'}: {facts}"
+            return Verdict("infrastructure", "stop", reason, last_lines=tail(step.log, 15))
         return None
 
-    def _judge(self, verdict: Verdict) -> Verdict:
-        """Where there is no coordinator that could."""
-        verdict.close(self.run, self.attempt)
+    def _train(self) -> Verdict:
+        """Run the coordinator and the agents until the verdict, and until they have ended."""
+        self._start("coordinator", self.commands.coordinator, self.folder / "coordinator.log")
+        cpus = client.cpus_by_node(self.hosts, os.environ["SLURM_JOB_CPUS_PER_NODE"])
+        for node, host in enumerate(self.hosts):
+            argv = [*srun([host], cpus[host]), *self.commands.agent_of(node)]
+            agent_log = self.run.node(self.attempt, node) / "agent.log"
+            self._start(f"node-{node}", argv, agent_log, [host], **{HOST_ENV: host})
+        self._start_guard()
+        verdict = self._until_verdict()
+        deadline = time.monotonic() + (_LEAVE_S if verdict.decision == "stop" else _LEAVE_SOON_S)
+        leaving = [step for step in self.steps if step.name != "guard"]
+        while any(step.popen.poll() is None for step in leaving) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        self.companions.release()
         return verdict
 
     def _start(self, name: str, argv: Sequence[str], log: Path, hosts: Sequence[str] = (), **env: str) -> None:
-        self.processes.append(_Step(name, argv, log, {**self.env, **env}, hosts))
+        self.steps.append(_Step(name, argv, log, {**self.env, **env}, hosts))
 
-    def _start_guard(self, others: Sequence[str]) -> None:
-        """On two nodes, so that one may die with this one."""
-        if others:
-            command = [sys.executable, "-m", "fsdp_jobs.launchers.slurm.guard", str(self.run.path)]
-            hosts = others[:2]
-            self._start("guard", [*srun(hosts), *command], self.run.attempt(self.attempt) / "guard.log", hosts)
-
-    def _on_signal(self, number: int, _frame: object) -> None:
-        self.asked_to_leave = signal.Signals(number).name
+    def _start_guard(self) -> None:
+        """Start a guard on two of the other nodes, so that one may die together with this one."""
+        if hosts := [host for host in self.allocated if host != self.hosts[0]][:2]:
+            argv = [*srun(hosts), sys.executable, "-m", "fsdp_jobs.launchers.slurm.guard", str(self.run.path)]
+            self._start("guard", argv, self.folder / "guard.log", hosts)
 
     def _until_verdict(self) -> Verdict:
-        told_at = 0.0
+        sent_at = 0.0
         while (verdict := Verdict.read(self.run, self.attempt)) is None:
             time.sleep(_POLL_S)
-            if self.asked_to_leave and time.monotonic() - told_at > 1:
-                told_at = time.monotonic()
-                self._tell_coordinator()
-            if time.monotonic() - self._asked_at > _ASK_SLURM_S:
-                self._ask_slurm()
-            dead = [p for p in self.processes if p.popen.poll()]  # 0: it has done what it had to
-            if dead:
-                self._ask_slurm()
-            for process in dead:
-                if process in self.processes and Verdict.read(self.run, self.attempt) is None:
-                    self._on_death(process, process.popen.returncode)
+            if self.stop_signal and time.monotonic() - sent_at > _RESEND_S:  # the coordinator may be a new one
+                sent_at = time.monotonic()
+                if reachable(self.coordinator):  # it has its signal handlers
+                    self.steps[0].popen.send_signal(signal.SIGUSR1)
+            dead = [step for step in self.steps if step.popen.poll()]  # 0: it has done its work
+            if dead or time.monotonic() - self._looked_at > _QUEUE_S:
+                self._look_at_allocation()
+            for step in dead:
+                if step in self.steps and Verdict.read(self.run, self.attempt) is None:
+                    self._on_death(step, step.popen.returncode)
         return verdict
 
-    def _tell_coordinator(self) -> None:
-        """Every rank is to save and leave. Said again until it is done: the coordinator may be a new one."""
-        host, _, port = self.env[COORDINATOR_ENV].rpartition(":")
-        with suppress(OSError), socket.create_connection((host, int(port)), timeout=1):  # it has its signal handlers
-            self.processes[0].popen.send_signal(signal.SIGUSR1)
-
-    def _ask_slurm(self) -> None:
-        """Which nodes this job still has, and whether those come that were asked for in place of others."""
-        self._asked_at = time.monotonic()
+    def _look_at_allocation(self) -> None:
+        """Drop steps whose nodes SLURM has taken from the job, and request companions in their place."""
+        self._looked_at = time.monotonic()
         try:
-            me = client.my_jobs(fresh=True).get(self.job_id)
-            if me is not None and me.state == "RUNNING":
-                self._allocated = client.hostnames(me.nodes)
-            for process in list(self.processes):
-                if process.hosts and not set(process.hosts) & set(self._allocated):
-                    self._take_away(process)
-            if not self.asked_to_leave:
-                wanted = [n for n in range(self.steps.max_nodes) if not self._has_agent(n)]
-                self.companions.ask_for(wanted)
-        except client.SlurmError as e:  # the controller is away: ranks need it no more than we do
-            print(f"WARNING {e}", flush=True)
+            if (job := client.running(self.job_id)) is not None:
+                self.allocated = client.hostnames(job.nodes)
+            for step in list(self.steps):
+                if step.hosts and not set(step.hosts) & set(self.allocated):
+                    self._drop(step)
+            if not self.stop_signal:
+                self.companions.request([n for n in range(self.commands.max_nodes) if not self._has_agent(n)])
+        except client.SlurmError as e:  # the controller is away: training goes on without it
+            logger.warning("%s", e)
 
-    def _has_agent(self, number: int) -> bool:
-        return any(p.name == f"node-{number}" for p in self.processes)
+    def _has_agent(self, node: int) -> bool:
+        return any(step.name == f"node-{node}" for step in self.steps)
 
-    def _take_away(self, process: _Step) -> None:
-        """SLURM has taken a step's nodes from the job; its srun may wait for them for ever."""
-        process.popen.kill()
-        process.popen.wait()
-        self.processes.remove(process)
-        if process.name == "guard":
-            self._start_guard([h for h in self._allocated if h != self.hosts[0]])
+    def _drop(self, step: _Step) -> None:
+        """End a step that has lost its nodes; its srun may wait for them for ever."""
+        step.popen.kill()
+        step.popen.wait()
+        self.steps.remove(step)
+        if step.name == "guard":
+            self._start_guard()
         else:
-            record_event(self.run, "taken_away", self.attempt, process=process.name, hosts=process.hosts)
+            record_event(self.run, "taken_away", self.attempt, process=step.name, hosts=step.hosts)
 
-    def _on_death(self, process: _Step, exit_code: int) -> None:
-        if process.note_death():
-            record_event(self.run, "process_restarted", self.attempt, process=process.name, exit_code=exit_code)
-            process.start()
+    def _on_death(self, step: _Step, exit_code: int) -> None:
+        if step.note_death():
+            record_event(self.run, "process_restarted", self.attempt, process=step.name, exit_code=exit_code)
+            step.start()
             return
-        self.processes.remove(process)
-        self.given_up += process.hosts if process.name != "guard" else []
-        if process.name == "coordinator" or not any(self._has_agent(n) for n in range(self.steps.max_nodes)):
-            self._judge(process.given_up())
+        self.steps.remove(step)
+        self.bad_hosts += step.hosts if step.name != "guard" else []
+        if step.name == "coordinator" or not any(self._has_agent(n) for n in range(self.commands.max_nodes)):
+            step.given_up().close(self.run, self.attempt)
         else:
-            record_event(self.run, "given_up", self.attempt, process=process.name, why=process.given_up().reason)
-
-    def _until_gone(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        staying = [p for p in self.processes if p.name != "guard"]
-        while any(p.popen.poll() is None for p in staying) and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+            record_event(self.run, "given_up", self.attempt, process=step.name, why=step.given_up().reason)
 
     def _requeue(self) -> int:
-        """Hand the job back to the queue, without the nodes that failed it. Does not return when that works."""
-        excluded = [*sorted({*self.run.excluded_hosts(), *self.given_up}), *self.steps.exclude]
+        """Requeue the job without the nodes that failed it. Does not return when that works."""
+        excluded = [*sorted({*self.run.excluded_hosts(), *self.bad_hosts}), *self.commands.exclude]
         try:
-            me = client.my_jobs(fresh=True).get(self.job_id)
-            if me is None or me.state != "RUNNING":
-                print(f"not requeued: the job is {me.state if me else 'unknown to SLURM'}", flush=True)
+            if client.running(self.job_id) is None:
+                logger.info("not requeued: the job is no longer running")
                 return EXIT_REQUEUE
             client.call("scontrol", "requeue", self.job_id)
             _exclude(self.job_id, excluded)
         except client.SlurmError as e:
-            print(f"not requeued: {e}", flush=True)
+            logger.warning("not requeued: %s", e)
             return EXIT_REQUEUE
-        self._until_signalled()
-        return EXIT_REQUEUE
-
-    def _until_signalled(self) -> None:
-        """SLURM ends a requeued job's batch step; what ends before that it would count as failed."""
-        self.asked_to_leave = None
+        self.stop_signal = None
         deadline = time.monotonic() + _REQUEUE_S
-        while self.asked_to_leave is None and time.monotonic() < deadline:
+        while self.stop_signal is None and time.monotonic() < deadline:  # an earlier end would count as a failure
             time.sleep(_POLL_S)
+        return EXIT_REQUEUE
 
 
 def _exclude(job_id: str, hosts: Sequence[str]) -> None:
-    """Keep the job off these nodes and no others: possible once it is pending again, while this process lives."""
+    """Exclude these nodes and no others: possible once the job is pending again, while this process lives."""
     for _ in range(20):
         with suppress(client.SlurmError):
             client.call("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(hosts)}")
-            print(f"requeued{' without ' if hosts else ''}{', '.join(hosts)}", flush=True)
+            logger.info("requeued; excluded nodes: %s", ", ".join(hosts) or "none")
             return
         time.sleep(0.2)
-    print(f"WARNING could not exclude {', '.join(hosts)}", flush=True)
+    logger.warning("could not exclude %s", ", ".join(hosts))
 
 
 if __name__ == "__main__":
+    log.configure()
     directory = RunDir(sys.argv[1])
-    sys.exit(Batch(directory, Steps.from_json((directory.submit / "steps.json").read_text())).go())
+    sys.exit(Batch(directory, Commands.read(directory)).go())

@@ -1,29 +1,41 @@
-"""SLURM's own commands, and what they say. Only the standard library: the batch step uses this, too."""
+"""SLURM's commands and their answers. Only the standard library and TorchX's states: the batch step imports this."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
 
-_TIMEOUT_S = 60.0
-_ACCOUNTED_S = 10.0  # likewise of sacct, which is asked for jobs that the controller has forgotten
-_FRESH_S = 1.0  # so long one answer of squeue serves every question
+from torchx.specs import AppState
+
+_TIMEOUT_S = 60.0  # of a command
+_QUEUE_AGE_S = 1.0  # one answer of squeue serves for so long
+_ACCOUNTING_AGE_S = 10.0  # of an answer of sacct, which is asked for jobs that the controller has forgotten
+
+# SLURM's states. One that is not listed belongs to a job that has nodes.
+_STATES = {
+    **dict.fromkeys(("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"), AppState.PENDING),
+    "COMPLETED": AppState.SUCCEEDED,
+    **dict.fromkeys(("CANCELLED", "REVOKED"), AppState.CANCELLED),
+    **dict.fromkeys(("FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"), AppState.FAILED),
+    **dict.fromkeys(("OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"), AppState.FAILED),
+}
+ENDED = (AppState.SUCCEEDED, AppState.CANCELLED, AppState.FAILED)
 
 
 class SlurmError(Exception):
-    """A command of SLURM's that failed, or is not there; the message is its own."""
+    """A SLURM command that failed or is not installed; the message is the command's own."""
 
 
 def call(*argv: str, stdin: str | None = None, env: Mapping[str, str] | None = None) -> str:
-    """What a command prints.
+    """Run a command and return what it prints.
 
     Raises:
-        SlurmError: it is not installed, it failed, or it did not answer.
+        SlurmError: it is not installed, failed, or did not answer in time.
     """
     try:
         done = subprocess.run(argv, input=stdin or "", env=env, capture_output=True, text=True, timeout=_TIMEOUT_S)
@@ -36,18 +48,22 @@ def call(*argv: str, stdin: str | None = None, env: Mapping[str, str] | None = N
     return done.stdout
 
 
-@cache
-def settled(*argv: str) -> str:
-    """What a command prints, asked once in this process: for what stays the same while jobs are submitted.
+_answers: dict[tuple[str, ...], tuple[float, str]] = {}  # command -> when it was called, and what it printed
+
+
+def recent(*argv: str, max_age_s: float = math.inf) -> str:
+    """Return what a command printed at most `max_age_s` ago in this process; call it when there is no such answer.
 
     Raises:
         SlurmError: as `call`.
     """
-    return call(*argv)
+    if argv not in _answers or time.monotonic() - _answers[argv][0] > max_age_s:
+        _answers[argv] = time.monotonic(), call(*argv)
+    return _answers[argv][1]
 
 
 def own_id() -> str:
-    """The id of the job that this process belongs to, as squeue tells it.
+    """Return the id of the job that this process belongs to, as squeue shows it.
 
     The last task of an array to start has the array's own number in SLURM_JOB_ID, which stands for all of them.
     """
@@ -57,67 +73,79 @@ def own_id() -> str:
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """One job as squeue or sacct tells it."""
+    """A job as squeue or sacct describes it."""
 
     id: str  # <job>, or <job>_<task> of an array
-    state: str  # SLURM's word: PENDING, RUNNING, CANCELLED, ...
+    word: str  # SLURM's state: PENDING, RUNNING, CANCELLED, ...
     reason: str = ""  # why it waits
-    start: str = ""  # when it started, or will; N/A when nobody knows
+    start: str = ""  # when it started, or will; N/A when unknown
     nodes: str = ""  # hostlist
     batch_host: str = ""
     record: str = ""  # the controller's number for it; of an array's last task it is the array's, and means all of them
 
     @property
-    def for_signals(self) -> str:
-        """What scancel is to be told: it sends no signal to <job>_<task> while others of the array wait."""
+    def state(self) -> AppState:
+        return _STATES.get(self.word, AppState.RUNNING)
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ENDED
+
+    @property
+    def signal_id(self) -> str:
+        """The id for scancel --signal, which ignores <job>_<task> while other tasks of the array wait."""
         return self.id if self.record in ("", self.id.partition("_")[0]) else self.record
 
 
-_accounted: dict[str, tuple[float, str]] = {}  # what sacct said of a job, or of all of an array, and when
-_queue: tuple[float, dict[str, QueuedJob]] = (-_FRESH_S, {})
-
-
-def my_jobs(fresh: bool = False) -> dict[str, QueuedJob]:
-    """Every job of this user's that the controller remembers, by id: one squeue for all of them.
+def queue(fresh: bool = False) -> dict[str, QueuedJob]:
+    """Return all of this user's jobs that the controller remembers, by id, from one squeue.
 
     Raises:
         SlurmError: there is no squeue, or no controller.
     """
-    global _queue
-    if fresh or time.monotonic() - _queue[0] > _FRESH_S:
-        text = call("squeue", "--me", "--states=all", "--array", "--noheader", "--format=%i|%T|%r|%S|%N|%B|%A")
-        jobs = [QueuedJob(*fields) for line in text.splitlines() if len(fields := line.split("|")) == 7]
-        _queue = time.monotonic(), {job.id: job for job in jobs}
-    return _queue[1]
+    argv = ("squeue", "--me", "--states=all", "--array", "--noheader", "--format=%i|%T|%r|%S|%N|%B|%A")
+    text = recent(*argv, max_age_s=0.0 if fresh else _QUEUE_AGE_S)
+    jobs = [QueuedJob(*fields) for line in text.splitlines() if len(fields := line.split("|")) == 7]
+    return {job.id: job for job in jobs}
 
 
-def job(job_id: str, queue: Mapping[str, QueuedJob]) -> QueuedJob | None:
-    """A job of `my_jobs`, or once the controller has forgotten it by sacct; None when nobody knows it."""
-    if (known := queue.get(job_id)) is not None:
-        return known
+def running(job_id: str) -> QueuedJob | None:
+    """Return a job as squeue describes it now; None unless it is running.
+
+    Raises:
+        SlurmError: as `queue`.
+    """
+    job = queue(fresh=True).get(job_id)
+    return job if job is not None and job.word == "RUNNING" else None
+
+
+def jobs(job_ids: Sequence[str]) -> list[QueuedJob | None]:
+    """Return jobs from the queue, or from accounting once the controller has forgotten them; None when unknown.
+
+    Raises:
+        SlurmError: as `queue`.
+    """
+    known = queue()
+    return [known.get(job_id) or _accounted(job_id) for job_id in job_ids]
+
+
+def _accounted(job_id: str) -> QueuedJob | None:
+    """Return a job from one sacct for all tasks of its array; None without accounting."""
+    columns = ("-X", "-n", "-P", "-j", job_id.partition("_")[0], "-o", "JobID,State,Start,NodeList")
     try:
-        text = _accounting(job_id.partition("_")[0])
-    except SlurmError:  # no accounting on this cluster
+        text = recent("sacct", *columns, max_age_s=_ACCOUNTING_AGE_S)
+    except SlurmError:
         return None
-    lives = [line.split("|") for line in text.splitlines() if line.startswith(f"{job_id}|")]
-    if not lives:
+    records = [line.split("|") for line in text.splitlines() if line.startswith(f"{job_id}|")]
+    if not records:
         return None
-    found, state, start, nodes = lives[-1]  # a requeued job has several; the last is the newest
-    return QueuedJob(found, state.split()[0], start=start, nodes=nodes)  # "CANCELLED by 1000"
-
-
-def _accounting(number: str) -> str:
-    """Every life of a job, or of all tasks of an array: one sacct for all of them."""
-    asked_at, text = _accounted.get(number, (-_ACCOUNTED_S, ""))
-    if time.monotonic() - asked_at > _ACCOUNTED_S:
-        text = call("sacct", "-X", "-n", "-P", "-j", number, "-o", "JobID,State,Start,NodeList")
-        _accounted[number] = time.monotonic(), text
-    return text
+    _, word, start, nodes = records[-1]  # a requeued job has several; the last is the newest
+    return QueuedJob(job_id, word.split()[0], start=start, nodes=nodes)  # "CANCELLED by 1000"
 
 
 @dataclass(frozen=True)
 class Partition:
-    """What a partition has and allows, as sinfo tells it; the largest of its nodes counts."""
+    """What a partition has and allows, as sinfo shows it; sizes are those of its largest node."""
 
     name: str
     nodes: int
@@ -130,37 +158,49 @@ class Partition:
 
 
 def partitions() -> list[Partition]:
-    """Every partition.
+    """Return every partition.
 
     Raises:
         SlurmError: there is no SLURM here.
     """
-    found: dict[str, Partition] = {}
+    by_name: dict[str, Partition] = {}
     for line in call("sinfo", "--noheader", "--format=%P|%D|%c|%G|%m|%l|%f").splitlines():
-        name, nodes, cpus, gres, memory, limit, features = line.split("|")
-        before = found.get(name.rstrip("*"))
-        number = [int(re.sub(r"\D", "", text) or 0) for text in (nodes, cpus, memory)]
-        if before is not None:  # one line a kind of node, and a state
-            number = [number[0] + before.nodes, max(number[1], before.cpus), max(number[2], before.memory_mb)]
-            gres = before.gres if gres == "(null)" else gres
-        found[name.rstrip("*")] = Partition(
-            name.rstrip("*"), number[0], number[1], gres, number[2], limit, features, name.endswith("*")
-        )
-    return list(found.values())
+        name, nodes, cpus, gres, memory_mb, limit, features = line.split("|")
+        largest = int(cpus.rstrip("+")), gres, int(memory_mb.rstrip("+"))
+        new = Partition(name.rstrip("*"), int(nodes), *largest, limit, features, name.endswith("*"))
+        if (old := by_name.get(new.name)) is not None:  # a line per kind of node and state
+            new = replace(
+                new,
+                nodes=old.nodes + new.nodes,
+                cpus=max(old.cpus, new.cpus),
+                memory_mb=max(old.memory_mb, new.memory_mb),
+                gres=old.gres if new.gres == "(null)" else new.gres,
+            )
+        by_name[new.name] = new
+    return list(by_name.values())
+
+
+def partition(name: str | None) -> Partition | None:
+    """Return the partition of a name, or the default one for None; None when there is no such partition.
+
+    Raises:
+        SlurmError: there is no SLURM here.
+    """
+    return next((p for p in partitions() if p.name == name or (name is None and p.default)), None)
 
 
 def settings() -> dict[str, str]:
-    """`scontrol show config`, key -> value."""
-    return dict(re.findall(r"^(\w+)\s*= (.*)$", settled("scontrol", "show", "config"), re.MULTILINE))
+    """Return `scontrol show config`, key -> value."""
+    return dict(re.findall(r"^(\w+)\s*= (.*)$", recent("scontrol", "show", "config"), re.MULTILINE))
 
 
 def hostnames(hostlist: str) -> list[str]:
-    """A hostlist written out, in SLURM's order."""
+    """Expand a hostlist, in SLURM's order."""
     return call("scontrol", "show", "hostnames", hostlist).split() if hostlist else []
 
 
 def cpus_by_node(hosts: Sequence[str], text: str) -> dict[str, int]:
-    """SLURM_JOB_CPUS_PER_NODE (`2(x3),4`) for the hosts of a job."""
+    """Parse SLURM_JOB_CPUS_PER_NODE (`2(x3),4`) for the hosts of a job."""
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(count)] * int(times or 1)

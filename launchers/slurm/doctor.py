@@ -13,7 +13,7 @@ from fsdp_jobs.config.clusters import SlurmClusterConfig
 from fsdp_jobs.config.resolve import accelerator
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.slurm import client
-from fsdp_jobs.launchers.slurm.refusals import file_system
+from fsdp_jobs.launchers.slurm.validate import file_system
 from fsdp_jobs.tools.doctor import Finding
 
 _COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo")

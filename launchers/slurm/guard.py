@@ -1,11 +1,12 @@
-"""Watches the first node from another one: where it dies SLURM would leave the job running, and empty.
+"""Watches the first node from another one: when it dies, SLURM would leave the job running and empty.
 
-With --no-kill a lost node is taken from the allocation and the rest goes on, which is what we want of every node
-but the first: the batch step and the coordinator die with that, and nobody is left who would end the job.
+With --no-kill a lost node is taken from the allocation and the others go on. That is right for every node but the
+first: the batch step and the coordinator die with it, and nothing is left that would end the job.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -13,15 +14,19 @@ import sys
 import time
 
 from fsdp_jobs.launchers.slurm import client
+from fsdp_jobs.run import log
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV
 from fsdp_jobs.run.verdict import Verdict
 
-_LOOK_S = 3.0
-_SILENT_S = 12.0  # the batch step starts a died coordinator again long before this
+_POLL_S = 3.0
+_SILENT_S = 12.0  # the batch step restarts a dead coordinator long before this
+
+logger = logging.getLogger(__name__)
 
 
 def reachable(address: str) -> bool:
+    """Return whether somebody listens at host:port."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=3).close()
@@ -30,43 +35,40 @@ def reachable(address: str) -> bool:
     return True
 
 
-def watch(run: RunDir, attempt: int, job_id: str, coordinator: str) -> int:
-    """Until the attempt is judged, by the coordinator or, when its node is lost to the job, by us."""
-    seen = time.monotonic()
+def watch(run: RunDir, attempt: int, job_id: str, coordinator: str) -> None:
+    """Wait for the verdict on the attempt; requeue the job when its first node is lost before."""
+    seen_at = time.monotonic()
     while Verdict.read(run, attempt) is None:
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
         if reachable(coordinator):
-            seen = time.monotonic()
-        elif time.monotonic() - seen > _SILENT_S:
+            seen_at = time.monotonic()
+        elif time.monotonic() - seen_at > _SILENT_S:
             try:
-                if lost := _lost_host(job_id):
-                    _requeue(run, attempt, job_id, lost)
+                if (host := _lost_host(job_id)) is not None:
+                    _requeue(run, attempt, job_id, host)
             except client.SlurmError as e:
-                print(f"WARNING {e}", flush=True)
-    return 0
+                logger.warning("%s", e)
 
 
 def _lost_host(job_id: str) -> str | None:
-    """The job's first node, when SLURM has taken it away."""
-    me = client.my_jobs(fresh=True).get(job_id)
-    if me is None or me.state != "RUNNING":
-        return None
-    return me.batch_host if me.batch_host not in client.hostnames(me.nodes) else None
+    """Return the job's first node if SLURM has taken it away."""
+    job = client.running(job_id)
+    return job.batch_host if job is not None and job.batch_host not in client.hostnames(job.nodes) else None
 
 
 def _requeue(run: RunDir, attempt: int, job_id: str, host: str) -> None:
-    """Once it is done the verdict is said: SLURM leaves this process some seconds.
+    """Requeue the job, then write the verdict: SLURM leaves this process some seconds.
 
     Raises:
-        SlurmError: SLURM would not; to be tried again.
+        SlurmError: SLURM refuses; to be tried again.
     """
     client.call("scontrol", "requeue", job_id)
-    verdict = Verdict("infrastructure", "requeue", f"lost {host}, the job's first node: it had the coordinator")
-    verdict.close(run, attempt)
+    reason = f"lost {host}, the job's first node, which had the coordinator"
+    Verdict("infrastructure", "requeue", reason).close(run, attempt)
 
 
 if __name__ == "__main__":
+    log.configure()
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # what the ranks are told is none of our business
-    of_job = int(os.environ[ATTEMPT_ENV]), client.own_id(), os.environ[COORDINATOR_ENV]
-    sys.exit(watch(RunDir(sys.argv[1]), *of_job))
+        signal.signal(number, signal.SIG_IGN)  # they are meant for the ranks
+    watch(RunDir(sys.argv[1]), int(os.environ[ATTEMPT_ENV]), client.own_id(), os.environ[COORDINATOR_ENV])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -18,34 +18,15 @@ from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.app import RUN_DIR_KEY
 from fsdp_jobs.launchers.base import WRITES_AT_ONCE, RunScheduler, final_state, log_lines, remember, run_of
-from fsdp_jobs.launchers.slurm import arrays, client, refusals
-from fsdp_jobs.launchers.slurm.script import Script, Steps, script, steps
+from fsdp_jobs.launchers.slurm import client, submission, validate
+from fsdp_jobs.launchers.slurm.script import Script, commands, script
 from fsdp_jobs.launchers.slurm.site import probe
+from fsdp_jobs.launchers.slurm.steps import Commands
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.events import record_event
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit.snapshot import Snapshot, link, take
 
-# SLURM's words. One that is not here belongs to a job that is still in the queue.
-_STATES = {
-    "PENDING": AppState.PENDING,
-    "REQUEUED": AppState.PENDING,
-    "REQUEUE_HOLD": AppState.PENDING,
-    "SPECIAL_EXIT": AppState.PENDING,
-    "RESV_DEL_HOLD": AppState.PENDING,
-    "COMPLETED": AppState.SUCCEEDED,
-    "CANCELLED": AppState.CANCELLED,
-    "REVOKED": AppState.CANCELLED,
-    "FAILED": AppState.FAILED,
-    "TIMEOUT": AppState.FAILED,
-    "NODE_FAIL": AppState.FAILED,
-    "PREEMPTED": AppState.FAILED,
-    "OUT_OF_MEMORY": AppState.FAILED,
-    "BOOT_FAIL": AppState.FAILED,
-    "DEADLINE": AppState.FAILED,
-}
-_ENDED = (AppState.SUCCEEDED, AppState.CANCELLED, AppState.FAILED)
-_LIVE = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "COMPLETING", "REQUEUE_HOLD", "REQUEUED")
 _CANCEL_S = 15.0  # for SLURM to do as it is told
 
 
@@ -53,14 +34,20 @@ _CANCEL_S = 15.0  # for SLURM to do as it is told
 class SlurmRequest:
     """What is submitted: the script, what its batch step starts, and the code that goes with it."""
 
+    run: RunDir
     name: str
     script: Script
-    steps: Steps
+    commands: Commands
     code: Snapshot | None
     in_container: bool  # agents see the run directory and nothing beside it
 
     def __str__(self) -> str:
-        return f"{self.script.of_run(self.steps.run_dir, self.name)}\n# submit/steps.json\n{self.steps.to_json()}\n"
+        return f"{self.text}\n# submit/steps.json\n{self.commands.to_json()}\n"
+
+    @property
+    def text(self) -> str:
+        """Of the script for this job alone."""
+        return self.script.of_run(str(self.run.path), self.name)
 
 
 class SlurmScheduler(RunScheduler):
@@ -81,42 +68,33 @@ class SlurmScheduler(RunScheduler):
             cluster = config.cluster
             assert isinstance(cluster, SlurmClusterConfig)
             run = RunDir(app.metadata[RUN_DIR_KEY])
+            if found := validate.check(config, run):
+                problems += found
+                continue
             try:
-                refusals.check(config, run)
                 code = take_once(Path.cwd(), run.path.parent, cluster.snapshot_mb) if cluster.snapshot_mb else None
                 site = probe(config, run)
             except BadInput as e:
                 problems += e.problems
                 continue
-            request = SlurmRequest(
-                app.name,
-                script(app, config, cfg["plan"], site),
-                steps(app, config, site),
-                code,
-                cluster.container is not None,
-            )
+            parts = script(app, config, cfg["plan"], site), commands(app, config, site)
+            request = SlurmRequest(run, app.name, *parts, code, cluster.container is not None)
             requests.append(AppDryRunInfo(request, str))
-        if not problems:
-            refusals.check_count(len(requests))
-        for group in arrays.groups([r.request.script for r in requests]) if not problems else []:
+        problems = problems or validate.check_count(len(requests))
+        for group in submission.group_equal([r.request.script for r in requests]) if not problems else []:
             request = requests[group[0]].request
-            text = request.script.of_run(request.steps.run_dir, request.name)
-            try:
-                refusals.ask_slurm(configs[group[0]], text, request.script.margin_s, len(group))
-            except BadInput as e:
-                problems += e.problems
+            config = configs[group[0]]
+            problems += validate.check_with_slurm(config, request.text, request.script.margin_s, len(group))
         if problems:
             raise BadInput(problems)
         return requests
 
     def schedule(self, dryrun_info: AppDryRunInfo[SlurmRequest]) -> str:
-        from fsdp_jobs.launchers.slurm.executor import submit
-
         request = dryrun_info.request
         run = _lay_out(request)
         if request.code is not None:
             request.code.write(run.path / "code")
-        job_id = submit(run.submit / "slurm", request.script.of_run(request.steps.run_dir, request.name))
+        job_id = submission.sbatch(run.submit / "slurm", request.text)
         remember("slurm", job_id, run)
         return job_id
 
@@ -126,7 +104,7 @@ class SlurmScheduler(RunScheduler):
         jobs = [info.request for info in requests]
         with ThreadPoolExecutor(WRITES_AT_ONCE) as threads:
             runs = list(threads.map(_lay_out, jobs))
-        place = arrays.new_folder(folder.resolve() / "slurm")
+        place = submission.new_folder(folder.resolve() / "slurm")
         written: dict[int, Path] = {}  # a snapshot -> where it is
         for job, run in zip(jobs, runs, strict=True):
             if job.code is not None and job.in_container:
@@ -136,7 +114,7 @@ class SlurmScheduler(RunScheduler):
                     written[id(job.code)] = place / f"code-{len(written)}"
                     job.code.write(written[id(job.code)])
                 link(run.path / "code", written[id(job.code)])
-        ids = arrays.submit_arrays(place, folder.name, [job.script for job in jobs], runs, parallelism)
+        ids = submission.submit_arrays(place, folder.name, [job.script for job in jobs], runs, parallelism)
         for job_id, run in zip(ids, runs, strict=True):
             remember("slurm", job_id, run)
         return ids
@@ -146,29 +124,27 @@ class SlurmScheduler(RunScheduler):
 
     def describe_many(self, app_ids: Sequence[str]) -> list[DescribeAppResponse | None]:
         try:
-            queue = client.my_jobs()
-            return [_described(app_id, client.job(app_id, queue)) for app_id in app_ids]
+            return [_described(app_id, job) for app_id, job in zip(app_ids, client.jobs(app_ids), strict=True)]
         except client.SlurmError as e:
             told = app_ids[0] if len(app_ids) == 1 else f"{app_ids[0]} and {len(app_ids) - 1} more"
             raise BadInput([Problem(f"slurm_fsdp job {told}", str(e), "ask on a login node of its cluster")]) from e
 
     def list(self) -> list[ListAppResponse]:
-        jobs = client.my_jobs()
-        return [ListAppResponse(id, _STATES.get(job.state, AppState.RUNNING)) for id, job in jobs.items()]
+        return [ListAppResponse(job.id, job.state) for job in client.queue().values()]
 
     def _cancel_existing(self, app_id: str) -> None:
         self.cancel_many([app_id])
 
     def cancel_many(self, app_ids: Sequence[str]) -> None:
-        queue = client.my_jobs(fresh=True)
-        jobs = [queue[id] for id in app_ids if id in queue and queue[id].state in _LIVE]
-        running = [job for job in jobs if job.state == "RUNNING"]
+        queue = client.queue(fresh=True)
+        jobs = [queue[id] for id in app_ids if id in queue and not queue[id].ended]
+        running = [job for job in jobs if job.word == "RUNNING"]
         if running:  # without its batch step nobody can ask the ranks to save
-            client.call("scancel", "--signal=KILL", "--batch", *(job.for_signals for job in running))
-            _wait_while([job.id for job in running], ("RUNNING",))
+            client.call("scancel", "--signal=KILL", "--batch", *(job.signal_id for job in running))
+            _wait_while(running, lambda job: job.word == "RUNNING")
         if jobs:
             client.call("scancel", "--quiet", *(job.id for job in jobs))
-            _wait_while([job.id for job in jobs], _LIVE)
+            _wait_while(jobs, lambda job: not job.ended)
         for job in jobs:
             if (run := run_of("slurm", job.id)) is not None:
                 _record_cancel(run)
@@ -180,15 +156,15 @@ class SlurmScheduler(RunScheduler):
 
         def running() -> bool:
             description = self.describe(app_id) if follow else None
-            return description is not None and description.state not in _ENDED
+            return description is not None and description.state not in client.ENDED
 
         return log_lines(run, role, node, running)
 
 
 def _lay_out(request: SlurmRequest) -> RunDir:
     """Write what the batch step reads."""
-    run = RunDir(request.steps.run_dir)
-    write_atomic(run.submit / "steps.json", request.steps.to_json())
+    run = request.run
+    request.commands.write(run)
     write_atomic(run.submit / "first_attempt", str(run.last_attempt() + 1))
     return run
 
@@ -202,9 +178,9 @@ def _described(app_id: str, job: client.QueuedJob | None) -> DescribeAppResponse
     run = run_of("slurm", app_id)
     if job is None and run is None:
         return None
-    state = _STATES.get(job.state, AppState.RUNNING) if job is not None else AppState.FAILED
+    state = job.state if job is not None else AppState.FAILED
     message = _describe(job, state) if job is not None else "SLURM has forgotten the job"
-    if state in _ENDED and run is not None:
+    if state in client.ENDED and run is not None:
         state, message = _last_word(run, job, state, message)
     return DescribeAppResponse(
         app_id=app_id,
@@ -215,12 +191,12 @@ def _described(app_id: str, job: client.QueuedJob | None) -> DescribeAppResponse
     )
 
 
-def _wait_while(app_ids: Sequence[str], words: Collection[str]) -> None:
-    """Until the controller has another word for each of these jobs."""
+def _wait_while(jobs: Sequence[client.QueuedJob], unchanged: Callable[[client.QueuedJob], bool]) -> None:
+    """Wait until the controller has changed each of these jobs."""
     deadline = time.monotonic() + _CANCEL_S
     while time.monotonic() < deadline:
-        queue = client.my_jobs(fresh=True)
-        if not any(id in queue and queue[id].state in words for id in app_ids):
+        queue = client.queue(fresh=True)
+        if not any(job.id in queue and unchanged(queue[job.id]) for job in jobs):
             break
         time.sleep(0.2)
 
@@ -242,14 +218,14 @@ def _describe(job: client.QueuedJob, state: AppState) -> str:
         why = f" ({job.reason})" if job.reason != "None" else ""  # SLURM has not looked at it yet
         return f"SLURM job {job.id} waits{why}; {when}"
     where = f" on {job.nodes}" if job.nodes else ""
-    return f"SLURM job {job.id} is {job.state}{where}"
+    return f"SLURM job {job.id} is {job.word}{where}"
 
 
 def _last_word(run: RunDir, job: client.QueuedJob | None, state: AppState, message: str) -> tuple[AppState, str]:
     """The run's own record of a job that has ended, where there is one; it knows more than an exit code."""
     if run.last_attempt() < _first_attempt(run):
         if state is AppState.FAILED and job is not None:
-            message = f"SLURM job {job.id} {job.state} before its first line: do the nodes see {run.path}?"
+            message = f"SLURM job {job.id} {job.word} before its first line: do the nodes see {run.path}?"
         return state, message
     verdict = Verdict.read(run, run.last_attempt())
     if verdict is None or state is AppState.CANCELLED:

@@ -1,12 +1,11 @@
-"""The sbatch script of a job, and the commands that its batch step runs: an AppDef in SLURM's words. No I/O."""
+"""The sbatch script of a job and the commands of its batch step, from an AppDef. No I/O."""
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torchx.specs import AppDef, Role, macros
@@ -14,61 +13,40 @@ from torchx.specs import AppDef, Role, macros
 from fsdp_jobs.config.clusters import SlurmClusterConfig
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.app import RUN_DIR_KEY
+from fsdp_jobs.launchers.slurm.steps import Commands
 from fsdp_jobs.plan.plan import Plan
 
-BATCH = "fsdp_jobs.launchers.slurm.batch"
-PREFLIGHT = "fsdp_jobs.launchers.slurm.preflight"
+_BATCH = "fsdp_jobs.launchers.slurm.batch"
+_NODE_TEST = "fsdp_jobs.launchers.slurm.node_test"
+_WHERE = ("partition", "account", "qos", "time", "mem", "constraint", "nodelist", "exclude", "reservation")
+_NOTES = ("comment", "mail_user", "mail_type")
 
 
 @dataclass(frozen=True)
 class Site:
     """What a script depends on and only the cluster knows."""
 
-    gpu_option: str = "--gpus-per-node={}"  # with the number of GPUs a node; empty: the cluster does not count GPUs
+    gpu_option: str = "--gpus-per-node={}"  # with the number of GPUs per node; empty: the cluster does not count GPUs
     leaf_size: int = 0  # most nodes under one leaf switch; 0: the cluster does not say
     margin_s: int = 120  # before the time limit or a preemption: time to save in
 
 
-@dataclass
-class Steps:
-    """What the batch step starts. `{node}` in the agent's arguments stands for the node's number."""
-
-    run_dir: str
-    coordinator: list[str]
-    agent: list[str]
-    env: dict[str, str]
-    ranks_per_node: int
-    accelerator: str  # cpu | cuda
-    max_nodes: int
-    regrow: bool
-    preflight: list[str]  # empty: none
-    exclude: list[str]  # hostlists that the user will not have
-    submit: list[str]  # options of sbatch for one more node
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2)
-
-    @classmethod
-    def from_json(cls, text: str) -> Steps:
-        return cls(**json.loads(text))
-
-
-def steps(app: AppDef, config: JobConfig, site: Site) -> Steps:
-    """The commands of the batch step."""
+def commands(app: AppDef, config: JobConfig, site: Site) -> Commands:
+    """Render the commands of the batch step."""
     cluster = config.cluster
     assert isinstance(cluster, SlurmClusterConfig)
     roles = {role.name: role for role in app.roles}
-    trainer, run_dir = roles["trainer"], app.metadata[RUN_DIR_KEY]
-    return Steps(
-        run_dir=run_dir,
+    trainer = roles["trainer"]
+    inside = _container(cluster, app.metadata[RUN_DIR_KEY])
+    agent = _argv(trainer, cluster)
+    kind = [str(trainer.resource.cpu), "cuda" if trainer.resource.gpu else "cpu"]
+    return Commands(
         coordinator=_argv(roles["coordinator"], cluster),
-        agent=[*_container(cluster, run_dir), *_argv(trainer, cluster)],
+        agent=[*inside, *agent],
+        node_test=[*inside, agent[0], "-m", _NODE_TEST, *kind] if cluster.preflight else [],
         env=trainer.env,
-        ranks_per_node=trainer.resource.cpu,
-        accelerator="cuda" if trainer.resource.gpu else "cpu",
         max_nodes=trainer.num_replicas,
         regrow=cluster.regrow,
-        preflight=_preflight(trainer, cluster, run_dir) if cluster.preflight else [],
         exclude=[cluster.exclude] if cluster.exclude else [],
         submit=[o for o in _resources(cluster, trainer, site) if not o.startswith(("--exclude=", "--nodelist="))],
     )
@@ -81,14 +59,8 @@ def _argv(role: Role, cluster: SlurmClusterConfig) -> list[str]:
     return [python, *values.apply(role).args]
 
 
-def _preflight(trainer: Role, cluster: SlurmClusterConfig, run_dir: str) -> list[str]:
-    """The test of a node, as far as it is known now; in the agent's environment."""
-    python = _argv(trainer, cluster)[0]
-    return [*_container(cluster, run_dir), python, "-m", PREFLIGHT]
-
-
 def _container(cluster: SlurmClusterConfig, run_dir: str) -> list[str]:
-    """What stands before the agent: options of srun for pyxis, a command for Apptainer."""
+    """Return what stands before the agent: options of srun for pyxis, a command for Apptainer."""
     if cluster.container is None:
         return []
     mounts = ",".join([f"{run_dir}:{run_dir}", *cluster.container_mounts])
@@ -100,41 +72,41 @@ def _container(cluster: SlurmClusterConfig, run_dir: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Script:
-    """What a batch script says, whosever it is: jobs with equal ones can be the tasks of one array.
+    """A batch script without the job it is for: jobs with equal ones can be the tasks of one array.
 
-    Nothing that a user wrote reaches a shell unquoted but the lines of `setup`.
+    Of what a user wrote only the lines of `setup` reach a shell unquoted.
     """
 
     resources: tuple[str, ...]  # options of sbatch
-    extra: tuple[str, ...]  # likewise, the user's own; they come last
+    extra: tuple[str, ...]  # the user's own options of sbatch; they come last
     setup: tuple[str, ...]  # lines of shell
     python: str
     brings_code: bool  # there is a copy of the code in the run directory
     margin_s: int = field(compare=False)
 
     def of_run(self, run_dir: str, name: str) -> str:
-        """For one job."""
+        """Render the script of one job."""
         output = f"--output={_literal(run_dir)}/submit/slurm-%j.out"
         return self._text(name, [output], shlex.quote(run_dir))
 
     def of_array(self, links: Path, name: str, count: int, at_once: int, after: str, margin_s: int) -> str:
-        """For an array of jobs.
+        """Render the script of an array of jobs.
 
         Args:
             links: a folder in which link `<task>` leads to the run directory of that task.
             name: SLURM's for all of them.
-            count: of tasks.
+            count: number of tasks.
             at_once: most tasks that run at the same time, 0 for no limit.
             after: id of a job that has to end first, empty for none.
-            margin_s: the longest of theirs.
+            margin_s: the longest of the tasks' margins.
         """
         options = [
             f"--array=0-{count - 1}{f'%{at_once}' if at_once else ''}",
             f"--output={_literal(str(links))}/%a/submit/slurm-%A_%a.out",
             *([f"--dependency=afterany:{after}"] if after else []),
         ]
-        find = f'run=$(readlink -e {shlex.quote(str(links))}/"$SLURM_ARRAY_TASK_ID")'
-        return replace(self, margin_s=margin_s)._text(name, options, '"$run"', find)
+        resolve = f'run=$(readlink -e {shlex.quote(str(links))}/"$SLURM_ARRAY_TASK_ID")'
+        return replace(self, margin_s=margin_s)._text(name, options, '"$run"', resolve)
 
     def _text(self, name: str, own: Sequence[str], run_dir: str, *first: str) -> str:
         options = [
@@ -150,23 +122,19 @@ class Script:
         lines = ["#!/bin/bash", *(f"#SBATCH {_quote_option(o)}" for o in options), "set -e", *self.setup, *first]
         if self.brings_code:
             lines += [f"export PYTHONSAFEPATH=1 PYTHONPATH={run_dir}/code${{PYTHONPATH:+:$PYTHONPATH}}"]
-        return "\n".join([*lines, f"exec {shlex.quote(self.python)} -m {BATCH} {run_dir}", ""])
+        return "\n".join([*lines, f"exec {shlex.quote(self.python)} -m {_BATCH} {run_dir}", ""])
 
 
 def script(app: AppDef, config: JobConfig, plan: Plan, site: Site) -> Script:
-    """The batch script of a job."""
+    """Render all of a batch script that does not depend on the run."""
     cluster = config.cluster
     assert isinstance(cluster, SlurmClusterConfig)
     trainer = next(role for role in app.roles if role.name == "trainer")
     low, high = trainer.min_replicas or trainer.num_replicas, trainer.num_replicas
-    resources = [
-        f"--nodes={high}" if low == high else f"--nodes={low}-{high}",
-        *(["--ntasks-per-node=1"] if low == high else []),  # with a range SLURM would take this for its least
-        *_resources(cluster, trainer, site),
-        *_switches(cluster, plan, high, site),
-    ]
+    # With a range SLURM would take --ntasks-per-node for its minimum.
+    nodes = [f"--nodes={high}", "--ntasks-per-node=1"] if low == high else [f"--nodes={low}-{high}"]
     return Script(
-        resources=tuple(resources),
+        resources=(*nodes, *_resources(cluster, trainer, site), *_switches(cluster, plan, high, site)),
         extra=tuple(cluster.extra),
         setup=tuple(cluster.setup),
         python=cluster.python or trainer.entrypoint,
@@ -176,16 +144,13 @@ def script(app: AppDef, config: JobConfig, plan: Plan, site: Site) -> Script:
 
 
 def _literal(path: str) -> str:
-    """A path in a pattern of sbatch's."""
+    """Escape a path for a file name pattern of sbatch."""
     return path.replace("%", "%%")
 
 
 def _resources(cluster: SlurmClusterConfig, trainer: Role, site: Site) -> Iterator[str]:
-    """What each node must have, and who asks for it."""
-    for key in ("partition", "account", "qos", "time", "mem", "constraint", "nodelist", "exclude", "reservation"):
-        if getattr(cluster, key) is not None:
-            yield f"--{key}={getattr(cluster, key)}"
-    for key in ("comment", "mail_user", "mail_type"):
+    """Yield what each node must have, and who asks for it."""
+    for key in (*_WHERE, *_NOTES):
         if getattr(cluster, key) is not None:
             yield f"--{key.replace('_', '-')}={getattr(cluster, key)}"
     gpus = cluster.gpus_per_node or trainer.resource.gpu
@@ -198,7 +163,7 @@ def _resources(cluster: SlurmClusterConfig, trainer: Role, site: Site) -> Iterat
 
 
 def _switches(cluster: SlurmClusterConfig, plan: Plan, nodes: int, site: Site) -> Iterator[str]:
-    """As few leaf switches as hold the job, when what a step sends inside a shard group crosses nodes.
+    """Ask for as few leaf switches as hold the job, when a shard group spans nodes.
 
     SLURM waits for them as long as its administrator allows (max_switch_wait, 300 s by default).
     """
@@ -209,17 +174,17 @@ def _switches(cluster: SlurmClusterConfig, plan: Plan, nodes: int, site: Site) -
 
 
 def _quote_option(option: str) -> str:
-    """An option as sbatch reads it in a script: its value quoted as for a shell, on one line."""
+    """Quote the value of an option as sbatch reads it in a script: as for a shell, on one line."""
     key, equals, value = option.partition("=")
     return f"{key}{equals}{shlex.quote(value)}" if equals else shlex.quote(option)
 
 
 def margin_s(save_s: float, step_s: float, grace_s: float) -> int:
-    """How long before the time limit to ask for the last save.
+    """Return how many seconds before the time limit to ask for the last save.
 
     Args:
         save_s: the slowest save that this run has measured; 0 when there is none yet.
-        step_s: its newest step; 0 likewise.
+        step_s: the slowest step; 0 when there is none yet.
         grace_s: `elastic.stop_grace_s`, which bounds a save.
 
     Twice what was measured, the whole grace as long as nothing was, and 10 s to requeue. SLURM may be a minute early.

@@ -10,8 +10,8 @@ from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.resolve import node_range, ranks_per_node
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.slurm import client
-from fsdp_jobs.launchers.slurm.refusals import no_slurm
 from fsdp_jobs.launchers.slurm.script import Site, margin_s
+from fsdp_jobs.launchers.slurm.validate import no_slurm
 from fsdp_jobs.plan.sources import from_scontrol
 from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.run.directory import RunDir, read_json_lines
@@ -19,31 +19,31 @@ from fsdp_jobs.run.events import read_events
 
 
 def cluster_topology(config: JobConfig) -> Topology | None:
-    """The switches above the nodes of the job's partition; None where there is no SLURM, or it does not say.
+    """Return the switches above the partition's nodes; None without SLURM, or where it does not know them.
 
-    Which of these nodes a job will get nobody knows before it starts: for planning only.
+    For planning only: which of these nodes a job will get is not known before it starts.
     """
     cluster = config.cluster
     assert isinstance(cluster, SlurmClusterConfig)
     try:
         if client.settings()["TopologyPlugin"] in ("topology/none", "topology/default", "topology/flat"):
             return None
-        chosen = [f"--partition={cluster.partition}"] if cluster.partition is not None else []
-        hostlist = ",".join(client.settled("sinfo", "--noheader", "--format=%N", *chosen).split())
-        topology = _topology(hostlist, client.settled("scontrol", "show", "topology"), ranks_per_node(config))
+        partition = [f"--partition={cluster.partition}"] if cluster.partition is not None else []
+        hostlist = ",".join(client.recent("sinfo", "--noheader", "--format=%N", *partition).split())
+        topology = _topology(hostlist, client.recent("scontrol", "show", "topology"), ranks_per_node(config))
     except client.SlurmError:
         return None
     return topology if len(topology.nodes) >= node_range(config.nodes)[1] else None
 
 
 @cache
-def _topology(hostlist: str, told: str, gpus: int) -> Topology:
-    """What scontrol tells of these nodes, read once for all jobs that are planned together."""
-    return from_scontrol(told, gpus, set(client.hostnames(hostlist)))
+def _topology(hostlist: str, text: str, gpus: int) -> Topology:
+    """Parse scontrol's answer about these nodes, once for all jobs that are planned together."""
+    return from_scontrol(text, gpus, set(client.hostnames(hostlist)))
 
 
 def probe(config: JobConfig, run: RunDir) -> Site:
-    """What the script has to know of this cluster, and of what this run has measured.
+    """Return what the script has to know of this cluster, and of what this run has measured.
 
     Raises:
         BadInput: there is no SLURM here, or it does not answer.

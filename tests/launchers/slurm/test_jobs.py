@@ -76,13 +76,13 @@ def test_lost_nodes_are_replaced_and_the_loss_of_the_first_one_requeues(lab: Lab
         as_undisturbed(job, tmp_path, *ENDLESS)
 
 
-def test_preflight_names_a_bad_node_and_the_job_does_without_it(lab: Lab, tmp_path: Path) -> None:
+def test_the_node_test_names_a_bad_node_and_the_job_excludes_it(lab: Lab, tmp_path: Path) -> None:
     lab.do("run", "node2", "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", "/dev/shm")
     try:
         with slurm_job(lab, tmp_path, "picky", "nodes=2:3", "cluster.preflight=true", *QUICK, *ENDLESS) as job:
             job.until_attempt(1)
             told = job.verdict(0)
-            assert (told.decision, told.reason) == ("requeue", "preflight: node2: /dev/shm: 1 MB free, 64 wanted")
+            assert (told.decision, told.reason) == ("requeue", "node test: node2: /dev/shm: 1 MB free, 64 needed")
             assert "node2" not in job.rounds()[-1]["hosts"]
             at_step = job.step()
             done = lab.cli(tmp_path, "cancel", "picky", "--now")

@@ -15,7 +15,7 @@ import pytest
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.resolve import ranks_per_node
 from fsdp_jobs.launchers.app import to_app
-from fsdp_jobs.launchers.slurm.script import Site, margin_s, script, steps
+from fsdp_jobs.launchers.slurm.script import Site, commands, margin_s, script
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.submit.submit import plan_of
 
@@ -73,7 +73,7 @@ def rendered(site: Site, overrides: list[str], run_dir: str = "/shared/runs/gold
     for role in app.roles:
         role.entrypoint = "/env/bin/python"
         role.env = {"OMP_NUM_THREADS": "1"}
-    started = steps(app, config, site)
+    started = commands(app, config, site)
     return f"{script(app, config, plan, site).of_run(run_dir, app.name)}\n# agent: {shlex.join(started.agent)}\n"
 
 

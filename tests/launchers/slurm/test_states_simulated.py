@@ -20,7 +20,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of commands that comes first on PATH; each call of squeue leaves a line in `calls`."""
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setattr(client, "_queue", (float("-inf"), {}))
+    monkeypatch.setattr(client, "_answers", {})
     say(tmp_path, "squeue", "")
     say(tmp_path, "sacct", NO_ACCOUNTING)
     return tmp_path

@@ -1,7 +1,7 @@
 """Tests the nodes of an allocation before training, so that a bad one costs a minute and not a day.
 
-One task a node, `python -m fsdp_jobs.launchers.slurm.preflight FOLDER NPROC HOST:PORT cpu|cuda HOST...`; each leaves
-what it found in FOLDER, which is in the run directory. Whom to blame follows from all reports together.
+One task per node, `python -m fsdp_jobs.launchers.slurm.node_test NPROC cpu|cuda FOLDER HOST:PORT HOST...`; each
+writes its report to FOLDER, which is in the run directory. Which node is bad follows from all reports together.
 """
 
 from __future__ import annotations
@@ -24,37 +24,36 @@ from typing import Any
 from fsdp_jobs.run.directory import write_atomic
 
 TIMEOUT_S = 120.0  # for all of it, imports included
-NONCE = "nonce"  # file that every node must be able to read, written by the batch step
+NONCE = "nonce"  # file that every node must be able to see, written by the batch step
 _COHERENT_S = 10.0  # for what one node writes to be seen by another
 _PAIR_S = 30.0
-_MB = {"run directory": 1000, "/dev/shm": 64, "/tmp": 100}  # least free
-_CLOCK_S = 2.0
-_SLOW = 0.7  # of the median
+_FREE_MB = {"run directory": 1000, "/dev/shm": 64, "/tmp": 100}  # at least
+_CLOCK_SKEW_S = 2.0
+_SLOW = 0.7  # of the median speed
 _BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}  # of the all-reduce
 _GEMM = {"cpu": 256, "cuda": 8192}  # rows of the square matrices
 
 
 @dataclass
 class Report:
-    """What one node found."""
+    """What one node measured."""
 
     host: str
     problems: list[str] = field(default_factory=list)  # of this node alone
-    gemm_tflops: list[float] = field(default_factory=list)  # by GPU
-    pairs: dict[str, str] = field(default_factory=dict)  # partner -> what went wrong with it; empty: nothing
+    gemm_tflops: list[float] = field(default_factory=list)  # per GPU
+    pairs: dict[str, str] = field(default_factory=dict)  # partner -> error of the all-reduce with it; empty: none
     gb_s: list[float] = field(default_factory=list)  # of the all-reduces
 
 
 def blame(reports: Sequence[Report], hosts: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Bad nodes with what is wrong with each, and what is wrong between nodes without one of them to blame."""
+    """Return bad nodes with what is wrong with each, and what is wrong between nodes without one to blame."""
     by_host = {r.host: r for r in reports}
     bad = {host: f"no answer within {TIMEOUT_S:.0f} s" for host in hosts if host not in by_host}
     bad |= {r.host: "; ".join(r.problems) for r in reports if r.problems}
     speeds = [s for r in reports for s in r.gemm_tflops]
+    least = _SLOW * statistics.median(speeds) if len(speeds) > 2 else 0.0
     for report in reports:
-        slow = [
-            i for i, s in enumerate(report.gemm_tflops) if len(speeds) > 2 and s < _SLOW * statistics.median(speeds)
-        ]
+        slow = [i for i, s in enumerate(report.gemm_tflops) if s < least]
         if slow and report.host not in bad:
             bad[report.host] = f"device {slow[0]} multiplies at less than {_SLOW:.0%} of the median"
     for report in reports:
@@ -76,8 +75,8 @@ def read_reports(folder: Path) -> list[Report]:
     return [Report(**json.loads(f.read_text())) for f in sorted(folder.glob("*.json"))]
 
 
-def _place(folder: Path, hosts: Sequence[str]) -> Iterator[str]:
-    """Names, storage."""
+def _names_and_storage(folder: Path, hosts: Sequence[str]) -> Iterator[str]:
+    """Yield what is wrong with host names, shared storage and free space."""
     for host in hosts:
         try:
             socket.getaddrinfo(host, None)
@@ -88,18 +87,18 @@ def _place(folder: Path, hosts: Sequence[str]) -> Iterator[str]:
         time.sleep(0.2)
     if not (folder / NONCE).exists():
         yield f"does not see what {hosts[0]} wrote to {folder}"
-    for what, path in (("run directory", folder), ("/dev/shm", Path("/dev/shm")), ("/tmp", Path("/tmp"))):
-        free = shutil.disk_usage(path).free / 1e6
-        if free < _MB[what]:
-            yield f"{what}: {free:.0f} MB free, {_MB[what]} wanted"
+    for what, least in _FREE_MB.items():
+        free = shutil.disk_usage(folder if what == "run directory" else what).free / 1e6
+        if free < least:
+            yield f"{what}: {free:.0f} MB free, {least} needed"
 
 
 def _gpus(nproc: int) -> Iterator[str]:
-    """What the driver says."""
+    """Yield what is wrong with the GPUs according to the driver."""
     import torch
 
     if torch.cuda.device_count() < nproc:
-        yield f"{torch.cuda.device_count()} GPUs, {nproc} wanted"
+        yield f"{torch.cuda.device_count()} GPUs, {nproc} needed"
     query = ["nvidia-smi", "--query-gpu=index,ecc.errors.uncorrected.volatile.total", "--format=csv,noheader"]
     with suppress(FileNotFoundError):
         for line in subprocess.run(query, capture_output=True, text=True).stdout.splitlines():
@@ -109,52 +108,52 @@ def _gpus(nproc: int) -> Iterator[str]:
 
 
 def _gemm(device: Any, size: int) -> tuple[float, bool]:
-    """TFLOP/s of a matrix product on a device, and whether it is right."""
+    """Return TFLOP/s of a matrix product on a device, and whether the result is right."""
     import torch
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     a, b = torch.ones(size, size, dtype=dtype, device=device), torch.full((size, size), 0.5, dtype=dtype, device=device)
     right = bool(((a @ b) == size / 2).all())
-    begun, times = time.perf_counter(), 5
+    started, times = time.perf_counter(), 5
     for _ in range(times):
         c = a @ b
     right = right and bool((c == size / 2).all())  # waits for the device, too
-    return times * 2 * size**3 / (time.perf_counter() - begun) / 1e12, right
+    return times * 2 * size**3 / (time.perf_counter() - started) / 1e12, right
 
 
 def _all_reduce(store: Any, device: Any, rank: int, partner: int, turn: int) -> float:
-    """GB/s of an all-reduce with another node.
+    """Return GB/s of an all-reduce with another node.
 
     Raises:
-        RuntimeError: it failed, or its clock is another.
+        RuntimeError: it failed, or the clocks differ.
     """
     import torch
     import torch.distributed as dist
 
     backend = "nccl" if device.type == "cuda" else "gloo"
     prefix = dist.PrefixStore(f"{turn}-{min(rank, partner)}", store)
-    mine = int(rank > partner)
-    dist.init_process_group(backend, store=prefix, rank=mine, world_size=2, timeout=timedelta(seconds=_PAIR_S))
+    side = int(rank > partner)
+    dist.init_process_group(backend, store=prefix, rank=side, world_size=2, timeout=timedelta(seconds=_PAIR_S))
     try:
         data = torch.ones(_BYTES[device.type] // 4, device=device)
         dist.all_reduce(data)  # connects
-        begun = time.perf_counter()
+        started = time.perf_counter()
         dist.all_reduce(data)
-        wrong = not bool((data == 4).all())
-        took, now = time.perf_counter() - begun, time.time()
-        prefix.set(f"clock-{mine}", repr(now))
-        skew = abs(now - float(prefix.get(f"clock-{1 - mine}")))
+        right = bool((data == 4).all())
+        seconds, now = time.perf_counter() - started, time.time()
+        prefix.set(f"clock-{side}", repr(now))
+        skew = abs(now - float(prefix.get(f"clock-{1 - side}")))
     finally:
         dist.destroy_process_group()
-    if wrong:
+    if not right:
         raise RuntimeError("the sum is wrong")
-    if skew > _CLOCK_S:
+    if skew > _CLOCK_SKEW_S:
         raise RuntimeError(f"the clocks are {skew:.0f} s apart")
-    return _BYTES[device.type] / took / 1e9
+    return _BYTES[device.type] / seconds / 1e9
 
 
 def _partners(rank: int, nodes: int) -> Iterator[tuple[int, int]]:
-    """(turn, partner): with the neighbour on one side, then with the one on the other."""
+    """Yield (turn, partner): the neighbour on one side, then the one on the other."""
     for turn in (0, 1):
         partner = rank + (1 if rank % 2 == turn else -1)
         if 0 <= partner < nodes:
@@ -162,19 +161,19 @@ def _partners(rank: int, nodes: int) -> Iterator[tuple[int, int]]:
 
 
 def examine(folder: Path, nproc: int, store_at: str, hosts: Sequence[str], rank: int, cuda: bool) -> Report:
-    """Look at this node, and at its links to two others."""
-    report = Report(hosts[rank], list(_place(folder, hosts)))
+    """Test this node and its links to two others."""
+    report = Report(hosts[rank], list(_names_and_storage(folder, hosts)))
     import torch
     import torch.distributed as dist
 
-    kind = "cuda" if cuda else "cpu"
     if cuda:
         report.problems += _gpus(nproc)
-    devices = [torch.device(kind, i) for i in range(min(nproc, torch.cuda.device_count()))] if cuda else []
-    for device in devices or [torch.device("cpu")]:
+    devices = [torch.device("cuda", i) for i in range(min(nproc, torch.cuda.device_count()))] if cuda else []
+    devices = devices or [torch.device("cpu")]
+    for device in devices:
         try:
             speed, right = _gemm(device, _GEMM[device.type])
-            report.gemm_tflops += [speed] if cuda else []  # cores may have others' work to do
+            report.gemm_tflops += [speed] if cuda else []  # a CPU may be busy with other jobs
             if not right:
                 report.problems.append(f"{device} multiplies wrongly")
         except RuntimeError as e:
@@ -188,7 +187,7 @@ def examine(folder: Path, nproc: int, store_at: str, hosts: Sequence[str], rank:
     for turn, partner in _partners(rank, len(hosts)):
         report.pairs[hosts[partner]] = ""
         try:
-            report.gb_s.append(_all_reduce(store, devices[0] if devices else torch.device("cpu"), rank, partner, turn))
+            report.gb_s.append(_all_reduce(store, devices[0], rank, partner, turn))
         except RuntimeError as e:
             report.pairs[hosts[partner]] = str(e).splitlines()[0]
     store.set(f"done-{rank}", "")
@@ -198,13 +197,7 @@ def examine(folder: Path, nproc: int, store_at: str, hosts: Sequence[str], rank:
     return report
 
 
-def main(argv: Sequence[str]) -> int:
-    folder, nproc, store_at, kind, *hosts = argv
-    rank = int(os.environ["SLURM_PROCID"])
-    report = examine(Path(folder), int(nproc), store_at, hosts, rank, kind == "cuda")
-    write_atomic(Path(folder) / f"{report.host}.json", json.dumps(asdict(report), indent=2))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    nproc, kind, folder, store_at, *hosts = sys.argv[1:]
+    report = examine(Path(folder), int(nproc), store_at, hosts, int(os.environ["SLURM_PROCID"]), kind == "cuda")
+    write_atomic(Path(folder) / f"{report.host}.json", json.dumps(asdict(report), indent=2))

@@ -1,8 +1,8 @@
-"""Whom the preflight blames."""
+"""Which nodes the node test finds bad."""
 
 from __future__ import annotations
 
-from fsdp_jobs.launchers.slurm.preflight import Report, blame
+from fsdp_jobs.launchers.slurm.node_test import Report, blame
 
 HOSTS = ["a", "b", "c", "d"]
 

@@ -1,0 +1,46 @@
+"""What a batch step starts, as the submission wrote it down, and the options of srun for a step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from fsdp_jobs.run.directory import RunDir, write_atomic
+
+
+@dataclass
+class Commands:
+    """The commands of a job. `{node}` in the agent's arguments stands for the node's number."""
+
+    coordinator: list[str]
+    agent: list[str]
+    node_test: list[str]  # empty: none
+    env: dict[str, str]
+    max_nodes: int
+    regrow: bool
+    exclude: list[str]  # hostlists that the user excludes
+    submit: list[str]  # options of sbatch for one more node
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2)
+
+    def write(self, run: RunDir) -> None:
+        write_atomic(run.submit / "steps.json", self.to_json())
+
+    @classmethod
+    def read(cls, run: RunDir) -> Commands:
+        return cls(**json.loads((run.submit / "steps.json").read_text()))
+
+    def agent_of(self, node: int) -> list[str]:
+        return [argument.replace("{node}", str(node)) for argument in self.agent]
+
+
+def srun(hosts: Sequence[str], cpus: int | None = None) -> list[str]:
+    """Return the start of a command line: a step with one task per host that outlives the death of any of them.
+
+    A job submitted with --export=NONE passes that on to srun by its environment; steps need all of it.
+    """
+    where = [f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}", f"--nodelist={','.join(hosts)}"]
+    share = ["--overlap", "--cpu-bind=none", "--mpi=none", *([f"--cpus-per-task={cpus}"] if cpus else [])]
+    return ["srun", "--export=ALL", *where, *share, "--no-kill", "--kill-on-bad-exit=0", "--wait=0"]

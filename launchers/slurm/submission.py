@@ -1,0 +1,101 @@
+"""Scripts handed to sbatch: one job alone, or jobs with equal scripts as the tasks of job arrays."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+from fsdp_jobs.config.errors import JobFailed
+from fsdp_jobs.launchers.slurm import client
+from fsdp_jobs.launchers.slurm.script import Script
+from fsdp_jobs.run.directory import RunDir
+
+
+def sbatch(folder: Path, script: str) -> str:
+    """Submit a script, which stays in `folder`/<id>_submission.sh, and return SLURM's job id.
+
+    Raises:
+        JobFailed: SLURM does not take it.
+    """
+    from submitit.core.utils import FailedJobError
+    from submitit.slurm.slurm import SlurmExecutor
+
+    class Executor(SlurmExecutor):
+        """Submits a finished script: there is no function to pickle; srun and signals are the batch step's."""
+
+        def _make_submission_file_text(self, command: str, uid: str) -> str:
+            return command
+
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        return str(Executor(folder)._submit_command(script).job_id)
+    except FailedJobError as e:
+        raise JobFailed(f"sbatch: {e}") from e
+
+
+def group_equal(scripts: Sequence[Script]) -> list[list[int]]:
+    """Group the indices of equal scripts, no more of them together than an array may have tasks.
+
+    Raises:
+        SlurmError: there is no SLURM here.
+    """
+    equal: dict[Script, list[int]] = {}
+    for index, script in enumerate(scripts):
+        equal.setdefault(script, []).append(index)
+    most = int(client.settings()["MaxArraySize"]) or 1  # task ids are below it; 0: there are no arrays here
+    return [indices[i : i + most] for indices in equal.values() for i in range(0, len(indices), most)]
+
+
+def new_folder(parent: Path) -> Path:
+    """Make the first of `parent`/0, `parent`/1, ... that is not there yet."""
+    for number in itertools.count():
+        try:
+            (parent / str(number)).mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return parent / str(number)
+    raise AssertionError
+
+
+def submit_arrays(
+    folder: Path, name: str, scripts: Sequence[Script], runs: Sequence[RunDir], parallelism: int
+) -> list[str]:
+    """Submit jobs as arrays, all or none.
+
+    Args:
+        folder: of this submission alone; an array's links to its run directories are in it.
+        name: SLURM's for the jobs.
+        scripts: one per job.
+        runs: one per job, with all that a batch step reads.
+        parallelism: most jobs that run at once, 0 for no limit.
+
+    Returns:
+        A job id for each, `<array>_<task>`.
+
+    Raises:
+        JobFailed: SLURM does not take one of the arrays.
+    """
+    ids = [""] * len(runs)
+    groups = group_equal(scripts)
+    lanes = min(parallelism, len(groups)) or len(groups)  # arrays that may run at once; others come after them
+    share, rest = divmod(parallelism, lanes)
+    arrays: list[str] = []
+    try:
+        for number, group in enumerate(groups):
+            links = folder / str(number)
+            links.mkdir()
+            for task, job in enumerate(group):
+                (links / str(task)).symlink_to(runs[job].path.resolve())
+            at_once = share + (number % lanes < rest)
+            after = arrays[number - lanes] if number >= lanes else ""
+            margin_s = max(scripts[job].margin_s for job in group)
+            text = scripts[group[0]].of_array(links, name, len(group), at_once, after, margin_s)
+            arrays.append(sbatch(folder, text))
+            for task, job in enumerate(group):
+                ids[job] = f"{arrays[-1]}_{task}"
+    except BaseException:
+        if arrays:
+            client.call("scancel", "--quiet", *arrays)
+        raise
+    return ids

@@ -1,0 +1,179 @@
+"""What cannot be submitted and why, before submission: by our own checks, and by SLURM's put into our keys."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import pwd
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from fsdp_jobs.config.clusters import SlurmClusterConfig
+from fsdp_jobs.config.errors import Problem, nearest
+from fsdp_jobs.config.schema import JobConfig
+from fsdp_jobs.launchers.slurm import client
+from fsdp_jobs.run.directory import RunDir
+
+_RUNTIMES = ("pyxis", "apptainer")
+_IN_MEMORY = ("tmpfs", "ramfs")  # file systems that no other machine can have mounted
+_LEAST_TRAINING_S = 30  # between the start of a job and its last save
+
+
+def no_slurm(why: str) -> Problem:
+    return Problem(
+        "cluster=slurm",
+        f"there is no SLURM to submit to: {why}",
+        "submit on a login node of the cluster; cluster=local runs on this machine, fsdp-jobs plan needs neither",
+    )
+
+
+def check(config: JobConfig, run: RunDir) -> list[Problem]:
+    """Return what is wrong as far as this machine can tell without asking SLURM."""
+    cluster = config.cluster
+    assert isinstance(cluster, SlurmClusterConfig)
+    problems = []
+    for key, value in vars(cluster).items():
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and any(c in text for c in "\n\r\0") and key != "setup":
+                problems.append(Problem(f"cluster.{key}={text!r}", "holds a line break"))
+    for option in cluster.extra:
+        if not option.startswith("-"):
+            cure = "for example cluster.extra=\"['--licenses=foo']\""
+            problems.append(Problem(f"cluster.extra=[{option}]", "is not an option of sbatch", cure))
+    if cluster.container_runtime not in _RUNTIMES:
+        where, allowed = f"cluster.container_runtime={cluster.container_runtime}", f"allowed: {', '.join(_RUNTIMES)}"
+        problems.append(Problem(where, allowed, nearest(cluster.container_runtime, _RUNTIMES)))
+    if "\n" in str(run.path):
+        problems.append(Problem("runs_dir", "holds a line break"))
+    if (kind := file_system(run.path)) in _IN_MEMORY:
+        what = f"is on {kind}, in this machine's memory: the nodes cannot see it"
+        problems.append(Problem(f"run directory {run.path}", what, "runs_dir=... on storage that the nodes share"))
+    if importlib.util.find_spec("submitit") is None:
+        problems.append(Problem("cluster=slurm", "submitit is not installed", "pip install 'fsdp_jobs[slurm]'"))
+    if shutil.which("sbatch") is None:
+        problems.append(no_slurm("sbatch is not on this machine's PATH"))
+    return problems
+
+
+def file_system(path: Path) -> str:
+    """Return the kind of file system that a path is on, or will be."""
+    real = str(path.resolve())
+    mounted_at, kind = "", ""
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, point, of, *_ = line.split()
+        point = point.encode().decode("unicode_escape")  # \040 is a space
+        inside = real == point or real.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(mounted_at):
+            mounted_at, kind = point, of
+    return kind
+
+
+def _seconds(time: str) -> float:
+    """Parse a time limit as sbatch reads it; infinite for words."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
+    if match is None:
+        return math.inf
+    days, first, second, third = (int(g) if g else 0 for g in match.groups())
+    if match[1] is not None or match[4] is not None:  # days-hours[:minutes[:seconds]], hours:minutes:seconds
+        return 86400 * days + 3600 * first + 60 * second + third
+    return 60 * first + second  # minutes[:seconds]
+
+
+def check_with_slurm(config: JobConfig, script: str, margin_s: int, count: int) -> list[Problem]:
+    """Let sbatch validate the script of one job or of an array of `count`; its answer in our keys."""
+    cluster = config.cluster
+    assert isinstance(cluster, SlurmClusterConfig)
+    if cluster.time is not None and _seconds(cluster.time) < margin_s + _LEAST_TRAINING_S:
+        what = f"the last save is requested {margin_s} s before the limit: no time is left to train in"
+        return [Problem(f"cluster.time={cluster.time}", what, "a longer limit, or a shorter elastic.stop_grace_s")]
+    try:
+        array = [f"--array=0-{count - 1}"] if count > 1 else []
+        client.call("sbatch", "--test-only", *array, stdin=script)
+    except client.SlurmError as e:
+        limit = re.search(r"\w*MaxSubmit\w*", str(e))
+        return [_too_many(count, limit[0]) if limit else _translate(cluster, config, str(e))]
+    return []
+
+
+def check_count(count: int) -> list[Problem]:
+    """Return a problem when the whole cluster cannot hold so many jobs.
+
+    Raises:
+        SlurmError: there is no SLURM here.
+    """
+    most = client.settings()["MaxJobCount"]
+    return [_too_many(count, f"MaxJobCount={most}")] if count > int(most) else []
+
+
+def _too_many(count: int, limit: str) -> Problem:
+    return Problem(
+        f"{count} job{'' if count == 1 else 's'} at once",
+        f"more than SLURM takes: {limit}",
+        f"fewer values, or a part of them now; sacctmgr show assoc {_user()} and sacctmgr show qos list the limits",
+    )
+
+
+def _names(*command: str) -> str:
+    """Return the first column of an accounting list."""
+    try:
+        names = sorted({line for line in client.call(*command).split() if line})
+    except client.SlurmError as e:
+        return str(e)
+    return "there are " + ", ".join(names[:20])
+
+
+def _size(cluster: SlurmClusterConfig) -> str:
+    p = client.partition(cluster.partition)
+    if p is None:
+        return ""
+    gres = "" if p.gres in ("", "(null)") else f", {p.gres}"
+    return f"partition {p.name} has {p.nodes} nodes with up to {p.cpus} CPUs, {p.memory_mb} MB{gres}"
+
+
+def _limit(cluster: SlurmClusterConfig) -> str:
+    p = client.partition(cluster.partition)
+    return f"partition {p.name} allows {p.time}" if p is not None else ""
+
+
+# Part of SLURM's message in lower case, the key it is about (empty: sizes), the cure. The first that fits.
+_RULES: tuple[tuple[str, str, Callable[[SlurmClusterConfig], str]], ...] = (
+    ("configuration", "", _size),
+    ("account", "account", lambda _: _names("sacctmgr", "-nP", "show", "assoc", _user(), "format=Account")),
+    ("partition", "partition", lambda _: "there are " + ", ".join(p.name for p in client.partitions())),
+    ("time limit", "time", _limit),
+    ("--time", "time", lambda _: "minutes, or days-hours:minutes:seconds"),
+    ("qos", "qos", lambda _: _names("sacctmgr", "-nP", "show", "qos", "format=Name")),
+    ("feature", "constraint", lambda c: f"its nodes have {getattr(client.partition(c.partition), 'features', '')}"),
+    ("reservation", "reservation", lambda _: "scontrol show reservation lists them"),
+    ("node name", "nodelist", lambda _: "sinfo -N lists them; cluster.exclude may be the cause too"),
+    ("--mem", "mem", lambda _: "500G, or 0 for all of it"),
+    ("memory", "mem", _size),
+    ("switches", "switches", lambda _: "a number, or number@max-time"),
+    ("node count", "", _size),
+    ("processors", "", _size),
+)
+
+
+def _translate(cluster: SlurmClusterConfig, config: JobConfig, message: str) -> Problem:
+    said = message.replace("allocation failure: ", "").replace("sbatch: ", "").replace("error: ", "").splitlines()[-1]
+    if said.startswith("Try "):
+        said = message.splitlines()[0].removeprefix("sbatch: ")
+    for part, key, cure in _RULES:
+        if part in said.lower():
+            where = f"cluster.{key}={getattr(cluster, key)}" if key else _sizes(cluster, config)
+            return Problem(where, f"SLURM says: {said}", cure(cluster))
+    return Problem("sbatch --test-only", said, "cluster.extra and the environment's SBATCH_* count too")
+
+
+def _sizes(cluster: SlurmClusterConfig, config: JobConfig) -> str:
+    """Return what is requested of each node, as keys."""
+    keys = ("cpus_per_task", "gpus_per_node", "mem")
+    requested = [f"cluster.{key}={getattr(cluster, key)}" for key in keys if getattr(cluster, key) is not None]
+    return " ".join([f"nodes={config.nodes}", f"nproc_per_node={config.nproc_per_node}", *requested])
+
+
+def _user() -> str:
+    return f"user={pwd.getpwuid(os.getuid()).pw_name}"
