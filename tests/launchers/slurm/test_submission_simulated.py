@@ -9,8 +9,8 @@ import pytest
 
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.launchers.slurm import client
-from fsdp_jobs.launchers.slurm.submission import submit_arrays
 from fsdp_jobs.launchers.slurm.script import Script
+from fsdp_jobs.launchers.slurm.submission import submit_arrays
 from fsdp_jobs.run.directory import RunDir
 
 SMALL = Script(("--nodes=1",), (), (), "python", False, margin_s=10)
