@@ -1,1 +1,1 @@
-"""Many jobs as one: their list, what is submitted of it, and the verbs that act on it."""
+"""Sweeps: the table of their jobs, how they are submitted, shown and compared."""

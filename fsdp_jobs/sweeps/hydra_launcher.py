@@ -1,11 +1,11 @@
-"""Hydra's --multirun: a sweeper that makes a grid's jobs, and a launcher that submits all of them at once. No torch.
+"""Hydra's --multirun: a sweeper for the jobs of a grid, and a launcher that submits all of them at once. No torch.
 
-Hydra's own sweeper composes each job to look at it, one after the other; the launcher does so for all, faster.
+Hydra's own grid sweeper composes each job by itself, one after the other, which takes minutes for hundreds of jobs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper, BasicSweeperConf
@@ -26,14 +26,14 @@ from fsdp_jobs.config.validate import value_problem
 from fsdp_jobs.run.directory import find_run
 from fsdp_jobs.sweeps import jobs
 from fsdp_jobs.sweeps.identity import canonical, is_of_the_command, key_of, name_for
-from fsdp_jobs.sweeps.show import show_dry_run, show_submitted, told
+from fsdp_jobs.sweeps.show import ended_line, show_dry_run, show_submitted
 from fsdp_jobs.sweeps.table import Row, Sweep, locked, read_sweep
 
 console = Console(highlight=False, markup=False)
 
 
 def multirun(overrides: Sequence[str], config_dir: str | None) -> int:
-    """Run `--multirun` with these overrides. Returns how many of the jobs that were waited for have failed.
+    """Run `--multirun` with these overrides. Return how many of the jobs that were waited for have failed.
 
     Raises:
         BadInput: whatever is wrong with any job; nothing is submitted then.
@@ -46,8 +46,8 @@ def multirun(overrides: Sequence[str], config_dir: str | None) -> int:
     check_sweep([*searched, *overrides])
     failed: list[Row] = []
 
-    def tell(row: Row) -> None:
-        console.print(told(row), style="red" if row.state != "done" else None, soft_wrap=True)
+    def show_ended(row: Row) -> None:
+        console.print(ended_line(row), style="red" if row.state != "done" else None, soft_wrap=True)
         if row.state != "done":
             failed.append(row)
 
@@ -57,14 +57,14 @@ def multirun(overrides: Sequence[str], config_dir: str | None) -> int:
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
         try:
-            hydra.multirun("config", tell, [*searched, *overrides], with_log_configuration=False)
+            hydra.multirun("config", show_ended, [*searched, *overrides], with_log_configuration=False)
         except HydraException as e:
             raise BadInput([Problem("--multirun", str(e))]) from e
     return len(failed)
 
 
 class GridSweeper(Sweeper):
-    """All combinations of the values that are named, as one batch or several."""
+    """Launch all combinations of the values that are named, as one batch or several."""
 
     def __init__(self, max_batch_size: int | None, params: dict[str, str] | None):
         self.max_batch_size, self.params = max_batch_size, params or {}
@@ -79,45 +79,37 @@ class GridSweeper(Sweeper):
         returns: list[Sequence[JobReturn]] = []
         for batch in BasicSweeper.split_arguments(parsed, self.max_batch_size):
             if not batch:
-                raise BadInput([Problem("--multirun", "a key has no value at all, so there is no job")])
+                raise BadInput([Problem("--multirun", "there is no job: a key has no value at all", "key=A,B")])
             returns.append(self.launcher.launch(batch, sum(map(len, returns))))
         return returns
 
 
 class SweepLauncher(Launcher):
-    """Submits a batch of jobs together, those left out that are done or active; waits for them if it is asked to."""
+    """Submit a batch of jobs together, without those that are done or active; wait for them with sweep.wait."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """`task_function` is called with each Row that has ended while it was waited for."""
-        self.config, self.tell = config, task_function
+        """Read and check what the command says of the whole sweep.
+
+        Args:
+            task_function: is called with each Row that has ended while it was waited for.
+            config: the configuration that all jobs share.
+
+        Raises:
+            BadInput: all settings that contradict each other.
+        """
+        self.config, self.show_ended = config, task_function
         self.waits = bool(config.sweep.wait)
-        sweeper = config.hydra.sweeper
         given = [str(o) for o in config.hydra.overrides.task]
         parser = OverridesParser.create()
         several = [o for o in given if parser.parse_override(o).is_sweep_override()]
         searched = [o for o in map(str, config.hydra.overrides.hydra) if o.startswith("hydra.searchpath=")]
         self.fixed = searched + [o for o in given if o not in several and not is_of_the_command(o)]
-        swept = [key_of(o) for o in several] + [str(k) for k in sweeper.get("params") or ()]
-        problems = [Problem(k, "is of the whole sweep, and cannot be swept") for k in swept if is_of_the_command(k)]
-        for key in ("direction", "parallelism"):
-            problems += value_problem(f"sweep.{key}", config.sweep[key])
-        wanted = sweeper.get("direction")
-        if (wanted := getattr(wanted, "name", wanted)) in ("minimize", "maximize") and wanted != config.sweep.direction:
-            what = f"hydra.sweeper.direction={wanted} wants the opposite"
-            problems.append(Problem(f"sweep.direction={config.sweep.direction}", what, "the same for both"))
-        if config.sweep.name and config.name and config.sweep.name != config.name:
-            what = f"name={config.name} names the sweep, too: its runs are {config.name}-000, {config.name}-001 ..."
-            problems.append(Problem(f"sweep.name={config.sweep.name}", what, "one of the two"))
-        if not self.waits and sweeper._target_ not in (PLUGINS["sweeper"], BasicSweeperConf._target_):
-            what = f"{sweeper._target_.rpartition('.')[2]} chooses the next jobs by what the last ones have reached"
-            problems.append(Problem("sweep.wait=false", what, "sweep.wait=true"))
-        elif self.waits and config.dry_run:
-            problems.append(Problem("dry_run=true", "has no results to wait for", "sweep.wait=false, to see the jobs"))
-        if problems:
+        swept = [key_of(o) for o in several] + [str(k) for k in config.hydra.sweeper.get("params") or ()]
+        if problems := list(_contradictions(config, swept)):
             raise BadInput(problems)
         name = config.sweep.name or config.name or name_for(swept, self.fixed)
         self.folder = find_run(config.sweep.dir, name).path
-        with read_write(config), open_dict(config):  # where sweepers put what they have to say
+        with read_write(config), open_dict(config):  # where sweepers write their results
             config.hydra.sweep.dir = str(self.folder)
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
@@ -127,20 +119,18 @@ class SweepLauncher(Launcher):
             sweep = self._read()
             rows, undone = jobs.to_do(sweep, own)
             show_dry_run(console, sweep, rows, jobs.prepare(sweep, list(undone.values())))
-            return [self._returned(sweep, row, list(job)) for row, job in zip(rows, job_overrides, strict=True)]
-        with locked(self.folder, console.print):
-            sweep = self._read()
-            rows, undone = jobs.to_do(sweep, own)
-            jobs.submit(sweep, undone)
-        show_submitted(console, sweep, rows, set(undone), initial_job_idx == 0 or not self.waits)
-        if self.waits:
-            different = list({row.run: row for row in rows}.values())
-            jobs.wait(sweep, different, self.tell)
-            self._write_down(different)
+        else:
+            with locked(self.folder, console.print):
+                sweep = self._read()
+                rows, undone = jobs.to_do(sweep, own)
+                jobs.submit(sweep, undone)
+            show_submitted(console, sweep, rows, set(undone), initial_job_idx == 0 or not self.waits)
+            if self.waits:
+                self._wait(sweep, list({row.run: row for row in rows}.values()))
         return [self._returned(sweep, row, list(job)) for row, job in zip(rows, job_overrides, strict=True)]
 
     def _read(self) -> Sweep:
-        """The sweep, with what this command says of all of it."""
+        """Read the sweep table, with the settings of this command."""
         sweep, config = read_sweep(self.folder), self.config
         if sweep.jobs and sweep.runs_dir != config.runs_dir:
             what = f"sweep {sweep.name} has its runs in {sweep.runs_dir}/"
@@ -150,20 +140,42 @@ class SweepLauncher(Launcher):
         sweep.parallelism = config.sweep.parallelism
         return sweep
 
-    def _write_down(self, ended: Sequence[Row]) -> None:
-        """What was seen of rows, into a list that other commands may have written since."""
+    def _wait(self, sweep: Sweep, rows: Sequence[Row]) -> None:
+        """Wait for rows to end; write their results into the table, which other commands may have changed since."""
+        jobs.wait(sweep, rows, self.show_ended)
+        ended = {row.run: row for row in rows}
         with locked(self.folder, console.print):
-            sweep = read_sweep(self.folder)
-            seen = {row.run: row for row in ended}
-            sweep.jobs = [seen.get(row.run, row) for row in sweep.jobs]
-            sweep.write()
+            newest = read_sweep(self.folder)
+            newest.jobs = [ended.get(row.run, row) for row in newest.jobs]
+            newest.write()
 
     def _returned(self, sweep: Sweep, row: Row, overrides: list[str]) -> JobReturn:
-        """What Hydra's sweepers learn of a job: its objective, or why it has none."""
+        """Return what Hydra's sweepers get of a job: its objective, or why it has none."""
         result = JobReturn(overrides=overrides, status=JobStatus.COMPLETED)
         result.return_value = row.objective
         if self.waits and (row.state != "done" or row.objective is None):
-            known = f"its metrics.jsonl has no {sweep.objective}" if row.state == "done" else row.reason
-            result.return_value = JobFailed(f"{row.run} {row.state}: {known}")
+            why = f"its metrics.jsonl has no {sweep.objective}" if row.state == "done" else row.reason
+            result.return_value = JobFailed(f"{row.run} {row.state}: {why}")
             result.status = JobStatus.FAILED
         return result
+
+
+def _contradictions(config: DictConfig, swept: Sequence[str]) -> Iterator[Problem]:
+    """Yield what is wrong with the settings of a whole sweep; `swept` are the keys with several values."""
+    sweep, sweeper = config.sweep, config.hydra.sweeper
+    for key in filter(is_of_the_command, swept):
+        yield Problem(key, "applies to the whole sweep: it cannot have several values")
+    for key in ("direction", "parallelism"):
+        yield from value_problem(f"sweep.{key}", sweep[key])
+    wanted = sweeper.get("direction")
+    if (wanted := getattr(wanted, "name", wanted)) in ("minimize", "maximize") and wanted != sweep.direction:
+        what = f"contradicts hydra.sweeper.direction={wanted}"
+        yield Problem(f"sweep.direction={sweep.direction}", what, "the same for both")
+    if sweep.name and config.name and sweep.name != config.name:
+        what = f"name={config.name} names the sweep, too: its runs are {config.name}-000, {config.name}-001 ..."
+        yield Problem(f"sweep.name={sweep.name}", what, "one of the two")
+    if not sweep.wait and sweeper._target_ not in (PLUGINS["sweeper"], BasicSweeperConf._target_):
+        what = f"{sweeper._target_.rpartition('.')[2]} chooses the next jobs by the results of the last ones"
+        yield Problem("sweep.wait=false", what, "sweep.wait=true")
+    elif sweep.wait and config.dry_run:
+        yield Problem("dry_run=true", "has no results to wait for", "sweep.wait=false shows the jobs")

@@ -1,9 +1,9 @@
-"""A sweep's jobs, submitted and observed: neither done again nor submitted twice. No torch."""
+"""Submit and observe a sweep's jobs: none is submitted twice, and none that is done is run again. No torch."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +13,22 @@ from fsdp_jobs.config.hydra import compose_many
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.config.validate import check
 from fsdp_jobs.run.directory import RunDir, newest_json_lines
+from fsdp_jobs.run.status import ENDED
 from fsdp_jobs.submit import submit as submission
 from fsdp_jobs.sweeps.identity import canonical, identity, is_of_the_command
-from fsdp_jobs.sweeps.table import ENDED, NEW, Row, Sweep
+from fsdp_jobs.sweeps.table import NEW, Row, Sweep
 
 _POLL_S = 1.0  # between two looks at jobs that are waited for, at first and after one has ended
 _SLOWEST_POLL_S = 15.0
 
 
-def refresh(sweep: Sweep, rows: Sequence[Row] | None = None) -> None:
-    """Bring rows up to date: run directories tell of ends, launchers of what runs and waits."""
+def refresh(sweep: Sweep, rows: Sequence[Row]) -> None:
+    """Bring rows up to date from their run directories, and from launchers where jobs have not ended."""
     submitted = []
-    for row in sweep.jobs if rows is None else rows:
+    for row in rows:
         if sweep.run_of(row).read_job():
             submitted.append(row)
-        elif row.state != "done":  # what is done stays so, also when its directory was cleared away
+        elif row.state != "done":  # a job that is done stays so, also when its run directory was removed
             row.state, row.handle, row.reason = NEW, None, ""
     for row, status in zip(submitted, submission.statuses_of([sweep.run_of(r) for r in submitted]), strict=True):
         row.handle, row.state = status.run.read_job()["handle"], status.state
@@ -36,41 +37,40 @@ def refresh(sweep: Sweep, rows: Sequence[Row] | None = None) -> None:
 
 
 def last_value(metrics: Path, key: str) -> float | None:
-    """The newest number of a key in a metrics.jsonl."""
+    """Return the newest number of a key in a metrics.jsonl."""
     numbers = (record.get(key) for record in newest_json_lines(metrics))
     return next((float(n) for n in numbers if isinstance(n, int | float)), None)
 
 
 def to_do(sweep: Sweep, jobs: Sequence[Sequence[str]]) -> tuple[list[Row], dict[str, JobConfig]]:
-    """The rows of jobs, and the configurations, by run, of those that are neither done nor active.
+    """Return the rows of jobs, and by run the configurations of those that are neither done nor active.
 
-    Done means: all the steps that are asked for now.
+    Done means: all the steps that the overrides ask for.
 
     Raises:
-        BadInput: whatever is wrong with any job's overrides; a run of such a name that is another job's.
+        BadInput: overrides of any job that are wrong; a run of a row's name that is another job's.
     """
     if not sweep.jobs:
-        sweep.jobs = list(_runs_without_list(sweep))
+        sweep.jobs = list(_rows_of_runs(sweep))
     known = {row.run for row in sweep.jobs}
     rows = sweep.rows_for(jobs)
     configs = composed(sweep, rows)
-    found = [row for row in rows if row.run not in known]
-    if problems := list(dict.fromkeys(_taken(sweep, found))):
+    if problems := list(dict.fromkeys(_name_clashes(sweep, [row for row in rows if row.run not in known]))):
         raise BadInput(problems)
-    refresh(sweep)
+    refresh(sweep, sweep.jobs)
     undone = {}
     for row, config in zip(rows, configs, strict=True):
-        done = row.state == "done" and row.step >= config.steps
-        if not done and not row.is_active:
+        is_done = row.state == "done" and row.step >= config.steps
+        if not is_done and not row.is_active:
             undone[row.run] = config
     return rows, undone
 
 
 def composed(sweep: Sweep, rows: Sequence[Row]) -> list[JobConfig]:
-    """The configurations of rows.
+    """Compose the configurations of rows.
 
     Raises:
-        BadInput: with what is wrong with overrides, and with what the good ones make, all at once.
+        BadInput: overrides that are wrong, and what is wrong with the values of the others, all at once.
     """
     jobs = [sweep.overrides_of(row) for row in rows]
     made = compose_many(jobs)
@@ -87,8 +87,8 @@ def composed(sweep: Sweep, rows: Sequence[Row]) -> list[JobConfig]:
     raise BadInput(dict.fromkeys(problems))
 
 
-def _runs_without_list(sweep: Sweep) -> Iterator[Row]:
-    """Rows of the runs of a sweep whose list was lost."""
+def _rows_of_runs(sweep: Sweep) -> Iterator[Row]:
+    """Yield the rows of a sweep whose table was lost, from its run directories."""
     shared = set(identity(sweep.fixed))
     for job in sorted(Path(sweep.runs_dir).glob(f"{sweep.name}-[0-9][0-9][0-9]*/job.json")):
         overrides = [o for o in RunDir(job.parent).read_job()["overrides"] if not is_of_the_command(o)]
@@ -96,22 +96,22 @@ def _runs_without_list(sweep: Sweep) -> Iterator[Row]:
             yield Row(job.parent.name, [o for o in overrides if canonical(o) not in shared])
 
 
-def _taken(sweep: Sweep, rows: Sequence[Row]) -> Iterator[Problem]:
-    """Runs that are there already, although the sweep's list does not know them, and are other jobs."""
+def _name_clashes(sweep: Sweep, rows: Sequence[Row]) -> Iterator[Problem]:
+    """Yield runs that exist although the sweep table does not list them, and are other jobs."""
+
+    def job_of(overrides: Iterable[str]) -> tuple[str, ...]:
+        return identity(o for o in overrides if not is_of_the_command(o))
+
     for row in rows:
         run = sweep.run_of(row)
         before = run.read_job().get("overrides")
-        if before is not None and _job_identity(before) != _job_identity(sweep.overrides_of(row)):
-            what = f"is there already, from another job: {' '.join(before)}"
+        if before is not None and job_of(before) != job_of(sweep.overrides_of(row)):
+            what = f"exists already, from another job: {' '.join(before)}"
             yield Problem(f"run {run.path}", what, "another sweep.name, or another runs_dir")
 
 
-def _job_identity(overrides: Sequence[str]) -> tuple[str, ...]:
-    return identity(o for o in overrides if not is_of_the_command(o))
-
-
 def prepare(sweep: Sweep, configs: Sequence[JobConfig]) -> list[submission.Prepared]:
-    """Check, plan and render jobs. Writes and starts nothing.
+    """Check, plan and render jobs. Write and start nothing.
 
     Raises:
         BadInput: whatever is wrong with any of them.
@@ -129,19 +129,19 @@ def prepare(sweep: Sweep, configs: Sequence[JobConfig]) -> list[submission.Prepa
 def _unthrottled(sweep: Sweep, configs: Sequence[JobConfig]) -> Iterator[Problem]:
     for cluster in [config.cluster for config in configs] if sweep.parallelism else []:
         if isinstance(cluster, KubernetesClusterConfig) and cluster.queue is None:
-            what = "on Kubernetes a queue's quota says how many run at once"
-            yield Problem(f"sweep.parallelism={sweep.parallelism}", what, "cluster.queue=NAME of a queue of Kueue's")
+            what = "on Kubernetes a queue's quota limits how many run at once"
+            yield Problem(f"sweep.parallelism={sweep.parallelism}", what, "cluster.queue=NAME, a queue of Kueue")
 
 
-def submit(sweep: Sweep, undone: dict[str, JobConfig]) -> None:
-    """Submit rows together, by run and configuration, all or none. Call it with the sweep locked.
+def submit(sweep: Sweep, configs: dict[str, JobConfig]) -> None:
+    """Submit jobs, given as run -> configuration, together, all or none. The sweep must be locked.
 
     Raises:
         BadInput: whatever is wrong with any of them; nothing is written then.
     """
-    rows = [row for row in sweep.jobs if row.run in undone]
-    prepared = prepare(sweep, [undone[row.run] for row in rows])
-    sweep.write()  # before the jobs are there: a command that dies in between has not lost their names
+    rows = [row for row in sweep.jobs if row.run in configs]
+    prepared = prepare(sweep, [configs[row.run] for row in rows])
+    sweep.write()  # before the jobs exist: a command that dies in between has not lost their names
     overrides = [sweep.overrides_of(row) for row in rows]
     handles = submission.submit_many(prepared, overrides, sweep.parallelism, sweep.folder)
     for row, handle in zip(rows, handles, strict=True):
@@ -149,16 +149,15 @@ def submit(sweep: Sweep, undone: dict[str, JobConfig]) -> None:
     sweep.write()
 
 
-def wait(sweep: Sweep, rows: Sequence[Row], tell: Callable[[Row], Any]) -> None:
-    """Until all rows have ended; `tell` is called with each, when it has."""
-    waited = {row.run: row for row in rows}
-    pause = _POLL_S
-    while waited:
-        refresh(sweep, list(waited.values()))
-        for row in [row for row in waited.values() if row.state in ENDED]:
-            tell(row)
-            del waited[row.run]
-            pause = _POLL_S
-        if waited:
-            time.sleep(pause)
-            pause = min(_SLOWEST_POLL_S, 1.1 * pause)
+def wait(sweep: Sweep, rows: Sequence[Row], say: Callable[[Row], Any]) -> None:
+    """Wait until all rows have ended; `say` is called with each as it ends."""
+    waiting, pause_s = list(rows), _POLL_S
+    while waiting:
+        refresh(sweep, waiting)
+        for row in [row for row in waiting if row.state in ENDED]:
+            say(row)
+            waiting.remove(row)
+            pause_s = _POLL_S
+        if waiting:
+            time.sleep(pause_s)
+            pause_s = min(_SLOWEST_POLL_S, 1.1 * pause_s)

@@ -1,4 +1,4 @@
-"""The list of a sweep's jobs, `sweeps/<name>/sweep.yaml`: found, read, matched, written whole. No torch."""
+"""Find, read and write a sweep table: the list of a sweep's jobs, `sweeps/<name>/sweep.yaml`. No torch."""
 
 from __future__ import annotations
 
@@ -6,28 +6,30 @@ import fcntl
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import yaml
 
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
 from fsdp_jobs.run.directory import RunDir, find_run, write_atomic
-from fsdp_jobs.sweeps.identity import identity
+from fsdp_jobs.run.status import ENDED
+from fsdp_jobs.sweeps.identity import identity, key_of
 
-ENDED = ("done", "stopped", "failed")
 NEW = "new"  # not submitted yet
+_COMMENT = "# Written by fsdp-jobs. States and objectives are those that its last submission or cancellation saw.\n"
 
 
 @dataclass
 class Row:
-    """One job."""
+    """One job of a sweep."""
 
     run: str  # name of its run directory
-    overrides: list[str]  # in which it differs from the others
+    overrides: list[str]  # that distinguish it from the other jobs
     handle: str | None = None
     state: str = NEW  # or a word of RunStatus.state
     step: int = 0
@@ -36,8 +38,17 @@ class Row:
 
     @property
     def is_active(self) -> bool:
-        """Whether its launcher has it: it runs, or waits."""
+        """Whether its launcher has it: it runs or waits."""
         return self.state not in (*ENDED, NEW)
+
+    @property
+    def is_measured(self) -> bool:
+        return self.objective is not None and math.isfinite(self.objective)
+
+    @property
+    def values(self) -> dict[str, str]:
+        """Key -> value, as written, of its overrides."""
+        return {key_of(o): o.partition("=")[2] for o in self.overrides}
 
 
 @dataclass
@@ -60,143 +71,128 @@ class Sweep:
     def file(self) -> Path:
         return self.folder / "sweep.yaml"
 
+    @property
+    def keys(self) -> list[str]:
+        """Every key in which jobs differ, in the order of their appearance."""
+        return list(dict.fromkeys(key for row in self.jobs for key in row.values))
+
     def write(self) -> None:
+        """Replace the file."""
         content = {key: value for key, value in asdict(self).items() if key != "folder"}
-        told = (
-            "# Written by fsdp-jobs. States and objectives are those of the last command that submitted or stopped.\n"
-        )
-        write_atomic(self.file, told + yaml.safe_dump(content, sort_keys=False, width=1000))
+        write_atomic(self.file, _COMMENT + yaml.safe_dump(content, sort_keys=False, width=1000))
 
     def rows_for(self, jobs: Sequence[Sequence[str]]) -> list[Row]:
-        """The row of each job, in their order; a job that has none gets one."""
+        """Return the row of each job, given by its overrides, in their order; add rows for new jobs."""
         known = {identity(row.overrides): row for row in self.jobs}
-        highest = max((int(row.run.rpartition("-")[2]) for row in self.jobs), default=-1)
-        found = []
+        next_number = 1 + max((int(row.run.rpartition("-")[2]) for row in self.jobs), default=-1)
         for overrides in jobs:
-            told = identity(overrides)
-            if told not in known:
-                highest += 1
-                known[told] = Row(f"{self.name}-{highest:03d}", list(overrides))
-                self.jobs.append(known[told])
-            found.append(known[told])
-        return found
+            if identity(overrides) not in known:
+                known[identity(overrides)] = row = Row(f"{self.name}-{next_number:03d}", list(overrides))
+                self.jobs.append(row)
+                next_number += 1
+        return [known[identity(overrides)] for overrides in jobs]
 
     def overrides_of(self, row: Row) -> list[str]:
-        """Everything that makes a row's job."""
+        """Return all overrides of a row's job."""
         return [*self.fixed, *row.overrides, f"name={row.run}", f"runs_dir={self.runs_dir}"]
 
     def run_of(self, row: Row) -> RunDir:
         return find_run(self.runs_dir, row.run)
 
-    def best(self) -> Row | None:
-        """The row with the best objective: of those that are done, else of all; None while none has one."""
-        measured = [r for r in self.jobs if r.objective is not None and math.isfinite(r.objective)]
-        rows = [r for r in measured if r.state == "done"] or measured
+    def rank(self, row: Row) -> float:
+        """Return a sort key: the best objective first, rows without one last."""
         sign = 1 if self.direction == "minimize" else -1
-        return min(rows, key=lambda r: sign * (r.objective or 0.0), default=None)
+        return sign * (row.objective or 0.0) if row.is_measured else math.inf
+
+    def best(self) -> Row | None:
+        """Return the row with the best objective, of those that are done if any is; None without an objective."""
+        measured = [row for row in self.jobs if row.is_measured]
+        return min([row for row in measured if row.state == "done"] or measured, key=self.rank, default=None)
 
 
 @contextmanager
 def locked(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Alone with a sweep, among all commands and people. What is read, decided and written within holds together.
+    """Hold a sweep's lock among all commands and users, so that what is read, decided and written is consistent.
 
     A folder that was made for the lock, and in which nothing was written, is removed again.
     """
-    place = folder / "lock"
+    path = folder / "lock"
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            file = place.open("w")
-        except FileNotFoundError:  # another command has removed it in between
+            lock = path.open("w")
+        except FileNotFoundError:  # another command has removed the folder in between
             continue
-        with file:
+        with lock:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                say(f"another command works on sweep {folder.name}: waiting for it")
-                fcntl.flock(file, fcntl.LOCK_EX)
-            if not place.exists() or place.stat().st_ino != os.fstat(file.fileno()).st_ino:
+                say(f"waiting for another command that works on sweep {folder.name}")
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists() or path.stat().st_ino != os.fstat(lock.fileno()).st_ino:
                 continue
             try:
                 yield
             finally:
                 if not (folder / "sweep.yaml").exists():
-                    place.unlink()
+                    path.unlink()
                     with suppress(OSError):  # something else is in it
                         folder.rmdir()
                         folder.parent.rmdir()
             return
 
 
-def existing_sweep(name: str, sweeps_dir: str) -> Sweep:
-    """A sweep by its name.
+def find_sweep(name: str, sweeps_dir: str) -> Path:
+    """Return the folder of a sweep.
 
     Raises:
-        BadInput: there is none, or its list was damaged.
+        BadInput: there is no sweep of this name.
     """
-    folder = find_run(sweeps_dir, name).path  # a sweep's name is its runs' first part
+    folder = find_run(sweeps_dir, name).path  # a sweep's name is the first part of its runs' names
     if not (folder / "sweep.yaml").exists():
         names = sorted(f.parent.name for f in Path(sweeps_dir).glob("*/sweep.yaml"))
-        known = f"there are {', '.join(names)}" if names else "python -m fsdp_jobs --multirun ... makes one"
-        what = f"there is no such sweep under {sweeps_dir}/"
-        raise BadInput([Problem(name, what, nearest(name, names) or known)])
-    return read_sweep(folder)
+        known = f"one of {', '.join(names)}" if names else "python -m fsdp_jobs --multirun ... makes one"
+        raise BadInput([Problem(name, f"there is no such sweep under {sweeps_dir}/", nearest(name, names) or known)])
+    return folder
 
 
 def read_sweep(folder: Path) -> Sweep:
-    """What `Sweep.write` wrote; a sweep without jobs when it has not.
+    """Read what `Sweep.write` wrote; before that, return a sweep without jobs.
 
     Raises:
-        BadInput: somebody else has written it, and wrongly.
+        BadInput: the file was edited, and is not a sweep table any more.
     """
     file = folder / "sweep.yaml"
     if not file.exists():
         return Sweep(folder, "runs")
     try:
         content = yaml.load(file.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        jobs = [_row(entry) for entry in content.pop("jobs")]
-        sweep = Sweep(folder=folder, jobs=jobs, **_typed(Sweep, content))
-        names = [row.run for row in sweep.jobs]
-        if twice := next((n for n in names if names.count(n) > 1), None):
-            raise ValueError(f"run {twice} stands in two rows")
-        for name in names:
+        rows = [Row(**_checked(Row, entry)) for entry in content.pop("jobs")]
+        sweep = Sweep(folder=folder, jobs=rows, **_checked(Sweep, content))
+        for name, count in Counter(row.run for row in rows).items():
+            if count > 1:
+                raise ValueError(f"run {name} is in two rows")
             if not re.fullmatch(r"\d{3,}", name.removeprefix(f"{sweep.name}-")):
-                raise ValueError(
-                    f"run {name} is none of this sweep's, which are {sweep.name}-000, {sweep.name}-001 ..."
-                )
-    except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError, BadInput) as e:
+                raise ValueError(f"run {name} is not a run of this sweep: {sweep.name}-000, {sweep.name}-001 ...")
+    except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as e:
         why = re.sub(r"\s+", " ", f"missing {e}" if isinstance(e, KeyError) else str(e))
-        instead = "mend it; or move it away and repeat the command: its runs are kept and found again"
-        raise BadInput([Problem(str(file), f"cannot be read: {why}", instead)]) from e
+        cure = "correct it; or move it away and repeat the command, which finds the runs again"
+        raise BadInput([Problem(str(file), f"cannot be read: {why}", cure)]) from e
     return sweep
 
 
-def _row(entry: Any) -> Row:
-    return Row(**_typed(Row, entry))
-
-
-# Type of a field, as written here -> types that YAML may give it.
-_TYPES: dict[str, tuple[type, ...]] = {
-    "str": (str,),
-    "int": (int,),
-    "list[str]": (list,),
-    "str | None": (str, type(None)),
-    "float | None": (int, float, type(None)),
-}
-
-
-def _typed(kind: type, entry: Any) -> dict[str, Any]:
-    """The values of an entry, where each is of its field's type.
+def _checked(kind: type, entry: dict[str, Any]) -> dict[str, Any]:
+    """Return an entry of the file whose keys and types are those of a class.
 
     Raises:
-        ValueError: one is not, or there is no such field.
+        ValueError: a key that is not a field, or a value that is not of its field's type.
     """
-    if not isinstance(entry, dict):
-        raise ValueError(f"`{entry}` is no {kind.__name__.lower()}")
-    types = {f.name: _TYPES[str(f.type)] for f in fields(kind) if str(f.type) in _TYPES}
+    types = get_type_hints(kind)
     for key, value in entry.items():
-        if key not in types or isinstance(value, bool) or not isinstance(value, types[key]):
-            raise ValueError(f"{key}: {value!r}")
-        if isinstance(value, list) and not all(isinstance(v, str) for v in value):
+        if types.get(key) == list[str]:
+            fits = isinstance(value, list) and all(isinstance(v, str) for v in value)
+        else:
+            fits = key in types and isinstance(value, types[key]) and not isinstance(value, bool)
+        if not fits:
             raise ValueError(f"{key}: {value!r}")
     return entry

@@ -110,7 +110,7 @@ def test_a_running_job_and_its_fault_are_seen_in_chromium(browser: Any, tmp_path
         loss = page.locator("p", has_text="loss").first
         first = loss.inner_text()
         running.ranks(1)[0].kill()
-        page.wait_for_selector("text=What happened", timeout=60_000)
+        page.wait_for_selector("text=Failures", timeout=60_000)
         page.wait_for_selector("svg >> text=fault", timeout=60_000)
         running.until(lambda: bool(running.events("resumed")), "it goes on")
         page.wait_for_function(
@@ -118,7 +118,7 @@ def test_a_running_job_and_its_fault_are_seen_in_chromium(browser: Any, tmp_path
         )  # the loss moves
         page.screenshot(path=str(tmp_path / "dashboard.png"), full_page=True)
         page.goto(f"{address}runs/hostile")
-        page.wait_for_selector("text=What happened", timeout=60_000)
+        page.wait_for_selector("text=Failures", timeout=60_000)
         assert "alert('x')" in page.inner_text("main")
     assert not complaints
     assert (tmp_path / "dashboard.png").stat().st_size > 10_000

@@ -53,8 +53,8 @@ def test_a_report_needs_no_network_and_executes_nothing_that_a_run_wrote(tmp_pat
 def test_a_step_that_was_done_again_counts_once_and_breaks_the_line(tmp_path: Path) -> None:
     history = History.of(recorded_run(tmp_path))
     assert [r["step"] for r in history.newest()] == list(range(1, 21))
-    assert [[life[0]["step"], life[-1]["step"]] for life in history.lives()] == [[1, 12], [11, 20]]
-    assert {m.kind for m in history.marks} == {"fault", "checkpoint"}
+    assert [[part[0]["step"], part[-1]["step"]] for part in history.stretches()] == [[1, 12], [11, 20]]
+    assert {kind: len(at) for kind, at in history.marks.items()} == {"fault": 1, "checkpoint": 1}
 
 
 def test_a_long_run_is_thinned_to_means() -> None:
@@ -81,7 +81,7 @@ def test_a_program_that_measures_little_or_nothing_has_a_report(tmp_path: Path) 
         run.plan.unlink()
         run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
         (page,) = write_report(run)
-        assert "Where the time went" in page.read_text() and "What happened" in page.read_text()
+        assert "Where the time went" in page.read_text() and "Failures" in page.read_text()
         assert ("accuracy" in page.read_text()) == (name == "own")
         assert name in cli(tmp_path, "status", name).stdout
     assert TestClient(make_app(str(tmp_path / "runs"), ["testserver"], None)).get("/rows").status_code == 200

@@ -14,11 +14,11 @@ from fsdp_jobs.cli.main import main
 from fsdp_jobs.config.hydra import compose_job, compose_many
 from fsdp_jobs.config.schema import dump_config
 from fsdp_jobs.launchers.waiting import Entry, Pool, started, take, waiting_of, withdraw
-from fsdp_jobs.observe.report.sweep_charts import Scale
-from fsdp_jobs.observe.report.sweep_page import write_sweep_report
 from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.sweeps.charts import Scale
 from fsdp_jobs.sweeps.identity import canonical, name_for
 from fsdp_jobs.sweeps.jobs import last_value
+from fsdp_jobs.sweeps.report import write_sweep_report
 from fsdp_jobs.sweeps.table import Row, Sweep, read_sweep
 from tests.jobs import cli, environment
 from tests.observe.test_report import _Page
@@ -107,7 +107,7 @@ def test_whoever_takes_a_waiting_job_first_has_it(tmp_path: Path) -> None:
         (["optim.lr=1e-4,-1", "fsdp=full_shard,fulll_shard", "nodes=0,1"], "3 problems"),
         (["optim.lr=1e-4,fast"], "could not be converted to Float"),
         (["optim.lrr=1,2"], "did you mean optim.lr?"),
-        (["name=a,b"], "is of the whole sweep"),
+        (["name=a,b"], "applies to the whole sweep"),
         (["name=a/b", "seed=1,2"], "is no run name"),
         (["name=a", "sweep.name=b", "seed=1,2"], "one of the two"),
         (["seed=1,2", "hydra/launcher=basic"], "leave it out"),
@@ -145,7 +145,7 @@ def test_unknown_and_damaged_sweeps_are_named(
     for wrong, said in (
         (whole.replace("state: new", "state: [new"), "rates/sweep.yaml: cannot be read"),
         (whole.replace("step: 0", "step: zero"), "step: 'zero'"),
-        (whole.replace("rates-000", "../rates"), "is none of this sweep's"),
+        (whole.replace("rates-000", "../rates"), "is not a run of this sweep"),
         (whole.replace("  step: 0\n", "  stepp: 0\n"), "stepp: 0"),
         ("jobs: 3\n", "cannot be read"),
     ):
@@ -178,7 +178,7 @@ def test_a_list_that_was_lost_is_made_again_from_the_runs(
     assert main(["-m", "name=lr", "optim.lr=0.002,0.003,0.001", *SMALL, "dry_run=true"]) == 0
     shown = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.startswith("lr-")}
     assert list(shown) == ["lr-004", "lr-005", "lr-001"]
-    assert "lr=2e-3" in shown["lr-004"] and "go on" in shown["lr-004"] and "submit" in shown["lr-005"]
+    assert "lr=2e-3" in shown["lr-004"] and "resume" in shown["lr-004"] and "submit" in shown["lr-005"]
 
 
 def test_axes_suit_their_values() -> None:

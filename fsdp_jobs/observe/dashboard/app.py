@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jinja2 import ChoiceLoader, Environment, PackageLoader
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import MutableHeaders
@@ -26,6 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import plain_values
 from fsdp_jobs.observe.report.page import content_of
+from fsdp_jobs.pages.page import render
 from fsdp_jobs.run.directory import RunDir, find_run, runs_in
 from fsdp_jobs.run.goodput import ledger_of
 from fsdp_jobs.run.status import RunStatus, duration
@@ -40,11 +40,6 @@ _HEADERS = {
     "Cache-Control": "no-store",
 }
 _COOKIE = "fsdp_jobs_token"
-
-_templates = Environment(
-    loader=ChoiceLoader([PackageLoader(f"fsdp_jobs.observe.{room}", ".") for room in ("dashboard", "report")]),
-    autoescape=True,
-)
 
 
 @dataclass
@@ -68,7 +63,7 @@ class Runs:
         """The table of all runs, newest first."""
         with self._lock:
             runs = [self._row(run) for run in reversed(runs_in(self.folder))]
-        return _templates.get_template("rows.html.j2").render(runs=runs, folder=self.folder)
+        return render(__package__, "rows.html.j2", runs=runs, folder=self.folder)
 
     def _row(self, run: RunDir) -> dict[str, Any]:
         watched = self._watched.get(run.name)
@@ -96,7 +91,7 @@ class Runs:
         with self._lock:
             known = self._drawn.get(run.name)
             if known is None or known[0] != records:
-                page = _templates.get_template("run.html.j2").render(content_of(run))
+                page = render("fsdp_jobs.observe.report", "run.html.j2", **content_of(run))
                 known = self._drawn[run.name] = (records, page)
         return known[1]
 
@@ -106,7 +101,7 @@ def make_app(folder: str, hosts: list[str], token: str | None) -> Starlette:
     runs = Runs(folder)
 
     async def index(_: Request) -> Response:
-        page = _templates.get_template("shell.html.j2").render(title="runs", source="/rows", back=False)
+        page = render(__package__, "shell.html.j2", name="runs", source="/rows", back=False)
         return HTMLResponse(page)
 
     async def rows(_: Request) -> Response:
@@ -123,9 +118,7 @@ def make_app(folder: str, hosts: list[str], token: str | None) -> Starlette:
         run = named(request)
         if run is None:
             return PlainTextResponse("there is no such run", 404)
-        page = _templates.get_template("shell.html.j2").render(
-            title=run.name, source=f"/runs/{run.name}/report", back=True
-        )
+        page = render(__package__, "shell.html.j2", name=run.name, source=f"/runs/{run.name}/report", back=True)
         return HTMLResponse(page)
 
     async def report(request: Request) -> Response:

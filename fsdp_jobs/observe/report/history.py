@@ -1,4 +1,4 @@
-"""A run's metrics and events as the columns and marks that charts are drawn from. No torch."""
+"""Read a run's metrics and events as the curves and marks of charts. No torch."""
 
 from __future__ import annotations
 
@@ -7,82 +7,61 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp_jobs.run.directory import RunDir, read_json_lines
+from fsdp_jobs.run.events import read_events
 
-_MOST_POINTS = 2000  # of a curve: a chart has no more pixels
-MARKS = {
-    "round_broken": "fault",
-    "checkpoint": "checkpoint",
-    "checkpoint_skipped": "damaged checkpoint",
-    "resumed": "resumed",
-}
-
-
-@dataclass
-class Mark:
-    """Something that happened at a moment."""
-
-    seconds: float  # since the run's first submission
-    kind: str  # one of MARKS' values
-    step: int  # that the run was at
-    text: str
+_MAX_POINTS = 2000  # of a curve: a chart has no more pixels
+_MARKS = {"round_broken": "fault", "checkpoint": "checkpoint", "checkpoint_skipped": "damaged checkpoint"}
+_MARKS |= {"resumed": "resumed"}
 
 
 @dataclass
 class History:
-    """All that was recorded of a run."""
+    """Everything a run has recorded, with the seconds since its first submission."""
 
-    began: float = 0.0  # seconds since 1970
-    steps: list[dict[str, Any]] = field(default_factory=list)  # as recorded, in the order of recording
+    steps: list[dict[str, Any]] = field(default_factory=list)  # lines of metrics.jsonl, as recorded
     attempts: list[tuple[int, float, float]] = field(default_factory=list)  # number, first and last second
-    marks: list[Mark] = field(default_factory=list)
+    marks: dict[str, list[float]] = field(default_factory=dict)  # fault, checkpoint, ... -> the seconds of each
     rounds: list[dict[str, Any]] = field(default_factory=list)  # events round_started
 
     @classmethod
     def of(cls, run: RunDir) -> History:
-        events = list(read_json_lines(run.events))
-        history = cls(steps=[{"attempt": 0, **r} for r in read_json_lines(run.metrics) if {"step", "time"} <= r.keys()])
-        if not events:
-            return history
-        history.began = events[0]["time"]
-        history.rounds = [e for e in events if e["event"] == "round_started"]
-        for record in history.steps:
-            record["seconds"] = record["time"] - history.began
-        numbers = sorted({e["attempt"] for e in events if e["attempt"] >= 0})
-        for number in numbers:
-            times = [e["time"] - history.began for e in events if e["attempt"] == number]
-            history.attempts.append((number, min(times), max(times)))
-        history.marks = list(_marks(events, history.began))
+        """Read a run; one that has no events yet has an empty history."""
+        history, events = cls(), list(read_events(run))
+        began = events[0]["time"] if events else 0.0
+        times: dict[int, list[float]] = {}
+        for event in events:
+            seconds = event["time"] - began
+            times.setdefault(event["attempt"], []).append(seconds)
+            if event["event"] in _MARKS:
+                history.marks.setdefault(_MARKS[event["event"]], []).append(seconds)
+            if event["event"] == "round_started":
+                history.rounds.append(event)
+        history.attempts = [(number, min(at), max(at)) for number, at in sorted(times.items()) if number >= 0]
+        for record in read_json_lines(run.metrics):
+            if {"step", "time"} <= record.keys():
+                history.steps.append({"attempt": 0, **record, "seconds": record["time"] - began})
         return history
 
-    def lives(self) -> list[list[dict[str, Any]]]:
-        """The records in stretches without a step back."""
-        found: list[list[dict[str, Any]]] = []
+    def stretches(self) -> Iterator[list[dict[str, Any]]]:
+        """The records in stretches of one attempt without a step back."""
+        stretch: list[dict[str, Any]] = []
         for record in self.steps:
-            if not found or record["step"] <= found[-1][-1]["step"] or record["attempt"] != found[-1][-1]["attempt"]:
-                found.append([])
-            found[-1].append(record)
-        return found
+            if stretch and (record["step"] <= stretch[-1]["step"] or record["attempt"] != stretch[-1]["attempt"]):
+                yield stretch
+                stretch = []
+            stretch.append(record)
+        if stretch:
+            yield stretch
 
     def newest(self) -> list[dict[str, Any]]:
-        """One record a step, the newest where one was done again, in the order of steps."""
+        """One record per step, the newest where a step was repeated, in the order of steps."""
         by_step = {record["step"]: record for record in self.steps}
         return [by_step[step] for step in sorted(by_step)]
 
 
-def _marks(events: list[dict[str, Any]], began: float) -> Iterator[Mark]:
-    step = 0
-    for event in events:
-        kind = MARKS.get(event["event"])
-        step = event.get("step", step)
-        if kind is None:
-            continue
-        text = event.get("why", "")
-        yield Mark(event["time"] - began, kind, step, "; ".join(text) if isinstance(text, list) else str(text))
-
-
 def thinned(records: list[dict[str, Any]], x: str, y: str) -> tuple[list[float], list[float]]:
-    """The columns x and y of those records that have both; means of neighbours where there are too many."""
+    """The columns x and y of the records that have y; means of neighbours where there are too many."""
     pairs = [(float(r[x]), float(r[y])) for r in records if r.get(y) is not None]
-    width = max(1, -(-len(pairs) // _MOST_POINTS))
+    width = max(1, -(-len(pairs) // _MAX_POINTS))
     blocks = [pairs[i : i + width] for i in range(0, len(pairs), width)]
     return [b[-1][0] for b in blocks], [sum(p[1] for p in b) / len(b) for b in blocks]
