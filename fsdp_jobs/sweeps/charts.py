@@ -90,11 +90,11 @@ def _over_keys(sweep: Sweep, rows: Sequence[Row], scales: Sequence[Scale]) -> Fi
         for row in rows:
             if scale.key not in row.values:
                 continue
-            place = scale.places[row.values[scale.key]]
+            point = (scale.places[row.values[scale.key]], row.objective or 0.0)
             fill = LINE if row.state == "done" else "none"
-            axes.scatter([place], [row.objective], s=28, facecolors=fill, edgecolors=LINE, alpha=0.8)
+            axes.scatter(*point, s=28, facecolors=fill, edgecolors=LINE, alpha=0.8)
             if row is best:
-                axes.scatter([place], [row.objective], s=130, marker="*", color=FAULT, zorder=3)
+                axes.scatter(*point, s=130, marker="*", color=FAULT, zorder=3)
         _draw_ticks(axes, scale)
     for axes in axes_of[::columns]:
         axes.set_ylabel(sweep.objective)
