@@ -23,9 +23,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # for tests.netns
 from fsdp_jobs.config.resolve import param_dtype
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.plan.memory import DTYPE_BYTES
-from fsdp_jobs.plan.options import shape_of
-from fsdp_jobs.plan.traffic import BACKENDS, ring_bytes, sent_by_place
+from fsdp_jobs.plan.shapes import shape_of
+from fsdp_jobs.plan.traffic import BACKENDS, ring_bytes
 from tests.netns import Fabric, NetnsJob, netns_job, why_not
+from tests.plan.rings import sent_by_place
 
 LEAD_IN = 5  # steps before counting begins: start-up has gone by
 BIG_ENOUGH = ("model.dim=128", "model.n_layers=4", "model.ffn_dim=384", "data.tokens=40000")  # 3.4 MB of parameters

@@ -9,10 +9,9 @@ from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.resolve import node_range, ranks_per_node
 from fsdp_jobs.config.schema import JobConfig, NoModelConfig
 from fsdp_jobs.elastic.protocol import Message
-from fsdp_jobs.plan.options import shape_of
 from fsdp_jobs.plan.plan import Plan, make_plan, regroup
 from fsdp_jobs.plan.remedies import remedies
-from fsdp_jobs.plan.shapes import ModelShape
+from fsdp_jobs.plan.shapes import ModelShape, shape_of
 from fsdp_jobs.plan.sources import from_yaml
 from fsdp_jobs.plan.topology import Node, Topology
 from fsdp_jobs.run.directory import RunDir

@@ -1,78 +1,200 @@
-"""Choosing an option: the smallest shard group that fits, then the shortest step; a sentence for the rest."""
+"""Choose how to shard: options priced by memory, traffic and time; the choice among them; a sentence for the rest."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from fsdp_jobs.config.resolve import ranks_per_node
+from fsdp_jobs.config.resolve import accelerator, backend, param_dtype, ranks_per_node
 from fsdp_jobs.config.schema import AUTO, HardwareConfig, JobConfig
-from fsdp_jobs.plan.grouping import Placement, place
-from fsdp_jobs.plan.layout import HYBRID
-from fsdp_jobs.plan.memory import GIB
-from fsdp_jobs.plan.options import Option, all_options, price, usable_bytes
+from fsdp_jobs.plan.grouping import Placement, group_sizes, place
+from fsdp_jobs.plan.layout import HYBRID, Layout
+from fsdp_jobs.plan.memory import DTYPE_BYTES, GIB, MARGIN, Memory, peak_memory
 from fsdp_jobs.plan.shapes import ModelShape
+from fsdp_jobs.plan.step_time import StepTime, step_time
 from fsdp_jobs.plan.topology import Topology
+from fsdp_jobs.plan.traffic import BACKENDS, Traffic, node_traffic, ring_bytes
 
 FEW_SPARES = 0.05  # of the nodes: what a smaller shard group may leave idle
-WORTH_REGROUPING = 1.1  # tokens/s against the held group size that make a change of it worth while
+WORTH_REGROUPING = 1.1  # tokens/s relative to the held group size that justify changing it
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """The option taken, where its groups go, and the reasons."""
+class Option:
+    """A strategy over a shard group, with what it costs."""
 
-    option: Option
+    layout: Layout
+    placement: Placement
+    microbatches: int  # of one rank in a step
+    memory: Memory
+    fits: bool
+    traffic: dict[str, Traffic]  # by backend: nccl, gloo
+    time: StepTime
+
+    @property
+    def name(self) -> str:
+        layout = self.layout
+        if layout.strategy == "no_shard":
+            return f"no_shard on {layout.world_size}"
+        return f"{layout.strategy} over {layout.shard_group}" + (f" x {layout.replicas}" if layout.replicas > 1 else "")
+
+    @property
+    def spares(self) -> int:
+        return len(self.placement.spares)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The layout taken, where its groups go, and the reasons; without a model's shape nothing is priced."""
+
+    layout: Layout
     placement: Placement
     reasons: list[str]
-    considered: list[tuple[Option, str]]
+    option: Option | None = None
+    considered: Sequence[tuple[Option, str]] = ()
+
+    @property
+    def fits(self) -> bool:
+        return self.option is None or self.option.fits
 
 
-def choose(config: JobConfig, shape: ModelShape, topology: Topology, previous_group: int | None = None) -> Chosen:
-    """The option for this topology; the user's strategy and group, or the previous group size, come first.
+def usable_bytes(hardware: HardwareConfig) -> int:
+    """Return the device bytes that a plan may fill: the memory less the margin."""
+    return int(hardware.memory_gib * GIB * (1 - MARGIN))
+
+
+def price(config: JobConfig, shape: ModelShape, strategy: str, placement: Placement) -> Option:
+    """Price one strategy on one placement.
+
+    `fsdp.accumulate_unsharded=auto` saves the traffic between microbatches where the memory suffices for it.
+    """
+    if config.fsdp.accumulate_unsharded == AUTO:
+        unsharded = _price(config, shape, strategy, placement, True)
+        if unsharded.fits and unsharded.microbatches > 1 and placement.group > 1:
+            return unsharded
+        return _price(config, shape, strategy, placement, False)
+    return _price(config, shape, strategy, placement, bool(config.fsdp.accumulate_unsharded))
+
+
+def _price(config: JobConfig, shape: ModelShape, strategy: str, placement: Placement, unsharded: bool) -> Option:
+    fsdp, hardware, per_node, device = config.fsdp, config.hardware, ranks_per_node(config), accelerator(config)
+    layout = Layout(strategy, len(placement.used) * per_node, placement.group, unsharded)
+    dtype = param_dtype(fsdp, device)
+    per_rank = -(-config.data.global_batch // layout.world_size)  # samples of the busiest rank in a step
+    data = replace(config.data, micro_batch=min(config.data.micro_batch, per_rank))
+    microbatches = -(-per_rank // data.micro_batch)
+    memory = peak_memory(shape, layout, fsdp, data, device, microbatches)
+    rings = {b: ring_bytes(shape, layout, fsdp, DTYPE_BYTES[dtype], microbatches, b) for b in BACKENDS}
+    ring, in_domain = rings[backend(config)], placement.inside == "domain"
+    host = hardware.host_memory_gib * GIB
+    host_fits = not host or memory.host * per_node <= host * (1 - MARGIN)
+    return Option(
+        layout=layout,
+        placement=placement,
+        microbatches=microbatches,
+        memory=memory,
+        fits=memory.total <= usable_bytes(hardware) and host_fits,
+        traffic={b: node_traffic(r, layout, per_node) for b, r in rings.items()},
+        time=step_time(shape, layout, fsdp, data, hardware, ring, per_node, dtype, in_domain),
+    )
+
+
+def _strategies(group: int, world: int) -> tuple[str, ...]:
+    """Return the strategies that differ from each other at this group size."""
+    if group == 1:
+        return ("no_shard",)
+    return ("full_shard", "shard_grad_op") if group == world else HYBRID
+
+
+def all_options(config: JobConfig, shape: ModelShape, topology: Topology) -> list[Option]:
+    """Price every strategy on every group size worth considering, smaller groups first."""
+    per_node, domain = ranks_per_node(config), config.hardware.nvlink_domain
+    placements = [place(topology, group, per_node, domain) for group in group_sizes(topology, per_node, domain)]
+    return [
+        price(config, shape, strategy, p)
+        for p in placements
+        if p is not None
+        for strategy in _strategies(p.group, len(p.used) * per_node)
+    ]
+
+
+def choose(config: JobConfig, shape: ModelShape, topology: Topology, previous_group: int | None = None) -> Choice:
+    """Choose the option for this topology; what the user configured, or the previous group size, comes first.
 
     `auto` takes, of the options that fit: few spares before many, then the smallest group, then the shortest
     predicted step. That order makes the group size fall, never rise, as memory grows.
     """
     options = all_options(config, shape, topology)
-    free = _best(options)
-    asked = _asked(config, shape, topology, options)
-    best = _best(asked)
-    reasons: list[str] = []
-    free_size = config.fsdp.shard_group == AUTO and config.fsdp.strategy in (AUTO, *HYBRID)
-    if previous_group is not None and free_size:
-        best, reasons = _held(asked, best, previous_group, config.hardware)
+    unrestricted = _best(options)
+    allowed = _allowed(config, shape, topology, options)
+    best = _best(allowed)
+    is_size_free = config.fsdp.shard_group == AUTO and config.fsdp.strategy in (AUTO, *HYBRID)
+    if previous_group is not None and is_size_free:
+        best, reason = _held(allowed, best, previous_group, config.hardware)
     else:
-        reasons.append(_why_chosen(best, config.hardware))
-    if len(asked) < len(options) and free.name != best.name:
-        reasons.append(_criticism(best, free, config.hardware))
+        reason = _why_chosen(best, config.hardware)
+    reasons = [reason]
+    if len(allowed) < len(options) and unrestricted.name != best.name:
+        reasons.append(_criticism(best, unrestricted))
     if best not in options:
         options.append(best)
     taken = "chosen" if best.fits else "nearest to fitting"
     considered = [(o, taken if o is best else _why_not(o, best, config.hardware)) for o in options]
-    placement = place(topology, best.layout.shard_group, ranks_per_node(config), config.hardware.nvlink_domain)
-    assert placement is not None
-    if placement.crossing:
-        reasons.append(f"{placement.crossing} of {best.layout.replicas} shard groups cross a leaf switch.")
-    if placement.spares:
-        names = [topology.nodes[i].name for i in placement.spares]
+    if best.placement.crossing:
+        reasons.append(f"{best.placement.crossing} of {best.layout.replicas} shard groups cross a leaf switch.")
+    if best.spares:
+        names = [topology.nodes[i].name for i in best.placement.spares]
         listed = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
         reasons.append(f"{listed} complete no shard group and stand by as spares.")
-    return Chosen(best, placement, reasons, considered)
+    return Choice(best.layout, best.placement, reasons, best, considered)
+
+
+def choose_without_shape(config: JobConfig, topology: Topology) -> Choice:
+    """Choose the layout of a program whose model is not known, by the topology and the configuration alone.
+
+    `auto` is full_shard over all ranks: it takes the least memory, and uses any number of nodes. A hybrid's group
+    is one node unless the user says otherwise.
+    """
+    per_node, domain = ranks_per_node(config), config.hardware.nvlink_domain
+    world = len(topology.nodes) * per_node
+    strategy, group = config.fsdp.strategy, config.fsdp.shard_group
+    configured = (
+        "As configured" if (strategy, group) != (AUTO, AUTO) else "The model is not known, so memory comes first"
+    )
+    if strategy == AUTO:
+        strategy = "no_shard" if group == 1 else "full_shard" if group in (AUTO, world) else "hybrid_shard"
+    if strategy == "no_shard":
+        group = 1
+    elif strategy not in HYBRID:
+        group = world
+    elif group == AUTO:
+        group = per_node
+    placement = place(topology, group, per_node, domain)
+    if placement is None:  # at run time, with fewer nodes than the group needs
+        strategy, placement = "full_shard", place(topology, world, per_node, domain)
+        assert placement is not None
+    layout = Layout(strategy, len(placement.used) * per_node, placement.group)
+    over = f"over {layout.shard_group} ranks" if layout.shard_group > 1 else "on every rank"
+    node = ", a node" if layout.strategy in HYBRID and layout.shard_group == per_node else ""
+    reasons = [f"{configured}: {layout.strategy} {over}{node}. The program finds it in FSDP_JOBS_LAYOUT."]
+    if placement.spares:
+        reasons.append(f"{len(placement.spares)} nodes complete no shard group and stand by as spares.")
+    return Choice(layout, placement, reasons)
 
 
 def _order(option: Option) -> tuple[bool, int, float, str]:
-    many_spares = option.spares > FEW_SPARES * (option.nodes + option.spares)
-    return (many_spares, option.layout.shard_group, option.time.step, option.name)
+    has_many_spares = option.spares > FEW_SPARES * (len(option.placement.used) + option.spares)
+    return (has_many_spares, option.layout.shard_group, option.time.step, option.name)
 
 
 def _best(options: list[Option]) -> Option:
-    """The first that fits in order; when none fits, the one that comes nearest."""
+    """Return the first that fits in order; when none fits, the one that comes nearest."""
     fitting = [o for o in options if o.fits]
     return min(fitting, key=_order) if fitting else min(options, key=lambda o: (o.memory.total, o.memory.host))
 
 
-def _asked(config: JobConfig, shape: ModelShape, topology: Topology, options: list[Option]) -> list[Option]:
-    """The options that the user's words leave."""
+def _allowed(config: JobConfig, shape: ModelShape, topology: Topology, options: list[Option]) -> list[Option]:
+    """Return the options that the configured strategy and shard group leave."""
     strategy, group = config.fsdp.strategy, config.fsdp.shard_group
     if strategy == AUTO and group == AUTO:
         return options
@@ -80,92 +202,89 @@ def _asked(config: JobConfig, shape: ModelShape, topology: Topology, options: li
     world = len(topology.nodes) * per_node
     sizes = sorted({o.layout.shard_group for o in options}) if group == AUTO else [group]
     if strategy == AUTO:
-        names = ("no_shard",) if group == 1 else ("full_shard", "shard_grad_op") if group == world else HYBRID
+        names = _strategies(group, world)
     else:
         names = (strategy,)
         if strategy not in HYBRID:
             sizes = [1 if strategy == "no_shard" else world]
         elif group == AUTO and world > 1:
             sizes = [s for s in sizes if s > 1]
-    by_name = {(o.layout.strategy, o.layout.shard_group): o for o in options}
-    found = []
+    priced = {(o.layout.strategy, o.layout.shard_group): o for o in options}
+    allowed = []
     for size in sizes:
         placement = place(topology, size, per_node, domain)
         if placement is not None:
-            found += [by_name.get((n, size)) or price(config, shape, n, placement) for n in names]
-    return found
+            allowed += [priced.get((n, size)) or price(config, shape, n, placement) for n in names]
+    return allowed
 
 
-def _held(asked: list[Option], best: Option, previous_group: int, hardware: HardwareConfig) -> tuple[Option, list[str]]:
-    """The option of the previous group size if it still serves, else the best."""
-    same = [o for o in asked if o.layout.shard_group == previous_group]
-    if not same:
-        return best, [
-            f"Regrouped from {previous_group}: no shard group of that size can be formed. "
-            + _why_chosen(best, hardware)
-        ]
-    held = _best(same)
-    if not held.fits and best.fits:
-        return best, [f"Regrouped from {previous_group}: it no longer fits. " + _why_chosen(best, hardware)]
-    gain = best.time.tokens_per_s / held.time.tokens_per_s
-    if best.spares < held.spares and gain > WORTH_REGROUPING and best.fits:
-        why = f"the {held.spares} nodes it leaves idle give {(gain - 1) * 100:.0f}% more tokens/s otherwise. "
-        return best, [f"Regrouped from {previous_group}: " + why + _why_chosen(best, hardware)]
-    return held, [f"Held the shard group of {previous_group}; replicas are now {held.layout.replicas}."]
+def _held(allowed: list[Option], best: Option, previous_group: int, hardware: HardwareConfig) -> tuple[Option, str]:
+    """Return the option of the previous group size if it still serves, else the best; and why."""
+    same = [o for o in allowed if o.layout.shard_group == previous_group]
+    if same:
+        held = _best(same)
+        gain = best.time.tokens_per_s / held.time.tokens_per_s
+        if not held.fits and best.fits:
+            why = "it no longer fits. "
+        elif best.spares < held.spares and gain > WORTH_REGROUPING and best.fits:
+            why = f"the {held.spares} nodes it leaves idle give {(gain - 1) * 100:.0f}% more tokens/s otherwise. "
+        else:
+            return held, f"Held the shard group of {previous_group}; replicas are now {held.layout.replicas}."
+    else:
+        why = "no shard group of that size can be formed. "
+    return best, f"Regrouped from {previous_group}: {why}{_why_chosen(best, hardware)}"
 
 
 def _gib(n: float) -> str:
     return f"{n / GIB:.1f} GiB" if n >= 0.1 * GIB else f"{n / 2**20:.1f} MiB"
 
 
-def _seconds(s: float) -> str:
-    return f"{s:.2f} s" if s >= 1 else f"{s * 1e3:.3g} ms"
-
-
 def _why_chosen(o: Option, hardware: HardwareConfig) -> str:
-    need = f"{_gib(o.memory.total)} of {_gib(usable_bytes(hardware))} usable a GPU"
+    need = f"{_gib(o.memory.total)} of {_gib(usable_bytes(hardware))} usable per GPU"
     if not o.fits:
-        host = f", and {_gib(o.memory.host)} of host memory a rank" if o.memory.host else ""
+        host = f", and {_gib(o.memory.host)} of host memory per rank" if o.memory.host else ""
         return f"Nothing fits; {o.name} comes nearest: {need}{host}."
     if o.layout.strategy == "no_shard":
         return f"Each rank can hold everything ({need}), so nothing is sharded."
     if o.layout.replicas == 1:
         return f"{o.name} ranks fits ({need})."
     units = {"domain": "one NVLink domain", "node": "one node", "leaf": "one leaf switch", "all": "the job"}
-    unit = units.get(o.inside, f"one switch {o.inside.removeprefix('switch-')} above the leaves")
+    inside = o.placement.inside
+    unit = units.get(inside, f"one switch {inside.removeprefix('switch-')} above the leaves")
     return f"{o.name} fits ({need}); each shard group stays inside {unit}."
 
 
 def _why_not(o: Option, best: Option, hardware: HardwareConfig) -> str:
-    """One sentence for an option that was not taken."""
+    """Say in one sentence why an option was not taken."""
     if not o.fits:
         name, most = next(iter(o.memory.parts().items()))
         over = o.memory.total - usable_bytes(hardware)
         if over <= 0:
-            return f"Offload needs {_gib(o.memory.host)} of host memory a rank, more than a node has."
+            return f"Offload needs {_gib(o.memory.host)} of host memory per rank, more than a node has."
         return f"Over by {_gib(over)}: {_gib(most)} of {name}."
     change = o.time.tokens_per_s / best.time.tokens_per_s - 1
     speed = "as fast" if abs(change) < 0.005 else f"{abs(change):.0%} {'faster' if change > 0 else 'slower'}"
-    far, near = (x.traffic["nccl"].inter_node for x in (o, best))
-    sends = f", {far / near:.1f} x the bytes between nodes" if near and abs(far / near - 1) > 0.05 else ""
+    sent, sent_by_best = (x.traffic["nccl"].inter_node for x in (o, best))
+    sends = ""
+    if sent_by_best and abs(sent / sent_by_best - 1) > 0.05:
+        sends = f", {sent / sent_by_best:.1f} x the bytes between nodes"
     if o.spares > best.spares:
         return f"Leaves {o.spares} node{'s' if o.spares > 1 else ''} idle: {speed}{sends}."
     if o.layout.shard_group == best.layout.shard_group:
-        return f"The same group: {speed}{sends}, {_gib(abs(o.memory.total - best.memory.total))} " + (
-            "more memory." if o.memory.total > best.memory.total else "less memory."
-        )
+        more = o.memory.total - best.memory.total
+        return f"The same group: {speed}{sends}, {_gib(abs(more))} {'more' if more > 0 else 'less'} memory."
     which = "larger" if o.layout.shard_group > best.layout.shard_group else "smaller"
     return f"A {which} group: {speed}{sends}."
 
 
-def _criticism(best: Option, free: Option, hardware: HardwareConfig) -> str:
-    """What the plan would have done by itself, when the user's words exclude it."""
-    if free.fits and not best.fits:
-        return f"As asked it does not fit; left to itself the plan takes {free.name}, which does."
-    change = (free.time.tokens_per_s / best.time.tokens_per_s - 1) * 100
-    saved = best.memory.total - free.memory.total
-    memory = f" and {_gib(abs(saved))} {'less' if saved > 0 else 'more'} memory a GPU"
+def _criticism(best: Option, unrestricted: Option) -> str:
+    """Say what the plan would have chosen by itself, where the configuration excludes it."""
+    if unrestricted.fits and not best.fits:
+        return f"As configured it does not fit; left to itself the plan takes {unrestricted.name}, which does."
+    change = (unrestricted.time.tokens_per_s / best.time.tokens_per_s - 1) * 100
+    saved = best.memory.total - unrestricted.memory.total
+    memory = f" and {_gib(abs(saved))} {'less' if saved > 0 else 'more'} memory per GPU"
     if change > 2:
         speed = f"{change:.0f}% more tokens/s predicted{memory}"
-        return f"As asked; left to itself the plan takes {free.name}: {speed}."
-    return f"As asked; {free.name} would be the plan's own choice ({change:+.0f}% tokens/s predicted{memory})."
+        return f"As configured; left to itself the plan takes {unrestricted.name}: {speed}."
+    return f"As configured; {unrestricted.name} would be the plan's own choice ({change:+.0f}% tokens/s predicted{memory})."

@@ -9,23 +9,21 @@ from typing import Any
 
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
 from fsdp_jobs.config.resolve import backend, node_range, ranks_per_node
-from fsdp_jobs.config.schema import AUTO, STRATEGIES, JobConfig, NoModelConfig
-from fsdp_jobs.plan.choose import Chosen, choose
+from fsdp_jobs.config.schema import AUTO, STRATEGIES, JobConfig
+from fsdp_jobs.plan.choose import Choice, Option, choose, choose_without_shape, usable_bytes
 from fsdp_jobs.plan.grouping import place
 from fsdp_jobs.plan.layout import HYBRID, Layout
 from fsdp_jobs.plan.memory import GIB, Memory
-from fsdp_jobs.plan.options import Option, shape_of, usable_bytes
 from fsdp_jobs.plan.remedies import Remedy, remedies
-from fsdp_jobs.plan.shapes import ModelShape
+from fsdp_jobs.plan.shapes import ModelShape, shape_of
 from fsdp_jobs.plan.step_time import StepTime
 from fsdp_jobs.plan.topology import Node, Topology
 from fsdp_jobs.plan.traffic import Traffic
-from fsdp_jobs.plan.without_model import decide
 
 
 @dataclass(frozen=True)
 class Group:
-    """One shard group: its first and last rank, and the places in `Plan.nodes` of its first and last node."""
+    """One shard group: its first and last rank, and the indices in `Plan.nodes` of its first and last node."""
 
     index: int
     first_rank: int
@@ -47,18 +45,19 @@ class Considered:
     nodes: int
     fits: bool
     memory_bytes: int
-    intra_node_bytes: dict[str, float]  # a node and step, by backend
+    intra_node_bytes: dict[str, float]  # per node and step, by backend
     inter_node_bytes: dict[str, float]
     step_s: float
     tokens_per_s: float
     why: str
+    taken: bool
 
 
 @dataclass(frozen=True)
 class Plan:
     """A decided sharding. Node i of `nodes` holds ranks [i x ranks_per_node, (i + 1) x ranks_per_node).
 
-    Of a model that is the user's program's nothing is known: no memory, traffic or time, and `fits` is no promise.
+    Of a program's own model nothing is known: memory, traffic and time are missing, and `fits` promises nothing.
     """
 
     model: str
@@ -76,14 +75,14 @@ class Plan:
     fits: bool
     memory: Memory | None
     usable_bytes: int  # of one device, the margin taken off
-    traffic: dict[str, Traffic]  # a node and step, by backend
+    traffic: dict[str, Traffic]  # per node and step, by backend
     time: StepTime | None
     considered: tuple[Considered, ...]
     reasons: tuple[str, ...]
     remedies: tuple[Remedy, ...]
 
     def groups(self) -> Iterator[Group]:
-        """The shard groups in rank order."""
+        """Yield the shard groups in rank order."""
         size = self.layout.shard_group
         for i in range(self.layout.replicas):
             first, last = i * size, (i + 1) * size - 1
@@ -94,9 +93,9 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The plan that `to_json` wrote."""
+        """Read what `to_json` wrote."""
         d: dict[str, Any] = json.loads(text)
-        made = {
+        objects = {
             "layout": Layout(**d["layout"]),
             "memory": d["memory"] and Memory(**d["memory"]),
             "time": d["time"] and StepTime(**d["time"]),
@@ -105,7 +104,7 @@ class Plan:
             "remedies": tuple(Remedy(tuple(r["overrides"]), r["result"]) for r in d["remedies"]),
         }
         lists = {k: tuple(d[k]) for k in ("nodes", "leaves", "spares", "reasons")}
-        return cls(**{**d, **made, **lists})
+        return cls(**{**d, **objects, **lists})
 
 
 def make_plan(
@@ -118,23 +117,24 @@ def make_plan(
 
     Args:
         config: the job.
-        topology: where its nodes are; without one they are taken as all under one switch.
+        topology: where its nodes are; without one all are taken to be under one switch.
         nodes: how many of them take part; without it the job's maximum, or all of a smaller topology.
         shape: the model's, where the configuration does not give it (custom models, probed).
 
     Raises:
-        BadInput: no such strategy, a shard group that cannot be, or a topology with too few nodes or GPUs.
+        BadInput: no such strategy, a shard group that cannot be formed, or a topology with too few nodes or GPUs.
     """
-    topology, notes = _settled(config, topology or _flat(config, nodes), nodes or node_range(config.nodes))
+    needed = (nodes, nodes) if nodes else node_range(config.nodes)
+    topology, notes = _settled(config, topology or Topology.flat(needed[1], ranks_per_node(config)), *needed)
     check_sharding(config, topology)
-    if isinstance(config.model, NoModelConfig):
-        return _plan_without_model(config, topology, notes)
     shape = shape or shape_of(config)
-    chosen = choose(config, shape, topology)
+    if shape is None:
+        return _plan(config, topology, None, choose_without_shape(config, topology), notes)
+    choice = choose(config, shape, topology)
     low, high = node_range(config.nodes)
-    if chosen.option.fits and low < min(high, len(topology.nodes)):
+    if choice.fits and low < min(high, len(topology.nodes)):
         notes.append(_at_minimum(config, shape, topology, low))
-    return _plan(config, shape, topology, chosen, notes)
+    return _plan(config, topology, shape, choice, notes)
 
 
 def regroup(config: JobConfig, present: Sequence[Node], previous_group: int, shape: ModelShape | None = None) -> Plan:
@@ -145,26 +145,20 @@ def regroup(config: JobConfig, present: Sequence[Node], previous_group: int, sha
 
     Args:
         config: the job.
-        present: the nodes of this rendezvous; one without a switch path, where others have one, is its own
-            leaf.
+        present: the nodes of this round; one without a switch path, where others have one, is its own leaf.
         previous_group: ranks of a shard group until now.
         shape: as for `make_plan`.
     """
-    topology, notes = _settled(config, Topology.of(present), len(present))
-    if isinstance(config.model, NoModelConfig):
-        return _plan_without_model(config, topology, notes)
+    topology, notes = _settled(config, Topology.of(present), len(present), len(present))
     shape = shape or shape_of(config)
-    return _plan(config, shape, topology, choose(config, shape, topology, previous_group), notes)
+    if shape is None:
+        return _plan(config, topology, None, choose_without_shape(config, topology), notes)
+    return _plan(config, topology, shape, choose(config, shape, topology, previous_group), notes)
 
 
-def _flat(config: JobConfig, nodes: int | None) -> Topology:
-    return Topology.flat(nodes or node_range(config.nodes)[1], ranks_per_node(config))
-
-
-def _settled(config: JobConfig, topology: Topology, nodes: int | tuple[int, int]) -> tuple[Topology, list[str]]:
-    """The topology of the nodes that take part, of which there are this many or between these; and what was assumed."""
+def _settled(config: JobConfig, topology: Topology, low: int, high: int) -> tuple[Topology, list[str]]:
+    """Return the topology of the `low` to `high` nodes that take part, and what was assumed about it."""
     per_node = ranks_per_node(config)
-    low, high = nodes if isinstance(nodes, tuple) else (nodes, nodes)
     if low > len(topology.nodes):
         what = f"the topology has {len(topology.nodes)} nodes"
         raise BadInput([Problem(f"nodes={low}", what, f"nodes={len(topology.nodes)}, or a topology with more")])
@@ -180,12 +174,16 @@ def _settled(config: JobConfig, topology: Topology, nodes: int | tuple[int, int]
     alone = [replace(n, switch_path=(f"leaf-of-{n.name}",)) for n in unknown]
     names = ", ".join(n.name for n in unknown[:5]) + (", ..." if len(unknown) > 5 else "")
     return Topology.of([*known, *alone]), [
-        f"Warning: the place of {names} in the network is unknown; each counts as its own leaf switch."
+        f"Warning: the switches of {names} are unknown; each counts as its own leaf switch."
     ]
 
 
 def check_sharding(config: JobConfig, topology: Topology) -> None:
-    """Raises: BadInput when the user's words about sharding cannot be on these nodes."""
+    """Check that the configured sharding can be formed on these nodes.
+
+    Raises:
+        BadInput: it cannot, or there is no such strategy.
+    """
     strategy, group = config.fsdp.strategy, config.fsdp.shard_group
     per_node = ranks_per_node(config)
     world = len(topology.nodes) * per_node
@@ -193,12 +191,14 @@ def check_sharding(config: JobConfig, topology: Topology) -> None:
         allowed = f"allowed: auto, {', '.join(STRATEGIES)}"
         raise BadInput([Problem(f"fsdp.strategy={strategy}", allowed, nearest(strategy, STRATEGIES))])
     if strategy in HYBRID and world == 1:
-        raise BadInput([Problem(f"fsdp.strategy={strategy}", "a hybrid needs at least 2 ranks", "fsdp=no_shard")])
+        raise BadInput(
+            [Problem(f"fsdp.strategy={strategy}", "a hybrid strategy needs at least 2 ranks", "fsdp=no_shard")]
+        )
     if group == AUTO:
         return
     where = f"fsdp.shard_group={group}"
     if not isinstance(group, int) or group < 1:
-        raise BadInput([Problem(where, "is neither auto nor a number of ranks", f"fsdp.shard_group={per_node}")])
+        raise BadInput([Problem(where, "must be auto or a number of ranks", f"fsdp.shard_group={per_node}")])
     fixed = {"no_shard": 1, "full_shard": world, "shard_grad_op": world}.get(strategy, group)
     if fixed != group:
         what = f"{strategy} over {world} ranks always has a shard group of {fixed}"
@@ -207,80 +207,56 @@ def check_sharding(config: JobConfig, topology: Topology) -> None:
         what = f"cannot be formed on {len(topology.nodes)} nodes x {per_node} ranks"
         sizes = [g for g in range(1, world + 1) if (per_node % g == 0 or g % per_node == 0) and g <= world]
         near = sorted(sorted(sizes, key=lambda g: abs(g - group))[:4])
-        raise BadInput([Problem(where, what, f"near it are {', '.join(map(str, near))}")])
+        raise BadInput([Problem(where, what, f"nearest sizes: {', '.join(map(str, near))}")])
 
 
 def _at_minimum(config: JobConfig, shape: ModelShape, topology: Topology, low: int) -> str:
     option = choose(config, shape, topology.first(low)).option
+    assert option is not None
     if option.fits:
         return f"At the minimum of {low} nodes it still fits: {option.name}."
     over = (option.memory.total - usable_bytes(config.hardware)) / GIB
     return f"At the minimum of {low} nodes it does NOT fit: {option.name} is {over:.1f} GiB over."
 
 
-def _plan(config: JobConfig, shape: ModelShape, topology: Topology, chosen: Chosen, notes: list[str]) -> Plan:
-    option, placement = chosen.option, chosen.placement
-    at = [topology.nodes[i] for i in placement.used]
+def _plan(
+    config: JobConfig, topology: Topology, shape: ModelShape | None, choice: Choice, notes: Sequence[str]
+) -> Plan:
+    placement, option = choice.placement, choice.option
+    used = [topology.nodes[i] for i in placement.used]
     return Plan(
         model=config.model.kind,
-        parameters=shape.numel,
+        parameters=shape.numel if shape else 0,
         hardware=config.hardware.name,
         backend=backend(config),
-        layout=option.layout,
+        layout=choice.layout,
         ranks_per_node=ranks_per_node(config),
-        nodes=tuple(n.name for n in at),
-        leaves=tuple(n.switch_path[-1] if n.switch_path else "" for n in at),
-        spares=tuple(topology.nodes[i].name for i in placement.spares),
-        inside=option.inside,
-        crossing=option.crossing,
-        microbatches=option.microbatches,
-        fits=option.fits,
-        memory=option.memory,
-        usable_bytes=usable_bytes(config.hardware),
-        traffic=option.traffic,
-        time=option.time,
-        considered=tuple(_considered(o, why) for o, why in chosen.considered),
-        reasons=(*notes, *chosen.reasons),
-        remedies=() if option.fits else tuple(remedies(config, shape, topology)),
-    )
-
-
-def _plan_without_model(config: JobConfig, topology: Topology, notes: list[str]) -> Plan:
-    layout, placement, reasons = decide(config, topology)
-    at = [topology.nodes[i] for i in placement.used]
-    return Plan(
-        model=config.model.kind,
-        parameters=0,
-        hardware=config.hardware.name,
-        backend=backend(config),
-        layout=layout,
-        ranks_per_node=ranks_per_node(config),
-        nodes=tuple(n.name for n in at),
-        leaves=tuple(n.switch_path[-1] if n.switch_path else "" for n in at),
+        nodes=tuple(n.name for n in used),
+        leaves=tuple(n.switch_path[-1] if n.switch_path else "" for n in used),
         spares=tuple(topology.nodes[i].name for i in placement.spares),
         inside=placement.inside,
         crossing=placement.crossing,
-        microbatches=0,
-        fits=True,
-        memory=None,
+        microbatches=option.microbatches if option else 0,
+        fits=choice.fits,
+        memory=option.memory if option else None,
         usable_bytes=usable_bytes(config.hardware),
-        traffic={},
-        time=None,
-        considered=(),
-        reasons=(*notes, *reasons),
-        remedies=(),
+        traffic=option.traffic if option else {},
+        time=option.time if option else None,
+        considered=tuple(_considered(o, why, taken=o is option) for o, why in choice.considered),
+        reasons=(*notes, *choice.reasons),
+        remedies=() if shape is None or choice.fits else tuple(remedies(config, shape, topology)),
     )
 
 
-def _considered(o: Option, why: str) -> Considered:
+def _considered(o: Option, why: str, taken: bool) -> Considered:
     return Considered(
         name=o.name,
         strategy=o.layout.strategy,
         shard_group=o.layout.shard_group,
         replicas=o.layout.replicas,
-        inside=o.inside,
-        crossing=o.crossing,
-        nodes=o.nodes,
+        inside=o.placement.inside,
+        crossing=o.placement.crossing,
+        nodes=len(o.placement.used),
         fits=o.fits,
         memory_bytes=o.memory.total,
         intra_node_bytes={b: t.intra_node for b, t in o.traffic.items()},
@@ -288,4 +264,5 @@ def _considered(o: Option, why: str) -> Considered:
         step_s=o.time.step,
         tokens_per_s=o.time.tokens_per_s,
         why=why,
+        taken=taken,
     )

@@ -1,4 +1,4 @@
-"""What would make a job fit that does not: each remedy is planned before it is offered."""
+"""Find settings that make a job fit that does not; each remedy is planned before it is offered."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from dataclasses import asdict, dataclass, replace
 
 from fsdp_jobs.config.resolve import ranks_per_node
 from fsdp_jobs.config.schema import AUTO, FsdpConfig, JobConfig
-from fsdp_jobs.plan.choose import choose
+from fsdp_jobs.plan.choose import Option, choose
 from fsdp_jobs.plan.memory import GIB
-from fsdp_jobs.plan.options import Option
 from fsdp_jobs.plan.shapes import ModelShape
 from fsdp_jobs.plan.topology import Topology
 
 OFFLOAD = "fsdp.cpu_offload=true"
-MOST_NODES = 4096  # beyond this no number of nodes is looked for
+MOST_NODES = 4096  # no larger number of nodes is tried
 
 
 @dataclass(frozen=True)
@@ -26,24 +25,22 @@ class Remedy:
 
 
 def remedies(config: JobConfig, shape: ModelShape, topology: Topology) -> list[Remedy]:
-    """What fits: a setting changed alone; more nodes alone; else all together, with offload, with nodes."""
-    found: list[Remedy] = []
+    """List what fits: one setting changed, or more nodes; else all together, with offload, with more nodes."""
     changes = list(_changes(config))
-    for override in changes:
-        found += _tried(config, [override], shape, topology)
-    found += _nodes_needed(config, [], shape, topology)
-    if found or not changes:
-        return found
+    single = [r for override in changes for r in _tried(config, [override], shape, topology)]
+    single += _nodes_needed(config, [], shape, topology)
+    if single or not changes:
+        return single
     strongest = list({o.partition("=")[0]: o for o in changes}.values())  # the last of each key
     mild = [o for o in strongest if o != OFFLOAD]
-    found += _tried(config, mild, shape, topology)
-    if not found and OFFLOAD in strongest:
-        found += _tried(config, strongest, shape, topology)
-    return found + _nodes_needed(config, mild, shape, topology)
+    together = _tried(config, mild, shape, topology)
+    if not together and OFFLOAD in strongest:
+        together = _tried(config, strongest, shape, topology)
+    return together + _nodes_needed(config, mild, shape, topology)
 
 
 def _changes(config: JobConfig) -> Iterator[str]:
-    """Settings that take less memory than the job's, mildest first."""
+    """Yield overrides that take less memory than the job's settings, mildest first."""
     fsdp = config.fsdp
     if fsdp.strategy != AUTO or fsdp.shard_group != AUTO:
         yield "fsdp=auto"
@@ -60,7 +57,7 @@ def _changes(config: JobConfig) -> Iterator[str]:
 
 
 def _with(config: JobConfig, overrides: list[str]) -> JobConfig:
-    """The configuration with overrides of the few forms that `_changes` makes."""
+    """Apply overrides of the few forms that `_changes` yields."""
     fsdp, data = asdict(config.fsdp), config.data
     for override in overrides:
         key, _, text = override.partition("=")
@@ -74,23 +71,27 @@ def _with(config: JobConfig, overrides: list[str]) -> JobConfig:
 
 
 def _describe(option: Option) -> str:
-    return f"{option.name}: {option.memory.total / GIB:.1f} GiB a GPU" + (
-        f", {option.memory.host / GIB:.0f} GiB of host memory a rank" if option.memory.host else ""
+    return f"{option.name}: {option.memory.total / GIB:.1f} GiB per GPU" + (
+        f", {option.memory.host / GIB:.0f} GiB of host memory per rank" if option.memory.host else ""
     )
 
 
 def _tried(config: JobConfig, overrides: list[str], shape: ModelShape, topology: Topology) -> list[Remedy]:
-    option = choose(_with(config, overrides), shape, topology).option
-    return [Remedy(tuple(overrides), _describe(option))] if option.fits else []
+    option = _fitting(_with(config, overrides), shape, topology)
+    return [Remedy(tuple(overrides), _describe(option))] if option else []
+
+
+def _fitting(config: JobConfig, shape: ModelShape, topology: Topology) -> Option | None:
+    option = choose(config, shape, topology).option
+    return option if option is not None and option.fits else None
 
 
 def _nodes_needed(config: JobConfig, overrides: list[str], shape: ModelShape, topology: Topology) -> list[Remedy]:
-    """The smallest number of nodes, all under one switch, on which the job fits: doubling, then halving."""
+    """Find the smallest number of nodes, all under one switch, on which the job fits: doubling, then halving."""
     changed, per_node, have = _with(config, overrides), ranks_per_node(config), len(topology.nodes)
 
     def fits(nodes: int) -> Option | None:
-        option = choose(changed, shape, Topology.flat(nodes, per_node)).option
-        return option if option.fits else None
+        return _fitting(changed, shape, Topology.flat(nodes, per_node))
 
     low, high = have, 2 * have
     while (option := fits(high)) is None:

@@ -1,4 +1,4 @@
-"""What the planner knows of a model: its parameters by FSDP unit, and what a token keeps alive. No torch."""
+"""The planner's view of a model: its parameters by FSDP unit, and what one token costs. No torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from fsdp_jobs.config.schema import LlamaConfig
-from fsdp_jobs.plan.cut import Params, Shape, cut_by_size
+from fsdp_jobs.config.errors import BadInput, Problem
+from fsdp_jobs.config.resolve import accelerator
+from fsdp_jobs.config.schema import JobConfig, LlamaConfig, NoModelConfig
+
+Shape = tuple[int, ...]
+Params = tuple[tuple[str, Shape], ...]  # name and shape of each parameter
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Activations:
-    """What one token costs: elements kept for backward (compute dtype unless named fp32), and FLOPs."""
+    """Costs of one token: elements kept for backward (compute dtype unless named fp32), and FLOPs."""
 
     layers: int  # transformer blocks, FSDP units or not
     block_input: int  # the residual stream that enters a block; what full recomputation keeps
@@ -92,10 +96,9 @@ class ModelShape:
         return sum(u.shard_numel(group) * u.count for u in self.units)
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Model FLOPs of forward and backward, as MFU counts them: 6 x matmul weights + 12 x layers x width x
-        seq_len.
+        """Return the model FLOPs of forward and backward, as MFU counts them.
 
-        Chowdhery et al. 2022 (PaLM, arXiv:2204.02311), appendix B; recomputation and the causal mask do not
+        6 x matmul weights + 12 x layers x width x seq_len: Chowdhery et al. 2022 (PaLM, arXiv:2204.02311), appendix B; recomputation and the causal mask do not
         count.
         """
         a = self.activations
@@ -117,13 +120,27 @@ class ModelShape:
         return cls(unit(d["root"]), blocks, activations, unit(d["head"]), d["waiting"])
 
 
-def llama_activations(model: LlamaConfig, accelerator: str) -> Activations:
-    """What a token costs in models/llama.py.
+def shape_of(config: JobConfig) -> ModelShape | None:
+    """Return the shape of the configured model; None for a program's own model, of which nothing is known.
 
-    Saved a block, from what autograd keeps for each operation (compare Korthikanti et al. 2022,
+    Raises:
+        BadInput: a custom model, whose shape must be probed (plan/shape_client.py) and handed in.
+    """
+    if isinstance(config.model, NoModelConfig):
+        return None
+    if isinstance(config.model, LlamaConfig):
+        return llama_shape(config.model, config.fsdp.wrap, config.fsdp.min_num_params, accelerator(config))
+    cure = "probe it with fsdp_jobs.plan.shape_client"
+    raise BadInput([Problem(f"model={config.model.kind}", "its shape is not known here", cure)])
+
+
+def llama_activations(model: LlamaConfig, accelerator: str) -> Activations:
+    """Count what a token costs in models/llama.py.
+
+    Saved per block, from what autograd keeps for each operation (compare Korthikanti et al. 2022,
     arXiv:2205.05198, section 4.1): input, attention_norm's output, q, attention's output, middle of the
     block, ffn_norm's output (6 d), k and v (2 d_kv), w1, its SiLU, w3, their product (4 f). CUDA's norm
-    kernel keeps its input and one number a token; on the CPU the norm keeps its input and its normalised
+    kernel keeps its input and one number per token; on the CPU the norm keeps its input and its normalised
     input in fp32, and the output of attention is copied once.
     """
     d, f, v = model.dim, model.ffn_dim, model.vocab_size
@@ -143,13 +160,13 @@ def llama_activations(model: LlamaConfig, accelerator: str) -> Activations:
         head_flops=2 * d * v,
         attention_width=d,
         # Read and written by eager kernels: 2 norms (4 d); the rotary embedding of q and k in fp32 (48 bytes
-        # an element, or 24 bf16 elements); SiLU and product (5 f); 2 residual sums (6 d).
+        # per element, or 24 bf16 elements); SiLU and product (5 f); 2 residual sums (6 d).
         elementwise=10 * d + 24 * (d + kv) + 5 * f,
     )
 
 
 def llama_params(model: LlamaConfig) -> Params:
-    """Names and shapes of models/llama.py's parameters, in its order; a tied head is not listed again."""
+    """List models/llama.py's parameters in its order; a tied head is not listed again."""
     d, f, v = model.dim, model.ffn_dim, model.vocab_size
     kv = d // model.n_heads * model.n_kv_heads
     layer: Params = (
@@ -171,7 +188,7 @@ def llama_params(model: LlamaConfig) -> Params:
 def llama_shape(
     model: LlamaConfig, wrap: str = "layer", min_num_params: int = 0, accelerator: str = "cuda"
 ) -> ModelShape:
-    """The Llama family from its numbers, cut into units as `fsdp.wrap` says and training/sharding.py does."""
+    """Cut a Llama, from its numbers, into units as `fsdp.wrap` says and train/sharding.py does."""
     params, activations = llama_params(model), llama_activations(model, accelerator)
     head_numel = (model.vocab_size + 1) * model.dim
     if wrap == "none":
@@ -188,8 +205,36 @@ def llama_shape(
     return ModelShape(Unit("root", outside[:1]), one, activations, head=Unit("head", outside[1:]))
 
 
+def cut_by_size(params: Params, min_num_params: int) -> tuple[list[tuple[str, Params]], Params]:
+    """Cut a model into the smallest modules with at least `min_num_params` parameters; return them and the rest.
+
+    Modules are read from the dotted names. Lists of modules, whose children are numbers, cannot be units;
+    neither can the root. train/sharding.py cuts live modules in the same way.
+    """
+    units: list[tuple[str, Params]] = []
+
+    def visit(path: str, inside: Params) -> Params:
+        depth = len(path)
+        own = tuple(p for p in inside if "." not in p[0][depth:])
+        children: dict[str, list[tuple[str, Shape]]] = {}
+        for name, shape in inside:
+            child, dot, _ = name[depth:].partition(".")
+            if dot:
+                children.setdefault(child, []).append((name, shape))
+        rest = own
+        for child, params_of_child in children.items():
+            rest += visit(f"{path}{child}.", tuple(params_of_child))
+        is_list = bool(children) and all(c.isdigit() for c in children)
+        if path and not is_list and sum(math.prod(s) for _, s in rest) >= min_num_params:
+            units.append((path.rstrip("."), rest))
+            return ()
+        return rest
+
+    return units, visit("", params)
+
+
 def merged(units: list[tuple[str, Params]]) -> tuple[Unit, ...]:
-    """Units of equal shapes as one with a count, in the order they first appear."""
+    """Merge units of equal shapes into one with a count, in the order they first appear."""
     counts: dict[tuple[Shape, ...], tuple[str, Params, int]] = {}
     for name, params in units:
         key = tuple(shape for _, shape in params)

@@ -8,7 +8,6 @@ all-reduce.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp_jobs.config.schema import FsdpConfig
@@ -116,23 +115,3 @@ def node_traffic(ring: RingBytes, layout: Layout, ranks_per_node: int) -> Traffi
         per_microbatch_intra=s_intra * micro,
         per_microbatch_inter=s_inter * micro,
     )
-
-
-def sent_by_place(ring: RingBytes, shard_groups: Sequence[Sequence[int]], places: Sequence[str]) -> dict[str, float]:
-    """Bytes that leave each place in a step, for any grouping of ranks: what counters on its link would show.
-
-    Args:
-        ring: what each rank sends.
-        shard_groups: the ranks of each shard group; the i-th of every group form the i-th replica ring.
-            Rings run in ascending rank order, as process groups sort their ranks.
-        places: the node, or the leaf switch, of each rank.
-    """
-    sent = dict.fromkeys(places, 0.0)
-    replica_rings = [list(ranks) for ranks in zip(*shard_groups, strict=True)]
-    for rings, amount in ((shard_groups, ring.shard_ring), (replica_rings, ring.replica_ring)):
-        for members in rings:
-            ordered = sorted(members)
-            for here, there in zip(ordered, [*ordered[1:], ordered[0]], strict=True):
-                if places[here] != places[there]:
-                    sent[places[here]] += amount
-    return sent

@@ -16,8 +16,8 @@ from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.schema import JobConfig, LlamaConfig
 from fsdp_jobs.plan.memory import GIB, peak_memory
-from fsdp_jobs.plan.options import shape_of
 from fsdp_jobs.plan.plan import Considered, Plan, make_plan, regroup
+from fsdp_jobs.plan.shapes import shape_of
 from fsdp_jobs.plan.topology import Node, Topology
 
 SYNTHETIC = ("data=synthetic", "data.seq_len=4096", "data.micro_batch=1")
@@ -208,10 +208,10 @@ def test_the_users_choice_is_obeyed_and_criticised() -> None:
     ("overrides", "what"),
     [
         (("fsdp.strategy=hybrid_shart",), "did you mean hybrid_shard?"),
-        (("fsdp.shard_group=0",), "neither auto nor a number of ranks"),
+        (("fsdp.shard_group=0",), "must be auto or a number of ranks"),
         (("fsdp.shard_group=3",), "cannot be formed on 2 nodes x 2 ranks"),
         (("fsdp=full_shard", "fsdp.shard_group=2"), "always has a shard group of 4"),
-        (("fsdp.shard_group=64",), "near it are"),
+        (("fsdp.shard_group=64",), "nearest sizes: "),
     ],
 )
 def test_impossible_words(overrides: tuple[str, ...], what: str) -> None:
@@ -307,7 +307,7 @@ class TestRegroup:
 
     def test_an_unknown_node_is_its_own_leaf(self) -> None:
         plan = regroup(self.config, [*leaves([4, 3], 4).nodes, Node("stranger", (), 4)], 8)
-        assert plan.reasons[0].startswith("Warning: the place of stranger in the network is unknown")
+        assert plan.reasons[0].startswith("Warning: the switches of stranger are unknown")
         assert set(plan.nodes) | set(plan.spares) == {*leaves([4, 3], 4).names, "stranger"}
 
     def test_a_users_group_is_not_regrouped(self) -> None:

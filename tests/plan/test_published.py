@@ -7,8 +7,9 @@ from statistics import median
 
 import pytest
 
-from fsdp_jobs.plan.options import all_options, shape_of
+from fsdp_jobs.plan.choose import all_options
 from fsdp_jobs.plan.plan import Plan, make_plan
+from fsdp_jobs.plan.shapes import shape_of
 from fsdp_jobs.plan.topology import Topology
 from tests.plan.published import ROWS, Published, job
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from fsdp_jobs.config.schema import FsdpConfig, LlamaConfig
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.plan.shapes import Activations, ModelShape, Unit, llama_shape
-from fsdp_jobs.plan.traffic import Traffic, node_traffic, ring_bytes, sent_by_place
+from fsdp_jobs.plan.traffic import Traffic, node_traffic, ring_bytes
+from tests.plan.rings import sent_by_place
 
 FP32 = FsdpConfig(param_dtype="fp32")
 SIZE = 1024 * 256
