@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.resolve import node_range, ranks_per_node
-from fsdp_jobs.config.schema import JobConfig, NoModelConfig
+from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.elastic.protocol import Message
 from fsdp_jobs.plan.plan import Plan, make_plan, regroup
 from fsdp_jobs.plan.remedies import remedies
@@ -77,9 +77,9 @@ class Seating:
 
     def what_would_fit(self, nodes: int) -> str:
         """What to change when ranks run out of memory: the plan's remedies, or its settings that take less."""
-        if isinstance(self.config.model, NoModelConfig):
-            return "The plan does not know the program's model"
         shape = self.shape or shape_of(self.config)
+        if shape is None:
+            return "The plan does not know the program's model"
         found = remedies(self.config, shape, Topology.flat(nodes, ranks_per_node(self.config)))
         tried = " or ".join(" ".join(r.overrides) for r in found[:3])
         return f"The plan says that less memory is taken with {tried}" if tried else "The plan knows nothing smaller"

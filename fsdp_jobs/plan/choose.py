@@ -158,9 +158,8 @@ def choose_without_shape(config: JobConfig, topology: Topology) -> Choice:
     per_node, domain = ranks_per_node(config), config.hardware.nvlink_domain
     world = len(topology.nodes) * per_node
     strategy, group = config.fsdp.strategy, config.fsdp.shard_group
-    configured = (
-        "As configured" if (strategy, group) != (AUTO, AUTO) else "The model is not known, so memory comes first"
-    )
+    is_free = (strategy, group) == (AUTO, AUTO)
+    basis = "The model is not known, so memory comes first" if is_free else "As configured"
     if strategy == AUTO:
         strategy = "no_shard" if group == 1 else "full_shard" if group in (AUTO, world) else "hybrid_shard"
     if strategy == "no_shard":
@@ -176,7 +175,7 @@ def choose_without_shape(config: JobConfig, topology: Topology) -> Choice:
     layout = Layout(strategy, len(placement.used) * per_node, placement.group)
     over = f"over {layout.shard_group} ranks" if layout.shard_group > 1 else "on every rank"
     node = ", a node" if layout.strategy in HYBRID and layout.shard_group == per_node else ""
-    reasons = [f"{configured}: {layout.strategy} {over}{node}. The program finds it in FSDP_JOBS_LAYOUT."]
+    reasons = [f"{basis}: {layout.strategy} {over}{node}. The program finds it in FSDP_JOBS_LAYOUT."]
     if placement.spares:
         reasons.append(f"{len(placement.spares)} nodes complete no shard group and stand by as spares.")
     return Choice(layout, placement, reasons)
@@ -287,4 +286,5 @@ def _criticism(best: Option, unrestricted: Option) -> str:
     if change > 2:
         speed = f"{change:.0f}% more tokens/s predicted{memory}"
         return f"As configured; left to itself the plan takes {unrestricted.name}: {speed}."
-    return f"As configured; {unrestricted.name} would be the plan's own choice ({change:+.0f}% tokens/s predicted{memory})."
+    speed = f"{change:+.0f}% tokens/s predicted{memory}"
+    return f"As configured; {unrestricted.name} would be the plan's own choice ({speed})."

@@ -191,9 +191,7 @@ def check_sharding(config: JobConfig, topology: Topology) -> None:
         allowed = f"allowed: auto, {', '.join(STRATEGIES)}"
         raise BadInput([Problem(f"fsdp.strategy={strategy}", allowed, nearest(strategy, STRATEGIES))])
     if strategy in HYBRID and world == 1:
-        raise BadInput(
-            [Problem(f"fsdp.strategy={strategy}", "a hybrid strategy needs at least 2 ranks", "fsdp=no_shard")]
-        )
+        raise BadInput([Problem(f"fsdp.strategy={strategy}", "a hybrid needs at least 2 ranks", "fsdp=no_shard")])
     if group == AUTO:
         return
     where = f"fsdp.shard_group={group}"

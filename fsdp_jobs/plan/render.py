@@ -1,4 +1,4 @@
-"""The plan for people: nodes and ranks by shard group, tables, reasons; in a terminal and as SVG."""
+"""Show a plan: nodes and ranks by shard group, tables, reasons; in a terminal and as SVG."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from fsdp_jobs.plan.memory import Memory
-from fsdp_jobs.plan.plan import Considered, Plan
+from fsdp_jobs.plan.plan import Plan
 
 TERMINAL = ("cyan", "magenta", "green", "yellow", "blue", "red")
 SVG = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")  # Paul Tol's bright scheme
-MOST_NODES_DRAWN = 16  # more are condensed: a line a run of equal leaves
+MOST_NODES_DRAWN = 16  # more are condensed: one line per leaf
 MOST_OPTIONS_SHOWN = 10
 
 
@@ -26,12 +26,12 @@ class _Row:
     """One drawn line: consecutive nodes under one leaf."""
 
     leaf: str
-    first: int  # places in plan.nodes
+    first: int  # indices in plan.nodes
     last: int
 
 
 def render(plan: Plan) -> RenderableType:
-    """All of the plan for a terminal of 80 columns or more."""
+    """Render the whole plan for a terminal of 80 columns or more."""
     parts: list[RenderableType] = [_headline(plan), _picture(plan)]
     if plan.memory is not None:
         parts += [_memory(plan, plan.memory), _options(plan)]
@@ -45,7 +45,7 @@ def render(plan: Plan) -> RenderableType:
 
 
 def render_text(plan: Plan, width: int = 100) -> str:
-    """The same as plain text, for logs and run directories."""
+    """Render the whole plan as plain text."""
     console = Console(width=width, no_color=True, highlight=False)
     with console.capture() as captured:
         console.print(render(plan))
@@ -53,7 +53,7 @@ def render_text(plan: Plan, width: int = 100) -> str:
 
 
 def size(n: float) -> str:
-    """Bytes in the largest unit that leaves at least 1: 15.2 GiB."""
+    """Format bytes in the largest unit that leaves at least 1: 15.2 GiB."""
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if n >= scale:
             return f"{n / scale:.1f} {unit}"
@@ -61,7 +61,7 @@ def size(n: float) -> str:
 
 
 def seconds(s: float) -> str:
-    """A duration with three digits: 2.41 s, 18.3 ms."""
+    """Format a duration with three digits: 2.41 s, 18.3 ms."""
     return f"{s:.3g} s" if s >= 1 else f"{s * 1e3:.3g} ms"
 
 
@@ -80,18 +80,18 @@ def _headline(plan: Plan) -> Text:
     if plan.spares:
         head.append(f" + {len(plan.spares)} spare")
     if plan.time is None:
-        return head.append(f"\non {plan.hardware}; memory and speed are not known: the program is yours\n")
+        return head.append(f"\non {plan.hardware}; memory and speed are not known for a program's own model\n")
     head.append(
         f"\n{plan.parameters / 1e9:.3g} B parameters on {plan.hardware}; "
         f"a step takes {seconds(plan.time.step)}: "
-        f"{plan.time.tokens_per_s:,.0f} tokens/s, {plan.time.tokens_per_s_per_rank:,.0f} a GPU, "
+        f"{plan.time.tokens_per_s:,.0f} tokens/s, {plan.time.tokens_per_s_per_rank:,.0f} per GPU, "
         f"MFU {plan.time.mfu:.0%} (predicted)\n"
     )
     return head
 
 
 def _rows(plan: Plan, most: int) -> Iterator[_Row]:
-    """Nodes by leaf; runs longer than `most` are cut."""
+    """Group consecutive nodes by leaf, at most `most` in a row."""
     first = 0
     for i in range(1, len(plan.nodes) + 1):
         if i == len(plan.nodes) or plan.leaves[i] != plan.leaves[first] or i - first == most:
@@ -99,14 +99,12 @@ def _rows(plan: Plan, most: int) -> Iterator[_Row]:
             first = i
 
 
-def _ranks(plan: Plan, node: int) -> Iterator[tuple[int, int, int]]:
-    """(shard group, first rank, last rank) of each run of a node's ranks in one group."""
-    group, per_node = plan.layout.shard_group, plan.ranks_per_node
-    first, end = node * per_node, (node + 1) * per_node
-    while first < end:
-        last = min(end, (first // group + 1) * group) - 1
-        yield first // group, first, last
-        first = last + 1
+def _groups_in(plan: Plan, row: _Row) -> list[tuple[int, int, int]]:
+    """List shard group, first rank and last rank of each run of a row's ranks in one group."""
+    size = plan.layout.shard_group
+    first, last = row.first * plan.ranks_per_node, (row.last + 1) * plan.ranks_per_node - 1
+    groups = range(first // size, last // size + 1)
+    return [(g, max(first, g * size), min(last, (g + 1) * size - 1)) for g in groups]
 
 
 def _span(first: int, last: int) -> str:
@@ -114,7 +112,7 @@ def _span(first: int, last: int) -> str:
 
 
 def _picture(plan: Plan) -> RenderableType:
-    """Each node with its ranks, coloured by shard group; condensed when there are many nodes."""
+    """Draw each node with its ranks, coloured by shard group; condensed when there are many nodes."""
     table = Table(
         box=None,
         pad_edge=False,
@@ -148,13 +146,7 @@ def _groups_text(plan: Plan, row: _Row) -> Text:
     if plan.layout.strategy == "no_shard":
         first, last = row.first * plan.ranks_per_node, (row.last + 1) * plan.ranks_per_node - 1
         return text.append(f"{_span(first, last)} each hold everything", TERMINAL[0])
-    runs: list[tuple[int, int, int]] = []
-    for node in range(row.first, row.last + 1):
-        for group, first, last in _ranks(plan, node):
-            if runs and runs[-1][0] == group:
-                runs[-1] = (group, runs[-1][1], last)
-            else:
-                runs.append((group, first, last))
+    runs = _groups_in(plan, row)
     shown = runs if len(runs) <= 5 else [*runs[:3], runs[-1]]
     for i, (group, first, last) in enumerate(shown):
         if len(runs) > len(shown) and i == 3:
@@ -166,7 +158,7 @@ def _groups_text(plan: Plan, row: _Row) -> Text:
 
 def _memory(plan: Plan, memory: Memory) -> RenderableType:
     table = Table(
-        title=f"Memory of a GPU at its peak: {memory.moment}",
+        title=f"Peak memory per GPU: {memory.moment}",
         title_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
@@ -184,49 +176,38 @@ def _memory(plan: Plan, memory: Memory) -> RenderableType:
     ratio = total / max(1, plan.usable_bytes)
     table.add_row("total", size(total), f"{ratio:.0%}", f"of {size(plan.usable_bytes)} usable", style=style)
     if memory.host:
-        table.add_row("host, a rank", size(memory.host), "", "offloaded state")
+        table.add_row("host, per rank", size(memory.host), "", "offloaded state")
     return Group(table, Text())
 
 
-def _taken(c: Considered) -> bool:
-    return c.why in ("chosen", "nearest to fitting")
-
-
-def _shown(plan: Plan) -> list[Considered]:
-    """The chosen option first, then those that fit, fastest first, then the rest by memory."""
-    ordered = sorted(
-        plan.considered,
-        key=lambda c: (not _taken(c), not c.fits, -c.tokens_per_s if c.fits else c.memory_bytes),
-    )
-    return ordered[:MOST_OPTIONS_SHOWN]
-
-
 def _options(plan: Plan) -> RenderableType:
-    count = len(plan.considered)
-    title = f"What was considered ({count}); bytes that a node sends in a step, over {plan.backend}"
+    """Table the option taken, then those that fit, fastest first, then the rest by memory."""
+    title = f"Options considered ({len(plan.considered)}); bytes that a node sends per step over {plan.backend}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name, justify in (("option", "left"), ("memory", "right"), ("within", "right"), ("between", "right")):
         table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     table.add_column("tokens/s", justify="right", no_wrap=True)
-    shown = list(_shown(plan))
+    ordered = sorted(
+        plan.considered, key=lambda c: (not c.taken, not c.fits, -c.tokens_per_s if c.fits else c.memory_bytes)
+    )
+    shown = ordered[:MOST_OPTIONS_SHOWN]
     for c in shown:
-        chosen = _taken(c)
         table.add_row(
             c.name,
             size(c.memory_bytes),
             size(c.intra_node_bytes[plan.backend]),
             size(c.inter_node_bytes[plan.backend]),
             f"{c.tokens_per_s:,.0f}",
-            style=("bold green" if c.fits else "bold red") if chosen else "" if c.fits else "dim",
+            style=("bold green" if c.fits else "bold red") if c.taken else "" if c.fits else "dim",
         )
     why = Table.grid(padding=(0, 2))
     for c in shown:
-        why.add_row(c.name, Text(c.why, "bold" if _taken(c) else ""))
+        why.add_row(c.name, Text(c.why, "bold" if c.taken else ""))
     return Group(table, why, Text())
 
 
 def to_svg(plan: Plan) -> str:
-    """A picture of nodes and ranks coloured by shard group, in one file without references."""
+    """Draw nodes and ranks coloured by shard group, in one file without references."""
     cell, top, line = 22, 64, 26
     condensed = len(plan.nodes) > 64
     rows = list(_rows(plan, len(plan.nodes) if condensed else 1))
@@ -243,7 +224,7 @@ def to_svg(plan: Plan) -> str:
         title += ", fits" if plan.fits else ", does not fit"
         subtitle = (
             f"{plan.parameters / 1e9:.3g} B parameters, {plan.hardware}; {size(plan.memory.total)} of "
-            f"{size(plan.usable_bytes)} a GPU; {plan.time.tokens_per_s:,.0f} tokens/s predicted"
+            f"{size(plan.usable_bytes)} per GPU; {plan.time.tokens_per_s:,.0f} tokens/s predicted"
         )
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
@@ -269,21 +250,18 @@ def to_svg(plan: Plan) -> str:
 
 
 def _svg_cells(plan: Plan, row: _Row, x: int, y: int, cell: int, condensed: bool) -> Iterator[str]:
-    """Squares a rank, or one bar for all ranks under a leaf with a stripe a shard group."""
-    first, last = row.first * plan.ranks_per_node, (row.last + 1) * plan.ranks_per_node - 1
-    group_size = plan.layout.shard_group
-    if not condensed:
-        for rank in range(first, last + 1):
-            colour = SVG[rank // group_size % len(SVG)]
-            at = x + (rank - first) * cell
-            yield f'<rect x="{at}" y="{y}" width="{cell - 2}" height="{cell - 2}" rx="3" fill="{colour}"/>'
-            style = 'font-size="9" fill="white" text-anchor="middle"'
-            yield f'<text x="{at + (cell - 2) / 2}" y="{y + 14}" {style}>{rank}</text>'
+    """Draw a square per rank, or for all ranks under a leaf one bar with a stripe per shard group."""
+    runs = _groups_in(plan, row)
+    first, last = runs[0][1], runs[-1][2]
+    if condensed:
+        for i, (group, _, _) in enumerate(runs[:48]):
+            colour = SVG[group % len(SVG)]
+            yield f'<rect x="{x + 9 * i}" y="{y}" width="8" height="{cell - 4}" fill="{colour}"/>'
+        text = f"ranks {first}-{last}, {len(runs)} groups"
+        yield f'<text x="{x + 9 * min(len(runs), 48) + 8}" y="{y + 14}" fill="#555">{text}</text>'
         return
-    count = last // group_size - first // group_size + 1
-    stripes = min(count, 48)
-    for i in range(stripes):
-        colour = SVG[(first // group_size + i) % len(SVG)]
-        yield f'<rect x="{x + 9 * i}" y="{y}" width="8" height="{cell - 4}" fill="{colour}"/>'
-    text = f"ranks {first}-{last}, {count} groups"
-    yield f'<text x="{x + 9 * stripes + 8}" y="{y + 14}" fill="#555">{text}</text>'
+    for rank in range(first, last + 1):
+        colour, at = SVG[rank // plan.layout.shard_group % len(SVG)], x + (rank - first) * cell
+        yield f'<rect x="{at}" y="{y}" width="{cell - 2}" height="{cell - 2}" rx="3" fill="{colour}"/>'
+        style = 'font-size="9" fill="white" text-anchor="middle"'
+        yield f'<text x="{at + (cell - 2) / 2}" y="{y + 14}" {style}>{rank}</text>'

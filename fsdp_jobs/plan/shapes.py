@@ -98,8 +98,8 @@ class ModelShape:
     def flops_per_token(self, seq_len: int) -> float:
         """Return the model FLOPs of forward and backward, as MFU counts them.
 
-        6 x matmul weights + 12 x layers x width x seq_len: Chowdhery et al. 2022 (PaLM, arXiv:2204.02311), appendix B; recomputation and the causal mask do not
-        count.
+        6 x matmul weights + 12 x layers x width x seq_len: Chowdhery et al. 2022 (PaLM, arXiv:2204.02311),
+        appendix B; recomputation and the causal mask do not count.
         """
         a = self.activations
         forward = a.layers * (a.matmul_flops + 4 * a.attention_width * seq_len) + a.head_flops
