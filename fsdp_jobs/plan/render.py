@@ -80,7 +80,7 @@ def _headline(plan: Plan) -> Text:
     if plan.spares:
         head.append(f" + {len(plan.spares)} spare")
     if plan.time is None:
-        return head.append(f"\non {plan.hardware}; memory and speed are not known for a program's own model\n")
+        return head.append(f"\non {plan.hardware}; memory and speed are not known: the model is the program's\n")
     head.append(
         f"\n{plan.parameters / 1e9:.3g} B parameters on {plan.hardware}; "
         f"a step takes {seconds(plan.time.step)}: "

@@ -82,7 +82,7 @@ def test_nothing_is_known_of_a_programs_model_unless_one_is_named() -> None:
     plan = Plan.from_json(make_plan(config).to_json())
     assert plan.memory is None and plan.time is None
     assert (plan.layout.strategy, plan.layout.shard_group, plan.layout.replicas) == ("hybrid_shard", 8, 4)
-    assert "memory and speed are not known: the program is yours" in render_text(plan)
+    assert "memory and speed are not known: the model is the program's" in render_text(plan)
     assert "not known" in to_svg(plan)
     named = make_plan(compose_job(["script=train.py", "model=llama3_8b", "hardware=h100", "nodes=4"]))
     assert named.memory is not None and named.parameters > 8e9
