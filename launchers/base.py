@@ -1,75 +1,174 @@
-"""What every launcher does with a run's own record: exit codes of nodes get lost, the verdict does not."""
+"""The interface of a launcher, the registry of launchers, and the one adapter that makes each a TorchX scheduler.
+
+A launcher turns jobs into submissions on one kind of cluster. Exit codes of nodes get lost on the way, so what
+became of a job is read from its run directory: the verdict of its newest attempt.
+"""
 
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from torchx.schedulers.api import DescribeAppResponse, Scheduler, Stream, filter_regex
-from torchx.specs import AppDef, AppDryRunInfo, AppState
+from torchx.schedulers import get_scheduler_factories
+from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream, filter_regex
+from torchx.specs import AppDef, AppDryRunInfo, AppState, RoleStatus
 
-from fsdp_jobs.config.errors import BadInput
+from fsdp_jobs.config.errors import BadInput, Problem
+from fsdp_jobs.config.schema import JobConfig
+from fsdp_jobs.launchers.app import RUN_DIR_KEY, to_app
+from fsdp_jobs.launchers.state import State
+from fsdp_jobs.plan.plan import Plan
+from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.tail import follow_files
-from fsdp_jobs.run.verdict import Verdict
 
-WRITES_AT_ONCE = 16  # run directories: what a cluster's file system does slowly it does for many at the same time
-_AT_ONCE = 16  # jobs that a launcher is told to end at the same time
+SESSION = "fsdp_jobs"  # TorchX's session, the second part of a handle
+WRITES_AT_ONCE = 16  # run directories: a slow shared file system serves many writers at the same time
+
+_Request = TypeVar("_Request")
 
 
-class RunScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
-    """A TorchX scheduler whose apps are runs."""
+_TORCHX_STATES = {
+    State.QUEUED: AppState.PENDING,
+    State.RUNNING: AppState.RUNNING,
+    State.DONE: AppState.SUCCEEDED,
+    State.STOPPED: AppState.CANCELLED,
+    State.FAILED: AppState.FAILED,
+}
 
-    def dryrun_many(self, apps: Sequence[AppDef], cfgs: Sequence[dict[str, Any]]) -> list[AppDryRunInfo[Any]]:
-        """What would be submitted for each app.
+
+@dataclass
+class Description:
+    """A submission as its launcher knows it."""
+
+    app_id: str
+    state: State
+    message: str = ""  # why it waits, or how it ended
+    restarts: int = 0
+    roles: list[RoleStatus] = field(default_factory=lambda: [RoleStatus("trainer", [])])
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that `doctor` has examined."""
+
+    what: str
+    state: str  # ok | warning: works, with a drawback | bad: jobs will not run
+    fact: str
+    cure: str = ""
+
+
+@dataclass
+class Job:
+    """A validated and planned job."""
+
+    config: JobConfig
+    run: RunDir
+    plan: Plan
+
+    @cached_property
+    def app(self) -> AppDef:
+        return to_app(self.config, self.run, self.plan.ranks_per_node)
+
+
+class Launcher(ABC):
+    """Submits jobs to one kind of cluster. Every method takes many jobs and asks the cluster once where it can."""
+
+    name: str  # of the TorchX scheduler, e.g. "slurm_fsdp"
+
+    def topology(self, config: JobConfig) -> Topology | None:
+        """Return where the nodes of this cluster are; None when it does not say."""
+        return None
+
+    def examine(self, config: JobConfig) -> Iterator[Finding]:
+        """Yield what `doctor` should know about this cluster, as it is examined."""
+        yield from ()
+
+    @abstractmethod
+    def prepare(self, jobs: Sequence[Job]) -> list[Any]:
+        """Return one request for each job; `str(request)` is what `dry_run` prints. Writes and starts nothing.
 
         Raises:
-            BadInput: whatever is wrong with any of them.
+            BadInput: with all problems of all jobs.
         """
-        requests, problems = [], []
-        for app, cfg in zip(apps, cfgs, strict=True):
-            try:
-                requests.append(self.submit_dryrun(app, cfg))
-            except BadInput as e:
-                problems += e.problems
-        if problems:
-            raise BadInput(problems)
-        return requests
 
-    def schedule_many(self, requests: Sequence[AppDryRunInfo[Any]], parallelism: int, folder: Path) -> list[str]:
-        """Submit jobs together, all of them or none; app ids in their order.
+    @abstractmethod
+    def submit(self, requests: Sequence[Any], parallelism: int, folder: Path | None) -> list[str]:
+        """Submit all requests of `prepare`, or none; return their app ids.
 
         Args:
-            requests: one a job, of this scheduler's `dryrun_many`.
-            parallelism: most that run at once, 0 for no limit. Heeded where the launcher can.
-            folder: of the sweep, for the launcher's files.
+            requests: one for each job.
+            parallelism: how many may run at once, 0 for no limit; heeded where the cluster can.
+            folder: of the sweep, for the launcher's files; None for a job by itself.
         """
-        submitted: list[str] = []
+
+    @abstractmethod
+    def describe(self, app_ids: Sequence[str]) -> list[Description | None]:
+        """Describe submissions, in order; None for one that neither the cluster nor this machine knows."""
+
+    @abstractmethod
+    def cancel(self, app_ids: Sequence[str]) -> None:
+        """End jobs at once, without checkpoints; unknown and ended ones are left alone."""
+
+    @abstractmethod
+    def logs(self, app_id: str, role: str, node: int, follow: bool) -> Iterator[str]:
+        """Yield lines of a node's ranks, or of the coordinator, in the newest attempt; with `follow`, until it ends."""
+
+    def known(self) -> list[str]:
+        """Return the app ids that were submitted from this machine."""
+        return sorted(link.name for link in known_runs(self.name).glob("*"))
+
+
+def prepare_each(prepare: Callable[[Job], _Request], jobs: Sequence[Job]) -> list[_Request]:
+    """Prepare jobs one by one.
+
+    Raises:
+        BadInput: with all problems of all jobs.
+    """
+    requests, problems = [], []
+    for job in jobs:
         try:
-            for request in requests:
-                submitted.append(self.schedule(request))
-        except BaseException:
-            for app_id in submitted:
-                self.cancel(app_id)
-            raise
-        return submitted
+            requests.append(prepare(job))
+        except BadInput as e:
+            problems += e.problems
+    if problems:
+        raise BadInput(problems)
+    return requests
 
-    def describe_many(self, app_ids: Sequence[str]) -> list[DescribeAppResponse | None]:
-        """What `describe` says of each app, with no more questions to the cluster than for one where that can be."""
-        return [self.describe(app_id) for app_id in app_ids]
 
-    def cancel_many(self, app_ids: Sequence[str]) -> None:
-        """End jobs at once, without checkpoints."""
-        with ThreadPoolExecutor(_AT_ONCE) as threads:
-            list(threads.map(self.cancel, app_ids))
+class TorchxScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
+    """A launcher as `torchx status`, `log`, `cancel` and `list` use it."""
 
-    def lines(self, app_id: str, role: str, node: int, follow: bool) -> Iterator[str]:
-        """Lines of a node's ranks, or of the coordinator, in the newest attempt; with `follow`, until it ends."""
-        raise NotImplementedError
+    def __init__(self, launcher: Launcher, session_name: str):
+        super().__init__(launcher.name, session_name)
+        self.launcher = launcher
+
+    def _submit_dryrun(self, app: AppDef, cfg: dict[str, Any]) -> AppDryRunInfo[Any]:
+        job = Job(cfg["config"], RunDir(app.metadata[RUN_DIR_KEY]), cfg["plan"])
+        return AppDryRunInfo(self.launcher.prepare([job])[0], str)
+
+    def schedule(self, dryrun_info: AppDryRunInfo[Any]) -> str:
+        return self.launcher.submit([dryrun_info.request], 0, None)[0]
+
+    def describe(self, app_id: str) -> DescribeAppResponse | None:
+        (job,) = self.launcher.describe([app_id])
+        if job is None:
+            return None
+        state = _TORCHX_STATES.get(job.state, AppState.UNKNOWN)
+        return DescribeAppResponse(app_id, state, job.restarts, job.message, roles_statuses=job.roles)
+
+    def list(self) -> list[ListAppResponse]:
+        described = self.launcher.describe(self.launcher.known())
+        return [ListAppResponse(job.app_id, _TORCHX_STATES[job.state]) for job in described if job is not None]
+
+    def _cancel_existing(self, app_id: str) -> None:
+        self.launcher.cancel([app_id])
 
     def log_iter(
         self,
@@ -82,18 +181,33 @@ class RunScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
         should_tail: bool = False,
         streams: Stream | None = None,
     ) -> Iterable[str]:
-        lines = self.lines(app_id, role_name, k, should_tail)
+        lines = self.launcher.logs(app_id, role_name, k, should_tail)
         return filter_regex(regex, lines) if regex else lines
 
 
+def launcher_of(name: str) -> Launcher:
+    """Return the launcher that is installed under a name.
+
+    Raises:
+        BadInput: there is none, or it is another project's TorchX scheduler.
+    """
+    factories = get_scheduler_factories()
+    scheduler = factories[name](SESSION) if name in factories else None
+    if not isinstance(scheduler, TorchxScheduler):
+        ours = ", ".join(sorted(known for known in factories if known.endswith("_fsdp")))
+        what = f"not an installed launcher of fsdp_jobs; installed: {ours}"
+        raise BadInput([Problem(f"cluster.launcher={name}", what, "cluster=local runs on this machine")])
+    return scheduler.launcher
+
+
 def known_runs(launcher: str) -> Path:
-    """Where a launcher keeps a link for each app that was submitted from this machine: id -> run directory."""
+    """Return the folder of links, app id -> run directory, of what was submitted from this machine."""
     base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return Path(base) / "fsdp_jobs" / launcher
+    return Path(base) / "fsdp_jobs" / launcher.removesuffix("_fsdp")
 
 
 def remember(launcher: str, app_id: str, run: RunDir) -> None:
-    """Keep a link to a submitted run; one of the same id, from before a cluster was set up anew, is replaced."""
+    """Keep a link to a submitted run; ids begin again when a cluster is set up anew, so an old link is replaced."""
     link = known_runs(launcher) / app_id
     link.parent.mkdir(parents=True, exist_ok=True)
     link.unlink(missing_ok=True)
@@ -101,22 +215,12 @@ def remember(launcher: str, app_id: str, run: RunDir) -> None:
 
 
 def run_of(launcher: str, app_id: str) -> RunDir | None:
-    """The run directory of an app, when it was submitted from this machine and is still there."""
+    """Return the run directory of an app; None when it is gone or was not submitted from this machine."""
     link = known_runs(launcher) / app_id
     return RunDir(link.resolve()) if link.is_dir() else None
 
 
-def final_state(run: RunDir) -> AppState:
-    """The state of a job whose processes have gone."""
-    verdict = Verdict.read(run, run.last_attempt())
-    if verdict is None:
-        return AppState.FAILED  # nobody judged: the machine went down
-    if verdict.verdict == "done":
-        return AppState.SUCCEEDED
-    return AppState.CANCELLED if verdict.verdict == "preempted" else AppState.FAILED
-
-
 def log_lines(run: RunDir, role: str, node: int, running: Callable[[], bool]) -> Iterator[str]:
-    """Lines of a node's ranks in the newest attempt, or the coordinator's own; as they come while `running`."""
+    """Yield lines of a node's ranks, or of the coordinator, in the newest attempt, as they come while `running`."""
     pattern = "coordinator.log" if role == "coordinator" else f"node-{node}/*.log"
     return (line + "\n" for _, line in follow_files(run.attempt(run.last_attempt()), pattern, running))

@@ -14,19 +14,16 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
-
-from torchx.schedulers.api import DescribeAppResponse, ListAppResponse
-from torchx.specs import AppDef, AppDryRunInfo, AppState, RoleStatus
+from typing import IO
 
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.resolve import ranks_per_node
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.launchers import attempts
-from fsdp_jobs.launchers.app import RUN_DIR_KEY
-from fsdp_jobs.launchers.base import RunScheduler, final_state, log_lines
-from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.launchers.base import Description, Job, Launcher, TorchxScheduler, log_lines, prepare_each
+from fsdp_jobs.launchers.state import State
+from fsdp_jobs.run.directory import RunDir, runs_in, write_atomic
 from fsdp_jobs.run.verdict import Verdict
 
 RUNS = Path("/runs")  # the volume that all services mount
@@ -40,58 +37,58 @@ class ComposeRequest:
     run_dir: str
 
 
-class ComposeScheduler(RunScheduler):
+class ComposeLauncher(Launcher):
     """Hands a job to the services of deploy/compose.yaml. An app's id is its run's name."""
 
-    def __init__(self, session_name: str):
-        super().__init__("compose_fsdp", session_name)
+    name = "compose_fsdp"
 
-    def _submit_dryrun(self, app: AppDef, cfg: dict[str, Any]) -> AppDryRunInfo[ComposeRequest]:
-        run = RunDir(app.metadata[RUN_DIR_KEY])
-        if run.path.parent != RUNS:
-            where = f"runs_dir={run.path.parent}"
-            instead = "docker compose -f deploy/compose.yaml up; cluster=docker needs no compose"
-            raise BadInput([Problem(where, f"the services of deploy/compose.yaml share {RUNS} only", instead)])
-        return AppDryRunInfo(ComposeRequest(str(run.path)), str)
+    def prepare(self, jobs: Sequence[Job]) -> list[ComposeRequest]:
+        return prepare_each(_request, jobs)
 
-    def schedule(self, dryrun_info: AppDryRunInfo[ComposeRequest]) -> str:
-        run = RunDir(dryrun_info.request.run_dir)
-        write_atomic(_first_attempt(run), str(run.last_attempt() + 1))
-        return run.name
+    def submit(self, requests: Sequence[ComposeRequest], parallelism: int, folder: Path | None) -> list[str]:
+        return [RunDir(request.run_dir).name for request in requests]
 
-    def describe(self, app_id: str) -> DescribeAppResponse | None:
-        run = RunDir(RUNS / app_id)
-        if not _first_attempt(run).exists():
-            return None
-        state = AppState.RUNNING if _is_live(run) else final_state(run)
-        statuses = [RoleStatus("trainer", [])]
-        return DescribeAppResponse(app_id=app_id, state=state, num_restarts=run.last_attempt(), roles_statuses=statuses)
+    def describe(self, app_ids: Sequence[str]) -> list[Description | None]:
+        return [_describe(app_id) for app_id in app_ids]
 
-    def list(self) -> list[ListAppResponse]:
-        found = [(folder.name, self.describe(folder.name)) for folder in sorted(RUNS.glob("*"))]
-        return [ListAppResponse(name, d.state) for name, d in found if d is not None]
+    def known(self) -> list[str]:
+        return [run.name for run in runs_in(str(RUNS))]
 
-    def _cancel_existing(self, app_id: str) -> None:
-        """What can be done from inside a container: ask the job to save and stop."""
-        write_atomic(RunDir(RUNS / app_id).stop_request, "cancelled")
+    def cancel(self, app_ids: Sequence[str]) -> None:
+        """Ask the jobs to save and stop: all that can be done from inside a container."""
+        for app_id in app_ids:
+            write_atomic(RunDir(RUNS / app_id).stop_request, "cancelled")
 
-    def lines(self, app_id: str, role: str, node: int, follow: bool) -> Iterator[str]:
+    def logs(self, app_id: str, role: str, node: int, follow: bool) -> Iterator[str]:
         run = RunDir(RUNS / app_id)
         return log_lines(run, role, node, lambda: follow and _is_live(run))
 
 
-def create_scheduler(session_name: str, **_kwargs: object) -> ComposeScheduler:
-    return ComposeScheduler(session_name)
+def create_scheduler(session_name: str, **_kwargs: object) -> TorchxScheduler:
+    return TorchxScheduler(ComposeLauncher(), session_name)
 
 
-def _first_attempt(run: RunDir) -> Path:
-    return run.submit / "first_attempt"  # of the newest submission
+def _request(job: Job) -> ComposeRequest:
+    if job.run.path.parent != RUNS:
+        where = f"runs_dir={job.run.path.parent}"
+        instead = "docker compose -f deploy/compose.yaml up; cluster=docker needs no compose"
+        raise BadInput([Problem(where, f"the services of deploy/compose.yaml share {RUNS} only", instead)])
+    return ComposeRequest(str(job.run.path))
+
+
+def _describe(app_id: str) -> Description | None:
+    run = RunDir(RUNS / app_id)
+    if not run.is_submitted:
+        return None
+    attempt = run.last_attempt()
+    state = State.RUNNING if _is_live(run) else State.from_verdict(Verdict.read(run, attempt))
+    return Description(app_id, state, restarts=max(0, attempt - run.first_attempt()))
 
 
 def _is_live(run: RunDir) -> bool:
     """Whether the services still have something to do: no attempt of the newest submission was the last."""
     attempt = run.last_attempt()
-    verdict = Verdict.read(run, attempt) if attempt >= int(_first_attempt(run).read_text()) else None
+    verdict = Verdict.read(run, attempt) if attempt >= run.first_attempt() else None
     return verdict is None or verdict.decision != "stop"
 
 
@@ -103,11 +100,11 @@ def submit(run: RunDir, overrides: Sequence[str]) -> None:
     """
     from fsdp_jobs.submit import submit as submission
 
-    if _first_attempt(run).exists() and _is_live(run):
+    if run.is_submitted and _is_live(run):
         print(f"{run.name} goes on, as it was submitted")
         return
     config = compose_job(["cluster=compose", f"runs_dir={RUNS}", f"name={run.name}", *overrides])
-    print(f"submitted {submission.submit(submission.prepare(config), list(overrides))}")
+    print(f"submitted {submission.submit(submission.prepare([config]), [list(overrides)])[0]}")
 
 
 def claim_node(run: RunDir) -> tuple[int, IO[str]]:
@@ -132,7 +129,7 @@ def main(argv: Sequence[str]) -> int:
             print(e, file=sys.stderr)
             return 2
         return 0
-    first = ["--first", _first_attempt(run).read_text(), "--", sys.executable, "-m"]
+    first = ["--first", str(run.first_attempt()), "--", sys.executable, "-m"]
     if service == "coordinator":
         command = ["fsdp_jobs.elastic.coordinator", str(run.path)]
         return attempts.main(["coordinator", str(run.path), _PORT, *first, *command])

@@ -5,37 +5,34 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
-from torchx.schedulers.api import DescribeAppResponse, ListAppResponse
-from torchx.specs import AppDryRunInfo, AppState, RoleStatus
 
 from fsdp_jobs.config.errors import BadInput, Problem
-from fsdp_jobs.launchers.base import RunScheduler, final_state, known_runs, log_lines, remember, run_of
+from fsdp_jobs.launchers.base import Description, Launcher, log_lines, remember, run_of
+from fsdp_jobs.launchers.state import State
 from fsdp_jobs.launchers.waiting import Entry, Pool, forget, waiting_of, withdraw
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.processes import recorded_process, start_detached
 from fsdp_jobs.run.verdict import Verdict
 
 _STARTS_S = 60.0  # most that a job takes from the end of its wait to its supervisor
+_CANCELS_AT_ONCE = 16
 
 
-class DetachedScheduler(RunScheduler):
-    """A scheduler of this machine: what is known of an app is in its run directory, and whether something runs."""
-
-    def __init__(self, launcher: str, session_name: str):
-        super().__init__(f"{launcher}_fsdp", session_name)
-        self.launcher = launcher
+class DetachedLauncher(Launcher):
+    """A launcher of this machine: what is known of an app is in its run directory, and whether a process runs."""
 
     def stage(self, request: Any, app_id: str) -> None:
         """Write what `start` needs into the run directory."""
         raise NotImplementedError
 
     def gpus_of(self, run: RunDir) -> list[str]:
-        """Ids of the GPUs that what was staged last will use, or uses."""
+        """Return ids of the GPUs that what was staged last uses, or will use."""
         raise NotImplementedError
 
     def move(self, run: RunDir, gpus: Mapping[str, str]) -> None:
@@ -50,23 +47,19 @@ class DetachedScheduler(RunScheduler):
         """End an app that was started, at once and without a checkpoint."""
         raise NotImplementedError
 
-    def schedule(self, dryrun_info: AppDryRunInfo[Any]) -> str:
-        run = RunDir(dryrun_info.request.run_dir)
-        app_id = _new_app(run)
-        self.stage(dryrun_info.request, app_id)
-        forget(run)
-        self.start(run, app_id)
-        remember(self.launcher, app_id, run)
-        return app_id
-
-    def schedule_many(self, requests: Sequence[AppDryRunInfo[Any]], parallelism: int, folder: Path) -> list[str]:
-        """Hand jobs to the sweep's pool, which starts so many at once; with 0 one, for all share the machine."""
-        entries: list[Entry] = []
+    def submit(self, requests: Sequence[Any], parallelism: int, folder: Path | None) -> list[str]:
+        """Start jobs; those of a sweep are queued, one at a time for `parallelism` 0: all share the machine."""
+        entries = []
         for request in requests:
-            run = RunDir(Path(request.request.run_dir).resolve())
-            entries.append(Entry(self.backend, str(run.path), _new_app(run)))
-            self.stage(request.request, entries[-1].app_id)
-            remember(self.launcher, entries[-1].app_id, run)
+            run = RunDir(Path(request.run_dir).resolve())
+            entries.append(Entry(self.name, str(run.path), _new_app(run)))
+            self.stage(request, entries[-1].app_id)
+            forget(run)
+            remember(self.name, entries[-1].app_id, run)
+        if folder is None:
+            for entry in entries:
+                self.start(RunDir(entry.run_dir), entry.app_id)
+            return [entry.app_id for entry in entries]
         pool = Pool.read(folder.resolve())
         with pool.locked():
             pool = Pool.read(pool.folder)
@@ -76,58 +69,47 @@ class DetachedScheduler(RunScheduler):
         return [entry.app_id for entry in entries]
 
     def is_alive(self, run: RunDir, app_id: str) -> bool:
-        """Whether something of this app runs."""
+        """Whether a process of this app runs."""
         return supervisor_of(run) is not None
 
-    def describe(self, app_id: str) -> DescribeAppResponse | None:
-        run = run_of(self.launcher, app_id)
+    def describe(self, app_ids: Sequence[str]) -> list[Description | None]:
+        return [self._describe(app_id) for app_id in app_ids]
+
+    def _describe(self, app_id: str) -> Description | None:
+        run = run_of(self.name, app_id)
         if run is None:
             return None
         attempt = run.last_attempt()
         if (waiting := waiting_of(run, app_id)) is not None:
             why = waiting.why()
-            state, message = (AppState.FAILED, waiting.lost) if why is None else (AppState.PENDING, why)
+            state, message = (State.FAILED, waiting.lost) if why is None else (State.QUEUED, why)
         else:
             verdict = Verdict.read(run, attempt)
-            state = AppState.RUNNING if self.is_alive(run, app_id) else final_state(run)
+            state = State.RUNNING if self.is_alive(run, app_id) else State.from_verdict(verdict)
             message = verdict.reason if verdict is not None else ""
-        return DescribeAppResponse(
-            app_id=app_id,
-            state=state,
-            num_restarts=max(0, attempt),
-            msg=message,
-            roles_statuses=[RoleStatus("trainer", [])],
-        )
+        return Description(app_id, state, message, max(0, attempt - run.first_attempt()))
 
-    def _cancel_existing(self, app_id: str) -> None:
-        """Stop at once, without a checkpoint."""
-        run = self.submitted(app_id)
-        if (waited := withdraw(run, app_id)) is not None:
-            WITHDRAWN.close(run, waited.first)
+    def cancel(self, app_ids: Sequence[str]) -> None:
+        with ThreadPoolExecutor(_CANCELS_AT_ONCE) as threads:
+            list(threads.map(self._cancel, app_ids))
+
+    def _cancel(self, app_id: str) -> None:
+        run = run_of(self.name, app_id)
+        if run is None:
+            return
+        if withdraw(run, app_id) is not None:
+            WITHDRAWN.close(run, run.first_attempt())
             return
         deadline = time.monotonic() + _STARTS_S
         while waiting_of(run, app_id) is not None and time.monotonic() < deadline:
             time.sleep(0.1)
         self.kill(run, app_id)
 
-    def list(self) -> list[ListAppResponse]:
-        found = [(link.name, self.describe(link.name)) for link in sorted(known_runs(self.launcher).glob("*"))]
-        return [ListAppResponse(name, d.state) for name, d in found if d is not None]
-
-    def lines(self, app_id: str, role: str, node: int, follow: bool) -> Iterator[str]:
-        run = self.submitted(app_id)
-        return log_lines(run, role, node, lambda: follow and self.is_alive(run, app_id))
-
-    def submitted(self, app_id: str) -> RunDir:
-        """The run directory of an app.
-
-        Raises:
-            BadInput: there is no such app here.
-        """
-        run = run_of(self.launcher, app_id)
+    def logs(self, app_id: str, role: str, node: int, follow: bool) -> Iterator[str]:
+        run = run_of(self.name, app_id)
         if run is None:
-            raise BadInput([Problem(f"{self.backend} app {app_id}", "was not submitted from this machine")])
-        return run
+            raise BadInput([Problem(f"{self.name} app {app_id}", "was not submitted from this machine")])
+        return log_lines(run, role, node, lambda: follow and self.is_alive(run, app_id))
 
 
 def _new_app(run: RunDir) -> str:

@@ -15,16 +15,15 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from torchx.specs import AppDef, AppDryRunInfo, macros
+from torchx.specs import macros
 
 from fsdp_jobs.config.clusters import LocalClusterConfig
 from fsdp_jobs.config.schema import load_config
-from fsdp_jobs.launchers.app import RUN_DIR_KEY
+from fsdp_jobs.launchers.base import Job, TorchxScheduler
 from fsdp_jobs.launchers.detached import (
     KILLED,
-    DetachedScheduler,
+    DetachedLauncher,
     judge,
     kill_supervisor,
     start_supervisor,
@@ -71,27 +70,14 @@ def visible_gpus() -> list[str]:
     return [str(i) for i, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*"))]
 
 
-class LocalScheduler(DetachedScheduler):
-    """Runs an AppDef as processes of this machine. An app's id is its run's name and the time of submission."""
+class LocalLauncher(DetachedLauncher):
+    """Runs a job as processes of this machine. An app's id is its run's name and the time of submission."""
 
-    def __init__(self, session_name: str):
-        super().__init__("local", session_name)
+    name = "local_fsdp"
 
-    def _submit_dryrun(self, app: AppDef, cfg: dict[str, Any]) -> AppDryRunInfo[LocalRequest]:
-        request = LocalRequest(app.metadata[RUN_DIR_KEY])
+    def prepare(self, jobs: Sequence[Job]) -> list[LocalRequest]:
         gpus = visible_gpus()
-        for role in app.roles:
-            for replica in range(role.num_replicas):
-                values = macros.Values(img_root="", app_id=app.name, replica_id=str(replica), rank0_env="")
-                concrete = values.apply(role)
-                name = "coordinator" if role.name == "coordinator" else f"node-{replica}"
-                ranks = role.resource.cpu
-                if role.name == "trainer":  # its own GPUs, or none when there is not one for every rank
-                    enough = len(gpus) >= role.num_replicas * ranks
-                    mine = gpus[replica * ranks : (replica + 1) * ranks] if enough else []
-                    concrete.env["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
-                request.commands.append(Command(name, [concrete.entrypoint, *concrete.args], concrete.env))
-        return AppDryRunInfo(request, str)
+        return [_request(job, gpus) for job in jobs]
 
     def stage(self, request: LocalRequest, app_id: str) -> None:
         _write_commands(RunDir(request.run_dir), request.commands)
@@ -114,8 +100,24 @@ class LocalScheduler(DetachedScheduler):
             judge(run, 0, KILLED)
 
 
-def create_scheduler(session_name: str, **_kwargs: object) -> LocalScheduler:
-    return LocalScheduler(session_name)
+def create_scheduler(session_name: str, **_kwargs: object) -> TorchxScheduler:
+    return TorchxScheduler(LocalLauncher(), session_name)
+
+
+def _request(job: Job, gpus: list[str]) -> LocalRequest:
+    request = LocalRequest(str(job.run.path.resolve()))
+    for role in job.app.roles:
+        for replica in range(role.num_replicas):
+            values = macros.Values(img_root="", app_id=job.app.name, replica_id=str(replica), rank0_env="")
+            concrete = values.apply(role)
+            name = "coordinator" if role.name == "coordinator" else f"node-{replica}"
+            ranks = job.plan.ranks_per_node
+            if role.name == "trainer":  # its own GPUs, or none when there is not one for every rank
+                enough = len(gpus) >= role.num_replicas * ranks
+                mine = gpus[replica * ranks : (replica + 1) * ranks] if enough else []
+                concrete.env["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
+            request.commands.append(Command(name, [concrete.entrypoint, *concrete.args], concrete.env))
+    return request
 
 
 def _write_commands(run: RunDir, commands: Sequence[Command]) -> None:

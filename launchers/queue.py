@@ -12,12 +12,12 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from fsdp_jobs.launchers.detached import DetachedScheduler
+from fsdp_jobs.launchers.base import launcher_of
+from fsdp_jobs.launchers.detached import DetachedLauncher
 from fsdp_jobs.launchers.local import visible_gpus
 from fsdp_jobs.launchers.waiting import Entry, Pool, started, take, waiting_of, withdraw
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.verdict import Verdict
-from fsdp_jobs.submit.submit import scheduler_of
 
 _POLL_S = 0.2
 _RECORDED_S = 120.0  # a job that no run directory tells of for so long was left behind by a command that died
@@ -59,29 +59,27 @@ def tend(folder: Path) -> None:
 
 def _is_running(entry: Entry) -> bool:
     run = RunDir(entry.run_dir)
-    return waiting_of(run, entry.app_id) is None and _scheduler(entry).is_alive(run, entry.app_id)
+    return waiting_of(run, entry.app_id) is None and _launcher(entry).is_alive(run, entry.app_id)
 
 
 def _start(entry: Entry, running: Sequence[Entry]) -> None:
     """Start a job on those GPUs that the fewest of the running ones use."""
-    run, scheduler = RunDir(entry.run_dir), _scheduler(entry)
-    waited = waiting_of(run, entry.app_id)
+    run, launcher = RunDir(entry.run_dir), _launcher(entry)
     try:
-        if mine := scheduler.gpus_of(run):
-            used = Counter(gpu for other in running for gpu in _scheduler(other).gpus_of(RunDir(other.run_dir)))
-            scheduler.move(run, dict(zip(mine, sorted(visible_gpus(), key=lambda gpu: used[gpu]), strict=False)))
-        scheduler.start(run, entry.app_id)
+        if mine := launcher.gpus_of(run):
+            used = Counter(gpu for other in running for gpu in _launcher(other).gpus_of(RunDir(other.run_dir)))
+            launcher.move(run, dict(zip(mine, sorted(visible_gpus(), key=lambda gpu: used[gpu]), strict=False)))
+        launcher.start(run, entry.app_id)
     except Exception as e:  # what was found sound at submission is not now
         traceback.print_exc()
-        assert waited is not None
-        Verdict("infrastructure", "stop", f"could not be started: {e}").close(run, waited.first)
+        Verdict("infrastructure", "stop", f"could not be started: {e}").close(run, run.first_attempt())
     started(run)
 
 
-def _scheduler(entry: Entry) -> DetachedScheduler:
-    scheduler = scheduler_of(entry.launcher)
-    assert isinstance(scheduler, DetachedScheduler)
-    return scheduler
+def _launcher(entry: Entry) -> DetachedLauncher:
+    launcher = launcher_of(entry.launcher)
+    assert isinstance(launcher, DetachedLauncher)
+    return launcher
 
 
 if __name__ == "__main__":

@@ -51,8 +51,7 @@ class Pool:
         """Let jobs wait behind those that do already. Call it under `locked`."""
         for entry in entries:
             run = RunDir(entry.run_dir)
-            first = run.last_attempt() + 1
-            waiting = Waiting(entry.app_id, str(self.folder.resolve()), first)
+            waiting = Waiting(entry.app_id, str(self.folder.resolve()))
             write_atomic(_waits(run), json.dumps(asdict(waiting)))
         self.places = places
         again = {entry.run_dir for entry in entries}
@@ -78,7 +77,6 @@ class Waiting:
 
     app_id: str
     folder: str  # of the sweep
-    first: int  # attempt that it will begin with
 
     def why(self) -> str | None:
         """What it waits for; None when there is nobody who would start it."""

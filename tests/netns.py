@@ -264,10 +264,10 @@ def _children(pid: int) -> list[int]:
 class _Nobody:
     """In a launcher's place when a test starts the processes itself."""
 
-    backend = "netns"
+    name = "netns"
 
-    def schedule(self, _request: Any) -> str:
-        return "test"
+    def submit(self, requests: Sequence[Any], parallelism: int, folder: Path | None) -> list[str]:
+        return ["test"]
 
 
 class NetnsJob(Job):
@@ -284,8 +284,8 @@ class NetnsJob(Job):
         keys = {o.partition("=")[0] for o in overrides}
         self.overrides = [o for o in given if o.partition("=")[0] not in keys] + list(overrides)
         config = compose_job(self.overrides)
-        prepared = submission.prepare(config)
-        submission.submit(replace(prepared, scheduler=_Nobody()), self.overrides)  # type: ignore[arg-type]
+        (prepared,) = submission.prepare([config])
+        submission.submit([replace(prepared, launcher=_Nobody())], [self.overrides])  # type: ignore[arg-type]
         self.config, self.plan, self.run = config, prepared.plan, prepared.run
         self.run = RunDir(prepared.run.path.resolve())
         self.roles = {r.name: r for r in to_app(config, self.run, ranks_per_node(config)).roles}

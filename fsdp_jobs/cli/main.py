@@ -189,13 +189,12 @@ def _submit(args: list[str]) -> int:
 
 
 def _submit_config(config: JobConfig, overrides: Sequence[str], config_dir: str | None = None) -> int:
-    from torchx.specs import AppState
-
     from fsdp_jobs.cli.follow import Follower, summary
+    from fsdp_jobs.launchers.state import State
     from fsdp_jobs.plan.render import render
     from fsdp_jobs.submit import submit as submission
 
-    job = submission.prepare(config)
+    (job,) = submission.prepare([config])
     console.print(render(job.plan))
     if config.dry_run:
         console.print(str(job.request), markup=False, soft_wrap=True)
@@ -204,11 +203,12 @@ def _submit_config(config: JobConfig, overrides: Sequence[str], config_dir: str 
     kept = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
     follower = None
     if config.attach:
-        follower = Follower(job.run, config, console, lambda: submission.state_of(handle) in submission.ACTIVE)
-    handle = submission.submit(job, [*kept, *overrides])
+        follower = Follower(job.run, config, console, lambda: submission.is_active(handle))
+    (handle,) = submission.submit([job], [[*kept, *overrides]])
     console.print(f"submitted {handle}\nrun directory {job.run.path}", markup=False, soft_wrap=True)
-    if (waits := submission.describe(handle)).state is AppState.PENDING:
-        console.print(waits.msg, markup=False, soft_wrap=True)
+    (described,) = submission.describe([handle])
+    if described.state is State.QUEUED:
+        console.print(described.message, markup=False, soft_wrap=True)
     if follower is None:
         console.print(f"follow with: fsdp-jobs logs -f {job.run.name}", markup=False)
         return 0
@@ -220,7 +220,7 @@ def _submit_config(config: JobConfig, overrides: Sequence[str], config_dir: str 
         try:
             status = follower.follow()
         except KeyboardInterrupt:
-            submission.kill(handle)
+            submission.kill([handle])
             follower.status.update()
             status = follower.status
     summary(status, config, console)

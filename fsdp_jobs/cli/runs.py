@@ -26,7 +26,7 @@ def existing_run(name: str, runs_dir: str) -> RunDir:
     if "://" in name:
         return _run_of_handle(name)
     run = find_run(runs_dir, name)
-    if not run.job.exists():
+    if not run.is_submitted:
         names = [r.name for r in runs_in(runs_dir)]
         what = f"there is no such run under {runs_dir}/"
         raise BadInput([Problem(name, what, nearest(name, names) or "fsdp-jobs list")])
@@ -37,7 +37,7 @@ def _run_of_handle(handle: str) -> RunDir:
     from fsdp_jobs.launchers.base import run_of
 
     launcher, _, place = handle.partition("://")
-    run = run_of(launcher.removesuffix("_fsdp"), place.partition("/")[2])
+    run = run_of(launcher, place.partition("/")[2])
     if run is None or run.read_job().get("handle") != handle:
         what = "is no newest submission of a run, made on this machine"
         raise BadInput([Problem(handle, what, "name the run: fsdp-jobs list")])
@@ -57,7 +57,7 @@ def take_runs_dir(args: list[str]) -> tuple[list[str], str]:
 
 
 def logs(args: list[str]) -> int:
-    from fsdp_jobs.submit.submit import ACTIVE, state_of
+    from fsdp_jobs.submit.submit import is_active
 
     args, runs_dir = take_runs_dir(args)
     parser = run_parser("logs")
@@ -75,7 +75,7 @@ def logs(args: list[str]) -> int:
     def running() -> bool:
         nonlocal asked_at, alive
         if alive and (flags.follow or not asked_at) and time.monotonic() - asked_at > 2:
-            asked_at, alive = time.monotonic(), state_of(handle) in ACTIVE
+            asked_at, alive = time.monotonic(), is_active(handle)
         return bool(flags.follow) and alive
 
     def any_of(number: int | None) -> str:
@@ -98,7 +98,7 @@ def cancel(args: list[str]) -> int:
     parser.add_argument("--now", action="store_true", help="at once, without a checkpoint")
     flags = parser.parse_args(args)
     run = existing_run(flags.name, runs_dir)
-    if submission.state_of(run.read_job()["handle"]) not in submission.ACTIVE:
+    if not submission.is_active(run.read_job()["handle"]):
         console.print(f"{run.name} is not running")
         return 0
     stop([run], flags.now, lambda text: console.print(text, style="yellow"))

@@ -11,7 +11,7 @@ from fsdp_jobs.config.schema import plain_values
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.goodput import ledger_of
 from fsdp_jobs.run.status import RunStatus, duration
-from fsdp_jobs.submit.submit import launchers_words
+from fsdp_jobs.submit.submit import states_of
 
 _NUMBERS = ("step", "loss", "tok/s", "eta", "goodput")
 _NARROWEST = 30  # columns of the last cell
@@ -67,7 +67,7 @@ class Overview:
     def rows(self) -> list[Row]:
         """Every run now, in the order given."""
         open_ = [s for s in self._statuses if s.run.name not in self._final]
-        words = launchers_words(open_)
+        words = states_of(open_)
         rows = {s.run.name: self._row(s, state, reason) for s, (state, reason) in zip(open_, words, strict=True)}
         self._final |= {s.run.name: rows[s.run.name] for s in open_ if s.ended}
         return [rows.get(s.run.name) or self._final[s.run.name] for s in self._statuses]

@@ -138,11 +138,20 @@ class RunDir:
         write_atomic(self.excluded, json.dumps(listed, indent=2))
 
     def read_job(self) -> dict[str, Any]:
-        """What was submitted last: handle, overrides, time. Empty before the first submission."""
+        """Return what was submitted last: handle, overrides, time, first attempt; empty before a submission."""
         if not self.job.exists():
             return {}
         content: dict[str, Any] = json.loads(self.job.read_text())
         return content
+
+    @property
+    def is_submitted(self) -> bool:
+        """Whether a launcher has taken this run: job.json is written before, and gets the handle after."""
+        return "handle" in self.read_job()
+
+    def first_attempt(self) -> int:
+        """Return the attempt that the newest submission began with, or will; older ones belong to earlier ones."""
+        return int(self.read_job().get("first_attempt", 0))
 
 
 def run_dir_of(config: JobConfig) -> RunDir:
@@ -174,6 +183,6 @@ def find_run(runs_dir: str, name: str) -> RunDir:
 
 
 def runs_in(runs_dir: str) -> list[RunDir]:
-    """Every run under a folder, oldest first."""
+    """Return every submitted run under a folder, oldest first."""
     jobs = sorted(Path(runs_dir).glob("*/job.json"), key=lambda f: f.stat().st_mtime)
-    return [RunDir(f.parent) for f in jobs]
+    return [run for f in jobs if (run := RunDir(f.parent)).is_submitted]

@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from torchx.specs import AppState
-
 from fsdp_jobs.config.schema import plain_values
+from fsdp_jobs.launchers.state import State
 from fsdp_jobs.run.directory import RunDir, write_atomic
-from fsdp_jobs.submit.submit import ACTIVE, describe_many, kill_many
+from fsdp_jobs.submit.submit import describe, kill
 
 
 def stop(runs: Sequence[RunDir], now: bool, say: Callable[[str], None]) -> None:
@@ -20,21 +19,21 @@ def stop(runs: Sequence[RunDir], now: bool, say: Callable[[str], None]) -> None:
         say: is told of jobs that do not stop in time, and are killed.
     """
     handles = {run.name: str(run.read_job()["handle"]) for run in runs}
-    told = describe_many([handles[run.name] for run in runs])
-    waiting = [run for run, job in zip(runs, told, strict=True) if job.state is AppState.PENDING]
-    kill_many([handles[run.name] for run in reversed(waiting)])  # before a place becomes free for them
-    running = [run for run in runs if run not in waiting]
-    patience: dict[str, float] = {}
+    states = [job.state for job in describe([handles[run.name] for run in runs])]
+    queued = [run for run, state in zip(runs, states, strict=True) if state is State.QUEUED]
+    kill([handles[run.name] for run in reversed(queued)])  # the last first: none of them is started meanwhile
+    running = [run for run in runs if run not in queued]
+    deadlines: dict[str, float] = {}
     for run in running if not now else []:
         write_atomic(run.stop_request, "cancelled")
-        patience[run.name] = time.monotonic() + plain_values(run.config)["elastic"]["stop_grace_s"]
-    while patience:
-        names = list(patience)
-        for name, job in zip(names, describe_many([handles[name] for name in names]), strict=True):
-            if job.state not in ACTIVE:
-                del patience[name]
-            elif time.monotonic() > patience[name]:
+        deadlines[run.name] = time.monotonic() + plain_values(run.config)["elastic"]["stop_grace_s"]
+    while deadlines:
+        names = list(deadlines)
+        for name, job in zip(names, describe([handles[name] for name in names]), strict=True):
+            if not job.state.is_active:
+                del deadlines[name]
+            elif time.monotonic() > deadlines[name]:
                 say(f"{name} has not stopped in time: killing it")
-                del patience[name]
+                del deadlines[name]
         time.sleep(0.2)
-    kill_many([handles[run.name] for run in running])
+    kill([handles[run.name] for run in running])

@@ -26,7 +26,7 @@ def refresh(sweep: Sweep, rows: Sequence[Row]) -> None:
     """Bring rows up to date from their run directories, and from launchers where jobs have not ended."""
     submitted = []
     for row in rows:
-        if sweep.run_of(row).read_job():
+        if sweep.run_of(row).is_submitted:
             submitted.append(row)
         elif row.state != "done":  # a job that is done stays so, also when its run directory was removed
             row.state, row.handle, row.reason = NEW, None, ""
@@ -118,7 +118,7 @@ def prepare(sweep: Sweep, configs: Sequence[JobConfig]) -> list[submission.Prepa
     """
     problems = list(dict.fromkeys(_unthrottled(sweep, configs)))
     try:
-        prepared = submission.prepare_many(configs)
+        prepared = submission.prepare(configs)
     except BadInput as e:
         raise BadInput([*problems, *e.problems]) from e
     if problems:
@@ -143,7 +143,7 @@ def submit(sweep: Sweep, configs: dict[str, JobConfig]) -> None:
     prepared = prepare(sweep, [configs[row.run] for row in rows])
     sweep.write()  # before the jobs exist: a command that dies in between has not lost their names
     overrides = [sweep.overrides_of(row) for row in rows]
-    handles = submission.submit_many(prepared, overrides, sweep.parallelism, sweep.folder)
+    handles = submission.submit(prepared, overrides, sweep.parallelism, sweep.folder)
     for row, handle in zip(rows, handles, strict=True):
         row.handle, row.state, row.reason = handle, "submitted", ""
     sweep.write()

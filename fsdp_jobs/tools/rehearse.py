@@ -88,9 +88,9 @@ def rehearse(config: JobConfig, fault: str, say: Callable[[str], None]) -> Outco
     if config.is_program:
         what = "is no trainer of ours, so that its steps cannot be compared"
         raise BadInput([Problem(f"script={config.script or config.module}", what, "rehearse without it")])
-    job = submission.prepare(scaled(config, fault))
+    (job,) = submission.prepare([scaled(config, fault)])
     run = job.run
-    handle = submission.submit(job, [])
+    (handle,) = submission.submit([job], [[]])
     try:
         say(f"run {run.path}: training to step {_FAULT_AT}")
         _until(lambda: _step(run) >= _FAULT_AT, handle, f"step {_FAULT_AT} was not reached")
@@ -103,7 +103,7 @@ def rehearse(config: JobConfig, fault: str, say: Callable[[str], None]) -> Outco
         _until(lambda: _ended(run), handle, "the job did not end")
         return _judge(run, hurt_at)
     finally:
-        submission.kill(handle)
+        submission.kill([handle])
 
 
 def _hurt(run: RunDir, fault: str, heartbeat_timeout_s: float) -> None:
@@ -128,7 +128,7 @@ def _corrupt(job: submission.Prepared, handle: str, say: Callable[[str], None]) 
     """Stop the job, damage its newest checkpoint, start it again. Returns when it was started again."""
     run = job.run
     write_atomic(run.stop_request, "rehearsal")
-    _until(lambda: submission.state_of(handle) not in submission.ACTIVE, handle, "the job did not stop", alive=False)
+    _until(lambda: not submission.is_active(handle), handle, "the job did not stop", alive=False)
     newest = catalog.find_checkpoints(run.checkpoints)[0]
     shard = max(newest.glob("*.distcp"), key=lambda f: f.stat().st_size)
     with shard.open("r+b") as f:
@@ -138,7 +138,7 @@ def _corrupt(job: submission.Prepared, handle: str, say: Callable[[str], None]) 
         f.write(bytes([byte[0] ^ 1]))
     say(f"one bit of {newest.name}/{shard.name} is changed; resuming")
     started = time.time()
-    submission.submit(submission.prepare(job.config), [])
+    submission.submit(submission.prepare([job.config]), [[]])
     return started
 
 
@@ -178,7 +178,7 @@ def _span(begin: float, end: float | None) -> float | None:
 def _until(true: Callable[[], bool], handle: str, otherwise: str, alive: bool = True) -> None:
     deadline = time.monotonic() + _TIMEOUT_S
     while not true():
-        gone = alive and submission.state_of(handle) not in submission.ACTIVE
+        gone = alive and not submission.is_active(handle)
         if (gone and not true()) or time.monotonic() > deadline:
             raise JobFailed(f"{otherwise} within {_TIMEOUT_S:.0f} s; fsdp-jobs logs shows why")
         time.sleep(0.05)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-from torchx.specs import AppDef, AppDryRunInfo
-
-from fsdp_jobs.config.schema import JobConfig
-from fsdp_jobs.launchers.app import RUN_DIR_KEY
+from fsdp_jobs.launchers.base import Job, TorchxScheduler, prepare_each
 from fsdp_jobs.launchers.detached import (
     KILLED,
-    DetachedScheduler,
+    DetachedLauncher,
     judge,
     kill_supervisor,
     start_supervisor,
@@ -20,25 +16,24 @@ from fsdp_jobs.launchers.detached import (
 from fsdp_jobs.launchers.docker import containers, refusals
 from fsdp_jobs.launchers.docker.containers import DockerRequest, Submission
 from fsdp_jobs.launchers.local import visible_gpus
-from fsdp_jobs.plan.plan import Plan
 from fsdp_jobs.run.directory import RunDir, write_atomic
 
 
-class DockerScheduler(DetachedScheduler):
-    """Runs an AppDef as containers on a network of their own."""
+class DockerLauncher(DetachedLauncher):
+    """Runs a job as containers on a network of their own."""
 
-    def __init__(self, session_name: str):
-        super().__init__("docker", session_name)
+    name = "docker_fsdp"
 
-    def _submit_dryrun(self, app: AppDef, cfg: dict[str, Any]) -> AppDryRunInfo[DockerRequest]:
-        config: JobConfig = cfg["config"]
-        plan: Plan = cfg["plan"]
-        run = RunDir(app.metadata[RUN_DIR_KEY])
+    def prepare(self, jobs: Sequence[Job]) -> list[DockerRequest]:
         api = containers.connect()
         daemon = api.info()
-        gpus = visible_gpus() if plan.backend != "gloo" else []
-        refusals.check(api, config, plan, run, daemon, gpus)
-        return AppDryRunInfo(containers.translate(app, config, plan, daemon, gpus), str)
+
+        def one(job: Job) -> DockerRequest:
+            gpus = visible_gpus() if job.plan.backend != "gloo" else []
+            refusals.check(api, job.config, job.plan, job.run, daemon, gpus)
+            return containers.translate(job.app, job.config, job.plan, daemon, gpus)
+
+        return prepare_each(one, jobs)
 
     def stage(self, request: DockerRequest, app_id: str) -> None:
         run = RunDir(request.run_dir)
@@ -78,8 +73,8 @@ class DockerScheduler(DetachedScheduler):
             judge(run, submission.first, KILLED)
 
 
-def create_scheduler(session_name: str, **_kwargs: object) -> DockerScheduler:
-    return DockerScheduler(session_name)
+def create_scheduler(session_name: str, **_kwargs: object) -> TorchxScheduler:
+    return TorchxScheduler(DockerLauncher(), session_name)
 
 
 def _staged(run: RunDir) -> DockerRequest:

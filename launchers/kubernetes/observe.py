@@ -7,33 +7,33 @@ from datetime import UTC, datetime
 from typing import Any
 
 from kubernetes.client.exceptions import ApiException
-from torchx.specs import AppState
 
 from fsdp_jobs.launchers.kubernetes.api import Api
 from fsdp_jobs.launchers.kubernetes.labels import QUEUE, ROLE, node_of
 from fsdp_jobs.launchers.kubernetes.skeletons import Object
+from fsdp_jobs.launchers.state import State
 from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_REQUEUE
 
 _JOB_NAME = "batch.kubernetes.io/job-name"
 _LATE_S = 30.0
-_ENDS = {"done": AppState.SUCCEEDED, "preempted": AppState.CANCELLED}
+_ENDS = {"done": State.DONE, "preempted": State.STOPPED}
 _STARTING = ("ContainerCreating", "PodInitializing")
 
 
-def state_of(root: Object, pods: list[Object]) -> AppState:
+def state_of(root: Object, pods: list[Object]) -> State:
     """The job's state, by the coordinator's last verdict, the object that owns the job, and its pods."""
     status, verdict = root.get("status", {}), verdict_of(pods) or {}
     held = {c["type"] for c in status.get("conditions", []) if c["status"] == "True"}
     phase = status.get("state", {}).get("phase", "")  # Volcano's
     if verdict.get("decision") == "stop":  # the Job takes a moment to know
-        return _ENDS.get(verdict["verdict"], AppState.FAILED)
+        return _ENDS.get(verdict["verdict"], State.FAILED)
     if held & {"Complete", "Completed"} or phase == "Completed":
-        return AppState.SUCCEEDED
+        return State.DONE
     if "Failed" in held or phase in ("Failed", "Terminated"):
-        return AppState.FAILED
+        return State.FAILED
     if phase == "Aborted":
-        return AppState.CANCELLED
-    return AppState.RUNNING if any(p["status"].get("phase") == "Running" for p in pods) else AppState.PENDING
+        return State.STOPPED
+    return State.RUNNING if any(p["status"].get("phase") == "Running" for p in pods) else State.QUEUED
 
 
 def verdict_of(pods: list[Object]) -> dict[str, Any] | None:

@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
-from torchx.schedulers.api import DescribeAppResponse, ListAppResponse
-from torchx.specs import AppDef, AppDryRunInfo, AppState, ReplicaStatus, RoleStatus
+from torchx.specs import AppState, ReplicaStatus, RoleStatus
 
 from fsdp_jobs.config.clusters import KubernetesClusterConfig
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
-from fsdp_jobs.config.schema import JobConfig, plain_values
-from fsdp_jobs.launchers.app import RUN_DIR_KEY
-from fsdp_jobs.launchers.base import RunScheduler, known_runs, remember, run_of
+from fsdp_jobs.config.schema import plain_values
+from fsdp_jobs.launchers.base import (
+    Description,
+    Job,
+    Launcher,
+    TorchxScheduler,
+    known_runs,
+    prepare_each,
+    remember,
+    run_of,
+)
+from fsdp_jobs.launchers.kubernetes import pods as templates
 from fsdp_jobs.launchers.kubernetes.labels import ALL_APPS, APP, ROLE, Names, first_attempt, new_app, node_of
 from fsdp_jobs.launchers.kubernetes.manifests import files_objects, job_objects, jobset_objects, owned_by
-from fsdp_jobs.launchers.kubernetes.pods import Job
 from fsdp_jobs.launchers.kubernetes.skeletons import Object
 from fsdp_jobs.launchers.kubernetes.volcano import volcano_objects
 from fsdp_jobs.run.directory import RunDir, newest_json_lines
@@ -34,7 +43,7 @@ _ROOTS["volcano"] = ("batch.volcano.sh/v1alpha1", "Job")
 TRANSLATIONS = {"job": job_objects, "jobset": jobset_objects, "volcano": volcano_objects}
 _PATIENCE_S, _RETRY_S = 20.0, 2.0  # with a cluster that does not answer
 _Answer = TypeVar("_Answer")
-_ENDED = (AppState.SUCCEEDED, AppState.FAILED, AppState.CANCELLED)
+_CANCELS_AT_ONCE = 16
 _POD_STATES = {"Pending": AppState.PENDING, "Running": AppState.RUNNING, "Succeeded": AppState.SUCCEEDED}
 
 
@@ -50,120 +59,125 @@ class KubernetesRequest:
     namespace: str
     names: Names
     objects: list[Object]
-    job: Job
+    job: templates.Job
 
     def __str__(self) -> str:
         return yaml.dump_all(self.objects, Dumper=_Plain, sort_keys=False, width=120)
 
 
-class KubernetesScheduler(RunScheduler):
-    """Runs an AppDef as pods. An app's id is `namespace:name`; its objects all carry the name as their instance."""
+class KubernetesLauncher(Launcher):
+    """Runs a job as pods. An app's id is `namespace:name`; its objects all carry the name as their instance."""
 
-    def __init__(self, session_name: str):
-        super().__init__("kubernetes_fsdp", session_name)
+    name = "kubernetes_fsdp"
 
-    def _submit_dryrun(self, app: AppDef, cfg: dict[str, Any]) -> AppDryRunInfo[KubernetesRequest]:
-        config: JobConfig = cfg["config"]
-        run = RunDir(app.metadata[RUN_DIR_KEY])
-        api_module = _client()
-        from fsdp_jobs.launchers.kubernetes.preflight import check_configuration, check_with_cluster
+    def prepare(self, jobs: Sequence[Job]) -> list[KubernetesRequest]:
+        return prepare_each(_request, jobs)
 
-        check_configuration(config)
-        assert isinstance(config.cluster, KubernetesClusterConfig)
-        api: Api = api_module.connect(config.cluster)
-        names = Names(new_app(run.name))
-        objects = TRANSLATIONS[config.cluster.workload](Job(config, run, app), names)
-        check_with_cluster(api, config, objects)
-        return AppDryRunInfo(KubernetesRequest(api.namespace, names, objects, Job(config, run, app)), str)
-
-    def schedule(self, dryrun_info: AppDryRunInfo[KubernetesRequest]) -> str:
-        """Create everything, then let the job start. What was created is deleted again when a part is refused.
+    def submit(self, requests: Sequence[KubernetesRequest], parallelism: int, folder: Path | None) -> list[str]:
+        """Create everything, then let the jobs start. What was created is deleted again when a part is refused.
 
         Raises:
             BadInput: the cluster refused, although it had agreed a moment ago.
         """
-        request = dryrun_info.request
-        api_module = _client()
-        assert isinstance(request.job.config.cluster, KubernetesClusterConfig)
-        api: Api = api_module.connect(request.job.config.cluster)
-        run = request.job.run
-        root, *rest = request.objects
-        app_id = f"{request.namespace}:{request.names.app}"
-        remember("kubernetes", app_id, run)
-        doing = root["metadata"]["name"]
-        created = None
+        app_ids: list[str] = []
         try:
-            created = api.create(root)
-            owner = {**root, "metadata": created["metadata"]}
-            for one in files_objects(request.job, request.names):
-                doing = f"{one['kind']} {one['metadata']['name']}"
-                api.create(owned_by(owner, one))
-            if request.job.config.cluster.queue is None and root["spec"].get("suspend"):
-                api.resume(root)  # now: the coordinator finds a place before the nodes take them all
-            for one in rest:
-                doing = f"{one['kind']} {one['metadata']['name']}"
-                api.create(owned_by(owner, one))
-        except api_module.REFUSALS as e:
-            (known_runs("kubernetes") / app_id).unlink()
-            if created is not None:
-                api.delete(root)
-            raise BadInput([api_module.explain(api, e, doing)]) from e
-        return app_id
+            for request in requests:
+                app_ids.append(_create(request))
+        except BaseException:
+            self.cancel(app_ids)
+            raise
+        return app_ids
 
-    def describe(self, app_id: str) -> DescribeAppResponse | None:
-        """The job's state; None when the cluster has forgotten it. What its pods have written is fetched, too.
+    def describe(self, app_ids: Sequence[str]) -> list[Description | None]:
+        """Describe apps and fetch what their pods have written; None for one that the cluster has forgotten.
+
+        One app takes one list of its own objects; several take one list of pods and one of Jobs for each namespace,
+        and JobSets are read one by one.
 
         Raises:
             JobFailed: the cluster's API does not answer, or refuses.
         """
-
-        def question(api: Api, names: Names, run: RunDir | None) -> DescribeAppResponse | None:
-            root = _root_of(api, names, run)
-            parts = (api.jobs(names.selector), api.pods(names.selector)) if root is not None else ([], [])
-            return _describe(api, app_id, run, root, *parts)
-
-        return _ask(app_id, question)
-
-    def describe_many(self, app_ids: Sequence[str]) -> list[DescribeAppResponse | None]:
-        """One list of pods and one of Jobs for all apps of a namespace; JobSets are read one by one.
-
-        Raises:
-            JobFailed: as `describe`.
-        """
         if len(app_ids) == 1:
-            return [self.describe(app_ids[0])]
-        runs = {app_id: run_of("kubernetes", app_id) for app_id in app_ids}
+            return [_ask(app_ids[0], partial(_describe_one, app_ids[0]))]
+        runs = {app_id: run_of(self.name, app_id) for app_id in app_ids}
         places: dict[tuple[str, str | None], list[str]] = {}
         for app_id, run in runs.items():
             places.setdefault((app_id.rpartition(":")[0], _cluster_of(run).context), []).append(app_id)
-        found: dict[str, DescribeAppResponse | None] = {}
+        found: dict[str, Description | None] = {}
         for mine in places.values():
             theirs = {app_id: runs[app_id] for app_id in mine}
             found |= _ask(mine[0], partial(_describe_all, theirs))
         return [found[app_id] for app_id in app_ids]
 
-    def list(self) -> list[ListAppResponse]:
-        """Jobs that were submitted from this machine and that their cluster still knows."""
-        found = [(link.name, self.describe(link.name)) for link in sorted(known_runs("kubernetes").glob("*"))]
-        return [ListAppResponse(name, d.state) for name, d in found if d is not None]
+    def cancel(self, app_ids: Sequence[str]) -> None:
+        """End jobs at once, without checkpoints. One that has ended keeps its pods and their logs."""
+        with ThreadPoolExecutor(_CANCELS_AT_ONCE) as threads:
+            list(threads.map(lambda app_id: _ask(app_id, _kill), app_ids))
 
-    def _cancel_existing(self, app_id: str) -> None:
-        """Stop at once, without a checkpoint. A job that has ended keeps its pods and their logs."""
-        _ask(app_id, _kill)
-
-    def lines(self, app_id: str, role: str, node: int, follow: bool) -> Iterator[str]:
-        """Lines of the newest pod of a node, or of the coordinator, as `kubectl logs` shows them."""
-        api, names = _open(app_id, run_of("kubernetes", app_id))
+    def logs(self, app_id: str, role: str, node: int, follow: bool) -> Iterator[str]:
+        """Yield lines of the newest pod of a node, or of the coordinator, as `kubectl logs` shows them."""
+        api, names = _open(app_id, run_of(self.name, app_id))
         return _pod_lines(api, names, role, node, follow)
 
 
-def create_scheduler(session_name: str, **_kwargs: object) -> KubernetesScheduler:
-    return KubernetesScheduler(session_name)
+def create_scheduler(session_name: str, **_kwargs: object) -> TorchxScheduler:
+    return TorchxScheduler(KubernetesLauncher(), session_name)
+
+
+def _request(job: Job) -> KubernetesRequest:
+    config, run = job.config, job.run
+    api_module = _client()
+    from fsdp_jobs.launchers.kubernetes.preflight import check_configuration, check_with_cluster
+
+    check_configuration(config)
+    assert isinstance(config.cluster, KubernetesClusterConfig)
+    api: Api = api_module.connect(config.cluster)
+    names = Names(new_app(run.name))
+    translated = templates.Job(config, run, job.app)
+    objects = TRANSLATIONS[config.cluster.workload](translated, names)
+    check_with_cluster(api, config, objects)
+    return KubernetesRequest(api.namespace, names, objects, translated)
+
+
+def _create(request: KubernetesRequest) -> str:
+    """Create a job's objects and return its app id."""
+    api_module = _client()
+    assert isinstance(request.job.config.cluster, KubernetesClusterConfig)
+    api: Api = api_module.connect(request.job.config.cluster)
+    run = request.job.run
+    root, *rest = request.objects
+    app_id = f"{request.namespace}:{request.names.app}"
+    remember("kubernetes", app_id, run)
+    doing = root["metadata"]["name"]
+    created = None
+    try:
+        created = api.create(root)
+        owner = {**root, "metadata": created["metadata"]}
+        for one in files_objects(request.job, request.names):
+            doing = f"{one['kind']} {one['metadata']['name']}"
+            api.create(owned_by(owner, one))
+        if request.job.config.cluster.queue is None and root["spec"].get("suspend"):
+            api.resume(root)  # now: the coordinator finds a place before the nodes take them all
+        for one in rest:
+            doing = f"{one['kind']} {one['metadata']['name']}"
+            api.create(owned_by(owner, one))
+    except api_module.REFUSALS as e:
+        (known_runs("kubernetes") / app_id).unlink()
+        if created is not None:
+            api.delete(root)
+        raise BadInput([api_module.explain(api, e, doing)]) from e
+    return app_id
+
+
+def _describe_one(app_id: str, api: Api, names: Names, run: RunDir | None) -> Description | None:
+    root = _root_of(api, names, run)
+    parts = (api.jobs(names.selector), api.pods(names.selector)) if root is not None else ([], [])
+    return _describe(api, app_id, run, root, *parts)
 
 
 def _describe(
     api: Api, app_id: str, run: RunDir | None, root: Object | None, jobs: list[Object], pods: list[Object]
-) -> DescribeAppResponse | None:
+) -> Description | None:
     """What an app's objects say of it; None when it has none."""
     from fsdp_jobs.launchers.kubernetes import observe
     from fsdp_jobs.launchers.kubernetes.mirror import Mirror, hand_on_stop
@@ -171,26 +185,26 @@ def _describe(
     if root is None:
         return None
     state, verdict = observe.state_of(root, pods), observe.verdict_of(pods)
-    why = "" if state in _ENDED else observe.why_waiting(api, root, jobs, pods)
+    why = "" if not state.is_active else observe.why_waiting(api, root, jobs, pods)
     if run is not None:
         if why and why != _last_reason(run):
             record_event(run, "waiting", run.last_attempt(), why=why)
         if first_attempt(run, app_id.rpartition(":")[2]) is None:  # the pods write elsewhere
             Mirror(run).pull(api, pods)
             hand_on_stop(run, api, pods)
-    return DescribeAppResponse(
+    return Description(
         app_id=app_id,
         state=state,
-        num_restarts=verdict["attempt"] if verdict is not None else 0,
-        msg=verdict["reason"] if verdict is not None and state in _ENDED else why,
-        roles_statuses=[
+        message=verdict["reason"] if verdict is not None and not state.is_active else why,
+        restarts=verdict["attempt"] if verdict is not None else 0,
+        roles=[
             RoleStatus("coordinator", [_replica(p) for p in pods if p["metadata"]["labels"][ROLE] == "coordinator"]),
             RoleStatus("trainer", [_replica(p) for p in pods if p["metadata"]["labels"][ROLE] == "trainer"]),
         ],
     )
 
 
-def _describe_all(runs: dict[str, RunDir | None], api: Api, *_: object) -> dict[str, DescribeAppResponse | None]:
+def _describe_all(runs: dict[str, RunDir | None], api: Api, *_: object) -> dict[str, Description | None]:
     """`_describe` for apps of one namespace."""
     pods, jobs = _by_app(api.pods(ALL_APPS)), _by_app(api.jobs(ALL_APPS))
     found = {}
@@ -236,7 +250,7 @@ def _kill(api: Api, names: Names, run: RunDir | None) -> None:
 
     root = _root_of(api, names, run)
     pods = api.pods(names.selector)
-    if root is None or state_of(root, pods) in _ENDED:
+    if root is None or not state_of(root, pods).is_active:
         return
     api.delete(root)
     for pod in pods:

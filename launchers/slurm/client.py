@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torchx.specs import AppState
+from fsdp_jobs.launchers.state import State
 
 _TIMEOUT_S = 60.0  # of a command
 _QUEUE_AGE_S = 1.0  # one answer of squeue serves for so long
@@ -18,13 +18,12 @@ _ACCOUNTING_AGE_S = 10.0  # of an answer of sacct, which is asked for jobs that 
 
 # SLURM's states. One that is not listed belongs to a job that has nodes.
 _STATES = {
-    **dict.fromkeys(("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"), AppState.PENDING),
-    "COMPLETED": AppState.SUCCEEDED,
-    **dict.fromkeys(("CANCELLED", "REVOKED"), AppState.CANCELLED),
-    **dict.fromkeys(("FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"), AppState.FAILED),
-    **dict.fromkeys(("OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"), AppState.FAILED),
+    **dict.fromkeys(("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"), State.QUEUED),
+    "COMPLETED": State.DONE,
+    **dict.fromkeys(("CANCELLED", "REVOKED"), State.STOPPED),
+    **dict.fromkeys(("FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"), State.FAILED),
+    **dict.fromkeys(("OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"), State.FAILED),
 }
-ENDED = (AppState.SUCCEEDED, AppState.CANCELLED, AppState.FAILED)
 
 
 class SlurmError(Exception):
@@ -84,12 +83,12 @@ class QueuedJob:
     record: str = ""  # the controller's number for it; of an array's last task it is the array's, and means all of them
 
     @property
-    def state(self) -> AppState:
-        return _STATES.get(self.word, AppState.RUNNING)
+    def state(self) -> State:
+        return _STATES.get(self.word, State.RUNNING)
 
     @property
     def ended(self) -> bool:
-        return self.state in ENDED
+        return not self.state.is_active
 
     @property
     def signal_id(self) -> str:

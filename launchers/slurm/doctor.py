@@ -12,9 +12,9 @@ from pathlib import Path
 from fsdp_jobs.config.clusters import SlurmClusterConfig
 from fsdp_jobs.config.resolve import accelerator
 from fsdp_jobs.config.schema import JobConfig
+from fsdp_jobs.launchers.base import Finding
 from fsdp_jobs.launchers.slurm import client
 from fsdp_jobs.launchers.slurm.validate import file_system
-from fsdp_jobs.tools.doctor import Finding
 
 _COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo")
 _WAIT_S = 30  # for a free node

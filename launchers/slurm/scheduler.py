@@ -8,21 +8,29 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
-
-from torchx.schedulers.api import DescribeAppResponse, ListAppResponse
-from torchx.specs import AppDef, AppDryRunInfo, AppState, RoleStatus
 
 from fsdp_jobs.config.clusters import SlurmClusterConfig
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import JobConfig
-from fsdp_jobs.launchers.app import RUN_DIR_KEY
-from fsdp_jobs.launchers.base import WRITES_AT_ONCE, RunScheduler, final_state, log_lines, remember, run_of
+from fsdp_jobs.launchers.base import (
+    WRITES_AT_ONCE,
+    Description,
+    Finding,
+    Job,
+    Launcher,
+    TorchxScheduler,
+    log_lines,
+    remember,
+    run_of,
+)
 from fsdp_jobs.launchers.slurm import client, submission, validate
+from fsdp_jobs.launchers.slurm.doctor import examine
 from fsdp_jobs.launchers.slurm.script import Script, commands, script
-from fsdp_jobs.launchers.slurm.site import probe
+from fsdp_jobs.launchers.slurm.site import cluster_topology, probe
 from fsdp_jobs.launchers.slurm.steps import Commands
-from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.launchers.state import State
+from fsdp_jobs.plan.topology import Topology
+from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.events import record_event
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit.snapshot import Snapshot, link, take
@@ -50,24 +58,25 @@ class SlurmRequest:
         return self.script.of_run(str(self.run.path), self.name)
 
 
-class SlurmScheduler(RunScheduler):
-    """Runs an AppDef as one SLURM job, and several as the tasks of arrays."""
+class SlurmLauncher(Launcher):
+    """Runs a job as one SLURM job, and a sweep's as the tasks of arrays."""
 
-    def __init__(self, session_name: str):
-        super().__init__("slurm_fsdp", session_name)
+    name = "slurm_fsdp"
 
-    def _submit_dryrun(self, app: AppDef, cfg: dict[str, Any]) -> AppDryRunInfo[SlurmRequest]:
-        return self.dryrun_many([app], [cfg])[0]
+    def topology(self, config: JobConfig) -> Topology | None:
+        return cluster_topology(config)
 
-    def dryrun_many(self, apps: Sequence[AppDef], cfgs: Sequence[dict[str, Any]]) -> list[AppDryRunInfo[SlurmRequest]]:
-        requests: list[AppDryRunInfo[SlurmRequest]] = []
-        configs: list[JobConfig] = [cfg["config"] for cfg in cfgs]
+    def examine(self, config: JobConfig) -> Iterator[Finding]:
+        return examine(config)
+
+    def prepare(self, jobs: Sequence[Job]) -> list[SlurmRequest]:
+        requests: list[SlurmRequest] = []
         problems: list[Problem] = []
         take_once = cache(take)
-        for app, config, cfg in zip(apps, configs, cfgs, strict=True):
+        for job in jobs:
+            config, run, app = job.config, job.run, job.app
             cluster = config.cluster
             assert isinstance(cluster, SlurmClusterConfig)
-            run = RunDir(app.metadata[RUN_DIR_KEY])
             if found := validate.check(config, run):
                 problems += found
                 continue
@@ -77,65 +86,41 @@ class SlurmScheduler(RunScheduler):
             except BadInput as e:
                 problems += e.problems
                 continue
-            parts = script(app, config, cfg["plan"], site), commands(app, config, site)
-            request = SlurmRequest(run, app.name, *parts, code, cluster.container is not None)
-            requests.append(AppDryRunInfo(request, str))
+            parts = script(app, config, job.plan, site), commands(app, config, site)
+            requests.append(SlurmRequest(run, app.name, *parts, code, cluster.container is not None))
         problems = problems or validate.check_count(len(requests))
-        for group in submission.group_equal([r.request.script for r in requests]) if not problems else []:
-            request = requests[group[0]].request
-            config = configs[group[0]]
-            problems += validate.check_with_slurm(config, request.text, request.script.margin_s, len(group))
+        for group in submission.group_equal([r.script for r in requests]) if not problems else []:
+            first, config = requests[group[0]], jobs[group[0]].config
+            problems += validate.check_with_slurm(config, first.text, first.script.margin_s, len(group))
         if problems:
             raise BadInput(problems)
         return requests
 
-    def schedule(self, dryrun_info: AppDryRunInfo[SlurmRequest]) -> str:
-        request = dryrun_info.request
-        run = _lay_out(request)
-        if request.code is not None:
-            request.code.write(run.path / "code")
-        job_id = submission.sbatch(run.submit / "slurm", request.text)
-        remember("slurm", job_id, run)
-        return job_id
-
-    def schedule_many(
-        self, requests: Sequence[AppDryRunInfo[SlurmRequest]], parallelism: int, folder: Path
-    ) -> list[str]:
-        jobs = [info.request for info in requests]
+    def submit(self, requests: Sequence[SlurmRequest], parallelism: int, folder: Path | None) -> list[str]:
         with ThreadPoolExecutor(WRITES_AT_ONCE) as threads:
-            runs = list(threads.map(_lay_out, jobs))
-        place = submission.new_folder(folder.resolve() / "slurm")
-        written: dict[int, Path] = {}  # a snapshot -> where it is
-        for job, run in zip(jobs, runs, strict=True):
-            if job.code is not None and job.in_container:
-                job.code.write(run.path / "code")
-            elif job.code is not None:
-                if id(job.code) not in written:
-                    written[id(job.code)] = place / f"code-{len(written)}"
-                    job.code.write(written[id(job.code)])
-                link(run.path / "code", written[id(job.code)])
-        ids = submission.submit_arrays(place, folder.name, [job.script for job in jobs], runs, parallelism)
-        for job_id, run in zip(ids, runs, strict=True):
-            remember("slurm", job_id, run)
+            list(threads.map(lambda request: request.commands.write(request.run), requests))
+        if folder is None:
+            ids = [_submit_one(request) for request in requests]
+        else:
+            place = submission.new_folder(folder.resolve() / "slurm")
+            _write_code(place, requests)
+            scripts, runs = [r.script for r in requests], [r.run for r in requests]
+            ids = submission.submit_arrays(place, folder.name, scripts, runs, parallelism)
+        for job_id, request in zip(ids, requests, strict=True):
+            remember(self.name, job_id, request.run)
         return ids
 
-    def describe(self, app_id: str) -> DescribeAppResponse | None:
-        return self.describe_many([app_id])[0]
-
-    def describe_many(self, app_ids: Sequence[str]) -> list[DescribeAppResponse | None]:
+    def describe(self, app_ids: Sequence[str]) -> list[Description | None]:
         try:
             return [_described(app_id, job) for app_id, job in zip(app_ids, client.jobs(app_ids), strict=True)]
         except client.SlurmError as e:
-            told = app_ids[0] if len(app_ids) == 1 else f"{app_ids[0]} and {len(app_ids) - 1} more"
-            raise BadInput([Problem(f"slurm_fsdp job {told}", str(e), "ask on a login node of its cluster")]) from e
+            named = app_ids[0] if len(app_ids) == 1 else f"{app_ids[0]} and {len(app_ids) - 1} more"
+            raise BadInput([Problem(f"slurm_fsdp job {named}", str(e), "ask on a login node of its cluster")]) from e
 
-    def list(self) -> list[ListAppResponse]:
-        return [ListAppResponse(job.id, job.state) for job in client.queue().values()]
+    def known(self) -> list[str]:
+        return list(client.queue())
 
-    def _cancel_existing(self, app_id: str) -> None:
-        self.cancel_many([app_id])
-
-    def cancel_many(self, app_ids: Sequence[str]) -> None:
+    def cancel(self, app_ids: Sequence[str]) -> None:
         queue = client.queue(fresh=True)
         jobs = [queue[id] for id in app_ids if id in queue and not queue[id].ended]
         running = [job for job in jobs if job.word == "RUNNING"]
@@ -149,46 +134,52 @@ class SlurmScheduler(RunScheduler):
             if (run := run_of("slurm", job.id)) is not None:
                 _record_cancel(run)
 
-    def lines(self, app_id: str, role: str, node: int, follow: bool) -> Iterator[str]:
+    def logs(self, app_id: str, role: str, node: int, follow: bool) -> Iterator[str]:
         run = run_of("slurm", app_id)
         if run is None:
             raise BadInput([Problem(f"slurm_fsdp job {app_id}", "was not submitted by you from here")])
 
         def running() -> bool:
-            description = self.describe(app_id) if follow else None
-            return description is not None and description.state not in client.ENDED
+            (job,) = self.describe([app_id]) if follow else (None,)
+            return job is not None and job.state.is_active
 
         return log_lines(run, role, node, running)
 
 
-def _lay_out(request: SlurmRequest) -> RunDir:
-    """Write what the batch step reads."""
-    run = request.run
-    request.commands.write(run)
-    write_atomic(run.submit / "first_attempt", str(run.last_attempt() + 1))
-    return run
+def _submit_one(request: SlurmRequest) -> str:
+    if request.code is not None:
+        request.code.write(request.run.path / "code")
+    return submission.sbatch(request.run.submit / "slurm", request.text)
 
 
-def create_scheduler(session_name: str, **_kwargs: object) -> SlurmScheduler:
-    return SlurmScheduler(session_name)
+def _write_code(place: Path, requests: Sequence[SlurmRequest]) -> None:
+    """Copy each snapshot once and link the runs' code to it; a container sees its run directory alone."""
+    written: dict[int, Path] = {}  # a snapshot -> where it is
+    for request in requests:
+        if request.code is not None and request.in_container:
+            request.code.write(request.run.path / "code")
+        elif request.code is not None:
+            if id(request.code) not in written:
+                written[id(request.code)] = place / f"code-{len(written)}"
+                request.code.write(written[id(request.code)])
+            link(request.run.path / "code", written[id(request.code)])
 
 
-def _described(app_id: str, job: client.QueuedJob | None) -> DescribeAppResponse | None:
+def create_scheduler(session_name: str, **_kwargs: object) -> TorchxScheduler:
+    return TorchxScheduler(SlurmLauncher(), session_name)
+
+
+def _described(app_id: str, job: client.QueuedJob | None) -> Description | None:
     """What SLURM and the run directory know of a job together."""
     run = run_of("slurm", app_id)
     if job is None and run is None:
         return None
-    state = job.state if job is not None else AppState.FAILED
+    state = job.state if job is not None else State.FAILED
     message = _describe(job, state) if job is not None else "SLURM has forgotten the job"
-    if state in client.ENDED and run is not None:
+    if not state.is_active and run is not None:
         state, message = _last_word(run, job, state, message)
-    return DescribeAppResponse(
-        app_id=app_id,
-        state=state,
-        num_restarts=max(0, run.last_attempt() - _first_attempt(run)) if run is not None else -1,
-        msg=message,
-        roles_statuses=[RoleStatus("trainer", [])],
-    )
+    restarts = max(0, run.last_attempt() - run.first_attempt()) if run is not None else 0
+    return Description(app_id, state, message, restarts)
 
 
 def _wait_while(jobs: Sequence[client.QueuedJob], unchanged: Callable[[client.QueuedJob], bool]) -> None:
@@ -205,15 +196,15 @@ def _record_cancel(run: RunDir) -> None:
     """That a job was ended from outside, unless it has said how it ended."""
     attempt = run.last_attempt()
     verdict = Verdict.read(run, attempt) if attempt >= 0 else None
-    if attempt < _first_attempt(run) or (verdict is not None and verdict.decision == "requeue"):
+    if attempt < run.first_attempt() or (verdict is not None and verdict.decision == "requeue"):
         reason = "cancelled while it waited in the queue"
         record_event(run, "attempt_ended", attempt, verdict="preempted", decision="stop", reason=reason)
     elif verdict is None:
         Verdict("preempted", "stop", "killed on request, without a checkpoint").close(run, attempt)
 
 
-def _describe(job: client.QueuedJob, state: AppState) -> str:
-    if state is AppState.PENDING:
+def _describe(job: client.QueuedJob, state: State) -> str:
+    if state is State.QUEUED:
         when = f"starts about {job.start.replace('T', ' ')}" if job.start not in ("", "N/A") else "start not known yet"
         why = f" ({job.reason})" if job.reason != "None" else ""  # SLURM has not looked at it yet
         return f"SLURM job {job.id} waits{why}; {when}"
@@ -221,21 +212,15 @@ def _describe(job: client.QueuedJob, state: AppState) -> str:
     return f"SLURM job {job.id} is {job.word}{where}"
 
 
-def _last_word(run: RunDir, job: client.QueuedJob | None, state: AppState, message: str) -> tuple[AppState, str]:
+def _last_word(run: RunDir, job: client.QueuedJob | None, state: State, message: str) -> tuple[State, str]:
     """The run's own record of a job that has ended, where there is one; it knows more than an exit code."""
-    if run.last_attempt() < _first_attempt(run):
-        if state is AppState.FAILED and job is not None:
+    if run.last_attempt() < run.first_attempt():
+        if state is State.FAILED and job is not None:
             message = f"SLURM job {job.id} {job.word} before its first line: do the nodes see {run.path}?"
         return state, message
     verdict = Verdict.read(run, run.last_attempt())
-    if verdict is None or state is AppState.CANCELLED:
+    if verdict is None or state is State.STOPPED:
         return state, message
     if verdict.decision == "requeue":
-        return AppState.FAILED, f"{message}, and not back in the queue; {verdict.reason}"
-    return final_state(run), verdict.reason
-
-
-def _first_attempt(run: RunDir) -> int:
-    """Of the newest submission."""
-    file = run.submit / "first_attempt"
-    return int(file.read_text()) if file.exists() else 0
+        return State.FAILED, f"{message}, and not back in the queue; {verdict.reason}"
+    return State.from_verdict(verdict), verdict.reason

@@ -33,7 +33,7 @@ CASES = [
     (["name=.."], "no '..'"),
     (["name=a..b"], "no '..'"),
     (["steps=0"], "at least 1"),
-    (["cluster.launcher=slrum"], "no launcher of this name"),
+    (["cluster.launcher=slrum"], "not an installed launcher"),
     (["model.n_kv_heads=3"], "must divide"),
     (["--no-such-flag"], "there is no such flag"),
     (["submitt"], "did you mean submit?"),

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,9 @@ class Containers(Watched):
 
     def __init__(self, folder: Path, *overrides: str):
         config = compose_job([f"runs_dir={folder}", "name=loop", "nodes=2", "nproc_per_node=1", *TINY, *overrides])
-        prepared = submission.prepare(config)
+        (prepared,) = submission.prepare([config])
         super().__init__(prepared.run)
-        submission.submit(replace(prepared, scheduler=_Nobody()), [])  # type: ignore[arg-type]
+        submission.submit([replace(prepared, launcher=_Nobody())], [[]])  # type: ignore[arg-type]
         self.port = free_port()
         self.started: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -56,10 +56,10 @@ class Containers(Watched):
 
 
 class _Nobody:
-    backend = "nobody"
+    name = "nobody"
 
-    def schedule(self, request: Any) -> str:
-        return "by-hand"
+    def submit(self, requests: Sequence[Any], parallelism: int, folder: Path | None) -> list[str]:
+        return ["by-hand"]
 
 
 @pytest.fixture

@@ -112,7 +112,7 @@ def make_app(folder: str, hosts: list[str], token: str | None) -> Starlette:
             run = find_run(folder, request.path_params["name"])
         except BadInput:
             return None
-        return run if run.job.exists() else None
+        return run if run.is_submitted else None
 
     async def one(request: Request) -> Response:
         run = named(request)

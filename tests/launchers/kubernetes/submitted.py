@@ -20,7 +20,7 @@ class Submitted(Watched):
     def until_true(self, true: Callable[[], bool], what: str, seconds: float = 180) -> None:
         def asked() -> bool:
             time.sleep(0.5)  # a user does not ask more often
-            submission.state_of(self.run.read_job()["handle"])
+            submission.describe([self.run.read_job()["handle"]])
             return true()
 
         self.until(asked, what, seconds)

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torchx.specs import AppState
 
 from fsdp_jobs.config.errors import BadInput, JobFailed
 from fsdp_jobs.config.hydra import compose_job
-from fsdp_jobs.launchers.kubernetes.scheduler import KubernetesScheduler
+from fsdp_jobs.launchers.kubernetes.scheduler import KubernetesLauncher
+from fsdp_jobs.launchers.state import State
 from fsdp_jobs.run.processes import free_port
 from fsdp_jobs.submit import submit as submission
 from tests.launchers.kubernetes.simulated_api import Object, Refused, SimulatedApi, now
@@ -34,7 +34,7 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedAp
 
 def refused(*overrides: str) -> str:
     with pytest.raises(BadInput) as raised:
-        submission.prepare(compose_job([*JOB, *overrides]))
+        submission.prepare([compose_job([*JOB, *overrides])])
     return str(raised.value)
 
 
@@ -116,19 +116,19 @@ def test_no_kubeconfig_and_no_cluster(api: SimulatedApi, tmp_path: Path, monkeyp
 
 
 def test_what_was_created_is_deleted_when_a_part_is_refused_after_all(api: SimulatedApi) -> None:
-    job = submission.prepare(compose_job(JOB))
+    (job,) = submission.prepare([compose_job(JOB)])
     api.refuse = lambda body: (
         Refused(403, "x is forbidden: exceeded quota: count") if body["kind"] == "Secret" else None
     )
     with pytest.raises(BadInput, match="exceeded quota: count"):
-        submission.submit(job, JOB)
+        submission.submit([job], [JOB])
     assert {kind for kind, _ in api.objects} == {"/persistentvolumeclaims"}
     assert not job.run.job.exists()
 
 
 def test_without_permission_to_create_pods_the_job_is_checked_all_the_same(api: SimulatedApi) -> None:
     api.denied.add(("create", "pods"))
-    assert submission.prepare(compose_job(JOB)).request.request.namespace == "team"
+    assert submission.prepare([compose_job(JOB)])[0].request.namespace == "team"
 
 
 class TestWaiting:
@@ -136,7 +136,7 @@ class TestWaiting:
 
     @pytest.fixture
     def app(self, api: SimulatedApi) -> str:
-        handle = submission.submit(submission.prepare(compose_job(JOB)), JOB)
+        (handle,) = submission.submit(submission.prepare([compose_job(JOB)]), [JOB])
         return handle.rpartition("/")[2]
 
     def put_pod(self, api: SimulatedApi, app: str, status: Object, role: str = "trainer", **metadata: Any) -> None:
@@ -148,10 +148,10 @@ class TestWaiting:
         stored = api.put("", "pods", {**body, "spec": {"nodeName": "m1"}})
         stored["status"] = status
 
-    def said(self, app: str) -> tuple[AppState, str]:
-        described = KubernetesScheduler("test").describe(app)
+    def said(self, app: str) -> tuple[State, str]:
+        (described,) = KubernetesLauncher().describe([app])
         assert described is not None
-        return described.state, described.msg
+        return described.state, described.message
 
     @pytest.mark.parametrize(
         ("status", "words"),
@@ -195,7 +195,7 @@ class TestWaiting:
     def test_pods_that_cannot_start(self, api: SimulatedApi, app: str, status: Object, words: str) -> None:
         self.put_pod(api, app, {"phase": "Pending", **status})
         state, why = self.said(app)
-        assert state is AppState.PENDING and words in why
+        assert state is State.QUEUED and words in why
         assert self.said(app)[1] == why
         waiting = [line for line in Path("runs/x/events.jsonl").read_text().splitlines() if '"waiting"' in line]
         assert len(waiting) == 1  # said once, though asked twice
@@ -215,8 +215,8 @@ class TestWaiting:
 
     def test_a_queue_that_has_no_room(self, api: SimulatedApi) -> None:
         _kueue(api)
-        job = submission.prepare(compose_job([*JOB, "cluster.queue=research"]))
-        app = submission.submit(job, JOB).rpartition("/")[2]
+        (job,) = submission.prepare([compose_job([*JOB, "cluster.queue=research"])])
+        app = submission.submit([job], [JOB])[0].rpartition("/")[2]
         (root,) = [j for j in api.all("batch", "jobs") if j["metadata"]["name"] == app.partition(":")[2]]
         assert root["spec"]["suspend"] is True  # Kueue lets it start, nobody else
         condition = {"type": "QuotaReserved", "status": "False", "message": "insufficient quota for nvidia.com/gpu"}
@@ -224,7 +224,7 @@ class TestWaiting:
             body = {"metadata": {"name": "w", "ownerReferences": [{"uid": job["metadata"]["uid"]}]}}
             api.put("kueue.x-k8s.io", "workloads", body)["status"] = {"conditions": [condition]}
             why = "waits in queue research: insufficient quota for nvidia.com/gpu"
-            assert self.said(app) == (AppState.PENDING, why)
+            assert self.said(app) == (State.QUEUED, why)
             job["spec"]["suspend"] = False
 
     def test_a_token_that_expires_later(self, api: SimulatedApi, app: str) -> None:
@@ -236,17 +236,17 @@ class TestWaiting:
         handles = []
         for name in ("a", "b", "c"):
             job = [*JOB[:-1], f"name={name}"]
-            handles.append(submission.submit(submission.prepare(compose_job(job)), job))
+            handles += submission.submit(submission.prepare([compose_job(job)]), [job])
         self.put_pod(api, handles[0].rpartition("/")[2], {"phase": "Running"})
-        KubernetesScheduler("test").cancel(handles[2].rpartition("/")[2])
+        KubernetesLauncher().cancel([handles[2].rpartition("/")[2]])
         api.requests.clear()
-        described = submission.describe_many(handles)
-        assert [d.state for d in described] == [AppState.RUNNING, AppState.PENDING, AppState.UNKNOWN]
+        described = submission.describe(handles)
+        assert [d.state for d in described] == [State.RUNNING, State.QUEUED, State.UNKNOWN]
         lists = [r for r in api.requests if r.endswith(("/pods", "/jobs"))]
         assert len(lists) == 2, api.requests
-        assert [d.state for d in map(submission.describe, handles)] == [d.state for d in described]
+        assert [submission.describe([h])[0].state for h in handles] == [d.state for d in described]
 
     def test_a_job_that_is_gone(self, api: SimulatedApi, app: str) -> None:
-        KubernetesScheduler("test").cancel(app)
-        assert KubernetesScheduler("test").describe(app) is None
+        KubernetesLauncher().cancel([app])
+        assert KubernetesLauncher().describe([app]) == [None]
         assert {kind for kind, _ in api.objects} == {"/persistentvolumeclaims"}  # the root owned everything

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
-from torchx.specs import AppState
 
 from fsdp_jobs.launchers.slurm import client
-from fsdp_jobs.launchers.slurm.scheduler import SlurmScheduler
+from fsdp_jobs.launchers.slurm.scheduler import SlurmLauncher
+from fsdp_jobs.launchers.state import State
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.verdict import Verdict
 
@@ -39,27 +40,26 @@ def known_run(folder: Path, job_id: str, verdict: Verdict | None) -> None:
     """A run of this machine whose newest submission was this job."""
     run = RunDir(folder / "runs" / "a")
     run.attempt(0).mkdir(parents=True)
-    run.submit.mkdir()
-    (run.submit / "first_attempt").write_text("0")
+    run.job.write_text(json.dumps({"first_attempt": 0}))
     if verdict is not None:
         verdict.write(run, 0)
     (folder / "state" / "fsdp_jobs" / "slurm").mkdir(parents=True)
     (folder / "state" / "fsdp_jobs" / "slurm" / job_id).symlink_to(run.path)
 
 
-def state(job_id: str) -> AppState | None:
-    description = SlurmScheduler("test").describe(job_id)
+def state(job_id: str) -> State | None:
+    (description,) = SlurmLauncher().describe([job_id])
     return description.state if description is not None else None
 
 
 def test_one_squeue_serves_all_jobs_and_no_state_is_a_surprise(slurm: Path) -> None:
     answers = {
-        "1": ("PENDING", AppState.PENDING),
-        "2": ("REQUEUE_HOLD", AppState.PENDING),
-        "3": ("COMPLETING", AppState.RUNNING),
-        "4": ("A_STATE_OF_2031", AppState.RUNNING),
-        "5_7": ("RUNNING", AppState.RUNNING),
-        "6": ("NODE_FAIL", AppState.FAILED),
+        "1": ("PENDING", State.QUEUED),
+        "2": ("REQUEUE_HOLD", State.QUEUED),
+        "3": ("COMPLETING", State.RUNNING),
+        "4": ("A_STATE_OF_2031", State.RUNNING),
+        "5_7": ("RUNNING", State.RUNNING),
+        "6": ("NODE_FAIL", State.FAILED),
     }
     say(slurm, "squeue", queue(*(f"{i}|{word}|Priority|N/A|node1|node1|{i}" for i, (word, _) in answers.items())))
     assert {i: state(i) for i in answers} == {i: expected for i, (_, expected) in answers.items()}
@@ -68,17 +68,17 @@ def test_one_squeue_serves_all_jobs_and_no_state_is_a_surprise(slurm: Path) -> N
 
 def test_a_forgotten_job_is_known_by_accounting_in_its_newest_life(slurm: Path) -> None:
     say(slurm, "sacct", queue("7|REQUEUED|t|node1", "7|CANCELLED by 1000|t|node2"))
-    assert state("7") is AppState.CANCELLED
+    assert state("7") is State.STOPPED
 
 
 def test_without_accounting_a_forgotten_job_is_known_by_its_run_directory(slurm: Path) -> None:
     known_run(slurm, "8", Verdict("done", "stop", "all 5 steps are done"))
-    assert state("8") is AppState.SUCCEEDED
+    assert state("8") is State.DONE
 
 
 def test_a_forgotten_job_without_a_verdict_has_failed(slurm: Path) -> None:
     known_run(slurm, "9", None)
-    assert state("9") is AppState.FAILED
+    assert state("9") is State.FAILED
 
 
 def test_a_job_that_nobody_knows_is_none(slurm: Path) -> None:
