@@ -12,7 +12,7 @@ from fsdp_jobs.config.schema import FsdpConfig, JobConfig
 from fsdp_jobs.launchers.app import to_app
 from fsdp_jobs.launchers.docker import refusals
 from fsdp_jobs.launchers.kubernetes.labels import Names
-from fsdp_jobs.launchers.kubernetes.pods import node_pod
+from fsdp_jobs.launchers.kubernetes.pods import Job, node_pod
 from fsdp_jobs.launchers.slurm.script import Site, script
 from fsdp_jobs.plan.plan import Plan
 from fsdp_jobs.run.directory import RunDir
@@ -37,7 +37,7 @@ def gpus_requested(cluster: str, config: JobConfig, plan: Plan) -> int:
         text = script(app, config, plan, Site("--gpus-per-node={}", 0, 70)).of_run(str(RUN.path), app.name)
         assert (f"--gpus-per-node={in_app}\n" in text) == ("--gpus-per-node" in text) == bool(in_app)
     elif cluster == "kubernetes":
-        spec = node_pod(app, config, RUN, Names("one-abc123"), "one", "0")["spec"]
+        spec = node_pod(Job(config, RUN, app), Names("one-abc123"), "one", "0")["spec"]
         assert int(spec["containers"][0]["resources"]["limits"].get("nvidia.com/gpu", 0)) == in_app
     elif cluster == "docker":
         [*missing] = refusals._gpus(config, plan, {}, [])
