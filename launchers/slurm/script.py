@@ -37,7 +37,7 @@ def commands(app: AppDef, config: JobConfig, site: Site) -> Commands:
     assert isinstance(cluster, SlurmClusterConfig)
     roles = {role.name: role for role in app.roles}
     trainer = roles["trainer"]
-    inside = _container(cluster, app.metadata[RUN_DIR_KEY])
+    inside = _container(cluster, trainer, app.metadata[RUN_DIR_KEY])
     agent = _argv(trainer, cluster)
     kind = [str(trainer.resource.cpu), "cuda" if trainer.resource.gpu else "cpu"]
     return Commands(
@@ -59,14 +59,14 @@ def _argv(role: Role, cluster: SlurmClusterConfig) -> list[str]:
     return [python, *values.apply(role).args]
 
 
-def _container(cluster: SlurmClusterConfig, run_dir: str) -> list[str]:
+def _container(cluster: SlurmClusterConfig, trainer: Role, run_dir: str) -> list[str]:
     """Return what stands before the agent: options of srun for pyxis, a command for Apptainer."""
     if cluster.container is None:
         return []
     mounts = ",".join([f"{run_dir}:{run_dir}", *cluster.container_mounts])
     if cluster.container_runtime == "pyxis":
         return [f"--container-image={cluster.container}", f"--container-mounts={mounts}"]
-    gpus = ["--nv"] if cluster.accelerator != "cpu" else []
+    gpus = ["--nv"] if trainer.resource.gpu else []
     return ["apptainer", "exec", *gpus, f"--bind={mounts}", cluster.container]
 
 
