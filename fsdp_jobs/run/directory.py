@@ -93,6 +93,7 @@ class RunDir:
         self.plan = self.path / "plan.json"
         self.job = self.path / "job.json"
         self.submit = self.path / "submit"
+        self.code = self.path / "code"  # a copy of the code as it was at submission, or a link to one
         self.shape = self.submit / "shape.json"  # of a custom model, for planning at run time
         self.topology = self.submit / "topology.yaml"  # the user's file, if there was one
         self.token = self.submit / "token"  # proves to the coordinator that an agent belongs to this job

@@ -1,4 +1,4 @@
-"""SLURM's commands and their answers. Only the standard library and TorchX's states: the batch step imports this."""
+"""SLURM's commands and their answers. Imports little: the batch step and its helpers use this."""
 
 from __future__ import annotations
 
@@ -85,10 +85,6 @@ class QueuedJob:
     @property
     def state(self) -> State:
         return _STATES.get(self.word, State.RUNNING)
-
-    @property
-    def ended(self) -> bool:
-        return not self.state.is_active
 
     @property
     def signal_id(self) -> str:

@@ -1,4 +1,4 @@
-"""What `fsdp-jobs doctor cluster=slurm` looks at: this login node, the cluster's settings, and one of its nodes."""
+"""What `fsdp-jobs doctor cluster=slurm` examines: this login node, the cluster's settings, and one of its nodes."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ _ON_NODE = (
 
 
 def examine(config: JobConfig) -> Iterator[Finding]:
+    """Yield findings one by one: the node may keep the caller waiting."""
     cluster = config.cluster
     assert isinstance(cluster, SlurmClusterConfig)
     missing = [command for command in _COMMANDS if shutil.which(command) is None]
@@ -33,61 +34,57 @@ def examine(config: JobConfig) -> Iterator[Finding]:
         return
     yield Finding("commands", "ok", client.call("sbatch", "--version").strip())
     try:
-        settings, partitions = client.settings(), client.partitions()
+        settings, partition = client.settings(), client.partition(cluster.partition)
     except client.SlurmError as e:
         yield Finding("controller", "bad", str(e), "SLURM_CONF, or the cluster's administrator")
         return
     yield Finding("controller", "ok", f"cluster {settings['ClusterName']}, SLURM {settings['SLURM_VERSION']}")
-    yield _partition(cluster, partitions)
+    yield _partition(cluster, partition)
     yield _accounting()
     yield _gpus(config, settings)
-    yield _preemption(cluster, settings, partitions, config.elastic.stop_grace_s)
+    yield _preemption(settings, partition, config.elastic.stop_grace_s)
     yield from _node(config, cluster)
 
 
-def _partition(cluster: SlurmClusterConfig, partitions: list[client.Partition]) -> Finding:
-    names = ", ".join(p.name for p in partitions)
-    chosen = next((p for p in partitions if p.name == cluster.partition or (not cluster.partition and p.default)), None)
-    if chosen is None:
-        return Finding("partition", "bad", f"{cluster.partition or 'no default one'}", f"cluster.partition: {names}")
-    told = f"{chosen.name}: {chosen.nodes} nodes, {chosen.cpus} CPUs, {chosen.gres}, at most {chosen.time}"
-    return Finding("partition", "ok", told)
+def _partition(cluster: SlurmClusterConfig, partition: client.Partition | None) -> Finding:
+    if partition is None:
+        names = ", ".join(p.name for p in client.partitions())
+        return Finding("partition", "bad", cluster.partition or "no default one", f"cluster.partition: {names}")
+    size = f"{partition.nodes} nodes, {partition.cpus} CPUs, {partition.gres}, at most {partition.time}"
+    return Finding("partition", "ok", f"{partition.name}: {size}")
 
 
 def _accounting() -> Finding:
     try:
         client.call("sacct", "-n", "-X")
     except client.SlurmError as e:
-        told = f"{str(e).splitlines()[-1]}; of jobs that SLURM has forgotten the run directory tells"
-        return Finding("accounting", "warning", told)
+        fact = f"{str(e).splitlines()[-1]}; jobs that SLURM has forgotten are known by their run directories"
+        return Finding("accounting", "warning", fact)
     return Finding("accounting", "ok", "sacct answers")
 
 
 def _gpus(config: JobConfig, settings: dict[str, str]) -> Finding:
     if accelerator(config) == "cpu":
-        return Finding("GPUs", "ok", "none wanted")
+        return Finding("GPUs", "ok", "none requested")
     if "gpu" not in settings.get("GresTypes", ""):
         return Finding("GPUs", "warning", "SLURM does not count GPUs here: a job takes whole nodes, and finds its own")
     return Finding("GPUs", "ok", "requested from SLURM")
 
 
-def _preemption(
-    cluster: SlurmClusterConfig, settings: dict[str, str], partitions: list[client.Partition], grace_s: float
-) -> Finding:
+def _preemption(settings: dict[str, str], partition: client.Partition | None, grace_s: float) -> Finding:
     if settings.get("PreemptType", "preempt/none") == "preempt/none":
         return Finding("preemption", "ok", "none on this cluster")
-    name = cluster.partition or next((p.name for p in partitions if p.default), "")
-    shown = client.call("scontrol", "show", "partition", name) if name else ""
-    given = re.search(r"GraceTime=(\d+)", shown)
-    seconds = int(given[1]) if given else 0
+    shown = client.call("scontrol", "show", "partition", partition.name) if partition is not None else ""
+    grace = re.search(r"GraceTime=(\d+)", shown)
+    seconds = int(grace[1]) if grace else 0
     if seconds < grace_s:
-        told = f"a preempted job has {seconds} s to save; elastic.stop_grace_s is {grace_s:.0f}"
-        return Finding("preemption", "warning", told, "a shorter checkpoint.every_minutes bounds what is lost")
+        fact = f"a preempted job has {seconds} s to save; elastic.stop_grace_s is {grace_s:.0f}"
+        return Finding("preemption", "warning", fact, "a shorter checkpoint.every_minutes bounds what is lost")
     return Finding("preemption", "ok", f"{seconds} s to save")
 
 
 def _node(config: JobConfig, cluster: SlurmClusterConfig) -> Iterator[Finding]:
-    """One task on one node: does it see the run directories, and this Python?"""
+    """Run a task on one node: does it see the run directories, and this Python?"""
     runs = Path(config.runs_dir).resolve()
     runs.mkdir(parents=True, exist_ok=True)
     kind = file_system(runs)
@@ -97,18 +94,16 @@ def _node(config: JobConfig, cluster: SlurmClusterConfig) -> Iterator[Finding]:
     keys = ("partition", "account", "qos", "constraint", "reservation")
     options = [f"--{key}={getattr(cluster, key)}" for key in keys if getattr(cluster, key) is not None]
     where = ["--nodes=1", "--ntasks=1", "--time=2", f"--immediate={_WAIT_S}", "--quiet", *options]
+    python = cluster.python or sys.executable
     try:
-        said = client.call("srun", *where, cluster.python or sys.executable, "-c", _ON_NODE, str(note)).split()
+        _, host, torch, gpus = client.call("srun", *where, python, "-c", _ON_NODE, str(note)).split()
     except client.SlurmError as e:
         yield _why_no_node(str(e), runs, kind, note)
         return
     finally:
         note.unlink()
-    _, host, torch, gpus = said
     yield Finding("runs_dir", "ok", f"{host} sees {runs} ({kind})")
-    yield Finding(
-        "python", "ok", f"{host} runs {cluster.python or sys.executable} with torch {torch}, {gpus} GPUs free"
-    )
+    yield Finding("python", "ok", f"{host} runs {python} with torch {torch}, {gpus} GPUs free")
 
 
 def _why_no_node(error: str, runs: Path, kind: str, note: Path) -> Finding:
@@ -117,5 +112,4 @@ def _why_no_node(error: str, runs: Path, kind: str, note: Path) -> Finding:
     if "ModuleNotFound" in error or "No such file" in error or "execve" in error:
         last = next(line for line in reversed(error.splitlines()) if line.strip() and "srun" not in line[:5])
         return Finding("python", "bad", last, "an environment on shared storage; cluster.python=...")
-    told = error.splitlines()[-1]
-    return Finding("node", "warning", f"none looked at: {told}", "nodes may all be busy; try again later")
+    return Finding("node", "warning", f"none examined: {error.splitlines()[-1]}", "all may be busy; try again later")

@@ -49,7 +49,7 @@ class Companions:
         queue = client.queue() if self.commands.regrow else {}
         for node in nodes if self.commands.regrow else []:
             job, tries = queue.get(self.jobs.get(node, "")), self.tries.get(node, 0)
-            if (job is None or job.ended) and tries < _TRIES:
+            if (job is None or not job.state.is_active) and tries < _TRIES:
                 self.tries[node] = tries + 1
                 self.jobs[node] = self._submit(node)
                 record_event(self.run, "node_asked_for", self.attempt, node=node, slurm_job=self.jobs[node])

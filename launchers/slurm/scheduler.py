@@ -1,4 +1,4 @@
-"""The TorchX scheduler `slurm_fsdp`: submit, describe, cancel, logs. An app's id is SLURM's job id."""
+"""Launcher `slurm_fsdp`: a job is a SLURM job, a sweep's jobs are tasks of arrays; an app's id is SLURM's job id."""
 
 from __future__ import annotations
 
@@ -23,10 +23,8 @@ from fsdp_jobs.launchers.base import (
     remember,
     run_of,
 )
-from fsdp_jobs.launchers.slurm import client, submission, validate
-from fsdp_jobs.launchers.slurm.doctor import examine
+from fsdp_jobs.launchers.slurm import client, doctor, site, submission, validate
 from fsdp_jobs.launchers.slurm.script import Script, commands, script
-from fsdp_jobs.launchers.slurm.site import cluster_topology, probe
 from fsdp_jobs.launchers.slurm.steps import Commands
 from fsdp_jobs.launchers.state import State
 from fsdp_jobs.plan.topology import Topology
@@ -35,109 +33,112 @@ from fsdp_jobs.run.events import record_event
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit.snapshot import Snapshot, link, take
 
-_CANCEL_S = 15.0  # for SLURM to do as it is told
+_CANCEL_S = 15.0  # for SLURM to act on scancel
 
 
 @dataclass
 class SlurmRequest:
-    """What is submitted: the script, what its batch step starts, and the code that goes with it."""
+    """What is submitted: the script, the commands of its batch step, and the code that goes with it."""
 
-    run: RunDir
-    name: str
+    job: Job
     script: Script
     commands: Commands
     code: Snapshot | None
-    in_container: bool  # agents see the run directory and nothing beside it
 
     def __str__(self) -> str:
         return f"{self.text}\n# submit/steps.json\n{self.commands.to_json()}\n"
 
     @property
     def text(self) -> str:
-        """Of the script for this job alone."""
-        return self.script.of_run(str(self.run.path), self.name)
+        """The script for this job alone."""
+        return self.script.of_run(str(self.job.run.path.resolve()), self.job.app.name)
+
+    @property
+    def cluster(self) -> SlurmClusterConfig:
+        assert isinstance(self.job.config.cluster, SlurmClusterConfig)
+        return self.job.config.cluster
 
 
 class SlurmLauncher(Launcher):
-    """Runs a job as one SLURM job, and a sweep's as the tasks of arrays."""
+    """Submits scripts with sbatch and reads the queue with squeue."""
 
     name = "slurm_fsdp"
 
     def topology(self, config: JobConfig) -> Topology | None:
-        return cluster_topology(config)
+        return site.cluster_topology(config)
 
     def examine(self, config: JobConfig) -> Iterator[Finding]:
-        return examine(config)
+        return doctor.examine(config)
 
     def prepare(self, jobs: Sequence[Job]) -> list[SlurmRequest]:
         requests: list[SlurmRequest] = []
         problems: list[Problem] = []
         take_once = cache(take)
         for job in jobs:
-            config, run, app = job.config, job.run, job.app
-            cluster = config.cluster
+            cluster = job.config.cluster
             assert isinstance(cluster, SlurmClusterConfig)
-            if found := validate.check(config, run):
-                problems += found
+            if wrong := validate.check(job):
+                problems += wrong
                 continue
             try:
-                code = take_once(Path.cwd(), run.path.parent, cluster.snapshot_mb) if cluster.snapshot_mb else None
-                site = probe(config, run)
+                code = take_once(Path.cwd(), job.run.path.parent, cluster.snapshot_mb) if cluster.snapshot_mb else None
+                here = site.probe(job)
             except BadInput as e:
                 problems += e.problems
                 continue
-            parts = script(app, config, job.plan, site), commands(app, config, site)
-            requests.append(SlurmRequest(run, app.name, *parts, code, cluster.container is not None))
+            requests.append(SlurmRequest(job, script(job, here), commands(job, here), code))
         problems = problems or validate.check_count(len(requests))
-        for group in submission.group_equal([r.script for r in requests]) if not problems else []:
-            first, config = requests[group[0]], jobs[group[0]].config
-            problems += validate.check_with_slurm(config, first.text, first.script.margin_s, len(group))
+        for group in submission.group_equal([request.script for request in requests]) if not problems else []:
+            first = requests[group[0]]
+            problems += validate.check_with_slurm(first.job.config, first.text, first.script.margin_s, len(group))
         if problems:
             raise BadInput(problems)
         return requests
 
     def submit(self, requests: Sequence[SlurmRequest], parallelism: int, folder: Path | None) -> list[str]:
+        runs = [request.job.run for request in requests]
         with ThreadPoolExecutor(WRITES_AT_ONCE) as threads:
-            list(threads.map(lambda request: request.commands.write(request.run), requests))
+            list(threads.map(lambda request: request.commands.write(request.job.run), requests))
         if folder is None:
-            ids = [_submit_one(request) for request in requests]
+            ids = [_submit_alone(request) for request in requests]
         else:
-            place = submission.new_folder(folder.resolve() / "slurm")
-            _write_code(place, requests)
-            scripts, runs = [r.script for r in requests], [r.run for r in requests]
-            ids = submission.submit_arrays(place, folder.name, scripts, runs, parallelism)
-        for job_id, request in zip(ids, requests, strict=True):
-            remember(self.name, job_id, request.run)
+            own = submission.new_folder(folder.resolve() / "slurm")
+            _write_code(own, requests)
+            scripts = [request.script for request in requests]
+            ids = submission.submit_arrays(own, folder.name, scripts, runs, parallelism)
+        for job_id, run in zip(ids, runs, strict=True):
+            remember(self.name, job_id, run)
         return ids
 
     def describe(self, app_ids: Sequence[str]) -> list[Description | None]:
         try:
-            return [_described(app_id, job) for app_id, job in zip(app_ids, client.jobs(app_ids), strict=True)]
+            jobs = client.jobs(app_ids)
         except client.SlurmError as e:
-            named = app_ids[0] if len(app_ids) == 1 else f"{app_ids[0]} and {len(app_ids) - 1} more"
-            raise BadInput([Problem(f"slurm_fsdp job {named}", str(e), "ask on a login node of its cluster")]) from e
+            which = app_ids[0] if len(app_ids) == 1 else f"{app_ids[0]} and {len(app_ids) - 1} more"
+            raise BadInput([Problem(f"slurm_fsdp job {which}", str(e), "ask on a login node of its cluster")]) from e
+        return [_describe(app_id, job, run_of(self.name, app_id)) for app_id, job in zip(app_ids, jobs, strict=True)]
 
     def known(self) -> list[str]:
         return list(client.queue())
 
     def cancel(self, app_ids: Sequence[str]) -> None:
         queue = client.queue(fresh=True)
-        jobs = [queue[id] for id in app_ids if id in queue and not queue[id].ended]
+        jobs = [queue[id] for id in app_ids if id in queue and queue[id].state.is_active]
         running = [job for job in jobs if job.word == "RUNNING"]
         if running:  # without its batch step nobody can ask the ranks to save
             client.call("scancel", "--signal=KILL", "--batch", *(job.signal_id for job in running))
             _wait_while(running, lambda job: job.word == "RUNNING")
         if jobs:
             client.call("scancel", "--quiet", *(job.id for job in jobs))
-            _wait_while(jobs, lambda job: not job.ended)
+            _wait_while(jobs, lambda job: job.state.is_active)
         for job in jobs:
-            if (run := run_of("slurm", job.id)) is not None:
+            if (run := run_of(self.name, job.id)) is not None:
                 _record_cancel(run)
 
     def logs(self, app_id: str, role: str, node: int, follow: bool) -> Iterator[str]:
-        run = run_of("slurm", app_id)
+        run = run_of(self.name, app_id)
         if run is None:
-            raise BadInput([Problem(f"slurm_fsdp job {app_id}", "was not submitted by you from here")])
+            raise BadInput([Problem(f"slurm_fsdp job {app_id}", "was not submitted by you from this machine")])
 
         def running() -> bool:
             (job,) = self.describe([app_id]) if follow else (None,)
@@ -146,44 +147,33 @@ class SlurmLauncher(Launcher):
         return log_lines(run, role, node, running)
 
 
-def _submit_one(request: SlurmRequest) -> str:
-    if request.code is not None:
-        request.code.write(request.run.path / "code")
-    return submission.sbatch(request.run.submit / "slurm", request.text)
-
-
-def _write_code(place: Path, requests: Sequence[SlurmRequest]) -> None:
-    """Copy each snapshot once and link the runs' code to it; a container sees its run directory alone."""
-    written: dict[int, Path] = {}  # a snapshot -> where it is
-    for request in requests:
-        if request.code is not None and request.in_container:
-            request.code.write(request.run.path / "code")
-        elif request.code is not None:
-            if id(request.code) not in written:
-                written[id(request.code)] = place / f"code-{len(written)}"
-                request.code.write(written[id(request.code)])
-            link(request.run.path / "code", written[id(request.code)])
-
-
 def create_scheduler(session_name: str, **_kwargs: object) -> TorchxScheduler:
     return TorchxScheduler(SlurmLauncher(), session_name)
 
 
-def _described(app_id: str, job: client.QueuedJob | None) -> Description | None:
-    """What SLURM and the run directory know of a job together."""
-    run = run_of("slurm", app_id)
-    if job is None and run is None:
-        return None
-    state = job.state if job is not None else State.FAILED
-    message = _describe(job, state) if job is not None else "SLURM has forgotten the job"
-    if not state.is_active and run is not None:
-        state, message = _last_word(run, job, state, message)
-    restarts = max(0, run.last_attempt() - run.first_attempt()) if run is not None else 0
-    return Description(app_id, state, message, restarts)
+def _submit_alone(request: SlurmRequest) -> str:
+    run = request.job.run
+    if request.code is not None:
+        request.code.write(run.code)
+    return submission.sbatch(run.submit / "slurm", request.text)
+
+
+def _write_code(folder: Path, requests: Sequence[SlurmRequest]) -> None:
+    """Copy each snapshot once and link the runs to it; a container sees only its run directory, and gets a copy."""
+    copies: dict[int, Path] = {}  # id of a snapshot -> where it is
+    for request in requests:
+        code, run = request.code, request.job.run
+        if code is not None and request.cluster.container is not None:
+            code.write(run.code)
+        elif code is not None:
+            if id(code) not in copies:
+                copies[id(code)] = folder / f"code-{len(copies)}"
+                code.write(copies[id(code)])
+            link(run.code, copies[id(code)])
 
 
 def _wait_while(jobs: Sequence[client.QueuedJob], unchanged: Callable[[client.QueuedJob], bool]) -> None:
-    """Wait until the controller has changed each of these jobs."""
+    """Wait until the controller has changed each of these jobs, for a limited time."""
     deadline = time.monotonic() + _CANCEL_S
     while time.monotonic() < deadline:
         queue = client.queue(fresh=True)
@@ -193,7 +183,7 @@ def _wait_while(jobs: Sequence[client.QueuedJob], unchanged: Callable[[client.Qu
 
 
 def _record_cancel(run: RunDir) -> None:
-    """That a job was ended from outside, unless it has said how it ended."""
+    """Record that a job was ended from outside, unless its verdict already says how it ended."""
     attempt = run.last_attempt()
     verdict = Verdict.read(run, attempt) if attempt >= 0 else None
     if attempt < run.first_attempt() or (verdict is not None and verdict.decision == "requeue"):
@@ -203,17 +193,28 @@ def _record_cancel(run: RunDir) -> None:
         Verdict("preempted", "stop", "killed on request, without a checkpoint").close(run, attempt)
 
 
-def _describe(job: client.QueuedJob, state: State) -> str:
-    if state is State.QUEUED:
+def _describe(app_id: str, job: client.QueuedJob | None, run: RunDir | None) -> Description | None:
+    """Combine what SLURM and the run directory know of a job."""
+    if job is None and run is None:
+        return None
+    state, message = (job.state, _message(job)) if job else (State.FAILED, "SLURM has forgotten the job")
+    if run is None:
+        return Description(app_id, state, message)
+    if not state.is_active:
+        state, message = _end(run, job, state, message)
+    return Description(app_id, state, message, max(0, run.last_attempt() - run.first_attempt()))
+
+
+def _message(job: client.QueuedJob) -> str:
+    if job.state is State.QUEUED:
         when = f"starts about {job.start.replace('T', ' ')}" if job.start not in ("", "N/A") else "start not known yet"
         why = f" ({job.reason})" if job.reason != "None" else ""  # SLURM has not looked at it yet
         return f"SLURM job {job.id} waits{why}; {when}"
-    where = f" on {job.nodes}" if job.nodes else ""
-    return f"SLURM job {job.id} is {job.word}{where}"
+    return f"SLURM job {job.id} is {job.word}" + (f" on {job.nodes}" if job.nodes else "")
 
 
-def _last_word(run: RunDir, job: client.QueuedJob | None, state: State, message: str) -> tuple[State, str]:
-    """The run's own record of a job that has ended, where there is one; it knows more than an exit code."""
+def _end(run: RunDir, job: client.QueuedJob | None, state: State, message: str) -> tuple[State, str]:
+    """Return how a job has ended: its verdict, where there is one, knows more than SLURM."""
     if run.last_attempt() < run.first_attempt():
         if state is State.FAILED and job is not None:
             message = f"SLURM job {job.id} {job.word} before its first line: do the nodes see {run.path}?"

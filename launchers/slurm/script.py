@@ -1,4 +1,4 @@
-"""The sbatch script of a job and the commands of its batch step, from an AppDef. No I/O."""
+"""The sbatch script of a job and the commands of its batch step. No I/O."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from torchx.specs import AppDef, Role, macros
+from torchx.specs import Role, macros
 
 from fsdp_jobs.config.clusters import SlurmClusterConfig
-from fsdp_jobs.config.schema import JobConfig
-from fsdp_jobs.launchers.app import RUN_DIR_KEY
+from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.slurm.steps import Commands
 from fsdp_jobs.plan.plan import Plan
 
@@ -31,13 +30,13 @@ class Site:
     margin_s: int = 120  # before the time limit or a preemption: time to save in
 
 
-def commands(app: AppDef, config: JobConfig, site: Site) -> Commands:
+def commands(job: Job, site: Site) -> Commands:
     """Render the commands of the batch step."""
-    cluster = config.cluster
+    cluster = job.config.cluster
     assert isinstance(cluster, SlurmClusterConfig)
-    roles = {role.name: role for role in app.roles}
+    roles = {role.name: role for role in job.app.roles}
     trainer = roles["trainer"]
-    inside = _container(cluster, trainer, app.metadata[RUN_DIR_KEY])
+    inside = _container(cluster, trainer, str(job.run.path.resolve()))
     agent = _argv(trainer, cluster)
     kind = [str(trainer.resource.cpu), "cuda" if trainer.resource.gpu else "cpu"]
     return Commands(
@@ -125,16 +124,16 @@ class Script:
         return "\n".join([*lines, f"exec {shlex.quote(self.python)} -m {_BATCH} {run_dir}", ""])
 
 
-def script(app: AppDef, config: JobConfig, plan: Plan, site: Site) -> Script:
+def script(job: Job, site: Site) -> Script:
     """Render all of a batch script that does not depend on the run."""
-    cluster = config.cluster
+    cluster = job.config.cluster
     assert isinstance(cluster, SlurmClusterConfig)
-    trainer = next(role for role in app.roles if role.name == "trainer")
+    trainer = next(role for role in job.app.roles if role.name == "trainer")
     low, high = trainer.min_replicas or trainer.num_replicas, trainer.num_replicas
     # With a range SLURM would take --ntasks-per-node for its minimum.
     nodes = [f"--nodes={high}", "--ntasks-per-node=1"] if low == high else [f"--nodes={low}-{high}"]
     return Script(
-        resources=(*nodes, *_resources(cluster, trainer, site), *_switches(cluster, plan, high, site)),
+        resources=(*nodes, *_resources(cluster, trainer, site), *_switches(cluster, job.plan, high, site)),
         extra=tuple(cluster.extra),
         setup=tuple(cluster.setup),
         python=cluster.python or trainer.entrypoint,

@@ -9,12 +9,13 @@ from fsdp_jobs.config.clusters import SlurmClusterConfig
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.resolve import node_range, ranks_per_node
 from fsdp_jobs.config.schema import JobConfig
+from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.slurm import client
 from fsdp_jobs.launchers.slurm.script import Site, margin_s
 from fsdp_jobs.launchers.slurm.validate import no_slurm
 from fsdp_jobs.plan.sources import from_scontrol
 from fsdp_jobs.plan.topology import Topology
-from fsdp_jobs.run.directory import RunDir, read_json_lines
+from fsdp_jobs.run.directory import read_json_lines
 from fsdp_jobs.run.events import read_events
 
 
@@ -42,7 +43,7 @@ def _topology(hostlist: str, text: str, gpus: int) -> Topology:
     return from_scontrol(text, gpus, set(client.hostnames(hostlist)))
 
 
-def probe(config: JobConfig, run: RunDir) -> Site:
+def probe(job: Job) -> Site:
     """Return what the script has to know of this cluster, and of what this run has measured.
 
     Raises:
@@ -55,9 +56,9 @@ def probe(config: JobConfig, run: RunDir) -> Site:
     option = ""
     if "gpu" in settings.get("GresTypes", ""):
         option = "--gpus-per-node={}" if "cons_tres" in settings["SelectType"] else "--gres=gpu:{}"
-    topology = cluster_topology(config)
+    topology = cluster_topology(job.config)
     leaves = Counter(node.switch_path for node in topology.nodes) if topology is not None else {}
-    saves = [e["seconds"] for e in read_events(run) if e["event"] == "checkpoint"]
-    step_s = max((m["step_s"] for m in read_json_lines(run.metrics)), default=0.0)
-    margin = margin_s(max(saves, default=0.0), step_s, config.elastic.stop_grace_s)
+    saves = [e["seconds"] for e in read_events(job.run) if e["event"] == "checkpoint"]
+    step_s = max((m["step_s"] for m in read_json_lines(job.run.metrics)), default=0.0)
+    margin = margin_s(max(saves, default=0.0), step_s, job.config.elastic.stop_grace_s)
     return Site(option, max(leaves.values(), default=0), margin)

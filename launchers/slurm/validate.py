@@ -14,8 +14,8 @@ from pathlib import Path
 from fsdp_jobs.config.clusters import SlurmClusterConfig
 from fsdp_jobs.config.errors import Problem, nearest
 from fsdp_jobs.config.schema import JobConfig
+from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.slurm import client
-from fsdp_jobs.run.directory import RunDir
 
 _RUNTIMES = ("pyxis", "apptainer")
 _IN_MEMORY = ("tmpfs", "ramfs")  # file systems that no other machine can have mounted
@@ -30,9 +30,9 @@ def no_slurm(why: str) -> Problem:
     )
 
 
-def check(config: JobConfig, run: RunDir) -> list[Problem]:
+def check(job: Job) -> list[Problem]:
     """Return what is wrong as far as this machine can tell without asking SLURM."""
-    cluster = config.cluster
+    cluster, run = job.config.cluster, job.run
     assert isinstance(cluster, SlurmClusterConfig)
     problems = []
     for key, value in vars(cluster).items():

@@ -12,6 +12,7 @@ from fsdp_jobs.config.schema import JobConfig, dump_config, load_config
 from fsdp_jobs.config.validate import check, check_existing_run
 from fsdp_jobs.elastic.program import Program
 from fsdp_jobs.launchers.app import to_app
+from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.docker import containers
 from fsdp_jobs.launchers.slurm.script import Site, script
 from fsdp_jobs.plan.plan import Plan, make_plan
@@ -104,7 +105,7 @@ def _submitted(folder: Path, *overrides: str) -> tuple[JobConfig, RunDir, Plan]:
 
 def test_slurm_brings_the_program_as_it_was_at_submission(folder: Path) -> None:
     config, run, plan = _submitted(folder, "cluster=slurm", "cluster.accelerator=cpu")
-    text = script(to_app(config, run, 2), config, plan, Site(gpu_option="")).of_run(str(run.path), "r")
+    text = script(Job(config, run, plan), Site(gpu_option="")).of_run(str(run.path), "r")
     assert f"PYTHONPATH={run.path}/code" in text and "--mem" not in text
     assert Program.of(config, run).what == str(folder / "train.py")
     write_atomic(run.path / "code" / "train.py", "")

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_jobs.config.hydra import compose_job
-from fsdp_jobs.config.resolve import ranks_per_node
-from fsdp_jobs.launchers.app import to_app
+from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.slurm.script import Site, commands, margin_s, script
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.submit.submit import plan_of
@@ -69,12 +68,12 @@ CASES: dict[str, tuple[Site, list[str]]] = {
 def rendered(site: Site, overrides: list[str], run_dir: str = "/shared/runs/golden") -> str:
     config = compose_job(["cluster=slurm", "model=llama_debug", *overrides])
     plan, _ = plan_of(config)
-    app = to_app(config, RunDir(run_dir), ranks_per_node(config))
-    for role in app.roles:
+    job = Job(config, RunDir(run_dir), plan)
+    for role in job.app.roles:
         role.entrypoint = "/env/bin/python"
         role.env = {"OMP_NUM_THREADS": "1"}
-    started = commands(app, config, site)
-    return f"{script(app, config, plan, site).of_run(run_dir, app.name)}\n# agent: {shlex.join(started.agent)}\n"
+    agent = shlex.join(commands(job, site).agent)
+    return f"{script(job, site).of_run(run_dir, job.app.name)}\n# agent: {agent}\n"
 
 
 @pytest.mark.parametrize("name", CASES)
