@@ -24,6 +24,7 @@ from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
 from fsdp_jobs.config.hydra import PLUGINS, check_sweep, hydra_here
 from fsdp_jobs.config.validate import value_problem
 from fsdp_jobs.run.directory import find_run
+from fsdp_jobs.submit.submit import prepare
 from fsdp_jobs.sweeps import jobs
 from fsdp_jobs.sweeps.identity import canonical, is_of_the_command, key_of, name_for
 from fsdp_jobs.sweeps.show import ended_line, show_dry_run, show_submitted
@@ -118,7 +119,7 @@ class SweepLauncher(Launcher):
         if self.config.dry_run:
             sweep = self._read()
             rows, undone = jobs.to_do(sweep, own)
-            show_dry_run(console, sweep, rows, jobs.prepare(sweep, list(undone.values())))
+            show_dry_run(console, sweep, rows, prepare(list(undone.values())))
         else:
             with locked(self.folder, console.print):
                 sweep = self._read()

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdp_jobs.config.clusters import KubernetesClusterConfig
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.hydra import compose_many
 from fsdp_jobs.config.schema import JobConfig
@@ -110,29 +109,6 @@ def _name_clashes(sweep: Sweep, rows: Sequence[Row]) -> Iterator[Problem]:
             yield Problem(f"run {run.path}", what, "another sweep.name, or another runs_dir")
 
 
-def prepare(sweep: Sweep, configs: Sequence[JobConfig]) -> list[submission.Prepared]:
-    """Check, plan and render jobs. Write and start nothing.
-
-    Raises:
-        BadInput: whatever is wrong with any of them.
-    """
-    problems = list(dict.fromkeys(_unthrottled(sweep, configs)))
-    try:
-        prepared = submission.prepare(configs)
-    except BadInput as e:
-        raise BadInput([*problems, *e.problems]) from e
-    if problems:
-        raise BadInput(problems)
-    return prepared
-
-
-def _unthrottled(sweep: Sweep, configs: Sequence[JobConfig]) -> Iterator[Problem]:
-    for cluster in [config.cluster for config in configs] if sweep.parallelism else []:
-        if isinstance(cluster, KubernetesClusterConfig) and cluster.queue is None:
-            what = "on Kubernetes a queue's quota limits how many run at once"
-            yield Problem(f"sweep.parallelism={sweep.parallelism}", what, "cluster.queue=NAME, a queue of Kueue")
-
-
 def submit(sweep: Sweep, configs: dict[str, JobConfig]) -> None:
     """Submit jobs, given as run -> configuration, together, all or none. The sweep must be locked.
 
@@ -140,7 +116,7 @@ def submit(sweep: Sweep, configs: dict[str, JobConfig]) -> None:
         BadInput: whatever is wrong with any of them; nothing is written then.
     """
     rows = [row for row in sweep.jobs if row.run in configs]
-    prepared = prepare(sweep, [configs[row.run] for row in rows])
+    prepared = submission.prepare([configs[row.run] for row in rows])
     sweep.write()  # before the jobs exist: a command that dies in between has not lost their names
     overrides = [sweep.overrides_of(row) for row in rows]
     handles = submission.submit(prepared, overrides, sweep.parallelism, sweep.folder)

@@ -94,7 +94,8 @@ class Sweep:
 
     def overrides_of(self, row: Row) -> list[str]:
         """Return all overrides of a row's job."""
-        return [*self.fixed, *row.overrides, f"name={row.run}", f"runs_dir={self.runs_dir}"]
+        throttle = [f"sweep.parallelism={self.parallelism}"] if self.parallelism else []  # launchers validate it
+        return [*self.fixed, *row.overrides, *throttle, f"name={row.run}", f"runs_dir={self.runs_dir}"]
 
     def run_of(self, row: Row) -> RunDir:
         return find_run(self.runs_dir, row.run)

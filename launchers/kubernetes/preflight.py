@@ -58,6 +58,10 @@ def check_configuration(config: JobConfig) -> None:
         if reference.count("/") != 1:
             what = "names no key of a secret"
             problems.append(Problem(f"cluster.secret_env.{variable}={reference}", what, "my-secret/its-key"))
+    if config.sweep.parallelism and cluster.queue is None:
+        what = "on Kubernetes a queue's quota limits how many jobs run at once"
+        cure = "cluster.queue=NAME, a queue of Kueue"
+        problems.append(Problem(f"sweep.parallelism={config.sweep.parallelism}", what, cure))
     if problems:
         raise BadInput(problems)
 
