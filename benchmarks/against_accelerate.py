@@ -26,8 +26,8 @@ import numpy as np
 import yaml
 
 from fsdp_jobs.config.hydra import compose_job
-from fsdp_jobs.run.directory import read_json_lines
 from fsdp_jobs.run.processes import free_port
+from fsdp_jobs.run.tail import read_json_lines
 
 ROOT = Path(__file__).parent.parent
 RANKS, LENGTH, BATCH, MICRO_BATCH, RATE = 2, 128, 16, 4, 1e-3

@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from fsdp_jobs.run.directory import read_json_lines
+from fsdp_jobs.run.tail import read_json_lines
 
 HERE = Path(__file__).parent
 RANKS = 2

@@ -32,7 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # for tests.netns
 
-from fsdp_jobs.run.directory import read_json_lines
+from fsdp_jobs.run.tail import read_json_lines
 
 NODES = ["node1", "node2", "node3", "node4"]
 VICTIM = "node4"

@@ -24,11 +24,12 @@ import psutil
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.schema import dump_config
 from fsdp_jobs.run.directory import RunDir, write_atomic
-from fsdp_jobs.run.goodput import Steps
+from fsdp_jobs.run.goodput import StepClock
 
 _NAIVE = """
 import sys
-from fsdp_jobs.run.directory import read_json_lines, runs_in
+from fsdp_jobs.run.directory import runs_in
+from fsdp_jobs.run.tail import read_json_lines
 for run in runs_in(sys.argv[1]):
     for event in read_json_lines(run.events): pass
     for record in read_json_lines(run.metrics): pass
@@ -45,7 +46,7 @@ def records(folder: Path, steps: int) -> tuple[str, str]:
         placed = {"nodes": [0, 1], "hosts": ["a", "b"], "world_size": 16, "strategy": "full_shard", "shard_group": 16}
         started = {"time": began + first, "event": "round_started", "attempt": 0, "round": life, **placed}
         events += [{**started, "event": "attempt_started"}] * (life == 0) + [started]
-        clock = Steps(run)
+        clock = StepClock(run)
         for step in range(first, last + 1):
             values = {"loss": 4.0, "lr": 1e-3, "grad_norm": 1.0, "data_s": 0.001, "checkpoint_stall_s": 0.0}
             rates = {"step_s": 1.0, "tokens_per_s": 65536.0, "tokens_per_s_per_gpu": 4096.0, "mfu": 0.412345678}

@@ -17,8 +17,9 @@ from pathlib import Path
 import psutil
 
 from fsdp_jobs.config.schema import load_config
-from fsdp_jobs.run.directory import RunDir, read_json_lines
-from fsdp_jobs.run.events import read_events
+from fsdp_jobs.run import events
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.tail import read_json_lines
 from fsdp_jobs.run.verdict import Verdict
 
 NODE = 1
@@ -65,7 +66,7 @@ def say(line: str) -> None:
 def failures(run: RunDir, killed_at: float, exit_code: int) -> list[str]:
     """What there is to say against "the job recovered and was done", from the run directory."""
     verdict = Verdict.read(run, run.last_attempt())
-    after = [e["event"] for e in read_events(run) if e["time"] > killed_at]
+    after = [e.kind for e in events.read_events(run) if e.time > killed_at]
     found = []
     if exit_code:
         found.append(f"the job exited with {exit_code}")
@@ -79,16 +80,16 @@ def failures(run: RunDir, killed_at: float, exit_code: int) -> list[str]:
 
 def summary(run: RunDir, killed_at: float) -> str:
     metrics = list(read_json_lines(run.metrics))
-    resumed = next(e for e in read_events(run) if e["event"] == "resumed" and e["time"] > killed_at)
-    reached = max(m["step"] for m in metrics if m["time"] < resumed["time"])
-    replayed = [m for m in metrics if m["time"] > resumed["time"]]
+    resumed = next(e for e in events.read_events(run) if isinstance(e, events.Resumed) and e.time > killed_at)
+    reached = max(m["step"] for m in metrics if m["time"] < resumed.time)
+    replayed = [m for m in metrics if m["time"] > resumed.time]
     again = sum(m["step"] <= reached for m in replayed)
     command = Path(sys.executable).parent / "fsdp-jobs"
     fsdp_jobs = os.path.relpath(command) if command.exists() else "python -m fsdp_jobs"
     return f"""
 demo: node {NODE} was killed at step {reached}, and the job recovered by itself
   loss                    {metrics[0]["loss"]:.3f} -> {metrics[-1]["loss"]:.3f} over {metrics[-1]["step"]} steps
-  kill to the next step   {replayed[0]["time"] - killed_at:.1f} s, from the checkpoint of step {resumed["step"]}
+  kill to the next step   {replayed[0]["time"] - killed_at:.1f} s, from the checkpoint of step {resumed.step}
   steps done again        {again}
 type next
   {fsdp_jobs} resume {run.name} steps={2 * metrics[-1]["step"]}

@@ -31,9 +31,9 @@ from fsdp_jobs.config.schema import JobConfig, NoModelConfig, load_config, train
 from fsdp_jobs.elastic.rank_state import Phase, Request
 from fsdp_jobs.models.build import wrap_classes_of
 from fsdp_jobs.plan.layout import Layout
+from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ATTEMPT_ENV, LAYOUT_ENV, ROUND_ENV, RUN_DIR_ENV
-from fsdp_jobs.run.events import record_event
 from fsdp_jobs.run.processes import free_port
 from fsdp_jobs.train import sharding
 from fsdp_jobs.train.control import Control
@@ -230,8 +230,8 @@ class Checkpoints:
         job.done = progress.step
         if progress.step and job.rank == 0:
             world = dist.get_world_size()
-            details = {"step": progress.step, "samples": progress.samples, "world_size": world}
-            record_event(job.run, "resumed", job.attempt, **details, place=self._checkpointer.loaded_from)
+            resumed = events.Resumed(progress.step, progress.samples, world, self._checkpointer.loaded_from)
+            events.record(job.run, job.attempt, resumed)
             print(f"resumed from step {progress.step} on {world} ranks", flush=True)
         job.report(Phase.STARTING)
         job.stepped_at = time.monotonic()
@@ -363,7 +363,7 @@ def finish() -> None:
     job.control.agreed()
     job.report(Phase.LEAVING if job.is_leaving else Phase.DONE)
     if job.rank == 0 and not job.is_leaving:
-        record_event(job.run, "done", job.attempt, step=job.done, samples=0)
+        events.record(job.run, job.attempt, events.Done(job.done, samples=0))
     if job.metrics is not None:
         job.metrics.close()
     dist.destroy_process_group()

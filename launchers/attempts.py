@@ -22,11 +22,11 @@ from pathlib import Path
 
 from fsdp_jobs.config.resolve import node_range
 from fsdp_jobs.config.schema import load_config
+from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV
-from fsdp_jobs.run.events import read_events, record_event
 from fsdp_jobs.run.processes import die_with_parent
-from fsdp_jobs.run.tail import tail
+from fsdp_jobs.run.tail import last_lines
 from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE, Verdict
 
 _POLL_S = 0.5
@@ -64,7 +64,7 @@ class Member:
         exit_code = self._run_command(attempt, log)
         if self.leaving or Verdict.read(self.run, attempt) is not None:
             return
-        record_event(self.run, "process_restarted", attempt, process=self.name, exit_code=exit_code)
+        events.record(self.run, attempt, events.ProcessRestarted(self.name, exit_code))
         self._early_deaths = self._early_deaths + 1 if time.monotonic() - born < _EARLY_DEATH_S else 0
         if self._early_deaths == 3:
             self._give_up(attempt, log)
@@ -97,10 +97,10 @@ class Member:
     def _give_up(self, attempt: int, log: Path) -> None:
         """What never worked on any node is no matter of one container: it ends the job, with its last words."""
         reason = f"{self.name} died three times within {_EARLY_DEATH_S:.0f} s of its start"
-        worked = any(e["event"] == "round_started" and e["attempt"] == attempt for e in read_events(self.run))
+        worked = any(isinstance(e, events.RoundStarted) and e.attempt == attempt for e in events.read_events(self.run))
         if worked and self.name != "coordinator":
             sys.exit(EXIT_FAILED)
-        Verdict("infrastructure", "stop", reason, last_lines=tail(log, 15)).close(self.run, attempt)
+        Verdict("infrastructure", "stop", reason, last_lines=last_lines(log, 15)).close(self.run, attempt)
 
 
 def _copy(process: subprocess.Popen[bytes], log: Path) -> None:
@@ -130,7 +130,7 @@ def coordinate(member: Member) -> int:
         if attempt < 0 or verdict is not None:
             attempt = member.run.last_attempt() + 1
             member.run.attempt(attempt).mkdir(parents=True)
-            record_event(member.run, "attempt_started", attempt, nodes=nodes)
+            events.record(member.run, attempt, events.AttemptStarted(nodes))
         member.live(attempt)
 
 

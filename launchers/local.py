@@ -29,9 +29,9 @@ from fsdp_jobs.launchers.detached import (
     start_supervisor,
 )
 from fsdp_jobs.launchers.supervisor import Restarted
+from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.env import ADDRESS_ENV, ATTEMPT_ENV, COORDINATOR_ENV
-from fsdp_jobs.run.events import record_event
 from fsdp_jobs.run.processes import free_port
 from fsdp_jobs.run.verdict import Verdict
 
@@ -134,7 +134,7 @@ def _gpus(command: Command) -> list[str]:
 
 def run_attempt(run: RunDir, commands: list[Command], attempt: int, restart_nodes: bool) -> Verdict:
     """One life of the job, from the start of its processes to the verdict."""
-    record_event(run, "attempt_started", attempt, nodes=len(commands) - 1)
+    events.record(run, attempt, events.AttemptStarted(len(commands) - 1))
     env = {
         ATTEMPT_ENV: str(attempt),
         COORDINATOR_ENV: f"127.0.0.1:{free_port()}",
@@ -164,7 +164,7 @@ def run_attempt(run: RunDir, commands: list[Command], attempt: int, restart_node
                 if not process.note_death():
                     judge(run, attempt, process.given_up())
                     break
-                record_event(run, "process_restarted", attempt, process=process.name, exit_code=exit_code)
+                events.record(run, attempt, events.ProcessRestarted(process.name, exit_code))
                 process.start()
         deadline = time.monotonic() + _LEAVE_S
         while any(p.popen.poll() is None for p in processes) and time.monotonic() < deadline:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fsdp_jobs.run.processes import die_with_parent
-from fsdp_jobs.run.tail import tail
+from fsdp_jobs.run.tail import last_lines
 from fsdp_jobs.run.verdict import Verdict
 
 _TIMES = 3  # that a process may die young, one after the other
@@ -46,4 +46,4 @@ class Restarted:
     def given_up(self) -> Verdict:
         """The verdict on an attempt that cannot do without it."""
         reason = f"{self.name} died three times within {self.young_s:.0f} s of its start"
-        return Verdict("infrastructure", "stop", reason, last_lines=tail(self.log, 15))
+        return Verdict("infrastructure", "stop", reason, last_lines=last_lines(self.log, 15))

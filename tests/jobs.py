@@ -15,7 +15,8 @@ from typing import Any
 
 import psutil
 
-from fsdp_jobs.run.directory import RunDir, read_json_lines
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.tail import read_json_lines
 from fsdp_jobs.run.verdict import Verdict
 from tests.world import TINY
 

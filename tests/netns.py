@@ -25,9 +25,9 @@ from torchx.specs import macros
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.validate import ranks_per_node
 from fsdp_jobs.launchers.app import to_app
+from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ADDRESS_ENV, ATTEMPT_ENV, COORDINATOR_ENV
-from fsdp_jobs.run.events import record_event
 from fsdp_jobs.run.processes import die_with_parent
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit import submit as submission
@@ -297,7 +297,7 @@ class NetnsJob(Job):
         """Begin the next attempt, on these nodes or all."""
         self.attempt = self.run.last_attempt() + 1
         self.run.attempt(self.attempt).mkdir(parents=True)
-        record_event(self.run, "attempt_started", self.attempt, nodes=len(nodes or self.fabric.nodes))
+        events.record(self.run, self.attempt, events.AttemptStarted(len(nodes or self.fabric.nodes)))
         self.started = {}
         for name in [CONTROL, *(nodes or self.fabric.nodes)]:
             self.start_process(name)

@@ -10,7 +10,7 @@ from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.schema import dump_config
 from fsdp_jobs.plan.plan import make_plan
 from fsdp_jobs.run.directory import RunDir, write_atomic
-from fsdp_jobs.run.goodput import Steps
+from fsdp_jobs.run.goodput import StepClock
 
 HOSTILE = "<script>alert('x')</script><img src=x onerror=alert(1)> & \"quoted\" ${jinja} {{ 7 * 7 }} [/red]"
 
@@ -42,7 +42,7 @@ def recorded_run(folder: Path, name: str = "recorded") -> RunDir:
     ):
         add_line(run.events, {"time": time, "event": event, "attempt": 0, **details})
     for life, began in ((range(1, 13), 102.0), (range(11, 21), 106.0)):
-        clock = Steps(run)
+        clock = StepClock(run)
         for step in life:
             values = {"loss": 5 - step / 10, "lr": 1e-3, "grad_norm": 1.0, "step_s": 1.0, "tokens_per_s": 100.0}
             values |= {"checkpoint_stall_s": 0.0, **clock.add(step, 1.0, 0.0)}

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from fsdp_jobs.run.directory import RunDir, read_json_lines
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.tail import read_json_lines
 from fsdp_jobs.run.verdict import Verdict
 
 pytestmark = pytest.mark.integration

@@ -13,8 +13,9 @@ from typing import Any
 
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.schema import dump_config
-from fsdp_jobs.run.directory import RunDir, read_json_lines, write_atomic
+from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.processes import die_with_parent, free_port
+from fsdp_jobs.run.tail import read_json_lines
 
 TINY_LLAMA = ("model.dim=64", "model.n_layers=2", "model.n_heads=4", "model.n_kv_heads=2", "model.ffn_dim=96")
 TINY_TASK = (

@@ -18,10 +18,12 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from fsdp_jobs.cli.follow import describe_event, progress_line
+from fsdp_jobs.cli.follow import progress_line
 from fsdp_jobs.config.schema import load_config
-from fsdp_jobs.run.directory import RunDir, read_json_lines
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.events import Submitted, read_events
 from fsdp_jobs.run.status import RunStatus
+from fsdp_jobs.run.tail import read_json_lines
 
 WIDTH = 112
 
@@ -45,15 +47,14 @@ def main() -> None:
             target.write_text("".join(json.dumps(record) + "\n" for record in until(source, moment)))
         status = RunStatus(cut)
         status.update()
-        events, config = until(cut.events, moment), load_config(cut.config)
+        happened, config = list(read_events(cut)), load_config(cut.config)
     console = Console(record=True, width=WIDTH, force_terminal=True, highlight=False, file=io.StringIO())
-    for event in events:
-        if event["event"] == "submitted":
-            console.print(f"submitted {event['handle']}\nrun directory runs/{recorded.name}", markup=False)
-        told = describe_event(event)
-        if told is not None:
-            stamp = time.strftime("%H:%M:%S", time.localtime(event["time"]))
-            console.print(Text.assemble((f"{stamp} ", "dim"), (told[1], told[0])))
+    for event in happened:
+        if isinstance(event, Submitted):
+            console.print(f"submitted {event.handle}\nrun directory runs/{recorded.name}", markup=False)
+        if sentence := event.sentence():
+            stamp = time.strftime("%H:%M:%S", time.localtime(event.time))
+            console.print(Text.assemble((f"{stamp} ", "dim"), (sentence, event.style)))
     status.committed_at += time.time() - moment  # ages are counted to now
     console.print(progress_line(status, config))
     title = f"python -m fsdp_jobs name={recorded.name} fsdp=hybrid_shard"

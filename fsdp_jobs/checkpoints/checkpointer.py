@@ -37,8 +37,8 @@ from fsdp_jobs.checkpoints.storage import CommittingWriter, SafeReader, SaveRequ
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.config.schema import AUTO, CheckpointConfig
 from fsdp_jobs.plan.layout import Layout
+from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.events import record_event
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _OTHERS = "others."
@@ -204,7 +204,7 @@ class Checkpointer:
         else:
             self.failure = None
             if self.rank == 0:
-                self._record("checkpoint_on_nodes", request, Manifest.read(request.temporary, SHARDS))
+                self._record(events.CheckpointOnNodes, request, Manifest.read(request.temporary, SHARDS))
             if self._may_upload:
                 self.disks.upload(request)
             self.disks.tidy()
@@ -224,16 +224,21 @@ class Checkpointer:
     def _committed(self, request: SaveRequest) -> None:
         self.failure, self.committed_step = None, request.step
         if self.rank == 0:
-            self._record("checkpoint", request, Manifest.read(request.final))
+            self._record(events.Checkpoint, request, Manifest.read(request.final))
 
-    def _record(self, event: str, request: SaveRequest, manifest: Manifest) -> None:
+    def _record(
+        self,
+        kind: type[events.Checkpoint | events.CheckpointOnNodes],
+        request: SaveRequest,
+        manifest: Manifest,
+    ) -> None:
         size, seconds = sum(f["bytes"] for f in manifest.files.values()), time.time() - request.began
-        record_event(self.run, event, self.attempt, step=request.step, bytes=size, seconds=round(seconds, 3))
+        events.record(self.run, self.attempt, kind(request.step, size, round(seconds, 3)))
 
     def _failed(self, request: SaveRequest, error: BaseException) -> None:
         self.failure = f"checkpoint of step {request.step} failed: {_root_cause(error)}"
         if self.rank == 0:
-            record_event(self.run, "checkpoint_failed", self.attempt, step=request.step, error=self.failure)
+            events.record(self.run, self.attempt, events.CheckpointFailed(request.step, self.failure))
             catalog.remove_unfinished(request.checkpoints, max(0, self.committed_step))
             print(f"WARNING {self.failure}", flush=True)
 
@@ -268,7 +273,7 @@ class Checkpointer:
                     return self._load(folder, manifest, shards)
             if self.rank == 0:
                 catalog.set_aside(folder) if is_shared else catalog.remove(folder)
-                record_event(self.run, "checkpoint_skipped", self.attempt, checkpoint=folder.name, why=faults)
+                events.record(self.run, self.attempt, events.CheckpointSkipped(folder.name, faults))
                 print(f"WARNING {folder.name} cannot be used, going back one: {'; '.join(faults)}", flush=True)
 
     def _newest(self) -> list[Any]:

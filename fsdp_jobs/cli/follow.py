@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -15,58 +14,15 @@ from rich.text import Text
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.elastic.failures import speaks_of_lost_peer
 from fsdp_jobs.plan.plan import Plan
-from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.goodput import ledger_of
-from fsdp_jobs.run.status import RunStatus, duration
-from fsdp_jobs.run.tail import looks_like_error
+from fsdp_jobs.run.directory import RANK_LOGS, RunDir
+from fsdp_jobs.run.goodput import goodput_of
+from fsdp_jobs.run.status import RunStatus
+from fsdp_jobs.run.table import duration
+from fsdp_jobs.run.tail import Logs, looks_like_error
 from fsdp_jobs.run.verdict import Verdict
 
 _REFRESH_S = 0.25
 _PLAIN_EVERY_S = 5.0  # between progress lines where there is no terminal to redraw
-
-
-def describe_event(event: dict[str, Any]) -> tuple[str, str] | None:
-    """An event as (style, sentence), or None for one that only machines need."""
-    kind = event["event"]
-    if kind == "round_started":
-        nodes, hosts = event["nodes"], sorted(set(event["hosts"]))
-        where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
-        return "cyan", (
-            f"round {event['round']}: {len(nodes)} nodes, {event['world_size']} ranks on {where}, "
-            f"{event['strategy']} over groups of {event['shard_group']}"
-        )
-    if kind == "resumed":
-        where = f", read from {event['place']}" if event.get("place") == "the nodes' disks" else ""
-        return "green", f"resumed from the checkpoint of step {event['step']} on {event['world_size']} ranks{where}"
-    if kind == "round_broken":
-        known = event["step"] > 0 or event["committed"] >= 0
-        where = f"; at step {event['step']}, newest checkpoint {event['committed']}" if known else ""
-        return "yellow", f"{event['why']}{where}"
-    if kind == "node_lost":
-        return "yellow", f"lost node {event['node']}: {event['why']}"
-    if kind == "machine_excluded":
-        return "red", f"machine {event['host']} is done without for a while: {event['why']}"
-    if kind == "process_restarted":
-        return "yellow", f"{event['process']} ended with {event['exit_code']} and is started again"
-    if kind == "checkpoint":
-        return "blue", f"checkpoint of step {event['step']}: {event['bytes'] / 1e6:.1f} MB in {event['seconds']:.1f} s"
-    if kind == "checkpoint_on_nodes":
-        return "blue", f"step {event['step']} is on the nodes' disks after {event['seconds']:.1f} s"
-    if kind == "checkpoint_failed":
-        return "red", event["error"]
-    if kind == "checkpoint_skipped":
-        return "red", f"{event['checkpoint']} cannot be used: {'; '.join(event['why'])}"
-    if kind == "waiting":
-        return "yellow", event["why"]
-    if kind == "tracking_failed":
-        return "yellow", f"{event['tracker']} does not get the metrics: {event['why']}"
-    if kind == "notify_failed":
-        return "yellow", f"nobody was told by notify.{event['way']}: {event['why']}"
-    if kind == "stop_requested":
-        return "yellow", f"asked to stop ({event['why']}): saving"
-    if kind == "attempt_ended":
-        return ("green" if event["verdict"] == "done" else "red"), f"{event['verdict']}: {event['reason']}"
-    return None
 
 
 def progress_line(status: RunStatus, config: JobConfig) -> Table:
@@ -103,9 +59,8 @@ class Follower:
         self.status = RunStatus(run)
         self.status.update()  # what an earlier submission of the same run did is not news
         self.status.state = "submitted"
-        self._log_places: dict[str, int] = {}
-        for file in run.path.glob("attempts/*/node-*/rank-*.log"):
-            self._log_places[str(file)] = file.stat().st_size
+        self._logs = Logs(run.path, RANK_LOGS)
+        self._logs.skip()
         self._checked_alive = time.monotonic()
 
     def follow(self) -> RunStatus:
@@ -140,23 +95,13 @@ class Follower:
 
     def _show_news(self) -> None:
         for event in self.status.update():
-            told = describe_event(event)
-            if told is not None:
-                stamp = time.strftime("%H:%M:%S", time.localtime(event["time"]))
-                self.console.print(Text.assemble((f"{stamp} ", "dim"), (told[1], told[0])), soft_wrap=True)
-        self._show_logs()
-
-    def _show_logs(self) -> None:
-        for file in sorted(self.run.path.glob("attempts/*/node-*/rank-*.log")):
-            with file.open("rb") as f:
-                f.seek(self._log_places.get(str(file), 0))
-                content = f.read()
-            complete = content.rfind(b"\n") + 1
-            self._log_places[str(file)] = self._log_places.get(str(file), 0) + complete
+            if sentence := event.sentence():
+                stamp = time.strftime("%H:%M:%S", time.localtime(event.time))
+                self.console.print(Text.assemble((f"{stamp} ", "dim"), (sentence, event.style)), soft_wrap=True)
+        for file, line in self._logs.new():
             rank = file.stem.removeprefix("rank-")
-            for line in content[:complete].decode(errors="replace").splitlines():
-                if (rank == "0" or looks_like_error(line)) and not speaks_of_lost_peer(line):
-                    self.console.print(Text(f"[{file.parent.name} rank {rank}] {line}"), style="dim", soft_wrap=True)
+            if (rank == "0" or looks_like_error(line)) and not speaks_of_lost_peer(line):
+                self.console.print(Text(f"[{file.parent.name} rank {rank}] {line}"), style="dim", soft_wrap=True)
 
 
 def summary(status: RunStatus, config: JobConfig, console: Console) -> None:
@@ -173,7 +118,7 @@ def summary(status: RunStatus, config: JobConfig, console: Console) -> None:
         then = "its ranks run again" if status.is_program and not status.step else "the next step"
         console.print(f"  recoveries  {len(recoveries)}: {times} until {then}; {status.lost_steps} steps done again")
     if status.step or not status.is_program:
-        console.print(f"  goodput     {ledger_of(run)}")
+        console.print(f"  goodput     {goodput_of(run)}")
     if status.tokens_per_s and run.plan.exists():
         planned = Plan.from_json(run.plan.read_text()).time
         beside = f", {planned.tokens_per_s:,.0f} planned" if planned is not None else ""

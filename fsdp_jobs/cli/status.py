@@ -16,7 +16,7 @@ from rich.text import Text
 from fsdp_jobs.cli.runs import console, existing_run, take_runs_dir
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.run.directory import RunDir, runs_in
-from fsdp_jobs.run.goodput import ledger_of
+from fsdp_jobs.run.goodput import goodput_of
 from fsdp_jobs.run.status import ENDED, RunStatus
 
 _WATCH_S = 2.0
@@ -93,4 +93,4 @@ def _show_story(run: RunDir) -> None:
         console.print(f"without {host}: {why}", soft_wrap=True)
     console.print(f"now      {status.doing}")
     if status.step or not status.is_program:
-        console.print(f"goodput  {ledger_of(run)}")
+        console.print(f"goodput  {goodput_of(run)}")

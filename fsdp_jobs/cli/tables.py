@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fsdp_jobs.config.schema import plain_values
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.goodput import ledger_of
-from fsdp_jobs.run.status import RunStatus, duration
+from fsdp_jobs.run.goodput import goodput_of
+from fsdp_jobs.run.status import RunStatus
+from fsdp_jobs.run.table import duration, table_lines
 from fsdp_jobs.submit.submit import states_of
 
 _NUMBERS = ("step", "loss", "tok/s", "eta", "goodput")
-_NARROWEST = 30  # columns of the last cell
 _HEADINGS = ("run", "state", "attempt", "nodes", *_NUMBERS, "checkpoint", "what happened last")
 
 
@@ -75,7 +74,7 @@ class Overview:
     def _row(self, status: RunStatus, state: str, reason: str) -> Row:
         job = self._jobs[status.run.name]
         asked = job if "steps" in job else plain_values(status.run.config)
-        saved, ledger = status.committed >= 0, ledger_of(status.run)
+        saved, goodput = status.committed >= 0, goodput_of(status.run)
         steps = None if status.is_program else int(asked["steps"])
         return Row(
             run=status.run.name,
@@ -91,22 +90,11 @@ class Overview:
             eta_s=None if steps is None or state in ("stopped", "failed") else status.eta_s(steps),
             checkpoint_step=status.committed if saved else None,
             checkpoint_age_s=time.time() - status.committed_at if saved else None,
-            goodput=ledger.goodput if ledger.useful_s else None,
+            goodput=goodput.fraction if goodput.useful_s else None,
             reason=reason,
         )
 
 
 def lines_of(rows: Sequence[Row], width: int | None) -> Iterator[str]:
-    """A table; in `width` columns the last cell goes on below itself, with None it is as long as it is."""
-    cells = [list(_HEADINGS), *(row.cells() for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)][:-1]
-    left = sum(widths) + 2 * len(widths)
-    room = None if width is None else max(_NARROWEST, width - left)
-    for row in cells:
-        placed = [
-            cell.rjust(w) if name in _NUMBERS else cell.ljust(w)
-            for name, cell, w in zip(_HEADINGS, row, widths, strict=False)
-        ]
-        first, *rest = [row[-1]] if room is None else textwrap.wrap(row[-1], room) or [""]
-        yield "  ".join([*placed, first]).rstrip()
-        yield from (" " * left + line for line in rest)
+    """Yield the lines of a table of runs, as `table_lines` does."""
+    return table_lines(_HEADINGS, [row.cells() for row in rows], _NUMBERS, width)

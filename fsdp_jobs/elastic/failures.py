@@ -8,8 +8,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.events import read_events
 from fsdp_jobs.run.verdict import EXIT_REQUEUE, Verdict
 
 # Words of a collective whose peer has gone: the rank that says them is a victim, not the cause.
@@ -91,11 +91,12 @@ class Budget:
         self.count = 0
         self._committed = -1
         self._attempts = 0
-        for event in read_events(run):
-            if event["event"] in ("submitted", "checkpoint"):
-                self._attempts = 0
-            elif event["event"] == "attempt_ended" and event["verdict"] == "infrastructure":
-                self._attempts += 1
+        for event in events.read_events(run):
+            match event:
+                case events.Submitted() | events.Checkpoint():
+                    self._attempts = 0
+                case events.AttemptEnded(verdict="infrastructure"):
+                    self._attempts += 1
         self._last_in_users_code: tuple[int, int, str] | None = None
 
     def judge(
@@ -150,9 +151,9 @@ class Machines:
         """`most` failures within `for_s` seconds exclude a machine for as long; 0 excludes none."""
         self.run, self.most, self.for_s = run, most, for_s
         self._failures: dict[str, list[float]] = {}  # host -> seconds since 1970
-        for event in read_events(run):
-            if event.get("blamed"):
-                self._failures.setdefault(event["blamed"], []).append(event["time"])
+        for event in events.read_events(run):
+            if isinstance(event, events.RoundBroken) and event.blamed:
+                self._failures.setdefault(event.blamed, []).append(event.time)
 
     def blame(self, host: str, why: str) -> str | None:
         """Take note of a failure; returns the reason when it is the one that excludes the machine."""

@@ -8,7 +8,7 @@ comes back ready, and the next round starts with whoever is there.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.resolve import node_range
@@ -18,9 +18,9 @@ from fsdp_jobs.elastic.placement import Member, Seating
 from fsdp_jobs.elastic.protocol import Message
 from fsdp_jobs.elastic.rank_state import Phase, Request
 from fsdp_jobs.elastic.stall import PROGRAMS_FLOOR_S, StallWatch
+from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.events import read_events, record_event
-from fsdp_jobs.run.tail import tail
+from fsdp_jobs.run.tail import last_lines
 from fsdp_jobs.run.verdict import EXIT_REQUEUE, Verdict
 
 _REPLACEMENT_S = 60.0  # an excluded machine is not waited for longer than a replacement takes to come
@@ -65,14 +65,14 @@ class Coordinator:
         self._begun_when = now
         self._stop_by = 0.0
         self._refused: set[str] = set()  # lives whose joining would not put more nodes to work
-        for event in read_events(run):  # of a coordinator that this one replaces
-            if event["attempt"] == attempt:
-                self.round = max(self.round, event.get("round", -1))
-            if event["event"] == "checkpoint":
-                self.committed = event["step"]
+        for event in events.read_events(run):  # of a coordinator that this one replaces
+            if event.attempt == attempt and event.round is not None:
+                self.round = max(self.round, event.round)
+            if isinstance(event, events.Checkpoint):
+                self.committed = event.step
 
-    def event(self, name: str, **details: Any) -> None:
-        record_event(self.run, name, self.attempt, round=self.round, **details)
+    def _record(self, event: events.Event) -> None:
+        events.record(self.run, self.attempt, replace(event, round=self.round))
 
     @property
     def _is_deaf(self) -> bool:
@@ -97,7 +97,7 @@ class Coordinator:
             self.round, self.size, self.running = round_, size, True  # adopt: the coordinator was restarted
             self.shard_group, member.in_round = shard_group, True
             self._hosts[member.node] = member.host
-            self.event("adopted", nodes=size)
+            self._record(events.Adopted(size))
         elif round_ >= 0 and round_ == self.round and self.running:
             member.in_round, self._hosts[member.node] = True, member.host
         elif round_ >= 0:
@@ -157,7 +157,7 @@ class Coordinator:
         del self.members[member.life]
         member.drop()
         if member.in_round and not member.ended and self.verdict is None:
-            self.event("node_lost", node=member.node, host=member.host, why=why)
+            self._record(events.NodeLost(member.node, member.host, why))
             self._culprit = member.node if self._culprit is None else self._culprit
             self._break(why, now)
 
@@ -166,7 +166,7 @@ class Coordinator:
         if self.stop_reason is not None or self.verdict is not None:
             return
         self.stop_reason = why
-        self.event("stop_requested", why=why)
+        self._record(events.StopRequested(why))
         self._stop_by = now + self.elastic.stop_grace_s
         if self.running:
             self._ask(Request.STOP)
@@ -221,7 +221,7 @@ class Coordinator:
         if self._watch.asked_at is not None:
             if self._watch.settled(len(members), now):
                 (why, self._culprit), self._watch.asked_at, self._stalled = self._watch.blame(now), None, True
-                self.event("stalled", why=why)
+                self._record(events.Stalled(why))
                 self._break(why, now)
         elif steps and self.asked is Request.NONE and self._watch.see(min(steps), self._begun_at, now):
             self._watch.asked_at, self._watch.answers = now, []
@@ -253,7 +253,7 @@ class Coordinator:
             return
         if self.asked is Request.PARK:
             self.asked = Request.NONE
-            self.event("round_broken", why=self._broken_why, step=self.step, committed=self.committed)
+            self._record(events.RoundBroken(self._broken_why, self.step, self.committed))
             return
         real = [f for f in failures if not f.is_request]
         cause = first_cause(real) if real else None
@@ -265,7 +265,7 @@ class Coordinator:
         if cause is not None:
             culprit = cause.node if cause.may_be_the_machines else None
         machine = self._hosts.get(culprit) if culprit is not None else None
-        self.event("round_broken", why=why, blamed=machine, step=self.step, committed=self.committed)
+        self._record(events.RoundBroken(why, self.step, self.committed, blamed=machine))
         verdict = self.budget.judge(cause, self.committed, why, stalled, lived)
         if verdict is not None:
             if cause is not None and cause.is_out_of_memory:
@@ -274,7 +274,7 @@ class Coordinator:
         elif machine is not None and len(set(self._hosts.values())) > 1:
             reason = self.machines.blame(machine, why)
             if reason is not None:
-                self.event("machine_excluded", host=machine, why=reason)
+                self._record(events.MachineExcluded(machine, reason))
 
     def _maybe_form(self, now: float) -> None:
         self._turn_away_excluded()
@@ -321,8 +321,7 @@ class Coordinator:
             member.send(
                 {"kind": "round", "round": self.round, "rank": rank, "size": self.size, "layout": layout.to_json()}
             )
-        self.event(
-            "round_started",
+        started = events.RoundStarted(
             nodes=[m.node for m in chosen],
             hosts=[m.host for m in chosen],
             strategy=layout.strategy,
@@ -330,8 +329,9 @@ class Coordinator:
             world_size=layout.world_size,
             spares=[by_name[name].node for name in plan.spares],
             why=list(plan.reasons),
-            **({"program": True} if self.config.is_program else {}),
+            program=self.config.is_program or None,
         )
+        self._record(started)
 
     def _maybe_grow(self, now: float) -> None:
         """Nodes that came after the round had started are taken in once the ranks have saved and parked.
@@ -375,7 +375,7 @@ class Coordinator:
     def _close(self, verdict: Verdict, now: float) -> None:
         self.verdict, self.closed_at, self.running = verdict, now, False
         if verdict.rank is not None and verdict.node is not None:
-            verdict.last_lines = tail(self.run.rank_log(self.attempt, verdict.node, verdict.rank), 20)
+            verdict.last_lines = last_lines(self.run.rank_log(self.attempt, verdict.node, verdict.rank), 20)
         verdict.close(self.run, self.attempt, round=self.round, step=self.step, committed=self.committed)
         for member in self.members.values():
             self._send_end(member)

@@ -20,10 +20,9 @@ from contextlib import suppress
 from typing import Any
 
 from fsdp_jobs.config.schema import plain_values
-from fsdp_jobs.run import log
+from fsdp_jobs.run import events, log
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import NOTIFY_PREFIX
-from fsdp_jobs.run.events import record_event
 from fsdp_jobs.run.verdict import Verdict
 
 _WITHIN_S = 10.0
@@ -68,7 +67,7 @@ def _tell(run: RunDir, attempt: int, ways: list[tuple[str, Callable[[float], Non
         thread.join(max(0.0, until - time.monotonic()))
     for name, why in dict(failures).items():
         logger.warning("notify.%s: %s", name, why)
-        record_event(run, "notify_failed", attempt, way=name, why=why)
+        events.record(run, attempt, events.NotifyFailed(way=name, why=why))
 
 
 def _what_failed(error: Exception) -> str:

@@ -12,15 +12,13 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import JobConfig
 
-_BLOCK = 1 << 14  # bytes read at once from the end of a file
-_LONGEST_LINE = 1 << 20
+RANK_LOGS = "attempts/*/node-*/rank-*.log"  # of every rank in every attempt, under a run directory
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -38,49 +36,6 @@ def write_atomic(path: Path, text: str, mode: int = 0o644) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-
-
-def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a .jsonl file; a last line that is still being written is left out."""
-    if not path.exists():
-        return
-    with path.open() as f:
-        for line in f:
-            if line.endswith("\n"):
-                yield json.loads(line)
-
-
-def lines_backwards(path: Path) -> Iterator[bytes]:
-    """Lines of a file, the last one first; what stands before those that are asked for is not read.
-
-    The last may still be being written. Of lines longer than 1 MB there come parts.
-    """
-    if not path.exists():
-        return
-    with path.open("rb") as f:
-        place, rest = f.seek(0, os.SEEK_END), b""
-        while place > 0:
-            size = min(_BLOCK, place)
-            place -= size
-            f.seek(place)
-            first, *lines = (f.read(size) + rest).split(b"\n")
-            yield from (line for line in reversed(lines) if line)
-            if len(first) > _LONGEST_LINE:
-                yield first
-                first = b""
-            rest = first
-        if rest:
-            yield rest
-
-
-def newest_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a .jsonl file, the newest first; a last line that is still being written is left out."""
-    for i, line in enumerate(lines_backwards(path)):
-        try:
-            yield json.loads(line)
-        except ValueError:
-            if i:
-                raise
 
 
 class RunDir:

@@ -1,8 +1,7 @@
-"""What happens to a run, as append-only JSON lines. No torch.
+"""What happens to a run: a type for each event, kept as append-only JSON lines. No torch.
 
-Events: submitted, attempt_started, round_started, round_broken, resumed, checkpoint, checkpoint_failed,
-checkpoint_skipped, stop_requested, node_lost, machine_excluded, stalled, adopted, process_restarted,
-attempt_ended, done, notify_failed, tracking_failed; waiting, which launchers add.
+A line holds `time`, `event`, `attempt`, `round` where there is one, and the fields of the event's type. The type's
+name is the event's: `RoundBroken` is `round_broken`.
 """
 
 from __future__ import annotations
@@ -12,15 +11,317 @@ import fcntl
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from fsdp_jobs.run.directory import RunDir, read_json_lines
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.tail import Tail, newest_json_lines, read_json_lines
+
+_CHECKPOINT = b'"event": "checkpoint",'
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened to a run; this type itself stands for events of unknown kinds."""
+
+    KINDS: ClassVar[dict[str, type[Event]]] = {}
+    kind: ClassVar[str] = ""
+
+    time: float = 0.0  # seconds since 1970
+    attempt: int = -1
+    round: int | None = None  # that the coordinator was in; None where another process recorded the event
+
+    def __init_subclass__(cls) -> None:
+        cls.kind = re.sub(r"(?<=.)(?=[A-Z])", "_", cls.__name__).lower()
+        cls.KINDS[cls.kind] = cls
+
+    @property
+    def style(self) -> str:
+        """How a terminal shows the sentence."""
+        return "yellow"
+
+    def sentence(self) -> str | None:
+        """Tell a user what happened; None where another event tells it."""
+        return None
+
+    @classmethod
+    def parse(cls, record: dict[str, Any]) -> Event:
+        """Make an event of a line; fields that the type does not know are dropped."""
+        kind = cls.KINDS.get(record["event"], Event)
+        return kind(**{f.name: record[f.name] for f in fields(kind) if f.name in record})
+
+    def to_record(self) -> dict[str, Any]:
+        """Return what a line holds; fields that are None are left out."""
+        known = {name: value for name, value in vars(self).items() if value is not None}
+        return {"time": self.time, "event": self.kind, "attempt": self.attempt} | known
+
+
+@dataclass(frozen=True)
+class Submitted(Event):
+    handle: str | None = None
+    program: bool | None = None  # True: the user's, whose steps are not the configuration's
+
+
+@dataclass(frozen=True)
+class AttemptStarted(Event):
+    nodes: int | None = None
+    hosts: list[str] | None = None
+    slurm_job: str | None = None
+    restarts: int | None = None  # of the SLURM job
+
+
+@dataclass(frozen=True)
+class RoundStarted(Event):
+    nodes: list[int]
+    hosts: list[str]
+    strategy: str
+    shard_group: int
+    world_size: int
+    spares: list[int] = field(default_factory=list)
+    why: list[str] = field(default_factory=list)
+    program: bool | None = None
+
+    @property
+    def style(self) -> str:
+        return "cyan"
+
+    def sentence(self) -> str:
+        hosts = sorted(set(self.hosts))
+        where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
+        return (
+            f"round {self.round}: {len(self.nodes)} nodes, {self.world_size} ranks on {where}, "
+            f"{self.strategy} over groups of {self.shard_group}"
+        )
+
+
+@dataclass(frozen=True)
+class Adopted(Event):
+    """A new coordinator has taken over a running round."""
+
+    nodes: int
+
+
+@dataclass(frozen=True)
+class RoundBroken(Event):
+    why: str
+    step: int
+    committed: int  # step of the newest checkpoint
+    blamed: str | None = None  # host
+
+    def sentence(self) -> str:
+        known = self.step > 0 or self.committed >= 0
+        return self.why + (f"; at step {self.step}, newest checkpoint {self.committed}" if known else "")
+
+
+@dataclass(frozen=True)
+class NodeLost(Event):
+    node: int
+    host: str
+    why: str
+
+    def sentence(self) -> str:
+        return f"lost node {self.node}: {self.why}"
+
+
+@dataclass(frozen=True)
+class Stalled(Event):
+    """Ranks have stopped advancing; the broken round tells it."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class MachineExcluded(Event):
+    host: str
+    why: str
+
+    @property
+    def style(self) -> str:
+        return "red"
+
+    def sentence(self) -> str:
+        return f"machine {self.host} is excluded for a while: {self.why}"
+
+
+@dataclass(frozen=True)
+class ProcessRestarted(Event):
+    process: str
+    exit_code: int
+
+    def sentence(self) -> str:
+        return f"{self.process} ended with {self.exit_code} and is restarted"
+
+
+@dataclass(frozen=True)
+class GivenUp(Event):
+    """A process keeps dying and is not restarted."""
+
+    process: str
+    why: str
+
+    def sentence(self) -> str:
+        return f"{self.process} is not restarted: {self.why}"
+
+
+@dataclass(frozen=True)
+class TakenAway(Event):
+    """The cluster has ended a process together with its machines."""
+
+    process: str
+    hosts: list[str]
+
+    def sentence(self) -> str:
+        return f"the cluster has taken away {', '.join(self.hosts)}, which ran {self.process}"
+
+
+@dataclass(frozen=True)
+class NodeAskedFor(Event):
+    """A job of one node is in the queue, to replace a lost one."""
+
+    node: int
+    slurm_job: str
+
+    def sentence(self) -> str:
+        return f"SLURM job {self.slurm_job} will replace node {self.node}"
+
+
+@dataclass(frozen=True)
+class Resumed(Event):
+    step: int
+    samples: int
+    world_size: int
+    place: str = ""  # what the checkpoint was read from
+
+    @property
+    def style(self) -> str:
+        return "green"
+
+    def sentence(self) -> str:
+        where = f", read from {self.place}" if self.place == "the nodes' disks" else ""
+        return f"resumed from the checkpoint of step {self.step} on {self.world_size} ranks{where}"
+
+
+@dataclass(frozen=True)
+class Checkpoint(Event):
+    step: int
+    bytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def style(self) -> str:
+        return "blue"
+
+    def sentence(self) -> str:
+        return f"checkpoint of step {self.step}: {self.bytes / 1e6:.1f} MB in {self.seconds:.1f} s"
+
+
+@dataclass(frozen=True)
+class CheckpointOnNodes(Event):
+    """A checkpoint is whole on the nodes' own disks, and not yet in the run directory."""
+
+    step: int
+    bytes: int
+    seconds: float
+
+    @property
+    def style(self) -> str:
+        return "blue"
+
+    def sentence(self) -> str:
+        return f"step {self.step} is on the nodes' disks after {self.seconds:.1f} s"
+
+
+@dataclass(frozen=True)
+class CheckpointFailed(Event):
+    step: int
+    error: str
+
+    @property
+    def style(self) -> str:
+        return "red"
+
+    def sentence(self) -> str:
+        return self.error
+
+
+@dataclass(frozen=True)
+class CheckpointSkipped(Event):
+    checkpoint: str  # name of its folder
+    why: list[str]
+
+    @property
+    def style(self) -> str:
+        return "red"
+
+    def sentence(self) -> str:
+        return f"{self.checkpoint} cannot be used: {'; '.join(self.why)}"
+
+
+@dataclass(frozen=True)
+class StopRequested(Event):
+    why: str
+
+    def sentence(self) -> str:
+        return f"asked to stop ({self.why}): saving"
+
+
+@dataclass(frozen=True)
+class Waiting(Event):
+    """Why a submitted job does not run yet, in its cluster's words."""
+
+    why: str
+
+    def sentence(self) -> str:
+        return self.why
+
+
+@dataclass(frozen=True)
+class Done(Event):
+    """Rank 0 has done the last step."""
+
+    step: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class AttemptEnded(Event):
+    verdict: str
+    decision: str
+    reason: str
+    step: int | None = None
+    committed: int | None = None
+
+    @property
+    def style(self) -> str:
+        return "green" if self.verdict == "done" else "red"
+
+    def sentence(self) -> str:
+        return f"{self.verdict}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class NotifyFailed(Event):
+    way: str  # command | webhook
+    why: str
+
+    def sentence(self) -> str:
+        return f"notify.{self.way} failed: {self.why}"
+
+
+@dataclass(frozen=True)
+class TrackingFailed(Event):
+    tracker: str
+    why: str
+
+    def sentence(self) -> str:
+        return f"{self.tracker} does not get the metrics: {self.why}"
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
@@ -44,10 +345,27 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
         logger.warning("not recorded in %s: %s", path, e.strerror)
 
 
-def record_event(run: RunDir, event: str, attempt: int, **details: Any) -> None:
-    """Append an event with the time and whatever else it needs."""
-    append_line(run.events, {"time": time.time(), "event": event, "attempt": attempt, **details})
+def record(run: RunDir, attempt: int, event: Event) -> None:
+    """Append an event to the run's, with the present time."""
+    append_line(run.events, replace(event, time=time.time(), attempt=attempt).to_record())
 
 
-def read_events(run: RunDir) -> Iterator[dict[str, Any]]:
-    return read_json_lines(run.events)
+def read_events(run: RunDir) -> Iterator[Event]:
+    """Yield every event of a run, oldest first."""
+    return map(Event.parse, read_json_lines(run.events))
+
+
+def newest_events(run: RunDir) -> Iterator[Event]:
+    """Yield a run's events, newest first, without reading more of them than that takes."""
+    return map(Event.parse, newest_json_lines(run.events))
+
+
+def seldom_events(events: Tail) -> Iterator[Event]:
+    """Yield new events without checkpoints that another one follows: a long run has thousands of those."""
+    before = b""
+    for line in events.lines():
+        if before and not (_CHECKPOINT in before and _CHECKPOINT in line):
+            yield Event.parse(json.loads(before))
+        before = line
+    if before:
+        yield Event.parse(json.loads(before))

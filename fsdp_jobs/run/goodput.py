@@ -5,45 +5,50 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_jobs.run.directory import RunDir, newest_json_lines
-from fsdp_jobs.run.status import duration, seldom_events
+from fsdp_jobs.run import events
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.events import seldom_events
+from fsdp_jobs.run.table import duration
+from fsdp_jobs.run.tail import Tail, newest_json_lines
 
 
 @dataclass(frozen=True)
-class Ledger:
+class Goodput:
     """Seconds, over all attempts of a run; the parts add up to `wall_s`."""
 
     wall_s: float  # from the first submission to the last event, time between submissions left out
     useful_s: float  # steps that counted
-    stall_s: float  # steps waiting for checkpoints
+    stall_s: float  # steps that waited for checkpoints
     lost_s: float  # steps done again later
     queue_s: float  # submitted, and not started yet
-    start_s: float  # everything else: starting, recovering, loading, leaving
+    start_s: float  # everything else: starting, recovering, loading, stopping
 
     @property
-    def goodput(self) -> float:
+    def fraction(self) -> float:
         """The useful part of the wall time, 0 to 1."""
         return self.useful_s / self.wall_s if self.wall_s else 0.0
 
     def __str__(self) -> str:
         return (
-            f"{self.goodput:.0%} of {duration(self.wall_s)}: useful {duration(self.useful_s)}, "
+            f"{self.fraction:.0%} of {duration(self.wall_s)}: useful {duration(self.useful_s)}, "
             f"checkpoints {self.stall_s:.1f}s, lost {self.lost_s:.1f}s, queue {duration(self.queue_s)}, "
             f"starting and restarting {duration(self.start_s)}"
         )
 
 
-class Steps:
-    """Where the time of a run's steps went, over all its lives. Every line of metrics.jsonl carries it on, so that
-    the newest one is enough."""
+class StepClock:
+    """Sums up where the time of a run's steps went, over all restarts.
+
+    Every line of metrics.jsonl carries the sums, so that the newest one is enough.
+    """
 
     def __init__(self, run: RunDir):
         self._run = run
-        self._step: int | None = None  # of the newest line; None before this life's first
+        self._step: int | None = None  # of the newest line; None before the first since this start
         self.useful_s = self.stall_s = self.lost_s = 0.0
 
     def add(self, step: int, step_s: float, stall_s: float) -> dict[str, float]:
-        """Take a logged step, which stands for those before it that were not logged; returns what its line carries.
+        """Add a logged step, which stands for those before it that were not logged; returns what its line carries.
 
         Args:
             step: number of the step.
@@ -51,15 +56,15 @@ class Steps:
             stall_s: those of them that it waited for a checkpoint.
         """
         if self._step is None:
-            self._go_on_before(step)
+            self._continue_before(step)
         stands_for = step - (self._step or 0)
         self._step = step
         self.useful_s += step_s * stands_for - stall_s
         self.stall_s += stall_s
         return {"useful_s": self.useful_s, "stall_s": self.stall_s, "lost_s": self.lost_s}
 
-    def _go_on_before(self, step: int) -> None:
-        """What earlier lives did from this step on is done again, and so was lost."""
+    def _continue_before(self, step: int) -> None:
+        """Continue the sums of earlier starts; what they did from this step on is done again, and so was lost."""
         newest: dict[str, Any] | None = None
         for record in newest_json_lines(self._run.metrics):
             newest = newest or record
@@ -72,24 +77,24 @@ class Steps:
             self.lost_s = newest.get("lost_s", 0.0) + done - self.useful_s - self.stall_s
 
 
-def ledger_of(run: RunDir) -> Ledger:
-    """The ledger of a run up to what it recorded last."""
-    record = next(newest_json_lines(run.metrics), {})
+def goodput_of(run: RunDir) -> Goodput:
+    """Measure a run up to what it recorded last."""
+    newest = next(newest_json_lines(run.metrics), {})
     wall = queue = 0.0
     begun: float | None = None  # of the present submission
     waiting: float | None = None  # since when it has been in the queue
     last = 0.0
-    for event in seldom_events(run):
-        now, kind = event["time"], event["event"]
-        if kind == "submitted":
-            wall += last - begun if begun is not None else 0.0
-            begun = waiting = now
-        elif kind == "attempt_started" and waiting is not None:
-            queue += now - waiting
-            waiting = None
-        elif kind == "attempt_ended" and event["decision"] == "requeue":
-            waiting = now
-        last = now
-    wall += max(last, record.get("time", 0.0)) - begun if begun is not None else 0.0
-    useful, stall, lost = (record.get(key, 0.0) for key in ("useful_s", "stall_s", "lost_s"))
-    return Ledger(wall, useful, stall, lost, queue, max(0.0, wall - useful - stall - lost - queue))
+    for event in seldom_events(Tail(run.events)):
+        match event:
+            case events.Submitted():
+                wall += last - begun if begun is not None else 0.0
+                begun = waiting = event.time
+            case events.AttemptStarted() if waiting is not None:
+                queue += event.time - waiting
+                waiting = None
+            case events.AttemptEnded(decision="requeue"):
+                waiting = event.time
+        last = event.time
+    wall += max(last, newest.get("time", 0.0)) - begun if begun is not None else 0.0
+    useful, stall, lost = (newest.get(key, 0.0) for key in ("useful_s", "stall_s", "lost_s"))
+    return Goodput(wall, useful, stall, lost, queue, max(0.0, wall - useful - stall - lost - queue))

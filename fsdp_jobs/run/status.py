@@ -2,63 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.events import Event, seldom_events
+from fsdp_jobs.run.table import duration
+from fsdp_jobs.run.tail import Tail
 
 ENDED = ("done", "stopped", "failed")
-_CHECKPOINT = b'"event": "checkpoint",'
 _GLANCE_BYTES = 1 << 12  # of metrics.jsonl, about a dozen steps
-
-
-class Tail:
-    """New objects of a growing .jsonl file, each time it is asked."""
-
-    def __init__(self, path: Path):
-        self.path, self.place = path, 0
-
-    def new(self) -> Iterator[dict[str, Any]]:
-        return map(json.loads, self.lines())
-
-    def lines(self) -> Iterator[bytes]:
-        if not self.path.exists():
-            return
-        with self.path.open("rb") as f:
-            f.seek(self.place)
-            for line in f:
-                if not line.endswith(b"\n"):
-                    break
-                self.place += len(line)
-                yield line
-
-    def skip(self, but: int) -> None:
-        """Leave out what is there now, but for about so many bytes at its end."""
-        if self.path.exists() and self.path.stat().st_size > self.place + but:
-            with self.path.open("rb") as f:
-                f.seek(-but, os.SEEK_END)
-                f.readline()
-                self.place = f.tell()
-
-
-def seldom_events(run: RunDir) -> Iterator[dict[str, Any]]:
-    """A run's events, without checkpoints that another one follows at once: a long run has thousands of those."""
-    return _seldom(Tail(run.events))
-
-
-def _seldom(events: Tail) -> Iterator[dict[str, Any]]:
-    before = b""
-    for line in events.lines():
-        if before and not (_CHECKPOINT in before and _CHECKPOINT in line):
-            yield json.loads(before)
-        before = line
-    if before:
-        yield json.loads(before)
 
 
 @dataclass
@@ -76,7 +31,7 @@ class RunStatus:
     """A run as its events and metrics tell it; `update` reads what is new."""
 
     run: RunDir
-    is_program: bool = False  # of the user's, which says of its steps what it likes
+    is_program: bool = False  # the user's, whose steps are not the configuration's
     state: str = "submitted"  # submitted | starting | running | recovering | saving | done | stopped | failed
     attempt: int = -1
     nodes: list[int] = field(default_factory=list)
@@ -99,21 +54,21 @@ class RunStatus:
     def __post_init__(self) -> None:
         self._events, self._metrics = Tail(self.run.events), Tail(self.run.metrics)
 
-    def update(self) -> list[dict[str, Any]]:
+    def update(self) -> list[Event]:
         """Read what is new; returns the new events."""
-        events = list(self._events.new())
-        for event in events:
-            self._take(event)
-        for record in self._metrics.new():
+        new = [Event.parse(record) for record in self._events.records()]
+        for event in new:
+            self._apply(event)
+        for record in self._metrics.records():
             self._measure(record)
-        return events
+        return new
 
     def glance(self) -> None:
-        """Read only what state, place and speed depend on now, which is much less of a long run; losses stay out."""
-        for event in _seldom(self._events):
-            self._take(event)
+        """Read only what the present state and speed depend on, which is much less of a long run; losses stay out."""
+        for event in seldom_events(self._events):
+            self._apply(event)
         self._metrics.skip(but=_GLANCE_BYTES)
-        for record in self._metrics.new():
+        for record in self._metrics.records():
             self._measure(record)
 
     def _measure(self, record: dict[str, Any]) -> None:
@@ -135,37 +90,40 @@ class RunStatus:
         if self.state in ("submitted", "starting", "recovering"):
             self.state, self.doing = "running", "training"
 
-    def _take(self, event: dict[str, Any]) -> None:
-        kind = event["event"]
-        self.attempt = max(self.attempt, event["attempt"])
-        self.is_program = event.get("program", self.is_program)
-        if kind in ("submitted", "attempt_started"):
-            self.state = "submitted" if kind == "submitted" else "starting"
-            self.reason = ""
-            self.doing = "waiting to be started" if kind == "submitted" else "waiting for nodes"
-        elif kind == "round_started":
-            self.nodes, self.world_size = event["nodes"], event["world_size"]
-            self.doing = f"{self.world_size} ranks on {len(self.nodes)} nodes are starting"
-            self.strategy = f"{event['strategy']} over {event['shard_group']}"
-            if self.is_program:  # it need not say any more than that it runs
-                self.state, self.doing = "running", f"the program runs on {self.world_size} ranks"
-                for b in self.breaks:
-                    b.recovered_s = event["time"] - b.time if b.recovered_s is None else b.recovered_s
-        elif kind == "checkpoint":
-            self.committed, self.committed_at = event["step"], event["time"]
-        elif kind == "round_broken":
-            self.state, self.reason, self.doing = "recovering", event["why"], "waiting for nodes"
-            lost = max(0, event["step"] - max(0, event["committed"]))
-            self.breaks.append(Break(event["time"], event["why"], lost))
-        elif kind == "waiting":
-            self.reason = event["why"]
-        elif kind == "stop_requested":
-            self.state, self.reason, self.doing = "saving", event["why"], "saving, to leave"
-        elif kind == "attempt_ended":
-            self.doing = "waiting to be started again" if event["decision"] == "requeue" else "nothing: it has ended"
-            ended = {"done": "done", "preempted": "stopped"}.get(event["verdict"], "failed")
-            self.state = "starting" if event["decision"] == "requeue" else ended
-            self.reason = event["reason"]
+    def _apply(self, event: Event) -> None:
+        self.attempt = max(self.attempt, event.attempt)
+        match event:
+            case events.Submitted():
+                self.is_program = event.program or self.is_program
+                self.state, self.reason, self.doing = "submitted", "", "waiting to be started"
+            case events.AttemptStarted():
+                self.state, self.reason, self.doing = "starting", "", "waiting for nodes"
+            case events.RoundStarted():
+                self._start_round(event)
+            case events.Checkpoint():
+                self.committed, self.committed_at = event.step, event.time
+            case events.RoundBroken():
+                self.state, self.reason, self.doing = "recovering", event.why, "waiting for nodes"
+                self.breaks.append(Break(event.time, event.why, max(0, event.step - max(0, event.committed))))
+            case events.Waiting():
+                self.reason = event.why
+            case events.StopRequested():
+                self.state, self.reason, self.doing = "saving", event.why, "saving before it stops"
+            case events.AttemptEnded(decision="requeue"):
+                self.state, self.reason, self.doing = "starting", event.reason, "waiting to be restarted"
+            case events.AttemptEnded():
+                self.state = {"done": "done", "preempted": "stopped"}.get(event.verdict, "failed")
+                self.reason, self.doing = event.reason, "nothing: it has ended"
+
+    def _start_round(self, event: events.RoundStarted) -> None:
+        self.is_program = event.program or self.is_program
+        self.nodes, self.world_size = event.nodes, event.world_size
+        self.doing = f"{self.world_size} ranks on {len(self.nodes)} nodes are starting"
+        self.strategy = f"{event.strategy} over {event.shard_group}"
+        if self.is_program:  # it need not report any steps
+            self.state, self.doing = "running", f"the program runs on {self.world_size} ranks"
+            for b in self.breaks:
+                b.recovered_s = event.time - b.time if b.recovered_s is None else b.recovered_s
 
     @property
     def ended(self) -> bool:
@@ -185,13 +143,3 @@ class RunStatus:
     def checkpoint_age(self) -> str:
         """`5s ago`, or a dash before the first."""
         return f"{duration(time.time() - self.committed_at)} ago" if self.committed >= 0 else "-"
-
-
-def duration(seconds: float | None) -> str:
-    """`2h05m`, `3m20s`, `12s`, or a dash."""
-    if seconds is None:
-        return "-"
-    whole = round(seconds)
-    if whole >= 3600:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 60}m{whole % 60:02d}s" if whole >= 60 else f"{whole}s"

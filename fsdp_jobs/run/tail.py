@@ -1,4 +1,4 @@
-"""Reading the logs of a run while they are written. No torch."""
+"""Read files that grow: records and logs of a run, from either end, while they are written. No torch."""
 
 from __future__ import annotations
 
@@ -6,93 +6,188 @@ import heapq
 import itertools
 import json
 import math
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-
-from fsdp_jobs.run.directory import lines_backwards
+from typing import Any
 
 TIMES = "log-times.jsonl"  # beside ranks' logs: {rank: [bytes, by when they were written]}, when they have grown
 _BLOCK = 1 << 16  # bytes read at once
-_LONGEST_LINE = 1 << 20  # longer ones come in parts
+_LONGEST_LINE = 1 << 20  # bytes; longer lines come in parts
 _ERROR = re.compile(r"Error\b|Exception|CRITICAL|FATAL|WARNING|Killed|Segmentation fault")
 
 
-class _Log:
-    """A file that grows, read in blocks."""
+class Tail:
+    """Whole lines of a growing file, each time from where the last call stopped. A file may come into being later."""
 
-    def __init__(self, file: Path):
-        self.file, self.place, self.rest = file, 0, b""
+    def __init__(self, path: Path, offset: int = 0):
+        self.path = path
+        self.offset = offset  # bytes of the lines read so far
 
     def lines(self, until: float = math.inf) -> Iterator[bytes]:
-        """Whole lines from where the last call stopped, in the first `until` bytes of the file."""
-        while self.place < until:
-            with self.file.open("rb") as f:  # not kept open: there may be thousands
-                f.seek(self.place)
-                block = f.read(int(min(_BLOCK, until - self.place)))
-            if not block:
-                return
-            self.place += len(block)
-            *lines, self.rest = (self.rest + block).split(b"\n")
-            if len(self.rest) > _LONGEST_LINE:
-                lines, self.rest = [*lines, self.rest], b""
-            yield from lines
+        """Yield new lines without their ends, of the first `until` bytes of the file."""
+        rest, position = b"", self.offset
+        while position < until and (block := self._block(position, until)):
+            position += len(block)
+            *lines, rest = (rest + block).split(b"\n")
+            for line in lines:
+                self.offset += len(line) + 1
+                yield line
+            if len(rest) > _LONGEST_LINE:
+                self.offset += len(rest)
+                yield rest
+                rest = b""
 
-    def timed_lines(self, until: int) -> Iterator[tuple[float, Path, bytes]]:
-        """The same with the time by which each had been written, as its agent noted; else the file's last."""
-        late = (self.file.stat().st_mtime, math.inf)
-        times = self._times()
-        now, size = next(times, late)
-        offset = 0
-        for line in self.lines(until):
-            offset += len(line) + 1
-            while size < offset:
-                now, size = next(times, late)
-            yield now, self.file, line
+    def _block(self, position: int, until: float) -> bytes:
+        try:
+            if self.path.stat().st_size <= position:
+                return b""
+            with self.path.open("rb") as f:  # not kept open: there may be thousands
+                f.seek(position)
+                return f.read(int(min(_BLOCK, until - position)))
+        except FileNotFoundError:
+            return b""
 
-    def _times(self) -> Iterator[tuple[float, float]]:
-        rank, noted = self.file.stem.removeprefix("rank-"), self.file.parent / TIMES
-        for line in _Log(noted).lines() if noted.exists() else ():
-            if (written := json.loads(line).get(rank)) is not None:
-                size, when = written
-                yield when, size
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Yield the objects of new lines of a .jsonl file."""
+        return map(json.loads, self.lines())
+
+    def unfinished(self) -> bytes:
+        """Return the last line when its end has not been written."""
+        with self.path.open("rb") as f:
+            f.seek(self.offset)
+            return f.readline().rstrip(b"\n")
+
+    def skip(self, but: int = 0) -> None:
+        """Leave out what is there now, except whole lines in about the last `but` bytes."""
+        if self.path.exists() and self.path.stat().st_size > self.offset + but:
+            with self.path.open("rb") as f:
+                f.seek(-but, os.SEEK_END)
+                f.readline()
+                self.offset = f.tell()
+
+
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a .jsonl file; a last line that is still being written is left out."""
+    return Tail(path).records()
+
+
+def lines_backwards(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file, the last one first, without reading more than that takes.
+
+    The last may still be being written. Lines longer than 1 MB come in parts.
+    """
+    if not path.exists():
+        return
+    with path.open("rb") as f:
+        position, rest = f.seek(0, os.SEEK_END), b""
+        while position > 0:
+            size = min(_BLOCK, position)
+            position -= size
+            f.seek(position)
+            first, *lines = (f.read(size) + rest).split(b"\n")
+            yield from (line for line in reversed(lines) if line)
+            if len(first) > _LONGEST_LINE:
+                yield first
+                first = b""
+            rest = first
+        if rest:
+            yield rest
+
+
+def newest_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a .jsonl file, the newest first; a last line that is still being written is left out."""
+    for i, line in enumerate(lines_backwards(path)):
+        try:
+            yield json.loads(line)
+        except ValueError:
+            if i:
+                raise
+
+
+def last_lines(file: Path, count: int) -> str:
+    """Return the last lines of a file, empty when there is none. Only its end is read, however long it is."""
+    newest = list(itertools.islice(lines_backwards(file), count))
+    return "\n".join(line.decode(errors="replace").rstrip("\r") for line in reversed(newest))
+
+
+class Logs:
+    """New lines of all files under a folder that match a pattern; files may come into being later."""
+
+    def __init__(self, folder: Path, pattern: str):
+        self.folder, self.pattern = folder, pattern
+        self._tails: dict[Path, Tail] = {}
+
+    def skip(self) -> None:
+        """Leave out what is there now."""
+        for tail in self._all():
+            tail.skip()
+
+    def backlog(self) -> Iterator[tuple[Path, str]]:
+        """Yield what is there now with the file it is from, ordered by time to about a second."""
+        backlog = [_timed_lines(tail) for tail in self._all()]
+        for _, file, line in heapq.merge(*backlog, key=lambda timed: timed[0]):
+            yield file, line.decode(errors="replace")
+
+    def new(self) -> Iterator[tuple[Path, str]]:
+        """Yield lines that have been completed since, with the file they are from."""
+        for tail in self._all():
+            for line in tail.lines():
+                yield tail.path, line.decode(errors="replace")
+
+    def unfinished(self) -> Iterator[tuple[Path, str]]:
+        """Yield last lines that have no end."""
+        for file, tail in self._tails.items():
+            if rest := tail.unfinished():
+                yield file, rest.decode(errors="replace")
+
+    def _all(self) -> list[Tail]:
+        return [self._tails.setdefault(file, Tail(file)) for file in sorted(self.folder.glob(self.pattern))]
 
 
 def follow_files(folder: Path, pattern: str, running: Callable[[], bool]) -> Iterator[tuple[Path, str]]:
-    """Lines of all files that match, with the file they are from: what is there, by time to about a second, then what
-    comes while `running()`.
+    """Yield lines of all files that match, with the file they are from: first those there are, then new ones.
 
-    New files are taken up as they appear. A line still being written is given when it is complete, or at the end.
+    New files are taken up as they appear, while `running()`. A line still being written is given when it is complete,
+    or at the end.
     """
-    logs = {file: _Log(file) for file in sorted(folder.glob(pattern))}
-    backlog = [log.timed_lines(file.stat().st_size) for file, log in logs.items()]
-    for _, file, line in heapq.merge(*backlog, key=lambda timed: timed[0]):
-        yield file, line.decode(errors="replace")
+    logs = Logs(folder, pattern)
+    yield from logs.backlog()
     while True:
         still = running()
-        for file in sorted(folder.glob(pattern)):
-            log = logs.setdefault(file, _Log(file))
-            for line in log.lines():
-                yield file, line.decode(errors="replace")
+        yield from logs.new()
         if not still:
             break
         time.sleep(0.2)
-    for file, log in logs.items():
-        if log.rest:
-            yield file, log.rest.decode(errors="replace")
+    yield from logs.unfinished()
+
+
+def _timed_lines(tail: Tail) -> Iterator[tuple[float, Path, bytes]]:
+    """Lines of a log with the time by which each had been written, as its agent noted; else the file's last."""
+    now = tail.path.stat()
+    late = (now.st_mtime, math.inf)
+    times = _times(tail.path)
+    moment, size = next(times, late)
+    for line in tail.lines(now.st_size):
+        while size < tail.offset:
+            moment, size = next(times, late)
+        yield moment, tail.path, line
+
+
+def _times(log: Path) -> Iterator[tuple[float, float]]:
+    """Pairs of a time and the log's size in bytes at that time."""
+    for noted in read_json_lines(log.parent / TIMES):
+        if (written := noted.get(log.stem.removeprefix("rank-"))) is not None:
+            size, when = written
+            yield when, size
 
 
 def label(file: Path) -> str:
-    """`node-1/rank-3` of a rank's log."""
+    """Return `node-1/rank-3` of a rank's log."""
     return f"{file.parent.name}/{file.stem}"
 
 
 def looks_like_error(line: str) -> bool:
     return bool(_ERROR.search(line))
-
-
-def tail(file: Path, lines: int) -> str:
-    """The last lines of a file, empty when there is none. Only its end is read, however long it is."""
-    last = list(itertools.islice(lines_backwards(file), lines))
-    return "\n".join(line.decode(errors="replace").rstrip("\r") for line in reversed(last))

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fsdp_jobs.config.schema import plain_values
+from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, write_atomic
-from fsdp_jobs.run.events import record_event
 
 VERDICTS = ("done", "preempted", "infrastructure", "stalled", "user_error")
 NOTIFY_ON = (*VERDICTS, "requeue")  # the words of the key notify.on; "requeue": any verdict that decides so
@@ -54,8 +54,8 @@ class Verdict:
     def close(self, run: RunDir, attempt: int, **details: Any) -> None:
         """End an attempt: write the verdict, record the event, start the notification if one is configured."""
         self.write(run, attempt)
-        fields = {"verdict": self.verdict, "decision": self.decision, "reason": self.reason}
-        record_event(run, "attempt_ended", attempt, **fields, **details)
+        ended = events.AttemptEnded(self.verdict, self.decision, self.reason, **details)
+        events.record(run, attempt, ended)
         settings = plain_values(run.config).get("notify") if run.config.exists() else None
         if settings and (settings["command"] or settings["webhook"]) and self.notify_on in settings["on"]:
             _start_notification(run, attempt)

@@ -29,7 +29,6 @@ from fsdp_jobs.plan.shapes import ModelShape
 from fsdp_jobs.plan.sources import from_yaml
 from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.run.directory import RunDir, run_dir_of, write_atomic
-from fsdp_jobs.run.events import record_event
 from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.verdict import Verdict
 
@@ -200,8 +199,7 @@ def _record(job: Prepared, app_id: str) -> str:
     """Add the handle to what was submitted, and return it."""
     handle = str(make_app_handle(job.launcher.name, SESSION, app_id))
     write_atomic(job.run.job, json.dumps({**job.run.read_job(), "handle": handle, "submitted": time.time()}, indent=2))
-    kind = {"program": True} if job.config.is_program else {}
-    record_event(job.run, "submitted", job.run.last_attempt(), handle=handle, **kind)
+    events.record(job.run, job.run.last_attempt(), events.Submitted(handle, job.config.is_program or None))
     return handle
 
 

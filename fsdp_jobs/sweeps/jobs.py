@@ -11,8 +11,9 @@ from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.hydra import compose_many
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.config.validate import check
-from fsdp_jobs.run.directory import RunDir, newest_json_lines
+from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.status import ENDED
+from fsdp_jobs.run.tail import newest_json_lines
 from fsdp_jobs.submit import submit as submission
 from fsdp_jobs.sweeps.identity import canonical, identity, is_of_the_command
 from fsdp_jobs.sweeps.table import NEW, Row, Sweep

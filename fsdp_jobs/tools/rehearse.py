@@ -17,8 +17,9 @@ from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.resolve import node_range
 from fsdp_jobs.config.schema import JobConfig, LlamaConfig
-from fsdp_jobs.run.directory import RunDir, read_json_lines, write_atomic
-from fsdp_jobs.run.events import read_events
+from fsdp_jobs.run import events
+from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.tail import read_json_lines
 from fsdp_jobs.submit import submit as submission
 
 FAULTS = {
@@ -143,7 +144,7 @@ def _corrupt(job: submission.Prepared, handle: str, say: Callable[[str], None]) 
 
 
 def _judge(run: RunDir, hurt_at: float) -> Outcome:
-    events = list(read_events(run))
+    happened = list(events.read_events(run))
     metrics = list(read_json_lines(run.metrics))
     seen: dict[int, float] = {}
     lost, worst = 0, 0.0
@@ -153,11 +154,11 @@ def _judge(run: RunDir, hurt_at: float) -> Outcome:
             worst = max(worst, abs(record["loss"] - seen[record["step"]]) / abs(record["loss"]))
         seen[record["step"]] = record["loss"]
     after = [m["time"] for m in metrics if m["time"] > hurt_at]
-    resumed = [e for e in events if e["event"] == "resumed" and e["time"] > hurt_at]
-    back = min((t for t in after if resumed and t > resumed[0]["time"]), default=None)
-    end = next((e for e in reversed(events) if e["event"] == "attempt_ended"), None)
-    if end is None or end["verdict"] != "done":
-        why = f"the job ended {end['verdict']}: {end['reason']}" if end else "the job has no verdict"
+    resumed = [e for e in happened if isinstance(e, events.Resumed) and e.time > hurt_at]
+    back = min((t for t in after if resumed and t > resumed[0].time), default=None)
+    end = next((e for e in reversed(happened) if isinstance(e, events.AttemptEnded)), None)
+    if end is None or end.verdict != "done":
+        why = f"the job ended {end.verdict}: {end.reason}" if end else "the job has no verdict"
     elif not resumed:
         why = "the job was done, but never resumed from a checkpoint: the fault did not hit it"
     elif sorted(seen) != list(range(1, _STEPS + 1)):
@@ -167,7 +168,7 @@ def _judge(run: RunDir, hurt_at: float) -> Outcome:
     elif lost > 2 * _EVERY:
         why = f"{lost} steps were done again; a checkpoint was taken every {_EVERY}"
     else:
-        return Outcome(True, f"resumed from step {resumed[0]['step']}", _span(hurt_at, back), lost, run)
+        return Outcome(True, f"resumed from step {resumed[0].step}", _span(hurt_at, back), lost, run)
     return Outcome(False, why, _span(hurt_at, back), lost, run)
 
 
@@ -189,8 +190,13 @@ def _step(run: RunDir) -> int:
 
 
 def _ended(run: RunDir) -> bool:
-    ends = [e for e in read_events(run) if e["event"] in ("attempt_ended", "submitted")]
-    return bool(ends) and ends[-1]["event"] == "attempt_ended" and ends[-1]["decision"] != "requeue"
+    for event in events.newest_events(run):
+        match event:
+            case events.AttemptEnded():
+                return event.decision != "requeue"
+            case events.Submitted():
+                return False
+    return False
 
 
 def _agent(run: RunDir, node: int) -> psutil.Process:

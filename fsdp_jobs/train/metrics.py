@@ -14,7 +14,7 @@ from fsdp_jobs.config.schema import JobConfig, LlamaConfig
 from fsdp_jobs.plan.shapes import llama_shape
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.events import append_line
-from fsdp_jobs.run.goodput import Steps
+from fsdp_jobs.run.goodput import StepClock
 
 
 def flops_per_token(model: nn.Module, config: JobConfig) -> float:
@@ -40,7 +40,7 @@ class MetricsLog:
     def __init__(self, run: RunDir, attempt: int, world: int, flops_a_token: float, peak: float):
         self.run, self.attempt, self.world = run, attempt, world
         self.flops_a_token, self.peak = flops_a_token, peak
-        self.steps = Steps(run)
+        self.steps = StepClock(run)
         self.board: Any = None
         if importlib.util.find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter

@@ -21,8 +21,8 @@ from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.config.schema import JobConfig, training_values
 from fsdp_jobs.elastic.rank_state import Phase, Request
 from fsdp_jobs.plan.layout import Layout
+from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.events import record_event
 from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_REQUEUE
 from fsdp_jobs.train.control import Control
 from fsdp_jobs.train.data import IGNORE
@@ -101,15 +101,8 @@ class Trainer:
             load_initial(self.model, self.config)
         self.progress = resumed or Progress()
         if self.rank == 0 and resumed is not None:
-            record_event(
-                self.run,
-                "resumed",
-                self.attempt,
-                step=resumed.step,
-                samples=resumed.samples,
-                world_size=self.world,
-                place=self.checkpoints.loaded_from,
-            )
+            event = events.Resumed(resumed.step, resumed.samples, self.world, self.checkpoints.loaded_from)
+            events.record(self.run, self.attempt, event)
             print(f"resumed from step {resumed.step} on {self.world} ranks", flush=True)
         remaining = max(0, self.config.steps - self.progress.step)
         stream = batches(
@@ -241,5 +234,5 @@ class Trainer:
         done = asked is Request.NONE
         self.control.report(self.progress.step, self.checkpoints.committed_step, Phase.DONE if done else Phase.SAVING)
         if done and self.rank == 0:
-            record_event(self.run, "done", self.attempt, step=self.progress.step, samples=self.progress.samples)
+            events.record(self.run, self.attempt, events.Done(self.progress.step, self.progress.samples))
         return EXIT_DONE if done else EXIT_REQUEUE

@@ -21,8 +21,8 @@ from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.launchers.detached import judge
 from fsdp_jobs.launchers.docker.containers import Submission, connect, containers_of, remove
+from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.events import record_event
 from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE, Verdict
 
 _POLL_S = 0.5
@@ -51,7 +51,7 @@ class Supervisor:
             exit_code = container["State"]["ExitCode"]
             if exit_code not in (EXIT_FAILED, EXIT_REQUEUE):  # it gave up, or left as it was asked to
                 name, attempt = container["Config"]["Hostname"], max(self.first, self.run.last_attempt())
-                record_event(self.run, "process_restarted", attempt, process=name, exit_code=exit_code)
+                events.record(self.run, attempt, events.ProcessRestarted(name, exit_code))
                 api.start(container["Id"])
         return False
 

@@ -12,6 +12,7 @@ from fsdp_jobs.launchers.kubernetes.labels import ROLE, STOP
 from fsdp_jobs.launchers.kubernetes.observe import is_lost
 from fsdp_jobs.launchers.kubernetes.skeletons import Object
 from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.events import Submitted
 
 _TOLD = re.compile(
     r"@((?:events|metrics)\.jsonl|excluded\.json|"
@@ -75,7 +76,7 @@ class Mirror:
         file = self.run.path / name
         if file.suffix == ".json":
             write_atomic(file, line)
-        elif not (name == "events.jsonl" and json.loads(line)["event"] == "submitted"):  # it is there already
+        elif not (name == "events.jsonl" and json.loads(line)["event"] == Submitted.kind):  # it is there already
             file.parent.mkdir(parents=True, exist_ok=True)
             with file.open("a") as f:
                 f.write(line + "\n")

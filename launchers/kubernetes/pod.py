@@ -30,8 +30,8 @@ from fsdp_jobs.launchers.kubernetes.labels import (
     first_attempt,
     job_files,
 )
+from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, write_atomic
-from fsdp_jobs.run.events import record_event
 from fsdp_jobs.run.tail import TIMES, follow_files
 from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_REQUEUE, Verdict
 
@@ -99,7 +99,7 @@ def seed(run: RunDir) -> None:
             file.unlink(missing_ok=True)  # of an earlier submission
     run.checkpoints.mkdir(exist_ok=True)
     run.stop_request.unlink(missing_ok=True)
-    record_event(run, "submitted", run.last_attempt())
+    events.record(run, run.last_attempt(), events.Submitted())
     write_atomic(run.token, token, mode=0o600)
 
 

@@ -14,9 +14,9 @@ from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.app import RUN_DIR_KEY
 from fsdp_jobs.launchers.kubernetes.labels import APP, COORDINATOR_PORT, ROLE, Names
 from fsdp_jobs.launchers.kubernetes.skeletons import Object, merge, skeleton
+from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ADDRESS_ENV, HOST_ENV
-from fsdp_jobs.run.events import read_events
 
 _LEAVE_S = 15.0  # after the save: the verdict, and the processes' ends
 _KUEUE_TOPOLOGY = "kueue.x-k8s.io/podset-preferred-topology"
@@ -162,7 +162,7 @@ def _affinity(cluster: KubernetesClusterConfig, siblings: Object, excluded: list
 
 def _grace_s(job: Job) -> int:
     """Seconds from SIGTERM to SIGKILL: the configured time to save, or twice the slowest save of this run so far."""
-    saves = [float(e["seconds"]) for e in read_events(job.run) if e["event"] == "checkpoint"]
+    saves = [e.seconds for e in events.read_events(job.run) if isinstance(e, events.Checkpoint)]
     return math.ceil(max([job.config.elastic.stop_grace_s, *(2 * s for s in saves)]) + _LEAVE_S)
 
 

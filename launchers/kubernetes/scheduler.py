@@ -31,8 +31,8 @@ from fsdp_jobs.launchers.kubernetes.labels import ALL_APPS, APP, ROLE, Names, fi
 from fsdp_jobs.launchers.kubernetes.manifests import files_objects, job_objects, jobset_objects, owned_by
 from fsdp_jobs.launchers.kubernetes.skeletons import Object
 from fsdp_jobs.launchers.kubernetes.volcano import volcano_objects
-from fsdp_jobs.run.directory import RunDir, newest_json_lines
-from fsdp_jobs.run.events import record_event
+from fsdp_jobs.run import events
+from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def _describe(
     why = "" if not state.is_active else observe.why_waiting(api, root, jobs, pods)
     if run is not None:
         if why and why != _last_reason(run):
-            record_event(run, "waiting", run.last_attempt(), why=why)
+            events.record(run, run.last_attempt(), events.Waiting(why))
         if first_attempt(run, app_id.rpartition(":")[2]) is None:  # the pods write elsewhere
             Mirror(run).pull(api, pods)
             hand_on_stop(run, api, pods)
@@ -293,7 +293,7 @@ def _root_of(api: Api, names: Names, run: RunDir | None) -> Object | None:
 
 
 def _last_reason(run: RunDir) -> str:
-    return next((str(e["why"]) for e in newest_json_lines(run.events) if e["event"] == "waiting"), "")
+    return next((e.why for e in events.newest_events(run) if isinstance(e, events.Waiting)), "")
 
 
 def _replica(pod: Object) -> ReplicaStatus:

@@ -21,12 +21,11 @@ from fsdp_jobs.launchers.slurm.guard import reachable
 from fsdp_jobs.launchers.slurm.regrow import Companions
 from fsdp_jobs.launchers.slurm.steps import Commands, srun
 from fsdp_jobs.launchers.supervisor import Restarted
-from fsdp_jobs.run import log
+from fsdp_jobs.run import events, log
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV, HOST_ENV
-from fsdp_jobs.run.events import record_event
 from fsdp_jobs.run.processes import free_port
-from fsdp_jobs.run.tail import tail
+from fsdp_jobs.run.tail import last_lines
 from fsdp_jobs.run.verdict import EXIT_REQUEUE, Verdict
 
 _POLL_S = 0.2
@@ -73,8 +72,8 @@ class Batch:
             signal.signal(number, self._on_signal)
         self.folder.mkdir(parents=True)
         restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-        details = {"slurm_job": self.job_id, "restarts": restarts, "hosts": self.hosts}
-        record_event(self.run, "attempt_started", self.attempt, nodes=len(self.hosts), **details)
+        started = events.AttemptStarted(len(self.hosts), self.hosts, self.job_id, restarts)
+        events.record(self.run, self.attempt, started)
         verdict = self._test_nodes() if self.commands.node_test else None
         if verdict is not None:
             verdict.close(self.run, self.attempt)
@@ -109,7 +108,7 @@ class Batch:
         if bad or between:  # not to blame on one of them
             facts = "; ".join(between) or "; ".join(sorted(set(bad.values())))
             reason = f"node test, {'links' if between else 'every node'}: {facts}"
-            return Verdict("infrastructure", "stop", reason, last_lines=tail(step.log, 15))
+            return Verdict("infrastructure", "stop", reason, last_lines=last_lines(step.log, 15))
         return None
 
     def _train(self) -> Verdict:
@@ -179,11 +178,11 @@ class Batch:
         if step.name == "guard":
             self._start_guard()
         else:
-            record_event(self.run, "taken_away", self.attempt, process=step.name, hosts=step.hosts)
+            events.record(self.run, self.attempt, events.TakenAway(step.name, step.hosts))
 
     def _on_death(self, step: _Step, exit_code: int) -> None:
         if step.note_death():
-            record_event(self.run, "process_restarted", self.attempt, process=step.name, exit_code=exit_code)
+            events.record(self.run, self.attempt, events.ProcessRestarted(step.name, exit_code))
             step.start()
             return
         self.steps.remove(step)
@@ -191,7 +190,7 @@ class Batch:
         if step.name == "coordinator" or not any(self._has_agent(n) for n in range(self.commands.max_nodes)):
             step.given_up().close(self.run, self.attempt)
         else:
-            record_event(self.run, "given_up", self.attempt, process=step.name, why=step.given_up().reason)
+            events.record(self.run, self.attempt, events.GivenUp(step.name, step.given_up().reason))
 
     def _requeue(self) -> int:
         """Requeue the job without the nodes that failed it. Does not return when that works."""

@@ -17,10 +17,9 @@ from contextlib import suppress
 
 from fsdp_jobs.launchers.slurm import client
 from fsdp_jobs.launchers.slurm.steps import Commands, srun
-from fsdp_jobs.run import log
+from fsdp_jobs.run import events, log
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ATTEMPT_ENV, HOST_ENV
-from fsdp_jobs.run.events import record_event
 from fsdp_jobs.run.processes import die_with_parent
 from fsdp_jobs.run.verdict import EXIT_FAILED, Verdict
 
@@ -52,7 +51,7 @@ class Companions:
             if (job is None or not job.state.is_active) and tries < _TRIES:
                 self.tries[node] = tries + 1
                 self.jobs[node] = self._submit(node)
-                record_event(self.run, "node_asked_for", self.attempt, node=node, slurm_job=self.jobs[node])
+                events.record(self.run, self.attempt, events.NodeAskedFor(node, self.jobs[node]))
 
     def _submit(self, node: int) -> str:
         program = [sys.executable, "-m", "fsdp_jobs.launchers.slurm.regrow", str(self.run.path), str(node), self.job_id]

@@ -28,8 +28,8 @@ from fsdp_jobs.launchers.slurm.script import Script, commands, script
 from fsdp_jobs.launchers.slurm.steps import Commands
 from fsdp_jobs.launchers.state import State
 from fsdp_jobs.plan.topology import Topology
+from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.events import record_event
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit.snapshot import Snapshot, link, take
 
@@ -188,7 +188,7 @@ def _record_cancel(run: RunDir) -> None:
     verdict = Verdict.read(run, attempt) if attempt >= 0 else None
     if attempt < run.first_attempt() or (verdict is not None and verdict.decision == "requeue"):
         reason = "cancelled while it waited in the queue"
-        record_event(run, "attempt_ended", attempt, verdict="preempted", decision="stop", reason=reason)
+        events.record(run, attempt, events.AttemptEnded("preempted", "stop", reason))
     elif verdict is None:
         Verdict("preempted", "stop", "killed on request, without a checkpoint").close(run, attempt)
 

@@ -15,8 +15,8 @@ from fsdp_jobs.launchers.slurm.script import Site, margin_s
 from fsdp_jobs.launchers.slurm.validate import no_slurm
 from fsdp_jobs.plan.sources import from_scontrol
 from fsdp_jobs.plan.topology import Topology
-from fsdp_jobs.run.directory import read_json_lines
-from fsdp_jobs.run.events import read_events
+from fsdp_jobs.run import events
+from fsdp_jobs.run.tail import read_json_lines
 
 
 def cluster_topology(config: JobConfig) -> Topology | None:
@@ -58,7 +58,7 @@ def probe(job: Job) -> Site:
         option = "--gpus-per-node={}" if "cons_tres" in settings["SelectType"] else "--gres=gpu:{}"
     topology = cluster_topology(job.config)
     leaves = Counter(node.switch_path for node in topology.nodes) if topology is not None else {}
-    saves = [e["seconds"] for e in read_events(job.run) if e["event"] == "checkpoint"]
+    saves = [e.seconds for e in events.read_events(job.run) if isinstance(e, events.Checkpoint)]
     step_s = max((m["step_s"] for m in read_json_lines(job.run.metrics)), default=0.0)
     margin = margin_s(max(saves, default=0.0), step_s, job.config.elastic.stop_grace_s)
     return Site(option, max(leaves.values(), default=0), margin)

@@ -12,7 +12,8 @@ from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.elastic.placement import Member
 from fsdp_jobs.elastic.rank_state import Phase, Request
 from fsdp_jobs.elastic.rounds import Coordinator
-from fsdp_jobs.run.directory import RunDir, read_json_lines
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.tail import read_json_lines
 from fsdp_jobs.run.verdict import Verdict
 
 

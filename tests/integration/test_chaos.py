@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from fsdp_jobs.checkpoints import catalog
-from fsdp_jobs.run.directory import read_json_lines
+from fsdp_jobs.run.tail import read_json_lines
 from tests.netns import CONTROL, Fabric, NetnsJob, needs_netns, netns_job
 
 pytestmark = [pytest.mark.integration, needs_netns, pytest.mark.timeout(180)]

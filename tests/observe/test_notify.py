@@ -15,7 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from fsdp_jobs.run.directory import RunDir, read_json_lines, write_atomic
+from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.tail import read_json_lines
 from fsdp_jobs.run.verdict import Verdict
 from tests.jobs import cli, job
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_jobs.elastic.log_times import LogTimes
-from fsdp_jobs.run.tail import TIMES, follow_files, tail
+from fsdp_jobs.run.tail import TIMES, follow_files, last_lines
 from tests.jobs import cli, environment, job
 
 
@@ -54,7 +54,7 @@ def test_a_log_of_any_length_is_read_in_pieces(tmp_path: Path) -> None:
             f.write(f"line {i} of a program that says too much, again and again\n")
         f.write("without an end" * 200_000)  # a progress bar that never ends its line
     tracemalloc.start()
-    assert tail(log, 3).endswith("without an end")
+    assert last_lines(log, 3).endswith("without an end")
     count = sum(1 for _ in follow_files(tmp_path, "*.log", lambda: False))
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -64,8 +64,8 @@ def test_a_log_of_any_length_is_read_in_pieces(tmp_path: Path) -> None:
 
 def test_the_tail_of_a_short_file(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("first\nsecond\n\nlast, without an end")
-    assert tail(tmp_path / "log", 2) == "second\nlast, without an end"
-    assert tail(tmp_path / "none", 2) == ""
+    assert last_lines(tmp_path / "log", 2) == "second\nlast, without an end"
+    assert last_lines(tmp_path / "none", 2) == ""
 
 
 @pytest.mark.integration

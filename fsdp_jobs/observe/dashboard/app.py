@@ -27,9 +27,10 @@ from fsdp_jobs.config.schema import plain_values
 from fsdp_jobs.observe.report.page import content_of
 from fsdp_jobs.pages.page import render
 from fsdp_jobs.run.directory import RunDir, find_run, runs_in
-from fsdp_jobs.run.goodput import ledger_of
-from fsdp_jobs.run.status import RunStatus, duration
-from fsdp_jobs.run.tail import label, tail
+from fsdp_jobs.run.goodput import goodput_of
+from fsdp_jobs.run.status import RunStatus
+from fsdp_jobs.run.table import duration
+from fsdp_jobs.run.tail import label, last_lines
 
 _LOG_LINES = 60  # of each rank
 _HEADERS = {
@@ -82,7 +83,7 @@ class Runs:
             "speed": f"{status.tokens_per_s:,.0f}",
             "checkpoint": f"step {status.committed:,}, {status.checkpoint_age()}" if status.committed >= 0 else "-",
             "eta": duration(status.eta_s(config["steps"])),
-            "goodput": f"{ledger_of(run).goodput:.0%}",
+            "goodput": f"{goodput_of(run).fraction:.0%}",
         }
 
     def report(self, run: RunDir) -> str:
@@ -153,7 +154,10 @@ def make_app(folder: str, hosts: list[str], token: str | None) -> Starlette:
 
 def _newest_logs(run: RunDir) -> str:
     files = sorted(run.attempt(run.last_attempt()).glob("node-*/rank-*.log"))
-    return "\n".join(f"== {label(f)}\n{tail(f, _LOG_LINES)}\n" for f in files) or "no rank has written anything yet\n"
+    return (
+        "\n".join(f"== {label(f)}\n{last_lines(f, _LOG_LINES)}\n" for f in files)
+        or "no rank has written anything yet\n"
+    )
 
 
 class _Guard:

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from fsdp_jobs.observe.report.history import History, thinned
 from fsdp_jobs.pages.charts import FAULT, LINE, grid
 from fsdp_jobs.plan.plan import Plan
-from fsdp_jobs.run.goodput import Ledger
+from fsdp_jobs.run.goodput import Goodput
 
 _CURVES = {
     "loss": "loss",
@@ -36,14 +36,14 @@ _PARTS = {
 }
 
 
-def charts(history: History, ledger: Ledger, plan: Plan | None) -> Iterator[tuple[str, str, Figure]]:
+def charts(history: History, goodput: Goodput, plan: Plan | None) -> Iterator[tuple[str, str, Figure]]:
     """Yield (file name, title, chart) of everything the run has recorded."""
     if curves := _curves_of(history.steps):
         yield "steps", "Over steps", _over_steps(history, curves, plan)
     if history.steps:
         yield "time", "Over time", _over_time(history)
-    if ledger.wall_s:
-        yield "goodput", f"Where the time went: {ledger.goodput:.0%} useful", _goodput(ledger)
+    if goodput.wall_s:
+        yield "goodput", f"Where the time went: {goodput.fraction:.0%} useful", _goodput(goodput)
 
 
 def _curves_of(records: list[dict[str, Any]]) -> list[str]:
@@ -101,16 +101,16 @@ def _draw_marks(axes: Axes, marks: dict[str, list[float]]) -> None:
             axes.plot(at, [0.06] * len(at), sign, color=colour, transform=bottom, label=kind)
 
 
-def _goodput(ledger: Ledger) -> Figure:
+def _goodput(goodput: Goodput) -> Figure:
     """Draw one bar whose parts add up to the wall time."""
     figure, (axes,) = grid([""], columns=1, height=1.4)
     left = 0.0
     for name, (key, colour) in _PARTS.items():
-        value = getattr(ledger, key)
-        axes.barh([0], [value], left=left, color=colour, label=f"{name}: {value:,.1f} s, {value / ledger.wall_s:.1%}")
+        value = getattr(goodput, key)
+        axes.barh([0], [value], left=left, color=colour, label=f"{name}: {value:,.1f} s, {value / goodput.wall_s:.1%}")
         left += value
     axes.set_yticks([])
-    axes.set_xlim(0, ledger.wall_s)
+    axes.set_xlim(0, goodput.wall_s)
     axes.set_xlabel("seconds")
     axes.grid(False)
     axes.legend(ncols=3, loc="lower left", bbox_to_anchor=(0, 1))

@@ -6,12 +6,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdp_jobs.run.directory import RunDir, read_json_lines
-from fsdp_jobs.run.events import read_events
+from fsdp_jobs.run import events
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.tail import read_json_lines
 
 _MAX_POINTS = 2000  # of a curve: a chart has no more pixels
-_MARKS = {"round_broken": "fault", "checkpoint": "checkpoint", "checkpoint_skipped": "damaged checkpoint"}
-_MARKS |= {"resumed": "resumed"}
+_MARKS: dict[type[events.Event], str] = {
+    events.RoundBroken: "fault",
+    events.Checkpoint: "checkpoint",
+    events.CheckpointSkipped: "damaged checkpoint",
+    events.Resumed: "resumed",
+}
 
 
 @dataclass
@@ -21,20 +26,20 @@ class History:
     steps: list[dict[str, Any]] = field(default_factory=list)  # lines of metrics.jsonl, as recorded
     attempts: list[tuple[int, float, float]] = field(default_factory=list)  # number, first and last second
     marks: dict[str, list[float]] = field(default_factory=dict)  # fault, checkpoint, ... -> the seconds of each
-    rounds: list[dict[str, Any]] = field(default_factory=list)  # events round_started
+    rounds: list[events.RoundStarted] = field(default_factory=list)
 
     @classmethod
     def of(cls, run: RunDir) -> History:
         """Read a run; one that has no events yet has an empty history."""
-        history, events = cls(), list(read_events(run))
-        began = events[0]["time"] if events else 0.0
+        history, recorded = cls(), list(events.read_events(run))
+        began = recorded[0].time if recorded else 0.0
         times: dict[int, list[float]] = {}
-        for event in events:
-            seconds = event["time"] - began
-            times.setdefault(event["attempt"], []).append(seconds)
-            if event["event"] in _MARKS:
-                history.marks.setdefault(_MARKS[event["event"]], []).append(seconds)
-            if event["event"] == "round_started":
+        for event in recorded:
+            seconds = event.time - began
+            times.setdefault(event.attempt, []).append(seconds)
+            if type(event) in _MARKS:
+                history.marks.setdefault(_MARKS[type(event)], []).append(seconds)
+            if isinstance(event, events.RoundStarted):
                 history.rounds.append(event)
         history.attempts = [(number, min(at), max(at)) for number, at in sorted(times.items()) if number >= 0]
         for record in read_json_lines(run.metrics):

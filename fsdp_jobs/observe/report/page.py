@@ -8,6 +8,8 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from fsdp_jobs.plan.memory import GIB
 from fsdp_jobs.plan.plan import Plan
 from fsdp_jobs.plan.render import to_svg as plan_to_svg
 from fsdp_jobs.run.directory import RunDir, write_atomic
-from fsdp_jobs.run.goodput import ledger_of
+from fsdp_jobs.run.goodput import goodput_of
 from fsdp_jobs.run.status import RunStatus
 
 _MAX_PICTURES = 6  # newest rounds that are drawn
@@ -34,7 +36,7 @@ def write_report(run: RunDir, pngs: bool = False) -> list[Path]:
     """Write `report.html` into the run directory, with `pngs` each chart as a file, too. Returns what was written."""
     written = [run.path / "report.html"]
     write_atomic(written[0], render(__package__, "report.html.j2", **content_of(run)))
-    for name, _, figure in charts(History.of(run), ledger_of(run), _plan_of(run)) if pngs else ():
+    for name, _, figure in charts(History.of(run), goodput_of(run), _plan_of(run)) if pngs else ():
         written.append(run.path / f"report-{name}.png")
         figure.savefig(written[-1], dpi=200)
         plt.close(figure)
@@ -43,14 +45,14 @@ def write_report(run: RunDir, pngs: bool = False) -> list[Path]:
 
 def content_of(run: RunDir) -> dict[str, Any]:
     """Collect what the template `run.html.j2` shows, charts drawn."""
-    status, history, ledger, plan = RunStatus(run), History.of(run), ledger_of(run), _plan_of(run)
+    status, history, goodput, plan = RunStatus(run), History.of(run), goodput_of(run), _plan_of(run)
     status.update()
     return {
         "name": run.name,
         "status": status,
         "config": load_config(run.config),
-        "ledger": ledger,
-        "charts": to_svgs(charts(history, ledger, plan)),
+        "goodput": goodput,
+        "charts": to_svgs(charts(history, goodput, plan)),
         "comparison": list(_comparison(plan, history.newest())) if plan is not None else [],
         "rounds": list(_rounds(plan, history)) if plan is not None else [],
         "yaml": run.config.read_text(),
@@ -81,25 +83,22 @@ def _comparison(plan: Plan, records: list[dict[str, Any]]) -> Iterator[tuple[str
 
 def _rounds(plan: Plan, history: History) -> Iterator[tuple[str, Markup]]:
     """Yield (caption, picture of nodes and shard groups) of the newest rounds that differ from the one before."""
-    different: list[dict[str, Any]] = []
-    for event in history.rounds:
-        keys = ("attempt", "nodes", "hosts", "shard_group", "strategy")
-        if not different or any(different[-1][key] != event[key] for key in keys):
-            different.append(event)
+    same = attrgetter("attempt", "nodes", "hosts", "shard_group", "strategy")
+    different = [next(rounds) for _, rounds in groupby(history.rounds, same)]
     for event in different[-_MAX_PICTURES:]:
-        layout = Layout(event["strategy"], event["world_size"], event["shard_group"])
-        nodes = tuple(f"{n}: {h}" for n, h in zip(event["nodes"], event["hosts"], strict=True))
+        layout = Layout(event.strategy, event.world_size, event.shard_group)
+        nodes = tuple(f"{n}: {h}" for n, h in zip(event.nodes, event.hosts, strict=True))
         placed = replace(
             plan,
             layout=layout,
             nodes=nodes,
             leaves=("",) * len(nodes),
-            spares=tuple(f"node {n}" for n in event["spares"]),
+            spares=tuple(f"node {n}" for n in event.spares),
             ranks_per_node=layout.world_size // len(nodes),
         )
         groups = f", groups of {layout.shard_group}" if layout.strategy in HYBRID else ""
         where = f"{layout.strategy}{groups} on {len(nodes)} nodes"
-        yield f"Attempt {event['attempt']}, round {event['round']}: {where}", Markup(plan_to_svg(placed))
+        yield f"Attempt {event.attempt}, round {event.round}: {where}", Markup(plan_to_svg(placed))
 
 
 def _environment(job: dict[str, Any]) -> dict[str, str]:

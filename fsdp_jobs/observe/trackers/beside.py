@@ -10,8 +10,8 @@ from typing import IO
 
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.observe.trackers.send import FAREWELL_S
+from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.events import record_event
 
 
 class Beside:
@@ -59,7 +59,7 @@ class Beside:
             process.kill()
         if unsent := unsent_lines(self.run):
             why = f"{unsent} lines are not sent; later: python -m fsdp_jobs.observe.trackers.send {self.run.path}"
-            record_event(self.run, "tracking_failed", self.attempt, tracker=self.kind, why=why)
+            events.record(self.run, self.attempt, events.TrackingFailed(self.kind, why))
 
 
 def unsent_lines(run: RunDir) -> int:

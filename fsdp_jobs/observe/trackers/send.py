@@ -22,9 +22,9 @@ from typing import Any
 
 from fsdp_jobs.config.schema import plain_values
 from fsdp_jobs.observe.trackers.trackers import Tracker, make_tracker
+from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, write_atomic
-from fsdp_jobs.run.events import record_event
-from fsdp_jobs.run.status import Tail
+from fsdp_jobs.run.tail import Tail
 from fsdp_jobs.run.verdict import Verdict
 
 FAREWELL_S = 10.0  # to send the rest once the agent says that it is over
@@ -45,7 +45,7 @@ class Sender:
         self.id, self._tail = None, Tail(run.metrics)
         known = json.loads(run.tracking.read_text()) if run.tracking.exists() else {}
         if known.get("kind") == self.kind:  # else it was another tracker's
-            self.id, self._tail.place = known["id"], known["offset"]
+            self.id, self._tail.offset = known["id"], known["offset"]
         self._is_open = False
         self._complained = False
 
@@ -68,13 +68,13 @@ class Sender:
         return True
 
     def _send_some(self) -> list[dict[str, Any]]:
-        before = self._tail.place
-        records = list(islice(self._tail.new(), _AT_ONCE))
+        before = self._tail.offset
+        records = list(islice(self._tail.records(), _AT_ONCE))
         try:
             if records:
                 self.tracker.log(records)
         except BaseException:
-            self._tail.place = before
+            self._tail.offset = before
             raise
         if records:
             self._remember()
@@ -91,14 +91,14 @@ class Sender:
             self._complain(f"{type(e).__name__}: {e}")
 
     def _remember(self) -> None:
-        write_atomic(self.run.tracking, json.dumps({"kind": self.kind, "id": self.id, "offset": self._tail.place}))
+        write_atomic(self.run.tracking, json.dumps({"kind": self.kind, "id": self.id, "offset": self._tail.offset}))
 
     def _complain(self, why: str) -> None:
         """Once for each time that the tracker stops taking anything."""
         print(f"WARNING {self.kind} does not take the metrics: {why}", flush=True)
         if not self._complained:
             first = why.splitlines()[0][:_LONGEST_WHY]
-            record_event(self.run, "tracking_failed", self.attempt, tracker=self.kind, why=first)
+            events.record(self.run, self.attempt, events.TrackingFailed(self.kind, first))
         self._complained = True
 
 
@@ -130,7 +130,7 @@ def send(run: RunDir, attempt: int, over: threading.Event) -> int:
                 time.sleep(_TURN_S)
         except ImportError as e:
             why = f"{e}; pip install 'fsdp_jobs[{sender.kind}]' where the job runs"
-            record_event(run, "tracking_failed", attempt, tracker=sender.kind, why=why)
+            events.record(run, attempt, events.TrackingFailed(sender.kind, why))
             return 1
         sender.end(Verdict.read(run, attempt))
     return 0

@@ -157,7 +157,9 @@ def test_no_secret_is_in_what_is_shown(tmp_path: Path) -> None:
 def test_grace_is_twice_the_slowest_save_there_was(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "pretrain")
     run.path.mkdir()
-    run.events.write_text(json.dumps({"time": 0, "event": "checkpoint", "attempt": 0, "seconds": 100.2}) + "\n")
+    run.events.write_text(
+        json.dumps({"time": 0, "event": "checkpoint", "attempt": 0, "step": 1, "seconds": 100.2}) + "\n"
+    )
     for spec in _pod_specs(objects_of("job_cpu", run)):
         assert spec["terminationGracePeriodSeconds"] == 216  # 2 x 100.2, and 15 to leave
 

@@ -15,7 +15,8 @@ from fsdp_jobs.launchers.kubernetes.labels import begin, first_attempt
 from fsdp_jobs.launchers.kubernetes.mirror import Mirror
 from fsdp_jobs.launchers.kubernetes.pod import Place, Teller, seed
 from fsdp_jobs.run.directory import RunDir, write_atomic
-from fsdp_jobs.run.events import append_line, read_events
+from fsdp_jobs.run.events import append_line
+from fsdp_jobs.run.tail import read_json_lines
 from fsdp_jobs.run.verdict import Verdict
 
 
@@ -57,7 +58,7 @@ def test_what_pods_tell_is_the_same_here_once(tmp_path: Path, capfd: pytest.Capt
     Mirror(here).pull(logs, [logs.pod("first", "terminated"), logs.pod("second", "terminated")])  # type: ignore[arg-type]
     assert here.metrics.read_bytes() == there.metrics.read_bytes()
     assert here.rank_log(1, 0, 3).read_bytes() == there.rank_log(1, 0, 3).read_bytes()
-    assert [e["event"] for e in read_events(here)] == ["round_started"]
+    assert [e["event"] for e in read_json_lines(here.events)] == ["round_started"]
     assert Verdict.read(here, 1) == Verdict.read(there, 1)
     known = {"metrics.jsonl", "events.jsonl", "attempts", "submit"}
     assert {f.name for f in here.path.iterdir()} == known and not (tmp_path / "etc").exists()
