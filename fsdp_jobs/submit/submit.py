@@ -28,6 +28,7 @@ from fsdp_jobs.plan.shape_client import check_initial_weights, probe
 from fsdp_jobs.plan.shapes import ModelShape
 from fsdp_jobs.plan.sources import from_yaml
 from fsdp_jobs.plan.topology import Topology
+from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, run_dir_of, write_atomic
 from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.verdict import Verdict
