@@ -21,6 +21,7 @@ from fsdp_jobs.launchers.slurm.guard import reachable
 from fsdp_jobs.launchers.slurm.regrow import Companions
 from fsdp_jobs.launchers.slurm.steps import Commands, srun
 from fsdp_jobs.launchers.supervisor import Restarted
+from fsdp_jobs.plan.topology import expand_hostlist
 from fsdp_jobs.run import events, log
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV, HOST_ENV
@@ -54,7 +55,7 @@ class Batch:
     def __init__(self, run: RunDir, commands: Commands):
         self.run, self.commands = run, commands
         self.job_id = client.own_id()
-        self.hosts = self.allocated = client.hostnames(os.environ["SLURM_JOB_NODELIST"])
+        self.hosts = self.allocated = expand_hostlist(os.environ["SLURM_JOB_NODELIST"])
         self.attempt = run.last_attempt() + 1
         self.folder = run.attempt(self.attempt)
         self.coordinator = f"{socket.gethostname()}:{free_port()}"
@@ -158,7 +159,7 @@ class Batch:
         self._looked_at = time.monotonic()
         try:
             if (job := client.running(self.job_id)) is not None:
-                self.allocated = client.hostnames(job.nodes)
+                self.allocated = expand_hostlist(job.nodes)
             for step in list(self.steps):
                 if step.hosts and not set(step.hosts) & set(self.allocated):
                     self._drop(step)

@@ -189,11 +189,6 @@ def settings() -> dict[str, str]:
     return dict(re.findall(r"^(\w+)\s*= (.*)$", recent("scontrol", "show", "config"), re.MULTILINE))
 
 
-def hostnames(hostlist: str) -> list[str]:
-    """Expand a hostlist, in SLURM's order."""
-    return call("scontrol", "show", "hostnames", hostlist).split() if hostlist else []
-
-
 def cpus_by_node(hosts: Sequence[str], text: str) -> dict[str, int]:
     """Parse SLURM_JOB_CPUS_PER_NODE (`2(x3),4`) for the hosts of a job."""
     counts: list[int] = []

@@ -14,6 +14,7 @@ import sys
 import time
 
 from fsdp_jobs.launchers.slurm import client
+from fsdp_jobs.plan.topology import expand_hostlist
 from fsdp_jobs.run import log
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV
@@ -53,7 +54,7 @@ def watch(run: RunDir, attempt: int, job_id: str, coordinator: str) -> None:
 def _lost_host(job_id: str) -> str | None:
     """Return the job's first node if SLURM has taken it away."""
     job = client.running(job_id)
-    return job.batch_host if job is not None and job.batch_host not in client.hostnames(job.nodes) else None
+    return job.batch_host if job is not None and job.batch_host not in expand_hostlist(job.nodes) else None
 
 
 def _requeue(run: RunDir, attempt: int, job_id: str, host: str) -> None:

@@ -14,7 +14,7 @@ from fsdp_jobs.launchers.slurm import client
 from fsdp_jobs.launchers.slurm.script import Site, margin_s
 from fsdp_jobs.launchers.slurm.validate import no_slurm
 from fsdp_jobs.plan.sources import from_scontrol
-from fsdp_jobs.plan.topology import Topology
+from fsdp_jobs.plan.topology import Topology, expand_hostlist
 from fsdp_jobs.run import events
 from fsdp_jobs.run.tail import read_json_lines
 
@@ -40,7 +40,7 @@ def cluster_topology(config: JobConfig) -> Topology | None:
 @cache
 def _topology(hostlist: str, text: str, gpus: int) -> Topology:
     """Parse scontrol's answer about these nodes, once for all jobs that are planned together."""
-    return from_scontrol(text, gpus, set(client.hostnames(hostlist)))
+    return from_scontrol(text, gpus, set(expand_hostlist(hostlist)))
 
 
 def probe(job: Job) -> Site:
