@@ -23,7 +23,7 @@ import pytest
 from torchx.specs import macros
 
 from fsdp_jobs.config.hydra import compose_job
-from fsdp_jobs.config.validate import ranks_per_node
+from fsdp_jobs.config.resolve import ranks_per_node
 from fsdp_jobs.launchers.app import to_app
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir

@@ -35,7 +35,8 @@ from fsdp_jobs.checkpoints.catalog import SHARDS, Manifest
 from fsdp_jobs.checkpoints.local_disks import LocalDisks
 from fsdp_jobs.checkpoints.storage import CommittingWriter, SafeReader, SaveRequest
 from fsdp_jobs.config.errors import JobFailed
-from fsdp_jobs.config.schema import AUTO, CheckpointConfig
+from fsdp_jobs.config.keys import AUTO
+from fsdp_jobs.config.schema import CheckpointConfig
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir

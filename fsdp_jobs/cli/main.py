@@ -166,20 +166,10 @@ def _checked_job(overrides: Sequence[str], config_dir: str | None, files: bool =
     Raises:
         BadInput: with what is wrong with overrides, and with what the good ones make, all at once.
     """
-    from fsdp_jobs.config.validate import check
+    from fsdp_jobs.submit.validate import composed, validate
 
-    try:
-        config = compose_job(overrides, config_dir)
-    except BadInput as e:
-        bad = {p.where for p in e.problems}
-        good = [o for o in overrides if o not in bad]
-        if len(good) < len(overrides):
-            try:
-                check(compose_job(good, config_dir), files)
-            except BadInput as more:
-                raise BadInput([*e.problems, *more.problems]) from e
-        raise
-    check(config, files)
+    (config,) = composed([overrides], config_dir, files)
+    validate(config, files)
     return config
 
 

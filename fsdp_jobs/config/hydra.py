@@ -1,11 +1,11 @@
-"""From overrides to a JobConfig: Hydra composes, and every override that cannot be is named at once."""
+"""Compose configurations from overrides with Hydra, and name every override that does not fit at once."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import cast
 
@@ -18,29 +18,26 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
 from fsdp_jobs.config.schema import SCHEMAS, JobConfig
 
-_OPEN = (  # mappings whose keys are the user's
-    "model.kwargs",
-    "cluster.annotations",
-    "cluster.env",
-    "cluster.labels",
-    "cluster.node_selector",
-    "cluster.pod_patch",
-    "cluster.resources",
-    "cluster.secret_env",
-)
-
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
 
-# Hydra takes plugins from the package hydra_plugins alone. Under these names `launchers/sweep.py` gives it ours.
+# Hydra takes plugins from the package hydra_plugins alone. Under these names sweeps/hydra_launcher.py provides ours.
 PLUGINS = {"launcher": "hydra_plugins.fsdp_jobs.SweepLauncher", "sweeper": "hydra_plugins.fsdp_jobs.GridSweeper"}
+
+# Mappings whose keys are the user's, with a dot at their end: "model.kwargs.".
+_OPEN = tuple(
+    f"{group}.{f.name}." for group, _, node in SCHEMAS for f in fields(node) if str(f.type).startswith("dict")
+)
+
+_FAILURES = (HydraException, OmegaConfBaseException, YAMLError)
 
 
 def register_schemas() -> None:
-    """Tell Hydra the dataclasses that the files in `conf/` build on, and the names of our plugins."""
+    """Register the dataclasses that the files in `conf/` build on, and the names of our plugins, with Hydra."""
     store = ConfigStore.instance()
     for group, name, node in SCHEMAS:
         store.store(group=group, name=name, node=node)
@@ -51,54 +48,105 @@ def register_schemas() -> None:
 
 @contextmanager
 def hydra_here() -> Iterator[None]:
-    """Hydra, set up for `conf/`."""
+    """Set Hydra up for `conf/`."""
     register_schemas()
     GlobalHydra.instance().clear()
     with initialize_config_dir(config_dir=str(CONF_DIR), version_base="1.3"):
         yield
 
 
-def groups() -> dict[str, list[str]]:
-    """Every group of `conf/` with its options, schemas left out."""
-    return {
-        d.name: sorted(f.stem for f in d.glob("*.yaml"))
-        for d in sorted(CONF_DIR.iterdir())
-        if d.is_dir() and any(d.glob("*.yaml"))
-    }
+def groups(*further: Path) -> dict[str, list[str]]:
+    """Return every group of `conf/`, and of further folders, with its options."""
+    options: dict[str, set[str]] = {}
+    for folder in (CONF_DIR, *further):
+        for group in filter(Path.is_dir, folder.glob("*")):
+            options.setdefault(group.name, set()).update(f.stem for f in group.glob("*.yaml"))
+    return {group: sorted(options[group]) for group in sorted(options)}
 
 
 def keys_of(config: DictConfig, prefix: str = "") -> list[str]:
-    """All dotted keys of a configuration, inner nodes included: `optim`, `optim.lr`, ..."""
-    found = []
-    for key in map(str, config):
-        dotted = f"{prefix}{key}"
-        found.append(dotted)
-        child = config._get_node(key)
+    """Return all dotted keys of a configuration, groups included: `optim`, `optim.lr`, ..."""
+    keys = []
+    for name in map(str, config):
+        keys.append(f"{prefix}{name}")
+        child = config._get_node(name)
         if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
-            found += keys_of(child, f"{dotted}.")
-    return found
+            keys += keys_of(child, f"{prefix}{name}.")
+    return keys
 
 
 def merge_overrides(first: Sequence[str], then: Sequence[str]) -> list[str]:
-    """Both lists, where a key of the second replaces the same key of the first."""
+    """Join two lists of overrides, where a key of the second replaces the same key of the first."""
     replaced = {o.partition("=")[0].lstrip("+~") for o in then}
     return [o for o in first if o.partition("=")[0].lstrip("+~") not in replaced] + list(then)
 
 
-def as_meant(overrides: Sequence[str]) -> list[str]:
-    """Overrides as Hydra has to be told them.
+def search_path(config_dir: str | None) -> list[str]:
+    """Return the override that adds a folder of the user's with groups of the same form, if there is one.
 
-    `script_args` may stand as in a shell, unless Hydra's quotes or a choice for a sweep are in it; and with a program
-    of the user's no model is the default.
+    Raises:
+        BadInput: it is not a folder.
     """
-    told = [_quoted(o) if o.startswith("script_args=") else o for o in overrides]
-    has_program = any(o.startswith(("script=", "module=")) and not o.endswith("=null") for o in told)
-    has_model = any(o.startswith("model=") for o in told)
-    return ["model=none", *told] if has_program and not has_model else told
+    if config_dir is None:
+        return []
+    if not Path(config_dir).is_dir():
+        raise BadInput([Problem(f"--config-dir {config_dir}", "is not a folder")])
+    return [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"]
+
+
+def compose_jobs(jobs: Sequence[Sequence[str]], config_dir: str | None = None) -> list[JobConfig | BadInput]:
+    """Compose a configuration from each list of overrides; Hydra itself composes once per choice of groups.
+
+    Args:
+        jobs: `key=value`, `group=option`, as on the command line.
+        config_dir: a further folder with groups of the same form; the same for all jobs.
+
+    Returns:
+        For each job its configuration, or every override that does not parse, names no key or group, or has a
+        value of the wrong type; with the nearest key that exists.
+    """
+    if not jobs:
+        return []
+    search = search_path(config_dir)
+    with hydra_here():
+        composer = _Composer([*search, *jobs[0]])
+        return [composer.compose([*search, *job]) for job in jobs]
+
+
+def compose_job(overrides: Sequence[str], config_dir: str | None = None) -> JobConfig:
+    """Compose one configuration, as `compose_jobs` does.
+
+    Raises:
+        BadInput: every override that does not fit.
+    """
+    (job,) = compose_jobs([overrides], config_dir)
+    if isinstance(job, BadInput):
+        raise job
+    return job
+
+
+def check_sweep(overrides: Sequence[str]) -> None:
+    """Check the overrides of a --multirun, of which some have several values.
+
+    Raises:
+        BadInput: every override that does not fit, those with several values left out.
+    """
+    with hydra_here():
+        _, problems = _Composer(overrides).apply(overrides, sweep=True)
+    if problems:
+        raise BadInput(problems)
+
+
+def _as_hydra_reads(overrides: Sequence[str]) -> list[str]:
+    """Quote `script_args`, which is written as in a shell, and choose `model=none` for the user's own program."""
+    quoted = [_quoted(o) if o.startswith("script_args=") else o for o in overrides]
+    has_program = any(o.startswith(("script=", "module=")) and not o.endswith("=null") for o in quoted)
+    has_model = any(o.startswith("model=") for o in quoted)
+    return ["model=none", *quoted] if has_program and not has_model else quoted
 
 
 def _quoted(override: str) -> str:
-    """What Hydra reads as one text, or as a choice, stays; of anything else a quoted text is made."""
+    """Make one quoted text of a value, unless Hydra reads it as one text, or as values of a sweep, already."""
     key, _, value = override.partition("=")
     try:
         parsed = OverridesParser.create().parse_override(override)
@@ -114,184 +162,102 @@ def _quoted(override: str) -> str:
     return f"{key}='{escaped}'"
 
 
-def compose_job(overrides: Sequence[str], config_dir: str | None = None) -> JobConfig:
-    """The configuration that these Hydra overrides make of `conf/`.
-
-    Args:
-        overrides: `key=value`, `group=option`, as on the command line.
-        config_dir: a further folder of the user's with groups of the same form.
-
-    Raises:
-        BadInput: every override that does not parse, names no key or group, or has a value of the
-            wrong type; with the nearest key that exists.
-    """
-    if config_dir is not None:
-        if not Path(config_dir).is_dir():
-            raise BadInput([Problem(f"--config-dir {config_dir}", "is not a folder")])
-        overrides = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]", *overrides]
-    overrides = as_meant(overrides)
-    with hydra_here():
-        if any(o.startswith(("+", "~")) for o in overrides):  # with these Hydra adds and removes keys unasked
-            problems = _problems_of(list(overrides))
-            if problems:
-                raise BadInput(problems)
-        try:
-            # Hydra wants ++ before a key that no schema has.
-            opened = [f"++{o}" if o.startswith(_OPEN) else o for o in overrides]
-            config = hydra_compose("config", overrides=opened)
-            missing = [k for k in OmegaConf.missing_keys(config) if not k.startswith("hydra.")]
-            if not missing:
-                return cast(JobConfig, OmegaConf.to_object(config))
-        except Exception as e:  # Hydra stops at the first problem, with whatever exception: look for all of them
-            problems = _problems_of(list(overrides))
-            if not problems and not isinstance(e, (HydraException, OmegaConfBaseException)):
-                raise
-            raise BadInput(problems or [Problem("configuration", _first_lines(e))]) from e
-    raise BadInput(Problem(k, "has no value", f"write {k}=...") for k in sorted(missing))
-
-
-def compose_many(jobs: Sequence[Sequence[str]]) -> list[JobConfig | BadInput]:
-    """What `compose_job` makes of each job, where jobs differ in few overrides: Hydra composes once a choice of groups.
-
-    Returns:
-        A configuration, or what is wrong with the job, for each.
-    """
-    made: list[JobConfig | BadInput] = []
-    bases: dict[tuple[str, ...], DictConfig] = {}
-    with hydra_here():
-        reader = _Reader(_searched(jobs[0]) if jobs else [])
-    for job in map(as_meant, jobs):
-        adds_or_removes = any(o.startswith(("+", "~")) for o in job)
-        try:
-            made.append(compose_job(job) if adds_or_removes else _compose_on(bases, reader, job))
-        except BadInput as e:
-            made.append(e)
-    return made
-
-
-def _compose_on(bases: dict[tuple[str, ...], DictConfig], reader: _Reader, overrides: Sequence[str]) -> JobConfig:
-    """A job's values over what its choices make, which is kept in `bases` for the next one."""
-    told = reader.sort(overrides)
-    choices = tuple(told.choices)
-    if choices not in bases:
-        try:
-            with hydra_here():
-                bases[choices] = hydra_compose("config", overrides=list(choices))
-        except (HydraException, OmegaConfBaseException) as e:
-            raise BadInput([*told.problems, Problem("configuration", _first_lines(e))]) from e
-    config, keys = copy.deepcopy(bases[choices]), keys_of(bases[choices])
-    problems = list(told.problems)
-    for text, override in told.values:
-        problems += _value_problem(text, override, config, keys, reader.known_groups)
-    missing = [] if problems else OmegaConf.missing_keys(config)
-    problems += [Problem(k, "has no value", f"write {k}=...") for k in sorted(missing)]
-    if problems:
-        raise BadInput(problems)
-    return cast(JobConfig, OmegaConf.to_object(config))
-
-
-def check_sweep(overrides: Sequence[str]) -> None:
-    """Raises: BadInput for overrides of a --multirun that cannot be, those with several values aside."""
-    with hydra_here():
-        problems = _problems_of(list(overrides), sweep=True)
-        if problems:
-            raise BadInput(problems)
-
-
 @dataclass
 class _Sorted:
-    """Overrides, told apart."""
+    """Overrides by what they do."""
 
-    choices: list[str]  # group=option and Hydra's own settings: they decide which keys there are
-    values: list[tuple[str, Override]]
-    problems: list[Problem]
+    choices: list[str] = field(default_factory=list)  # group=option, Hydra's own settings: they decide on the keys
+    values: list[tuple[str, Override]] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
 
 
-class _Reader:
-    """Tells overrides apart, within `hydra_here`."""
+class _Composer:
+    """Puts values over what a choice of groups composes to. Used within `hydra_here`."""
 
-    def __init__(self, search: Sequence[str]):
-        """`search`: the overrides hydra.searchpath=..., which bring groups of the user's."""
-        self.search, self.options = list(search), groups()
-        self.known_groups = sorted(set(self.options) | _user_groups(self.search))
+    def __init__(self, overrides: Sequence[str]):
+        """Take the folders with groups of the user's from the `hydra.searchpath=...` of any job."""
+        searched = [o.partition("=")[2] for o in overrides if o.startswith("hydra.searchpath=")]
+        folders = [p.strip("'\"[] ").removeprefix("file://") for paths in searched for p in paths.split(",")]
+        self.options = groups(*map(Path, folders))
         self._parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
         self._parsed: dict[str, Override] = {}
+        self._bases: dict[tuple[str, ...], tuple[DictConfig, list[str]]] = {}  # by choices, with their keys
 
-    def sort(self, overrides: Sequence[str], sweep: bool = False) -> _Sorted:
-        found = _Sorted([], [], [])
+    def compose(self, overrides: Sequence[str]) -> JobConfig | BadInput:
+        config, problems = self.apply(overrides)
+        if problems:
+            return BadInput(problems)
+        if missing := OmegaConf.missing_keys(config):
+            return BadInput(Problem(k, "has no value", f"write {k}=...") for k in sorted(missing))
+        try:
+            return cast(JobConfig, OmegaConf.to_object(config))
+        except OmegaConfBaseException as e:
+            return BadInput([Problem("configuration", _message(e))])
+
+    def apply(self, overrides: Sequence[str], sweep: bool = False) -> tuple[DictConfig, list[Problem]]:
+        """Return what overrides make, and those that do not fit; with `sweep`, several values do."""
+        chosen = self._sort(_as_hydra_reads(overrides), sweep)
+        try:
+            base, keys = self._base(tuple(chosen.choices))
+        except _FAILURES as e:
+            return DictConfig({}), [*chosen.problems, Problem("configuration", _message(e))]
+        config = copy.deepcopy(base)
+        values = (self._set(config, keys, text, override) for text, override in chosen.values)
+        return config, [*chosen.problems, *filter(None, values)]
+
+    def _base(self, choices: tuple[str, ...]) -> tuple[DictConfig, list[str]]:
+        if choices not in self._bases:
+            base = hydra_compose("config", overrides=list(choices))
+            self._bases[choices] = base, keys_of(base)
+        return self._bases[choices]
+
+    def _sort(self, overrides: Sequence[str], sweep: bool) -> _Sorted:
+        result = _Sorted()
         for text in overrides:
             try:
                 override = self._parsed.get(text) or self._parser.parse_override(text)
             except HydraException:
                 instead = "quote values with spaces or commas"
-                found.problems.append(Problem(text, "is not of the form key=value", instead))
+                result.problems.append(Problem(text, "is not of the form key=value", instead))
                 continue
             self._parsed[text] = override
-            key = override.key_or_group
+            name = override.key_or_group
             if override.is_sweep_override():
                 if not sweep:
-                    found.problems.append(Problem(text, "names several values", "add --multirun to run each of them"))
-            elif key.startswith(("hydra.", "hydra/")):
-                found.choices.append(text)
-            elif key in self.known_groups:
+                    result.problems.append(Problem(text, "names several values", "add --multirun to run each of them"))
+            elif name.startswith(("hydra.", "hydra/")):
+                result.choices.append(text)
+            elif name in self.options:
                 option = str(override.value())
-                available = set(self.options.get(key, [])) | _user_options(self.search, key)
-                if option in available or option == "None":
-                    found.choices.append(text)
+                if option in self.options[name] or option == "None":
+                    result.choices.append(text)
                 else:
-                    what = f"there is no {key} of that name; there are {', '.join(sorted(available))}"
-                    found.problems.append(Problem(text, what, nearest(option, available)))
+                    what = f"there is no {name} of that name; there are {', '.join(self.options[name])}"
+                    result.problems.append(Problem(text, what, nearest(option, self.options[name])))
             else:
-                found.values.append((text, override))
-        return found
+                result.values.append((text, override))
+        return result
+
+    def _set(self, config: DictConfig, keys: list[str], text: str, override: Override) -> Problem | None:
+        key = override.key_or_group
+        is_open = key.startswith(_OPEN)
+        if key not in keys and (override.is_delete() or not is_open):
+            hint = nearest(key, [*keys, *self.options])
+            return Problem(text, "there is no such key", hint or "python -m fsdp_jobs --cfg job lists all keys")
+        if override.is_delete() and is_open:
+            mapping, _, name = key.rpartition(".")
+            del OmegaConf.select(config, mapping)[name]
+            return None
+        if override.is_delete() or (override.is_add() and not is_open):
+            return Problem(text, "every job has this key", f"{key}=VALUE")
+        try:
+            OmegaConf.update(config, key, override.value(), merge=True, force_add=is_open)
+        except OmegaConfBaseException as e:
+            return Problem(text, _message(e))
+        return None
 
 
-def _searched(overrides: Sequence[str]) -> list[str]:
-    return [o for o in overrides if o.startswith("hydra.searchpath=")]
-
-
-def _problems_of(overrides: list[str], sweep: bool = False) -> list[Problem]:
-    reader = _Reader(_searched(overrides))
-    told = reader.sort(overrides, sweep)
-    try:
-        base = hydra_compose("config", overrides=told.choices)
-    except (HydraException, OmegaConfBaseException) as e:
-        return [*told.problems, Problem("configuration", _first_lines(e))]
-    keys = keys_of(base)
-    problems = list(told.problems)
-    for text, override in told.values:
-        problems += _value_problem(text, override, base, keys, reader.known_groups)
-    return problems
-
-
-def _value_problem(
-    text: str, override: Override, base: DictConfig, keys: list[str], known_groups: list[str]
-) -> list[Problem]:
-    key = override.key_or_group
-    is_open = key.startswith(_OPEN)
-    if key not in keys and not is_open:
-        hint = nearest(key, keys + known_groups)
-        return [Problem(text, "there is no such key", hint or "python -m fsdp_jobs --cfg job lists all keys")]
-    try:
-        OmegaConf.update(base, key, override.value(), merge=True, force_add=is_open)
-    except OmegaConfBaseException as e:
-        return [Problem(text, _first_lines(e))]
-    return []
-
-
-def _user_folders(search: list[str]) -> list[Path]:
-    return [Path(p.strip("'\"[] ").removeprefix("file://")) for s in search for p in s.partition("=")[2].split(",")]
-
-
-def _user_groups(search: list[str]) -> set[str]:
-    return {d.name for folder in _user_folders(search) for d in folder.glob("*") if d.is_dir()}
-
-
-def _user_options(search: list[str], group: str) -> set[str]:
-    return {f.stem for folder in _user_folders(search) for f in (folder / group).glob("*.yaml")}
-
-
-def _first_lines(error: Exception) -> str:
-    """The part of an OmegaConf or Hydra message that speaks to the user."""
+def _message(error: Exception) -> str:
+    """Return the part of an OmegaConf or Hydra message that is about the user's input."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(line for line in lines if not line.startswith(("full_key", "object_type", "reference_type")))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from fsdp_jobs.config.schema import AUTO, FsdpConfig, HardwareConfig, JobConfig
+from fsdp_jobs.config.errors import BadInput, Problem
+from fsdp_jobs.config.keys import AUTO
+from fsdp_jobs.config.schema import FsdpConfig, HardwareConfig, JobConfig
 
 
 def accelerator(config: JobConfig) -> str:
@@ -31,26 +33,36 @@ def backend(config: JobConfig) -> str:
 
 
 def ranks_per_node(config: JobConfig) -> int:
-    """Return `nproc_per_node`; auto is one rank per device of the assumed hardware."""
-    return config.hardware.gpus_per_node if config.nproc_per_node == AUTO else int(config.nproc_per_node)
+    """Return `nproc_per_node`; auto is one rank per device of the assumed hardware.
+
+    Raises:
+        BadInput: not a number of at least 1.
+    """
+    if config.nproc_per_node == AUTO:
+        return config.hardware.gpus_per_node
+    ranks = config.nproc_per_node
+    if not isinstance(ranks, int) or ranks < 1:
+        raise BadInput([Problem(f"nproc_per_node={ranks}", "is neither auto nor a number of at least 1")])
+    return ranks
 
 
 def node_range(nodes: int | str) -> tuple[int, int]:
     """Return the minimum and maximum number of nodes: `4` is (4, 4), `"2:4"` is (2, 4).
 
     Raises:
-        ValueError: not of these two forms, below 1, or the minimum above the maximum.
+        BadInput: not of these two forms, below 1, or the minimum above the maximum.
     """
+    where, instead = f"nodes={nodes}", 'nodes=4, or nodes=2:4 for "at least 2, at most 4"'
     low, colon, high = str(nodes).partition(":")
     try:
-        pair = (int(low), int(high if colon else low))
+        least, most = int(low), int(high if colon else low)
     except ValueError:
-        raise ValueError(f"nodes={nodes} is neither a number nor min:max") from None
-    if pair[0] < 1:
-        raise ValueError(f"nodes={nodes}: a job needs at least 1 node")
-    if pair[0] > pair[1]:
-        raise ValueError(f"nodes={nodes}: the minimum is above the maximum; did you mean {pair[1]}:{pair[0]}?")
-    return pair
+        raise BadInput([Problem(where, "is neither a number nor min:max", instead)]) from None
+    if least < 1:
+        raise BadInput([Problem(where, "a job needs at least 1 node", instead)])
+    if least > most:
+        raise BadInput([Problem(where, "the minimum is above the maximum", f"did you mean {most}:{least}?")])
+    return least, most
 
 
 def param_dtype(fsdp: FsdpConfig, device: str) -> str:

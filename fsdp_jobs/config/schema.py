@@ -1,7 +1,7 @@
-"""The schema of a job: dataclasses that Hydra composes and closes. No torch, no I/O.
+"""Define what a job is: dataclasses that Hydra composes and closes. No torch, no I/O.
 
-Every number carries its unit in its name or its comment. The folder `conf/` holds the values;
-`checks.py` says which combinations make sense.
+Every number has its unit in its name or its meaning. The folder `conf/` holds values; `validate.py` says which
+combinations make sense; docs/configuration.md is generated from the meanings.
 """
 
 from __future__ import annotations
@@ -15,40 +15,43 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from fsdp_jobs.config.clusters import CLUSTERS, ClusterConfig
+from fsdp_jobs.config.keys import AUTO, key
 
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
 DTYPES = ("fp32", "bf16", "fp16")
-AUTO = "auto"
+RECOMPUTED = ("none", "full", "every_n", "selective")
+VERDICTS = ("done", "preempted", "infrastructure", "stalled", "user_error")
+NOTIFY_ON = (*VERDICTS, "requeue")
 
 
 @dataclass
 class HardwareConfig:
-    """What the planner assumes about a GPU and its links. Peaks are dense, without sparsity."""
+    """What the planner assumes of a GPU and its links. Peaks are dense, without sparsity."""
 
-    name: str = "???"
-    accelerator: str = "cuda"  # what a device is: cpu | cuda
-    memory_gib: float = 0.0  # usable device memory, GiB
-    bf16_tflops: float = 0.0  # dense peak, TFLOP/s
-    fp32_tflops: float = 0.0  # peak for fp32 matmuls as PyTorch runs them by default, TFLOP/s
-    matmul_efficiency: float = 1.0  # of the peak that large matmuls were measured to reach
-    memory_gb_s: float = 0.0  # device memory bandwidth, GB/s; 0: elementwise work is not counted
-    host_memory_gib: float = 0.0  # host memory of a node, GiB; 0: offload is not checked against it
-    host_gb_s: float = 0.0  # GB/s a GPU to host memory, one direction; 0: offload's traffic is not counted
-    gpus_per_node: int = 8
-    nvlink_domain: int = 8  # GPUs that reach each other over NVLink or its like (may span nodes)
-    intra_node_gb_s: float = 0.0  # GB/s a GPU, one direction, inside the domain
-    inter_node_gb_s: float = 0.0  # GB/s a GPU, one direction, between nodes
-    intra_node_latency_us: float = 5.0  # one ring step
-    inter_node_latency_us: float = 15.0
-    source: str = ""  # where the numbers come from
+    name: str = key("???", "what the plan and the report call it")
+    accelerator: str = key("cuda", "what its devices are; `cpu` has no MFU", choices=("cpu", "cuda"))
+    memory_gib: float = key(0.0, "usable memory of a device, GiB")
+    bf16_tflops: float = key(0.0, "dense peak, TFLOP/s")
+    fp32_tflops: float = key(0.0, "peak of fp32 matmuls as PyTorch runs them by default, TFLOP/s")
+    matmul_efficiency: float = key(1.0, "part of the peak that large matmuls reach")
+    memory_gb_s: float = key(0.0, "device memory bandwidth, GB/s; 0: elementwise work is not counted")
+    host_memory_gib: float = key(0.0, "host memory per node, GiB; 0: offload is not checked against it")
+    host_gb_s: float = key(0.0, "GB/s per GPU to host memory, one direction; 0: offload's traffic is not counted")
+    gpus_per_node: int = key(8, "devices per node; with `nproc_per_node=auto` ranks per node", at_least=1)
+    nvlink_domain: int = key(8, "GPUs connected by NVLink or its like; may span nodes", at_least=1)
+    intra_node_gb_s: float = key(0.0, "GB/s per GPU, one direction, inside the domain")
+    inter_node_gb_s: float = key(0.0, "GB/s per GPU, one direction, between nodes")
+    intra_node_latency_us: float = key(5.0, "one step of a ring inside the domain, microseconds")
+    inter_node_latency_us: float = key(15.0, "one step of a ring between nodes, microseconds")
+    source: str = key("", "where the numbers come from")
 
 
 @dataclass
 class ModelConfig:
-    """Common to every model: how it is cut into FSDP blocks."""
+    """The keys of every model: how it is cut into FSDP units."""
 
-    kind: str = "???"  # llama | custom | hf
-    wrap_classes: list[str] = field(default_factory=list)  # class names that become FSDP blocks
+    kind: str = key("???", "llama, custom, hf or none; set by the option")
+    wrap_classes: list[str] = key([], "class names whose modules become FSDP units (`fsdp.wrap=layer`)")
 
 
 @dataclass
@@ -57,36 +60,36 @@ class LlamaConfig(ModelConfig):
 
     kind: str = "llama"
     wrap_classes: list[str] = field(default_factory=lambda: ["TransformerBlock"])
-    vocab_size: int = 256
-    dim: int = 256
-    n_layers: int = 4
-    n_heads: int = 8
-    n_kv_heads: int = 8  # fewer than n_heads: grouped-query attention
-    ffn_dim: int = 704  # inner width of the SwiGLU feed-forward
-    norm_eps: float = 1e-5
-    rope_theta: float = 10000.0
-    rope_scaling_factor: float = 1.0  # 8.0 for Llama 3.1's long context; 1.0 is off
-    tie_embeddings: bool = False  # the head uses the embedding's weight
+    vocab_size: int = key(256, "rows of the output, at least `data.vocab_size`; `custom`: 0 is not checked", at_least=1)
+    dim: int = key(256, "width; a multiple of twice `n_heads`", at_least=1)
+    n_layers: int = key(4, "blocks", at_least=1)
+    n_heads: int = key(8, "query heads", at_least=1)
+    n_kv_heads: int = key(8, "key and value heads; fewer than `n_heads` is grouped-query attention", at_least=1)
+    ffn_dim: int = key(704, "inner width of the SwiGLU feed-forward", at_least=1)
+    norm_eps: float = key(1e-5, "epsilon of RMSNorm")
+    rope_theta: float = key(10000.0, "base of the rotary embedding")
+    rope_scaling_factor: float = key(1.0, "Llama 3.1's stretch of long wavelengths; 1.0 is off")
+    tie_embeddings: bool = key(False, "the head uses the embedding's weight")
 
 
 @dataclass
 class CustomModelConfig(ModelConfig):
-    """Any factory of yours that returns an nn.Module mapping tokens [batch, seq] to logits [batch, seq, vocab]."""
+    """Any factory of an nn.Module that maps tokens [batch, seq] to logits [batch, seq, vocab]."""
 
     kind: str = "custom"
-    _target_: str = "???"  # dotted path of the factory: my_package.my_module.build
-    kwargs: dict[str, Any] = field(default_factory=dict)  # its keyword arguments
-    vocab_size: int = 0  # rows of its output; 0: not checked against the data
+    _target_: str = key("???", "dotted path of your factory: my_package.my_module.build")
+    kwargs: dict[str, Any] = key({}, "its keyword arguments")
+    vocab_size: int = key(0, "rows of its output; 0: not checked against the data")
 
 
 @dataclass
 class HfConfig(ModelConfig):
-    """A causal language model of Hugging Face's transformers. Without wrap_classes, its own layers are the blocks."""
+    """A causal language model of Hugging Face's transformers. Without wrap_classes, its own layers are the units."""
 
     kind: str = "hf"
-    name_or_path: str = "???"  # a folder with config.json, or a name on the hub
-    pretrained: bool = True  # begin with its weights; false: with random ones
-    vocab_size: int = 0  # rows of its output; 0: what its configuration says
+    name_or_path: str = key("???", "a folder with `config.json`, or a name on the hub")
+    pretrained: bool = key(True, "start from its weights; false: from random ones")
+    vocab_size: int = key(0, "rows of its output; 0: what its configuration says")
 
 
 @dataclass
@@ -100,144 +103,144 @@ class NoModelConfig(ModelConfig):
 class FsdpConfig:
     """How parameters, gradients and optimizer state are spread over ranks (FSDP2, `fully_shard`)."""
 
-    strategy: str = AUTO  # auto or one of STRATEGIES
-    shard_group: Any = AUTO  # ranks that hold one full copy together: auto or an int (hybrid strategies)
-    wrap: str = "layer"  # layer: model.wrap_classes | size: modules of at least min_num_params | none: the root only
-    min_num_params: int = 100_000_000  # with wrap=size
-    param_dtype: str = AUTO  # gathered parameters and compute: auto is bf16 on CUDA, fp32 on CPU
-    reduce_dtype: str = "fp32"  # gradient reduction
-    output_dtype: str = AUTO  # the model's output: auto leaves it as computed
-    cpu_offload: bool = False  # parameters, gradients and optimizer state live in host memory
-    forward_prefetch: int = 0  # blocks gathered ahead in forward; 0 is FSDP2's implicit prefetch
-    backward_prefetch: int = 0  # likewise in backward
-    accumulate_unsharded: Any = AUTO  # true: nothing is sent before a step's last microbatch, at 4 bytes a parameter
-    activation_checkpointing: str = "none"  # none | full | every_n | selective
-    activation_checkpointing_every: int = 2  # with every_n: recompute each n-th block
-    activation_offload: bool = False  # keep what is checkpointed in host memory
-    meta_init: bool = True  # build on the meta device and fill shards: no rank holds the whole model
-    compile: bool = False  # torch.compile each block
+    strategy: str = key(AUTO, "auto is the plan's choice", choices=(AUTO, *STRATEGIES))
+    shard_group: Any = key(AUTO, "ranks that together hold one full copy: auto or a number")
+    wrap: str = key("layer", "units: `wrap_classes`, large modules, or the root", choices=("layer", "size", "none"))
+    min_num_params: int = key(100_000_000, "`wrap=size`: parameters of a module that becomes a unit", at_least=1)
+    param_dtype: str = key(AUTO, "gathered parameters, compute; auto: bf16 on CUDA, else fp32", choices=(AUTO, *DTYPES))
+    reduce_dtype: str = key("fp32", "gradients on the wire", choices=DTYPES)
+    output_dtype: str = key(AUTO, "the model's output; auto leaves it as computed", choices=(AUTO, *DTYPES))
+    cpu_offload: bool = key(False, "parameters, gradients and optimizer state live in host memory")
+    forward_prefetch: int = key(0, "blocks gathered ahead in forward; 0 is FSDP2's own prefetch", at_least=0)
+    backward_prefetch: int = key(0, "blocks gathered ahead in backward; 0 is FSDP2's own prefetch", at_least=0)
+    accumulate_unsharded: Any = key(AUTO, "reduce gradients once per step", choices=(AUTO, True, False))
+    activation_checkpointing: str = key("none", "which activations are recomputed", choices=RECOMPUTED)
+    activation_checkpointing_every: int = key(2, "the n of every_n", at_least=1)
+    activation_offload: bool = key(False, "keep what activation checkpointing keeps in host memory")
+    meta_init: bool = key(True, "build on the meta device and fill shards: no rank holds the whole model")
+    compile: bool = key(False, "torch.compile each block")
 
 
 @dataclass
 class DataConfig:
     """Where tokens come from and how many of them make one optimizer step."""
 
-    kind: str = "???"  # python_stdlib | tokens | synthetic | text | hf_dataset
-    path: str | None = None  # tokens: a flat file of ids; text: files; hf_dataset: a folder, a file, a name on the hub
-    token_dtype: str = "uint16"  # kind=tokens: uint16 | uint32
-    vocab_size: int = 256  # token ids are below this
-    tokens: int = 10_000_000  # kind=synthetic: how many there are
-    tokenizer: str = "bytes"  # text, hf_dataset: bytes, a folder, or a name on the hub
-    tokenize: str | None = None  # ... or your function: from a text, or from a row of a data set, to a list of ids
-    subset: str | None = None  # hf_dataset: which of its configurations
-    split: str = "train"  # hf_dataset
-    text_column: str = "text"  # hf_dataset: what the tokenizer gets
-    streaming: bool = False  # hf_dataset: read as it comes, in its own order, and tokenize in every rank
-    cache_dir: str | None = None  # text, hf_dataset: where tokens are kept; null: ~/.cache/fsdp_jobs/tokens
-    seq_len: int = 128  # tokens a sample
-    global_batch: int = 16  # samples an optimizer step, over all ranks; held constant when nodes come and go
-    micro_batch: int = 4  # samples a rank puts through the model at once
-    workers: int = 1  # processes a rank that read ahead; 0 reads in the step
-    prefetch: int = 4  # microbatches each of them keeps ready
+    kind: str = key("???", "set by the option", choices=("python_stdlib", "tokens", "synthetic", "text", "hf_dataset"))
+    path: str | None = key(None, "`tokens`, `text`, `hf_dataset`: file, folder, glob or name on the hub; see below")
+    token_dtype: str = key("uint16", "`tokens`: as it was written, without a header", choices=("uint16", "uint32"))
+    vocab_size: int = key(256, "token ids are below this", at_least=1)
+    tokens: int = key(10_000_000, "`synthetic`: number of tokens", at_least=1)
+    tokenizer: str = key("bytes", "`text`, `hf_dataset`: bytes, a folder with a tokenizer, or a name on the hub")
+    tokenize: str | None = key(None, "`text`, `hf_dataset`: instead, dotted path of your function to a list of ids")
+    subset: str | None = key(None, "`hf_dataset`: which of its configurations")
+    split: str = key("train", "`hf_dataset`")
+    text_column: str = key("text", "`hf_dataset`: what the tokenizer gets")
+    streaming: bool = key(False, "`hf_dataset`: read in its own order, and tokenize in every rank")
+    cache_dir: str | None = key(None, "`text`, `hf_dataset`: where tokens are kept; null: `~/.cache/fsdp_jobs/tokens`")
+    seq_len: int = key(128, "tokens per sample", at_least=1)
+    global_batch: int = key(16, "samples per optimizer step over all ranks, however many there are", at_least=1)
+    micro_batch: int = key(4, "samples per rank at once; the rest is gradient accumulation", at_least=1)
+    workers: int = key(1, "processes per rank that read ahead; 0 reads within the step", at_least=0)
+    prefetch: int = key(4, "microbatches each of them keeps ready", at_least=1)
 
 
 @dataclass
 class OptimConfig:
     """AdamW with linear warmup and a cosine (or constant) tail."""
 
-    lr: float = 1e-3
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1  # on matrices only; norms and biases are not decayed
-    grad_clip_norm: float = 1.0  # global 2-norm; 0 is off
-    schedule: str = "cosine"  # cosine | constant
-    warmup_steps: int = 20
-    decay_steps: int | None = None  # step at which the cosine ends; null: the job's steps
-    min_lr_ratio: float = 0.1  # of lr, at the end of the cosine
+    lr: float = key(1e-3, "rate after warmup", at_least=0)
+    beta1: float = key(0.9, "decay of the mean of gradients")
+    beta2: float = key(0.95, "decay of the mean of their squares")
+    eps: float = key(1e-8, "added to the root of the latter")
+    weight_decay: float = key(0.1, "on matrices only; norms and biases are not decayed", at_least=0)
+    grad_clip_norm: float = key(1.0, "global 2-norm; 0 is off", at_least=0)
+    schedule: str = key("cosine", "after warmup", choices=("cosine", "constant"))
+    warmup_steps: int = key(20, "steps of linear warmup", at_least=0)
+    decay_steps: int | None = key(None, "step at which the cosine ends; null: `steps`")
+    min_lr_ratio: float = key(0.1, "of `lr`, at the end of the cosine")
 
 
 @dataclass
 class CheckpointConfig:
     """When the job is saved, and what is kept."""
 
-    every_steps: int = 20  # 0 is off
-    every_minutes: float = 0.0  # 0 is off; whichever of the two comes first
-    keep: int = 3  # newest complete checkpoints that stay; 0 keeps all
-    dir: str | None = None  # null: in the run directory; or a folder or URL (s3://, gs://) to make one a run in
-    local_dir: str | None = None  # a folder on each node's own disk: shards go there first, then to the place above
-    async_mode: str = AUTO  # auto | off | thread | process; auto is thread on CPU, process on CUDA
-    read_back: bool = True  # each rank reads its shard again and compares checksums before the commit
+    every_steps: int = key(20, "steps since the last save; 0 is off", at_least=0)
+    every_minutes: float = key(0.0, "minutes since the last save, if that comes first; 0 is off", at_least=0)
+    keep: int = key(3, "newest complete checkpoints that stay; 0 keeps all", at_least=0)
+    dir: str | None = key(None, "folder or URL (`s3://`, `gs://`) with a folder per run; null: in the run directory")
+    local_dir: str | None = key(None, "a folder on each node's own disk: shards are written there first, then copied")
+    async_mode: str = key(AUTO, "auto is thread on CPU and process on CUDA", choices=(AUTO, "off", "thread", "process"))
+    read_back: bool = key(True, "each rank reads its file again and compares checksums before the commit")
 
 
 @dataclass
 class ElasticConfig:
-    """How the job lives through failures."""
+    """How the job survives failures."""
 
-    max_failures_without_progress: int = 3  # failures in a row with no new checkpoint before the job stops
-    heartbeat_interval_s: float = 1.0
-    heartbeat_timeout_s: float = 10.0  # a node silent for this long is lost
-    join_window_s: float = 20.0  # once the minimum of nodes is here, wait this long for the rest
-    wait_for_nodes_s: float = 600.0  # below the minimum for this long: leave, to be requeued
-    init_timeout_s: float = 600.0  # process-group timeout until the first step has finished
-    step_timeout_s: float = 300.0  # process-group timeout afterwards
-    stall_timeout_s: float = 0.0  # no step for so long is a stall; 0: 20 measured step times, at least 60 s
-    exclude_after: int = 3  # failures of one machine before it is left out; 0 is off
-    exclude_for_s: float = 3600.0  # ... for so long; older failures do not count either
-    stop_on_nan_loss: bool = False  # a loss that is not a number ends the job
-    stop_grace_s: float = 60.0  # after a request to stop: finish the step and save within this
+    max_failures_without_progress: int = key(3, "failures tolerated without a new checkpoint in between", at_least=0)
+    heartbeat_interval_s: float = key(1.0, "seconds between an agent's heartbeats", at_least=0.1)
+    heartbeat_timeout_s: float = key(10.0, "seconds of silence after which a node is lost", at_least=1)
+    join_window_s: float = key(20.0, "seconds that the first round, with the minimum there, waits for more", at_least=0)
+    wait_for_nodes_s: float = key(600.0, "seconds below the minimum of nodes until the requeue", at_least=1)
+    init_timeout_s: float = key(600.0, "process-group timeout until the first step is done, seconds", at_least=1)
+    step_timeout_s: float = key(300.0, "process-group timeout afterwards, seconds", at_least=1)
+    stall_timeout_s: float = key(0.0, "seconds without a step that are a stall; 0: 20 steps, at least 60 s", at_least=0)
+    exclude_after: int = key(3, "failures of one machine after which it is excluded; 0 is off", at_least=0)
+    exclude_for_s: float = key(3600.0, "seconds for which it is; failures longer ago do not count", at_least=1)
+    stop_on_nan_loss: bool = key(False, "a loss that is not a number ends the job")
+    stop_grace_s: float = key(60.0, "seconds that a stopped job has to save and exit; then it is killed", at_least=1)
 
 
 @dataclass
 class TrackingConfig:
-    """An experiment tracker that gets the lines of metrics.jsonl, too. Its keys come from the environment."""
+    """An experiment tracker that gets the lines of metrics.jsonl, too. Its credentials come from the environment."""
 
-    kind: str = "none"  # none | mlflow | wandb
-    project: str = "fsdp_jobs"  # MLflow's experiment, W&B's project
-    uri: str | None = None  # of the server; null: what MLFLOW_TRACKING_URI or WANDB_BASE_URL says
+    kind: str = key("none", "set by the option", choices=("none", "mlflow", "wandb"))
+    project: str = key("fsdp_jobs", "MLflow's experiment, W&B's project")
+    uri: str | None = key(None, "the server; null: `MLFLOW_TRACKING_URI` or `WANDB_BASE_URL` where the job runs")
 
 
 @dataclass
 class NotifyConfig:
-    """Who is told that an attempt has ended, and how."""
+    """Who is notified that an attempt has ended, and how."""
 
-    command: str | None = None  # shell command on the machine that judged; FSDP_JOBS_* say what happened
-    webhook: str | None = None  # env:NAME: the variable that holds a URL, to which JSON is posted
-    on: list[str] = field(default_factory=lambda: ["done", "preempted", "infrastructure", "stalled", "user_error"])
+    command: str | None = key(None, "a shell command, run on the machine that judged")
+    webhook: str | None = key(None, "`env:NAME`: the variable that holds the URL to which JSON is posted")
+    on: list[str] = key([*VERDICTS], "which verdicts; `requeue`: also those that restart the job", choices=NOTIFY_ON)
 
 
 @dataclass
 class SweepConfig:
     """What --multirun makes of its jobs."""
 
-    name: str | None = None  # of the sweep and, with a number, of its runs; null: `name`, or one from what is swept
-    dir: str = "sweeps"  # where sweeps keep their lists of jobs
-    wait: bool = False  # stay until all jobs have ended, and hand their objectives to Hydra's sweeper
-    objective: str = "loss"  # a key of metrics.jsonl: its last value is what jobs are compared by
-    direction: str = "minimize"  # minimize | maximize
-    parallelism: int = 0  # jobs at once; 0: no limit on a cluster, 1 on this machine
+    name: str | None = key(None, "of the sweep and, numbered, of its runs; null: `name`, or one from the swept keys")
+    dir: str = key("sweeps", "the folder that has a folder for each sweep")
+    wait: bool = key(False, "stay until all jobs have ended, and hand their objectives to Hydra's sweeper")
+    objective: str = key("loss", "a key of `metrics.jsonl`; its last value is what jobs are compared by")
+    direction: str = key("minimize", "of the objective", choices=("minimize", "maximize"))
+    parallelism: int = key(0, "jobs at once; 0: no limit on a cluster, 1 on this machine", at_least=0)
 
 
 @dataclass
 class JobConfig:
     """One job, whole."""
 
-    name: str | None = None  # run directory under runs_dir; null makes one from model and time
-    runs_dir: str = "runs"
-    nodes: Any = 2  # an int, or "min:max" for an elastic job
-    nproc_per_node: Any = AUTO  # ranks a node: auto is one a GPU, or two on a CPU
-    seed: int = 0
-    steps: int = 120  # optimizer steps in all
-    script: str | None = None  # your own torchrun program instead of the trainer: train.py, or an executable
-    module: str | None = None  # likewise, as python -m runs it: pkg.train
-    script_args: str = ""  # its arguments, as in a shell
-    log_every_steps: int = 1
-    attach: bool = True  # stay and show progress; false returns the handle at once
-    dry_run: bool = False  # show what would be submitted, submit nothing
-    allow_config_change: bool = False  # let an existing run go on with another training configuration
-    init_from: str | None = None  # weights that a new run begins with: a file, or a folder of them or of DCP
-    init_key_map: list[str] = field(default_factory=list)  # "REGEX=>REPLACEMENT" for names in init_from, in order
-    init_rope: str = "halves"  # rotary pairs in init_from: halves (transformers) | interleaved (torchtitan, Meta)
+    name: str | None = key(None, "the run's folder in `runs_dir`; one that exists continues; null makes a new one")
+    runs_dir: str = key("runs", "where run directories are, relative to the current folder")
+    nodes: Any = key(2, "a number, or `min:max` for a job that trains with what it can get between the two")
+    nproc_per_node: Any = key(AUTO, "ranks per node; auto is `hardware.gpus_per_node`")
+    seed: int = key(0, "of the initial weights and of the order of samples", at_least=0)
+    steps: int = key(120, "optimizer steps in all, earlier attempts included", at_least=1)
+    script: str | None = key(None, "your own program instead of the trainer: a `.py` or an executable")
+    module: str | None = key(None, "the same, as `python -m` runs it")
+    script_args: str = key("", 'its arguments, as in a shell: `script_args="--lr 3e-4"`')
+    log_every_steps: int = key(1, "steps between two lines of `metrics.jsonl`", at_least=1)
+    attach: bool = key(True, "stay and show progress; false returns the handle at once")
+    dry_run: bool = key(False, "show the plan and what would be submitted, submit nothing")
+    allow_config_change: bool = key(False, "let an existing run continue with another training configuration")
+    init_from: str | None = key(None, "weights that a new run starts from: a file, or a folder of them or of DCP")
+    init_key_map: list[str] = key([], "`REGEX=>REPLACEMENT` for names in `init_from`, one after the other")
+    init_rope: str = key("halves", "order of rotary pairs in `init_from`", choices=("halves", "interleaved"))
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -332,7 +335,7 @@ def training_values(config: JobConfig) -> dict[str, Any]:
         return {prefix: value}
 
     found: dict[str, Any] = {}
-    for key in PROGRAM_KEYS if config.is_program else TRAINING_KEYS:
-        value = OmegaConf.select(tree, key)
-        found |= leaves(key, OmegaConf.to_container(value) if OmegaConf.is_config(value) else value)
+    for name in PROGRAM_KEYS if config.is_program else TRAINING_KEYS:
+        value = OmegaConf.select(tree, name)
+        found |= leaves(name, OmegaConf.to_container(value) if OmegaConf.is_config(value) else value)
     return {k: v for k, v in found.items() if k not in NOT_TRAINING_KEYS}

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from fsdp_jobs.config.keys import AUTO
 from fsdp_jobs.config.resolve import accelerator, backend, param_dtype, ranks_per_node
-from fsdp_jobs.config.schema import AUTO, HardwareConfig, JobConfig
+from fsdp_jobs.config.schema import HardwareConfig, JobConfig
 from fsdp_jobs.plan.grouping import Placement, group_sizes, place
 from fsdp_jobs.plan.layout import HYBRID, Layout
 from fsdp_jobs.plan.memory import DTYPE_BYTES, GIB, MARGIN, Memory, peak_memory

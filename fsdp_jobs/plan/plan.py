@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
+from fsdp_jobs.config.keys import AUTO
 from fsdp_jobs.config.resolve import backend, node_range, ranks_per_node
-from fsdp_jobs.config.schema import AUTO, STRATEGIES, JobConfig
+from fsdp_jobs.config.schema import STRATEGIES, JobConfig
 from fsdp_jobs.plan.choose import Choice, Option, choose, choose_without_shape, usable_bytes
 from fsdp_jobs.plan.grouping import place
 from fsdp_jobs.plan.layout import HYBRID, Layout

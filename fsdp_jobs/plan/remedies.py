@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
+from fsdp_jobs.config.keys import AUTO
 from fsdp_jobs.config.resolve import ranks_per_node
-from fsdp_jobs.config.schema import AUTO, FsdpConfig, JobConfig
+from fsdp_jobs.config.schema import FsdpConfig, JobConfig
 from fsdp_jobs.plan.choose import Option, choose
 from fsdp_jobs.plan.memory import GIB
 from fsdp_jobs.plan.shapes import ModelShape

@@ -14,9 +14,6 @@ from fsdp_jobs.config.schema import plain_values
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, write_atomic
 
-VERDICTS = ("done", "preempted", "infrastructure", "stalled", "user_error")
-NOTIFY_ON = (*VERDICTS, "requeue")  # the words of the key notify.on; "requeue": any verdict that decides so
-
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: checkpoint saved, start the job again
@@ -28,7 +25,7 @@ _NOTIFIED_WITHIN_S = 15.0  # a notification gives up by itself after 10 s
 class Verdict:
     """Why an attempt ended and what happens next."""
 
-    verdict: str  # one of VERDICTS
+    verdict: str  # one of VERDICTS of config/schema.py
     decision: str  # stop | requeue
     reason: str  # one sentence for the user
     rank: int | None = None  # the first rank that failed

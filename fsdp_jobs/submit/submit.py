@@ -20,7 +20,6 @@ from fsdp_jobs.checkpoints.catalog import find_checkpoints, home_of
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
 from fsdp_jobs.config.resolve import node_range, ranks_per_node
 from fsdp_jobs.config.schema import CustomModelConfig, HfConfig, JobConfig, dump_config
-from fsdp_jobs.config.validate import check, check_existing_run
 from fsdp_jobs.launchers.base import SESSION, WRITES_AT_ONCE, Description, Job, Launcher, launcher_of
 from fsdp_jobs.launchers.state import State
 from fsdp_jobs.plan.plan import Plan, make_plan
@@ -32,6 +31,7 @@ from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, run_dir_of, write_atomic
 from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.verdict import Verdict
+from fsdp_jobs.submit.validate import check_existing_run, validate
 
 _LEAVES_S = 30.0  # most that a launcher takes to see that a job has ended
 
@@ -106,7 +106,7 @@ def prepare(configs: Sequence[JobConfig]) -> list[Prepared]:
 
 def _open(config: JobConfig, taken: Sequence[RunDir]) -> RunDir:
     """Validate a configuration and return its run directory, which no other job may be using."""
-    check(config)
+    validate(config)
     run = run_dir_of(config)
     if any(run.path == other.path for other in taken):
         raise BadInput([Problem(f"name={run.name}", "is the name of two jobs that are submitted together")])

@@ -17,12 +17,12 @@ from hydra.errors import HydraException
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from rich.console import Console
 
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
 from fsdp_jobs.config.hydra import PLUGINS, check_sweep, hydra_here
-from fsdp_jobs.config.validate import value_problem
+from fsdp_jobs.config.keys import value_problems
 from fsdp_jobs.run.directory import find_run
 from fsdp_jobs.submit.submit import prepare
 from fsdp_jobs.sweeps import jobs
@@ -166,8 +166,7 @@ def _contradictions(config: DictConfig, swept: Sequence[str]) -> Iterator[Proble
     sweep, sweeper = config.sweep, config.hydra.sweeper
     for key in filter(is_of_the_command, swept):
         yield Problem(key, "applies to the whole sweep: it cannot have several values")
-    for key in ("direction", "parallelism"):
-        yield from value_problem(f"sweep.{key}", sweep[key])
+    yield from value_problems(OmegaConf.to_object(sweep), "sweep.")
     wanted = sweeper.get("direction")
     if (wanted := getattr(wanted, "name", wanted)) in ("minimize", "maximize") and wanted != sweep.direction:
         what = f"contradicts hydra.sweeper.direction={wanted}"

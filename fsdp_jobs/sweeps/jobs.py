@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_jobs.config.errors import BadInput, Problem
-from fsdp_jobs.config.hydra import compose_many
 from fsdp_jobs.config.schema import JobConfig
-from fsdp_jobs.config.validate import check
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.status import ENDED
 from fsdp_jobs.run.tail import newest_json_lines
 from fsdp_jobs.submit import submit as submission
+from fsdp_jobs.submit.validate import composed
 from fsdp_jobs.sweeps.identity import canonical, identity, is_of_the_command
 from fsdp_jobs.sweeps.table import NEW, Row, Sweep
 
@@ -54,7 +53,7 @@ def to_do(sweep: Sweep, jobs: Sequence[Sequence[str]]) -> tuple[list[Row], dict[
         sweep.jobs = list(_rows_of_runs(sweep))
     known = {row.run for row in sweep.jobs}
     rows = sweep.rows_for(jobs)
-    configs = composed(sweep, rows)
+    configs = composed([sweep.overrides_of(row) for row in rows])
     if problems := list(dict.fromkeys(_name_clashes(sweep, [row for row in rows if row.run not in known]))):
         raise BadInput(problems)
     refresh(sweep, sweep.jobs)
@@ -64,27 +63,6 @@ def to_do(sweep: Sweep, jobs: Sequence[Sequence[str]]) -> tuple[list[Row], dict[
         if not is_done and not row.is_active:
             undone[row.run] = config
     return rows, undone
-
-
-def composed(sweep: Sweep, rows: Sequence[Row]) -> list[JobConfig]:
-    """Compose the configurations of rows.
-
-    Raises:
-        BadInput: overrides that are wrong, and what is wrong with the values of the others, all at once.
-    """
-    jobs = [sweep.overrides_of(row) for row in rows]
-    made = compose_many(jobs)
-    problems = [p for job in made if isinstance(job, BadInput) for p in job.problems]
-    if not problems:
-        return [job for job in made if isinstance(job, JobConfig)]
-    bad = {p.where for p in problems}
-    for config in compose_many([[o for o in job if o not in bad] for job in jobs]):
-        if isinstance(config, JobConfig):
-            try:
-                check(config)
-            except BadInput as e:
-                problems += e.problems
-    raise BadInput(dict.fromkeys(problems))
 
 
 def _rows_of_runs(sweep: Sweep) -> Iterator[Row]:

@@ -16,6 +16,7 @@ from fsdp_jobs.config.errors import BadInput, Problem, nearest
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.run.tail import newest_json_lines
 from fsdp_jobs.submit.stop import stop
+from fsdp_jobs.submit.validate import composed
 from fsdp_jobs.sweeps import jobs
 from fsdp_jobs.sweeps.identity import key_of
 from fsdp_jobs.sweeps.show import counts, number, show_status, show_submitted
@@ -62,7 +63,7 @@ def _retry_failed(sweep: Sweep, _: argparse.Namespace) -> int:
 
 def _submit(sweep: Sweep, rows: list[Row]) -> int:
     """Submit rows again, each into its own run directory."""
-    configs = jobs.composed(sweep, rows)
+    configs = composed([sweep.overrides_of(row) for row in rows])
     jobs.submit(sweep, {row.run: config for row, config in zip(rows, configs, strict=True)})
     if rows:
         show_submitted(console, sweep, rows, {row.run for row in rows}, with_commands=True)

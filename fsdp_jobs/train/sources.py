@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from fsdp_jobs.config.documents import text_files
+from fsdp_jobs.config.data import text_files
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import DataConfig
 from fsdp_jobs.train.tokenize import Tokenize, cached, tokenizer_of

@@ -18,7 +18,7 @@ from docker.utils import parse_bytes
 from torchx.specs import AppDef, Role, macros
 
 from fsdp_jobs.config.clusters import DockerClusterConfig
-from fsdp_jobs.config.documents import inputs_of
+from fsdp_jobs.config.data import input_paths
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.app import RUN_DIR_KEY
@@ -200,7 +200,7 @@ def _mounts(config: JobConfig, run: RunDir) -> Iterator[tuple[str, str, bool]]:
     if config.checkpoint.dir is not None and "://" not in config.checkpoint.dir:
         folder = str(Path(config.checkpoint.dir).resolve())
         yield folder, folder, False  # Docker wants it to exist: `create` makes it
-    for path in inputs_of(config):
+    for path in input_paths(config):
         yield str(path.resolve()), str(path.absolute()), True
     for text in config.cluster.mounts:
         yield parse_mount(text)

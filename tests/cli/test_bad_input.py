@@ -142,7 +142,7 @@ def test_tokens_beyond_the_vocabulary_and_half_tokens_are_found_before_anything_
     assert done.returncode == 2 and "holds token id 300" in done.stderr
     (tmp_path / "odd.bin").write_bytes(bytes(1001))
     done = cli(tmp_path, "data=tokens", f"data.path={tmp_path}/odd.bin", "data.vocab_size=256")
-    assert done.returncode == 2 and "no whole number of uint16" in done.stderr
+    assert done.returncode == 2 and "not a whole number of uint16" in done.stderr
 
 
 def test_a_plan_needs_no_data(tmp_path: Path) -> None:

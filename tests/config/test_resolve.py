@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 
+from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.resolve import accelerator, accelerator_of_node, backend, node_range, param_dtype, ranks_per_node
 from fsdp_jobs.config.schema import FsdpConfig, JobConfig
@@ -77,5 +78,5 @@ def test_dtypes() -> None:
 def test_a_range_of_nodes() -> None:
     assert [node_range(text) for text in (4, "4", "2:4")] == [(4, 4), (4, 4), (2, 4)]
     for wrong in (0, "x", "1:x", "4:2", ":"):
-        with pytest.raises(ValueError, match=f"nodes={wrong}"):
+        with pytest.raises(BadInput, match=f"nodes={wrong}"):
             node_range(wrong)

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from fsdp_jobs.config.errors import BadInput
-from fsdp_jobs.config.hydra import compose_job, compose_many
+from fsdp_jobs.config.hydra import compose_job, compose_jobs
 from fsdp_jobs.config.schema import JobConfig, dump_config, load_config
-from fsdp_jobs.config.validate import check, check_existing_run
 from fsdp_jobs.elastic.program import Program
 from fsdp_jobs.launchers.app import to_app
 from fsdp_jobs.launchers.base import Job
@@ -18,6 +17,7 @@ from fsdp_jobs.launchers.slurm.script import Site, script
 from fsdp_jobs.plan.plan import Plan, make_plan
 from fsdp_jobs.plan.render import render_text, to_svg
 from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.submit.validate import check_existing_run, validate
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_bad_input_is_named_before_anything_is_started(overrides: list[str], said: tuple[str, str]) -> None:
     with pytest.raises(BadInput) as found:
-        check(compose_job(overrides))
+        validate(compose_job(overrides))
     assert all(words in str(found.value) for words in said), str(found.value)
 
 
@@ -64,18 +64,18 @@ def test_bad_input_is_named_before_anything_is_started(overrides: list[str], sai
     ],
 )
 def test_what_can_be_run_is_not_refused(overrides: list[str]) -> None:
-    check(compose_job(overrides))
+    validate(compose_job(overrides))
 
 
 @pytest.mark.parametrize("text", ["--lr=3e-4 --names a,b", "--text 'two words'", "5", "--set {a: 1} [x]", ""])
 def test_arguments_stand_as_in_a_shell(text: str) -> None:
     overrides = ["script=train.py", f"script_args={text}"]
     assert compose_job(overrides).script_args == text
-    assert compose_many([overrides])[0].script_args == text
+    assert compose_jobs([overrides])[0].script_args == text
 
 
 def test_arguments_that_hydra_has_escaped_for_a_sweep_are_read_back() -> None:
-    assert compose_many([["script=train.py", "script_args=--n\\ 1"]])[0].script_args == "--n 1"
+    assert compose_jobs([["script=train.py", "script_args=--n\\ 1"]])[0].script_args == "--n 1"
 
 
 def test_nothing_is_known_of_a_programs_model_unless_one_is_named() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_jobs.cli.main import main
-from fsdp_jobs.config.hydra import compose_job, compose_many
+from fsdp_jobs.config.hydra import compose_job, compose_jobs
 from fsdp_jobs.config.schema import dump_config
 from fsdp_jobs.launchers.waiting import Entry, Pool, started, take, waiting_of, withdraw
 from fsdp_jobs.run.directory import RunDir
@@ -76,7 +76,7 @@ def test_composing_many_is_composing_each() -> None:
         ["nodes=2:4", "model.wrap_classes=[A, B]", "name='a b'"],
         ["experiment=llama3_8b_pretrain", "cluster=slurm", "++optim.lr=3e-4"],
     ]
-    assert compose_many(jobs) == [compose_job(job) for job in jobs]
+    assert compose_jobs(jobs) == [compose_job(job) for job in jobs]
 
 
 def test_the_last_value_of_a_key_is_found_however_far_back(tmp_path: Path) -> None:

@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
 from fsdp_jobs.config.documents import inputs_of
+
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.schema import DataConfig
-from fsdp_jobs.config.validate import check
+from fsdp_jobs.submit.validate import validate
 from tests.jobs import job
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog"]
@@ -113,14 +113,14 @@ def test_what_cannot_be_read_is_said_before_submission(corpus: Path) -> None:
         (["data=text", f"data.path={corpus}/text", f"data.tokenizer={corpus}/text"], "holds no tokenizer"),
         (["data=hf_dataset", "data.path=./nowhere"], "there is no such file"),
         (["data=hf_dataset", f"data.path={corpus}/rows.jsonl", "data.tokenize=nowhere.at.all"], "cannot be imported"),
-        (["data=text", f"data.path={corpus}/text", "data.streaming=true"], "is no stream"),
+        (["data=text", f"data.path={corpus}/text", "data.streaming=true"], "cannot be streamed"),
     ):
         with pytest.raises(BadInput, match=said):
-            check(compose_job(overrides))
+            validate(compose_job(overrides))
     whole = [f"data.path={corpus}/text/*.txt", f"data.tokenizer={corpus}/tokenizer"]
     with pytest.raises(BadInput, match=r"data\.vocab_size=11"):
-        check(compose_job(["data=text", *whole, "data.vocab_size=10"]))
-    check(compose_job(["data=text", *whole, "data.vocab_size=11"]))
+        validate(compose_job(["data=text", *whole, "data.vocab_size=10"]))
+    validate(compose_job(["data=text", *whole, "data.vocab_size=11"]))
 
 
 @pytest.mark.integration

@@ -1,0 +1,145 @@
+"""Validate the group `data`: the files, data sets and tokenizers that ranks read. No torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from fsdp_jobs.config.errors import Problem
+from fsdp_jobs.config.schema import DataConfig, HfConfig, JobConfig
+
+HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+
+
+def data_problems(config: JobConfig, files: bool) -> Iterator[Problem]:
+    """Check the keys of `data` against each other and against the model; with `files`, the data itself."""
+    data, vocab = config.data, getattr(config.model, "vocab_size", 0)
+    look = files and config.cluster.shares_files
+    if data.kind == "tokens" and files:
+        if data.path is None:
+            yield Problem("data.path", "data=tokens reads a file of token ids", "data.path=FILE")
+        elif look:
+            yield from _token_file(data, Path(data.path))
+    elif data.kind == "synthetic" and data.tokens <= data.seq_len:
+        yield Problem(f"data.tokens={data.tokens}", f"one sample needs {data.seq_len + 1}")
+    elif data.kind in ("text", "hf_dataset"):
+        if files and data.path is None:
+            yield Problem("data.path", f"data={data.kind} needs to know what to read", "data.path=PATH")
+        elif look and data.path is not None:
+            yield from _documents(data, data.path)
+        yield from _libraries(data)
+        yield from _tokenizer(data)
+    if vocab and data.vocab_size > vocab:
+        what = f"token ids go up to {data.vocab_size - 1}, the model has a vocabulary of {vocab}"
+        yield Problem(f"data.vocab_size={data.vocab_size}", what, "a model, or a tokenizer, of the other's size")
+
+
+def input_paths(config: JobConfig) -> Iterator[Path]:
+    """Yield the files and folders of this machine that ranks read: data, tokenizer, weights; not names on the hub."""
+    data = config.data
+    named = [data.path if data.kind in ("tokens", "text", "hf_dataset") else None, config.init_from]
+    if data.kind in ("text", "hf_dataset") and data.tokenizer != "bytes":
+        named.append(data.tokenizer)
+    if isinstance(config.model, HfConfig):
+        named.append(config.model.name_or_path)
+    for path in map(Path, filter(None, named)):
+        glob = next((i for i, part in enumerate(path.parts) if set(part) & set("*?[")), None)
+        whole = Path(*path.parts[:glob])
+        if whole.exists() and whole != Path():
+            yield whole
+
+
+def text_files(path: str) -> list[Path]:
+    """Return the files that a path names, sorted: itself, all in a folder, or those that match it as a glob."""
+    named = Path(path)
+    if named.is_file():
+        return [named]
+    matches = named.rglob("*") if named.is_dir() else Path(named.anchor).glob(str(named.relative_to(named.anchor)))
+    return sorted(f for f in matches if f.is_file())
+
+
+def _token_file(data: DataConfig, path: Path) -> Iterator[Problem]:
+    where = f"data.path={path}"
+    if not path.is_file():
+        yield Problem(where, "there is no such file", "data.path=FILE of token ids")
+        return
+    if data.token_dtype not in ("uint16", "uint32"):
+        return  # said of the key
+    width = np.dtype(data.token_dtype).itemsize
+    tokens, rest = divmod(path.stat().st_size, width)
+    if tokens <= data.seq_len:
+        what = f"holds {tokens} tokens of {data.token_dtype}; one sample needs {data.seq_len + 1}"
+        yield Problem(where, what, "a longer file, or a smaller data.seq_len")
+    elif rest:
+        what = f"its size is not a whole number of {data.token_dtype} tokens"
+        yield Problem(where, what, "data.token_dtype=uint16 or uint32, as it was written")
+    elif (highest := _highest_token(path, data.token_dtype)) is None:
+        yield Problem(where, "you may not read it", "chmod u+r, or another file")
+    elif highest >= data.vocab_size:
+        what = f"{path} holds token id {highest}"
+        yield Problem(f"data.vocab_size={data.vocab_size}", what, "the tokenizer's size, or another token_dtype")
+
+
+def _highest_token(path: Path, dtype: str) -> int | None:
+    """Return the highest id in 64 stretches spread over a token file; None when it may not be read."""
+    try:
+        tokens = np.memmap(path, dtype=np.dtype(dtype), mode="r")
+    except OSError:
+        return None
+    starts = np.linspace(0, max(0, len(tokens) - 4096), 64, dtype=np.int64)
+    return max(int(tokens[s : s + 4096].max()) for s in starts)
+
+
+def _documents(data: DataConfig, path: str) -> Iterator[Problem]:
+    if data.kind == "text" and not text_files(path):
+        yield Problem(f"data.path={path}", "there is no such file", "a file, a folder or a glob")
+    elif data.kind == "hf_dataset" and not Path(path).exists() and not HUB_NAME.fullmatch(path):
+        yield Problem(f"data.path={path}", "there is no such file", "a folder, a file or a name on the hub")
+
+
+def _libraries(data: DataConfig) -> Iterator[Problem]:
+    needed = {
+        "datasets": data.kind == "hf_dataset",
+        "transformers": data.tokenize is None and data.tokenizer != "bytes",
+    }
+    for library, is_needed in needed.items():
+        if is_needed and importlib.util.find_spec(library) is None:
+            yield Problem(f"data={data.kind}", f"{library} is not installed", "pip install 'fsdp_jobs[hf]'")
+    if data.streaming and data.kind != "hf_dataset":
+        yield Problem("data.streaming=true", f"data={data.kind} cannot be streamed", "data=hf_dataset")
+
+
+def _tokenizer(data: DataConfig) -> Iterator[Problem]:
+    if data.tokenize is not None:
+        package = data.tokenize.partition(".")[0]
+        if "." not in data.tokenize or (package not in ("", ".") and importlib.util.find_spec(package) is None):
+            yield Problem(f"data.tokenize={data.tokenize}", "cannot be imported", "my_package.my_module.function")
+        return
+    where, ids = f"data.tokenizer={data.tokenizer}", 256
+    if data.tokenizer != "bytes":
+        folder = Path(data.tokenizer)
+        if not folder.is_dir():
+            if not HUB_NAME.fullmatch(data.tokenizer):
+                yield Problem(where, "there is no such folder", "bytes, a folder, or a name on the hub")
+            return
+        if not any(folder.glob("*token*")) and not any(folder.glob("*.model")):
+            yield Problem(where, "the folder holds no tokenizer", "a folder with tokenizer.json")
+            return
+        if not (folder / "tokenizer.json").is_file():
+            return
+        ids = _number_of_ids((folder / "tokenizer.json").read_text())
+    if ids > data.vocab_size:
+        yield Problem(f"data.vocab_size={data.vocab_size}", f"{where} has {ids} ids", f"data.vocab_size={ids}")
+
+
+def _number_of_ids(tokenizer: str) -> int:
+    """Return one more than the highest id of a tokenizer.json."""
+    content = json.loads(tokenizer)
+    vocabulary = content.get("model", {}).get("vocab", {})
+    own: int = len(vocabulary) if isinstance(vocabulary, list) else max(vocabulary.values(), default=-1) + 1
+    return max([own, *(int(t["id"]) + 1 for t in content.get("added_tokens", []))])

@@ -1,0 +1,59 @@
+"""Declare a key of the configuration in one line: its default, its meaning, the values it may have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import field, fields, is_dataclass
+from typing import Any
+
+from fsdp_jobs.config.errors import Problem, nearest
+
+AUTO = "auto"
+
+
+def key(default: Any, meaning: str, *, choices: Sequence[str | bool] = (), at_least: float | None = None) -> Any:
+    """Return a dataclass field with the key's meaning and bounds as its metadata.
+
+    Args:
+        default: `"???"` for a key that has to be given.
+        meaning: one line of docs/configuration.md, with the unit where the name does not have it.
+        choices: the values it may have; of a list, each of its items.
+        at_least: the smallest number it may be.
+    """
+    about = {"meaning": meaning, "choices": tuple(choices), "at_least": at_least}
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: copy(default), metadata=about)
+    return field(default=default, metadata=about)
+
+
+def metadata(schema: type, name: str) -> Mapping[str, Any]:
+    """Return what `key` was about of a field, by a base class if a subclass only changes the default."""
+    declared = (vars(base).get("__dataclass_fields__", {}).get(name) for base in schema.__mro__)
+    return next((f.metadata for f in declared if f is not None and f.metadata), {})
+
+
+def value_problems(config: Any, prefix: str = "", unread: tuple[str, ...] = ()) -> Iterator[Problem]:
+    """Check each value of a configuration, or of one of its groups, against the bounds of its key.
+
+    Args:
+        config: an instance of a dataclass whose fields were declared with `key`.
+        prefix: of the group, with a dot at its end.
+        unread: keys and groups (with a dot at their end) that nothing reads, so that nothing is wrong with them.
+    """
+    for declared in fields(config):
+        name, value = prefix + declared.name, getattr(config, declared.name)
+        if is_dataclass(value):
+            yield from value_problems(value, f"{name}.", unread)
+            continue
+        if value is None or name.startswith(unread):
+            continue
+        bounds = metadata(type(config), declared.name)
+        choices, least = bounds.get("choices"), bounds.get("at_least")
+        for item in value if isinstance(value, list) and choices else [value]:
+            if choices and item not in choices:
+                shown = f"[{item}]" if isinstance(value, list) else item
+                hint = nearest(str(item), map(str, choices))
+                yield Problem(f"{name}={shown}", f"allowed: {', '.join(map(str, choices))}", hint)
+        if least is not None and value < least:
+            yield Problem(f"{name}={value}", f"must be at least {least:g}")

@@ -1,0 +1,89 @@
+"""Validate a job before submission: its configuration, its sharding, and the run that it continues. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from fsdp_jobs.checkpoints.catalog import find_checkpoints, home_of, step_of
+from fsdp_jobs.config.errors import BadInput, Problem
+from fsdp_jobs.config.hydra import compose_jobs
+from fsdp_jobs.config.resolve import node_range, ranks_per_node
+from fsdp_jobs.config.schema import JobConfig, load_config, training_values
+from fsdp_jobs.config.validate import config_problems
+from fsdp_jobs.plan.plan import check_sharding
+from fsdp_jobs.plan.topology import Topology
+from fsdp_jobs.run.directory import RunDir
+
+
+def validate(config: JobConfig, files: bool = True) -> None:
+    """Validate all but what only the run directory knows; without `files`, as for a plan, no data is looked at.
+
+    Raises:
+        BadInput: everything that is wrong.
+    """
+    problems = list(config_problems(config, files))
+    known = {p.where for p in problems}
+    problems += (p for p in _sharding_problems(config) if p.where not in known)
+    if problems:
+        raise BadInput(problems)
+
+
+def composed(jobs: Sequence[Sequence[str]], config_dir: str | None = None, files: bool = True) -> list[JobConfig]:
+    """Compose the configuration of each list of overrides; valid overrides are not validated any further.
+
+    Raises:
+        BadInput: what is wrong with overrides, and with what the good ones make, all at once.
+    """
+    configs = compose_jobs(jobs, config_dir)
+    problems = [p for config in configs if isinstance(config, BadInput) for p in config.problems]
+    if not problems:
+        return [config for config in configs if isinstance(config, JobConfig)]
+    bad = {p.where for p in problems}
+    for config in compose_jobs([[o for o in job if o not in bad] for job in jobs], config_dir):
+        try:
+            if isinstance(config, BadInput):
+                raise config
+            validate(config, files)
+        except BadInput as e:
+            problems += e.problems
+    raise BadInput(dict.fromkeys(problems))
+
+
+def check_existing_run(config: JobConfig, run: RunDir) -> None:
+    """Check that a configuration continues the training of the run, if there is one.
+
+    Raises:
+        BadInput: the run has more steps already, or was started with another training configuration.
+    """
+    newest = next(iter(find_checkpoints(home_of(config.checkpoint, run))), None)
+    if newest is not None and not config.is_program and config.steps < (done := step_of(newest)):
+        raise BadInput(
+            [Problem(f"steps={config.steps}", f"run {run.name} is at step {done} already", f"steps above {done}")]
+        )
+    if not run.config.exists() or config.allow_config_change:
+        return
+    before, now = training_values(load_config(run.config)), training_values(config)
+    problems = [
+        Problem(f"{key}={now.get(key)}", f"run {run.name} was trained with {before.get(key)}")
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
+    ]
+    if problems:
+        what = "continues with the configuration it was started with"
+        instead = "another name=..., or allow_config_change=true if you mean it"
+        raise BadInput([*problems, Problem(f"name={run.name}", what, instead)])
+
+
+def _sharding_problems(config: JobConfig) -> Iterator[Problem]:
+    """Check the sharding on the fewest and on the most nodes; each key is named once."""
+    try:
+        sizes, per_node = node_range(config.nodes), ranks_per_node(config)
+    except BadInput:
+        return  # validated with the configuration
+    problems: dict[str, Problem] = {}
+    for nodes in sizes:
+        try:
+            check_sharding(config, Topology.flat(nodes, per_node))
+        except BadInput as e:
+            problems = {p.where: p for p in e.problems} | problems
+    yield from problems.values()
