@@ -16,7 +16,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -240,13 +240,14 @@ class _Composer:
 
     def _set(self, config: DictConfig, keys: list[str], text: str, override: Override) -> Problem | None:
         key = override.key_or_group
-        is_open = key.startswith(_OPEN)
+        is_open = any(f"{key}.".startswith(o) and o[:-1] in keys for o in _OPEN)
         if key not in keys and (override.is_delete() or not is_open):
             hint = nearest(key, [*keys, *self.options])
             return Problem(text, "there is no such key", hint or "python -m fsdp_jobs --cfg job lists all keys")
-        if override.is_delete() and is_open:
+        if override.is_delete() and key.startswith(_OPEN):
             mapping, _, name = key.rpartition(".")
-            del OmegaConf.select(config, mapping)[name]
+            with open_dict(config):
+                del OmegaConf.select(config, mapping)[name]
             return None
         if override.is_delete() or (override.is_add() and not is_open):
             return Problem(text, "every job has this key", f"{key}=VALUE")

@@ -55,7 +55,10 @@ def test_bad_input_is_explained_and_does_nothing(tmp_path: Path, args: list[str]
     assert [p for p in tmp_path.rglob("*") if not p.name.startswith(".")] == []
 
 
-@pytest.mark.parametrize("override", ["+optim.foo=3", "++optim.foo=3", "+foo=1", "=3", ""])
+@pytest.mark.parametrize(
+    "override",
+    ["+optim.foo=3", "++optim.foo=3", "+foo=1", "=3", "", "+optim.lr=3", "~optim.lr", "~foo", "cluster.env.X=1"],
+)
 def test_no_key_can_be_smuggled_in(override: str) -> None:
     with pytest.raises(BadInput):
         compose_job([override])
@@ -108,6 +111,9 @@ def test_a_config_dir_of_the_users_own_adds_options(tmp_path: Path) -> None:
 def test_open_keys_take_whatever_the_users_factory_takes() -> None:
     custom = compose_job(["model=custom", "model._target_=a.b", "model.kwargs={x: 1}", "model.kwargs.y=2"]).model
     assert custom.kwargs == {"x": 1, "y": 2}  # type: ignore[attr-defined]
+    efa = ["cluster=kubernetes_efa", "+cluster.env.A=1", "++cluster.env.B=2", "~cluster.env.FI_PROVIDER"]
+    env = compose_job(efa).cluster.env  # type: ignore[attr-defined]
+    assert "FI_PROVIDER" not in env and (env["A"], env["B"], env["NCCL_SOCKET_IFNAME"]) == ("1", "2", "^docker,lo,veth")
 
 
 def test_a_file_without_permission(tmp_path: Path) -> None:
