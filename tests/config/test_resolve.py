@@ -10,10 +10,11 @@ from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.resolve import accelerator, accelerator_of_node, backend, node_range, param_dtype, ranks_per_node
 from fsdp_jobs.config.schema import FsdpConfig, JobConfig
-from fsdp_jobs.launchers.app import to_app
+from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.docker import refusals
+from fsdp_jobs.launchers.kubernetes import pods
 from fsdp_jobs.launchers.kubernetes.labels import Names
-from fsdp_jobs.launchers.kubernetes.pods import Job, node_pod
+from fsdp_jobs.launchers.kubernetes.pods import node_pod
 from fsdp_jobs.launchers.slurm.script import Site, script
 from fsdp_jobs.plan.plan import Plan
 from fsdp_jobs.run.directory import RunDir
@@ -32,13 +33,13 @@ ACCELERATORS = (None, "auto", "cpu", "cuda")
 
 def gpus_requested(cluster: str, config: JobConfig, plan: Plan) -> int:
     """GPUs per node in what is submitted."""
-    app = to_app(config, RUN, ranks_per_node(config))
-    in_app = int(app.roles[1].resource.gpu)
+    job = Job(config, RUN, plan)
+    in_app = int(job.app.roles[1].resource.gpu)
     if cluster == "slurm":
-        text = script(app, config, plan, Site("--gpus-per-node={}", 0, 70)).of_run(str(RUN.path), app.name)
+        text = script(job, Site("--gpus-per-node={}", 0, 70)).of_run(str(RUN.path), job.app.name)
         assert (f"--gpus-per-node={in_app}\n" in text) == ("--gpus-per-node" in text) == bool(in_app)
     elif cluster == "kubernetes":
-        spec = node_pod(Job(config, RUN, app), Names("one-abc123"), "one", "0")["spec"]
+        spec = node_pod(pods.Job(config, RUN, job.app), Names("one-abc123"), "one", "0")["spec"]
         assert int(spec["containers"][0]["resources"]["limits"].get("nvidia.com/gpu", 0)) == in_app
     elif cluster == "docker":
         [*missing] = refusals._gpus(config, plan, {}, [])
