@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 ENDLESS = ("steps=100000", "optim.schedule=constant", "checkpoint.every_steps=20", "fsdp=full_shard")
 QUICK = ("elastic.heartbeat_timeout_s=5", "elastic.join_window_s=5")
+ONE_RANK = "nproc_per_node=1"  # per node: they all start on the cores of one machine
 
 
 def as_undisturbed(job: SlurmJob, folder: Path, *overrides: str) -> None:
@@ -58,13 +59,13 @@ def test_a_job_goes_on_whatever_is_asked_of_it(lab: Lab, tmp_path: Path) -> None
 
 
 def test_lost_nodes_are_replaced_and_the_loss_of_the_first_one_requeues(lab: Lab, tmp_path: Path) -> None:
-    with slurm_job(lab, tmp_path, "lossy", "nodes=2:4", *QUICK, *ENDLESS) as job:
+    with slurm_job(lab, tmp_path, "lossy", "nodes=2:4", ONE_RANK, *QUICK, *ENDLESS) as job:
         job.until_attempt(0)
         lab.crash("node3")
-        job.until(lambda: [r["world_size"] for r in job.rounds()] == [8, 6], "three nodes")
+        job.until(lambda: [r["world_size"] for r in job.rounds()] == [4, 3], "three nodes")
         job.until(lambda: bool(job.events("node_asked_for")), "a companion's submission", 120)
         lab.boot("node3")
-        job.until(lambda: [r["world_size"] for r in job.rounds()] == [8, 6, 8], "four nodes again", 150)
+        job.until(lambda: [r["world_size"] for r in job.rounds()] == [4, 3, 4], "four nodes again", 150)
         job.progress()
         assert job.rounds()[-1]["hosts"] == ["node1", "node2", "node3", "node4"]
 
@@ -79,7 +80,7 @@ def test_lost_nodes_are_replaced_and_the_loss_of_the_first_one_requeues(lab: Lab
 def test_the_node_test_names_a_bad_node_and_the_job_excludes_it(lab: Lab, tmp_path: Path) -> None:
     lab.do("run", "node2", "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", "/dev/shm")
     try:
-        with slurm_job(lab, tmp_path, "picky", "nodes=2:3", "cluster.preflight=true", *QUICK, *ENDLESS) as job:
+        with slurm_job(lab, tmp_path, "picky", "nodes=2:3", ONE_RANK, "cluster.preflight=true", *QUICK, *ENDLESS) as job:
             job.until_attempt(1)
             told = job.verdict(0)
             assert (told.decision, told.reason) == ("requeue", "node test: node2: /dev/shm: 1 MB free, 64 needed")
