@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.launchers.state import State
 
 _TIMEOUT_S = 60.0  # of a command
@@ -26,7 +27,7 @@ _STATES = {
 }
 
 
-class SlurmError(Exception):
+class SlurmError(JobFailed):
     """A SLURM command that failed or is not installed; the message is the command's own."""
 
 

@@ -27,7 +27,7 @@ def as_undisturbed(job: SlurmJob, folder: Path, *overrides: str) -> None:
     assert [losses[s] for s in sorted(losses)] == pytest.approx(calm, rel=1e-3)
 
 
-def test_a_job_goes_on_whatever_is_asked_of_it(lab: Lab, tmp_path: Path) -> None:
+def test_a_job_survives_a_killed_agent_signals_a_requeue_and_preemption(lab: Lab, tmp_path: Path) -> None:
     """An agent is killed, the job signalled, requeued and preempted; its losses show nothing of it."""
     with slurm_job(lab, tmp_path, "asked", "nodes=2:4", "cluster.preflight=true", *QUICK, *ENDLESS) as job:
         job.until_attempt(0)
@@ -82,8 +82,8 @@ def test_the_node_test_names_a_bad_node_and_the_job_excludes_it(lab: Lab, tmp_pa
     try:
         with slurm_job(lab, tmp_path, "picky", "nodes=2:3", ONE_RANK, "cluster.preflight=true", *QUICK, *ENDLESS) as job:
             job.until_attempt(1)
-            told = job.verdict(0)
-            assert (told.decision, told.reason) == ("requeue", "node test: node2: /dev/shm: 1 MB free, 64 needed")
+            verdict = job.verdict(0)
+            assert (verdict.decision, verdict.reason) == ("requeue", "node test: node2: /dev/shm: 1 MB free, 64 needed")
             assert "node2" not in job.rounds()[-1]["hosts"]
             at_step = job.step()
             done = lab.cli(tmp_path, "cancel", "picky", "--now")

@@ -66,7 +66,7 @@ def test_one_squeue_serves_all_jobs_and_no_state_is_a_surprise(slurm: Path) -> N
     assert (slurm / "calls").read_text() == "squeue\n"
 
 
-def test_a_forgotten_job_is_known_by_accounting_in_its_newest_life(slurm: Path) -> None:
+def test_a_forgotten_job_is_known_by_accounting_in_its_newest_record(slurm: Path) -> None:
     say(slurm, "sacct", queue("7|REQUEUED|t|node1", "7|CANCELLED by 1000|t|node2"))
     assert state("7") is State.STOPPED
 

@@ -39,7 +39,7 @@ def submitted(folder: Path, scripts: list[Script], parallelism: int) -> list[str
     return submit_arrays(folder / "place", "grid", scripts, runs, parallelism)
 
 
-def told(folder: Path, option: str) -> list[str]:
+def values(folder: Path, option: str) -> list[str]:
     """The value of an option in each script that was submitted; empty where it is not there."""
     lines = [f.read_text().splitlines() for f in sorted(folder.glob("script-*"))]
     begins = f"#SBATCH --{option}="
@@ -48,10 +48,10 @@ def told(folder: Path, option: str) -> list[str]:
 
 def test_equal_jobs_are_one_array_and_each_task_finds_its_run(slurm: Path) -> None:
     assert submitted(slurm, [SMALL, LARGE, replace(SMALL, margin_s=70)], 0) == ["100_0", "101_0", "100_1"]
-    assert told(slurm, "array") == ["0-1", "0-0"]
-    assert told(slurm, "signal") == ["B:USR1@70", "B:USR1@10"]
+    assert values(slurm, "array") == ["0-1", "0-0"]
+    assert values(slurm, "signal") == ["B:USR1@70", "B:USR1@10"]
     assert (slurm / "place" / "0" / "1").resolve() == slurm / "runs" / "2"
-    assert told(slurm, "output")[0] == f"{slurm}/place/0/%a/submit/slurm-%A_%a.out"
+    assert values(slurm, "output")[0] == f"{slurm}/place/0/%a/submit/slurm-%A_%a.out"
 
 
 def test_no_array_is_larger_than_the_cluster_allows(slurm: Path) -> None:
@@ -61,14 +61,14 @@ def test_no_array_is_larger_than_the_cluster_allows(slurm: Path) -> None:
 
 def test_arrays_share_how_many_may_run_at_once(slurm: Path) -> None:
     submitted(slurm, [SMALL] * 7, 5)
-    assert told(slurm, "array") == ["0-2%2", "0-2%2", "0-0%1"]
-    assert told(slurm, "dependency") == ["", "", ""]
+    assert values(slurm, "array") == ["0-2%2", "0-2%2", "0-0%1"]
+    assert values(slurm, "dependency") == ["", "", ""]
 
 
 def test_where_there_are_more_arrays_than_may_run_some_wait_for_others(slurm: Path) -> None:
     submitted(slurm, [SMALL] * 10, 2)
-    assert told(slurm, "array") == ["0-2%1", "0-2%1", "0-2%1", "0-0%1"]
-    assert told(slurm, "dependency") == ["", "", "afterany:100", "afterany:101"]
+    assert values(slurm, "array") == ["0-2%1", "0-2%1", "0-2%1", "0-0%1"]
+    assert values(slurm, "dependency") == ["", "", "afterany:100", "afterany:101"]
 
 
 def test_all_are_submitted_or_none(slurm: Path) -> None:

@@ -35,8 +35,8 @@ class Sweep:
         return done.stdout
 
     def rows(self, **env: str) -> list[dict[str, Any]]:
-        told: list[dict[str, Any]] = json.loads(self.cli("sweep", "status", "grid", "--json", **env))
-        return told
+        rows: list[dict[str, Any]] = json.loads(self.cli("sweep", "status", "grid", "--json", **env))
+        return rows
 
     def job(self, number: int) -> Watched:
         return Watched(RunDir(self.folder / "runs" / f"grid-{number:03d}"))
@@ -77,7 +77,7 @@ def test_a_hundred_jobs_are_one_array_and_only_the_failed_ones_are_done_again(la
             sweep.job(n).until(lambda n=n: bool(sweep.job(n).events("checkpoint")), f"a checkpoint of {n}", 180)
         rows = sweep.rows(**sweep.counted("squeue"))
         assert [row["state"] for row in rows] == ["running"] * 6 + ["queued"] * 94
-        assert (tmp_path / "squeue").read_text() == "\n", "one squeue told of all"
+        assert (tmp_path / "squeue").read_text() == "\n", "one squeue answered for all"
 
         lab.on_login("scontrol", "update", f"JobId={array}", "ArrayTaskThrottle=3")  # no others in their place
         for n in (0, 2, 5):
@@ -115,16 +115,16 @@ def test_what_slurm_has_against_all_jobs_is_said_once_and_nothing_is_submitted(l
         assert len(done.stderr.splitlines()) < 6, done.stderr
         return done.stderr
 
-    told = refused("cluster.partition=nope")
-    assert "1 problem" in told
-    assert "there are main, urgent" in told
+    message = refused("cluster.partition=nope")
+    assert "1 problem" in message
+    assert "there are main, urgent" in message
     limit = ("sacctmgr", "--immediate", "modify", "user", "root", "set")
     lab.on_login(*limit, "MaxSubmitJobs=50")
     try:
-        told = refused()
+        message = refused()
     finally:
         lab.on_login(*limit, "MaxSubmitJobs=-1")
-    assert "100 jobs at once: more than SLURM takes: AssocMaxSubmitJobLimit" in told
+    assert "100 jobs at once: more than SLURM takes: AssocMaxSubmitJobLimit" in message
     assert lab.on_login("squeue", "-h") == ""
     assert not (tmp_path / "runs").exists()
     assert not (tmp_path / "sweeps").exists()

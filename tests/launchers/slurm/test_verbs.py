@@ -42,12 +42,12 @@ def test_without_slurm_a_submission_says_so_and_a_plan_works(tmp_path: Path) -> 
     assert cli(tmp_path, "plan", "cluster=slurm", "nodes=4", "model=llama3_70b", PATH="/nowhere").returncode == 0
 
 
-def test_bad_input_is_refused_in_our_words_and_nothing_is_written(lab: Lab, tmp_path: Path) -> None:
-    for override, told in REFUSED.items():
+def test_bad_input_is_refused_with_our_keys_and_nothing_is_written(lab: Lab, tmp_path: Path) -> None:
+    for override, expected in REFUSED.items():
         name = [] if override.startswith("name=") else ["name=bad"]
         done = lab.cli(tmp_path, *ON_CPU, *TINY, *name, override)
         assert done.returncode == 2, f"{override}: {done.stdout}{done.stderr}"
-        for words in told:
+        for words in expected:
             assert words in done.stderr, f"{override}: {done.stderr}"
         assert len(done.stderr.splitlines()) < 12, done.stderr
     done = lab.cli(tmp_path, *ON_CPU, *TINY, "name=bad", f"runs_dir={lab.folder}/scratch")
@@ -59,8 +59,8 @@ def test_bad_input_is_refused_in_our_words_and_nothing_is_written(lab: Lab, tmp_
 def test_doctor_looks_at_the_cluster_and_at_one_of_its_nodes(lab: Lab, tmp_path: Path) -> None:
     done = lab.cli(tmp_path, "doctor", *ON_CPU)
     assert done.returncode == 0, done.stdout + done.stderr
-    for told in ("cluster lab, SLURM", "main: 4 nodes", "sacct answers", f"sees {tmp_path}/runs", "with torch 2.13"):
-        assert told in done.stdout
+    for fact in ("cluster lab, SLURM", "main: 4 nodes", "sacct answers", f"sees {tmp_path}/runs", "with torch 2.13"):
+        assert fact in done.stdout
     done = lab.cli(tmp_path, "doctor", *ON_CPU, "cluster.python=/nowhere/python")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "/nowhere/python" in done.stdout
@@ -77,7 +77,7 @@ def torchx(lab: Lab, folder: Path, *args: str) -> str:
     return done.stdout + done.stderr
 
 
-def test_a_life_with_time_limits_hostile_words_and_a_secret(
+def test_a_run_with_time_limits_hostile_words_and_a_secret(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run longer than its time limit goes on through requeues; others wait for it, are shown and cancelled."""
@@ -92,9 +92,9 @@ def test_a_life_with_time_limits_hostile_words_and_a_secret(
         handle = f"slurm_fsdp://fsdp_jobs/{job.id}"
         shown = lab.on_login("scontrol", "show", "job", job.id)
         assert "Comment=it's; $(touch owned) #" in shown
-        told = "".join(f.read_text() for f in job.run.path.rglob("*.log")) + shown
+        public = "".join(f.read_text() for f in job.run.path.rglob("*.log")) + shown
         submitted = "".join(f.read_text() for f in job.run.submit.rglob("*") if f.is_file())
-        assert "very-secret" not in told + submitted.replace(setup, "").replace("= very-secret", "")
+        assert "very-secret" not in public + submitted.replace(setup, "").replace("= very-secret", "")
 
         queued = lab.cli(folder, *ON_CPU, *TINY, "name=queued", "nodes=4")
         waiting = queued.stdout.partition("slurm_fsdp://fsdp_jobs/")[2].split()[0]
@@ -128,7 +128,7 @@ def test_a_run_directory_that_only_this_machine_has_is_named(lab: Lab, tmp_path:
     lab.on_login("mount", "--bind", str(elsewhere), str(here))
     done = lab.cli(tmp_path, *ON_CPU, *TINY, "name=lost", "nodes=1", f"runs_dir={here}")
     assert done.returncode == 0, done.stdout + done.stderr
-    told, deadline = "", time.monotonic() + 90
-    while "before its first line: do the nodes see" not in told:
-        assert time.monotonic() < deadline, told
-        told = lab.cli(tmp_path, "status", "lost", f"runs_dir={here}").stdout
+    status, deadline = "", time.monotonic() + 90
+    while "before its first line: do the nodes see" not in status:
+        assert time.monotonic() < deadline, status
+        status = lab.cli(tmp_path, "status", "lost", f"runs_dir={here}").stdout
