@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from rich.live import Live
 from rich.text import Text
@@ -18,8 +19,13 @@ from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.run.directory import RunDir, runs_in
 from fsdp_jobs.run.goodput import goodput_of
 from fsdp_jobs.run.status import ENDED, RunStatus
+from fsdp_jobs.run.table import table_lines
+
+if TYPE_CHECKING:
+    from fsdp_jobs.submit.overview import RunSummary
 
 _WATCH_S = 2.0
+_NUMBERS = ("step", "loss", "tok/s", "eta", "goodput")  # columns that are aligned to the right
 
 
 def status(args: list[str]) -> int:
@@ -51,31 +57,34 @@ def list_runs(args: list[str]) -> int:
 
 
 def _show(runs: Sequence[RunDir], as_json: bool) -> None:
-    from fsdp_jobs.cli.tables import Overview, lines_of
+    from fsdp_jobs.submit.overview import Overview
 
-    rows = Overview(runs).rows()
+    rows = Overview().look(runs)
     if as_json:
         sys.stdout.write(json.dumps([asdict(row) for row in rows]) + "\n")
     else:
-        for line in lines_of(rows, console.width if console.is_terminal else None):
-            sys.stdout.write(line + "\n")
+        sys.stdout.write(_table(rows, console.width if console.is_terminal else None) + "\n")
+
+
+def _table(rows: Sequence[RunSummary], width: int | None) -> str:
+    cells = [row.cells() for row in rows]
+    return "\n".join(table_lines(list(cells[0]), [list(row.values()) for row in cells], _NUMBERS, width))
 
 
 def _watch(runs: Sequence[RunDir], named: bool) -> None:
     """The table, again and again; runs that had ended before are left out, unless the user named one."""
-    from fsdp_jobs.cli.tables import Overview, lines_of
+    from fsdp_jobs.submit.overview import Overview
 
-    overview = Overview(runs)
-    rows = overview.rows()
-    live_ones = {row.run for row in rows if named or row.state not in ENDED}
-    if not live_ones:
+    overview = Overview()
+    rows = overview.look(runs)
+    live = [run for run, row in zip(runs, rows, strict=True) if named or row.state not in ENDED]
+    if not live:
         console.print("all runs have ended")
         return
-    overview = Overview([run for run in runs if run.name in live_ones])
-    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as shown:
         while True:
-            rows = overview.rows()
-            live.update(Text("\n".join(lines_of(rows, console.width))), refresh=True)
+            rows = overview.look(live)
+            shown.update(Text(_table(rows, console.width)), refresh=True)
             if all(row.state in ENDED for row in rows):
                 return
             time.sleep(_WATCH_S)

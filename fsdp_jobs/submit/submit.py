@@ -249,26 +249,14 @@ def kill(handles: Sequence[str]) -> None:
         launcher_of(name).cancel(list(app_ids))
 
 
-def statuses_of(runs: Sequence[RunDir]) -> list[RunStatus]:
-    """Return what submitted runs are doing, at a glance: each launcher is asked once."""
-    statuses = [RunStatus(run) for run in runs]
-    for status in statuses:
-        status.glance()
-    for status, (state, reason) in zip(statuses, states_of(statuses), strict=True):
-        status.state, status.reason = state, reason
-    return statuses
+def ask_launchers(statuses: Sequence[RunStatus]) -> dict[str, Description]:
+    """Return handle -> description of runs, with one question to each launcher."""
+    handles = [str(status.run.read_job()["handle"]) for status in statuses]
+    return dict(zip(handles, describe(handles), strict=True))
 
 
-def states_of(statuses: Sequence[RunStatus]) -> list[tuple[str, str]]:
-    """Return state and reason of runs; launchers are asked about those whose own record tells of no end."""
-    for status in statuses:
-        status.update()
-    unended = [status for status in statuses if not status.ended]
-    jobs = dict(zip(map(id, unended), describe([s.run.read_job()["handle"] for s in unended]), strict=True))
-    return [_state_of(status, jobs.get(id(status))) for status in statuses]
-
-
-def _state_of(status: RunStatus, job: Description | None) -> tuple[str, str]:
+def state_of(status: RunStatus, job: Description | None) -> tuple[str, str]:
+    """Return state and reason of a run by its own record and its launcher's description; None if it was not asked."""
     status.update()  # the launcher may have fetched more of the record
     if status.ended or job is None:
         return status.state, status.reason

@@ -13,6 +13,7 @@ from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.status import ENDED
 from fsdp_jobs.run.tail import newest_json_lines
 from fsdp_jobs.submit import submit as submission
+from fsdp_jobs.submit.overview import Overview
 from fsdp_jobs.submit.validate import composed
 from fsdp_jobs.sweeps.identity import canonical, identity, is_of_the_command
 from fsdp_jobs.sweeps.table import NEW, Row, Sweep
@@ -29,10 +30,10 @@ def refresh(sweep: Sweep, rows: Sequence[Row]) -> None:
             submitted.append(row)
         elif row.state != "done":  # a job that is done stays so, also when its run directory was removed
             row.state, row.handle, row.reason = NEW, None, ""
-    for row, status in zip(submitted, submission.statuses_of([sweep.run_of(r) for r in submitted]), strict=True):
-        row.handle, row.state = status.run.read_job()["handle"], status.state
-        row.step, row.reason = status.step, status.reason
-        row.objective = last_value(status.run.metrics, sweep.objective)
+    runs = [sweep.run_of(row) for row in submitted]
+    for row, run, now in zip(submitted, runs, Overview().look(runs), strict=True):
+        row.handle, row.state, row.step, row.reason = now.handle, now.state, now.step, now.reason
+        row.objective = last_value(run.metrics, sweep.objective)
 
 
 def last_value(metrics: Path, key: str) -> float | None:

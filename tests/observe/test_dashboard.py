@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +18,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from fsdp_jobs.observe.dashboard.app import make_app
-from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.directory import RunDir, write_atomic
 from tests.jobs import environment, job
 from tests.recorded import HOSTILE, add_line, recorded_run
 
@@ -50,7 +52,7 @@ def test_it_answers_to_its_own_name_and_with_a_token_only_who_has_it(tmp_path: P
     recorded_run(tmp_path)
     assert client(tmp_path, host="rebound.example").get("/rows").status_code == 400
     web = client(tmp_path, token="sesame")
-    assert web.get("/rows").status_code == web.get("/rows?token=wrong").status_code == 403
+    assert web.get("/rows").status_code == web.get("/rows?token=wr%C3%B6ng").status_code == 403
     assert web.get("/rows?token=sesame").status_code == 200  # redirected, with a cookie
     assert "token" not in str(web.get("/rows").url) and web.get("/rows").status_code == 200
 
@@ -63,6 +65,18 @@ def test_a_hundred_runs_are_listed_and_what_is_new_is_shown(tmp_path: Path) -> N
     add_line(runs[7].metrics, {"step": 21, "loss": 0.1234, "lr": 0, "grad_norm": 0, "step_s": 1, "tokens_per_s": 1,
                                "checkpoint_stall_s": 0.0, "attempt": 0, "time": 140.0})  # fmt: skip
     assert web.get("/rows").text.count("0.1234") == 1
+
+
+def test_a_job_that_its_launcher_no_longer_knows_has_failed_as_in_status(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path / "runs", "gone")
+    lines = run.events.read_text().splitlines(keepends=True)
+    run.events.write_text("".join(line for line in lines if "attempt_ended" not in line))
+    write_atomic(run.job, json.dumps({**run.read_job(), "handle": "local_fsdp://fsdp_jobs/gone"}))
+    web, deadline = client(tmp_path / "runs"), time.monotonic() + 30
+    while "no longer knows the job" not in (shown := web.get("/rows").text):
+        assert time.monotonic() < deadline, shown
+        time.sleep(0.1)
+    assert "state failed" in shown
 
 
 @contextmanager

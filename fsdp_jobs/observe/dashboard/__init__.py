@@ -1,1 +1,1 @@
-"""All runs under a folder, live, in a browser."""
+"""Show all runs under a folder, live, in a browser."""

@@ -1,37 +1,39 @@
-"""The web application: two pages that ask for themselves again every two seconds. It only reads run directories.
+"""The dashboard's web application: pages that refresh themselves every two seconds, and change nothing.
 
-Safe on whatever runs have written: everything is escaped, and the browser is told to execute our one script and to
-load nothing. Safe from other pages in the same browser: it answers to its own host name only.
+Whatever runs have written is escaped, and browsers are told to execute only this application's script and to load
+nothing else. Pages of other sites cannot use it: it answers only to its own host names.
 """
 
 from __future__ import annotations
 
 import hmac
+import logging
 import threading
-from dataclasses import dataclass, field
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
-from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
-from fsdp_jobs.config.errors import BadInput
-from fsdp_jobs.config.schema import plain_values
+from fsdp_jobs.config.errors import BadInput, JobFailed
+from fsdp_jobs.launchers.base import Description
 from fsdp_jobs.observe.report.page import content_of
 from fsdp_jobs.pages.page import render
 from fsdp_jobs.run.directory import RunDir, find_run, runs_in
-from fsdp_jobs.run.goodput import goodput_of
 from fsdp_jobs.run.status import RunStatus
-from fsdp_jobs.run.table import duration
 from fsdp_jobs.run.tail import label, last_lines
+from fsdp_jobs.submit.overview import Overview
+from fsdp_jobs.submit.submit import ask_launchers
 
+_ASK_EVERY_S = 5.0
 _LOG_LINES = 60  # of each rank
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; connect-src 'self'; style-src 'unsafe-inline'; "
@@ -42,149 +44,128 @@ _HEADERS = {
 }
 _COOKIE = "fsdp_jobs_token"
 
-
-@dataclass
-class _Watched:
-    """A run, at a glance and then what is new."""
-
-    status: RunStatus
-    config: dict[str, Any]
+logger = logging.getLogger(__name__)
 
 
-@dataclass
-class Runs:
-    """The runs under one folder."""
+class Dashboard:
+    """The runs under one folder. Starlette calls the handlers, which are synchronous, in threads."""
 
-    folder: str
-    _watched: dict[str, _Watched] = field(default_factory=dict)
-    _drawn: dict[str, tuple[Any, str]] = field(default_factory=dict)  # name -> (sizes of its records, page)
-    _lock: threading.Lock = field(default_factory=threading.Lock)  # matplotlib and the two above are one's at a time
+    def __init__(self, folder: str):
+        self.folder = folder
+        self._lock = threading.Lock()  # protects the next two, and matplotlib
+        self._overview = Overview(self._newest_answers)
+        self._reports: dict[str, tuple[list[int], str]] = {}  # run -> sizes of its records, its report
+        self._answers: dict[str, Description] = {}  # handle -> what its launcher said last
+        self._asking, self._asked_at = threading.Thread(), -_ASK_EVERY_S
 
-    def rows(self) -> str:
-        """The table of all runs, newest first."""
+    def routes(self) -> list[Route]:
+        return [
+            Route("/", self.index),
+            Route("/rows", self.rows),
+            Route("/live.js", self.script),
+            Route("/runs/{name}", self.run),
+            Route("/runs/{name}/report", self.report),
+            Route("/runs/{name}/logs", self.logs),
+        ]
+
+    def index(self, _: Request) -> Response:
+        return HTMLResponse(render(__package__, "shell.html.j2", name="runs", source="/rows", back=False))
+
+    def rows(self, _: Request) -> Response:
+        """Answer with the table of all runs, the newest first."""
         with self._lock:
-            runs = [self._row(run) for run in reversed(runs_in(self.folder))]
-        return render(__package__, "rows.html.j2", runs=runs, folder=self.folder)
+            runs = [row.cells() for row in self._overview.look(runs_in(self.folder)[::-1])]
+        return HTMLResponse(render(__package__, "rows.html.j2", runs=runs, folder=self.folder))
 
-    def _row(self, run: RunDir) -> dict[str, Any]:
-        watched = self._watched.get(run.name)
-        if watched is None:
-            watched = self._watched[run.name] = _Watched(RunStatus(run), plain_values(run.config))
-            watched.status.glance()
-        status, config = watched.status, watched.config
-        status.update()
-        return {
-            "name": run.name,
-            "state": status.state,
-            "doing": status.reason or status.doing,
-            "nodes": f"{len(status.nodes)}/{config['nodes']}",
-            "step": status.step_of(config["steps"]),
-            "loss": f"{status.loss:.4f}" if status.loss is not None else "-",
-            "speed": f"{status.tokens_per_s:,.0f}",
-            "checkpoint": f"step {status.committed:,}, {status.checkpoint_age()}" if status.committed >= 0 else "-",
-            "eta": duration(status.eta_s(config["steps"])),
-            "goodput": f"{goodput_of(run).fraction:.0%}",
-        }
+    def script(self, _: Request) -> Response:
+        return FileResponse(Path(__file__).parent / "live.js")
 
-    def report(self, run: RunDir) -> str:
-        """A run's report, drawn again when there is something new."""
-        records = [f.stat().st_size if f.exists() else 0 for f in (run.events, run.metrics)]
+    def run(self, request: Request) -> Response:
+        name = self._run_of(request).name
+        return HTMLResponse(render(__package__, "shell.html.j2", name=name, source=f"/runs/{name}/report", back=True))
+
+    def report(self, request: Request) -> Response:
+        """Answer with a run's report, drawn again when there is something new."""
+        run = self._run_of(request)
+        sizes = [f.stat().st_size if f.exists() else 0 for f in (run.events, run.metrics)]
         with self._lock:
-            known = self._drawn.get(run.name)
-            if known is None or known[0] != records:
+            if run.name not in self._reports or self._reports[run.name][0] != sizes:
                 page = render("fsdp_jobs.observe.report", "run.html.j2", **content_of(run))
-                known = self._drawn[run.name] = (records, page)
-        return known[1]
+                self._reports[run.name] = (sizes, page)
+            return HTMLResponse(self._reports[run.name][1])
+
+    def logs(self, request: Request) -> Response:
+        """Answer with the newest lines of every rank."""
+        run = self._run_of(request)
+        files = sorted(run.attempt(run.last_attempt()).glob("node-*/rank-*.log"))
+        lines = [f"== {label(file)}\n{last_lines(file, _LOG_LINES)}\n" for file in files]
+        return PlainTextResponse("\n".join(lines) or "no rank has written anything yet\n")
+
+    def _run_of(self, request: Request) -> RunDir:
+        """Return the run that a URL names; answer 404 when there is none."""
+        try:
+            run = find_run(self.folder, request.path_params["name"])
+        except BadInput:
+            run = None
+        if run is None or not run.is_submitted:
+            raise HTTPException(404, "there is no such run")
+        return run
+
+    def _newest_answers(self, statuses: Sequence[RunStatus]) -> dict[str, Description]:
+        """Return what launchers said last; ask them again, beside this request, every few seconds."""
+        if not self._asking.is_alive() and time.monotonic() - self._asked_at >= _ASK_EVERY_S:
+            self._asked_at = time.monotonic()
+            self._asking = threading.Thread(target=self._ask, args=(statuses,), daemon=True)
+            self._asking.start()
+        return self._answers
+
+    def _ask(self, statuses: Sequence[RunStatus]) -> None:
+        try:
+            self._answers = ask_launchers(statuses)
+        except (BadInput, JobFailed) as e:  # then the run directories say what is known
+            logger.warning("a launcher does not answer: %s", e)
+            self._answers = {}
 
 
 def make_app(folder: str, hosts: list[str], token: str | None) -> Starlette:
-    """The application. `hosts`: names by which it may be called; `token`: without it nobody is answered."""
-    runs = Runs(folder)
+    """Make the application.
 
-    async def index(_: Request) -> Response:
-        page = render(__package__, "shell.html.j2", name="runs", source="/rows", back=False)
-        return HTMLResponse(page)
-
-    async def rows(_: Request) -> Response:
-        return HTMLResponse(await run_in_threadpool(runs.rows))
-
-    def named(request: Request) -> RunDir | None:
-        try:
-            run = find_run(folder, request.path_params["name"])
-        except BadInput:
-            return None
-        return run if run.is_submitted else None
-
-    async def one(request: Request) -> Response:
-        run = named(request)
-        if run is None:
-            return PlainTextResponse("there is no such run", 404)
-        page = render(__package__, "shell.html.j2", name=run.name, source=f"/runs/{run.name}/report", back=True)
-        return HTMLResponse(page)
-
-    async def report(request: Request) -> Response:
-        run = named(request)
-        if run is None:
-            return PlainTextResponse("there is no such run", 404)
-        return HTMLResponse(await run_in_threadpool(runs.report, run))
-
-    async def logs(request: Request) -> Response:
-        run = named(request)
-        if run is None:
-            return PlainTextResponse("there is no such run", 404)
-        return PlainTextResponse(await run_in_threadpool(_newest_logs, run))
-
-    async def script(_: Request) -> Response:
-        return Response((Path(__file__).parent / "live.js").read_text(), media_type="text/javascript")
-
-    routes = [
-        Route("/", index),
-        Route("/rows", rows),
-        Route("/live.js", script),
-        Route("/runs/{name}", one),
-        Route("/runs/{name}/report", report),
-        Route("/runs/{name}/logs", logs),
-    ]
+    Args:
+        folder: that the runs are in.
+        hosts: names by which it may be called.
+        token: that every request needs; None for none.
+    """
     middleware = [
         Middleware(_Guard, token=token),
         Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False),
     ]
-    return Starlette(routes=routes, middleware=middleware)
+    return Starlette(routes=Dashboard(folder).routes(), middleware=middleware)
 
 
-def _newest_logs(run: RunDir) -> str:
-    files = sorted(run.attempt(run.last_attempt()).glob("node-*/rank-*.log"))
-    return (
-        "\n".join(f"== {label(f)}\n{last_lines(f, _LOG_LINES)}\n" for f in files)
-        or "no rank has written anything yet\n"
-    )
-
-
-class _Guard:
-    """Adds headers to every answer; with a token, answers only who has it, once in the URL and then as a cookie."""
+class _Guard(BaseHTTPMiddleware):
+    """Add headers to every response; with a token, require it: once in the URL, then as a cookie."""
 
     def __init__(self, app: ASGIApp, token: str | None):
-        self.app, self.token = app, token
+        super().__init__(app)
+        self.token = token
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
+    async def dispatch(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
+        response = self._without_token(request, self.token) if self.token is not None else None
+        if response is None:
+            response = await call_next(request)
+        response.headers.update(_HEADERS)
+        return response
 
-        async def with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                for name, value in _HEADERS.items():
-                    headers[name] = value
-            await send(message)
+    def _without_token(self, request: Request, token: str) -> Response | None:
+        """Return the response to a request that does not have the token as a cookie."""
+        if _is_same(request.query_params.get("token", ""), token):
+            redirect = RedirectResponse(request.url.remove_query_params("token"))
+            redirect.set_cookie(_COOKIE, token, httponly=True, samesite="strict")
+            return redirect
+        if _is_same(request.cookies.get(_COOKIE, ""), token):
+            return None
+        return PlainTextResponse("open the address that `fsdp-jobs dashboard` printed: it has the token", 403)
 
-        request = Request(scope)
-        answer: ASGIApp = self.app
-        if self.token is not None:
-            given = request.query_params.get("token", "")
-            if hmac.compare_digest(given, self.token):
-                redirect = RedirectResponse(request.url.remove_query_params("token"))
-                redirect.set_cookie(_COOKIE, self.token, httponly=True, samesite="strict")
-                answer = redirect
-            elif not hmac.compare_digest(request.cookies.get(_COOKIE, ""), self.token):
-                answer = PlainTextResponse("open the address that `fsdp-jobs dashboard` printed: it has the token", 403)
-        return await answer(scope, receive, with_headers)
+
+def _is_same(given: str, token: str) -> bool:
+    return hmac.compare_digest(given.encode(), token.encode())
