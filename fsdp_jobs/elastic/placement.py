@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -12,7 +13,7 @@ from fsdp_jobs.elastic.protocol import Message
 from fsdp_jobs.plan.plan import Plan, make_plan, regroup
 from fsdp_jobs.plan.remedies import remedies
 from fsdp_jobs.plan.shapes import ModelShape, shape_of
-from fsdp_jobs.plan.sources import from_yaml
+from fsdp_jobs.plan.sources import from_kubernetes, from_yaml
 from fsdp_jobs.plan.topology import Node, Topology
 from fsdp_jobs.run.directory import RunDir
 
@@ -36,6 +37,17 @@ class Member:
     ranks: list[list[int]] = field(default_factory=list)  # [step, committed, phase] a local rank; -1: said nothing
 
 
+def known_places(run: RunDir) -> dict[str, Node]:
+    """Read where machines are, by name: from the user's topology file, or from Kubernetes' labels at submission."""
+    if run.topology.exists():
+        topology = from_yaml(run.topology.read_text())
+    elif run.node_labels.exists():
+        topology = from_kubernetes(json.loads(run.node_labels.read_text()))
+    else:
+        return {}
+    return {node.name: node for node in topology.nodes}
+
+
 class Seating:
     """Plans with the agents that are there."""
 
@@ -43,7 +55,7 @@ class Seating:
         self.config = config
         self.max_nodes = node_range(config.nodes)[1]
         self.shape = ModelShape.from_json(run.shape.read_text()) if run.shape.exists() else None
-        self.places = {n.name: n for n in from_yaml(run.topology.read_text()).nodes} if run.topology.exists() else {}
+        self.places = known_places(run)
 
     def plan(self, ready: Sequence[Member], shard_group: int) -> tuple[Plan, dict[str, Member]]:
         """The plan with at most `max_nodes` of these, and who is meant by its names.
@@ -69,7 +81,7 @@ class Seating:
             return 0
 
     def _place(self, name: str, member: Member) -> Node:
-        """Where a node is: by the user's topology file, else by what the cluster told the node."""
+        """Where a node is: as `known_places` says, else as the cluster told the node."""
         known = self.places.get(member.host)
         if known is not None:
             return replace(known, name=name, gpus=member.nproc)

@@ -52,6 +52,9 @@ class RunDir:
         self.shape = self.submit / "shape.json"  # of a custom model, for planning at run time
         self.topology = self.submit / "topology.yaml"  # the user's file, if there was one
         self.token = self.submit / "token"  # proves to the coordinator that an agent belongs to this job
+        self.node_labels = self.submit / "node-labels.json"  # of Kubernetes machines, for planning at run time
+        self.written_by = self.submit / "written-by"  # the Kubernetes submission whose pods write into this directory
+        self.mirrored = self.submit / "mirrored.json"  # how far pods' logs have been copied into this directory
         self.stop_request = self.path / "stop"  # there: save and leave
         self.save_request = self.path / "save"  # there: save a checkpoint now, and go on
         self.excluded = self.path / "excluded.json"  # machines that failed too often: {host: {until, why}}
@@ -68,6 +71,10 @@ class RunDir:
 
     def node(self, attempt: int, node: int) -> Path:
         return self.attempt(attempt) / f"node-{node}"
+
+    def lease(self, node: int) -> Path:
+        """The file that a node's pod rewrites while it runs."""
+        return self.submit / f"node-{node}"
 
     def rank_log(self, attempt: int, node: int, rank: int) -> Path:
         return self.node(attempt, node) / f"rank-{rank}.log"

@@ -1,170 +1,149 @@
-"""The cluster's API: connecting, creating and reading plain objects, and what its refusals mean."""
+"""The cluster's API: connect, create, read and delete plain objects, and explain errors."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import urllib3
 import yaml
-from kubernetes import client, config
-from kubernetes.client.exceptions import ApiException
 
 from fsdp_jobs.config.clusters import KubernetesClusterConfig
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.launchers.kubernetes.skeletons import Object
 
-REFUSALS = (ApiException, urllib3.exceptions.HTTPError)
 _TIMEOUT_S = (5, 30)  # to connect, to answer
-_RAW: dict[str, Any] = {"_preload_content": False, "_request_timeout": _TIMEOUT_S}  # objects as the server sends them
+_BUILT_IN = ("v1", "batch/v1")
+_NO_QUERY: Mapping[str, str] = {}
+_ROLE = "ask for the role in deploy/kubernetes/base/rbac.yaml"
+
+
+class ApiError(Exception):
+    """The cluster's API refused a request with an HTTP status, or did not answer: status 0."""
+
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
+        self.status, self.message = status, message
+
+    @property
+    def is_passing(self) -> bool:
+        """Whether the same request may succeed later: no answer, or an error of the server's own."""
+        return not 400 <= self.status < 500
+
+
+@contextmanager
+def _api_errors() -> Iterator[None]:
+    """Raise ApiError in place of the client library's exceptions."""
+    import urllib3
+    from kubernetes.client.exceptions import ApiException
+
+    try:
+        yield
+    except ApiException as e:
+        try:
+            message = str(json.loads(e.body).get("message", e.reason))
+        except (TypeError, ValueError):
+            message = f"{e.status} {e.reason}"
+        raise ApiError(e.status, message) from e
+    except urllib3.exceptions.HTTPError as e:
+        raise ApiError(0, str(getattr(e, "reason", None) or e)) from e
 
 
 class Api:
-    """One namespace of one cluster. Every method raises one of REFUSALS; `explain` says what it means."""
+    """One namespace of one cluster, in plain objects. Every method raises ApiError; `explain` tells what one means.
 
-    def __init__(self, api_client: client.ApiClient, namespace: str, where: str):
-        self.namespace, self.where = namespace, where
-        self.core = client.CoreV1Api(api_client)
-        self.batch = client.BatchV1Api(api_client)
-        self.custom = client.CustomObjectsApi(api_client)
-        self.authorization = client.AuthorizationV1Api(api_client)
-        self._apis = client.ApisApi(api_client)
-        self._paths = {  # kind -> API, and what its methods are called after
-            "ConfigMap": (self.core, "config_map"),
-            "Secret": (self.core, "secret"),
-            "Service": (self.core, "service"),
-            "Pod": (self.core, "pod"),
-            "PersistentVolumeClaim": (self.core, "persistent_volume_claim"),
-            "Job": (self.batch, "job"),
-        }
+    Only the connection is the client library's. Its methods differ by kind, and it patches custom kinds with another
+    content type than built-in ones.
+    """
+
+    def __init__(self, client: Any, namespace: str, where: str):
+        """`client` is the library's ApiClient; `where` the server's URL."""
+        self._client, self.namespace, self.where = client, namespace, where
 
     def create(self, body: Object, dry_run: bool = False) -> Object:
-        """Create an object, or have the server check it and everything that admission says of it."""
-        options: dict[str, Any] = {"field_validation": "Strict", "_request_timeout": _TIMEOUT_S}
-        options |= {"dry_run": "All"} if dry_run else {}
-        group, _, version = body["apiVersion"].rpartition("/")
-        if group in ("", "batch"):
-            api, name = self._paths[body["kind"]]
-            create = getattr(api, f"create_namespaced_{name}")
-            return _plain(create(self.namespace, body, _preload_content=False, **options))
-        created: Object = self.custom.create_namespaced_custom_object(
-            group, version, self.namespace, plural(body["kind"]), body, **options
-        )
-        return created
+        """Create an object; with `dry_run` only let the server validate it, admission included."""
+        query = {"fieldValidation": "Strict", **({"dryRun": "All"} if dry_run else {})}
+        return self._json("POST", self._path(body["apiVersion"], body["kind"]), query, body)
 
     def read(self, api_version: str, kind: str, name: str) -> Object | None:
-        """An object, or None when there is none of this name (or kind)."""
-        group, _, version = api_version.rpartition("/")
+        """Return an object; None when there is none of this name, or the cluster does not know the kind."""
         try:
-            if group in ("", "batch"):
-                api, called = self._paths[kind]
-                read = getattr(api, f"read_namespaced_{called}")
-                return _plain(read(name, self.namespace, **_RAW))
-            found: Object = self.custom.get_namespaced_custom_object(
-                group, version, self.namespace, plural(kind), name, _request_timeout=_TIMEOUT_S
-            )
-            return found
-        except ApiException as e:
+            return self._json("GET", self._path(api_version, kind, name))
+        except ApiError as e:
             if e.status == 404:
                 return None
             raise
 
-    def list_custom(self, api_version: str, kind: str) -> list[Object]:
-        """Objects of a custom kind; empty when the cluster does not know the kind."""
-        group, _, version = api_version.rpartition("/")
+    def select(self, api_version: str, kind: str, **query: str) -> list[Object]:
+        """Return objects by the API's own selectors; none when the cluster does not know the kind."""
         try:
-            found: Object = self.custom.list_namespaced_custom_object(
-                group, version, self.namespace, plural(kind), _request_timeout=_TIMEOUT_S
-            )
-        except ApiException as e:
-            if e.status == 404:
+            return list(self._json("GET", self._path(api_version, kind), query)["items"])
+        except ApiError as e:
+            if e.status == 404 and api_version not in _BUILT_IN:
                 return []
             raise
-        return list(found["items"])
 
     def groups(self) -> dict[str, str]:
-        """API groups that the cluster knows, with the version it prefers."""
-        found = _plain(self._apis.get_api_versions(**_RAW))
-        return {g["name"]: g["preferredVersion"]["version"] for g in found["groups"]}
+        """Return the API groups that the cluster knows, with the version it prefers."""
+        return {g["name"]: g["preferredVersion"]["version"] for g in self._json("GET", "/apis")["groups"]}
 
     def resume(self, body: Object) -> None:
-        """Let a suspended Job or JobSet start."""
-        patch = [{"op": "replace", "path": "/spec/suspend", "value": False}]
-        group, _, version = body["apiVersion"].rpartition("/")
-        name = body["metadata"]["name"]
-        if group == "batch":
-            self.batch.patch_namespaced_job(name, self.namespace, patch, **_RAW)
-        else:
-            self.custom.patch_namespaced_custom_object(
-                group, version, self.namespace, plural(body["kind"]), name, patch, _request_timeout=_TIMEOUT_S
-            )
+        """Start a suspended Job or JobSet."""
+        path = self._path(body["apiVersion"], body["kind"], body["metadata"]["name"])
+        self._json("PATCH", path, body={"spec": {"suspend": False}})
 
     def annotate_pod(self, name: str, key: str, value: str) -> None:
-        patch = [{"op": "add", "path": f"/metadata/annotations/{key.replace('/', '~1')}", "value": value}]
-        self.core.patch_namespaced_pod(name, self.namespace, patch, **_RAW)
+        self._json("PATCH", self._path("v1", "Pod", name), body={"metadata": {"annotations": {key: value}}})
 
     def delete(self, body: Object) -> None:
-        """Delete an object, and whatever it owns; nothing happens when it has gone."""
-        group, _, version = body["apiVersion"].rpartition("/")
-        name = body["metadata"]["name"]
-        options: dict[str, Any] = {"propagation_policy": "Background", **_RAW}
-        try:
-            if group == "batch":
-                self.batch.delete_namespaced_job(name, self.namespace, **options)
-            else:
-                self.custom.delete_namespaced_custom_object(
-                    group, version, self.namespace, plural(body["kind"]), name, **options
-                )
-        except ApiException as e:
-            if e.status != 404:
-                raise
+        """Delete an object and what it owns; does nothing when it no longer exists."""
+        self._delete(body["apiVersion"], body["kind"], body["metadata"]["name"], propagationPolicy="Background")
 
     def kill_pod(self, name: str) -> None:
-        try:
-            self.core.delete_namespaced_pod(name, self.namespace, grace_period_seconds=0, **_RAW)
-        except ApiException as e:
-            if e.status != 404:
-                raise
+        """Delete a pod without grace; does nothing when it no longer exists."""
+        self._delete("v1", "Pod", name, gracePeriodSeconds="0")
 
     def pods(self, selector: str) -> list[Object]:
-        """Oldest first."""
-        found = self.core.list_namespaced_pod(self.namespace, label_selector=selector, **_RAW)
-        return sorted(_plain(found)["items"], key=lambda p: p["metadata"]["creationTimestamp"])
+        """Return pods by labels, oldest first."""
+        pods = self.select("v1", "Pod", labelSelector=selector)
+        return sorted(pods, key=lambda pod: pod["metadata"]["creationTimestamp"])
 
     def jobs(self, selector: str) -> list[Object]:
-        found = self.batch.list_namespaced_job(self.namespace, label_selector=selector, **_RAW)
-        return list(_plain(found)["items"])
+        """Return Jobs by labels."""
+        return self.select("batch/v1", "Job", labelSelector=selector)
+
+    def nodes(self, labels: Mapping[str, str]) -> list[Object]:
+        """Return the cluster's machines with these labels. Few users may list them."""
+        query = {"labelSelector": ",".join(f"{k}={v}" for k, v in labels.items())}
+        return list(self._json("GET", "/api/v1/nodes", query)["items"])
 
     def warnings(self, kind: str, name: str) -> list[str]:
-        """Messages of the warning events about an object, oldest first."""
-        found = self.core.list_namespaced_event(
-            self.namespace,
-            field_selector=f"involvedObject.kind={kind},involvedObject.name={name},type=Warning",
-            **_RAW,
-        )
-        events = _plain(found)["items"]
+        """Return messages of the warning events about an object, oldest first."""
+        selector = f"involvedObject.kind={kind},involvedObject.name={name},type=Warning"
+        events = self.select("v1", "Event", fieldSelector=selector)
         events.sort(key=lambda e: e.get("lastTimestamp") or e.get("eventTime") or e["metadata"]["creationTimestamp"])
         return [f"{e['reason']}: {e.get('message', '')}" for e in events]
 
-    def log(self, pod: str, container: str, **options: Any) -> Iterator[str]:
-        """Lines of a container's log. Options are the client's: follow, timestamps, since_seconds."""
-        wait = (_TIMEOUT_S[0], None) if options.get("follow") else _TIMEOUT_S
-        answer = self.core.read_namespaced_pod_log(
-            pod, self.namespace, container=container, _preload_content=False, _request_timeout=wait, **options
-        )
+    def log(self, pod: str, container: str, since_s: int | None = None, follow: bool = False) -> Iterator[str]:
+        """Yield lines of a container's log: all, or those of the last `since_s` seconds."""
+        query = {"container": container, **({"follow": "true"} if follow else {})}
+        query |= {"sinceSeconds": str(since_s)} if since_s is not None else {}
+        timeout_s = (_TIMEOUT_S[0], None) if follow else _TIMEOUT_S
+        answer = self._send("GET", f"{self._path('v1', 'Pod', pod)}/log", query, timeout_s=timeout_s)
         rest = b""
-        for chunk in answer.stream(65536, decode_content=True):
-            *lines, rest = (rest + chunk).split(b"\n")
-            for line in lines:
-                yield line.decode(errors="replace")
+        with _api_errors():
+            for chunk in answer.stream(65536, decode_content=True):
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines:
+                    yield line.decode(errors="replace")
         if rest:
             yield rest.decode(errors="replace")
 
     def may(self, verb: str, group: str, resource: str) -> bool:
-        """Whether the cluster lets us do something in this namespace. `resource` may be `pods/log`."""
+        """Whether the user has a permission in this namespace. `resource` may be `pods/log`."""
         name, _, sub = resource.partition("/")
         attributes = {"namespace": self.namespace, "verb": verb, "group": group, "resource": name, "subresource": sub}
         review = {
@@ -172,16 +151,57 @@ class Api:
             "kind": "SelfSubjectAccessReview",
             "spec": {"resourceAttributes": attributes},
         }
-        answer = self.authorization.create_self_subject_access_review(review, **_RAW)
-        return bool(_plain(answer)["status"]["allowed"])
+        answer = self._json("POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", body=review)
+        return bool(answer["status"]["allowed"])
+
+    def _path(self, api_version: str, kind: str, name: str = "") -> str:
+        root = f"/apis/{api_version}" if "/" in api_version else f"/api/{api_version}"
+        return f"{root}/namespaces/{self.namespace}/{kind.lower()}s" + (f"/{name}" if name else "")
+
+    def _delete(self, api_version: str, kind: str, name: str, **query: str) -> None:
+        try:
+            self._json("DELETE", self._path(api_version, kind, name), query)
+        except ApiError as e:
+            if e.status != 404:
+                raise
+
+    def _json(self, method: str, path: str, query: Mapping[str, str] = _NO_QUERY, body: Object | None = None) -> Object:
+        content: Object = json.loads(self._send(method, path, query, body).data)
+        return content
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str],
+        body: Object | None = None,
+        timeout_s: tuple[float, float | None] = _TIMEOUT_S,
+    ) -> Any:
+        content_type = "application/merge-patch+json" if method == "PATCH" else "application/json"
+        with _api_errors():
+            return self._client.call_api(
+                path,
+                method,
+                query_params=list(query.items()),
+                header_params={"Accept": "application/json", "Content-Type": content_type},
+                body=body,
+                auth_settings=["BearerToken"],
+                _preload_content=False,
+                _request_timeout=timeout_s,
+            )
 
 
 def connect(cluster: KubernetesClusterConfig) -> Api:
-    """The namespace that the configuration and the kubeconfig (or, inside a pod, its service account) name.
+    """Open the namespace of the configuration, or of the kubeconfig (inside a pod: of its service account).
 
     Raises:
-        BadInput: there is no usable kubeconfig, or no such context.
+        BadInput: the client library is not installed, there is no usable kubeconfig, or no such context.
     """
+    try:
+        from kubernetes import client, config  # takes a second
+    except ModuleNotFoundError as e:
+        what = "the package `kubernetes` is not installed"
+        raise BadInput([Problem("cluster=kubernetes", what, "pip install 'fsdp_jobs[kubernetes]'")]) from e
     configuration = client.Configuration()
     try:
         if "KUBECONFIG" not in os.environ and "KUBERNETES_SERVICE_HOST" in os.environ:
@@ -196,60 +216,38 @@ def connect(cluster: KubernetesClusterConfig) -> Api:
             config.load_kube_config(os.environ.get("KUBECONFIG"), chosen["name"], configuration)
             namespace = chosen["context"].get("namespace", "default")
     except (config.ConfigException, yaml.YAMLError) as e:
-        what = f"no usable kubeconfig: {e}"
-        instead = "set KUBECONFIG to the file that your cluster's administrator gave; kubectl get pods must work first"
-        raise BadInput([Problem("cluster=kubernetes", what, instead)]) from e
+        cure = "set KUBECONFIG to the file that the cluster's administrator gave you; kubectl get pods must work first"
+        raise BadInput([Problem("cluster=kubernetes", f"no usable kubeconfig: {e}", cure)]) from e
     configuration.retries = False
     return Api(client.ApiClient(configuration), cluster.namespace or namespace, configuration.host)
 
 
-def explain(api: Api, refusal: Exception, doing: str) -> Problem:
-    """What a refusal means for the user."""
-    where = f"namespace {api.namespace}"
-    if not isinstance(refusal, ApiException):
-        reason = getattr(refusal, "reason", None) or refusal
-        return Problem(api.where, f"the cluster's API does not answer: {reason}", "kubectl get pods must work first")
-    if refusal.status == 401:
-        return Problem(api.where, "the cluster does not know you: the token is wrong or has expired", "log in again")
-    try:
-        content = json.loads(refusal.body)
-        message = str(content.get("message", refusal.reason))
-    except (TypeError, ValueError):
-        message = f"{refusal.status} {refusal.reason}"
-    if refusal.status == 403 and "exceeded quota" in message:
-        return Problem(where, message.partition("is forbidden: ")[2], "fewer nodes, cluster.cpus, cluster.memory")
-    if refusal.status == 403 and "violates PodSecurity" in message:
-        return Problem(where, message.partition("is forbidden: ")[2], "cluster.pod_patch adds or takes what it names")
-    if refusal.status == 403:
-        return Problem(where, message, "ask for the role in deploy/kubernetes/base/rbac.yaml")
-    if refusal.status == 404 and "namespaces" in message:
+def explain(api: Api, error: ApiError, doing: str) -> Problem:
+    """Translate an error for the user; `doing` names the object or the job that it is about."""
+    namespace, message = f"namespace {api.namespace}", error.message
+    if error.status == 0:
+        return Problem(api.where, f"the cluster's API does not answer: {message}", "kubectl get pods must work first")
+    if error.status == 401:
+        return Problem(api.where, "not authenticated: the token is wrong or has expired", "log in again")
+    if error.status == 403:
+        forbidden = message.partition("is forbidden: ")[2]
+        if "exceeded quota" in message:
+            return Problem(namespace, forbidden, "ask for fewer nodes, or less cluster.cpus or cluster.memory")
+        if "violates PodSecurity" in message:
+            return Problem(namespace, forbidden, "cluster.pod_patch can set or remove the fields that it names")
+        return Problem(namespace, message, _ROLE)
+    if error.status == 404 and "namespaces" in message:
         return Problem(f"cluster.namespace={api.namespace}", "there is no such namespace", "kubectl get namespaces")
-    if refusal.status in (400, 422):
+    if error.status in (400, 422):
         return Problem(doing, message, "cluster.pod_patch, labels, annotations, tolerations go to the cluster as given")
     return Problem(doing, message)
 
 
-def plural(kind: str) -> str:
-    return {
-        "Job": "jobs",
-        "LocalQueue": "localqueues",
-        "Workload": "workloads",
-        "JobSet": "jobsets",
-        "Queue": "queues",
-    }[kind]
-
-
-def _plain(response: Any) -> Object:
-    content: Object = json.loads(response.data)
-    return content
-
-
 def missing_permissions(api: Api, needed: Sequence[tuple[str, str, str]]) -> list[Problem]:
-    """Those of (verb, group, resource) that the cluster does not let us do."""
-    lacking = [
-        f"{verb} {resource}{'.' + group if group else ''}"
+    """Return a problem for each (verb, group, resource) that the user may not."""
+    missing = [
+        f"you may not {verb} {resource}{'.' + group if group else ''}"
         for verb, group, resource in needed
         if not api.may(verb, group, resource)
     ]
-    instead = "ask for the role in deploy/kubernetes/base/rbac.yaml"
-    return [Problem(f"namespace {api.namespace}", f"you may not {what}", instead) for what in lacking]
+    return [Problem(f"namespace {api.namespace}", what, _ROLE) for what in missing]

@@ -1,27 +1,27 @@
-"""What the submit side and the pods both name: objects, labels, mounts, the coordinator's port."""
+"""Names that the submit side and the pods share: objects, labels, mounts, the coordinator's port."""
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.directory import RunDir
 
 APP = "app.kubernetes.io/instance"
 ALL_APPS = "app.kubernetes.io/name=fsdp-jobs"  # selects what belongs to any app
 ROLE = "fsdp-jobs/role"  # coordinator | trainer
-NODE = "fsdp-jobs/node"  # where pods are no members of an Indexed Job: number of the node
-INDEX = "batch.kubernetes.io/job-completion-index"  # where they are
+INDEX = "batch.kubernetes.io/job-completion-index"  # number of the node, of pods of an Indexed Job
+NODE = "fsdp-jobs/node"  # number of the node, of other pods
 RUN = "fsdp-jobs/run"  # annotation: the run's name
-STOP = "fsdp-jobs/stop"  # annotation of the coordinator's pod: save and leave, and why
+STOP = "fsdp-jobs/stop"  # annotation of the coordinator's pod: save and stop, with the reason
 QUEUE = "kueue.x-k8s.io/queue-name"
 
 COORDINATOR_PORT = 29400
-JOB_FILES = "/run/fsdp-jobs/job"  # config.yaml, plan.json and what else submission wrote
+# Mounted by pod.yaml and pod_coordinator.yaml.
+JOB_FILES = "/run/fsdp-jobs/job"  # job_files
 TOKEN_FILES = "/run/fsdp-jobs/token"
 POD_INFO = "/run/fsdp-jobs/pod"  # annotations
 TERMINATION_LOG = "/run/fsdp-jobs/termination-log"  # the verdict, for the pod's status
@@ -30,29 +30,18 @@ _LONGEST = 40  # JobSet's pods are named <app>-coordinator-0-0-xxxxx, in 63 char
 
 
 def job_files(run: RunDir) -> list[Path]:
-    """What submission writes and the job reads, by names that differ; some runs have not all of them."""
-    return [run.config, run.plan, run.topology, run.shape]
+    """Return what submission writes and the job reads. Their names differ; some runs lack some of them."""
+    return [run.config, run.plan, run.job, run.topology, run.node_labels, run.shape]
 
 
-def first_attempt(run: RunDir, app: str) -> int | None:
-    """The first attempt of a submission, once its coordinator has come to work in this very directory."""
-    file = _seeded(run)
-    known = json.loads(file.read_text()) if file.exists() else {}
-    return int(known["first_attempt"]) if known.get("app") == app else None
-
-
-def begin(run: RunDir, app: str) -> None:
-    """Note that from here on attempts belong to this submission."""
-    write_atomic(_seeded(run), json.dumps({"app": app, "first_attempt": run.last_attempt() + 1}))
-
-
-def _seeded(run: RunDir) -> Path:
-    return run.submit / "kubernetes.json"
+def pods_write_here(run: RunDir, app: str) -> bool:
+    """Whether the coordinator's pod of a submission has started to work in this very directory."""
+    return run.written_by.exists() and run.written_by.read_text() == app
 
 
 @dataclass(frozen=True)
 class Names:
-    """Names of a job's objects. All of them belong to the object that is named `app`."""
+    """Names of a job's objects. The one that owns the others is named `app`."""
 
     app: str
 
@@ -62,7 +51,7 @@ class Names:
 
     @property
     def files(self) -> str:
-        """Of the ConfigMap with the job's files, and of the Secret with its token."""
+        """The ConfigMap with the job's files, and the Secret with its token."""
         return f"{self.app}-files"
 
     @property
@@ -75,13 +64,13 @@ class Names:
 
 
 def node_of(pod: dict[str, Any]) -> int:
-    """Number of a pod among those of its role."""
+    """Return the number of a pod among those of its role."""
     labels = pod["metadata"]["labels"]
     return int(labels.get(INDEX, labels.get(NODE, 0)))
 
 
 def new_app(run_name: str) -> str:
-    """A name that no other submission has, and that is a DNS label: the run's as far as it fits, and six digits."""
+    """Return a new DNS label for a submission: the run's name as far as it fits, and six random digits."""
     plain = re.sub(r"[^a-z0-9]+", "-", run_name.lower()).strip("-")
     plain = plain if plain[:1].isalpha() else f"run-{plain}"
     return f"{plain[: _LONGEST - 7].rstrip('-')}-{secrets.token_hex(3)}"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from fsdp_jobs.config.resolve import node_range
+from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.kubernetes.labels import QUEUE, RUN, Names, job_files
-from fsdp_jobs.launchers.kubernetes.pods import Job, cluster_of, coordinator_pod, node_pod
+from fsdp_jobs.launchers.kubernetes.pods import cluster_of, coordinator_pod, node_pod
 from fsdp_jobs.launchers.kubernetes.skeletons import Object, fill
 
 _INDEX = "$(JOB_COMPLETION_INDEX)"  # the kubelet puts the pod's number here

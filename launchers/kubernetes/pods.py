@@ -5,27 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import reduce
-from typing import NamedTuple
 
 from torchx.specs import AppDef, Role, macros
 
 from fsdp_jobs.config.clusters import KubernetesClusterConfig
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.app import RUN_DIR_KEY
+from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.kubernetes.labels import APP, COORDINATOR_PORT, ROLE, Names
 from fsdp_jobs.launchers.kubernetes.skeletons import Object, merge, skeleton
 from fsdp_jobs.run import events
-from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ADDRESS_ENV, HOST_ENV
 
 _LEAVE_S = 15.0  # after the save: the verdict, and the processes' ends
 _KUEUE_TOPOLOGY = "kueue.x-k8s.io/podset-preferred-topology"
-
-
-class Job(NamedTuple):
-    config: JobConfig
-    run: RunDir
-    app: AppDef
 
 
 def cluster_of(config: JobConfig) -> KubernetesClusterConfig:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torchx.schedulers.kubernetes_scheduler import app_to_resource
 
+from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.kubernetes.labels import NODE, Names
 from fsdp_jobs.launchers.kubernetes.manifests import keep_s, metadata
-from fsdp_jobs.launchers.kubernetes.pods import Job, cluster_of, coordinator_pod, node_pod
+from fsdp_jobs.launchers.kubernetes.pods import cluster_of, coordinator_pod, node_pod
 from fsdp_jobs.launchers.kubernetes.skeletons import Object, merge, without_nulls
 from fsdp_jobs.run.verdict import EXIT_FAILED
 

@@ -12,7 +12,6 @@ from fsdp_jobs.config.resolve import accelerator, accelerator_of_node, backend, 
 from fsdp_jobs.config.schema import FsdpConfig, JobConfig
 from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.docker import refusals
-from fsdp_jobs.launchers.kubernetes import pods
 from fsdp_jobs.launchers.kubernetes.labels import Names
 from fsdp_jobs.launchers.kubernetes.pods import node_pod
 from fsdp_jobs.launchers.slurm.script import Site, script
@@ -39,7 +38,7 @@ def gpus_requested(cluster: str, config: JobConfig, plan: Plan) -> int:
         text = script(job, Site("--gpus-per-node={}", 0, 70)).of_run(str(RUN.path), job.app.name)
         assert (f"--gpus-per-node={in_app}\n" in text) == ("--gpus-per-node" in text) == bool(in_app)
     elif cluster == "kubernetes":
-        spec = node_pod(pods.Job(config, RUN, job.app), Names("one-abc123"), "one", "0")["spec"]
+        spec = node_pod(job, Names("one-abc123"), "one", "0")["spec"]
         assert int(spec["containers"][0]["resources"]["limits"].get("nvidia.com/gpu", 0)) == in_app
     elif cluster == "docker":
         [*missing] = refusals._gpus(config, plan, {}, [])

@@ -325,7 +325,7 @@ def test_what_hinders_a_job_is_said(cluster: Cluster, folder: Path) -> None:
     assert refused.returncode == 2 and "there is no such claim" in refused.stdout + refused.stderr
     for name, override, word in (
         ("image", "cluster.image=registry.invalid/none:1", "registry.invalid/none:1"),
-        ("place", "cluster.cpus=4000", "has no place"),
+        ("place", "cluster.cpus=4000", "cannot be scheduled"),
     ):
         done = cli(folder, f"name={name}", *overrides(cluster, override), "attach=false")
         assert done.returncode == 0, done.stdout + done.stderr

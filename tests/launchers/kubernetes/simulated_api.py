@@ -30,6 +30,7 @@ VERSION = "1.36"
 TOKEN = "a-token"
 NAMESPACE = "team"
 KINDS = {
+    "nodes": "Node",
     "pods": "Pod",
     "services": "Service",
     "configmaps": "ConfigMap",
@@ -164,6 +165,10 @@ class SimulatedApi:
             asked = body["spec"]["resourceAttributes"]
             resource = "/".join(filter(None, [asked["resource"], asked["subresource"]]))
             return 201, {"status": {"allowed": (asked["verb"], resource) not in self.denied}}
+        if path == "/api/v1/nodes":
+            if ("list", "nodes") in self.denied:
+                raise Refused(403, 'nodes is forbidden: User "me" cannot list resource "nodes" at the cluster scope')
+            return 200, {"kind": "NodeList", "items": self._select("", "nodes", query)}
         found = _PATH.fullmatch(path)
         if found is None:
             raise Refused(404, f"the simulated server has no {path}")
@@ -181,8 +186,7 @@ class SimulatedApi:
             if stored is None:
                 raise Refused(404, f'{plural} "{name}" not found')
             if method == "PATCH":
-                for change in body:
-                    _apply(stored, change)
+                _merge(stored, body)
             elif method == "DELETE":
                 grace = (body or {}).get("gracePeriodSeconds", query.get("gracePeriodSeconds"))
                 self.delete(stored, None if grace is None else int(grace))
@@ -218,13 +222,13 @@ def _field(body: Object, path: str) -> Any:
     return body
 
 
-def _apply(body: Object, change: Object) -> None:
-    """One operation of a JSON patch."""
-    *parents, last = [p.replace("~1", "/") for p in change["path"].split("/")[1:]]
-    for part in parents:
-        body = body[part]
-    assert change["op"] == "add" or last in body
-    body[last] = change["value"]
+def _merge(body: Object, patch: Object) -> None:
+    """A JSON merge patch."""
+    for key, value in patch.items():
+        if isinstance(value, dict):
+            _merge(body.setdefault(key, {}), value)
+        else:
+            body[key] = value
 
 
 def _handler(api: SimulatedApi) -> type[BaseHTTPRequestHandler]:
@@ -240,6 +244,9 @@ def _handler(api: SimulatedApi) -> type[BaseHTTPRequestHandler]:
             try:
                 if self.headers.get("authorization") != f"Bearer {api.token}":
                     raise Refused(401, "Unauthorized")
+                patched_as = self.headers.get("content-type")
+                if self.command == "PATCH" and patched_as != "application/merge-patch+json":
+                    raise Refused(415, f"the simulated server takes no patch as {patched_as}")
                 if url.path.endswith("/log"):
                     self._log(url.path.split("/")[-2], query)
                     return

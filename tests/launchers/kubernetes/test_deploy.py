@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from fsdp_jobs.config.clusters import ClusterConfig, KubernetesClusterConfig
-from fsdp_jobs.launchers.kubernetes.preflight import needed_permissions
+from fsdp_jobs.launchers.kubernetes.validate import needed_permissions
 from tests.jobs import ROOT
 from tests.launchers.kubernetes.test_manifests import NEWEST
 

@@ -16,14 +16,13 @@ import pytest
 import yaml
 
 from fsdp_jobs.config.hydra import compose_job
-from fsdp_jobs.config.resolve import ranks_per_node
-from fsdp_jobs.launchers.app import to_app
+from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.kubernetes import labels
 from fsdp_jobs.launchers.kubernetes.labels import Names, new_app
 from fsdp_jobs.launchers.kubernetes.manifests import files_objects, owned_by
-from fsdp_jobs.launchers.kubernetes.pods import Job
 from fsdp_jobs.launchers.kubernetes.scheduler import TRANSLATIONS, KubernetesRequest
 from fsdp_jobs.launchers.kubernetes.skeletons import merge, skeleton
+from fsdp_jobs.plan.plan import make_plan
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE
 
@@ -63,7 +62,7 @@ CASES: dict[str, tuple[str, ...]] = {
 
 def objects_of(case: str, run: RunDir) -> list[dict[str, Any]]:
     config = compose_job([*COMMON, *CASES[case], "name=pretrain"])
-    job = Job(config, run, to_app(config, run, ranks_per_node(config)))
+    job = Job(config, run, make_plan(config))
     return TRANSLATIONS[config.cluster.workload](job, Names("pretrain-abc123"))  # type: ignore[attr-defined]
 
 
@@ -92,7 +91,7 @@ def test_official_schemas_take_what_carries_the_files(tmp_path: Path, minor: str
     for file in (run.config, run.plan, run.token):
         write_atomic(file, "x")
     root = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "pretrain-abc123", "uid": "u"}}
-    job = Job(config, run, to_app(config, run, ranks_per_node(config)))
+    job = Job(config, run, make_plan(config))
     for body in files_objects(job, Names("pretrain-abc123")):
         kubernetes_validate.validate(owned_by(root, body), minor, strict=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ import pytest
 
 from fsdp_jobs.config.errors import BadInput, JobFailed
 from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.elastic.placement import known_places
 from fsdp_jobs.launchers.kubernetes.scheduler import KubernetesLauncher
 from fsdp_jobs.launchers.state import State
+from fsdp_jobs.plan.plan import Plan
 from fsdp_jobs.run.processes import free_port
 from fsdp_jobs.submit import submit as submission
 from tests.launchers.kubernetes.simulated_api import Object, Refused, SimulatedApi, now
@@ -62,7 +65,7 @@ CASES: dict[str, tuple[Callable[[SimulatedApi], Any], list[str], list[str]]] = {
     "no image": (lambda _: None, ["cluster.image=null"], ["cluster.image", "build deploy/Dockerfile"]),
     "no claim given": (lambda _: None, ["cluster.claim=null"], ["cluster.claim", "deploy/kubernetes/base/claim.yaml"]),
     "workload": (lambda _: None, ["cluster.workload=jobsets"], ["did you mean jobset?"]),
-    "secret by value": (lambda _: None, ["cluster.secret_env.A=hunter2"], ["names no key of a secret"]),
+    "secret by value": (lambda _: None, ["cluster.secret_env.A=hunter2"], ["not the key of a secret"]),
     "context": (lambda _: None, ["cluster.context=prod"], ["the kubeconfig has only test"]),
     "namespace": (lambda _: None, ["cluster.namespace=nowhere"], ["cluster.namespace=nowhere: there is no such"]),
     "token": (lambda api: setattr(api, "token", "another"), [], ["the token is wrong or has expired", "log in again"]),
@@ -131,6 +134,75 @@ def test_without_permission_to_create_pods_the_job_is_checked_all_the_same(api: 
     assert submission.prepare([compose_job(JOB)])[0].request.namespace == "team"
 
 
+def test_a_jobset_is_started_when_all_of_it_is_there(api: SimulatedApi) -> None:
+    api.groups["jobset.x-k8s.io"] = "v1alpha2"
+    overrides = [*JOB, "cluster.workload=jobset"]
+    submission.submit(submission.prepare([compose_job(overrides)]), [overrides])
+    (root,) = api.all("jobset.x-k8s.io", "jobsets")
+    assert root["spec"]["suspend"] is False
+    assert len([r for r in api.requests if r.startswith("PATCH")]) == 1
+
+
+class TestMachines:
+    """The machines' labels name switches, where the user may list nodes."""
+
+    LEAF, SPINE = "network.topology.nvidia.com/leaf", "network.topology.nvidia.com/spine"
+
+    @pytest.fixture(autouse=True)
+    def machines(self, api: SimulatedApi) -> None:
+        for number in range(6):
+            labels = {self.LEAF: f"leaf{number % 2}", self.SPINE: "spine", "pool": "a", "kubernetes.io/os": "linux"}
+            gpus = {"nvidia.com/gpu": "8" if number < 5 else "4"}
+            body = {"metadata": {"name": f"m{number}", "labels": labels}}
+            api.put("", "nodes", body)["status"] = {"allocatable": gpus}
+        api.put("", "nodes", {"metadata": {"name": "control", "labels": {"pool": "b"}}})
+
+    def plan(self, *overrides: str) -> Plan:
+        return submission.plan_of(compose_job([*JOB, "hardware=h100", *overrides]))[0]
+
+    def test_the_plan_knows_the_switches(self, api: SimulatedApi) -> None:
+        plan = self.plan("nodes=4")
+        assert plan.nodes == ("m0", "m2", "m4", "m1") and plan.leaves == ("leaf0",) * 3 + ("leaf1",)
+        assert self.plan("nodes=4", "cluster.node_selector={pool: a}").nodes == plan.nodes
+        no_machine = self.plan("nodes=4", "cluster.node_selector={pool: c}")
+        assert set(no_machine.leaves) == {""} and set(self.plan("nodes=6").leaves) == {""}  # the sixth is too small
+
+    def test_the_job_takes_them_along(self, api: SimulatedApi) -> None:
+        overrides = [*JOB, "hardware=h100", "nodes=2"]
+        (job,) = submission.prepare([compose_job(overrides)])
+        submission.submit([job], [overrides])
+        (carried,) = api.all("", "configmaps")
+        assert json.loads(carried["data"]["node-labels.json"])["m0"] == {self.LEAF: "leaf0", self.SPINE: "spine"}
+        places = known_places(job.run)
+        assert places["m3"].switch_path == ("spine", "leaf1") and set(places) == {"m0", "m1", "m2", "m3", "m4"}
+
+    def test_who_may_not_list_nodes_submits_all_the_same(
+        self, api: SimulatedApi, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        api.denied.add(("list", "nodes"))
+        assert set(self.plan("nodes=4").leaves) == {""}
+        self.plan("nodes=4")
+        (warning,) = caplog.messages
+        assert "you may not list the cluster's nodes" in warning and "deploy/kubernetes/nodes.yaml" in warning
+        overrides = [*JOB, "nodes=2"]
+        (job,) = submission.prepare([compose_job(overrides)])
+        submission.submit([job], [overrides])
+        assert not job.run.node_labels.exists() and known_places(job.run) == {}
+
+    def test_doctor_says_what_a_job_needs(self, api: SimulatedApi) -> None:
+        def examined(*overrides: str) -> dict[str, str]:
+            return {f.what: f.state for f in KubernetesLauncher().examine(compose_job([*JOB, *overrides]))}
+
+        areas = ("configuration", "API", "permissions", "operators", "claim, queue", "switches")
+        assert examined() == dict.fromkeys(areas, "ok")
+        api.denied |= {("list", "nodes"), ("create", "jobs")}
+        worse = examined("cluster.image=null", "cluster.queue=research")
+        bad = {"configuration": "bad", "API": "ok", "permissions": "bad", "operators": "bad", "switches": "warning"}
+        assert worse == bad
+        api.token = "another"
+        assert examined() == {"configuration": "ok", "API": "bad"}
+
+
 class TestWaiting:
     """`status` says why a submitted job does not run; pods are set by hand, no process runs."""
 
@@ -162,7 +234,7 @@ class TestWaiting:
                         {"type": "PodScheduled", "status": "False", "message": "0/3 nodes: 3 Insufficient gpu"}
                     ]
                 },
-                "has no place: 0/3 nodes: 3 Insufficient gpu",
+                "cannot be scheduled: 0/3 nodes: 3 Insufficient gpu",
             ),
             (
                 {

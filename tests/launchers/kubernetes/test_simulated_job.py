@@ -99,7 +99,7 @@ def test_users_error_fails_an_elastic_job_on_a_simulated_cluster(cluster: Simula
     ended = cli(tmp_path, "name=bad", *JOB, *more, timeout=180)
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert "none.bin" in ended.stdout and "bad: failed" in ended.stdout
-    assert "has no place: 0/2 nodes are available" in ended.stdout
+    assert "cannot be scheduled: 0/2 nodes are available" in ended.stdout
     job = Watched(RunDir(cluster.claim / "bad"))
     jobs = {j["spec"]["completions"]: j for j in cluster.api.all("batch", "jobs")}
     states = {1: "Failed", 2: "Complete"}

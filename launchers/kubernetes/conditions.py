@@ -1,4 +1,4 @@
-"""What the cluster says of a job: its state, its verdict, and why it waits, in a user's words."""
+"""What a job's objects tell: its state, its verdict, and in a user's words why it waits."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import json
 from datetime import UTC, datetime
 from typing import Any
 
-from kubernetes.client.exceptions import ApiException
-
-from fsdp_jobs.launchers.kubernetes.api import Api
+from fsdp_jobs.launchers.kubernetes.api import Api, ApiError
 from fsdp_jobs.launchers.kubernetes.labels import QUEUE, ROLE, node_of
 from fsdp_jobs.launchers.kubernetes.skeletons import Object
 from fsdp_jobs.launchers.state import State
@@ -21,7 +19,7 @@ _STARTING = ("ContainerCreating", "PodInitializing")
 
 
 def state_of(root: Object, pods: list[Object]) -> State:
-    """The job's state, by the coordinator's last verdict, the object that owns the job, and its pods."""
+    """Return the job's state, by the coordinator's last verdict, the object that owns the job, and its pods."""
     status, verdict = root.get("status", {}), verdict_of(pods) or {}
     held = {c["type"] for c in status.get("conditions", []) if c["status"] == "True"}
     phase = status.get("state", {}).get("phase", "")  # Volcano's
@@ -37,18 +35,18 @@ def state_of(root: Object, pods: list[Object]) -> State:
 
 
 def verdict_of(pods: list[Object]) -> dict[str, Any] | None:
-    """What the newest coordinator said as it ended: verdict, decision, reason, attempt."""
+    """Return what the newest coordinator left in its pod's status: verdict, decision, reason, attempt."""
     for pod in reversed(pods):
         for container in pod["status"].get("containerStatuses", []):
             message = container.get("state", {}).get("terminated", {}).get("message", "")
             if pod["metadata"]["labels"].get(ROLE) == "coordinator" and message.startswith("{"):
-                said: dict[str, Any] = json.loads(message)
-                return said
+                verdict: dict[str, Any] = json.loads(message)
+                return verdict
     return None
 
 
 def why_waiting(api: Api, root: Object, jobs: list[Object], pods: list[Object]) -> str:
-    """Why pods that should run do not; empty when nothing is in the way."""
+    """Return why pods that should run do not; empty when nothing is in the way."""
     for body in (root, *jobs):
         if body["spec"].get("suspend"):
             return _why_queued(api, body)
@@ -58,16 +56,17 @@ def why_waiting(api: Api, root: Object, jobs: list[Object], pods: list[Object]) 
     for job in jobs:
         spec, status = job["spec"], job.get("status", {})
         if status.get("active", 0) + status.get("succeeded", 0) < spec["parallelism"]:
-            if warned := [w for w in api.warnings("Job", job["metadata"]["name"]) if w.startswith("FailedCreate")]:
-                return f"pods of {job['metadata']['name']} are refused: {warned[-1].partition(': ')[2]}"
+            name = job["metadata"]["name"]
+            if warnings := [w for w in api.warnings("Job", name) if w.startswith("FailedCreate")]:
+                return f"pods of {name} are refused: {warnings[-1].partition(': ')[2]}"
             if why := _why_failed(job, pods):
                 return why
     return ""
 
 
 def is_lost(pod: Object) -> bool:
-    """Whether a pod that was told to go is still there long after its grace: its machine does not answer."""
-    deleted = pod["metadata"].get("deletionTimestamp")  # when its grace is over
+    """Whether a deleted pod is still there long after its grace period: its machine does not answer."""
+    deleted = pod["metadata"].get("deletionTimestamp")  # when its grace period ends
     if deleted is None or pod["status"].get("phase") in ("Succeeded", "Failed"):
         return False
     return (datetime.now(UTC) - datetime.fromisoformat(deleted)).total_seconds() > _LATE_S
@@ -76,11 +75,11 @@ def is_lost(pod: Object) -> bool:
 def _why_queued(api: Api, body: Object) -> str:
     queue = body["metadata"].get("labels", {}).get(QUEUE)
     if queue is None:
-        return "suspended: kubectl says more"
+        return f"suspended, and not by a queue: kubectl describe of {body['metadata']['name']} shows more"
     version = api.groups().get("kueue.x-k8s.io", "v1beta1")
     try:
-        workloads = api.list_custom(f"kueue.x-k8s.io/{version}", "Workload")
-    except ApiException as e:
+        workloads = api.select(f"kueue.x-k8s.io/{version}", "Workload")
+    except ApiError as e:
         if e.status != 403:
             raise
         workloads = []
@@ -95,15 +94,14 @@ def _why_queued(api: Api, body: Object) -> str:
 
 def _why_pod(api: Api, pod: Object) -> str:
     name, status = pod["metadata"]["name"], pod["status"]
-    if is_lost(pod) and pod["metadata"]["labels"].get(ROLE) == "coordinator":  # nodes are replaced without asking
-        machine = pod["spec"].get("nodeName", "?")
-        then = f"kubectl delete pod {name} --force"
-        return f"machine {machine} of pod {name} does not answer. If it is down for good: {then}"
+    if is_lost(pod) and pod["metadata"]["labels"].get(ROLE) == "coordinator":  # nodes are replaced by themselves
+        machine, cure = pod["spec"].get("nodeName", "?"), f"kubectl delete pod {name} --force"
+        return f"machine {machine} of pod {name} does not answer. If it is down for good: {cure}"
     if "deletionTimestamp" in pod["metadata"]:
         return ""
     for condition in status.get("conditions", []):
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
-            return f"pod {name} has no place: {condition.get('message', condition.get('reason', ''))}"
+            return f"pod {name} cannot be scheduled: {condition.get('message', condition.get('reason', ''))}"
     for container in status.get("containerStatuses", []):
         waiting = container.get("state", {}).get("waiting", {})
         reason = waiting.get("reason", "")
@@ -111,19 +109,19 @@ def _why_pod(api: Api, pod: Object) -> str:
             image = f" of image {container['image']}" if "Image" in reason else ""
             return f"pod {name} cannot start: {reason}{image}: {waiting.get('message', '')}"
     if status.get("phase") == "Pending":
-        warned = [w for w in api.warnings("Pod", name) if w.startswith(("FailedMount", "FailedAttachVolume"))]
-        return f"pod {name} cannot start: {warned[-1]}" if warned else ""
+        warnings = [w for w in api.warnings("Pod", name) if w.startswith(("FailedMount", "FailedAttachVolume"))]
+        return f"pod {name} cannot start: {warnings[-1]}" if warnings else ""
     return ""
 
 
 def _why_failed(job: Object, pods: list[Object]) -> str:
-    """A pod of a job that ended badly and has no successor yet."""
-    mine = [p for p in pods if p["metadata"]["labels"].get(_JOB_NAME) == job["metadata"]["name"]]
-    for pod in {node_of(p): p for p in mine}.values():  # the newest of each
+    """Return how a pod ended that has failed and has no successor yet; empty when there is none."""
+    own = [p for p in pods if p["metadata"]["labels"].get(_JOB_NAME) == job["metadata"]["name"]]
+    for pod in {node_of(p): p for p in own}.values():  # the newest of each
         for container in pod["status"].get("containerStatuses", []):
             ended = container.get("state", {}).get("terminated", {})
             if ended.get("exitCode", 0) not in (EXIT_DONE, EXIT_REQUEUE):
-                said = ended.get("message", "").strip().splitlines()
-                last = f": {said[-1]}" if said else ""
+                lines = ended.get("message", "").strip().splitlines()
+                last = f": {lines[-1]}" if lines else ""
                 return f"pod {pod['metadata']['name']} ended with {ended['exitCode']} ({ended.get('reason')}){last}"
     return ""

@@ -1,0 +1,171 @@
+"""What is wrong before anything is created: by the configuration alone, and by the cluster's own answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from fsdp_jobs.config.errors import BadInput, Problem, nearest
+from fsdp_jobs.config.resolve import node_range
+from fsdp_jobs.config.schema import JobConfig
+from fsdp_jobs.launchers.base import Finding
+from fsdp_jobs.launchers.kubernetes.api import Api, ApiError, connect, explain, missing_permissions
+from fsdp_jobs.launchers.kubernetes.machines import topology_labels
+from fsdp_jobs.launchers.kubernetes.pods import cluster_of
+from fsdp_jobs.launchers.kubernetes.skeletons import Object
+
+WORKLOADS = {  # cluster.workload -> the group, kind and plural of the object that owns the job
+    "job": ("batch", "Job", "jobs"),
+    "jobset": ("jobset.x-k8s.io", "JobSet", "jobsets"),
+    "volcano": ("batch.volcano.sh", "Job", "jobs"),
+}
+_KUEUE = "kueue.x-k8s.io"
+_NEEDED = [
+    ("create", "", "services"),
+    ("create", "", "configmaps"),
+    ("create", "", "secrets"),
+    ("get", "", "persistentvolumeclaims"),
+    ("list", "", "pods"),
+    ("patch", "", "pods"),
+    ("delete", "", "pods"),
+    ("get", "", "pods/log"),
+    ("list", "", "events"),
+    ("list", "batch", "jobs"),
+]
+
+
+def validate_configuration(config: JobConfig) -> None:
+    """Validate the group `cluster` without asking the cluster.
+
+    Raises:
+        BadInput: with all problems.
+    """
+    if problems := list(_wrong_keys(config)):
+        raise BadInput(problems)
+
+
+def validate_with_cluster(api: Api, config: JobConfig, objects: Sequence[Object]) -> None:
+    """Ask the cluster whether it would accept the job; nothing is created.
+
+    Raises:
+        BadInput: with all problems: missing permissions first, then operators, then everything else.
+    """
+    try:
+        missing = missing_permissions(api, needed_permissions(cluster_of(config).workload))
+        groups = api.groups()
+        problems = missing or [*_not_installed(config, groups)]
+        problems = problems or [*_claim_and_queue(api, config, groups), *_not_admitted(api, objects)]
+    except ApiError as e:
+        problems = [explain(api, e, "cluster=kubernetes")]
+    if problems:
+        raise BadInput(list(dict.fromkeys(problems)))
+
+
+def examine(config: JobConfig) -> Iterator[Finding]:
+    """Yield what `doctor` should know: the configuration, the API, permissions, operators, the claim and the queue."""
+    yield from _findings("configuration", list(_wrong_keys(config)), "complete")
+    try:
+        api = connect(cluster_of(config))
+        groups = api.groups()
+        yield Finding("API", "ok", f"{api.where}, namespace {api.namespace}")
+        missing = missing_permissions(api, needed_permissions(cluster_of(config).workload))
+        yield from _findings("permissions", missing, "complete")
+        operators = list(_not_installed(config, groups))
+        yield from _findings("operators", operators, "complete")
+        if not missing and not operators:
+            yield from _findings("claim, queue", list(_claim_and_queue(api, config, groups)), "there")
+        labels = topology_labels(api, config)
+    except BadInput as e:
+        yield from _findings("API", e.problems, "")
+    except ApiError as e:
+        yield from _findings("API", [explain(api, e, "cluster=kubernetes")], "")
+    else:
+        if labels:
+            yield Finding("switches", "ok", f"labels of {len(labels)} machines name them")
+        else:
+            fact, cure = "no labels of machines that you may read name them", "docs/planning.md; cluster.topology=FILE"
+            yield Finding("switches", "warning", fact, cure)
+
+
+def _findings(what: str, problems: Sequence[Problem], ok: str) -> Iterator[Finding]:
+    for problem in problems:
+        yield Finding(what, "bad", f"{problem.where}: {problem.what}", problem.instead)
+    if not problems:
+        yield Finding(what, "ok", ok)
+
+
+def needed_permissions(workload: str) -> list[tuple[str, str, str]]:
+    """Return (verb, API group, resource) of everything that submitting, following and cancelling takes."""
+    group, _, resource = WORKLOADS[workload]
+    return list(dict.fromkeys([*_NEEDED, *((verb, group, resource) for verb in ("create", "get", "patch", "delete"))]))
+
+
+def _wrong_keys(config: JobConfig) -> Iterator[Problem]:
+    cluster = cluster_of(config)
+    if cluster.workload not in WORKLOADS:
+        what = f"allowed: {', '.join(WORKLOADS)}"
+        yield Problem(f"cluster.workload={cluster.workload}", what, nearest(cluster.workload, WORKLOADS))
+    if not cluster.image:
+        what = "a job on Kubernetes needs an image with fsdp_jobs in it"
+        yield Problem("cluster.image", what, "build deploy/Dockerfile, push it, and name it here")
+    if not cluster.claim:
+        what = "a job on Kubernetes needs a PersistentVolumeClaim for its run directory (several nodes: ReadWriteMany)"
+        yield Problem("cluster.claim", what, "deploy/kubernetes/base/claim.yaml makes one: cluster.claim=runs")
+    if not cluster.mount_path.startswith("/"):
+        yield Problem(f"cluster.mount_path={cluster.mount_path}", "must be absolute", "/runs")
+    for variable, reference in cluster.secret_env.items():
+        if reference.count("/") != 1:
+            what = "not the key of a secret (secret/key)"
+            yield Problem(f"cluster.secret_env.{variable}={reference}", what, "my-secret/its-key")
+    if config.sweep.parallelism and cluster.queue is None:
+        what = "on Kubernetes a queue's quota limits how many jobs run at once"
+        yield Problem(f"sweep.parallelism={config.sweep.parallelism}", what, "cluster.queue=NAME, a queue of Kueue")
+
+
+def _not_installed(config: JobConfig, groups: dict[str, str]) -> Iterator[Problem]:
+    cluster = cluster_of(config)
+    group, kind, _ = WORKLOADS[cluster.workload]
+    if group not in groups:
+        what = f"the cluster has no {kind}.{group}"
+        yield Problem(f"cluster.workload={cluster.workload}", what, "cluster.workload=job needs nothing installed")
+    if cluster.queue is not None and cluster.workload != "volcano" and _KUEUE not in groups:
+        what = "Kueue is not installed in this cluster"
+        yield Problem(f"cluster.queue={cluster.queue}", what, "leave cluster.queue out")
+
+
+def _claim_and_queue(api: Api, config: JobConfig, groups: dict[str, str]) -> Iterator[Problem]:
+    cluster = cluster_of(config)
+    claim = api.read("v1", "PersistentVolumeClaim", str(cluster.claim))
+    modes = claim["spec"]["accessModes"] if claim is not None else []
+    if claim is None:
+        what = f"there is no such claim in namespace {api.namespace}"
+        yield Problem(f"cluster.claim={cluster.claim}", what, "deploy/kubernetes/base/claim.yaml makes one")
+    elif node_range(config.nodes)[1] > 1 and not {"ReadWriteMany", "ReadWriteOnce"} & set(modes):
+        what = f"can be mounted {' or '.join(modes)} only; several pods write to it"
+        yield Problem(f"cluster.claim={cluster.claim}", what, "a claim with ReadWriteMany")
+    if cluster.queue is not None and cluster.workload != "volcano":
+        queues = [q["metadata"]["name"] for q in api.select(f"{_KUEUE}/{groups[_KUEUE]}", "LocalQueue")]
+        if cluster.queue not in queues:
+            what = f"namespace {api.namespace} has the queues {', '.join(queues) or '(none)'}"
+            yield Problem(f"cluster.queue={cluster.queue}", what, nearest(cluster.queue, queues))
+
+
+def _not_admitted(api: Api, objects: Sequence[Object]) -> Iterator[Problem]:
+    """What the server answers to a dry run of each object, and of a pod of each kind."""
+    for body in [*objects, *(p for o in objects for p in _pods_of(o))]:
+        try:
+            api.create(body, dry_run=True)
+        except ApiError as e:
+            if body["kind"] == "Pod" and "cannot create resource" in e.message:
+                continue  # this user may create Jobs only: what admission says of pods comes as events
+            yield explain(api, e, f"{body['kind']} {body['metadata']['name']}")
+
+
+def _pods_of(body: Object) -> Iterator[Object]:
+    """Pods of an object's templates: service account, priority class, quota and security are checked on pods."""
+    spec = body.get("spec", {})
+    templates = [spec["template"]] if "template" in spec else []
+    templates += [r["template"]["spec"]["template"] for r in spec.get("replicatedJobs", [])]
+    for number, template in enumerate(templates):
+        name = f"{body['metadata']['name']}-check-{number}"
+        pod_metadata = {**template["metadata"], "name": name}
+        yield {"apiVersion": "v1", "kind": "Pod", "metadata": pod_metadata, "spec": template["spec"]}
