@@ -12,10 +12,10 @@ PYTEST = $(BIN)/python -m pytest --numprocesses=2 --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint check test bench soak clean
+.PHONY: help setup demo lint check test bench soak docs-keys clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
 
 setup: $(READY)  ## .venv with everything the other targets need
 
@@ -38,6 +38,9 @@ bench: $(READY)  ## every benchmark, one after the other; traffic, recovery and 
 
 soak: $(READY)  ## 50 kills at random moments of a 4-node job; needs root
 	$(BIN)/python benchmarks/soak.py --kills 50
+
+docs-keys: $(READY)  ## the tables of docs/configuration.md, from the schema
+	$(BIN)/python docs/keys.py
 
 clean:  ## remove .venv, caches and builds; runs/ stays
 	rm -rf $(VENV) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

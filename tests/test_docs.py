@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from dataclasses import fields
 from pathlib import Path
 
@@ -42,11 +43,17 @@ def test_every_key_is_documented_with_its_default() -> None:
     assert set(shown) == known
     for key, default in shown.items():
         value = OmegaConf.select(config, key)
-        if key in ("model._target_", "model.kwargs", "model.name_or_path", "model.pretrained", "hardware.source"):
+        if key in ("model._target_", "model.kwargs", "model.name_or_path", "model.pretrained"):
             continue
         plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
         text = "null" if plain is None else str(plain).lower() if isinstance(plain, bool) else str(plain)
         assert default == text.replace("'", ""), key
+
+
+def test_tables_of_keys_are_those_of_the_schema() -> None:
+    write = runpy.run_path(str(ROOT / "docs" / "keys.py"))["with_tables"]
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    assert page == write(page), "make docs-keys"
 
 
 def test_every_option_is_in_the_readmes_table() -> None:

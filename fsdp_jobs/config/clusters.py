@@ -15,7 +15,7 @@ class ClusterConfig:
 
     launcher: str = key("???", "the TorchX scheduler that submits; set by the option")
     topology: str | None = key(None, "file with the switch of each node ([docs/planning.md](planning.md#topology))")
-    accelerator: str = key(AUTO, "auto: CUDA if a node has a GPU for each rank", choices=(AUTO, "cpu", "cuda"))
+    accelerator: str = key(AUTO, "auto: cuda if a node has a GPU for each rank", choices=(AUTO, "cpu", "cuda"))
     shares_files: ClassVar[bool] = True  # paths in the configuration name the same files here and on the nodes
     shares_environment: ClassVar[bool] = False  # ranks get the environment of the submitting process
 

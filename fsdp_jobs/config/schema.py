@@ -60,7 +60,7 @@ class LlamaConfig(ModelConfig):
 
     kind: str = "llama"
     wrap_classes: list[str] = field(default_factory=lambda: ["TransformerBlock"])
-    vocab_size: int = key(256, "rows of the output, at least `data.vocab_size`; `custom`: 0 is not checked", at_least=1)
+    vocab_size: int = key(256, "rows of the output, at least `data.vocab_size`", at_least=1)
     dim: int = key(256, "width; a multiple of twice `n_heads`", at_least=1)
     n_layers: int = key(4, "blocks", at_least=1)
     n_heads: int = key(8, "query heads", at_least=1)
@@ -105,7 +105,9 @@ class FsdpConfig:
 
     strategy: str = key(AUTO, "auto is the plan's choice", choices=(AUTO, *STRATEGIES))
     shard_group: Any = key(AUTO, "ranks that together hold one full copy: auto or a number")
-    wrap: str = key("layer", "units: `wrap_classes`, large modules, or the root", choices=("layer", "size", "none"))
+    wrap: str = key(
+        "layer", "FSDP units: `wrap_classes`, large modules, or the root", choices=("layer", "size", "none")
+    )
     min_num_params: int = key(100_000_000, "`wrap=size`: parameters of a module that becomes a unit", at_least=1)
     param_dtype: str = key(AUTO, "gathered parameters, compute; auto: bf16 on CUDA, else fp32", choices=(AUTO, *DTYPES))
     reduce_dtype: str = key("fp32", "gradients on the wire", choices=DTYPES)
@@ -113,7 +115,9 @@ class FsdpConfig:
     cpu_offload: bool = key(False, "parameters, gradients and optimizer state live in host memory")
     forward_prefetch: int = key(0, "blocks gathered ahead in forward; 0 is FSDP2's own prefetch", at_least=0)
     backward_prefetch: int = key(0, "blocks gathered ahead in backward; 0 is FSDP2's own prefetch", at_least=0)
-    accumulate_unsharded: Any = key(AUTO, "reduce gradients once per step", choices=(AUTO, True, False))
+    accumulate_unsharded: Any = key(
+        AUTO, "reduce gradients once per step, not per microbatch", choices=(AUTO, True, False)
+    )
     activation_checkpointing: str = key("none", "which activations are recomputed", choices=RECOMPUTED)
     activation_checkpointing_every: int = key(2, "the n of every_n", at_least=1)
     activation_offload: bool = key(False, "keep what activation checkpointing keeps in host memory")
@@ -164,8 +168,8 @@ class OptimConfig:
 class CheckpointConfig:
     """When the job is saved, and what is kept."""
 
-    every_steps: int = key(20, "steps since the last save; 0 is off", at_least=0)
-    every_minutes: float = key(0.0, "minutes since the last save, if that comes first; 0 is off", at_least=0)
+    every_steps: int = key(20, "steps between two saves; 0 is off", at_least=0)
+    every_minutes: float = key(0.0, "minutes since the last save; 0 is off", at_least=0)
     keep: int = key(3, "newest complete checkpoints that stay; 0 keeps all", at_least=0)
     dir: str | None = key(None, "folder or URL (`s3://`, `gs://`) with a folder per run; null: in the run directory")
     local_dir: str | None = key(None, "a folder on each node's own disk: shards are written there first, then copied")
@@ -180,13 +184,19 @@ class ElasticConfig:
     max_failures_without_progress: int = key(3, "failures tolerated without a new checkpoint in between", at_least=0)
     heartbeat_interval_s: float = key(1.0, "seconds between an agent's heartbeats", at_least=0.1)
     heartbeat_timeout_s: float = key(10.0, "seconds of silence after which a node is lost", at_least=1)
-    join_window_s: float = key(20.0, "seconds that the first round, with the minimum there, waits for more", at_least=0)
-    wait_for_nodes_s: float = key(600.0, "seconds below the minimum of nodes until the requeue", at_least=1)
+    join_window_s: float = key(
+        20.0, "seconds that the first round waits for more than the minimum of nodes", at_least=0
+    )
+    wait_for_nodes_s: float = key(
+        600.0, "seconds below the minimum of nodes after which the attempt requeues", at_least=1
+    )
     init_timeout_s: float = key(600.0, "process-group timeout until the first step is done, seconds", at_least=1)
     step_timeout_s: float = key(300.0, "process-group timeout afterwards, seconds", at_least=1)
-    stall_timeout_s: float = key(0.0, "seconds without a step that are a stall; 0: 20 steps, at least 60 s", at_least=0)
+    stall_timeout_s: float = key(
+        0.0, "seconds without a step that are a stall; 0: 20 measured steps, at least 60 s", at_least=0
+    )
     exclude_after: int = key(3, "failures of one machine after which it is excluded; 0 is off", at_least=0)
-    exclude_for_s: float = key(3600.0, "seconds for which it is; failures longer ago do not count", at_least=1)
+    exclude_for_s: float = key(3600.0, "seconds for which it is excluded; older failures do not count", at_least=1)
     stop_on_nan_loss: bool = key(False, "a loss that is not a number ends the job")
     stop_grace_s: float = key(60.0, "seconds that a stopped job has to save and exit; then it is killed", at_least=1)
 

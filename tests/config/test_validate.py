@@ -1,0 +1,73 @@
+"""Bounds stand with the keys: every key has a meaning, keeps its bounds through Hydra, and is checked by them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import pytest
+
+from fsdp_jobs.config.clusters import CLUSTERS
+from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.config.keys import metadata
+from fsdp_jobs.config.schema import SCHEMAS
+from fsdp_jobs.config.validate import config_problems
+
+# sbatch's own options mean what they mean to sbatch
+SBATCHS = {"partition", "account", "qos", "constraint", "reservation", "comment", "mail_user", "mail_type"}
+
+
+def wheres(*overrides: str) -> list[str]:
+    return [p.where for p in config_problems(compose_job(overrides), files=False)]
+
+
+def bounded() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Keys with bounds that the default configuration has."""
+    config = compose_job([])
+    for group in [config, *(v for v in vars(config).values() if is_dataclass(v))]:
+        prefix = next((f"{name}." for name, value in vars(config).items() if value is group), "")
+        for field in fields(group):
+            about = dict(metadata(type(group), field.name))
+            if about.get("choices") or about.get("at_least") is not None:
+                yield prefix + field.name, about
+
+
+@pytest.mark.parametrize("schema", sorted({node for _, _, node in SCHEMAS}, key=str))
+def test_every_key_says_what_it_means(schema: type) -> None:
+    for field in fields(schema):
+        if not is_dataclass(getattr(schema(), field.name)) and field.name not in SBATCHS:
+            assert metadata(schema, field.name)["meaning"], field.name
+
+
+def test_bounds_are_checked_after_hydra_has_composed() -> None:
+    keys = dict(bounded())
+    assert len(keys) > 50
+    for key, about in keys.items():
+        if key in ("notify.on", "fsdp.accumulate_unsharded"):
+            continue
+        wrong = "nonsense" if about["choices"] else about["at_least"] - 1
+        whole = isinstance(wrong, str) or float(wrong).is_integer()
+        override = f"{key}={int(wrong) if whole and not isinstance(wrong, str) else wrong}"
+        assert any(where.startswith(f"{key}=") for where in wheres(override)), override
+
+
+def test_each_item_of_a_list_and_the_nearest_word() -> None:
+    problems = list(config_problems(compose_job(["notify.on=[done, stuck, requeu]"]), files=False))
+    assert [p.where for p in problems] == ["notify.on=[stuck]", "notify.on=[requeu]"]
+    assert problems[1].instead == "did you mean requeue?"
+    assert wheres("notify.on=[requeue, user_error]") == []
+    assert wheres("fsdp.accumulate_unsharded=true") == wheres("fsdp.accumulate_unsharded=auto") == []
+    assert wheres("fsdp.accumulate_unsharded=maybe") == ["fsdp.accumulate_unsharded=maybe"]
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_a_cluster_that_only_changes_a_default_keeps_its_bounds(cluster: str) -> None:
+    assert wheres(f"cluster={cluster}", "cluster.accelerator=tpu") == ["cluster.accelerator=tpu"]
+
+
+def test_what_nothing_reads_is_not_checked() -> None:
+    trainers = ("steps=0", "data.seq_len=0", "optim.lr=-1")
+    assert wheres(*trainers) == ["steps=0", "data.seq_len=0", "optim.lr=-1.0"]
+    assert wheres("script=train.py", *trainers) == []
+    assert wheres("script=train.py", "elastic.exclude_after=-1", "seed=-1") == ["seed=-1", "elastic.exclude_after=-1"]
