@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,16 +27,14 @@ from fsdp_jobs.launchers.detached import (
     kill_supervisor,
     start_supervisor,
 )
-from fsdp_jobs.launchers.supervisor import Restarted
-from fsdp_jobs.run import events
+from fsdp_jobs.launchers.supervisor import Attempt, Process
+from fsdp_jobs.run import events, log
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.env import ADDRESS_ENV, ATTEMPT_ENV, COORDINATOR_ENV
 from fsdp_jobs.run.processes import free_port
 from fsdp_jobs.run.verdict import Verdict
 
-_POLL_S = 0.1
-_EARLY_DEATH_S = 10.0  # a process that dies younger than this, three times in a row, is not worth starting again
-_LEAVE_S = 20.0  # what is left of an attempt so long after its verdict is killed
+_LEAVE_S = 20.0  # for processes to end after their attempt's verdict
 
 
 @dataclass
@@ -132,51 +129,29 @@ def _gpus(command: Command) -> list[str]:
     return [gpu for gpu in command.env.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
 
 
-def run_attempt(run: RunDir, commands: list[Command], attempt: int, restart_nodes: bool) -> Verdict:
-    """One life of the job, from the start of its processes to the verdict."""
-    events.record(run, attempt, events.AttemptStarted(len(commands) - 1))
-    env = {
-        ATTEMPT_ENV: str(attempt),
-        COORDINATOR_ENV: f"127.0.0.1:{free_port()}",
-        ADDRESS_ENV: "127.0.0.1",
-    }
-    folder = run.attempt(attempt)
-    processes = [
-        Restarted(
-            c.name,
-            c.argv,
-            folder / ("coordinator.log" if c.name == "coordinator" else f"{c.name}/agent.log"),
-            {**os.environ, **c.env, **env},
-            _EARLY_DEATH_S,
-        )
-        for c in commands
-    ]
-    try:
-        while Verdict.read(run, attempt) is None:
-            time.sleep(_POLL_S)
-            for process in processes:
-                exit_code = process.popen.poll()
-                if exit_code is None or Verdict.read(run, attempt) is not None:
-                    continue
-                is_node = process.name != "coordinator"
-                if is_node and (exit_code == 0 or not restart_nodes):
-                    continue
-                if not process.note_death():
-                    judge(run, attempt, process.given_up())
-                    break
-                events.record(run, attempt, events.ProcessRestarted(process.name, exit_code))
-                process.start()
-        deadline = time.monotonic() + _LEAVE_S
-        while any(p.popen.poll() is None for p in processes) and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-    finally:
-        for process in processes:
-            if process.popen.poll() is None:
-                process.popen.kill()  # its children die with it
-                process.popen.wait()
-    verdict = Verdict.read(run, attempt)
-    assert verdict is not None
-    return verdict
+class _LocalAttempt(Attempt):
+    """An attempt whose nodes are processes of this machine."""
+
+    def __init__(self, run: RunDir, restart_nodes: bool):
+        super().__init__(run, run.last_attempt() + 1)
+        self.restart_nodes = restart_nodes
+
+    def restarts(self, process: Process) -> bool:
+        return super().restarts(process) and (self.restart_nodes or process.name == "coordinator")
+
+    def go(self, commands: Sequence[Command]) -> Verdict:
+        """Run the attempt to its end."""
+        self.folder.mkdir(parents=True)
+        events.record(self.run, self.number, events.AttemptStarted(len(commands) - 1))
+        address = f"127.0.0.1:{free_port()}"
+        env = {ATTEMPT_ENV: str(self.number), COORDINATOR_ENV: address, ADDRESS_ENV: "127.0.0.1"}
+        for command in commands:
+            self.start(command.name, command.argv, {**os.environ, **command.env, **env})
+        self.supervise()
+        self.finish(_LEAVE_S)
+        verdict = self.verdict
+        assert verdict is not None
+        return verdict
 
 
 def supervise(run: RunDir) -> int:
@@ -190,13 +165,11 @@ def supervise(run: RunDir) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
-    while True:
-        attempt = run.last_attempt() + 1
-        run.attempt(attempt).mkdir(parents=True)
-        verdict = run_attempt(run, commands, attempt, config.cluster.restart_nodes)
-        if verdict.decision != "requeue":
-            return verdict.exit_code_of_attempt
+    while (verdict := _LocalAttempt(run, config.cluster.restart_nodes).go(commands)).decision == "requeue":
+        pass
+    return verdict.exit_code_of_attempt
 
 
 if __name__ == "__main__":
+    log.configure()
     sys.exit(supervise(RunDir(sys.argv[1])))

@@ -1,17 +1,141 @@
-"""A process of an attempt that is started again when it dies. No torch."""
+"""The processes of one attempt: started, restarted when they die, given up when they die early. No torch."""
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from fsdp_jobs.run import events
+from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.processes import die_with_parent
 from fsdp_jobs.run.tail import last_lines
 from fsdp_jobs.run.verdict import Verdict
 
-_TIMES = 3  # that a process may die young, one after the other
+_MAX_EARLY_DEATHS = 3  # in a row
+
+
+class Process:
+    """A process with a log, which can be started more than once."""
+
+    def __init__(self, name: str, argv: Sequence[str], log: Path, env: Mapping[str, str], hosts: Sequence[str] = ()):
+        """`env` is all of its environment; `hosts` are the machines it runs on, where that is not this one."""
+        self.name, self.argv, self.log, self.env, self.hosts = name, list(argv), log, env, list(hosts)
+        self.early_deaths = 0
+        self._copying: threading.Thread | None = None
+
+    def start(self, echo: bool) -> None:
+        """Start it; with `echo` its output goes to this process's own, too."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab", buffering=0) as log:
+            self.popen = subprocess.Popen(
+                self.argv,
+                env=self.env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if echo else log,
+                stderr=subprocess.STDOUT,
+                start_new_session=not echo,
+                preexec_fn=die_with_parent,
+            )
+        self.started = time.monotonic()
+        if echo:
+            self._copying = threading.Thread(target=_copy_output, args=(self.popen, self.log), daemon=True)
+            self._copying.start()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has ended; its last output is in the log then."""
+        if self.popen.poll() is not None and self._copying is not None:
+            self._copying.join(1)  # longer only if a child of it holds the pipe
+            self._copying = None
+        return self.popen.returncode is not None
+
+
+class Attempt:
+    """An attempt's processes on this machine: kept alive until the coordinator, or whoever has to, gives the verdict.
+
+    Launchers override `restarts`, `give_up`, `on_poll` and `is_over`.
+    """
+
+    poll_s = 0.1
+    early_s = 10.0  # a death so soon after the start is early; three in a row, and the process is given up
+    echo = False
+
+    def __init__(self, run: RunDir, number: int):
+        self.run, self.number, self.folder = run, number, run.attempt(number)
+        self.processes: list[Process] = []
+
+    @property
+    def verdict(self) -> Verdict | None:
+        return Verdict.read(self.run, self.number)
+
+    def start(self, name: str, argv: Sequence[str], env: Mapping[str, str], hosts: Sequence[str] = ()) -> Process:
+        """Start the coordinator, a node's agent or another process of the attempt."""
+        log = self.folder / (f"{name}/agent.log" if name.startswith("node-") else f"{name}.log")
+        process = Process(name, argv, log, env, hosts)
+        process.start(self.echo)
+        self.processes.append(process)
+        return process
+
+    def supervise(self) -> None:
+        """Restart what dies until the attempt is over."""
+        while not self.is_over():
+            time.sleep(self.poll_s)
+            self.on_poll()
+            for process in [p for p in self.processes if p.has_ended and self.restarts(p)]:
+                if self.verdict is None and process in self.processes:
+                    self._on_death(process)
+
+    def finish(self, seconds: float) -> None:
+        """Wait until all processes have ended, and kill those that have not in time; their children die with them."""
+        deadline = time.monotonic() + seconds
+        while not all(p.has_ended for p in self.processes) and time.monotonic() < deadline:
+            time.sleep(self.poll_s)
+        for process in self.processes:
+            if not process.has_ended:
+                process.popen.kill()
+                process.popen.wait()
+
+    def is_over(self) -> bool:
+        return self.verdict is not None
+
+    def on_poll(self) -> None:
+        """Do what the launcher has to between two looks at the processes."""
+
+    def restarts(self, process: Process) -> bool:
+        """Whether a process that has ended is restarted; an agent that ended with 0 has done its work."""
+        return process.name == "coordinator" or process.popen.returncode != 0
+
+    def give_up(self, process: Process, verdict: Verdict) -> None:
+        """End the attempt, which cannot go on without this process."""
+        verdict.close(self.run, self.number)
+
+    def _on_death(self, process: Process) -> None:
+        is_early = time.monotonic() - process.started < self.early_s
+        process.early_deaths = process.early_deaths + 1 if is_early else 0
+        if process.early_deaths == _MAX_EARLY_DEATHS:
+            self.processes.remove(process)
+            reason = f"{process.name} died three times within {self.early_s:.0f} s of its start"
+            self.give_up(process, Verdict("infrastructure", "stop", reason, last_lines=last_lines(process.log, 15)))
+            return
+        events.record(self.run, self.number, events.ProcessRestarted(process.name, process.popen.returncode))
+        process.start(self.echo)
+
+
+def _copy_output(process: subprocess.Popen[bytes], log: Path) -> None:
+    """Copy a process's output to this one's, and into its log while the disk has room."""
+    assert process.stdout is not None
+    with log.open("ab", buffering=0) as file:
+        while chunk := os.read(process.stdout.fileno(), 1 << 16):
+            os.write(sys.stdout.fileno(), chunk)
+            try:
+                file.write(chunk)
+            except OSError as e:
+                os.write(sys.stderr.fileno(), f"WARNING not in {log}: {e.strerror}\n".encode())
 
 
 class Restarted:
@@ -41,7 +165,7 @@ class Restarted:
         """Count a death; False when it is not worth starting again."""
         young = time.monotonic() - self.born < self.young_s
         self.died_young = self.died_young + 1 if young else 0
-        return self.died_young < _TIMES
+        return self.died_young < _MAX_EARLY_DEATHS
 
     def given_up(self) -> Verdict:
         """The verdict on an attempt that cannot do without it."""
