@@ -1,1 +1,1 @@
-"""Show runs: report, dashboard, trackers, notifications."""
+"""Show runs and tell of them: report, dashboard, trackers, notifications."""

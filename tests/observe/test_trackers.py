@@ -119,7 +119,7 @@ def test_what_was_not_sent_is_sent_later(tmp_path: Path, monkeypatch: pytest.Mon
     where = (tmp_path / "store").as_uri()
     write_atomic(run.config, dump_config(compose_job(["name=recorded", "tracking=mlflow", f"tracking.uri={where}"])))
     refused = send(run)  # MLflow wants its own word first
-    assert refused.returncode == 1 and "MLFLOW_ALLOW_FILE_STORE" in refused.stdout
+    assert refused.returncode == 1 and "MLFLOW_ALLOW_FILE_STORE" in refused.stderr
     assert unsent_lines(run) == 22
     for _ in range(2):  # the second time there is nothing left
         sent = send(run, **FILES)

@@ -1,9 +1,9 @@
-"""Hands a run's metrics.jsonl on to its tracker, from where the last one stopped. No torch.
+"""Send a run's metrics.jsonl to its tracker, from where the last sender stopped. No torch.
 
     python -m fsdp_jobs.observe.trackers.send RUN_DIR
 
 The agent of the node with rank 0 keeps one such process beside it. The file is the queue: whatever the tracker does,
-ranks know nothing of it, and what could not be sent is sent later, in the next life or by hand with this command.
+training does not wait for it, and what could not be sent is sent later, after a restart or by this command.
 """
 
 from __future__ import annotations
@@ -11,27 +11,29 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
+import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import islice
-from typing import Any
 
 from fsdp_jobs.config.schema import plain_values
-from fsdp_jobs.observe.trackers.trackers import Tracker, make_tracker
-from fsdp_jobs.run import events
+from fsdp_jobs.launchers.state import State
+from fsdp_jobs.observe.trackers.trackers import make_tracker
+from fsdp_jobs.run import events, log
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.tail import Tail
 from fsdp_jobs.run.verdict import Verdict
 
 FAREWELL_S = 10.0  # to send the rest once the agent says that it is over
-_TURN_S = 1.0
-_LONGEST_WAIT_S = 60.0  # between two tries
-_AT_ONCE = 500  # lines
-_LONGEST_WHY = 300  # characters of an event; the log has the rest
+_EVERY_S = 1.0
+_MAX_BACKOFF_S = 60.0
+_BATCH = 500  # lines
+_MAX_REASON = 300  # characters of an event; the log has the rest
+
+logger = logging.getLogger(__name__)
 
 
 class Sender:
@@ -41,93 +43,85 @@ class Sender:
         self.run, self.attempt = run, attempt
         self.config = plain_values(run.config)
         self.kind = self.config["tracking"]["kind"]
-        self.tracker: Tracker = make_tracker(self.kind)
-        self.id, self._tail = None, Tail(run.metrics)
+        self._tracker = make_tracker(self.kind)
         known = json.loads(run.tracking.read_text()) if run.tracking.exists() else {}
-        if known.get("kind") == self.kind:  # else it was another tracker's
-            self.id, self._tail.offset = known["id"], known["offset"]
-        self._is_open = False
-        self._complained = False
+        if known.get("kind") != self.kind:  # another tracker's
+            known = {}
+        self._id: str | None = known.get("id")
+        self._offset: int = known.get("offset", 0)  # bytes of metrics.jsonl that are sent
+        self._is_open = self._has_complained = False
 
-    def turn(self) -> bool:
-        """Send what is new; False when the tracker did not take it."""
+    def flush(self) -> bool:
+        """Send what is new; return False when the tracker does not take it.
+
+        Raises:
+            ImportError: the tracker's client is not installed.
+        """
         try:
             if not self._is_open:
-                self.id = self.tracker.open(self.run, self.config, self.id)
+                self._id = self._tracker.open(self.run, self.config, self._id)
                 self._is_open = True
-                self._remember()
-            while records := self._send_some():
-                if len(records) < _AT_ONCE:
-                    break
+                self._save()
+            while self._send_batch() == _BATCH:
+                pass
         except ImportError:
             raise
         except Exception as e:  # whatever a client may raise
-            self._complain(f"{type(e).__name__}: {e}")
+            self._complain(e)
             return False
-        self._complained = False
+        self._has_complained = False
         return True
 
-    def _send_some(self) -> list[dict[str, Any]]:
-        before = self._tail.offset
-        records = list(islice(self._tail.records(), _AT_ONCE))
-        try:
-            if records:
-                self.tracker.log(records)
-        except BaseException:
-            self._tail.offset = before
-            raise
-        if records:
-            self._remember()
-        return records
+    def _send_batch(self) -> int:
+        """Send up to _BATCH lines; return their number."""
+        tail = Tail(self.run.metrics, self._offset)
+        if records := list(islice(tail.records(), _BATCH)):
+            self._tracker.log(records)
+            self._offset = tail.offset
+            self._save()
+        return len(records)
 
     def end(self, verdict: Verdict | None) -> None:
         """Tell the tracker how the attempt ended."""
-        state, reason = "waiting", "" if verdict is None else f"{verdict.verdict}: {verdict.reason}"
-        if verdict is not None and verdict.decision == "stop":
-            state = {"done": "done", "preempted": "stopped"}.get(verdict.verdict, "failed")
+        has_ended = verdict is not None and verdict.decision == "stop"
+        reason = "" if verdict is None else f"{verdict.verdict}: {verdict.reason}"
         try:
-            self.tracker.end(state, reason)
+            self._tracker.end(State.from_verdict(verdict).value if has_ended else "waiting", reason)
         except Exception as e:
-            self._complain(f"{type(e).__name__}: {e}")
+            self._complain(e)
 
-    def _remember(self) -> None:
-        write_atomic(self.run.tracking, json.dumps({"kind": self.kind, "id": self.id, "offset": self._tail.offset}))
+    def _save(self) -> None:
+        write_atomic(self.run.tracking, json.dumps({"kind": self.kind, "id": self._id, "offset": self._offset}))
 
-    def _complain(self, why: str) -> None:
-        """Once for each time that the tracker stops taking anything."""
-        print(f"WARNING {self.kind} does not take the metrics: {why}", flush=True)
-        if not self._complained:
-            first = why.splitlines()[0][:_LONGEST_WHY]
+    def _complain(self, error: Exception) -> None:
+        """Log every failure; record the first one since the tracker took anything."""
+        why = f"{type(error).__name__}: {error}"
+        logger.warning("%s does not take the metrics: %s", self.kind, why)
+        if not self._has_complained:
+            first = why.splitlines()[0][:_MAX_REASON]
             events.record(self.run, self.attempt, events.TrackingFailed(self.kind, first))
-        self._complained = True
-
-
-@contextmanager
-def _alone(run: RunDir) -> Iterator[None]:
-    """Wait until no other process sends for this run."""
-    with (run.path / "tracking.lock").open("w") as lock:
-        with suppress(OSError):  # some shared file systems have no locks
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+        self._has_complained = True
 
 
 def send(run: RunDir, attempt: int, over: threading.Event) -> int:
-    """Send until `over`, and then what is left; all at once when it is over already.
+    """Send until `over` is set, and then the rest; when it is set from the start, everything or nothing.
 
     Returns:
         The exit code: 1 when the tracker did not take everything.
     """
-    by_hand = over.is_set()
-    with _alone(run):
-        sender, wait_s = Sender(run, attempt), _TURN_S
+    is_by_hand = over.is_set()
+    with (run.path / "tracking.lock").open("w") as lock:
+        with suppress(OSError):  # some shared file systems have no locks
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one sender per run
+        sender, wait_s = Sender(run, attempt), _EVERY_S
         try:
             while not over.is_set():
-                wait_s = _TURN_S if sender.turn() else min(2 * wait_s, _LONGEST_WAIT_S)
+                wait_s = _EVERY_S if sender.flush() else min(2 * wait_s, _MAX_BACKOFF_S)
                 over.wait(wait_s)
-            while not sender.turn():
-                if by_hand:
+            while not sender.flush():
+                if is_by_hand:
                     return 1
-                time.sleep(_TURN_S)
+                time.sleep(_EVERY_S)
         except ImportError as e:
             why = f"{e}; pip install 'fsdp_jobs[{sender.kind}]' where the job runs"
             events.record(run, attempt, events.TrackingFailed(sender.kind, why))
@@ -137,7 +131,7 @@ def send(run: RunDir, attempt: int, over: threading.Event) -> int:
 
 
 def _watch_agent(over: threading.Event) -> None:
-    """Standard input ends when the agent closes it or dies; then there are some seconds left."""
+    """Set `over` when standard input ends, because the agent closed it or died; exit some seconds later."""
     while os.read(0, 1024):
         pass
     over.set()
@@ -146,7 +140,8 @@ def _watch_agent(over: threading.Event) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Send what the tracker has not got yet.")
+    log.configure()
+    parser = argparse.ArgumentParser(description="Send what the tracker does not have yet.")
     parser.add_argument("run_dir")
     parser.add_argument("--beside-agent", action="store_true", help="go on until standard input ends")
     args = parser.parse_args()

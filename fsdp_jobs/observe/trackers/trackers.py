@@ -1,31 +1,33 @@
-"""MLflow and Weights & Biases, as far as a job needs them. Each is one line of its tracker a job, through all lives."""
+"""MLflow and Weights & Biases, as far as a job needs them: a job is one of their runs, through all restarts."""
 
 from __future__ import annotations
 
 import getpass
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from fsdp_jobs.run.directory import RunDir
 
 _NO_METRICS = ("step", "time")
-_PLACES = ("cluster", "notify", "tracking")  # groups of the configuration that say where and who, not what
+_NO_PARAMETERS = ("cluster", "notify", "tracking")  # groups of the configuration that say where and who, not what
+
+_Item = TypeVar("_Item")
 
 
 class Tracker(Protocol):
-    """What a run's records are handed to. Every method may raise whatever the tracker's client does."""
+    """Takes a run's records. Every method may raise whatever the tracker's client does."""
 
     def open(self, run: RunDir, config: dict[str, Any], known_id: str | None) -> str:
-        """Go on with the entry `known_id`, or make one with the configuration as parameters. Returns its id."""
+        """Continue the tracker's run `known_id`, or start one with the configuration as parameters; return its id."""
 
     def log(self, records: Sequence[dict[str, Any]]) -> None:
-        """Hand on lines of metrics.jsonl."""
+        """Send lines of metrics.jsonl."""
 
     def end(self, state: str, reason: str) -> None:
-        """`state`: done | stopped | failed, or waiting for a job that goes on in another life."""
+        """End the tracker's run as done | stopped | failed; or as waiting, when the job is to be restarted."""
 
 
 def make_tracker(kind: str) -> Tracker:
@@ -33,32 +35,36 @@ def make_tracker(kind: str) -> Tracker:
 
 
 def parameters(config: dict[str, Any]) -> dict[str, Any]:
-    """Dotted key -> value of what is trained, and how."""
+    """Return dotted key -> value of what is trained, and how."""
 
     def leaves(prefix: str, value: Any) -> dict[str, Any]:
         if isinstance(value, dict):
             return {k: v for key in value for k, v in leaves(f"{prefix}{key}.", value[key]).items()}
         return {prefix[:-1]: value}
 
-    known = leaves("", {k: v for k, v in config.items() if k not in _PLACES})
-    return {**known, "cluster.launcher": config["cluster"]["launcher"]}
+    trained = {k: v for k, v in config.items() if k not in _NO_PARAMETERS}
+    return {**leaves("", trained), "cluster.launcher": config["cluster"]["launcher"]}
 
 
 def measured(record: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a line of metrics.jsonl."""
+    """Return the numbers of a line of metrics.jsonl."""
     numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and not isinstance(v, bool)}
     return {k: float(v) for k, v in numbers.items() if k not in _NO_METRICS}
 
 
-_MLFLOWS = {"done": "FINISHED", "stopped": "KILLED", "failed": "FAILED", "waiting": "SCHEDULED"}
-_MOST_PARAMS, _MOST_METRICS, _LONGEST = 100, 1000, 500  # that one request, one value may have
+def _batches(items: Sequence[_Item], size: int) -> Iterator[Sequence[_Item]]:
+    return (items[i : i + size] for i in range(0, len(items), size))
+
+
+_MLFLOW_STATES = {"done": "FINISHED", "stopped": "KILLED", "failed": "FAILED", "waiting": "SCHEDULED"}
+_MAX_PARAMS, _MAX_METRICS, _MAX_LETTERS = 100, 1000, 500  # of a request, of a request, of a value
 
 
 class Mlflow:
-    """An MLflow run, through the client alone: nothing is global, nothing is imported that skinny has not."""
+    """An MLflow run, through the client alone: it has no global state, and mlflow-skinny suffices."""
 
     def open(self, run: RunDir, config: dict[str, Any], known_id: str | None) -> str:
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # we try again ourselves
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # the sender retries
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
@@ -75,9 +81,9 @@ class Mlflow:
         with suppress(KeyError, OSError):  # in a container the user may have no name
             tags["mlflow.user"] = getpass.getuser()
         self.id = str(self.client.create_run(experiment_id, tags=tags, run_name=run.name).info.run_id)
-        params = [Param(k, str(v)[:_LONGEST]) for k, v in parameters(config).items()]
-        for i in range(0, len(params), _MOST_PARAMS):
-            self.client.log_batch(self.id, params=params[i : i + _MOST_PARAMS])
+        params = [Param(k, str(v)[:_MAX_LETTERS]) for k, v in parameters(config).items()]
+        for batch in _batches(params, _MAX_PARAMS):
+            self.client.log_batch(self.id, params=batch)
         return self.id
 
     def log(self, records: Sequence[dict[str, Any]]) -> None:
@@ -88,15 +94,15 @@ class Mlflow:
             for record in records
             for name, value in measured(record).items()
         ]
-        for i in range(0, len(metrics), _MOST_METRICS):
-            self.client.log_batch(self.id, metrics=metrics[i : i + _MOST_METRICS])
+        for batch in _batches(metrics, _MAX_METRICS):
+            self.client.log_batch(self.id, metrics=batch)
 
     def end(self, state: str, reason: str) -> None:
         self.client.set_tag(self.id, "fsdp_jobs.reason", reason)
         if state == "waiting":
-            self.client.update_run(self.id, status=_MLFLOWS[state])
+            self.client.update_run(self.id, status=_MLFLOW_STATES[state])
         else:
-            self.client.set_terminated(self.id, _MLFLOWS[state])
+            self.client.set_terminated(self.id, _MLFLOW_STATES[state])
 
 
 class Wandb:
@@ -119,7 +125,7 @@ class Wandb:
             dir=str(run.path),
             settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False),
         )
-        self.run.define_metric("*", step_metric="step")  # W&B's own step cannot go back, as ours does after a failure
+        self.run.define_metric("*", step_metric="step")  # W&B's own step cannot go back, a job's does after a failure
         return self.id
 
     def log(self, records: Sequence[dict[str, Any]]) -> None:
