@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import json
 import sys
 import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.live import Live
+from rich.text import Text
 
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
 from fsdp_jobs.config.schema import load_config
-from fsdp_jobs.run.directory import RunDir, find_run, runs_in
-from fsdp_jobs.run.status import RunStatus
+from fsdp_jobs.run.directory import RunDir, find_run, rank_logs, runs_in
+from fsdp_jobs.run.goodput import goodput_of
+from fsdp_jobs.run.status import ENDED, RunStatus
+from fsdp_jobs.run.table import table_lines
 from fsdp_jobs.run.tail import follow_files, label, looks_like_error
+
+if TYPE_CHECKING:
+    from fsdp_jobs.submit.overview import RunSummary
 
 console = Console(highlight=False, markup=False)  # what runs and launchers say is shown as it is
 
+_WATCH_S = 2.0  # between two looks of `status --watch`
+_NUMBERS = ("step", "loss", "tok/s", "eta", "goodput")  # columns that are aligned to the right
+
 
 def existing_run(name: str, runs_dir: str) -> RunDir:
-    """The run of a name, or of the handle that a submission printed.
+    """Find the run of a name, or of the handle that a submission printed.
 
     Raises:
         BadInput: there is none.
@@ -36,53 +53,128 @@ def existing_run(name: str, runs_dir: str) -> RunDir:
 def _run_of_handle(handle: str) -> RunDir:
     from fsdp_jobs.launchers.base import run_of
 
-    launcher, _, place = handle.partition("://")
-    run = run_of(launcher, place.partition("/")[2])
+    launcher, _, app = handle.partition("://")
+    run = run_of(launcher.removesuffix("_fsdp"), app.partition("/")[2])
     if run is None or run.read_job().get("handle") != handle:
-        what = "is no newest submission of a run, made on this machine"
+        what = "is not the newest submission of a run made on this machine"
         raise BadInput([Problem(handle, what, "name the run: fsdp-jobs list")])
     return run
 
 
+def take_runs_dir(args: list[str]) -> tuple[list[str], str]:
+    """Split `runs_dir=...`, which every verb understands, from the other arguments."""
+    given = [a.removeprefix("runs_dir=") for a in args if a.startswith("runs_dir=")]
+    return [a for a in args if not a.startswith("runs_dir=")], given[-1] if given else "runs"
+
+
 def run_parser(verb: str) -> argparse.ArgumentParser:
+    """Make the parser of a verb that takes the name of a run."""
     parser = argparse.ArgumentParser(prog=f"fsdp-jobs {verb}", allow_abbrev=False)
     parser.add_argument("name", help="of the run, or its handle")
     return parser
 
 
-def take_runs_dir(args: list[str]) -> tuple[list[str], str]:
-    """`runs_dir=...` is understood by every verb."""
-    given = [a.removeprefix("runs_dir=") for a in args if a.startswith("runs_dir=")]
-    return [a for a in args if not a.startswith("runs_dir=")], given[-1] if given else "runs"
+def _parse(parser: argparse.ArgumentParser, args: list[str]) -> tuple[RunDir, argparse.Namespace]:
+    """Find the run that the arguments name, and parse the flags.
+
+    Raises:
+        BadInput: there is no such run.
+    """
+    args, runs_dir = take_runs_dir(args)
+    flags = parser.parse_args(args)
+    return existing_run(flags.name, runs_dir), flags
+
+
+def status(args: list[str]) -> int:
+    args, runs_dir = take_runs_dir(args)
+    parser = argparse.ArgumentParser(prog="fsdp-jobs status", allow_abbrev=False)
+    parser.add_argument("name", nargs="?", help="of the run, or its handle; all runs when left out")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--watch", action="store_true", help="go on until all have ended, or Ctrl-C")
+    how.add_argument("--json", action="store_true", help="a list of objects, for scripts")
+    flags = parser.parse_args(args)
+    runs = runs_in(runs_dir) if flags.name is None else [existing_run(flags.name, runs_dir)]
+    from fsdp_jobs.submit.overview import Overview
+
+    if flags.json:
+        sys.stdout.write(json.dumps([asdict(row) for row in Overview().look(runs)]) + "\n")
+    elif not runs:
+        console.print(f"no runs under {runs_dir}/")
+    elif flags.watch:
+        with suppress(KeyboardInterrupt):
+            _watch(runs, named=flags.name is not None)
+    else:
+        sys.stdout.write(_table(Overview().look(runs), console.width if console.is_terminal else None) + "\n")
+        if flags.name is not None:
+            _show_story(runs[0])
+    return 0
+
+
+def list_runs(args: list[str]) -> int:
+    rest, _ = take_runs_dir(args)
+    if names := [a for a in rest if not a.startswith("-")]:
+        raise BadInput([Problem(names[0], "list shows all runs", f"fsdp-jobs status {names[0]}")])
+    return status(args)
+
+
+def _table(rows: Sequence[RunSummary], width: int | None) -> str:
+    cells = [row.cells() for row in rows]
+    return "\n".join(table_lines(list(cells[0]), [list(row.values()) for row in cells], _NUMBERS, width))
+
+
+def _watch(runs: Sequence[RunDir], named: bool) -> None:
+    """Show the table again and again; runs that had ended before are left out, unless the user named one."""
+    from fsdp_jobs.submit.overview import Overview
+
+    overview = Overview()
+    rows = overview.look(runs)
+    live = [run for run, row in zip(runs, rows, strict=True) if named or row.state not in ENDED]
+    if not live:
+        console.print("all runs have ended")
+        return
+    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as shown:
+        while True:
+            rows = overview.look(live)
+            shown.update(Text(_table(rows, console.width)), refresh=True)
+            if all(row.state in ENDED for row in rows):
+                return
+            time.sleep(_WATCH_S)
+
+
+def _show_story(run: RunDir) -> None:
+    """Print each failure of a run and what it cost, what the run does now, and where its time went."""
+    status = RunStatus(run)
+    status.update()
+    for b in status.breaks:
+        stamp = time.strftime("%b %d %H:%M:%S", time.localtime(b.time))
+        again = "no step since" if b.recovered_s is None else f"training again after {b.recovered_s:.1f} s"
+        console.print(f"{stamp}  {b.why}: {b.lost_steps} steps lost, {again}", soft_wrap=True)
+    for host, why in run.excluded_hosts().items():
+        console.print(f"{host} is excluded: {why}", soft_wrap=True)
+    console.print(f"now      {status.doing}")
+    if status.step or not status.is_program:
+        console.print(f"goodput  {goodput_of(run)}")
 
 
 def logs(args: list[str]) -> int:
-    from fsdp_jobs.submit.submit import is_active
-
-    args, runs_dir = take_runs_dir(args)
     parser = run_parser("logs")
     parser.add_argument("-f", "--follow", action="store_true")
     parser.add_argument("--rank", type=int)
     parser.add_argument("--node", type=int)
     parser.add_argument("--attempt", type=int)
-    parser.add_argument("--errors", action="store_true", help="only lines that look like trouble")
-    flags = parser.parse_args(args)
-    run = existing_run(flags.name, runs_dir)
-    handle = run.read_job()["handle"]
-    asked_at = 0.0
-    alive = True
+    parser.add_argument("--errors", action="store_true", help="only lines that look like an error")
+    run, flags = _parse(parser, args)
+    from fsdp_jobs.submit.submit import is_active
+
+    handle, asked_at, active = run.read_job()["handle"], 0.0, True
 
     def running() -> bool:
-        nonlocal asked_at, alive
-        if alive and (flags.follow or not asked_at) and time.monotonic() - asked_at > 2:
-            asked_at, alive = time.monotonic(), is_active(handle)
-        return bool(flags.follow) and alive
+        nonlocal asked_at, active
+        if active and (flags.follow or not asked_at) and time.monotonic() - asked_at > 2:
+            asked_at, active = time.monotonic(), is_active(handle)
+        return bool(flags.follow) and active
 
-    def any_of(number: int | None) -> str:
-        return "*" if number is None else str(number)
-
-    pattern = f"attempts/{any_of(flags.attempt)}/node-{any_of(flags.node)}/rank-{any_of(flags.rank)}.log"
-    for file, line in follow_files(run.path, pattern, running):
+    for file, line in follow_files(run.path, rank_logs(flags.attempt, flags.node, flags.rank), running):
         if not flags.errors or looks_like_error(line):
             sys.stdout.write(f"[{label(file)}] {line}\n")
             sys.stdout.flush()
@@ -90,15 +182,13 @@ def logs(args: list[str]) -> int:
 
 
 def cancel(args: list[str]) -> int:
-    from fsdp_jobs.submit import submit as submission
-    from fsdp_jobs.submit.stop import stop
-
-    args, runs_dir = take_runs_dir(args)
     parser = run_parser("cancel")
     parser.add_argument("--now", action="store_true", help="at once, without a checkpoint")
-    flags = parser.parse_args(args)
-    run = existing_run(flags.name, runs_dir)
-    if not submission.is_active(run.read_job()["handle"]):
+    run, flags = _parse(parser, args)
+    from fsdp_jobs.submit.stop import stop
+    from fsdp_jobs.submit.submit import is_active
+
+    if not is_active(run.read_job()["handle"]):
         console.print(f"{run.name} is not running")
         return 0
     stop([run], flags.now, lambda text: console.print(text, style="yellow"))
@@ -108,17 +198,24 @@ def cancel(args: list[str]) -> int:
     return 0
 
 
+def export(args: list[str]) -> int:
+    parser = run_parser("export")
+    parser.add_argument("--format", choices=("safetensors", "pt"), default="safetensors")
+    parser.add_argument("--step", type=int, help="of the checkpoint; the newest sound one when left out")
+    parser.add_argument("--out", help="folder to write; <run directory>/export when left out")
+    run, flags = _parse(parser, args)
+    from fsdp_jobs.checkpoints.export import export
+
+    for file in export(run, load_config(run.config), flags.format, flags.step, flags.out):
+        console.print(str(file), soft_wrap=True)
+    return 0
+
+
 def report(args: list[str]) -> int:
-    args, runs_dir = take_runs_dir(args)
     parser = run_parser("report")
-    parser.add_argument("--png", action="store_true", help="also a picture a chart, for slides")
-    flags = parser.parse_args(args)
-    run = existing_run(flags.name, runs_dir)
-    try:
-        from fsdp_jobs.observe.report.page import write_report
-    except ImportError as e:
-        raise BadInput([Problem("report", str(e), "pip install 'fsdp_jobs[report]'")]) from e
-    for file in write_report(run, flags.png):
+    parser.add_argument("--png", action="store_true", help="also a picture of each chart, for slides")
+    run, flags = _parse(parser, args)
+    for file in _leaf("report", "fsdp_jobs.observe.report.page").write_report(run, flags.png):
         console.print(str(file), soft_wrap=True)
     return 0
 
@@ -127,28 +224,20 @@ def dashboard(args: list[str]) -> int:
     args, runs_dir = take_runs_dir(args)
     parser = argparse.ArgumentParser(prog="fsdp-jobs dashboard", allow_abbrev=False)
     parser.add_argument("--port", type=int, default=8265, help="0 takes a free one")
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on; other than this machine's own needs a token"
-    )
+    where = "address to listen on; any other than this machine's own needs a token"
+    parser.add_argument("--host", default="127.0.0.1", help=where)
     flags = parser.parse_args(args)
+    serve = _leaf("dashboard", "fsdp_jobs.observe.dashboard.serve").serve
+    return int(serve(runs_dir, flags.host, flags.port, lambda url: console.print(url, soft_wrap=True)))
+
+
+def _leaf(verb: str, module: str) -> ModuleType:
+    """Import what a verb needs; the verb's name is that of the extra that installs its libraries.
+
+    Raises:
+        BadInput: they are not installed.
+    """
     try:
-        from fsdp_jobs.observe.dashboard.serve import serve
+        return importlib.import_module(module)
     except ImportError as e:
-        raise BadInput([Problem("dashboard", str(e), "pip install 'fsdp_jobs[dashboard]'")]) from e
-    return serve(runs_dir, flags.host, flags.port, lambda url: console.print(url, soft_wrap=True))
-
-
-def export(args: list[str]) -> int:
-    args, runs_dir = take_runs_dir(args)
-    parser = run_parser("export")
-    parser.add_argument("--format", choices=("safetensors", "pt"), default="safetensors")
-    parser.add_argument("--step", type=int, help="of the checkpoint; the newest sound one when left out")
-    parser.add_argument("--out", help="folder to write; <run directory>/export when left out")
-    flags = parser.parse_args(args)
-    run = existing_run(flags.name, runs_dir)
-    from fsdp_jobs.checkpoints.export import export
-
-    written = export(run, load_config(run.config), flags.format, flags.step, flags.out)
-    for file in written:
-        console.print(str(file), soft_wrap=True)
-    return 0
+        raise BadInput([Problem(verb, str(e), f"pip install 'fsdp_jobs[{verb}]'")]) from e

@@ -10,7 +10,7 @@ from typing import Any
 
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.verdict import EXIT_REQUEUE, Verdict
+from fsdp_jobs.run.verdict import EXIT_REQUEUE, FINAL_ERRORS, Verdict
 
 # Words of a collective whose peer has gone: the rank that says them is a victim, not the cause.
 _PEER_GONE = re.compile(
@@ -27,10 +27,6 @@ _HARDWARE = re.compile(r"CUDA error|uncorrectable|\bECC\b|\bXid\b|cudaError|CUDA
 
 def speaks_of_lost_peer(text: str) -> bool:
     return bool(_PEER_GONE.search(text))
-
-
-# Exceptions that say what the user has to change: no use in trying again.
-_FINAL = ("BadInput", "JobFailed")
 
 
 @dataclass(frozen=True)
@@ -55,7 +51,7 @@ class Failure:
 
     @property
     def is_final(self) -> bool:
-        return self.error.startswith(_FINAL)
+        return self.error.startswith(FINAL_ERRORS)
 
     @property
     def is_out_of_memory(self) -> bool:

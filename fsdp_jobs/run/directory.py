@@ -18,7 +18,6 @@ from typing import Any
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import JobConfig
 
-RANK_LOGS = "attempts/*/node-*/rank-*.log"  # of every rank in every attempt, under a run directory
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -115,6 +114,12 @@ class RunDir:
     def first_attempt(self) -> int:
         """Return the attempt that the newest submission began with, or will; older ones belong to earlier ones."""
         return int(self.read_job().get("first_attempt", 0))
+
+
+def rank_logs(attempt: int | None = None, node: int | None = None, rank: int | None = None) -> str:
+    """Make a pattern of ranks' logs under a run directory; None: every one."""
+    numbers = ("*" if number is None else str(number) for number in (attempt, node, rank))
+    return "attempts/{}/node-{}/rank-{}.log".format(*numbers)
 
 
 def run_dir_of(config: JobConfig) -> RunDir:

@@ -33,23 +33,26 @@ class Event:
 
     KINDS: ClassVar[dict[str, type[Event]]] = {}
     kind: ClassVar[str] = ""
+    _template: ClassVar[str | None] = None
+    _style: ClassVar[str] = "yellow"
 
     time: float = 0.0  # seconds since 1970
     attempt: int = -1
     round: int | None = None  # that the coordinator was in; None where another process recorded the event
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, sentence: str | None = None, style: str = "yellow") -> None:
+        cls._template, cls._style = sentence, style
         cls.kind = re.sub(r"(?<=.)(?=[A-Z])", "_", cls.__name__).lower()
         cls.KINDS[cls.kind] = cls
 
     @property
     def style(self) -> str:
         """How a terminal shows the sentence."""
-        return "yellow"
+        return self._style
 
     def sentence(self) -> str | None:
         """Tell a user what happened; None where another event tells it."""
-        return None
+        return None if self._template is None else self._template.format_map(vars(self))
 
     @classmethod
     def parse(cls, record: dict[str, Any]) -> Event:
@@ -78,7 +81,7 @@ class AttemptStarted(Event):
 
 
 @dataclass(frozen=True)
-class RoundStarted(Event):
+class RoundStarted(Event, style="cyan"):
     nodes: list[int]
     hosts: list[str]
     strategy: str
@@ -87,10 +90,6 @@ class RoundStarted(Event):
     spares: list[int] = field(default_factory=list)
     why: list[str] = field(default_factory=list)
     program: bool | None = None
-
-    @property
-    def style(self) -> str:
-        return "cyan"
 
     def sentence(self) -> str:
         hosts = sorted(set(self.hosts))
@@ -121,13 +120,10 @@ class RoundBroken(Event):
 
 
 @dataclass(frozen=True)
-class NodeLost(Event):
+class NodeLost(Event, sentence="lost node {node}: {why}"):
     node: int
     host: str
     why: str
-
-    def sentence(self) -> str:
-        return f"lost node {self.node}: {self.why}"
 
 
 @dataclass(frozen=True)
@@ -138,36 +134,23 @@ class Stalled(Event):
 
 
 @dataclass(frozen=True)
-class MachineExcluded(Event):
+class MachineExcluded(Event, sentence="machine {host} is excluded for a while: {why}", style="red"):
     host: str
     why: str
 
-    @property
-    def style(self) -> str:
-        return "red"
-
-    def sentence(self) -> str:
-        return f"machine {self.host} is excluded for a while: {self.why}"
-
 
 @dataclass(frozen=True)
-class ProcessRestarted(Event):
+class ProcessRestarted(Event, sentence="{process} ended with {exit_code} and is restarted"):
     process: str
     exit_code: int
 
-    def sentence(self) -> str:
-        return f"{self.process} ended with {self.exit_code} and is restarted"
-
 
 @dataclass(frozen=True)
-class GivenUp(Event):
+class GivenUp(Event, sentence="{process} is not restarted: {why}"):
     """A process keeps dying and is not restarted."""
 
     process: str
     why: str
-
-    def sentence(self) -> str:
-        return f"{self.process} is not restarted: {self.why}"
 
 
 @dataclass(frozen=True)
@@ -182,26 +165,19 @@ class TakenAway(Event):
 
 
 @dataclass(frozen=True)
-class NodeAskedFor(Event):
+class NodeAskedFor(Event, sentence="SLURM job {slurm_job} will replace node {node}"):
     """A job of one node is in the queue, to replace a lost one."""
 
     node: int
     slurm_job: str
 
-    def sentence(self) -> str:
-        return f"SLURM job {self.slurm_job} will replace node {self.node}"
-
 
 @dataclass(frozen=True)
-class Resumed(Event):
+class Resumed(Event, style="green"):
     step: int
     samples: int
     world_size: int
     place: str = ""  # what the checkpoint was read from
-
-    @property
-    def style(self) -> str:
-        return "green"
 
     def sentence(self) -> str:
         where = f", read from {self.place}" if self.place == "the nodes' disks" else ""
@@ -209,77 +185,49 @@ class Resumed(Event):
 
 
 @dataclass(frozen=True)
-class Checkpoint(Event):
+class Checkpoint(Event, style="blue"):
     step: int
     bytes: int = 0
     seconds: float = 0.0
-
-    @property
-    def style(self) -> str:
-        return "blue"
 
     def sentence(self) -> str:
         return f"checkpoint of step {self.step}: {self.bytes / 1e6:.1f} MB in {self.seconds:.1f} s"
 
 
 @dataclass(frozen=True)
-class CheckpointOnNodes(Event):
+class CheckpointOnNodes(Event, sentence="step {step} is on the nodes' disks after {seconds:.1f} s", style="blue"):
     """A checkpoint is whole on the nodes' own disks, and not yet in the run directory."""
 
     step: int
     bytes: int
     seconds: float
 
-    @property
-    def style(self) -> str:
-        return "blue"
-
-    def sentence(self) -> str:
-        return f"step {self.step} is on the nodes' disks after {self.seconds:.1f} s"
-
 
 @dataclass(frozen=True)
-class CheckpointFailed(Event):
+class CheckpointFailed(Event, sentence="{error}", style="red"):
     step: int
     error: str
 
-    @property
-    def style(self) -> str:
-        return "red"
-
-    def sentence(self) -> str:
-        return self.error
-
 
 @dataclass(frozen=True)
-class CheckpointSkipped(Event):
+class CheckpointSkipped(Event, style="red"):
     checkpoint: str  # name of its folder
     why: list[str]
-
-    @property
-    def style(self) -> str:
-        return "red"
 
     def sentence(self) -> str:
         return f"{self.checkpoint} cannot be used: {'; '.join(self.why)}"
 
 
 @dataclass(frozen=True)
-class StopRequested(Event):
+class StopRequested(Event, sentence="asked to stop ({why}): saving"):
     why: str
-
-    def sentence(self) -> str:
-        return f"asked to stop ({self.why}): saving"
 
 
 @dataclass(frozen=True)
-class Waiting(Event):
+class Waiting(Event, sentence="{why}"):
     """Why a submitted job does not run yet, in its cluster's words."""
 
     why: str
-
-    def sentence(self) -> str:
-        return self.why
 
 
 @dataclass(frozen=True)
@@ -307,21 +255,15 @@ class AttemptEnded(Event):
 
 
 @dataclass(frozen=True)
-class NotifyFailed(Event):
+class NotifyFailed(Event, sentence="notify.{way} failed: {why}"):
     way: str  # command | webhook
     why: str
 
-    def sentence(self) -> str:
-        return f"notify.{self.way} failed: {self.why}"
-
 
 @dataclass(frozen=True)
-class TrackingFailed(Event):
+class TrackingFailed(Event, sentence="{tracker} does not get the metrics: {why}"):
     tracker: str
     why: str
-
-    def sentence(self) -> str:
-        return f"{self.tracker} does not get the metrics: {self.why}"
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:

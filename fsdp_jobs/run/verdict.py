@@ -18,6 +18,8 @@ EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: checkpoint saved, start the job again
 
+FINAL_ERRORS = ("BadInput", "JobFailed")  # exceptions that say what the user has to change: retrying is no use
+
 _NOTIFIED_WITHIN_S = 15.0  # a notification gives up by itself after 10 s
 
 
@@ -39,6 +41,11 @@ class Verdict:
         if self.verdict == "done":
             return EXIT_DONE
         return EXIT_REQUEUE if self.decision == "requeue" else EXIT_FAILED
+
+    @property
+    def explains_itself(self) -> bool:
+        """Whether the error, and so the reason, says what the user has to change."""
+        return self.error.startswith(FINAL_ERRORS)
 
     @property
     def notify_on(self) -> str:

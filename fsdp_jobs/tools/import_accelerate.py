@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,8 +11,10 @@ from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
+from rich.console import Console
 
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
+from fsdp_jobs.run.directory import write_atomic
 
 
 def _is_true(value: Any) -> bool:
@@ -242,3 +246,23 @@ def _as_override(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return f"'[{','.join(value)}]'" if isinstance(value, list) else str(value)
+
+
+def main(args: list[str]) -> int:
+    """Run the verb `import-accelerate`."""
+    parser = argparse.ArgumentParser(prog="fsdp-jobs import-accelerate", allow_abbrev=False)
+    parser.add_argument("file", type=Path, help="that accelerate config wrote")
+    parser.add_argument("--experiment", metavar="NAME", help="as a file for the group experiment")
+    parser.add_argument("--config-dir", metavar="DIR", type=Path, help="where to write that file")
+    flags = parser.parse_args(args)
+    imported = read(flags.file)
+    text = imported.experiment(flags.file.name) if flags.experiment else " ".join(imported.overrides()) + "\n"
+    if flags.experiment and flags.config_dir is not None:
+        file = flags.config_dir / "experiment" / f"{flags.experiment}.yaml"
+        write_atomic(file, text)
+        text = f"{file}\n"
+    sys.stdout.write(text)
+    errors = Console(stderr=True, highlight=False)
+    for key, note in imported.notes.items():
+        errors.print(f"{key}: {note}", style="dim", markup=False, soft_wrap=True)
+    return 0

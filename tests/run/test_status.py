@@ -63,7 +63,7 @@ def test_a_glance_sees_what_reading_everything_sees(tmp_path: Path) -> None:
 
 def test_an_unknown_handle_is_said(tmp_path: Path) -> None:
     done = cli(tmp_path, "status", "local_fsdp://fsdp_jobs/nobody")
-    assert done.returncode == 2 and "no newest submission" in done.stderr
+    assert done.returncode == 2 and "is not the newest submission" in done.stderr
 
 
 def test_a_launcher_that_does_not_answer_does_not_hide_the_others(tmp_path: Path) -> None:

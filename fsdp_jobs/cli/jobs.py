@@ -1,0 +1,184 @@
+"""The verbs that compose a job from Hydra overrides. No torch."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from fsdp_jobs.cli import runs
+from fsdp_jobs.config.errors import BadInput, Problem, nearest
+from fsdp_jobs.config.hydra import CONF_DIR, compose_job, merge_overrides, register_schemas
+from fsdp_jobs.config.schema import JobConfig
+from fsdp_jobs.run.directory import write_atomic
+from fsdp_jobs.run.verdict import EXIT_FAILED
+
+# Hydra's own flags: with one of these the command line is Hydra's.
+_MULTIRUN = ("--multirun", "-m")
+_PRINTING = ("--cfg", "-c", "--info", "-i", "--hydra-help")
+
+console = Console(highlight=False)
+
+
+def submit(args: list[str]) -> int:
+    if _flags_of_hydra(args):
+        return _by_hydra(args)
+    overrides, config_dir = _split_config_dir(args)
+    return _submit(_checked_job(overrides, config_dir), overrides, config_dir)
+
+
+def _submit(config: JobConfig, overrides: Sequence[str], config_dir: str | None = None) -> int:
+    from fsdp_jobs.cli.follow import Follower, summary
+    from fsdp_jobs.launchers.state import State
+    from fsdp_jobs.plan.render import render
+    from fsdp_jobs.submit import submit as submission
+
+    (job,) = submission.prepare([config])
+    console.print(render(job.plan))
+    if config.dry_run:
+        console.print(str(job.request), markup=False, soft_wrap=True)
+        console.print("dry run: nothing was submitted", style="yellow")
+        return 0
+    kept = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
+    follower = None
+    if config.attach:
+        follower = Follower(job.run, config, console, lambda: submission.is_active(handle))
+    (handle,) = submission.submit([job], [[*kept, *overrides]])
+    console.print(f"submitted {handle}\nrun directory {job.run.path}", markup=False, soft_wrap=True)
+    (described,) = submission.describe([handle])
+    if described.state is State.QUEUED:
+        console.print(described.message, markup=False, soft_wrap=True)
+    if follower is None:
+        console.print(f"follow with: fsdp-jobs logs -f {job.run.name}", markup=False)
+        return 0
+    try:
+        status = follower.follow()
+    except KeyboardInterrupt:
+        console.print("saving a checkpoint, then stopping; Ctrl-C again stops at once", style="yellow")
+        write_atomic(job.run.stop_request, "Ctrl-C")
+        try:
+            status = follower.follow()
+        except KeyboardInterrupt:
+            submission.kill([handle])
+            follower.status.update()
+            status = follower.status
+    summary(status, config, console)
+    return 0 if status.state in ("done", "stopped") else EXIT_FAILED
+
+
+def plan(args: list[str]) -> int:
+    if _flags_of_hydra(args):
+        return _by_hydra(args)
+    from fsdp_jobs.plan.render import render, to_svg
+    from fsdp_jobs.submit.submit import plan_of
+
+    parser = argparse.ArgumentParser(prog="fsdp-jobs plan", add_help=False, allow_abbrev=False)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--svg", metavar="FILE")
+    flags, rest = parser.parse_known_args(args)
+    overrides, config_dir = _split_config_dir(rest)
+    planned, _ = plan_of(_checked_job(overrides, config_dir, files=False))
+    if flags.svg:
+        Path(flags.svg).write_text(to_svg(planned))
+    if flags.json:
+        sys.stdout.write(planned.to_json() + "\n")
+    else:
+        console.print(render(planned))
+    return 0
+
+
+def resume(args: list[str]) -> int:
+    args, runs_dir = runs.take_runs_dir(args)
+    if not args or "=" in args[0] or args[0].startswith("-"):
+        runs.run_parser("resume").parse_args(["--help"] if "--help" in args or "-h" in args else [])
+    run = runs.existing_run(args[0], runs_dir)
+    runs_dir = str(run.path.parent) if "://" in args[0] else runs_dir
+    before = [o for o in run.read_job()["overrides"] if o.partition("=")[0] not in ("attach", "dry_run")]
+    overrides = merge_overrides(before, [*args[1:], f"name={run.name}", f"runs_dir={runs_dir}"])
+    return _submit(compose_job(overrides), overrides)
+
+
+def examine(args: list[str]) -> int:
+    from fsdp_jobs.tools.doctor import doctor
+
+    overrides, config_dir = _split_config_dir(args)
+    return doctor(_checked_job(overrides, config_dir, files=False), console)
+
+
+def rehearse(args: list[str]) -> int:
+    from fsdp_jobs.tools import rehearse as tool
+
+    if not args or args[0] not in tool.FAULTS:
+        given = args[0] if args else "rehearse"
+        faults = "; ".join(f"{name}: {text}" for name, text in tool.FAULTS.items())
+        raise BadInput([Problem(given, f"name a fault. {faults}", nearest(given, tool.FAULTS))])
+    overrides, config_dir = _split_config_dir(args[1:])
+    outcome = tool.rehearse(compose_job(overrides, config_dir), args[0], lambda text: console.print(text, style="dim"))
+    took = "-" if outcome.recovery_s is None else f"{outcome.recovery_s:.1f} s"
+    word = "[bold green]PASS[/bold green]" if outcome.passed else "[bold red]FAIL[/bold red]"
+    console.print(f"{word} {args[0]}: {outcome.why}; next step after {took}, {outcome.lost_steps} steps repeated")
+    return 0 if outcome.passed else EXIT_FAILED
+
+
+def _split_config_dir(args: list[str]) -> tuple[list[str], str | None]:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-dir", "-cd")
+    known, overrides = parser.parse_known_args(args)
+    unknown = [o for o in overrides if o.startswith("-")]
+    if unknown:
+        raise BadInput([Problem(u, "there is no such flag", "fsdp-jobs --help") for u in unknown])
+    return overrides, known.config_dir
+
+
+def _checked_job(overrides: Sequence[str], config_dir: str | None, files: bool = True) -> JobConfig:
+    """Compose and validate a configuration.
+
+    Raises:
+        BadInput: with what is wrong with overrides, and with what the good ones make, all at once.
+    """
+    from fsdp_jobs.submit.validate import composed, validate
+
+    (config,) = composed([overrides], config_dir, files)
+    validate(config, files)
+    return config
+
+
+def _flags_of_hydra(args: list[str]) -> list[str]:
+    return [a for a in args if a.split("=")[0] in (*_MULTIRUN, *_PRINTING)]
+
+
+def _by_hydra(args: list[str]) -> int:
+    """Do what a flag of Hydra's says: submit a sweep, or print."""
+    import hydra
+
+    printing = [a for a in args if a.split("=")[0] in _PRINTING]
+    sweeping = [a for a in args if a in _MULTIRUN]
+    if not printing:
+        return _multirun([a for a in args if a not in _MULTIRUN])
+    if sweeping:
+        raise BadInput(
+            [Problem(sweeping[0], "submits, and the other flag prints", "dry_run=true shows a sweep's jobs")]
+        )
+    register_schemas()
+
+    @hydra.main(config_path=str(CONF_DIR), config_name="config", version_base="1.3")
+    def run(_config: object) -> None:
+        raise AssertionError("with these flags Hydra runs nothing")
+
+    sys.argv = [sys.argv[0], *args]
+    run()
+    return 0
+
+
+def _multirun(args: list[str]) -> int:
+    from fsdp_jobs.sweeps.hydra_launcher import multirun
+
+    overrides, config_dir = _split_config_dir(args)
+    try:
+        return EXIT_FAILED if multirun(overrides, config_dir) else 0
+    except KeyboardInterrupt:
+        console.print("the jobs go on; the same command waits for them again", style="yellow")
+        return EXIT_FAILED
