@@ -12,12 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fsdp_jobs.config.clusters import SlurmClusterConfig
-from fsdp_jobs.config.errors import Problem, nearest
+from fsdp_jobs.config.errors import Problem
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.slurm import client
 
-_RUNTIMES = ("pyxis", "apptainer")
 _IN_MEMORY = ("tmpfs", "ramfs")  # file systems that no other machine can have mounted
 _LEAST_TRAINING_S = 30  # between the start of a job and its last save
 
@@ -43,9 +42,6 @@ def check(job: Job) -> list[Problem]:
         if not option.startswith("-"):
             cure = "for example cluster.extra=\"['--licenses=foo']\""
             problems.append(Problem(f"cluster.extra=[{option}]", "is not an option of sbatch", cure))
-    if cluster.container_runtime not in _RUNTIMES:
-        where, allowed = f"cluster.container_runtime={cluster.container_runtime}", f"allowed: {', '.join(_RUNTIMES)}"
-        problems.append(Problem(where, allowed, nearest(cluster.container_runtime, _RUNTIMES)))
     if "\n" in str(run.path):
         problems.append(Problem("runs_dir", "holds a line break"))
     if (kind := file_system(run.path)) in _IN_MEMORY:
