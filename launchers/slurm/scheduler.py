@@ -20,6 +20,7 @@ from fsdp_jobs.launchers.base import (
     Launcher,
     TorchxScheduler,
     log_lines,
+    prepare_each,
     remember,
     run_of,
 )
@@ -44,6 +45,7 @@ class SlurmRequest:
     script: Script
     commands: Commands
     code: Snapshot | None
+    in_container: bool  # agents see the run directory and nothing beside it
 
     def __str__(self) -> str:
         return f"{self.text}\n# submit/steps.json\n{self.commands.to_json()}\n"
@@ -52,11 +54,6 @@ class SlurmRequest:
     def text(self) -> str:
         """The script for this job alone."""
         return self.script.of_run(str(self.job.run.path.resolve()), self.job.app.name)
-
-    @property
-    def cluster(self) -> SlurmClusterConfig:
-        assert isinstance(self.job.config.cluster, SlurmClusterConfig)
-        return self.job.config.cluster
 
 
 class SlurmLauncher(Launcher):
@@ -71,23 +68,9 @@ class SlurmLauncher(Launcher):
         return doctor.examine(config)
 
     def prepare(self, jobs: Sequence[Job]) -> list[SlurmRequest]:
-        requests: list[SlurmRequest] = []
-        problems: list[Problem] = []
         take_once = cache(take)
-        for job in jobs:
-            cluster = job.config.cluster
-            assert isinstance(cluster, SlurmClusterConfig)
-            if wrong := validate.check(job):
-                problems += wrong
-                continue
-            try:
-                code = take_once(Path.cwd(), job.run.path.parent, cluster.snapshot_mb) if cluster.snapshot_mb else None
-                here = site.probe(job)
-            except BadInput as e:
-                problems += e.problems
-                continue
-            requests.append(SlurmRequest(job, script(job, here), commands(job, here), code))
-        problems = problems or validate.check_count(len(requests))
+        requests = prepare_each(lambda job: _request(job, take_once), jobs)
+        problems = validate.check_count(len(requests))
         for group in submission.group_equal([request.script for request in requests]) if not problems else []:
             first = requests[group[0]]
             problems += validate.check_with_slurm(first.job.config, first.text, first.script.margin_s, len(group))
@@ -151,6 +134,15 @@ def create_scheduler(session_name: str, **_kwargs: object) -> TorchxScheduler:
     return TorchxScheduler(SlurmLauncher(), session_name)
 
 
+def _request(job: Job, take_once: Callable[[Path, Path, float], Snapshot]) -> SlurmRequest:
+    validate.check(job)
+    cluster = job.config.cluster
+    assert isinstance(cluster, SlurmClusterConfig)
+    code = take_once(Path.cwd(), job.run.path.parent, cluster.snapshot_mb) if cluster.snapshot_mb else None
+    here = site.probe(job)
+    return SlurmRequest(job, script(job, here), commands(job, here), code, cluster.container is not None)
+
+
 def _submit_alone(request: SlurmRequest) -> str:
     run = request.job.run
     if request.code is not None:
@@ -163,7 +155,7 @@ def _write_code(folder: Path, requests: Sequence[SlurmRequest]) -> None:
     copies: dict[int, Path] = {}  # id of a snapshot -> where it is
     for request in requests:
         code, run = request.code, request.job.run
-        if code is not None and request.cluster.container is not None:
+        if code is not None and request.in_container:
             code.write(run.code)
         elif code is not None:
             if id(code) not in copies:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fsdp_jobs.config.clusters import SlurmClusterConfig
-from fsdp_jobs.config.errors import Problem
+from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.slurm import client
@@ -29,8 +29,12 @@ def no_slurm(why: str) -> Problem:
     )
 
 
-def check(job: Job) -> list[Problem]:
-    """Return what is wrong as far as this machine can tell without asking SLURM."""
+def check(job: Job) -> None:
+    """Check what this machine can tell without asking SLURM.
+
+    Raises:
+        BadInput: with all problems.
+    """
     cluster, run = job.config.cluster, job.run
     assert isinstance(cluster, SlurmClusterConfig)
     problems = []
@@ -51,7 +55,8 @@ def check(job: Job) -> list[Problem]:
         problems.append(Problem("cluster=slurm", "submitit is not installed", "pip install 'fsdp_jobs[slurm]'"))
     if shutil.which("sbatch") is None:
         problems.append(no_slurm("sbatch is not on this machine's PATH"))
-    return problems
+    if problems:
+        raise BadInput(problems)
 
 
 def file_system(path: Path) -> str:
