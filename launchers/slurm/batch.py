@@ -14,13 +14,12 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from fsdp_jobs.launchers.slurm import client, node_test
 from fsdp_jobs.launchers.slurm.guard import reachable
 from fsdp_jobs.launchers.slurm.regrow import Companions
 from fsdp_jobs.launchers.slurm.steps import Commands, srun
-from fsdp_jobs.launchers.supervisor import Restarted
+from fsdp_jobs.launchers.supervisor import Attempt, Process
 from fsdp_jobs.plan.topology import expand_hostlist
 from fsdp_jobs.run import events, log
 from fsdp_jobs.run.directory import RunDir
@@ -29,10 +28,8 @@ from fsdp_jobs.run.processes import free_port
 from fsdp_jobs.run.tail import last_lines
 from fsdp_jobs.run.verdict import EXIT_REQUEUE, Verdict
 
-_POLL_S = 0.2
 _QUEUE_S = 5.0  # between questions to SLURM
 _RESEND_S = 1.0  # between stop signals to the coordinator
-_EARLY_DEATH_S = 20.0  # a process that dies younger than this, three times in a row, is given up
 _EXCLUDE_S = 6 * 3600.0  # a node that fails the node test
 _LEAVE_S = 30.0  # for agents to end after the verdict
 _LEAVE_SOON_S = 5.0  # before a requeue: the time limit may be near, and SLURM ends what is left
@@ -41,31 +38,24 @@ _REQUEUE_S = 120.0  # for SLURM to end this process once it has requeued the job
 logger = logging.getLogger(__name__)
 
 
-class _Step(Restarted):
-    """The coordinator, or a step on some hosts."""
+class Batch(Attempt):
+    """An attempt on the nodes of an allocation: the coordinator here, each agent as a step."""
 
-    def __init__(self, name: str, argv: Sequence[str], log: Path, env: dict[str, str], hosts: Sequence[str]):
-        self.hosts = list(hosts)
-        super().__init__(name, argv, log, env, _EARLY_DEATH_S)
-
-
-class Batch:
-    """One attempt."""
+    poll_s = 0.2
+    early_s = 20.0
 
     def __init__(self, run: RunDir, commands: Commands):
-        self.run, self.commands = run, commands
+        super().__init__(run, run.last_attempt() + 1)
+        self.commands = commands
         self.job_id = client.own_id()
         self.hosts = self.allocated = expand_hostlist(os.environ["SLURM_JOB_NODELIST"])
-        self.attempt = run.last_attempt() + 1
-        self.folder = run.attempt(self.attempt)
         self.coordinator = f"{socket.gethostname()}:{free_port()}"
-        names = {ATTEMPT_ENV: str(self.attempt), COORDINATOR_ENV: self.coordinator}
+        names = {ATTEMPT_ENV: str(self.number), COORDINATOR_ENV: self.coordinator}
         self.env = {**os.environ, **commands.env, **names}
-        self.companions = Companions(run, commands, self.env, self.attempt, self.job_id)
+        self.companions = Companions(run, commands, self.env, self.number, self.job_id)
         self.stop_signal: str | None = None
         self.bad_hosts: list[str] = []  # on which no agent stays alive
-        self.steps: list[_Step] = []
-        self._looked_at = 0.0
+        self._signalled_at = self._looked_at = 0.0
 
     def go(self) -> int:
         """Run the attempt and return the exit code of the job, unless SLURM kills this process to requeue it."""
@@ -74,13 +64,13 @@ class Batch:
         self.folder.mkdir(parents=True)
         restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         started = events.AttemptStarted(len(self.hosts), self.hosts, self.job_id, restarts)
-        events.record(self.run, self.attempt, started)
+        events.record(self.run, self.number, started)
         verdict = self._test_nodes() if self.commands.node_test else None
         if verdict is not None:
-            verdict.close(self.run, self.attempt)
+            verdict.close(self.run, self.number)
         else:
             verdict = self._train()
-        logger.info("attempt %d: %s, %s", self.attempt, verdict.verdict, verdict.reason)
+        logger.info("attempt %d: %s, %s", self.number, verdict.verdict, verdict.reason)
         return self._requeue() if verdict.decision == "requeue" else verdict.exit_code_of_attempt
 
     def _on_signal(self, number: int, _frame: object) -> None:
@@ -93,10 +83,11 @@ class Batch:
         (folder / node_test.NONCE).touch()
         where = [str(folder), f"{self.hosts[0]}:{free_port()}", *self.hosts]
         argv = [*srun(self.hosts), *self.commands.node_test, *where]
-        step = _Step("node test", argv, folder / "node-test.log", self.env, self.hosts)
+        step = Process("node test", argv, folder / "node-test.log", self.env)
+        step.start(echo=False)
         deadline = time.monotonic() + node_test.TIMEOUT_S
-        while step.popen.poll() is None and time.monotonic() < deadline and not self.stop_signal:
-            time.sleep(_POLL_S)
+        while not step.has_ended and time.monotonic() < deadline and not self.stop_signal:
+            time.sleep(self.poll_s)
         step.popen.kill()
         if self.stop_signal:
             return Verdict("preempted", "requeue", f"{self.stop_signal} during the node test")
@@ -114,84 +105,69 @@ class Batch:
 
     def _train(self) -> Verdict:
         """Run the coordinator and the agents until the verdict, and until they have ended."""
-        self._start("coordinator", self.commands.coordinator, self.folder / "coordinator.log")
+        self.start("coordinator", self.commands.coordinator, self.env)
         cpus = client.cpus_by_node(self.hosts, os.environ["SLURM_JOB_CPUS_PER_NODE"])
         for node, host in enumerate(self.hosts):
             argv = [*srun([host], cpus[host]), *self.commands.agent_of(node)]
-            agent_log = self.run.node(self.attempt, node) / "agent.log"
-            self._start(f"node-{node}", argv, agent_log, [host], **{HOST_ENV: host})
+            self.start(f"node-{node}", argv, {**self.env, HOST_ENV: host}, [host])
         self._start_guard()
-        verdict = self._until_verdict()
-        deadline = time.monotonic() + (_LEAVE_S if verdict.decision == "stop" else _LEAVE_SOON_S)
-        leaving = [step for step in self.steps if step.name != "guard"]
-        while any(step.popen.poll() is None for step in leaving) and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+        self.supervise()
+        verdict = self.verdict
+        assert verdict is not None
+        self.processes = [p for p in self.processes if p.name != "guard"]  # it ends by itself
+        self.finish(_LEAVE_S if verdict.decision == "stop" else _LEAVE_SOON_S)
         self.companions.release()
         return verdict
-
-    def _start(self, name: str, argv: Sequence[str], log: Path, hosts: Sequence[str] = (), **env: str) -> None:
-        self.steps.append(_Step(name, argv, log, {**self.env, **env}, hosts))
 
     def _start_guard(self) -> None:
         """Start a guard on two of the other nodes, so that one may die together with this one."""
         if hosts := [host for host in self.allocated if host != self.hosts[0]][:2]:
             argv = [*srun(hosts), sys.executable, "-m", "fsdp_jobs.launchers.slurm.guard", str(self.run.path)]
-            self._start("guard", argv, self.folder / "guard.log", hosts)
+            self.start("guard", argv, self.env, hosts)
 
-    def _until_verdict(self) -> Verdict:
-        sent_at = 0.0
-        while (verdict := Verdict.read(self.run, self.attempt)) is None:
-            time.sleep(_POLL_S)
-            if self.stop_signal and time.monotonic() - sent_at > _RESEND_S:  # the coordinator may be a new one
-                sent_at = time.monotonic()
-                if reachable(self.coordinator):  # it has its signal handlers
-                    self.steps[0].popen.send_signal(signal.SIGUSR1)
-            dead = [step for step in self.steps if step.popen.poll()]  # 0: it has done its work
-            if dead or time.monotonic() - self._looked_at > _QUEUE_S:
+    def on_poll(self) -> None:
+        now = time.monotonic()
+        if self.stop_signal and now - self._signalled_at > _RESEND_S:  # again: the coordinator may be a new one
+            self._signalled_at = now
+            if reachable(self.coordinator):  # it has its signal handlers
+                self.processes[0].popen.send_signal(signal.SIGUSR1)
+        if now - self._looked_at > _QUEUE_S or any(p.has_ended and self.restarts(p) for p in self.processes):
+            self._looked_at = now
+            try:
                 self._look_at_allocation()
-            for step in dead:
-                if step in self.steps and Verdict.read(self.run, self.attempt) is None:
-                    self._on_death(step, step.popen.returncode)
-        return verdict
+            except client.SlurmError as e:  # the controller is away: training goes on without it
+                logger.warning("%s", e)
 
     def _look_at_allocation(self) -> None:
-        """Drop steps whose nodes SLURM has taken from the job, and request companions in their place."""
-        self._looked_at = time.monotonic()
-        try:
-            if (job := client.running(self.job_id)) is not None:
-                self.allocated = expand_hostlist(job.nodes)
-            for step in list(self.steps):
-                if step.hosts and not set(step.hosts) & set(self.allocated):
-                    self._drop(step)
-            if not self.stop_signal:
-                self.companions.request([n for n in range(self.commands.max_nodes) if not self._has_agent(n)])
-        except client.SlurmError as e:  # the controller is away: training goes on without it
-            logger.warning("%s", e)
+        """End processes whose nodes SLURM has taken from the job, and request companions in their place."""
+        if (job := client.running(self.job_id)) is not None:
+            self.allocated = expand_hostlist(job.nodes)
+        for process in list(self.processes):
+            if process.hosts and not set(process.hosts) & set(self.allocated):
+                self._drop(process)
+        if not self.stop_signal:
+            self.companions.request([n for n in range(self.commands.max_nodes) if not self._has_agent(n)])
 
     def _has_agent(self, node: int) -> bool:
-        return any(step.name == f"node-{node}" for step in self.steps)
+        return any(process.name == f"node-{node}" for process in self.processes)
 
-    def _drop(self, step: _Step) -> None:
+    def _drop(self, process: Process) -> None:
         """End a step that has lost its nodes; its srun may wait for them for ever."""
-        step.popen.kill()
-        step.popen.wait()
-        self.steps.remove(step)
-        if step.name == "guard":
+        process.popen.kill()
+        process.popen.wait()
+        self.processes.remove(process)
+        if process.name == "guard":
             self._start_guard()
         else:
-            events.record(self.run, self.attempt, events.TakenAway(step.name, step.hosts))
+            events.record(self.run, self.number, events.TakenAway(process.name, process.hosts))
 
-    def _on_death(self, step: _Step, exit_code: int) -> None:
-        if step.note_death():
-            events.record(self.run, self.attempt, events.ProcessRestarted(step.name, exit_code))
-            step.start()
-            return
-        self.steps.remove(step)
-        self.bad_hosts += step.hosts if step.name != "guard" else []
-        if step.name == "coordinator" or not any(self._has_agent(n) for n in range(self.commands.max_nodes)):
-            step.given_up().close(self.run, self.attempt)
+    def give_up(self, process: Process, verdict: Verdict) -> None:
+        """End the attempt only without a coordinator, or without any agent."""
+        self.bad_hosts += process.hosts if process.name != "guard" else []
+        if process.name == "coordinator" or not any(self._has_agent(n) for n in range(self.commands.max_nodes)):
+            verdict.close(self.run, self.number)
         else:
-            events.record(self.run, self.attempt, events.GivenUp(step.name, step.given_up().reason))
+            events.record(self.run, self.number, events.GivenUp(process.name, verdict.reason))
 
     def _requeue(self) -> int:
         """Requeue the job without the nodes that failed it. Does not return when that works."""
@@ -208,7 +184,7 @@ class Batch:
         self.stop_signal = None
         deadline = time.monotonic() + _REQUEUE_S
         while self.stop_signal is None and time.monotonic() < deadline:  # an earlier end would count as a failure
-            time.sleep(_POLL_S)
+            time.sleep(self.poll_s)
         return EXIT_REQUEUE
 
 
