@@ -34,7 +34,7 @@ async def agent(port: int, token: str, node: int, ranks: int, seconds: float) ->
         writer.write((json.dumps({"kind": kind, **content}) + "\n").encode())
 
     identity = {"node": node, "host": f"node{node}", "address": f"node{node}", "nproc": ranks, "switches": []}
-    send("hello", token=token, life=f"life-{node}", ready=True, round=-1, size=0, shard_group=0, **identity)
+    send("hello", token=token, agent=f"agent-{node}", ready=True, round=-1, size=0, shard_group=0, **identity)
     received, end, step = 0, time.monotonic() + seconds, 0
 
     async def read() -> None:

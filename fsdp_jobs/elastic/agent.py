@@ -1,15 +1,14 @@
-"""One a node: torch's elastic agent, with rendezvous through our coordinator.
+"""One per node: torch's elastic agent, with rendezvous through the job's coordinator.
 
 It differs from plain torchrun in four things. Ranks are numbered in topology order. A broken round stops
 its ranks at once instead of when a collective times out. Ranks are forked from a process that has imported
-torch, so a restart takes no imports. A signal becomes a request to save that all ranks agree on.
+torch, so a restart costs no imports. A signal becomes a request to save that all ranks agree on.
 """
 
 from __future__ import annotations
 
 import argparse
-import fcntl
-import math
+import logging
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -17,34 +16,30 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
-import traceback
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
-from typing import IO, Any
+from dataclasses import asdict
+from typing import Any
 
 import psutil
-import torch
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
-from fsdp_jobs.config.resolve import accelerator_of_node
 from fsdp_jobs.config.schema import JobConfig, load_config
-from fsdp_jobs.elastic import accelerate_env as accelerate
 from fsdp_jobs.elastic import worker
+from fsdp_jobs.elastic.failures import Failure
 from fsdp_jobs.elastic.log_times import LogTimes
 from fsdp_jobs.elastic.program import Program
 from fsdp_jobs.elastic.protocol import Message
-from fsdp_jobs.elastic.rank_state import Board, Phase
+from fsdp_jobs.elastic.rank_logs import FLIGHT_RECORDER, RankLogs
+from fsdp_jobs.elastic.rank_state import Phase, RankState, make_folder
 from fsdp_jobs.elastic.rendezvous import CoordinatorRendezvous
-from fsdp_jobs.observe.trackers.beside import Beside
-from fsdp_jobs.plan.layout import Layout
+from fsdp_jobs.elastic.tracker import TrackerProcess
 from fsdp_jobs.plan.sources import path_from_slurm
+from fsdp_jobs.run import log
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import (
     ADDRESS_ENV,
@@ -52,123 +47,65 @@ from fsdp_jobs.run.env import (
     ATTEMPT_ENV,
     COORDINATOR_ENV,
     HOST_ENV,
-    LAYOUT_ENV,
-    LOG_ENV,
     PROGRAM_ENV,
     RANK_STATE_ENV,
-    ROUND_ENV,
     RUN_DIR_ENV,
-    STACKS_ENV,
 )
-from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE
+from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE, Verdict
 
-_MANY = 1 << 30  # restarts: the coordinator counts, not the agent
+logger = logging.getLogger(__name__)
+
+_UNLIMITED = 1 << 30  # restarts: the coordinator counts, not the agent
 _MONITOR_S = 0.1
-_BOARDS = "fsdp_jobs-"  # folder names of boards begin so
 _DUMP_S = 2.0  # for ranks to write their stacks
-_FLIGHT_RECORDER = "nccl-trace-rank-"  # NCCL's record of collectives: the rank is appended
-_STOP_RANKS_S = 5  # SIGTERM to SIGKILL, for ranks of a broken round: what they know is in the checkpoint
-
-
-class RunDirLogs(LogsSpecs):
-    """Gives each rank its log, error file, board and layout by environment; its output it redirects itself."""
-
-    def __init__(
-        self,
-        config: JobConfig,
-        run: RunDir,
-        attempt: int,
-        node: int,
-        boards: Path,
-        handler: CoordinatorRendezvous,
-    ):
-        super().__init__()
-        self.config, self.run, self.attempt, self.node = config, run, attempt, node
-        self.boards, self.handler = boards, handler
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        error_files = {}
-        policy = self._policy(len(envs)) if self.config.is_program else {}
-        for local_rank, env in envs.items():
-            error_files[local_rank] = str(self.boards / f"error-{local_rank}.json")
-            Path(error_files[local_rank]).unlink(missing_ok=True)
-            env |= {
-                "TORCHELASTIC_ERROR_FILE": error_files[local_rank],
-                LOG_ENV: str(self.run.rank_log(self.attempt, self.node, int(env["RANK"]))),
-                STACKS_ENV: str(self.run.stacks(self.attempt, self.node, int(env["RANK"]))),
-                LAYOUT_ENV: self.handler.round["layout"],
-                ROUND_ENV: str(self.handler.round["round"]),
-                "TORCHELASTIC_RESTART_COUNT": str(self.handler.round["round"]),  # the same on every node
-                "TORCH_FR_DUMP_TEMP_FILE": f"{self.run.node(self.attempt, self.node)}/{_FLIGHT_RECORDER}",
-                "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{self.boards}/{_FLIGHT_RECORDER}",
-            } | policy
-        silent = dict.fromkeys(envs, "")
-        return LogsDest(silent, dict(silent), {}, {}, error_files, "", "")
-
-    def _policy(self, ranks: int) -> dict[str, str]:
-        """The layout as Accelerate reads it, less what the user's own environment says."""
-        device = accelerator_of_node(self.config, torch.cuda.device_count(), ranks)
-        layout = Layout.from_json(self.handler.round["layout"])
-        policy = accelerate.environment(self.config, layout, device)
-        return {name: value for name, value in policy.items() if name not in os.environ}
-
-    @property
-    def root_log_dir(self) -> str:
-        return str(self.run.attempt(self.attempt))
+_STOP_RANKS_S = 5  # SIGTERM to SIGKILL, for ranks of a broken round: their state is in the checkpoint
 
 
 class Agent(LocalElasticAgent):
-    """torch's agent, telling the coordinator why its ranks failed."""
+    """torch's agent, which tells the coordinator why its ranks failed."""
 
-    def __init__(
-        self,
-        spec: WorkerSpec,
-        logs: RunDirLogs,
-        handler: CoordinatorRendezvous,
-        tracking: Beside,
-        is_program: bool,
-    ):
-        super().__init__(spec, logs, start_method="forkserver", exit_barrier_timeout=60)
-        self._handler, self._logs, self._tracking, self._is_program = handler, logs, tracking, is_program
-        self._is_to_stop = False
-        self._terminated = False  # the program was told to end by a signal
+    def __init__(self, spec: WorkerSpec, logs: RankLogs, handler: CoordinatorRendezvous, tracker: TrackerProcess):
+        super().__init__(spec, logs, start_method="forkserver")
+        self._handler, self._logs, self._tracker = handler, logs, tracker
+        self._is_stop_requested = False
+        self._is_terminating = False  # silent ranks have been sent SIGTERM
         self._kills_for_memory = 0  # of this machine's kernel, before the round
         handler.on_dump = self._dump
-        if is_program:
-            handler.on_stop = self._note_stop
+        handler.on_stop = self._note_stop
 
     def _initialize_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
         self._kills_for_memory = kills_for_memory()
         super()._initialize_workers(worker_group, *args, **kwargs)
-        self._tracking.stand(with_rank_0=self._handler.round["rank"] == 0)
+        self._tracker.begin_round(has_rank_0=self._handler.round["rank"] == 0)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if self._is_to_stop and not self._terminated:
-            self._terminate_program()
-        if self._terminated and self._any_runs():
+        if self._is_stop_requested and not self._is_terminating:
+            self._terminate_silent_ranks()
+        if self._is_terminating and self._any_runs():
             return RunResult(state=WorkerState.HEALTHY)  # torch's would signal again as soon as the first has ended
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state == WorkerState.SUCCEEDED and self._is_leaving():
-            self._handler.failed([self._left(w.global_rank, w.local_rank) for w in worker_group.workers])
+            workers = worker_group.workers
+            self._handler.failed([self._report(w.global_rank, w.local_rank, EXIT_REQUEUE) for w in workers])
             return RunResult(state=WorkerState.FAILED)
         if result.state == WorkerState.FAILED:
-            reports = [self._describe(rank, failure) for rank, failure in result.failures.items()]
-            self._handler.failed(reports)
+            self._handler.failed([self._describe(rank, failure) for rank, failure in result.failures.items()])
         elif result.state == WorkerState.SUCCEEDED:
             self._handler.ended()
         return result
 
     def _note_stop(self) -> None:
-        self._is_to_stop = True  # acted upon when there are ranks
+        self._is_stop_requested = True  # acted upon when there are ranks
 
-    def _terminate_program(self) -> None:
-        """Tell a program to end that has never looked at its board: SIGTERM, as torchrun does."""
-        if any(self._step(w.local_rank) >= 0 for w in self.get_worker_group().workers):
+    def _terminate_silent_ranks(self) -> None:
+        """Send SIGTERM, as torchrun does, to ranks that have never reported and so read no requests."""
+        workers = self.get_worker_group().workers
+        if any(self._step(w.local_rank) >= 0 for w in workers):
             return
-        self._terminated = True
-        for w in self.get_worker_group().workers:
+        self._is_terminating = True
+        for w in workers:
             with suppress(ProcessLookupError):
-                if os.getpgid(w.id) == w.id:  # what a program that is not Python has started, too
+                if os.getpgid(w.id) == w.id:  # also what a program that is not Python has started
                     os.killpg(w.id, signal.SIGTERM)
                 else:
                     os.kill(w.id, signal.SIGTERM)
@@ -177,68 +114,62 @@ class Agent(LocalElasticAgent):
         for w in self.get_worker_group().workers:
             with suppress(psutil.NoSuchProcess):
                 is_alive = psutil.Process(w.id).status() != psutil.STATUS_ZOMBIE
-                if is_alive and self._handler.boards[w.local_rank].read().phase != Phase.DONE:
+                if is_alive and self._handler.states[w.local_rank].read().phase != Phase.DONE:
                     return True
         return False
 
     def _step(self, local_rank: int) -> int:
-        """Steps that a rank has said it has done, -1 when it has said nothing."""
-        report = self._handler.boards[local_rank].read()
+        """Return the steps that a rank has reported, -1 before its first report."""
+        report = self._handler.states[local_rank].read()
         return report.step if report.time else -1
 
     def _is_leaving(self) -> bool:
-        return any(board.read().phase == Phase.LEAVING for board in self._handler.boards)
-
-    def _left(self, rank: int, local_rank: int) -> Message:
-        """The report on a rank of a program that ended because it was asked to."""
-        place = {"node": self._handler.identity["node"], "rank": rank, "step": self._step(local_rank)}
-        return {**place, "exit_code": EXIT_REQUEUE, "error": "", "time": time.time()}
+        return any(state.read().phase == Phase.LEAVING for state in self._handler.states)
 
     def _exit_barrier(self) -> None:
-        if not self._is_program:  # its ranks may end hours apart: the coordinator says when all have
-            super()._exit_barrier()  # type: ignore[no-untyped-call]
+        """Skip torch's barrier: the ranks of programs may end hours apart, and the coordinator knows when all have."""
+
+    def _report(
+        self, rank: int, local_rank: int, exit_code: int, error: str = "", ended_at: float | None = None
+    ) -> Message:
+        node, step = self._handler.identity["node"], self._step(local_rank)
+        return asdict(Failure(node, rank, exit_code, error, ended_at or time.time(), step))
 
     def _describe(self, rank: int, failure: Any) -> Message:
-        error, when = "", time.time()
+        """Report a failed rank with the first line of its exception, from torch elastic's error file."""
+        error, ended_at = "", None
         if isinstance(failure.error_file_data, dict):
             content = failure.error_file_data.get("message", "")
             text = content.get("message", "") if isinstance(content, dict) else str(content)
             error = text.strip().splitlines()[0][:500] if text.strip() else ""
             with suppress(KeyError, TypeError, ValueError):
-                when = float(content["extraInfo"]["timestamp"])
+                ended_at = float(content["extraInfo"]["timestamp"])
         if failure.exitcode < 0:
             error = ""
             if failure.exitcode == -signal.SIGKILL and kills_for_memory() > self._kills_for_memory:
-                error = "OutOfMemoryError: the kernel killed it, for memory had run out"
-        return {
-            "node": self._handler.identity["node"],
-            "rank": rank,
-            "exit_code": failure.exitcode,
-            "error": error,
-            "time": when,
-            "step": self._step(failure.local_rank),
-        }
+                error = "OutOfMemoryError: the kernel killed it because memory had run out"
+        return self._report(rank, failure.local_rank, failure.exitcode, error, ended_at)
 
     def _dump(self) -> None:
-        """Have every rank write its stacks, and report which could."""
-        found = []
+        """Make every rank write its stacks, and report which did."""
+        ranks = []
         for w in self.get_worker_group().workers:
-            stacks = self._logs.run.stacks(self._logs.attempt, self._logs.node, w.global_rank)
+            stacks = self._logs.stacks(w.global_rank)
             before = stacks.stat().st_size if stacks.exists() else 0
             status = "gone"
             with suppress(psutil.NoSuchProcess, ProcessLookupError):
                 status = psutil.Process(w.id).status()
                 os.kill(w.id, signal.SIGUSR2)
-            with suppress(OSError):  # there where NCCL is: ProcessGroupNCCL reads it and writes its record out
-                pipe = self._logs.boards / f"{_FLIGHT_RECORDER}{w.global_rank}.pipe"
+            with suppress(OSError):  # only with NCCL: ProcessGroupNCCL reads the pipe and writes its record out
+                pipe = self._logs.folder / f"{FLIGHT_RECORDER}{w.global_rank}.pipe"
                 with open(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK), "w") as f:
                     f.write("1")
-            found.append((w, stacks, before, status))
+            ranks.append((w, stacks, before, status))
         deadline = time.monotonic() + _DUMP_S
         pending = True
         while pending and time.monotonic() < deadline:
             time.sleep(0.1)
-            pending = any(not s.exists() or s.stat().st_size == before for _, s, before, _ in found)
+            pending = any(not stacks.exists() or stacks.stat().st_size == before for _, stacks, before, _ in ranks)
         self._handler.send_stacks(
             [
                 {
@@ -247,7 +178,7 @@ class Agent(LocalElasticAgent):
                     "dumped": stacks.exists() and stacks.stat().st_size > before,
                     "step": self._step(w.local_rank),
                 }
-                for w, stacks, before, status in found
+                for w, stacks, before, status in ranks
             ]
         )
 
@@ -256,7 +187,7 @@ class Agent(LocalElasticAgent):
 
 
 def kills_for_memory() -> int:
-    """Processes that this machine's kernel has killed because memory had run out, since it was started."""
+    """Count the processes that this machine's kernel has killed for lack of memory since it was started."""
     with suppress(OSError), open("/proc/vmstat") as f:
         for line in f:
             if line.startswith("oom_kill "):
@@ -264,29 +195,12 @@ def kills_for_memory() -> int:
     return 0
 
 
-def make_boards_dir() -> tuple[Path, IO[str]]:
-    """A folder for this node's boards, in memory where there is such a place, and the lock that says it is in use.
-
-    Folders of agents that were killed are removed: the kernel has let go of their locks.
-    """
-    shm = Path("/dev/shm")
-    base = shm if shm.is_dir() else Path(tempfile.gettempdir())
-    for old in base.glob(f"{_BOARDS}*/lock"):
-        with suppress(OSError), old.open("w") as lock:  # another user's, or one in use, stays
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(old.parent)
-    folder = Path(tempfile.mkdtemp(prefix=_BOARDS, dir=base))
-    lock = (folder / "lock").open("w")
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    return folder, lock
-
-
 def run_agent(args: argparse.Namespace) -> int:
-    """Run this node's ranks through as many rounds as it takes. Returns the attempt's exit code."""
+    """Run this node's ranks through all rounds of an attempt. Returns the attempt's exit code."""
     run, attempt = RunDir(args.run_dir), int(os.environ[ATTEMPT_ENV])
     config = load_config(run.config)
-    boards_dir, _lock = make_boards_dir()
-    boards = [Board(boards_dir, local_rank) for local_rank in range(args.nproc)]
+    folder, _lock = make_folder()
+    states = [RankState(folder, local_rank) for local_rank in range(args.nproc)]
     identity: Message = {
         "token": run.token.read_text(),
         "node": args.node,
@@ -296,19 +210,19 @@ def run_agent(args: argparse.Namespace) -> int:
         "switches": path_from_slurm(
             os.environ.get("SLURM_TOPOLOGY_ADDR", ""), os.environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "")
         ),
-        "life": uuid.uuid4().hex,
+        "agent": uuid.uuid4().hex,
     }
     elastic = config.elastic
     handler = CoordinatorRendezvous(
         os.environ[COORDINATOR_ENV],
         run.name,
         identity,
-        boards,
+        states,
         elastic.heartbeat_interval_s,
         elastic.heartbeat_timeout_s,
     )
     os.environ |= {
-        RANK_STATE_ENV: str(boards_dir),
+        RANK_STATE_ENV: str(folder),
         RUN_DIR_ENV: str(run.path.resolve()),
         AGENT_PID_ENV: str(os.getpid()),
     }
@@ -319,36 +233,37 @@ def run_agent(args: argparse.Namespace) -> int:
         entrypoint=entrypoint,
         args=entry_args,
         rdzv_handler=handler,
-        max_restarts=_MANY,
+        max_restarts=_UNLIMITED,
         monitor_interval=_MONITOR_S,
     )
-    tracking, log_times = Beside(config, run, attempt, args.node), LogTimes(run.node(attempt, args.node))
-    logs = RunDirLogs(config, run, attempt, args.node, boards_dir, handler)
-    agent = Agent(spec, logs, handler, tracking, config.is_program)
-    result: list[RunResult | None] = []
+    tracker, log_times = TrackerProcess(config, run, attempt, args.node), LogTimes(run.node(attempt, args.node))
+    agent = Agent(spec, RankLogs(config, run, attempt, args.node, folder, handler), handler, tracker)
+    results: list[RunResult | None] = []
 
     def work() -> None:
         try:
-            result.append(agent.run())
+            results.append(agent.run())
         except BaseException:
-            traceback.print_exc()
+            logger.exception("the agent failed")
 
-    # In a thread, so that torch leaves the signal handlers to us.
+    # In a thread, so that torch leaves the signal handlers to this function.
     thread = threading.Thread(target=work, name="elastic-agent")
-    _on_signals(handler)
+    _handle_signals(handler)
     thread.start()
     thread.join()
-    if handler.end is None and result and result[0] is not None and not result[0].is_failed():
-        _wait_for_end(handler, math.inf if config.is_program else 10.0)
+    if results and results[0] is not None and not results[0].is_failed():
+        _wait_for_verdict(handler, run, attempt)
     handler.shutdown()
-    shutil.rmtree(boards_dir, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
     log_times.close()
-    tracking.close()
+    tracker.close()
     if handler.end is not None:
         return int(handler.end["exit_code"])
+    if (verdict := Verdict.read(run, attempt)) is not None:
+        return verdict.exit_code_of_attempt
     if handler.num_nodes_waiting():
-        return EXIT_REQUEUE  # our ranks had finished, but another node's failed: the launcher starts us again
-    return 0 if result else EXIT_FAILED
+        return EXIT_REQUEUE  # ranks here finished, another node's failed: the launcher starts the agent again
+    return 0 if results else EXIT_FAILED
 
 
 def _entrypoint(config: JobConfig, run: RunDir) -> tuple[Callable[[], None] | str, tuple[str, ...]]:
@@ -366,20 +281,19 @@ def _entrypoint(config: JobConfig, run: RunDir) -> tuple[Callable[[], None] | st
     return entry, ()
 
 
-def _wait_for_end(handler: CoordinatorRendezvous, seconds: float) -> None:
-    """Our ranks have finished: stay until the coordinator has heard so from every node, or says otherwise."""
-    deadline = time.monotonic() + seconds
-    while not handler.num_nodes_waiting() and time.monotonic() < deadline:
-        time.sleep(0.05)
+def _wait_for_verdict(handler: CoordinatorRendezvous, run: RunDir, attempt: int) -> None:
+    """Stay, once the ranks here have finished, until the round is broken or the attempt is over."""
+    while not handler.num_nodes_waiting() and not run.verdict(attempt).exists():
+        time.sleep(_MONITOR_S)
 
 
-def _on_signals(handler: CoordinatorRendezvous) -> None:
-    """The first signal asks all ranks of the job to save and leave; a second one kills this node's."""
+def _handle_signals(handler: CoordinatorRendezvous) -> None:
+    """Let the first signal ask all ranks of the job to save and leave, and a second one kill this node's."""
     seen: list[int] = []
 
     def react(number: int, _frame: object) -> None:
         if seen:
-            os._exit(EXIT_REQUEUE)  # the ranks die with us
+            os._exit(EXIT_REQUEUE)  # the ranks die with the agent
         seen.append(number)
         handler.notice(signal.Signals(number).name)
 
@@ -392,7 +306,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("run_dir")
     parser.add_argument("--node", type=int, required=True, help="number of this node within the job")
     parser.add_argument("--nproc", type=int, required=True, help="ranks to run here")
-    return run_agent(parser.parse_args(argv))
+    args = parser.parse_args(argv)
+    log.configure()
+    return run_agent(args)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ class Server:
                 writer.close()
                 return
             member = Member(
-                **{k: hello[k] for k in ("node", "host", "address", "nproc", "switches", "life")},
+                **{k: hello[k] for k in ("node", "host", "address", "nproc", "switches", "agent")},
                 send=send,
                 drop=writer.close,
                 heard=time.monotonic(),

@@ -1,4 +1,4 @@
-"""Preloaded by an agent's fork server before anything else: ties the server's life to the agent's.
+"""Preloaded first by an agent's fork server: makes the server die with the agent.
 
 multiprocessing alone keeps a fork server alive for as long as any process it made lives, so the ranks of a
 killed agent would train on.

@@ -1,5 +1,4 @@
-"""When ranks wrote what: the agent notes the sizes of their logs once a second, so that lines of all nodes can be
-put in order later. Ranks know nothing of it."""
+"""Record once a second how long the logs of a node's ranks are, so that lines of all nodes can be ordered later."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ _EVERY_S = 1.0
 
 
 class LogTimes:
-    """A thread that writes `log-times.jsonl` beside the logs of a node's ranks."""
+    """A thread that writes `log-times.jsonl` next to the logs of a node's ranks."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -29,10 +28,10 @@ class LogTimes:
         self._note()
 
     def _note(self) -> None:
-        """A line with the sizes that have changed, and when the file was last written to."""
-        with suppress(OSError):  # a full disk, or a file that has just gone: lines are in order all but here
-            found = {f.stem.removeprefix("rank-"): f.stat() for f in self._folder.glob("rank-*.log")}
-            sizes = {rank: (stat.st_size, round(stat.st_mtime, 3)) for rank, stat in found.items() if stat.st_size}
+        """Append a line with the sizes that have changed, and when each file was last written to."""
+        with suppress(OSError):  # a full disk, or a file that has just gone: only the order of lines suffers
+            stats = {f.stem.removeprefix("rank-"): f.stat() for f in self._folder.glob("rank-*.log")}
+            sizes = {rank: (stat.st_size, round(stat.st_mtime, 3)) for rank, stat in stats.items() if stat.st_size}
             changed = {rank: written for rank, written in sizes.items() if written != self._known.get(rank)}
             if changed:
                 with (self._folder / TIMES).open("a") as f:

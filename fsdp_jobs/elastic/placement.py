@@ -27,7 +27,7 @@ class Member:
     address: str
     nproc: int
     switches: list[str]  # outermost first; empty when unknown
-    life: str
+    agent: str  # id of its process
     send: Callable[[Message], None]
     drop: Callable[[], None]
     heard: float  # monotonic time of its last message

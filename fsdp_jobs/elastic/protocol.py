@@ -1,23 +1,23 @@
-"""The agent's end of the line to the coordinator: JSON lines over TCP, reconnecting. No torch.
+"""The agent's link to the coordinator: JSON lines over TCP, reconnecting. No torch.
 
 Agent to coordinator:
-    hello   token, node, host, address, nproc, switches, life, ready, round, size, shard_group, ended
-            (ready: no ranks run here; round, size, shard_group: what they run in; -1, 0, 0 when none do;
-            ended: they have finished)
+    hello   token, node, host, address, nproc, switches, agent, ready, round, size, shard_group, ended
+            (agent: id of the process; ready: no ranks run here; round, size, shard_group: what they run in,
+            -1, 0, 0 when none do; ended: they have finished)
     beat    ranks: [[step, committed, phase], ...]
     failed  failures: [...]     ranks here have failed, and the others are being stopped
-    ready   failures: [...]     no ranks run here; wants to be in the next round (failures: those not told yet)
+    ready   failures: [...]     no ranks run here; wants to be in the next round (failures: not reported yet)
     master  round, store, port  from the head of a round: where its store is, and a port for rank 0
-    notice  signal              this node was told to stop
-    stacks  node, ranks: [...]          what its ranks are doing, after a dump
+    notice  signal              this node received a signal to stop
+    stacks  node, ranks: [...]          the state of its ranks, after a dump
     ended                       all ranks of this node have finished
 Coordinator to agent:
-    round   round, rank, size, layout   you are node `rank` of `size`
+    round   round, rank, size, layout   this node has this rank of `size`
     start   round, host, store, port    the head's answer, to everyone else
-    break   round, why                  stop your ranks and come back ready
-    dump                                write your ranks' stacks and tell what they are doing
-    request request                     for the ranks' boards
-    end     exit_code, why              nothing more will run: leave
+    break   round, why                  stop the ranks and send `ready`
+    dump                                write the ranks' stacks and answer with `stacks`
+    request request                     for the states of the ranks
+    end     exit_code, why              the attempt is over: exit
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Message = dict[str, Any]
 
 
 class Link:
-    """A connection that is kept up in the background; `on_message` is called in its thread."""
+    """A connection that a thread keeps up; `on_message` is called in that thread."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Link:
         threading.Thread(target=self._run, name="coordinator-link", daemon=True).start()
 
     def send(self, kind: str, **content: Any) -> bool:
-        """Send one message; False when there is no connection now (hello repeats what matters)."""
+        """Send one message; False without a connection (the next hello repeats what matters)."""
         line = (json.dumps({"kind": kind, **content}) + "\n").encode()
         with self._lock:
             if self._socket is None:
@@ -91,7 +91,7 @@ class Link:
 
 
 class Beats:
-    """Sends a beat every interval until closed, and whenever asked to."""
+    """Sends a beat every interval until closed, and on demand."""
 
     def __init__(self, link: Link, interval_s: float, ranks: Callable[[], list[list[int]]]):
         self._link, self._ranks = link, ranks

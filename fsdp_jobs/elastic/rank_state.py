@@ -1,19 +1,24 @@
-"""What a rank and its agent tell each other without a system call: a 64-byte shared memory map a rank. No torch."""
+"""The state that a rank and its agent share: a 64-byte memory map per rank, without a system call. No torch."""
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
+import shutil
 import struct
+import tempfile
 import time
+from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 _REPORT = struct.Struct("<dqqi")  # time of writing, step, committed step, phase
 _REQUEST = struct.Struct("<i")
 _REQUEST_AT = 48
 _SIZE = 64
+_FOLDERS = "fsdp_jobs-"  # names of agents' folders begin so
 
 
 class Phase(IntEnum):
@@ -22,14 +27,14 @@ class Phase(IntEnum):
     SAVING = 2
     PARKED = 3  # saved, and waiting to be stopped so that the world can change
     DONE = 4
-    LEAVING = 5  # a program has seen that it is to leave: when it ends, it has not finished
+    LEAVING = 5  # about to end because of a request: exit code 0 does not mean that it has finished
 
 
 class Request(IntEnum):
-    """What the coordinator asks of the ranks. They agree on the highest at a step boundary."""
+    """What the coordinator requests of the ranks. They agree on the highest at a step boundary."""
 
     NONE = 0
-    SAVE = 1  # save and go on
+    SAVE = 1  # save and continue
     PARK = 2  # save and wait: nodes want to join
     STOP = 3  # save and exit with 75
 
@@ -37,12 +42,12 @@ class Request(IntEnum):
 class Report(NamedTuple):
     time: float  # seconds since 1970, 0.0 before the first report
     step: int  # steps done
-    committed: int  # step of the newest checkpoint this life knows, -1 for none
+    committed: int  # step of the newest checkpoint that the rank knows, -1 for none
     phase: int
 
 
-class Board:
-    """One rank's map. The rank writes reports and reads requests; the agent the other way round."""
+class RankState:
+    """One rank's map. The rank writes reports and reads requests; the agent does the reverse."""
 
     def __init__(self, folder: Path | str, local_rank: int):
         path = Path(folder) / str(local_rank)
@@ -59,12 +64,29 @@ class Board:
     def read(self) -> Report:
         return Report(*_REPORT.unpack_from(self._map, 0))
 
-    def ask(self, request: Request) -> None:
+    def request(self, request: Request) -> None:
         _REQUEST.pack_into(self._map, _REQUEST_AT, request)
 
-    def asked(self) -> Request:
+    def requested(self) -> Request:
         return Request(_REQUEST.unpack_from(self._map, _REQUEST_AT)[0])
 
     def clear(self) -> None:
-        """For a new life of the rank: no report, no request."""
+        """Forget report and request, for a new process of the rank."""
         self._map[:] = bytes(_SIZE)
+
+
+def make_folder() -> tuple[Path, IO[str]]:
+    """Make a folder for a node's rank states, in memory where possible, with the lock that says it is in use.
+
+    Folders of agents that were killed are removed: the kernel has released their locks.
+    """
+    shm = Path("/dev/shm")
+    base = shm if shm.is_dir() else Path(tempfile.gettempdir())
+    for old in base.glob(f"{_FOLDERS}*/lock"):
+        with suppress(OSError), old.open("w") as lock:  # another user's, or one in use, stays
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(old.parent)
+    folder = Path(tempfile.mkdtemp(prefix=_FOLDERS, dir=base))
+    lock = (folder / "lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return folder, lock

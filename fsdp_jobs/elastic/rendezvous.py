@@ -1,4 +1,4 @@
-"""torch elastic's rendezvous, answered by the coordinator: the agent's side."""
+"""The agent's side of rendezvous: torch elastic's interface, answered by the coordinator."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from fsdp_jobs.elastic.protocol import Beats, Link, Message
-from fsdp_jobs.elastic.rank_state import Board, Phase, Request
+from fsdp_jobs.elastic.rank_state import Phase, RankState, Request
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run.processes import free_port
 
 
 class CoordinatorRendezvous(RendezvousHandler):
-    """torch elastic's rendezvous, answered by the coordinator."""
+    """torch elastic's rendezvous handler over the link to the coordinator."""
 
     def __init__(
         self,
         coordinator: str,
         run_name: str,
         identity: Message,
-        boards: list[Board],
+        states: list[RankState],
         beat_s: float,
         silence_s: float,
     ):
-        self.identity, self.boards, self.run_name = identity, boards, run_name
+        self.identity, self.states, self.run_name = identity, states, run_name
         self.address = str(identity["address"])
         self.on_dump: Callable[[], None] = lambda: None
         self.on_stop: Callable[[], None] = lambda: None
         self._changed = threading.Condition()
-        self._round: Message | None = None  # the newest round this node was given a place in
+        self._round: Message | None = None  # the newest round that this node is part of
         self._start: Message | None = None
         self._broken = -1  # the newest round that is over
-        self._end: Message | None = None
+        self.end: Message | None = None  # from the coordinator, when the attempt is over
         self._waiting = False
         self._running_round = -1
         self._ended = False
@@ -48,11 +48,6 @@ class CoordinatorRendezvous(RendezvousHandler):
         self._store: TCPStore | None = None
         self._link = Link(coordinator, self._hello, self._receive, silence_s)
         self._beats = Beats(self._link, beat_s, self._reports)
-
-    @property
-    def end(self) -> Message | None:
-        """What the coordinator said when the attempt was over."""
-        return self._end
 
     @property
     def round(self) -> Message:
@@ -64,11 +59,11 @@ class CoordinatorRendezvous(RendezvousHandler):
         size, group = 0, 0
         if self._round is not None and running >= 0:
             size, group = self._round["size"], Layout.from_json(self._round["layout"]).shard_group
-        place = {"round": running, "size": size, "shard_group": group}
-        return {**self.identity, "ready": self._waiting, **place, "ended": self._ended}
+        in_round = {"round": running, "size": size, "shard_group": group}
+        return {**self.identity, "ready": self._waiting, **in_round, "ended": self._ended}
 
     def _reports(self) -> list[list[int]]:
-        reports = [b.read() for b in self.boards]
+        reports = [state.read() for state in self.states]
         return [[r.step, r.committed, r.phase] if r.time else [-1, -1, Phase.STARTING] for r in reports]
 
     def _receive(self, message: Message) -> None:
@@ -81,56 +76,55 @@ class CoordinatorRendezvous(RendezvousHandler):
             elif kind == "break":
                 self._broken = max(self._broken, message["round"])
             elif kind == "request":
-                self._ask(Request(message["request"]))
+                self._request(Request(message["request"]))
             elif kind == "dump":
                 threading.Thread(target=self.on_dump, name="dump", daemon=True).start()
             elif kind == "end":
-                self._end = message
+                self.end = message
             self._changed.notify_all()
 
     def failed(self, failures: list[Message]) -> None:
-        """Tell the coordinator at once, or with the next `ready` when it is not there."""
+        """Report to the coordinator at once, or with the next `ready` while there is no connection."""
         if not self._link.send("failed", failures=failures):
             self._failures = failures
 
     def notice(self, name: str) -> None:
-        """This node was told to stop. Without a coordinator the ranks here tell the others."""
+        """Pass on a signal to stop; without a coordinator the ranks here tell the others."""
         if not self._link.send("notice", signal=name):
-            self._ask(Request.STOP)
+            self._request(Request.STOP)
 
-    def _ask(self, request: Request) -> None:
-        for board in self.boards:
-            board.ask(request)
+    def _request(self, request: Request) -> None:
+        for state in self.states:
+            state.request(request)
         if request is Request.STOP:
             self.on_stop()
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for a place in the next round.
+        """Wait until this node is part of a round.
 
         Raises:
             RendezvousGracefulExitError: the coordinator has ended the attempt.
         """
         while True:
-            self._beats.beat()  # the last word of the ranks that ran here
+            self._beats.beat()  # the last report of the ranks that ran here
             with self._changed:
                 self._round, self._waiting, self._running_round, self._ended = None, True, -1, False
                 failures, self._failures = self._failures, []
-                for board in self.boards:
-                    board.clear()
+                for state in self.states:
+                    state.clear()
             self._link.send("ready", failures=failures)
             with self._changed:
-                self._changed.wait_for(lambda: self._round is not None or self._end is not None)
-                if self._end is not None:
-                    raise RendezvousGracefulExitError(self._end["why"])
+                self._changed.wait_for(lambda: self._round is not None or self.end is not None)
+                if self.end is not None:
+                    raise RendezvousGracefulExitError(self.end["why"])
             info = self._join()
             if info is not None:
                 self._running_round = self.round["round"]
                 return info
 
     def _join(self) -> RendezvousInfo | None:
-        """Open the round's store, as its head, or connect to the head's; None if the round is over before it began."""
-        place = self.round
-        number, rank, size = place["round"], place["rank"], place["size"]
+        """Open the round's store on its first node, connect to it elsewhere; None if the round is already over."""
+        number, rank, size = (self.round[key] for key in ("round", "rank", "size"))
         timeout = timedelta(seconds=60)
         if rank == 0:
             store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timeout)
@@ -138,7 +132,7 @@ class CoordinatorRendezvous(RendezvousHandler):
             self._link.send("master", round=number, store=store.port, port=port)
         else:
             with self._changed:
-                self._changed.wait_for(lambda: self._start or self._end or self._broken >= number)
+                self._changed.wait_for(lambda: self._start or self.end or self._broken >= number)
                 if self._start is None:
                     return None
                 host, port = self._start["host"], self._start["port"]
@@ -150,8 +144,8 @@ class CoordinatorRendezvous(RendezvousHandler):
         return RendezvousInfo(store, rank, size, RendezvousStoreInfo(host, port))
 
     def num_nodes_waiting(self) -> int:
-        """1 when the running round is over and its ranks are to be stopped."""
-        return int(self._broken >= self._running_round or self._end is not None)
+        """Return 1 when the running round is over and its ranks must be stopped."""
+        return int(self._broken >= self._running_round or self.end is not None)
 
     def send_stacks(self, ranks: list[Message]) -> None:
         self._link.send("stacks", node=self.identity["node"], ranks=ranks)
@@ -169,7 +163,7 @@ class CoordinatorRendezvous(RendezvousHandler):
         return False
 
     def is_closed(self) -> bool:
-        return self._end is not None
+        return self.end is not None
 
     def set_closed(self) -> None:
         pass

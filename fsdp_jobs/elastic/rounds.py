@@ -88,9 +88,9 @@ class Coordinator:
 
     def on_hello(self, member: Member, round_: int, size: int, shard_group: int, now: float) -> None:
         """An agent has connected: for the first time, or again with ranks running in `round_`."""
-        for other in [m for m in self.members.values() if m.node == member.node and m.life != member.life]:
+        for other in [m for m in self.members.values() if m.node == member.node and m.agent != member.agent]:
             self.on_gone(other, f"node {other.node} was replaced", now)
-        self.members[member.life] = member
+        self.members[member.agent] = member
         if self.verdict is not None:
             self._send_end(member)
         elif round_ >= 0 and self._fresh and not self.running and round_ >= self.round:
@@ -152,9 +152,9 @@ class Coordinator:
 
     def on_gone(self, member: Member, why: str, now: float) -> None:
         """An agent's connection has closed, or it has been silent for too long."""
-        if self.members.get(member.life) is not member:
+        if self.members.get(member.agent) is not member:
             return
-        del self.members[member.life]
+        del self.members[member.agent]
         member.drop()
         if member.in_round and not member.ended and self.verdict is None:
             self._record(events.NodeLost(member.node, member.host, why))
@@ -299,7 +299,7 @@ class Coordinator:
         for member in [m for m in ready if m.host in excluded]:
             self._turned_away = f"{member.host} is excluded: {excluded[member.host]}"
             member.send({"kind": "end", "exit_code": EXIT_REQUEUE, "why": self._turned_away})
-            del self.members[member.life]
+            del self.members[member.agent]
 
     def _form(self, ready: list[Member], now: float) -> None:
         """Plan with the nodes that are here, and give each its place in topology order."""
@@ -340,7 +340,7 @@ class Coordinator:
         """
         self._turn_away_excluded()
         waiting = [m for m in self.members.values() if m.ready]
-        new = {m.life for m in waiting} - self._refused
+        new = {m.agent for m in waiting} - self._refused
         may = self.step > self._begun_at or (self._is_deaf and now - self._begun_when > self.elastic.join_window_s)
         if new and self.size < self.max_nodes and self.asked is Request.NONE and may:
             if self.seating.put_to_work([*self.round_members(), *waiting], self.shard_group) > self.size:

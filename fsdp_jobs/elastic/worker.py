@@ -21,7 +21,7 @@ from types import TracebackType
 
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
 from fsdp_jobs.elastic.program import Program
-from fsdp_jobs.elastic.rank_state import Board, Phase
+from fsdp_jobs.elastic.rank_state import Phase, RankState
 from fsdp_jobs.run.env import AGENT_PID_ENV, LOG_ENV, PROGRAM_ENV, RANK_STATE_ENV, STACKS_ENV
 from fsdp_jobs.run.processes import die_with_parent
 
@@ -73,7 +73,7 @@ def run_program() -> None:
     enter()
     _write_stacks_when_asked()
     program = Program.from_json(os.environ.pop(PROGRAM_ENV))
-    board = Board(os.environ[RANK_STATE_ENV], int(os.environ["LOCAL_RANK"]))
+    state = RankState(os.environ[RANK_STATE_ENV], int(os.environ["LOCAL_RANK"]))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     multiprocessing.set_start_method(None, force=True)  # Python's own default again
     if sys.flags.safe_path:
@@ -88,8 +88,8 @@ def run_program() -> None:
     sys.stderr.flush()
     if exit_code:
         os._exit(exit_code)
-    if not board.read().time:
-        board.report(-1, -1, Phase.DONE)  # the process stays until all of its node's have ended
+    if not state.read().time:
+        state.report(-1, -1, Phase.DONE)  # the process stays until all of its node's have ended
 
 
 def _run(program: Program) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from fsdp_jobs.elastic.rank_state import Board, Phase, Request
+from fsdp_jobs.elastic.rank_state import Phase, RankState, Request
 from fsdp_jobs.run.env import RANK_STATE_ENV
 
 
@@ -19,9 +19,9 @@ class Control:
         """`wants_save` is asked once a step, on every rank; one that says yes is enough."""
         self.group = dist.new_group(backend="gloo")
         folder = os.environ.get(RANK_STATE_ENV)
-        self.board = Board(folder, int(os.environ["LOCAL_RANK"])) if folder else None
+        self.state = RankState(folder, int(os.environ["LOCAL_RANK"])) if folder else None
         self.wants_save = wants_save
-        self.noticed = Request.NONE  # what this rank was told otherwise than by its board
+        self.noticed = Request.NONE  # what this rank was told otherwise than by its rank state
         self._value = torch.zeros(1, dtype=torch.int32)
         self._work: dist.Work | None = None
 
@@ -29,10 +29,10 @@ class Control:
         """Send off this rank's request; `agreed` gets the answer."""
         own = Request.SAVE if self.wants_save() else Request.NONE
         own = max(own, self.noticed)
-        if self.board is not None:
-            own = max(own, self.board.asked())
+        if self.state is not None:
+            own = max(own, self.state.requested())
             if own is Request.SAVE:
-                self.board.ask(Request.NONE)  # done once; the others stay until the ranks have gone
+                self.state.request(Request.NONE)  # done once; the others stay until the ranks have gone
         self._value.fill_(int(own))
         self._work = dist.all_reduce(self._value, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
@@ -44,5 +44,5 @@ class Control:
 
     def report(self, step: int, committed: int, phase: Phase) -> None:
         """Tell this node's agent how far this rank is."""
-        if self.board is not None:
-            self.board.report(step, committed, phase)
+        if self.state is not None:
+            self.state.report(step, committed, phase)

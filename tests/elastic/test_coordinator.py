@@ -38,7 +38,7 @@ class Cluster:
             address=f"node{node}",
             nproc=2,
             switches=list(switches),
-            life=f"{node}{life}",
+            agent=f"{node}{life}",
             send=inbox.append,
             drop=lambda: None,
             heard=self.now,
@@ -58,7 +58,7 @@ class Cluster:
             self.coordinator.tick(self.now)
 
     def last(self, member: Member, kind: str) -> dict[str, Any] | None:
-        return next((m for m in reversed(self.received[member.life]) if m["kind"] == kind), None)
+        return next((m for m in reversed(self.received[member.agent]) if m["kind"] == kind), None)
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [e for e in read_json_lines(self.run.events) if e["event"] == name]

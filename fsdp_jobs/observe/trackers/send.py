@@ -20,6 +20,7 @@ from contextlib import suppress
 from itertools import islice
 
 from fsdp_jobs.config.schema import plain_values
+from fsdp_jobs.elastic.tracker import FLUSH_S
 from fsdp_jobs.launchers.state import State
 from fsdp_jobs.observe.trackers.trackers import make_tracker
 from fsdp_jobs.run import events, log
@@ -27,7 +28,6 @@ from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.tail import Tail
 from fsdp_jobs.run.verdict import Verdict
 
-FAREWELL_S = 10.0  # to send the rest once the agent says that it is over
 _EVERY_S = 1.0
 _MAX_BACKOFF_S = 60.0
 _BATCH = 500  # lines
@@ -135,7 +135,7 @@ def _watch_agent(over: threading.Event) -> None:
     while os.read(0, 1024):
         pass
     over.set()
-    time.sleep(FAREWELL_S)
+    time.sleep(FLUSH_S)
     os._exit(1)
 
 

@@ -1,0 +1,64 @@
+"""Environment, logs and error files of a node's ranks, as torch's agent asks for them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+
+from fsdp_jobs.config.resolve import accelerator_of_node
+from fsdp_jobs.config.schema import JobConfig
+from fsdp_jobs.elastic import accelerate_env
+from fsdp_jobs.elastic.rendezvous import CoordinatorRendezvous
+from fsdp_jobs.plan.layout import Layout
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.env import LAYOUT_ENV, LOG_ENV, ROUND_ENV, STACKS_ENV
+
+FLIGHT_RECORDER = "nccl-trace-rank-"  # NCCL's record of collectives: the rank is appended
+
+
+class RankLogs(LogsSpecs):
+    """Gives each rank its log, error file and layout through its environment; a rank redirects its own output."""
+
+    def __init__(
+        self, config: JobConfig, run: RunDir, attempt: int, node: int, folder: Path, handler: CoordinatorRendezvous
+    ):
+        """`folder` holds this node's rank states, error files and pipes."""
+        super().__init__()
+        self.config, self.run, self.attempt, self.node = config, run, attempt, node
+        self.folder, self.handler = folder, handler
+
+    def stacks(self, rank: int) -> Path:
+        return self.run.stacks(self.attempt, self.node, rank)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        error_files = {}
+        policy = self._policy(len(envs)) if self.config.is_program else {}
+        for local_rank, env in envs.items():
+            error_files[local_rank] = str(self.folder / f"error-{local_rank}.json")
+            Path(error_files[local_rank]).unlink(missing_ok=True)
+            rank = int(env["RANK"])
+            env |= {
+                "TORCHELASTIC_ERROR_FILE": error_files[local_rank],
+                LOG_ENV: str(self.run.rank_log(self.attempt, self.node, rank)),
+                STACKS_ENV: str(self.stacks(rank)),
+                LAYOUT_ENV: self.handler.round["layout"],
+                ROUND_ENV: str(self.handler.round["round"]),
+                "TORCHELASTIC_RESTART_COUNT": str(self.handler.round["round"]),  # the same on every node
+                "TORCH_FR_DUMP_TEMP_FILE": f"{self.run.node(self.attempt, self.node)}/{FLIGHT_RECORDER}",
+                "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{self.folder}/{FLIGHT_RECORDER}",
+            } | policy
+        no_files = dict.fromkeys(envs, "")
+        return LogsDest(no_files, dict(no_files), {}, {}, error_files, "", "")
+
+    def _policy(self, ranks: int) -> dict[str, str]:
+        """Return the layout as Accelerate reads it, without variables that the user's environment sets."""
+        device = accelerator_of_node(self.config, torch.cuda.device_count(), ranks)
+        policy = accelerate_env.environment(self.config, Layout.from_json(self.handler.round["layout"]), device)
+        return {name: value for name, value in policy.items() if name not in os.environ}
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self.run.attempt(self.attempt))
