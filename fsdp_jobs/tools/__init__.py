@@ -1,1 +1,1 @@
-"""Rehearse a job, examine a cluster, read Accelerate's files."""
+"""Rehearse faults, examine clusters, convert Accelerate's files."""

@@ -1,4 +1,4 @@
-"""The verb `doctor`: can jobs run on a cluster from here? Asked before one is submitted. No torch."""
+"""Examine whether jobs can run on a cluster from this machine, before one is submitted. No torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.text import Text
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.base import launcher_of
-from fsdp_jobs.run.verdict import EXIT_FAILED
+from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_FAILED
 
 _STYLES = {"ok": "green", "warning": "yellow", "bad": "bold red"}
 
@@ -20,8 +20,9 @@ def doctor(config: JobConfig, console: Console) -> int:
     Raises:
         BadInput: this launcher has nothing to examine.
     """
-    worst = None
+    states = []
     for finding in launcher_of(config.cluster.launcher).examine(config):
+        states.append(finding.state)
         row = Table.grid(padding=(0, 2))
         row.add_column(width=7)
         row.add_column(width=14)
@@ -29,8 +30,7 @@ def doctor(config: JobConfig, console: Console) -> int:
         console.print(row)
         if finding.cure:
             console.print(Text(f"{'':25}-> {finding.cure}"), soft_wrap=True)
-        worst = EXIT_FAILED if finding.state == "bad" else worst or 0
-    if worst is None:
+    if not states:
         what = "this launcher has nothing to examine"
-        raise BadInput([Problem(f"cluster.launcher={config.cluster.launcher}", what, "fsdp-jobs doctor cluster=slurm")])
-    return worst
+        raise BadInput([Problem(f"cluster.launcher={config.cluster.launcher}", what, "dry_run=true checks a job")])
+    return EXIT_FAILED if "bad" in states else EXIT_DONE

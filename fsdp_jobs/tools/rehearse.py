@@ -1,4 +1,4 @@
-"""`rehearse FAULT`: the user's own configuration, scaled to this machine, suffers a fault for real. No torch."""
+"""Rehearse a fault for real, with the user's own configuration scaled down to this machine. No torch."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from fsdp_jobs.config.resolve import node_range
 from fsdp_jobs.config.schema import JobConfig, LlamaConfig
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, write_atomic
-from fsdp_jobs.run.tail import read_json_lines
+from fsdp_jobs.run.tail import newest_json_lines, read_json_lines
 from fsdp_jobs.submit import submit as submission
 
 FAULTS = {
     "kill_node": "SIGKILL to a node's agent; its ranks die with it",
     "kill_rank": "SIGKILL to one rank",
-    "hang_node": "a node stands still for longer than the heartbeat's timeout, then wakes up",
-    "preempt": "SIGTERM to one node: all save, leave, and are started again",
-    "corrupt_checkpoint": "a byte of the newest checkpoint changes while the job is stopped",
+    "hang_node": "a node hangs for longer than the heartbeat's timeout, then continues",
+    "preempt": "SIGTERM to one node: all ranks save and exit, and the job is restarted",
+    "corrupt_checkpoint": "a bit of the newest checkpoint flips while the job is stopped",
 }
 _STEPS, _EVERY, _FAULT_AT = 60, 10, 25
 _TIMEOUT_S = 180.0
@@ -35,19 +35,18 @@ _TIMEOUT_S = 180.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rehearsal showed."""
+    """The result of a rehearsal."""
 
     passed: bool
     why: str
     recovery_s: float | None  # from the fault to the next step
     lost_steps: int
-    run: RunDir
 
 
 def scaled(config: JobConfig, fault: str) -> JobConfig:
-    """The same job in small: 2 nodes of at most 2 ranks on this machine, a Llama of 2 thin layers, short samples.
+    """Scale a job down: 2 nodes of at most 2 ranks on this machine, a Llama of 2 thin layers, short samples.
 
-    What recovery depends on stays as it is: strategy, checkpointing, elastic settings, data order, precision.
+    What recovery depends on stays: strategy, checkpointing, elastic settings, data order, precision.
     """
     small = compose_job([])
     model, data = config.model, config.data
@@ -80,34 +79,35 @@ def scaled(config: JobConfig, fault: str) -> JobConfig:
 
 
 def rehearse(config: JobConfig, fault: str, say: Callable[[str], None]) -> Outcome:
-    """Run the scaled job, inject the fault at its 25th step, and see whether it ends as if nothing had happened.
+    """Run the scaled job, inject a fault at its 25th step, and judge whether it ends as if nothing had happened.
 
     Raises:
         BadInput: the scaled configuration cannot be run here.
         JobFailed: the job did not get as far as the fault.
     """
-    if config.is_program:
-        what = "is no trainer of ours, so that its steps cannot be compared"
-        raise BadInput([Problem(f"script={config.script or config.module}", what, "rehearse without it")])
+    if program := config.script or config.module:
+        what = "its steps cannot be compared: only those of the built-in trainer can"
+        raise BadInput([Problem(f"script={program}", what, "rehearse without it")])
     (job,) = submission.prepare([scaled(config, fault)])
     run = job.run
     (handle,) = submission.submit([job], [[]])
     try:
         say(f"run {run.path}: training to step {_FAULT_AT}")
-        _until(lambda: _step(run) >= _FAULT_AT, handle, f"step {_FAULT_AT} was not reached")
+        _wait_until(lambda: _step(run) >= _FAULT_AT, handle, f"step {_FAULT_AT} was not reached")
         say(f"step {_step(run)}: {FAULTS[fault]}")
-        hurt_at = time.time()
+        injected_at = time.time()
         if fault == "corrupt_checkpoint":
-            hurt_at = _corrupt(job, handle, say)
+            injected_at = _corrupt_checkpoint(job, handle, say)
         else:
-            _hurt(run, fault, config.elastic.heartbeat_timeout_s)
-        _until(lambda: _ended(run), handle, "the job did not end")
-        return _judge(run, hurt_at)
+            _inject(run, fault, config.elastic.heartbeat_timeout_s)
+        _wait_until(lambda: _has_ended(run), handle, "the job did not end")
+        return _judge(run, injected_at)
     finally:
         submission.kill([handle])
 
 
-def _hurt(run: RunDir, fault: str, heartbeat_timeout_s: float) -> None:
+def _inject(run: RunDir, fault: str, heartbeat_timeout_s: float) -> None:
+    """Inject a fault into the processes of node 1."""
     agent = _agent(run, node=1)
     if fault == "kill_node":
         agent.kill()
@@ -116,95 +116,95 @@ def _hurt(run: RunDir, fault: str, heartbeat_timeout_s: float) -> None:
     elif fault == "preempt":
         agent.terminate()
     else:
-        family = [agent, *agent.children(recursive=True)]
-        for process in family:
+        processes = [agent, *agent.children(recursive=True)]
+        for process in processes:
             process.suspend()
         time.sleep(min(heartbeat_timeout_s, 5.0) + 3.0)
-        for process in family:
+        for process in processes:
             with suppress(psutil.NoSuchProcess):
                 process.resume()
 
 
-def _corrupt(job: submission.Prepared, handle: str, say: Callable[[str], None]) -> float:
-    """Stop the job, damage its newest checkpoint, start it again. Returns when it was started again."""
-    run = job.run
-    write_atomic(run.stop_request, "rehearsal")
-    _until(lambda: not submission.is_active(handle), handle, "the job did not stop", alive=False)
-    newest = catalog.find_checkpoints(run.checkpoints)[0]
+def _corrupt_checkpoint(job: submission.Prepared, handle: str, say: Callable[[str], None]) -> float:
+    """Stop the job, flip a bit of its newest checkpoint, and resume it; return when it was resumed."""
+    write_atomic(job.run.stop_request, "rehearsal")
+    _wait_until(lambda: not submission.is_active(handle), None, "the job did not stop")
+    newest = catalog.find_checkpoints(job.run.checkpoints)[0]
     shard = max(newest.glob("*.distcp"), key=lambda f: f.stat().st_size)
     with shard.open("r+b") as f:
         f.seek(shard.stat().st_size // 2)
         byte = f.read(1)
         f.seek(-1, os.SEEK_CUR)
         f.write(bytes([byte[0] ^ 1]))
-    say(f"one bit of {newest.name}/{shard.name} is changed; resuming")
-    started = time.time()
+    say(f"one bit of {newest.name}/{shard.name} is flipped; resuming")
+    resumed_at = time.time()
     submission.submit(submission.prepare([job.config]), [[]])
-    return started
+    return resumed_at
 
 
-def _judge(run: RunDir, hurt_at: float) -> Outcome:
-    happened = list(events.read_events(run))
+def _judge(run: RunDir, injected_at: float) -> Outcome:
+    recorded = list(events.read_events(run))
     metrics = list(read_json_lines(run.metrics))
-    seen: dict[int, float] = {}
-    lost, worst = 0, 0.0
+    losses: dict[int, float] = {}
+    repeated, worst = 0, 0.0
     for record in metrics:
-        if record["step"] in seen:
-            lost += 1
-            worst = max(worst, abs(record["loss"] - seen[record["step"]]) / abs(record["loss"]))
-        seen[record["step"]] = record["loss"]
-    after = [m["time"] for m in metrics if m["time"] > hurt_at]
-    resumed = [e for e in happened if isinstance(e, events.Resumed) and e.time > hurt_at]
-    back = min((t for t in after if resumed and t > resumed[0].time), default=None)
-    end = next((e for e in reversed(happened) if isinstance(e, events.AttemptEnded)), None)
+        step, loss = record["step"], record["loss"]
+        if step in losses:
+            repeated += 1
+            worst = max(worst, abs(loss - losses[step]) / abs(loss))
+        losses[step] = loss
+    resumed = next((e for e in recorded if isinstance(e, events.Resumed) and e.time > injected_at), None)
+    recovered_at = min((m["time"] for m in metrics if resumed and m["time"] > resumed.time), default=None)
+    end = next((e for e in reversed(recorded) if isinstance(e, events.AttemptEnded)), None)
+    passed = False
     if end is None or end.verdict != "done":
         why = f"the job ended {end.verdict}: {end.reason}" if end else "the job has no verdict"
-    elif not resumed:
+    elif resumed is None:
         why = "the job was done, but never resumed from a checkpoint: the fault did not hit it"
-    elif sorted(seen) != list(range(1, _STEPS + 1)):
-        why = f"steps are missing: {len(seen)} of {_STEPS}"
+    elif sorted(losses) != list(range(1, _STEPS + 1)):
+        why = f"steps are missing: {len(losses)} of {_STEPS}"
     elif worst > 1e-5:
-        why = f"steps done again had other losses: off by {worst:.1e}"
-    elif lost > 2 * _EVERY:
-        why = f"{lost} steps were done again; a checkpoint was taken every {_EVERY}"
+        why = f"repeated steps had other losses: off by {worst:.1e}"
+    elif repeated > 2 * _EVERY:
+        why = f"{repeated} steps were repeated; a checkpoint was saved every {_EVERY}"
     else:
-        return Outcome(True, f"resumed from step {resumed[0].step}", _span(hurt_at, back), lost, run)
-    return Outcome(False, why, _span(hurt_at, back), lost, run)
+        passed, why = True, f"resumed from step {resumed.step}"
+    return Outcome(passed, why, None if recovered_at is None else recovered_at - injected_at, repeated)
 
 
-def _span(begin: float, end: float | None) -> float | None:
-    return None if end is None else end - begin
+def _wait_until(condition: Callable[[], bool], handle: str | None, problem: str) -> None:
+    """Wait for a condition while the job `handle` is active; None for whether it is or not.
 
-
-def _until(true: Callable[[], bool], handle: str, otherwise: str, alive: bool = True) -> None:
+    Raises:
+        JobFailed: it did not come about.
+    """
     deadline = time.monotonic() + _TIMEOUT_S
-    while not true():
-        gone = alive and not submission.is_active(handle)
-        if (gone and not true()) or time.monotonic() > deadline:
-            raise JobFailed(f"{otherwise} within {_TIMEOUT_S:.0f} s; fsdp-jobs logs shows why")
+    while not condition():
+        has_ended = handle is not None and not submission.is_active(handle)
+        if (has_ended and not condition()) or time.monotonic() > deadline:
+            raise JobFailed(f"{problem} within {_TIMEOUT_S:.0f} s; fsdp-jobs logs shows why")
         time.sleep(0.05)
 
 
 def _step(run: RunDir) -> int:
-    return max((m["step"] for m in read_json_lines(run.metrics)), default=0)
+    return int(next(newest_json_lines(run.metrics), {"step": 0})["step"])
 
 
-def _ended(run: RunDir) -> bool:
+def _has_ended(run: RunDir) -> bool:
     for event in events.newest_events(run):
-        match event:
-            case events.AttemptEnded():
-                return event.decision != "requeue"
-            case events.Submitted():
-                return False
+        if isinstance(event, events.AttemptEnded):
+            return event.decision != "requeue"
+        if isinstance(event, events.Submitted):
+            return False
     return False
 
 
 def _agent(run: RunDir, node: int) -> psutil.Process:
-    """The agent of a node of this run, by its command line."""
-    wanted = ["fsdp_jobs.elastic.agent", str(Path(run.path).resolve()), "--node", str(node)]
+    """Find the agent of a node by its command line."""
+    words = ["fsdp_jobs.elastic.agent", str(Path(run.path).resolve()), "--node", str(node)]
     for process in psutil.process_iter(["cmdline"]):
-        line = process.info["cmdline"] or []
-        if all(word in line for word in wanted):
+        command = process.info["cmdline"] or []
+        if all(word in command for word in words):
             return process
     raise JobFailed(f"node {node} of {run.name} has no agent on this machine")
 
