@@ -13,20 +13,14 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from torchx.specs import macros
 
 from fsdp_jobs.config.clusters import LocalClusterConfig
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.launchers.base import Job, TorchxScheduler
-from fsdp_jobs.launchers.detached import (
-    KILLED,
-    DetachedLauncher,
-    judge,
-    kill_supervisor,
-    start_supervisor,
-)
+from fsdp_jobs.launchers.detached import DetachedLauncher, kill_supervisor, start_supervisor
+from fsdp_jobs.launchers.queue import visible_gpus
 from fsdp_jobs.launchers.supervisor import Attempt, Process
 from fsdp_jobs.run import events, log
 from fsdp_jobs.run.directory import RunDir, write_atomic
@@ -59,14 +53,6 @@ class LocalRequest:
         )
 
 
-def visible_gpus() -> list[str]:
-    """Ids of the NVIDIA GPUs that this process may use: CUDA_VISIBLE_DEVICES, else all that the driver lists."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        return [c for c in chosen.split(",") if c]
-    return [str(i) for i, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*"))]
-
-
 class LocalLauncher(DetachedLauncher):
     """Runs a job as processes of this machine. An app's id is its run's name and the time of submission."""
 
@@ -92,9 +78,8 @@ class LocalLauncher(DetachedLauncher):
     def start(self, run: RunDir, app_id: str) -> None:
         start_supervisor(run, "fsdp_jobs.launchers.local")
 
-    def kill(self, run: RunDir, app_id: str) -> None:
-        if kill_supervisor(run):
-            judge(run, 0, KILLED)
+    def kill(self, run: RunDir, app_id: str) -> bool:
+        return kill_supervisor(run)
 
 
 def create_scheduler(session_name: str, **_kwargs: object) -> TorchxScheduler:

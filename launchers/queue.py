@@ -1,86 +1,212 @@
-"""Starts a sweep's jobs on this machine, so many at once. It outlives the terminal, and is not their parent. No torch.
+"""The queue of a sweep on this machine: which jobs wait, and the process that starts them. No torch.
 
-python -m fsdp_jobs.launchers.queue FOLDER
+    python -m fsdp_jobs.launchers.queue FOLDER
+
+A job that waits has `submit/queued.json` in its run directory. Only who holds the queue's lock starts a job or takes
+it from the queue, and then removes that file. The process outlives the terminal, and is not the jobs' parent.
 """
 
 from __future__ import annotations
 
+import fcntl
+import json
+import logging
+import os
 import sys
 import time
-import traceback
+from abc import abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fsdp_jobs.launchers.base import launcher_of
-from fsdp_jobs.launchers.detached import DetachedLauncher
-from fsdp_jobs.launchers.local import visible_gpus
-from fsdp_jobs.launchers.waiting import Entry, Pool, started, take, waiting_of, withdraw
-from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.launchers.base import Launcher, launcher_of
+from fsdp_jobs.run import log
+from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.processes import recorded_process, start_detached
 from fsdp_jobs.run.verdict import Verdict
 
 _POLL_S = 0.2
-_RECORDED_S = 120.0  # a job that no run directory tells of for so long was left behind by a command that died
+_RECORDED_S = 120.0  # a job whose handle is not recorded so long after was left behind by a command that died
+
+logger = logging.getLogger(__name__)
 
 
-def tend(folder: Path) -> None:
-    """Start jobs as places become free, until none waits.
+class QueueableLauncher(Launcher):
+    """A launcher whose jobs are started by the queue's process, later than they are submitted."""
 
-    A job is started once its run directory tells of its submission: if the command that submits dies before that,
-    the same command submits it again, and it must not run twice.
-    """
-    running: dict[str, Entry] = {}
-    known: dict[str, float] = {}  # app id -> when it was seen first
-    for entry in Pool.read(folder).jobs:  # what an earlier pool was starting when it was killed
-        started(RunDir(entry.run_dir))
+    @abstractmethod
+    def start(self, run: RunDir, app_id: str) -> None:
+        """Start a job that was submitted before."""
+
+    @abstractmethod
+    def is_alive(self, run: RunDir, app_id: str) -> bool:
+        """Whether a process of this job runs."""
+
+    @abstractmethod
+    def gpus_of(self, run: RunDir) -> list[str]:
+        """Return ids of the GPUs that a job uses, or will use."""
+
+    @abstractmethod
+    def move(self, run: RunDir, gpus: Mapping[str, str]) -> None:
+        """Let a job that was not started yet use other GPUs: id before -> id now."""
+
+
+@dataclass(frozen=True)
+class QueuedJob:
+    """A job that was handed to a queue."""
+
+    launcher: str
+    run_dir: str
+    app_id: str
+
+    @property
+    def run(self) -> RunDir:
+        return RunDir(self.run_dir)
+
+    @property
+    def is_queued(self) -> bool:
+        return queue_of(self.run, self.app_id) is not None
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether its run directory tells of the submission: otherwise the same command may submit it once more."""
+        return str(self.run.read_job().get("handle")).endswith(f"/{self.app_id}")
+
+
+class Queue:
+    """The jobs of one sweep, in the order in which they are started."""
+
+    def __init__(self, folder: Path):
+        """`folder` is the sweep's."""
+        self.folder, self.process_file = folder, folder / "queue-process.json"
+
+    def read(self) -> tuple[int, list[QueuedJob]]:
+        """Return how many jobs run at once, and all jobs, also those that were started."""
+        file = self.folder / "queue.json"
+        if not file.exists():
+            return 1, []
+        content = json.loads(file.read_text())
+        return content["parallelism"], [QueuedJob(**job) for job in content["jobs"]]
+
+    def add(self, jobs: Sequence[QueuedJob], parallelism: int) -> None:
+        """Let jobs wait behind those that do already, and start the process that starts them."""
+        with self.locked():
+            for job in jobs:
+                marker = {"app_id": job.app_id, "folder": str(self.folder.resolve())}
+                write_atomic(_marker(job.run), json.dumps(marker))
+            again = {job.run_dir for job in jobs}
+            known = [job for job in self.read()[1] if job.run_dir not in again] + list(jobs)
+            content = {"parallelism": parallelism, "jobs": [asdict(job) for job in known]}
+            write_atomic(self.folder / "queue.json", json.dumps(content, indent=1))
+            if recorded_process(self.process_file) is None:
+                start_detached("fsdp_jobs.launchers.queue", self.folder, self.process_file, self.folder / "queue.log")
+
+    def why_waiting(self) -> str | None:
+        """Return what a job waits for; None when the process that would start it has ended."""
+        if recorded_process(self.process_file) is None:
+            return None
+        parallelism, _ = self.read()
+        if parallelism == 1:
+            return f"waits for its turn: sweep {self.folder.name} runs one job at a time here"
+        return f"waits until fewer than {parallelism} jobs of sweep {self.folder.name} run"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Exclude every other process from changing this queue."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / "queue.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+
+def queue_of(run: RunDir, app_id: str) -> Queue | None:
+    """Return the queue in which a job waits."""
+    try:
+        marker = json.loads(_marker(run).read_text())
+    except FileNotFoundError:
+        return None
+    return Queue(Path(marker["folder"])) if marker["app_id"] == app_id else None
+
+
+def withdraw(run: RunDir, app_id: str) -> bool:
+    """Take a job from its queue; False when it does not wait, or has just been started."""
+    queue = queue_of(run, app_id)
+    if queue is None:
+        return False
+    with queue.locked():
+        still_queued = queue_of(run, app_id) is not None
+        if still_queued:
+            leave(run)
+        return still_queued
+
+
+def leave(run: RunDir) -> None:
+    """Note that a run does not wait."""
+    _marker(run).unlink(missing_ok=True)
+
+
+def _marker(run: RunDir) -> Path:
+    return run.submit / "queued.json"
+
+
+def serve(folder: Path) -> None:
+    """Start jobs as others end, until none waits."""
+    queue = Queue(folder)
+    ended: set[str] = set()
     while True:
-        pool = Pool.read(folder)
-        new = [entry for entry in pool.jobs if entry.app_id not in known]
-        known |= {entry.app_id: time.monotonic() for entry in new}
-        running |= {entry.app_id: entry for entry in new}  # those that an earlier pool has started count, too
-        running = {app_id: entry for app_id, entry in running.items() if _is_running(entry)}
-        for entry in pool.jobs:
-            if len(running) >= pool.places:
-                break
-            run = RunDir(entry.run_dir)
-            if not str(run.read_job().get("handle")).endswith(f"/{entry.app_id}"):
-                if time.monotonic() > known.get(entry.app_id, time.monotonic()) + _RECORDED_S:
-                    withdraw(run, entry.app_id)
-            elif take(run, entry.app_id):
-                _start(entry, list(running.values()))
-                running[entry.app_id] = entry
-        else:
-            with pool.locked():
-                if not any(waiting_of(RunDir(e.run_dir), e.app_id) for e in Pool.read(folder).jobs):
-                    pool.process_file.unlink(missing_ok=True)
-                    return
+        with queue.locked():
+            parallelism, jobs = queue.read()
+            queued = [job for job in jobs if job.is_queued]
+            if not queued:
+                queue.process_file.unlink(missing_ok=True)
+                return
+            started = [job for job in jobs if job not in queued and job.app_id not in ended]
+            running = [job for job in started if _is_alive(job)]
+            ended |= {job.app_id for job in started if job not in running}
+            for job in queued:
+                if len(running) < parallelism and job.is_recorded:
+                    _start(job, running)
+                    running.append(job)
+                elif not job.is_recorded and time.time() > _marker(job.run).stat().st_mtime + _RECORDED_S:
+                    leave(job.run)
         time.sleep(_POLL_S)
 
 
-def _is_running(entry: Entry) -> bool:
-    run = RunDir(entry.run_dir)
-    return waiting_of(run, entry.app_id) is None and _launcher(entry).is_alive(run, entry.app_id)
-
-
-def _start(entry: Entry, running: Sequence[Entry]) -> None:
-    """Start a job on those GPUs that the fewest of the running ones use."""
-    run, launcher = RunDir(entry.run_dir), _launcher(entry)
+def _start(job: QueuedJob, running: Sequence[QueuedJob]) -> None:
+    """Start a job on the GPUs that the fewest others use, unless an earlier queue was killed as it did so."""
+    run, launcher = job.run, _launcher(job)
     try:
-        if mine := launcher.gpus_of(run):
-            used = Counter(gpu for other in running for gpu in _launcher(other).gpus_of(RunDir(other.run_dir)))
-            launcher.move(run, dict(zip(mine, sorted(visible_gpus(), key=lambda gpu: used[gpu]), strict=False)))
-        launcher.start(run, entry.app_id)
-    except Exception as e:  # what was found sound at submission is not now
-        traceback.print_exc()
+        if not launcher.is_alive(run, job.app_id):
+            if gpus := launcher.gpus_of(run):
+                used = Counter(gpu for other in running for gpu in _launcher(other).gpus_of(other.run))
+                launcher.move(run, dict(zip(gpus, sorted(visible_gpus(), key=lambda gpu: used[gpu]), strict=False)))
+            launcher.start(run, job.app_id)
+    except Exception as e:  # the machine is not as it was at submission
+        logger.exception("%s could not be started", run.path)
         Verdict("infrastructure", "stop", f"could not be started: {e}").close(run, run.first_attempt())
-    started(run)
+    leave(run)
 
 
-def _launcher(entry: Entry) -> DetachedLauncher:
-    launcher = launcher_of(entry.launcher)
-    assert isinstance(launcher, DetachedLauncher)
+def _is_alive(job: QueuedJob) -> bool:
+    return _launcher(job).is_alive(job.run, job.app_id)
+
+
+def _launcher(job: QueuedJob) -> QueueableLauncher:
+    launcher = launcher_of(job.launcher)
+    assert isinstance(launcher, QueueableLauncher)
     return launcher
 
 
+def visible_gpus() -> list[str]:
+    """Return ids of the NVIDIA GPUs that this process may use: CUDA_VISIBLE_DEVICES, or all that the driver lists."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [gpu for gpu in chosen.split(",") if gpu]
+    return [str(i) for i, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*"))]
+
+
 if __name__ == "__main__":
-    tend(Path(sys.argv[1]))
+    log.configure()
+    serve(Path(sys.argv[1]))

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.app import RUN_DIR_KEY
 from fsdp_jobs.plan.memory import GIB
 from fsdp_jobs.plan.plan import Plan
-from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ADDRESS_ENV
 from fsdp_jobs.submit.snapshot import Snapshot, take
 
@@ -56,23 +56,6 @@ def connect() -> docker.APIClient:
     raise BadInput([Problem(f"Docker at {where}", what, instead)])
 
 
-@dataclass(frozen=True)
-class Submission:
-    """What is known of a run's newest submission."""
-
-    app_id: str
-    first: int  # attempt: older ones belong to earlier submissions
-
-    def write(self, run: RunDir) -> None:
-        write_atomic(run.submit / "docker.json", json.dumps(asdict(self)))
-
-    @classmethod
-    def read(cls, run: RunDir) -> Submission | None:
-        """None before the first."""
-        file = run.submit / "docker.json"
-        return cls(**json.loads(file.read_text())) if file.exists() else None
-
-
 @dataclass
 class DockerRequest:
     """What is submitted, in the words of Docker's API. Values of `pass_env` are added when containers are made."""
@@ -80,10 +63,10 @@ class DockerRequest:
     run_dir: str
     prefix: str  # of the names of containers; the network's name
     image: str
-    first: int  # attempt
     containers: list[dict[str, Any]] = field(default_factory=list)
     pass_env: list[str] = field(default_factory=list)
     code: Snapshot | None = None
+    app_id: str = ""  # once it is submitted
 
     def to_json(self) -> str:
         """Without the code, which is copied when a job is submitted."""
@@ -137,8 +120,7 @@ def translate(app: AppDef, config: JobConfig, plan: Plan, daemon: dict[str, Any]
     assert isinstance(cluster, DockerClusterConfig)
     run = RunDir(app.metadata[RUN_DIR_KEY])
     code = take(Path.cwd(), run.path.parent, cluster.snapshot_mb) if cluster.snapshot_mb else None
-    first = run.last_attempt() + 1
-    request = DockerRequest(str(run.path), prefix_of(run), cluster.image, first, [], list(cluster.pass_env), code)
+    request = DockerRequest(str(run.path), prefix_of(run), cluster.image, [], list(cluster.pass_env), code)
     rootless = any("rootless" in option for option in daemon.get("SecurityOptions") or [])
     common = {
         "user": "0:0" if rootless else f"{os.getuid()}:{os.getgid()}",  # root of a rootless daemon is its user
@@ -161,7 +143,7 @@ def translate(app: AppDef, config: JobConfig, plan: Plan, daemon: dict[str, Any]
             name = f"node-{replica}" if is_node else "coordinator"
             wrapped = ["-m", "fsdp_jobs.launchers.attempts"]
             place = f"{request.prefix}-coordinator:{_PORT}" if is_node else str(_PORT)
-            wrapped += ["node" if is_node else "coordinator", str(run.path), place, "--first", str(first), "--"]
+            wrapped += ["node" if is_node else "coordinator", str(run.path), place, "--"]
             python_path = {"PYTHONPATH": str(run.path / "code")} if code is not None else {}
             environment = {**concrete.env, ADDRESS_ENV: f"{request.prefix}-{name}", **python_path, **cluster.env}
             mine = gpus[replica * plan.ranks_per_node : (replica + 1) * plan.ranks_per_node]
@@ -222,13 +204,12 @@ def _mount(source: str, target: str, read_only: bool) -> Mount:
     return Mount(target, source, type="bind", read_only=read_only)
 
 
-def create(api: docker.APIClient, request: DockerRequest, app_id: str) -> None:
+def create(api: docker.APIClient, request: DockerRequest) -> None:
     """Make and start a request's network and containers. What a failure leaves is removed.
 
     Raises:
         BadInput: Docker refuses something.
     """
-    run = RunDir(request.run_dir)
     labels = {RUN_LABEL: request.run_dir}
     secrets = {name: os.environ[name] for name in request.pass_env}
     remove(api, request.run_dir)  # what an earlier submission was asked to keep
@@ -248,7 +229,6 @@ def create(api: docker.APIClient, request: DockerRequest, app_id: str) -> None:
         if "address pool" in str(e.explanation):
             instead = "networks that nothing uses take up the addresses: docker network prune"
         raise BadInput([Problem("Docker", str(e.explanation), instead)]) from e
-    Submission(app_id, request.first).write(run)
 
 
 def containers_of(api: docker.APIClient, run_dir: str) -> list[dict[str, Any]]:

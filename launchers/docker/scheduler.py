@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from fsdp_jobs.launchers.base import Job, TorchxScheduler, prepare_each
-from fsdp_jobs.launchers.detached import (
-    KILLED,
-    DetachedLauncher,
-    judge,
-    kill_supervisor,
-    start_supervisor,
-    supervisor_of,
-)
+from fsdp_jobs.launchers.detached import DetachedLauncher, kill_supervisor, start_supervisor, supervisor_of
 from fsdp_jobs.launchers.docker import containers, refusals
-from fsdp_jobs.launchers.docker.containers import DockerRequest, Submission
-from fsdp_jobs.launchers.local import visible_gpus
+from fsdp_jobs.launchers.docker.containers import DockerRequest
+from fsdp_jobs.launchers.queue import visible_gpus
 from fsdp_jobs.run.directory import RunDir, write_atomic
 
 
@@ -39,7 +33,8 @@ class DockerLauncher(DetachedLauncher):
         run = RunDir(request.run_dir)
         if request.code is not None:
             request.code.write(run.path / "code")
-        write_atomic(run.submit / "containers.json", request.to_json())
+        request.app_id = app_id
+        write_atomic(_stage(run), request.to_json())
 
     def gpus_of(self, run: RunDir) -> list[str]:
         return [gpu for ids in _devices(_staged(run)) for gpu in ids]
@@ -48,29 +43,28 @@ class DockerLauncher(DetachedLauncher):
         request = _staged(run)
         for ids in _devices(request):
             ids[:] = [gpus.get(gpu, gpu) for gpu in ids]
-        write_atomic(run.submit / "containers.json", request.to_json())
+        write_atomic(_stage(run), request.to_json())
 
     def start(self, run: RunDir, app_id: str) -> None:
         request = _staged(run)
-        containers.create(containers.connect(), request, app_id)
+        containers.create(containers.connect(), request)
         start_supervisor(run, "fsdp_jobs.launchers.docker.supervisor")
 
     def is_alive(self, run: RunDir, app_id: str) -> bool:
-        """Whether this submission is the run's newest, and something of it runs."""
-        submission = Submission.read(run)
-        if submission is None or submission.app_id != app_id:
+        """Whether this submission is the run's newest, and a container or the supervisor of it runs."""
+        if not _is_newest(run, app_id):
             return False
         if supervisor_of(run) is not None:
             return True
         return any(c["State"]["Running"] for c in containers.containers_of(containers.connect(), str(run.path)))
 
-    def kill(self, run: RunDir, app_id: str) -> None:
-        """End a job and remove what it had in Docker."""
-        submission = Submission.read(run)
-        if submission is not None and self.is_alive(run, app_id):
-            kill_supervisor(run)
-            containers.remove(containers.connect(), str(run.path))
-            judge(run, submission.first, KILLED)
+    def kill(self, run: RunDir, app_id: str) -> bool:
+        """End a job and remove its containers and network."""
+        if not self.is_alive(run, app_id):
+            return False
+        kill_supervisor(run)
+        containers.remove(containers.connect(), str(run.path))
+        return True
 
 
 def create_scheduler(session_name: str, **_kwargs: object) -> TorchxScheduler:
@@ -78,7 +72,16 @@ def create_scheduler(session_name: str, **_kwargs: object) -> TorchxScheduler:
 
 
 def _staged(run: RunDir) -> DockerRequest:
-    return DockerRequest.from_json((run.submit / "containers.json").read_text())
+    return DockerRequest.from_json(_stage(run).read_text())
+
+
+def _stage(run: RunDir) -> Path:
+    return run.submit / "containers.json"
+
+
+def _is_newest(run: RunDir, app_id: str) -> bool:
+    """Whether a submission was staged last: the run directory and the containers are its own then."""
+    return _stage(run).exists() and _staged(run).app_id == app_id
 
 
 def _devices(request: DockerRequest) -> list[list[str]]:

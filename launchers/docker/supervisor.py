@@ -20,7 +20,7 @@ from fsdp_jobs.config.clusters import DockerClusterConfig
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.launchers.detached import judge
-from fsdp_jobs.launchers.docker.containers import Submission, connect, containers_of, remove
+from fsdp_jobs.launchers.docker.containers import connect, containers_of, remove
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE, Verdict
@@ -34,9 +34,7 @@ class Supervisor:
     """One job's controller."""
 
     def __init__(self, run: RunDir):
-        submission = Submission.read(run)
-        assert submission is not None
-        self.run, self.first = run, submission.first
+        self.run, self.first = run, run.first_attempt()
         self._over_at: float | None = None
 
     def tend(self, api: docker.APIClient) -> bool:
@@ -63,18 +61,18 @@ class Supervisor:
             return True
         coordinator = next((c for c in containers if c["Config"]["Hostname"] == "coordinator"), None)
         if coordinator is None:
-            judge(self.run, self.first, Verdict("infrastructure", "stop", "the coordinator's container was removed"))
+            judge(self.run, Verdict("infrastructure", "stop", "the coordinator's container was removed"))
             return True
         if coordinator["State"]["Running"] or coordinator["State"]["ExitCode"] not in (EXIT_FAILED, EXIT_REQUEUE):
             return False
         if coordinator["State"]["ExitCode"] == EXIT_FAILED:
             said = api.logs(coordinator["Id"], tail=15).decode(errors="replace")
             why = "the coordinator's container could not go on"
-            judge(self.run, self.first, Verdict("infrastructure", "stop", why, last_lines=said))
+            judge(self.run, Verdict("infrastructure", "stop", why, last_lines=said))
         else:
             saved = verdict.reason if verdict is not None else "before anything was saved"
             why = f"the coordinator's container was stopped: {saved}"
-            judge(self.run, self.first, Verdict("preempted", "stop", why))
+            judge(self.run, Verdict("preempted", "stop", why))
         return True
 
 

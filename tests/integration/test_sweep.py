@@ -50,8 +50,8 @@ class Sweep:
         process.kill()
         process.wait(10)
 
-    def kill_pool(self) -> None:
-        process = recorded_process(self.folder / "sweeps" / self.name / "pool-process.json")
+    def kill_queue(self) -> None:
+        process = recorded_process(self.folder / "sweeps" / self.name / "queue-process.json")
         assert process is not None
         process.kill()
         process.wait(10)
@@ -65,7 +65,7 @@ def sweep(tmp_path: Path) -> Iterator[Sweep]:
         made.verb("cancel", "--now")
 
 
-def test_a_sweep_goes_on_after_its_pool_and_a_job_were_killed(sweep: Sweep, tmp_path: Path) -> None:
+def test_a_sweep_goes_on_after_its_queue_and_a_job_were_killed(sweep: Sweep, tmp_path: Path) -> None:
     grid = ["--multirun", "name=try", *SAVED]
     done = cli(tmp_path, *grid, "steps=100000,21")
     assert done.returncode == 0 and "2  submitted" in done.stdout, done.stdout + done.stderr
@@ -74,7 +74,7 @@ def test_a_sweep_goes_on_after_its_pool_and_a_job_were_killed(sweep: Sweep, tmp_
     assert second["state"] == "queued" and "waits for its turn: sweep try" in second["reason"]
     long.until(lambda: bool(long.events("checkpoint")), "a checkpoint")
 
-    sweep.kill_pool()
+    sweep.kill_queue()
     first, second = sweep.status()
     assert first["state"] == "running" and second["state"] == "failed"
     assert "sweep resume try" in second["reason"]

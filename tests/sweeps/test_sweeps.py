@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +15,9 @@ import pytest
 from fsdp_jobs.cli.main import main
 from fsdp_jobs.config.hydra import compose_job, compose_jobs
 from fsdp_jobs.config.schema import dump_config
-from fsdp_jobs.launchers.waiting import Entry, Pool, started, take, waiting_of, withdraw
+from fsdp_jobs.launchers import queue
 from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.sweeps.charts import Scale
 from fsdp_jobs.sweeps.identity import canonical, name_for
 from fsdp_jobs.sweeps.jobs import last_value
@@ -87,18 +90,51 @@ def test_the_last_value_of_a_key_is_found_however_far_back(tmp_path: Path) -> No
     assert (last_value(metrics, "loss"), last_value(metrics, "val"), last_value(metrics, "no")) == (399.9, 7.0, None)
 
 
-def test_whoever_takes_a_waiting_job_first_has_it(tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "runs" / "a")
-    pool = Pool(tmp_path / "sweeps" / "s")
-    with pool.locked():
-        pool.enter([Entry("local_fsdp", str(run.path), "a-1")], places=2)
-    waiting = waiting_of(run, "a-1")
-    assert waiting is not None and waiting.why() is None and "sweep resume s" in waiting.lost  # no process of the pool
-    assert waiting_of(run, "a-0") is None and not take(run, "a-0")
-    assert take(run, "a-1") and not take(run, "a-1") and withdraw(run, "a-1") is None
-    assert waiting_of(run, "a-1") is not None  # it is being started
-    started(run)
-    assert waiting_of(run, "a-1") is None
+class _Started:
+    """Stands in for a local launcher: jobs are alive once they were started."""
+
+    def __init__(self, alive: Sequence[str] = ()):
+        self.alive, self.started = set(alive), list[tuple[str, dict[str, str]]]()
+
+    def is_alive(self, run: RunDir, app_id: str) -> bool:
+        return app_id in self.alive
+
+    def gpus_of(self, run: RunDir) -> list[str]:
+        return ["0"] if run.name not in dict(self.started) else list(dict(self.started)[run.name].values())
+
+    def move(self, run: RunDir, gpus: Mapping[str, str]) -> None:
+        self.started.append((run.name, dict(gpus)))
+
+    def start(self, run: RunDir, app_id: str) -> None:
+        if run.name == "broken":
+            raise OSError("no such image")
+        self.alive.add(app_id)
+
+
+def test_a_queued_job_is_started_or_withdrawn_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue, "start_detached", lambda *_: None)
+    waiting = queue.Queue(tmp_path / "sweeps" / "s")
+    names = ("a", "b", "broken", "killed", "gone", "unrecorded")
+    runs = {name: RunDir(tmp_path / "runs" / name) for name in names}
+    jobs = [queue.QueuedJob("local_fsdp", str(run.path), f"{name}-1") for name, run in runs.items()]
+    waiting.add(jobs, parallelism=9)
+    assert waiting.why_waiting() is None, "no process would start them"
+    for name, run in runs.items():
+        if name != "unrecorded":
+            run.job.write_text(json.dumps({"handle": f"local_fsdp://fsdp_jobs/{name}-1", "first_attempt": 0}))
+    assert not queue.withdraw(runs["gone"], "gone-0") and queue.withdraw(runs["gone"], "gone-1")
+    assert not queue.withdraw(runs["gone"], "gone-1")
+    os.utime(runs["unrecorded"].submit / "queued.json", (0, 0))  # its command died as it submitted
+
+    launcher = _Started(alive=["killed-1"])  # an earlier queue was killed right after it started that one
+    monkeypatch.setattr(queue, "_launcher", lambda _: launcher)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    queue.serve(waiting.folder)
+    assert launcher.started == [("a", {"0": "3"}), ("b", {"0": "5"}), ("broken", {"0": "3"})]
+    assert launcher.alive == {"killed-1", "a-1", "b-1"} and not any(job.is_queued for job in jobs)
+    verdict = Verdict.read(runs["broken"], 0)
+    assert verdict is not None and verdict.reason == "could not be started: no such image"
+    assert not runs["unrecorded"].verdict(0).exists(), "the same command submits it again"
 
 
 @pytest.mark.parametrize(
