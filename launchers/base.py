@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
@@ -123,6 +123,26 @@ class Launcher(ABC):
     def known(self) -> list[str]:
         """Return the app ids that were submitted from this machine."""
         return sorted(link.name for link in known_runs(self.name).glob("*"))
+
+
+class QueueableLauncher(Launcher):
+    """A launcher whose jobs are started by the queue's process, later than they are submitted."""
+
+    @abstractmethod
+    def start(self, run: RunDir, app_id: str) -> None:
+        """Start a job that was submitted before."""
+
+    @abstractmethod
+    def is_alive(self, run: RunDir, app_id: str) -> bool:
+        """Whether a process of this job runs."""
+
+    @abstractmethod
+    def gpus_of(self, run: RunDir) -> list[str]:
+        """Return ids of the GPUs that a job uses, or will use."""
+
+    @abstractmethod
+    def move(self, run: RunDir, gpus: Mapping[str, str]) -> None:
+        """Let a job that was not started yet use other GPUs: id before -> id now."""
 
 
 def prepare_each(prepare: Callable[[Job], _Request], jobs: Sequence[Job]) -> list[_Request]:

@@ -1,15 +1,17 @@
-"""What the services of deploy/compose.yaml run: `submit` writes the run directory, the others are the job. No torch.
+"""The launcher `compose_fsdp`, and the programs of deploy/compose.yaml's services. No torch.
 
     python -m fsdp_jobs.launchers.compose submit NAME [key=value ...]
     python -m fsdp_jobs.launchers.compose coordinator | node NAME
 
-Compose decides how many nodes there are, so a node takes the lowest number that no other has.
+`submit` writes the run directory, the others are the job. Compose decides how many nodes there are, so a node takes
+the lowest number that no other has.
 """
 
 from __future__ import annotations
 
 import fcntl
 import itertools
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +19,6 @@ from pathlib import Path
 from typing import IO
 
 from fsdp_jobs.config.errors import BadInput, Problem
-from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.resolve import ranks_per_node
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.launchers import attempts
@@ -32,7 +33,7 @@ _PORT = "29400"
 
 @dataclass
 class ComposeRequest:
-    """Nothing is started: the services are there."""
+    """A job for the services, which run already."""
 
     run_dir: str
 
@@ -70,9 +71,9 @@ def create_scheduler(session_name: str, **_kwargs: object) -> TorchxScheduler:
 
 def _request(job: Job) -> ComposeRequest:
     if job.run.path.parent != RUNS:
-        where = f"runs_dir={job.run.path.parent}"
-        instead = "docker compose -f deploy/compose.yaml up; cluster=docker needs no compose"
-        raise BadInput([Problem(where, f"the services of deploy/compose.yaml share {RUNS} only", instead)])
+        what = f"the services of deploy/compose.yaml share {RUNS} only"
+        cure = "docker compose -f deploy/compose.yaml up; cluster=docker needs no compose"
+        raise BadInput([Problem(f"runs_dir={job.run.path.parent}", what, cure)])
     return ComposeRequest(str(job.run.path))
 
 
@@ -86,29 +87,23 @@ def _describe(app_id: str) -> Description | None:
 
 
 def _is_live(run: RunDir) -> bool:
-    """Whether the services still have something to do: no attempt of the newest submission was the last."""
+    """Whether the services still have something to do: no verdict has stopped the newest submission."""
     attempt = run.last_attempt()
     verdict = Verdict.read(run, attempt) if attempt >= run.first_attempt() else None
     return verdict is None or verdict.decision != "stop"
 
 
-def submit(run: RunDir, overrides: Sequence[str]) -> None:
-    """Write the run directory, unless its job is not over: then that goes on, with the configuration it has.
-
-    Raises:
-        BadInput: whatever is wrong with the overrides.
-    """
-    from fsdp_jobs.submit import submit as submission
-
+def submit(run: RunDir, overrides: Sequence[str]) -> int:
+    """Submit a job by the command line, unless it has not ended; return the exit code."""
     if run.is_submitted and _is_live(run):
-        print(f"{run.name} goes on, as it was submitted")
-        return
-    config = compose_job(["cluster=compose", f"runs_dir={RUNS}", f"name={run.name}", *overrides])
-    print(f"submitted {submission.submit(submission.prepare([config]), [list(overrides)])[0]}")
+        print(f"{run.name} continues as it was submitted")
+        return 0
+    own = ["cluster=compose", f"runs_dir={RUNS}", f"name={run.name}", "attach=false"]
+    return subprocess.run([sys.executable, "-m", "fsdp_jobs", *own, *overrides]).returncode
 
 
 def claim_node(run: RunDir) -> tuple[int, IO[str]]:
-    """The lowest number that no other container has, and the lock that keeps it."""
+    """Return the lowest number that no other container has, and the lock that keeps it."""
     for node in itertools.count():
         lock = (run.submit / f"node-{node}.lock").open("w")
         try:
@@ -123,12 +118,7 @@ def main(argv: Sequence[str]) -> int:
     service, name, *overrides = argv
     run = RunDir(RUNS / name)
     if service == "submit":
-        try:
-            submit(run, overrides)
-        except BadInput as e:
-            print(e, file=sys.stderr)
-            return 2
-        return 0
+        return submit(run, overrides)
     wrapped = ["--", sys.executable, "-m"]
     if service == "coordinator":
         command = ["fsdp_jobs.elastic.coordinator", str(run.path)]

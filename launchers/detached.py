@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 
 from fsdp_jobs.config.errors import BadInput, Problem
-from fsdp_jobs.launchers.base import Description, log_lines, remember, run_of
-from fsdp_jobs.launchers.queue import Queue, QueueableLauncher, QueuedJob, leave, queue_of, withdraw
+from fsdp_jobs.launchers.base import Description, QueueableLauncher, log_lines, remember, run_of
+from fsdp_jobs.launchers.queue import Queue, QueuedJob, leave, queue_of, withdraw
 from fsdp_jobs.launchers.state import State
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.processes import recorded_process, start_detached

@@ -14,14 +14,13 @@ import logging
 import os
 import sys
 import time
-from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fsdp_jobs.launchers.base import Launcher, launcher_of
+from fsdp_jobs.launchers.base import QueueableLauncher, launcher_of
 from fsdp_jobs.run import log
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.processes import recorded_process, start_detached
@@ -31,26 +30,6 @@ _POLL_S = 0.2
 _RECORDED_S = 120.0  # a job whose handle is not recorded so long after was left behind by a command that died
 
 logger = logging.getLogger(__name__)
-
-
-class QueueableLauncher(Launcher):
-    """A launcher whose jobs are started by the queue's process, later than they are submitted."""
-
-    @abstractmethod
-    def start(self, run: RunDir, app_id: str) -> None:
-        """Start a job that was submitted before."""
-
-    @abstractmethod
-    def is_alive(self, run: RunDir, app_id: str) -> bool:
-        """Whether a process of this job runs."""
-
-    @abstractmethod
-    def gpus_of(self, run: RunDir) -> list[str]:
-        """Return ids of the GPUs that a job uses, or will use."""
-
-    @abstractmethod
-    def move(self, run: RunDir, gpus: Mapping[str, str]) -> None:
-        """Let a job that was not started yet use other GPUs: id before -> id now."""
 
 
 @dataclass(frozen=True)

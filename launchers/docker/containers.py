@@ -22,11 +22,11 @@ from fsdp_jobs.config.data import input_paths
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.app import RUN_DIR_KEY
+from fsdp_jobs.launchers.snapshot import Snapshot, take
 from fsdp_jobs.plan.memory import GIB
 from fsdp_jobs.plan.plan import Plan
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ADDRESS_ENV
-from fsdp_jobs.submit.snapshot import Snapshot, take
 
 RUN_LABEL = "fsdp_jobs.run.directory"
 _PORT = 29400  # in the job's own network: nothing is published

@@ -27,12 +27,12 @@ from fsdp_jobs.launchers.base import (
 from fsdp_jobs.launchers.slurm import client, doctor, site, submission, validate
 from fsdp_jobs.launchers.slurm.script import Script, commands, script
 from fsdp_jobs.launchers.slurm.steps import Commands
+from fsdp_jobs.launchers.snapshot import Snapshot, link, take
 from fsdp_jobs.launchers.state import State
 from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.verdict import Verdict
-from fsdp_jobs.submit.snapshot import Snapshot, link, take
 
 _CANCEL_S = 15.0  # for SLURM to act on scancel
 

@@ -1,6 +1,6 @@
-"""A copy of the code as it is on disk now, for jobs that start hours later. No torch.
+"""A snapshot of the code on disk, for jobs that start hours later. No torch.
 
-A job that waits in a queue, or is requeued, runs what was there when it was submitted, uncommitted changes included.
+A job that waits in a queue, or is requeued, runs the code of its submission, uncommitted changes included.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ _PACKAGE = Path(__file__).parent.parent
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Files to be copied: place in the copy -> where it is now."""
+    """Files to be copied: path in the copy -> path now."""
 
     files: dict[Path, Path]
 
     def write(self, folder: Path) -> None:
-        """Copy into `folder`, in place of what is there. Links stay links."""
+        """Copy into `folder`, replacing what is there; links stay links."""
         new = folder.with_name(f".{folder.name}.new")
         shutil.rmtree(new, ignore_errors=True)
-        for place, source in self.files.items():
-            (new / place).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source, new / place, follow_symlinks=False)
+        for target, source in self.files.items():
+            (new / target).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, new / target, follow_symlinks=False)
         new.mkdir(parents=True, exist_ok=True)
         _remove(folder)
         new.rename(folder)
 
 
 def link(folder: Path, to: Path) -> None:
-    """Have a copy that others use, too, in place of what is in `folder`."""
+    """Replace `folder` by a link to a copy that several runs share."""
     _remove(folder)
     folder.symlink_to(to)
 
@@ -48,31 +48,31 @@ def _remove(folder: Path) -> None:
 
 
 def take(folder: Path, runs_dir: Path, limit_mb: float) -> Snapshot:
-    """The code that Python imports from `folder`, and this package where it is no installed one.
+    """List the code that Python imports from `folder`, and this package unless it is installed.
 
-    Of a git work tree: what git tracks or would, so neither ignored files nor git's own. Of another folder: its
-    Python files; hidden folders and environments left out.
+    In a git work tree that is what git tracks or would track; in another folder its Python files, without hidden
+    folders and environments.
 
     Args:
-        folder: the current one, as a rule.
-        runs_dir: where runs are, which are left out.
-        limit_mb: most that the copy may take, in MB.
+        folder: usually the current one.
+        runs_dir: the folder of runs, which are not copied.
+        limit_mb: largest size of the copy, in MB.
 
     Raises:
-        BadInput: it would take more; names the largest files.
+        BadInput: the copy would be larger; names the largest files.
     """
     runs = {job.parent for job in runs_dir.resolve().glob("*/job.json")}
     files = {file.relative_to(folder): file for file in _files(folder) if runs.isdisjoint(file.parents)}
     if Path("fsdp_jobs/__init__.py") not in files and "site-packages" not in _PACKAGE.parts:
-        files |= {Path("fsdp_jobs") / place: source for place, source in _package()}
-    sizes = {place: source.lstat().st_size for place, source in files.items()}
+        files |= {Path("fsdp_jobs") / target: source for target, source in _package()}
+    sizes = {target: source.lstat().st_size for target, source in files.items()}
     total = sum(sizes.values()) / 1e6
     if total > limit_mb:
-        largest = sorted(sizes, key=lambda place: -sizes[place])[:3]
-        named = ", ".join(f"{place} ({sizes[place] / 1e6:.0f} MB)" for place in largest)
-        what = f"a copy of it would take {total:.0f} MB, the limit is {limit_mb:.0f} MB; largest: {named}"
-        instead = "name them in .gitignore, or cluster.snapshot_mb=... (0: no copy, the nodes run what is here then)"
-        raise BadInput([Problem(f"code in {folder}", what, instead)])
+        largest = sorted(sizes, key=lambda target: -sizes[target])[:3]
+        named = ", ".join(f"{target} ({sizes[target] / 1e6:.0f} MB)" for target in largest)
+        what = f"a copy would take {total:.0f} MB, the limit is {limit_mb:.0f} MB; largest: {named}"
+        cure = "name them in .gitignore, or set cluster.snapshot_mb (0: no copy, nodes run the code of this folder)"
+        raise BadInput([Problem(f"code in {folder}", what, cure)])
     return Snapshot(files)
 
 
@@ -85,21 +85,21 @@ def _files(folder: Path) -> Iterator[Path]:
     if done is not None and done.returncode == 0:
         names = [n.decode() for n in done.stdout.split(b"\0") if n]
         found = [folder / name for name in names]
-        yield from (f for f in found if f.is_symlink() or f.is_file())  # not: deleted, or a submodule
+        yield from (f for f in found if f.is_symlink() or f.is_file())  # neither deleted nor a submodule
         return
-    for place, folders, names in os.walk(folder):
-        here = Path(place)
+    for path, folders, names in os.walk(folder):
+        here = Path(path)
         folders[:] = [f for f in folders if not f.startswith(".") and not _is_environment(here / f)]
         yield from (here / name for name in names if name.endswith(".py"))
 
 
 def _is_environment(folder: Path) -> bool:
-    """Whether this is an installation of Python's, not somebody's code."""
+    """Whether a folder is a Python environment rather than somebody's code."""
     return (folder / "pyvenv.cfg").exists() or (folder / "conda-meta").exists() or folder.name == "site-packages"
 
 
 def _package() -> Iterator[tuple[Path, Path]]:
-    """This package's own files, its linked folders as folders."""
+    """Yield the files of this package: path in it, path now; linked folders become folders."""
     for top in (_PACKAGE, *(p for p in _PACKAGE.iterdir() if p.is_symlink())):
         for file in sorted((top.resolve()).rglob("*")):
             if file.is_file() and "__pycache__" not in file.parts:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_jobs.config.errors import BadInput
-from fsdp_jobs.submit.snapshot import take
+from fsdp_jobs.launchers.snapshot import take
 
 
 def project(folder: Path) -> Path:
