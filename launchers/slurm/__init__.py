@@ -1,1 +1,1 @@
-"""Launcher `slurm_fsdp`: one plain SLURM job, an agent on each of its nodes, the coordinator beside its batch step."""
+"""Launcher `slurm_fsdp`: a SLURM job with an agent per node, the coordinator beside its batch step."""

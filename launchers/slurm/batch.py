@@ -1,4 +1,4 @@
-"""The batch step: one attempt on one allocation, from its first process to the verdict, then a requeue or the end.
+"""The batch step: one attempt on one allocation, up to the verdict, then a requeue or the end.
 
 Runs as `python -m fsdp_jobs.launchers.slurm.batch RUN_DIR` on the job's first node. Each node's agent is a step of
 its own, so that losing one touches no other and a dead one can be restarted.
@@ -30,7 +30,7 @@ from fsdp_jobs.run.verdict import EXIT_REQUEUE, Verdict
 
 _QUEUE_S = 5.0  # between questions to SLURM
 _RESEND_S = 1.0  # between stop signals to the coordinator
-_EXCLUDE_S = 6 * 3600.0  # a node that fails the node test
+_EXCLUDE_S = 6 * 3600.0  # for a node that fails the node test
 _LEAVE_S = 30.0  # for agents to end after the verdict
 _LEAVE_SOON_S = 5.0  # before a requeue: the time limit may be near, and SLURM ends what is left
 _REQUEUE_S = 120.0  # for SLURM to end this process once it has requeued the job

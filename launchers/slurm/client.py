@@ -52,7 +52,7 @@ _answers: dict[tuple[str, ...], tuple[float, str]] = {}  # command -> when it wa
 
 
 def recent(*argv: str, max_age_s: float = math.inf) -> str:
-    """Return what a command printed at most `max_age_s` ago in this process; call it when there is no such answer.
+    """Return what a command printed at most `max_age_s` ago, or call it when there is no such answer.
 
     Raises:
         SlurmError: as `call`.
@@ -116,7 +116,7 @@ def running(job_id: str) -> QueuedJob | None:
 
 
 def jobs(job_ids: Sequence[str]) -> list[QueuedJob | None]:
-    """Return jobs from the queue, or from accounting once the controller has forgotten them; None when unknown.
+    """Return jobs from the queue, else from accounting; None for one that neither knows.
 
     Raises:
         SlurmError: as `queue`.

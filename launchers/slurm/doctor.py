@@ -1,4 +1,4 @@
-"""What `fsdp-jobs doctor cluster=slurm` examines: this login node, the cluster's settings, and one of its nodes."""
+"""What `fsdp-jobs doctor cluster=slurm` examines: this login node, the cluster, and one of its nodes."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def reachable(address: str) -> bool:
-    """Return whether somebody listens at host:port."""
+    """Return whether a process listens at host:port."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=3).close()

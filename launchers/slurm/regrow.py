@@ -1,6 +1,6 @@
-"""Companions: SLURM gives a job no node in place of a lost one, so a job of one node is submitted to fill in.
+"""Companions: jobs of one node that fill in, because SLURM gives a job no node in place of a lost one.
 
-The batch step submits it, and it runs as `python -m fsdp_jobs.launchers.slurm.regrow RUN_DIR NODE JOB`: one agent
+The batch step submits one, and it runs as `python -m fsdp_jobs.launchers.slurm.regrow RUN_DIR NODE JOB`: one agent
 that joins the rendezvous of the job it belongs to, and leaves with it.
 """
 

@@ -1,4 +1,4 @@
-"""Launcher `slurm_fsdp`: a job is a SLURM job, a sweep's jobs are tasks of arrays; an app's id is SLURM's job id."""
+"""Launcher `slurm_fsdp`: each job is a SLURM job or a task of an array; app ids are SLURM's job ids."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class SlurmLauncher(Launcher):
         queue = client.queue(fresh=True)
         jobs = [queue[id] for id in app_ids if id in queue and queue[id].state.is_active]
         running = [job for job in jobs if job.word == "RUNNING"]
-        if running:  # without its batch step nobody can ask the ranks to save
+        if running:  # first, or the batch step would have the ranks save
             client.call("scancel", "--signal=KILL", "--batch", *(job.signal_id for job in running))
             _wait_while(running, lambda job: job.word == "RUNNING")
         if jobs:
@@ -151,7 +151,7 @@ def _submit_alone(request: SlurmRequest) -> str:
 
 
 def _write_code(folder: Path, requests: Sequence[SlurmRequest]) -> None:
-    """Copy each snapshot once and link the runs to it; a container sees only its run directory, and gets a copy."""
+    """Copy each snapshot once and link runs to it; a container sees only its run directory: a copy each."""
     copies: dict[int, Path] = {}  # id of a snapshot -> where it is
     for request in requests:
         code, run = request.code, request.job.run

@@ -37,7 +37,7 @@ class Commands:
 
 
 def srun(hosts: Sequence[str], cpus: int | None = None) -> list[str]:
-    """Return the start of a command line: a step with one task per host that outlives the death of any of them.
+    """Return the start of a command line: a step with one task per host that survives the loss of hosts.
 
     A job submitted with --export=NONE passes that on to srun by its environment; steps need all of it.
     """

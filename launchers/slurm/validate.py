@@ -1,4 +1,4 @@
-"""What cannot be submitted and why, before submission: by our own checks, and by SLURM's put into our keys."""
+"""Validation before submission: our own checks, and those of SLURM with its messages in our keys."""
 
 from __future__ import annotations
 

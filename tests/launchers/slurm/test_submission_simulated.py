@@ -10,7 +10,7 @@ import pytest
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.launchers.slurm import client
 from fsdp_jobs.launchers.slurm.script import Script
-from fsdp_jobs.launchers.slurm.submission import submit_arrays
+from fsdp_jobs.launchers.slurm.submission import group_equal, submit_arrays
 from fsdp_jobs.run.directory import RunDir
 
 SMALL = Script(("--nodes=1",), (), (), "python", False, margin_s=10)
@@ -77,3 +77,8 @@ def test_all_are_submitted_or_none(slurm: Path) -> None:
     with pytest.raises(JobFailed, match="sbatch"):
         submitted(slurm, [SMALL] * 7, 0)
     assert (slurm / "cancelled").read_text() == "--quiet 7 7\n"
+
+
+def test_where_there_are_no_arrays_jobs_are_not_grouped(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "settings", lambda: {"MaxArraySize": "0"})
+    assert group_equal([SMALL, SMALL]) == [[0], [1]]

@@ -1,0 +1,54 @@
+"""The batch step with simulated commands of SLURM: what it does about an agent that never stays alive."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from fsdp_jobs.launchers.slurm.steps import Commands, srun
+from fsdp_jobs.run.directory import RunDir
+from tests.jobs import ROOT, Watched
+
+JUDGE = """
+import sys, time
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.verdict import Verdict
+run = RunDir(sys.argv[1])
+while '"given_up"' not in run.events.read_text():
+    time.sleep(0.05)
+Verdict("done", "stop", "as simulated").close(run, 0)
+"""
+AGENT = "import sys, time; time.sleep(4) if sys.argv[1] == '0' else sys.exit(3)"
+
+
+def test_an_agent_that_dies_early_three_times_is_given_up_and_a_companion_requested(tmp_path: Path) -> None:
+    for command, script in {
+        "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
+        "squeue": "echo '7|RUNNING|None|N/A|node[1-2]|node1|7'",
+        "sbatch": f'echo "$@" > {tmp_path}/submitted; echo 8',
+        "scancel": f'echo "$@" > {tmp_path}/cancelled',
+    }.items():
+        (tmp_path / command).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / command).chmod(0o755)
+    job = Watched(RunDir(tmp_path / "runs" / "a"))
+    judge = [sys.executable, "-c", JUDGE, str(job.run.path)]
+    agent = [sys.executable, "-c", AGENT, "{node}"]
+    Commands(judge, agent, [], {}, max_nodes=3, regrow=True, exclude=["node9"], submit=["--partition=p"]).write(job.run)
+    allocation = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_CPUS_PER_NODE": "2(x2)"}
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    batch = [sys.executable, "-m", "fsdp_jobs.launchers.slurm.batch", str(job.run.path)]
+    done = subprocess.run(batch, env={**os.environ, **allocation, **path}, capture_output=True, text=True, timeout=60)
+
+    assert done.returncode == 0, done.stderr
+    assert "attempt 0: done, as simulated" in done.stderr
+    assert [e["process"] for e in job.events("process_restarted")] == ["node-1", "node-1"]
+    assert [e["process"] for e in job.events("given_up")] == ["node-1"]
+    assert [e["node"] for e in job.events("node_asked_for")][:1] == [2], done.stderr
+    assert "--exclude=node9 --partition=p" in (tmp_path / "submitted").read_text()
+    assert (tmp_path / "cancelled").read_text().startswith("--quiet 8")
+
+
+def test_steps_get_the_whole_environment_whatever_sbatch_exported() -> None:
+    assert "--export=ALL" in srun(["node1"])
