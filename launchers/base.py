@@ -242,5 +242,7 @@ def run_of(launcher: str, app_id: str) -> RunDir | None:
 
 def log_lines(run: RunDir, role: str, node: int, running: Callable[[], bool]) -> Iterator[str]:
     """Yield lines of a node's ranks, or of the coordinator, in the newest attempt, as they come while `running`."""
-    pattern = "coordinator.log" if role == "coordinator" else f"node-{node}/*.log"
-    return (line + "\n" for _, line in follow_files(run.attempt(run.last_attempt()), pattern, running))
+    attempt = run.last_attempt()
+    log = run.process_log(attempt, "coordinator")
+    folder, pattern = (log.parent, log.name) if role == "coordinator" else (run.node(attempt, node), "*.log")
+    return (line + "\n" for _, line in follow_files(folder, pattern, running))

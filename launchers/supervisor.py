@@ -75,7 +75,7 @@ class Attempt:
 
     def start(self, name: str, argv: Sequence[str], env: Mapping[str, str], hosts: Sequence[str] = ()) -> Process:
         """Start the coordinator, a node's agent or another process of the attempt."""
-        log = self.folder / (f"{name}/agent.log" if name.startswith("node-") else f"{name}.log")
+        log = self.run.process_log(self.number, name)
         process = Process(name, argv, log, env, hosts)
         process.start(self.echo)
         self.processes.append(process)

@@ -58,7 +58,7 @@ def export(run: RunDir, config: JobConfig, file_format: str, step: int | None, o
         JobFailed: the checkpoint asked for is damaged.
     """
     folder = _choose(run, config, step)
-    target = Path(out) if out is not None else run.path / "export"
+    target = Path(out) if out is not None else run.export
     target.mkdir(parents=True, exist_ok=True)
     reader = SafeReader(folder)
     saved = {

@@ -23,7 +23,7 @@ class Program:
     @classmethod
     def of(cls, config: JobConfig, run: RunDir) -> Program:
         """The program of a job on a node: from the copy of the code in the run directory, where it is in there."""
-        code = run.path.resolve() / "code"
+        code = run.code.absolute()
         args = shlex.split(config.script_args)
         if config.module is not None:
             return cls(config.module, True, str(code if code.is_dir() else Path.cwd()), args)

@@ -30,9 +30,9 @@ class TrackerProcess:
         if not has_rank_0:
             self._end_input()
         elif self.kind != "none" and (self._process is None or self._process.poll() is not None):
-            folder = self.run.node(self.attempt, self.node)
-            folder.mkdir(parents=True, exist_ok=True)
-            with (folder / "tracking.log").open("ab") as log:
+            file = self.run.tracking_log(self.attempt, self.node)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("ab") as log:
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", _MODULE, str(self.run.path), "--beside-agent"],
                     stdin=subprocess.PIPE,

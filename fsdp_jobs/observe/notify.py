@@ -40,7 +40,7 @@ def notify(run: RunDir, attempt: int, verdict: Verdict) -> None:
     """Notify of a verdict as the run's configuration says; once per attempt and decision, whoever judged."""
     settings = plain_values(run.config)["notify"]
     try:
-        (run.attempt(attempt) / f"notified-{verdict.decision}").touch(exist_ok=False)
+        run.notified(attempt, verdict.decision).touch(exist_ok=False)
     except OSError:  # notified before; or nothing can be written, so nobody knows whether it was
         return
     facts = {"run": run.name, "verdict": verdict.verdict, "decision": verdict.decision, "reason": verdict.reason}

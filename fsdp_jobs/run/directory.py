@@ -1,8 +1,10 @@
 """Every path inside a run directory, and writes that are whole or not there. No torch.
 
 config.yaml  plan.json  job.json  submit/  code/
-attempts/<k>/node-<i>/rank-<r>.log   attempts/<k>/verdict.json
+attempts/<k>/coordinator.log  attempts/<k>/verdict.json  attempts/<k>/node-<i>/{agent,rank-<r>}.log
 events.jsonl  metrics.jsonl  checkpoints/step-00000100/  report.html
+
+Only this module knows these names, except that of a launcher's own records, which it keeps in submit/.
 """
 
 from __future__ import annotations
@@ -48,19 +50,28 @@ class RunDir:
         self.job = self.path / "job.json"
         self.submit = self.path / "submit"
         self.code = self.path / "code"  # a copy of the code as it was at submission, or a link to one
+        self.request = self.submit / "request.txt"  # what the launcher was given, as `dry_run` prints it
         self.shape = self.submit / "shape.json"  # of a custom model, for planning at run time
         self.topology = self.submit / "topology.yaml"  # the user's file, if there was one
         self.token = self.submit / "token"  # proves to the coordinator that an agent belongs to this job
         self.node_labels = self.submit / "node-labels.json"  # of Kubernetes machines, for planning at run time
         self.written_by = self.submit / "written-by"  # the Kubernetes submission whose pods write into this directory
         self.mirrored = self.submit / "mirrored.json"  # how far pods' logs have been copied into this directory
-        self.stop_request = self.path / "stop"  # there: save and leave
-        self.save_request = self.path / "save"  # there: save a checkpoint now, and go on
+        self.stop_request = self.path / "stop"  # exists: save a checkpoint and stop
+        self.save_request = self.path / "save"  # exists: save a checkpoint now, and continue
         self.excluded = self.path / "excluded.json"  # machines that failed too often: {host: {until, why}}
         self.events = self.path / "events.jsonl"
         self.metrics = self.path / "metrics.jsonl"
         self.tracking = self.path / "tracking.json"  # the tracker's id of this run, and how far it has the metrics
+        self.tracking_lock = self.path / "tracking.lock"  # one process at a time sends metrics
         self.checkpoints = self.path / "checkpoints"
+        self.tensorboard = self.path / "tensorboard"
+        self.export = self.path / "export"
+        self.report = self.path / "report.html"
+
+    def chart(self, name: str) -> Path:
+        """Return the picture of one of the report's charts."""
+        return self.path / f"report-{name}.png"
 
     def attempt(self, attempt: int) -> Path:
         return self.path / "attempts" / str(attempt)
@@ -68,33 +79,48 @@ class RunDir:
     def verdict(self, attempt: int) -> Path:
         return self.attempt(attempt) / "verdict.json"
 
+    def verdicts(self) -> list[Path]:
+        """Return those there are."""
+        return list(self.path.glob("attempts/*/verdict.json"))
+
+    def notified(self, attempt: int, decision: str) -> Path:
+        """Return the mark that somebody was notified of this decision."""
+        return self.attempt(attempt) / f"notified-{decision}"
+
+    def process_log(self, attempt: int, process: str) -> Path:
+        """Return the log of the coordinator, of a node's agent (`node-3`), or of another process of a launcher."""
+        return self.attempt(attempt) / (f"{process}/agent.log" if process.startswith("node-") else f"{process}.log")
+
+    def tracking_log(self, attempt: int, node: int) -> Path:
+        return self.node(attempt, node) / "tracking.log"
+
     def node(self, attempt: int, node: int) -> Path:
         return self.attempt(attempt) / f"node-{node}"
 
     def lease(self, node: int) -> Path:
-        """The file that a node's pod rewrites while it runs."""
+        """Return the file that a node's pod rewrites while it runs."""
         return self.submit / f"node-{node}"
 
     def rank_log(self, attempt: int, node: int, rank: int) -> Path:
         return self.node(attempt, node) / f"rank-{rank}.log"
 
-    def last_attempt(self) -> int:
-        """The highest attempt there is a folder for, -1 before the first."""
-        folders = (self.path / "attempts").glob("[0-9]*")
-        return max((int(f.name) for f in folders if f.name.isdigit()), default=-1)
-
     def stacks(self, attempt: int, node: int, rank: int) -> Path:
         return self.node(attempt, node) / f"stacks-rank-{rank}.txt"
 
+    def last_attempt(self) -> int:
+        """Return the highest attempt there is a folder for, -1 before the first."""
+        folders = (self.path / "attempts").glob("[0-9]*")
+        return max((int(f.name) for f in folders if f.name.isdigit()), default=-1)
+
     def excluded_hosts(self) -> dict[str, str]:
-        """Machines that this job should not get now -> why. For launchers."""
+        """Return machines that this job should not get now -> why. For launchers."""
         if not self.excluded.exists():
             return {}
         listed: dict[str, dict[str, Any]] = json.loads(self.excluded.read_text())
         return {host: entry["why"] for host, entry in listed.items() if entry["until"] > time.time()}
 
     def exclude(self, host: str, for_s: float, why: str) -> None:
-        """Do without a machine for so many seconds."""
+        """Exclude a machine for so many seconds."""
         listed = json.loads(self.excluded.read_text()) if self.excluded.exists() else {}
         listed[host] = {"until": time.time() + for_s, "why": why}
         write_atomic(self.excluded, json.dumps(listed, indent=2))
@@ -123,7 +149,7 @@ def rank_logs(attempt: int | None = None, node: int | None = None, rank: int | N
 
 
 def run_dir_of(config: JobConfig) -> RunDir:
-    """The run directory a configuration names; without a name, one from the model's kind and the time.
+    """Return the run directory that a configuration names; without a name, a new one of the model's kind and the time.
 
     Raises:
         BadInput: a name that is not one plain path component.
@@ -139,13 +165,13 @@ def run_dir_of(config: JobConfig) -> RunDir:
 
 
 def find_run(runs_dir: str, name: str) -> RunDir:
-    """The run of a name under `runs_dir`, whether it exists or not.
+    """Return the run of a name under `runs_dir`, whether it exists or not.
 
     Raises:
         BadInput: a name that is not one plain path component.
     """
     if not _NAME.fullmatch(name) or ".." in name:
-        what = "is no run name: letters, digits, '.', '_' and '-', at most 100, no '/' and no '..'"
+        what = "not a valid run name: letters, digits, '.', '_' and '-', at most 100, no '/' and no '..'"
         raise BadInput([Problem(f"name={name}", what, "runs_dir=... chooses the folder the run is in")])
     return RunDir(Path(runs_dir) / name)
 

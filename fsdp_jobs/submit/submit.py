@@ -181,7 +181,7 @@ def _write(job: Prepared, overrides: Sequence[str]) -> None:
     if job.shape is not None:
         write_atomic(run.shape, job.shape.to_json())
     write_atomic(run.token, secrets.token_hex(16), mode=0o600)
-    write_atomic(run.submit / "request.txt", f"{job.request}\n")
+    write_atomic(run.request, f"{job.request}\n")
     run.stop_request.unlink(missing_ok=True)
     record = {**run.read_job(), "overrides": list(overrides), "first_attempt": run.last_attempt() + 1}
     record |= {"nodes": str(job.config.nodes), "steps": job.config.steps}  # for tables of many runs

@@ -45,7 +45,7 @@ class MetricsLog:
         if importlib.util.find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.board = SummaryWriter(str(run.path / "tensorboard"))
+            self.board = SummaryWriter(str(run.tensorboard))
 
     def log(self, step: int, tokens: int, seconds: float, values: dict[str, float]) -> None:
         """Record the step that `step` steps were done after: `tokens` over all ranks in `seconds`."""

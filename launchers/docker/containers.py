@@ -144,7 +144,7 @@ def translate(app: AppDef, config: JobConfig, plan: Plan, daemon: dict[str, Any]
             wrapped = ["-m", "fsdp_jobs.launchers.attempts"]
             place = f"{request.prefix}-coordinator:{_PORT}" if is_node else str(_PORT)
             wrapped += ["node" if is_node else "coordinator", str(run.path), place, "--"]
-            python_path = {"PYTHONPATH": str(run.path / "code")} if code is not None else {}
+            python_path = {"PYTHONPATH": str(run.code)} if code is not None else {}
             environment = {**concrete.env, ADDRESS_ENV: f"{request.prefix}-{name}", **python_path, **cluster.env}
             mine = gpus[replica * plan.ranks_per_node : (replica + 1) * plan.ranks_per_node]
             limits = _limits(config, plan, daemon["NCPU"], mine) if is_node else {}

@@ -32,7 +32,7 @@ class DockerLauncher(DetachedLauncher):
     def stage(self, request: DockerRequest, app_id: str) -> None:
         run = RunDir(request.run_dir)
         if request.code is not None:
-            request.code.write(run.path / "code")
+            request.code.write(run.code)
         request.app_id = app_id
         write_atomic(_stage(run), request.to_json())
 

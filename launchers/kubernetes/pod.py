@@ -31,7 +31,7 @@ from fsdp_jobs.launchers.kubernetes.labels import (
     pods_write_here,
 )
 from fsdp_jobs.run import events, log
-from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.directory import RunDir, rank_logs, write_atomic
 from fsdp_jobs.run.tail import TIMES, follow_files
 from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_REQUEUE, Verdict
 
@@ -88,7 +88,7 @@ def follow(run: RunDir, app: str, coordinator: str, command: list[str]) -> int:
         time.sleep(_POLL_S)
     node = int(command[command.index("--node") + 1])
     with Lease(run.lease(node)), Publisher(run) as publisher:
-        publisher.lines(f"attempts/*/node-{node}/rank-*.log", since=run.last_attempt())
+        publisher.lines(rank_logs(node=node), since=run.last_attempt())
         publisher.lines(f"attempts/*/node-{node}/{TIMES}", since=run.last_attempt())
         code = attempts.main(["node", str(run.path), coordinator, "--first", str(run.first_attempt()), "--", *command])
     verdict = Verdict.read(run, run.last_attempt())
@@ -191,7 +191,7 @@ class Publisher:
 
     def whole_files(self) -> None:
         """Publish the small files that are replaced as a whole, when they have changed, on one line."""
-        for file in (*self.run.path.glob("attempts/*/verdict.json"), self.run.excluded):
+        for file in (*self.run.verdicts(), self.run.excluded):
             changed = file.stat().st_mtime_ns if file.exists() else 0
             if changed > self._published.get(file, 0):
                 self._published[file] = changed

@@ -83,7 +83,7 @@ class Batch(Attempt):
         (folder / node_test.NONCE).touch()
         where = [str(folder), f"{self.hosts[0]}:{free_port()}", *self.hosts]
         argv = [*srun(self.hosts), *self.commands.node_test, *where]
-        step = Process("node test", argv, folder / "node-test.log", self.env)
+        step = Process("node test", argv, self.run.process_log(self.number, "node-test"), self.env)
         step.start(echo=False)
         deadline = time.monotonic() + node_test.TIMEOUT_S
         while not step.has_ended and time.monotonic() < deadline and not self.stop_signal:

@@ -89,7 +89,7 @@ def fill_in(run: RunDir, node: int, job_id: str) -> int:
             if client.running(job_id) is None:
                 return 0
         if agent is None:
-            with (run.node(attempt, node) / "agent.log").open("ab") as output:
+            with run.process_log(attempt, f"node-{node}").open("ab") as output:
                 env = {**os.environ, HOST_ENV: host}
                 agent = subprocess.Popen(argv, env=env, stdout=output, stderr=output, preexec_fn=die_with_parent)
         if agent.poll() is not None:

@@ -27,7 +27,7 @@ from fsdp_jobs.config.errors import BadInput, JobFailed
 from fsdp_jobs.launchers.base import Description
 from fsdp_jobs.observe.report.page import content_of
 from fsdp_jobs.pages.page import render
-from fsdp_jobs.run.directory import RunDir, find_run, runs_in
+from fsdp_jobs.run.directory import RunDir, find_run, rank_logs, runs_in
 from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.tail import label, last_lines
 from fsdp_jobs.submit.overview import Overview
@@ -97,7 +97,7 @@ class Dashboard:
     def logs(self, request: Request) -> Response:
         """Answer with the newest lines of every rank."""
         run = self._run_of(request)
-        files = sorted(run.attempt(run.last_attempt()).glob("node-*/rank-*.log"))
+        files = sorted(run.path.glob(rank_logs(run.last_attempt())))
         lines = [f"== {label(file)}\n{last_lines(file, _LOG_LINES)}\n" for file in files]
         return PlainTextResponse("\n".join(lines) or "no rank has written anything yet\n")
 

@@ -34,10 +34,10 @@ _MAX_PICTURES = 6  # newest rounds that are drawn
 
 def write_report(run: RunDir, pngs: bool = False) -> list[Path]:
     """Write `report.html` into the run directory, with `pngs` each chart as a file, too. Returns what was written."""
-    written = [run.path / "report.html"]
+    written = [run.report]
     write_atomic(written[0], render(__package__, "report.html.j2", **content_of(run)))
     for name, _, figure in charts(History.of(run), goodput_of(run), _plan_of(run)) if pngs else ():
-        written.append(run.path / f"report-{name}.png")
+        written.append(run.chart(name))
         figure.savefig(written[-1], dpi=200)
         plt.close(figure)
     return written

@@ -110,7 +110,7 @@ def send(run: RunDir, attempt: int, over: threading.Event) -> int:
         The exit code: 1 when the tracker did not take everything.
     """
     is_by_hand = over.is_set()
-    with (run.path / "tracking.lock").open("w") as lock:
+    with run.tracking_lock.open("w") as lock:
         with suppress(OSError):  # some shared file systems have no locks
             fcntl.flock(lock, fcntl.LOCK_EX)  # one sender per run
         sender, wait_s = Sender(run, attempt), _EVERY_S
