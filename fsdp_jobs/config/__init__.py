@@ -1,1 +1,1 @@
-"""What a job is: its schema, its composition by Hydra, its validation."""
+"""Define, compose, resolve and validate the configuration of a job."""

@@ -1,4 +1,4 @@
-"""What is wrong with an input, said so that its author can mend it. Every bad input ends up here."""
+"""Name what is wrong with an input and how to correct it. Every bad input is reported through this module."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing to mend: where it is, what is wrong there, what to write instead."""
+    """One thing to correct: where it is, what is wrong, what to write instead."""
 
     where: str  # a configuration key with its value, a path, a run name
     what: str
@@ -20,7 +20,7 @@ class Problem:
 
 
 class BadInput(Exception):
-    """All problems of one input at once. The command line prints it and exits with 2."""
+    """All problems of one input at once; the command line prints them and exits with 2."""
 
     def __init__(self, problems: Iterable[Problem]):
         self.problems = list(problems)
@@ -28,13 +28,13 @@ class BadInput(Exception):
 
 
 class JobFailed(Exception):
-    """Something went wrong after the job had started. The command line prints it and exits with 1."""
+    """A failure after the job had started; the command line prints it and exits with 1."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """`did you mean X?` for the known word most like this one, or the empty string."""
+    """Return `did you mean X?` for the known word most like this one, or the empty string."""
     known = list(known)
-    tails = {k.rpartition(".")[2]: k for k in known}  # a right name under the wrong group is near, too
+    tails = {k.rpartition(".")[2]: k for k in known}  # the right name in the wrong group counts as near
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     if not close and (tail := difflib.get_close_matches(word.rpartition(".")[2], tails, n=1, cutoff=0.75)):
         close = [tails[tail[0]]]

@@ -1,7 +1,7 @@
-"""Define what a job is: dataclasses that Hydra composes and closes. No torch, no I/O.
+"""Define what a job is: dataclasses that Hydra composes and closes, and their file. No torch.
 
-Every number has its unit in its name or its meaning. The folder `conf/` holds values; `validate.py` says which
-combinations make sense; docs/configuration.md is generated from the meanings.
+Every number has its unit in its name or its meaning. The folder `conf/` holds values; `validate.py` checks which
+combinations make sense; the tables of docs/configuration.md are generated from the meanings (docs/keys.py).
 """
 
 from __future__ import annotations
@@ -269,15 +269,15 @@ class JobConfig:
         return self.script is not None or self.module is not None
 
 
-# What the trained weights depend on. Everything else (where, on how many nodes, sharded how,
-# saved when) may change between two lives of a run; these may not without the user's word.
+# What the trained weights depend on. Everything else (where, on how many nodes, sharded how, saved when) may
+# change from one submission of a run to the next; these only with allow_config_change=true.
 TRAINING_KEYS = (
     *("model", "data", "optim", "seed", "init_from"),
     *("fsdp.param_dtype", "fsdp.reduce_dtype", "fsdp.output_dtype"),
 )
-# ... except these, which change how fast data is read and nothing that is computed.
+# Keys of these groups that change how fast data is read, and nothing that is computed.
 NOT_TRAINING_KEYS = ("data.workers", "data.prefetch", "data.micro_batch", "data.cache_dir", "model.wrap_classes")
-# Of a user's program no more is known than what is run.
+# What the result of a user's program depends on, as far as it is known.
 PROGRAM_KEYS = ("script", "module", "script_args")
 
 # Schemas that the files in conf/ build on: (group, name, node).
@@ -299,7 +299,7 @@ SCHEMAS: tuple[tuple[str | None, str, type], ...] = (
 
 
 class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
-    """Quotes every string that OmegaConf, or any other reader of YAML, could take for a number."""
+    """Quote every string that OmegaConf, or any other reader of YAML, could take for a number."""
 
 
 def _quoted_if_number(dumper: _Dumper, text: str) -> yaml.ScalarNode:
@@ -312,13 +312,13 @@ _Dumper.add_representer(str, _quoted_if_number)
 
 
 def dump_config(config: JobConfig) -> str:
-    """The configuration as the YAML that `config.yaml` holds; 15 times as fast as OmegaConf does it."""
+    """Return the YAML that `config.yaml` holds; 15 times as fast as OmegaConf's."""
     text: str = yaml.dump(asdict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
     return text
 
 
 def load_config(path: Path) -> JobConfig:
-    """The configuration that `dump_config` wrote, with the types its groups had."""
+    """Read what `dump_config` wrote, with the types its groups had."""
     content = cast(DictConfig, OmegaConf.load(path))
     typed = OmegaConf.structured(JobConfig)
     for group, discriminator in (("model", "kind"), ("cluster", "launcher")):
@@ -330,13 +330,13 @@ def load_config(path: Path) -> JobConfig:
 
 
 def plain_values(path: Path) -> dict[str, Any]:
-    """What `dump_config` wrote, unchecked and 40 times as fast: for a few values of many runs."""
+    """Read what `dump_config` wrote as plain values, unchecked and 40 times as fast: for a few values of many runs."""
     values: dict[str, Any] = yaml.load(path.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     return values
 
 
 def training_values(config: JobConfig) -> dict[str, Any]:
-    """Dotted key -> value of everything the trained weights depend on."""
+    """Return dotted key -> value of everything that the trained weights depend on."""
     tree = OmegaConf.structured(config)
 
     def leaves(prefix: str, value: Any) -> dict[str, Any]:
@@ -344,8 +344,8 @@ def training_values(config: JobConfig) -> dict[str, Any]:
             return {k: v for key in value for k, v in leaves(f"{prefix}.{key}", value[key]).items()}
         return {prefix: value}
 
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name in PROGRAM_KEYS if config.is_program else TRAINING_KEYS:
         value = OmegaConf.select(tree, name)
-        found |= leaves(name, OmegaConf.to_container(value) if OmegaConf.is_config(value) else value)
-    return {k: v for k, v in found.items() if k not in NOT_TRAINING_KEYS}
+        values |= leaves(name, OmegaConf.to_container(value) if OmegaConf.is_config(value) else value)
+    return {k: v for k, v in values.items() if k not in NOT_TRAINING_KEYS}
