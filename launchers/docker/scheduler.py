@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fsdp_jobs.launchers.base import Job, TorchxScheduler, prepare_each
 from fsdp_jobs.launchers.detached import DetachedLauncher, kill_supervisor, start_supervisor, supervisor_of
-from fsdp_jobs.launchers.docker import containers, refusals
+from fsdp_jobs.launchers.docker import containers, validate
 from fsdp_jobs.launchers.docker.containers import DockerRequest
 from fsdp_jobs.launchers.queue import visible_gpus
 from fsdp_jobs.run.directory import RunDir, write_atomic
@@ -24,7 +24,7 @@ class DockerLauncher(DetachedLauncher):
 
         def one(job: Job) -> DockerRequest:
             gpus = visible_gpus() if job.plan.backend != "gloo" else []
-            refusals.check(api, job.config, job.plan, job.run, daemon, gpus)
+            validate.check(api, job.config, job.plan, job.run, daemon, gpus)
             return containers.translate(job.app, job.config, job.plan, daemon, gpus)
 
         return prepare_each(one, jobs)

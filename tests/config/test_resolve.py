@@ -11,7 +11,7 @@ from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.resolve import accelerator, accelerator_of_node, backend, node_range, param_dtype, ranks_per_node
 from fsdp_jobs.config.schema import FsdpConfig, JobConfig
 from fsdp_jobs.launchers.base import Job
-from fsdp_jobs.launchers.docker import refusals
+from fsdp_jobs.launchers.docker import validate
 from fsdp_jobs.launchers.kubernetes.labels import Names
 from fsdp_jobs.launchers.kubernetes.pods import node_pod
 from fsdp_jobs.launchers.slurm.script import Site, script
@@ -41,7 +41,7 @@ def gpus_requested(cluster: str, config: JobConfig, plan: Plan) -> int:
         spec = node_pod(job, Names("one-abc123"), "one", "0")["spec"]
         assert int(spec["containers"][0]["resources"]["limits"].get("nvidia.com/gpu", 0)) == in_app
     elif cluster == "docker":
-        [*missing] = refusals._gpus(config, plan, {}, [])
+        [*missing] = validate._gpus(config, plan, {}, [])
         assert bool(missing) == bool(in_app)
     return in_app
 
