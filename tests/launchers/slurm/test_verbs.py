@@ -90,13 +90,15 @@ def test_a_run_with_time_limits_hostile_words_and_a_secret(
     with slurm_job(lab, folder, "long", "nodes=1", *limits, hostile, setup, *ENDLESS) as job:
         job.until_attempt(0)
         handle = f"slurm_fsdp://fsdp_jobs/{job.id}"
+        assert "RUNNING" in torchx(lab, folder, "status", handle)
         shown = lab.on_login("scontrol", "show", "job", job.id)
         assert "Comment=it's; $(touch owned) #" in shown
         public = "".join(f.read_text() for f in job.run.path.rglob("*.log")) + shown
         submitted = "".join(f.read_text() for f in job.run.submit.rglob("*") if f.is_file())
         assert "very-secret" not in public + submitted.replace(setup, "").replace("= very-secret", "")
 
-        queued = lab.cli(folder, *ON_CPU, *TINY, "name=queued", "nodes=4")
+        later = "cluster.extra=['--begin=now+1hour']"  # waits even while a time limit frees the nodes
+        queued = lab.cli(folder, *ON_CPU, *TINY, "name=queued", "nodes=4", later)
         waiting = queued.stdout.partition("slurm_fsdp://fsdp_jobs/")[2].split()[0]
         assert f"SLURM job {waiting} waits" in queued.stdout
         assert f"SLURM job {waiting} waits (" in lab.cli(folder, "status", "queued").stdout
@@ -104,7 +106,6 @@ def test_a_run_with_time_limits_hostile_words_and_a_secret(
         torchx(lab, folder, "cancel", f"slurm_fsdp://fsdp_jobs/{waiting}")
         assert "stopped" in lab.cli(folder, "status", "queued").stdout
 
-        assert "RUNNING" in torchx(lab, folder, "status", handle)
         job.until(lambda: job.run.last_attempt() == 2, "two time limits", 300)
         for attempt in (0, 1):
             assert "SIGUSR1 received" in job.verdict(attempt).reason
