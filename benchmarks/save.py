@@ -32,29 +32,31 @@ def worker(folder: Path, saves: int, overrides: list[str]) -> None:
     import torch.distributed.checkpoint as dcp
 
     from fsdp_jobs.checkpoints.catalog import find_checkpoints
-    from fsdp_jobs.checkpoints.checkpointer import Progress
+    from fsdp_jobs.checkpoints.checkpointer import Checkpointer
     from fsdp_jobs.config.hydra import compose_job
     from fsdp_jobs.plan.plan import make_plan
     from fsdp_jobs.run.directory import RunDir
-    from fsdp_jobs.train.trainer import Trainer
+    from fsdp_jobs.train.loading import open_samples
+    from fsdp_jobs.train.sharding import build_mesh
+    from fsdp_jobs.train.trainer import Learner
 
     config = compose_job([*JOB, *overrides])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     run = RunDir(folder / "run")
-    trainer = Trainer(config, run, make_plan(config).layout, 0, "bench", device)
-    checkpoints, rank = trainer.checkpoints, dist.get_rank()
-    checkpoints.resume()
+    samples, layout, rank = open_samples(config.data, config.seed), make_plan(config).layout, dist.get_rank()
+    learner = Learner(config, layout, build_mesh(layout, device.type), device)
+    checkpoints = Checkpointer(run, config, layout, learner.model, learner.optimizer, {}, device, 0, "bench")
+    checkpoints.restore()
 
     def step(number: int) -> None:
         """As the trainer does it: the state may be staged until just before the update."""
-        tokens, labels = trainer.samples[number * 4 + rank]
-        trainer._forward_backward([(tokens[None], labels[None])])
-        checkpoints.before_update()
-        trainer._update()
+        tokens, labels = samples[number * 4 + rank]
+        learner.backward([(tokens[None], labels[None])])
+        learner.update()
 
     step(0)  # gives the optimizer its state
-    state_bytes = sum(t.numel() * t.element_size() for t in checkpoints.live_state().values())
+    state_bytes = sum(t.numel() * t.element_size() for t in checkpoints.state.live().values())
     seconds: dict[str, list[float]] = {"dd": [], "dcp": [], "ours": [], "stall": []}
 
     def timed(what: str, began: float) -> None:
@@ -70,13 +72,13 @@ def worker(folder: Path, saves: int, overrides: list[str]) -> None:
         dist.barrier()
         timed("dd", began)
         began = time.perf_counter()
-        dcp.save(checkpoints.live_state(), checkpoint_id=folder / f"plain-{i}")
+        dcp.save(checkpoints.state.live(), checkpoint_id=folder / f"plain-{i}")
         timed("dcp", began)
         began = time.perf_counter()
-        checkpoints.save(Progress(2 * i + 1, 0), block=True)
+        checkpoints.save(2 * i + 1, block=True)
         timed("ours", began)
         checkpoints.stall_s = 0.0
-        checkpoints.save(Progress(2 * i + 2, 0))
+        checkpoints.save(2 * i + 2)
         step(i + 1)
         seconds["stall"].append(checkpoints.stall_s)
         checkpoints.finish()

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_jobs.config.hydra import compose_job
-from fsdp_jobs.config.schema import dump_config
+from fsdp_jobs.config.schema import JobConfig, dump_config
+from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.env import ATTEMPT_ENV, LAYOUT_ENV, ROUND_ENV, RUN_DIR_ENV
 from fsdp_jobs.run.processes import die_with_parent, free_port
 from fsdp_jobs.run.tail import read_json_lines
 
@@ -37,7 +39,7 @@ def run_world(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]
     A rank that raises fails the test with its traceback.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fsdp_jobs.train.entry"])
+    context.set_forkserver_preload(["fsdp_jobs.train.trainer"])
     queue = context.Queue()
     port = free_port()
     processes = [context.Process(target=_rank, args=(r, ranks, port, queue, function, args)) for r in range(ranks)]
@@ -75,30 +77,37 @@ def _rank(rank: int, ranks: int, port: int, queue: Any, function: Callable[..., 
 
 def train_here(run_dir: str, overrides: Sequence[str], nodes: int = 1) -> list[float]:
     """Train in the present process group; returns the losses by step. Every rank calls this."""
-    import torch
     import torch.distributed as dist
 
-    from fsdp_jobs.plan.layout import Layout
     from fsdp_jobs.plan.plan import make_plan
-    from fsdp_jobs.train.trainer import Trainer
 
     world = dist.get_world_size()
     custom = "model=custom" in overrides
     config = compose_job(
         [*(TINY_TASK if custom else TINY), f"nodes={nodes}", f"nproc_per_node={world // nodes}", *overrides]
     )
-    run = RunDir(run_dir)
+    no_shard = config.fsdp.strategy == "no_shard"
+    by_hand = Layout("no_shard" if no_shard else "full_shard", world, 1 if no_shard else world)
+    return train_as(run_dir, config, by_hand if custom else make_plan(config).layout)
+
+
+def train_as(run_dir: str, config: JobConfig, layout: Layout) -> list[float]:
+    """Train a configuration in the present process group, as `train_here` does."""
+    import torch.distributed as dist
+
+    from fsdp_jobs import job
+    from fsdp_jobs.train import trainer
+
+    run, restart = RunDir(run_dir), [uuid.uuid4().hex]
     if dist.get_rank() == 0:
         run.path.mkdir(parents=True, exist_ok=True)
         write_atomic(run.config, dump_config(config))
-    dist.barrier()
-    no_shard = config.fsdp.strategy == "no_shard"
-    by_hand = Layout("no_shard" if no_shard else "full_shard", world, 1 if no_shard else world)
-    layout = by_hand if custom else make_plan(config).layout
-    life = uuid.uuid4().hex if dist.get_rank() == 0 else ""
-    shared = [life]
-    dist.broadcast_object_list(shared, src=0)
-    Trainer(config, run, layout, 0, shared[0], torch.device("cpu")).train()
+    dist.broadcast_object_list(restart, src=0)
+    os.environ |= {RUN_DIR_ENV: run_dir, LAYOUT_ENV: layout.to_json(), ATTEMPT_ENV: "0", ROUND_ENV: restart[0]}
+    try:
+        assert trainer.main() == 0
+    finally:
+        job._job = None  # a job that failed is over, too
     dist.barrier()
     return losses_of(run)
 

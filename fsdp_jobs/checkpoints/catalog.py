@@ -1,10 +1,10 @@
 """Which checkpoints there are, which are whole, and which may go. No torch.
 
 On a file system a checkpoint is the folder `step-<8 digits>` with a `manifest.json`. It is written as
-`step-<N>.<life>.tmp` and renamed when every file is on disk: a name without a suffix is the only
+`step-<N>.<restart>.tmp` and renamed when every file is on disk: a name without a suffix is the only
 mark of completeness. One found damaged is renamed to `step-<N>.damaged`, for whoever wants to look.
 
-In an object store, where folders cannot be renamed, it is written as `step-<N>.<life>` and its manifest,
+In an object store, where folders cannot be renamed, it is written as `step-<N>.<restart>` and its manifest,
 put there last, is the mark. In one found damaged the manifest is renamed to `manifest.json.damaged`.
 """
 
@@ -28,7 +28,7 @@ MANIFEST = "manifest.json"
 SHARDS = "shards.json"  # the manifest of a step whose shards are on the nodes' own disks
 _DAMAGED = f"{MANIFEST}.damaged"
 _NAME = re.compile(r"step-(\d{8,})")
-_NAME_WITH_LIFE = re.compile(r"step-(\d{8,})\.[\w-]+")
+_NAME_WITH_RESTART = re.compile(r"step-(\d{8,})\.[\w-]+")
 
 
 def home_of(config: CheckpointConfig, run: RunDir) -> Path:
@@ -80,9 +80,9 @@ class Manifest:
         return cls(**content)
 
 
-def folder_of(checkpoints: Path, step: int, life: str) -> Path:
-    """What a checkpoint is called once it is committed; `life` tells apart two lives of a run at the same step."""
-    return checkpoints / (f"step-{step:08d}" + (f".{life}" if is_object_store(checkpoints) else ""))
+def folder_of(checkpoints: Path, step: int, restart: str) -> Path:
+    """Return the folder of a committed checkpoint; in an object store its name says which restart has written it."""
+    return checkpoints / (f"step-{step:08d}" + (f".{restart}" if is_object_store(checkpoints) else ""))
 
 
 def step_of(folder: Path) -> int:
@@ -93,7 +93,9 @@ def step_of(folder: Path) -> int:
 def find_checkpoints(checkpoints: Path) -> list[Path]:
     """Committed checkpoints, newest step first."""
     if is_object_store(checkpoints):
-        found = [f.parent for f in checkpoints.glob(f"step-*/{MANIFEST}") if _NAME_WITH_LIFE.fullmatch(f.parent.name)]
+        found = [
+            f.parent for f in checkpoints.glob(f"step-*/{MANIFEST}") if _NAME_WITH_RESTART.fullmatch(f.parent.name)
+        ]
     else:
         found = [f for f in checkpoints.glob("step-*") if _NAME.fullmatch(f.name) and f.is_dir()]
     return sorted(found, key=lambda f: (step_of(f), f.name), reverse=True)
@@ -219,7 +221,7 @@ def remove(folder: Path) -> None:
 
 
 def remove_unfinished(checkpoints: Path, since: int = 0) -> None:
-    """Remove what earlier lives of the run left half-written; steps after `since` that are on the nodes' disks stay."""
+    """Remove what earlier restarts of the run left half-written; steps after `since` that are on the nodes' disks stay."""
     in_store = is_object_store(checkpoints)
     for folder in checkpoints.glob("step-*" if in_store else "step-*.tmp"):
         finished = in_store and ((folder / MANIFEST).exists() or (folder / _DAMAGED).exists())

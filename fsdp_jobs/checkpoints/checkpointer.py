@@ -1,140 +1,121 @@
-"""Saving and resuming the state of a run, together on all ranks."""
+"""Saving and restoring the state of a run, together on all ranks."""
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
-import random
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.checkpoint.stateful import Stateful
 
 from fsdp_jobs.checkpoints import catalog
 from fsdp_jobs.checkpoints.catalog import SHARDS, Manifest
 from fsdp_jobs.checkpoints.local_disks import LocalDisks
+from fsdp_jobs.checkpoints.state import State
 from fsdp_jobs.checkpoints.storage import CommittingWriter, SafeReader, SaveRequest
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.config.keys import AUTO
-from fsdp_jobs.config.schema import CheckpointConfig
+from fsdp_jobs.config.schema import JobConfig, training_values
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
 
-_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-_OTHERS = "others."
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a run is: optimizer steps done, samples seen."""
-
-    step: int = 0
-    samples: int = 0
-
-
-def training_digest(training: dict[str, Any]) -> str:
-    """A short digest of the keys that the weights depend on."""
-    return hashlib.sha256(json.dumps(training, sort_keys=True).encode()).hexdigest()[:16]
-
 
 class Checkpointer:
-    """Saves and resumes one run. Every method is called by every rank, in the same order."""
+    """Saves and restores one run. Every method is called by every rank, in the same order."""
 
     def __init__(
         self,
         run: RunDir,
-        config: CheckpointConfig,
+        config: JobConfig,
         layout: Layout,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        scaler: torch.amp.GradScaler | None,
+        others: Mapping[str, Stateful],
         device: torch.device,
         attempt: int,
-        life: str,
-        digest: str,
-        others: Mapping[str, Stateful] | None = None,
+        restart: str,
+        on_restored: Callable[[int], None] = lambda step: None,
     ):
-        """`others`: what else is saved, by name: plain values and tensors that are the same on every rank."""
-        self.run, self.config, self.layout = run, config, layout
-        self.model, self.optimizer, self.scaler, self.device = model, optimizer, scaler, device
-        self.attempt, self.life, self.digest = attempt, life, digest
-        self.others = dict(others or {})
-        self.home = catalog.home_of(config, run)
+        """Prepare to save and restore; nothing is read or written yet.
+
+        Args:
+            others: what else is saved, by name: plain values and tensors that are the same on every rank.
+            restart: differs between restarts of the run, so that no two write into the same folder.
+            on_restored: called with the step at the end of `restore`.
+        """
+        self.run, self.config, self.layout = run, config.checkpoint, layout
+        self.attempt, self.restart, self.on_restored = attempt, restart, on_restored
+        training = json.dumps(training_values(config), sort_keys=True)
+        self.digest = hashlib.sha256(training.encode()).hexdigest()[:16]
+        self.state = State(model, optimizer, others, device)
+        self.samples = 0  # consumed since the run began: for the program to count, saved with the rest
+        self.home = catalog.home_of(self.config, run)
         self.rank = dist.get_rank()
-        self.group = dist.new_group(backend="gloo")  # the save's collectives must not meet the trainer's
-        local = Path(config.local_dir) / run.name if config.local_dir is not None else None
+        self.group = dist.new_group(backend="gloo")  # the save's collectives must not meet the program's
+        local = Path(self.config.local_dir) / run.name if self.config.local_dir is not None else None
         self.disks = LocalDisks(local, self.group) if local is not None else None
-        self.mode = (
-            ("process" if device.type == "cuda" else "thread") if config.async_mode == AUTO else config.async_mode
-        )
         on_cuda = device.type == "cuda"
+        automatic = "process" if on_cuda else "thread"
+        self.mode = automatic if self.config.async_mode == AUTO else self.config.async_mode
         self.stager = DefaultStager(StagingOptions(on_cuda, self.mode == "process", True, on_cuda))
         self.planner = DefaultSavePlanner(enable_plan_caching=True)
         self.committed_step = -1
-        self.stall_s = 0.0  # time the trainer has waited for checkpoints since this was last set to 0
+        self.saved_at = time.monotonic()  # when the newest save began
+        self.stall_s = 0.0  # time that steps have waited for checkpoints since this was last set to 0
+        self.failure: str | None = None  # of the newest save
+        self._written_step = -1  # of the newest save that is whole, maybe on the nodes' disks alone
         self._staged: Future[None] | None = None
         self._written: Future[Any] | None = None
         self._request: SaveRequest | None = None
         self._may_upload = True
-        self.loaded_from = ""  # where the state was read that this life began with
-        self.failure: str | None = None  # of the newest save
-        self._live: dict[str, Tensor] = {}  # the live state: steps change the tensors in place, never the names
+        optimizer.register_step_pre_hook(lambda *_: self.before_update())
 
-    def live_state(self) -> dict[str, Tensor]:
-        """Model and optimizer by name. Hyperparameters are left out: the configuration has them."""
-        state: dict[str, Tensor] = {}
-        seen: set[int] = set()  # tied weights have two names and are saved once
-        for name, value in get_model_state_dict(self.model).items():
-            if isinstance(value, Tensor) and id(value) not in seen:
-                seen.add(id(value))
-                state[f"model.{name}"] = value
-        optimizer_state = get_optimizer_state_dict(self.model, self.optimizer, options=_FLAT)
-        state |= {f"optim.{k}": v for k, v in cast(dict[str, Any], optimizer_state).items() if isinstance(v, Tensor)}
-        return state
+    def is_due(self, step: int) -> bool:
+        """Whether `checkpoint.every_steps` asks for a save after this step."""
+        return self.config.every_steps > 0 and step % self.config.every_steps == 0
 
-    def _small_state(self) -> dict[str, Tensor]:
-        """What is made anew for each save: this rank's random state, the scale of fp16 gradients, the others."""
-        state = _rng_state(self.rank, self.device)
-        state |= {f"{_OTHERS}{name}": _packed(other.state_dict()) for name, other in self.others.items()}
-        if self.scaler is not None:
-            held = self.scaler.state_dict()
-            state["scaler"] = torch.tensor([held["scale"], held["_growth_tracker"]], dtype=torch.float64)
-        return state
+    def is_overdue(self) -> bool:
+        """Whether `checkpoint.every_minutes` asks for a save; rank 0's clock decides."""
+        minutes = self.config.every_minutes
+        return self.rank == 0 and minutes > 0 and time.monotonic() - self.saved_at >= minutes * 60
 
-    def save(self, progress: Progress, block: bool = False) -> None:
-        """Begin a checkpoint of the state as it is now; with `block`, or without async, also finish it.
+    def save(self, step: int, block: bool = False) -> None:
+        """Save the state after `step` steps: written while the next ones run or, with `block`, before this returns.
 
-        Waits for the previous save first. A save that fails leaves nothing behind but an event, and the
-        text in `failure`.
+        Waits for the previous save first; a step that is saved already is not written again. A save that fails leaves
+        nothing behind but an event, the text in `failure`, and the checkpoint before it.
         """
         self.finish()
-        begin = time.perf_counter()
+        if step != self._written_step:
+            self._begin(step, block)
+        elif block and self.disks is not None and self._request is not None and not self._may_upload:
+            self._may_upload = True
+            self.disks.upload(self._request)
+        if block or self.mode == "off":
+            self.before_update()
+            self.finish()
+        if block:
+            self._note_upload(wait=True)
+
+    def _begin(self, step: int, must_upload: bool) -> None:
+        self.saved_at, begin = time.monotonic(), time.perf_counter()
         request = SaveRequest(
             checkpoints=self.home,
-            life=self.life,
-            step=progress.step,
-            samples=progress.samples,
+            restart=self.restart,
+            step=step,
+            samples=self.samples,
             world_size=self.layout.world_size,
             mesh=self.layout.mesh_shape,
             config_digest=self.digest,
@@ -144,11 +125,10 @@ class Checkpointer:
             local=self.disks.folder if self.disks is not None else None,
         )
         if self.disks is not None:
-            self._may_upload = self.disks.may_upload(must=block)
+            self._may_upload = self.disks.may_upload(must=must_upload)
             self._note_upload(wait=False)
         self._request = request
-        self._live = self._live or self.live_state()
-        state = self._live | self._small_state()
+        state = self.state.to_save()
         writer = CommittingWriter(request)
         if self.mode == "off":
             self._written = Future()
@@ -170,14 +150,9 @@ class Checkpointer:
             assert isinstance(response, AsyncSaveResponse)
             self._staged, self._written = response.staging_completion, response.upload_completion
         self.stall_s += time.perf_counter() - begin
-        if block or self.mode == "off":
-            self.before_update()
-            self.finish()
-        if block:
-            self._note_upload(wait=True)
 
     def before_update(self) -> None:
-        """Wait until a save has its copy of the state. To be called before anything changes the state."""
+        """Wait until a save has its copy of the state. The optimizer calls it before each update."""
         if self._staged is not None:
             begin = time.perf_counter()
             self._staged.result()
@@ -201,9 +176,10 @@ class Checkpointer:
         if error is not None:
             self._failed(request, error)
         elif self.disks is None:
+            self._written_step = request.step
             self._committed(request)
         else:
-            self.failure = None
+            self._written_step, self.failure = request.step, None
             if self.rank == 0:
                 self._record(events.CheckpointOnNodes, request, Manifest.read(request.temporary, SHARDS))
             if self._may_upload:
@@ -228,10 +204,7 @@ class Checkpointer:
             self._record(events.Checkpoint, request, Manifest.read(request.final))
 
     def _record(
-        self,
-        kind: type[events.Checkpoint | events.CheckpointOnNodes],
-        request: SaveRequest,
-        manifest: Manifest,
+        self, kind: type[events.Checkpoint | events.CheckpointOnNodes], request: SaveRequest, manifest: Manifest
     ) -> None:
         size, seconds = sum(f["bytes"] for f in manifest.files.values()), time.time() - request.began
         events.record(self.run, self.attempt, kind(request.step, size, round(seconds, 3)))
@@ -243,15 +216,27 @@ class Checkpointer:
             catalog.remove_unfinished(request.checkpoints, max(0, self.committed_step))
             print(f"WARNING {self.failure}", flush=True)
 
-    def resume(self) -> Progress | None:
-        """Load the newest checkpoint that is whole, verified by all ranks together; None when there is none.
+    def restore(self, otherwise: Callable[[], None] = lambda: None) -> int:
+        """Load the newest checkpoint that is whole; without one call `otherwise`. Returns the step, 0 if there is none.
 
-        Rank 0 chooses; damaged ones are set aside and named in an event. What the nodes have on their own disks
-        is not read from shared storage.
+        All ranks verify it together, and rank 0 chooses. Damaged ones are set aside and named in an event. What the
+        nodes have on their own disks is not read from shared storage.
 
         Raises:
             JobFailed: the checkpoint is of another model.
         """
+        loaded_from = self._restore_newest()
+        step, world = max(0, self.committed_step), self.layout.world_size
+        if loaded_from is None:
+            otherwise()
+        elif self.rank == 0:
+            events.record(self.run, self.attempt, events.Resumed(step, self.samples, world, loaded_from))
+            print(f"resumed from step {step} on {world} ranks", flush=True)
+        self.on_restored(step)
+        return step
+
+    def _restore_newest(self) -> str | None:
+        """Return where the state was read from, None when there is no checkpoint."""
         if self.rank == 0:
             self.home.mkdir(parents=True, exist_ok=True)
             catalog.remove_unfinished(self.home)
@@ -269,9 +254,10 @@ class Checkpointer:
                 elif is_shared:
                     faults = self._damage(folder, manifest)
                 else:
-                    faults = ["these nodes' disks have not all of its shards"]
+                    faults = ["these nodes' disks do not hold all of its shards"]
                 if not faults:
-                    return self._load(folder, manifest, shards)
+                    self._load(folder, manifest, shards)
+                    return "shared storage" if shards is None else "the nodes' disks"
             if self.rank == 0:
                 catalog.set_aside(folder) if is_shared else catalog.remove(folder)
                 events.record(self.run, self.attempt, events.CheckpointSkipped(folder.name, faults))
@@ -296,97 +282,30 @@ class Checkpointer:
         dist.all_gather_object(found, mine, group=self.group)
         return sorted({fault for faults in found for fault in faults})
 
-    def _load(self, folder: Path, manifest: Manifest, shards: Path | None) -> Progress:
+    def _load(self, folder: Path, manifest: Manifest, shards: Path | None) -> None:
         """Load a verified checkpoint; `shards` is this node's folder when the nodes have it on their own disks."""
-        same_world = manifest.world_size == self.layout.world_size
-        small = {k: v for k, v in self._small_state().items() if same_world or not k.startswith("rng.")}
-        state = self.live_state() | small
         reader = SafeReader(folder, shards)
         metadata = reader.read_metadata()
-        for name in self.others:
-            saved = metadata.state_dict_metadata.get(f"{_OTHERS}{name}")
-            if isinstance(saved, TensorStorageMetadata):
-                state[f"{_OTHERS}{name}"] = torch.empty(saved.size, dtype=torch.uint8)
-        _check_same_model(state, metadata.state_dict_metadata, folder.name)
-        self.loaded_from = "shared storage" if shards is None else "the nodes' disks"
+        same_world = manifest.world_size == self.layout.world_size
+        state = self.state.to_load(metadata, folder.name, same_world)
         if self.disks is not None and shards is not None:
             self.disks.fetch(shards, state, metadata)
         dcp.load(state, storage_reader=reader, process_group=self.group)
-        flat: dict[str, Any] = dict(get_optimizer_state_dict(self.model, self.optimizer, options=_FLAT))
-        flat |= {k.removeprefix("optim."): v for k, v in state.items() if k.startswith("optim.")}
-        set_optimizer_state_dict(self.model, self.optimizer, flat, options=_FLAT)
-        if self.scaler is not None:
-            scale, tracker = state["scaler"].tolist()
-            self.scaler.load_state_dict({**self.scaler.state_dict(), "scale": scale, "_growth_tracker": int(tracker)})
-        for name, other in self.others.items():
-            other.load_state_dict(_unpacked(state[f"{_OTHERS}{name}"]))
-        if same_world:
-            _set_rng_state(state, self.rank)
-        self.committed_step = manifest.step
-        return Progress(manifest.step, manifest.samples)
+        self.state.take(state)
+        self.samples, self.committed_step, self._written_step = manifest.samples, manifest.step, manifest.step
 
     def close(self) -> None:
+        """Wait for the last save and release its resources.
+
+        Raises:
+            JobFailed: the last save has failed.
+        """
         self.finish()
         self.stager.close()
         if self.disks is not None:
             self.disks.close()
-
-
-def _packed(values: dict[str, Any]) -> Tensor:
-    file = io.BytesIO()
-    torch.save(values, file)
-    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
-
-
-def _unpacked(packed: Tensor) -> dict[str, Any]:
-    """Raises: pickle.UnpicklingError for what is neither a plain value nor a tensor."""
-    values: dict[str, Any] = torch.load(io.BytesIO(packed.numpy().tobytes()), map_location="cpu", weights_only=True)
-    return values
-
-
-def _check_same_model(state: dict[str, Tensor], saved: dict[str, Any], checkpoint: str) -> None:
-    """Raises: JobFailed naming up to five tensors that the checkpoint has not, or has in another shape."""
-    wrong = []
-    for name, tensor in state.items():
-        there = saved.get(name)
-        if not isinstance(there, TensorStorageMetadata):
-            wrong.append(f"{name} is not in it")
-        elif tuple(there.size) != tuple(tensor.shape):
-            wrong.append(f"{name} is {tuple(there.size)} there and {tuple(tensor.shape)} here")
-    if wrong:
-        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-        raise JobFailed(
-            f"{checkpoint} is of another model: {'; '.join(wrong[:5])}{more}. "
-            "Use the model it was saved with, or another run name."
-        )
-
-
-def _rng_state(rank: int, device: torch.device) -> dict[str, Tensor]:
-    """The random state of this rank as tensors: torch CPU, torch CUDA, NumPy, Python."""
-    _, keys, pos, has_gauss, gauss = np.random.get_state(legacy=True)
-    version, words, gauss_next = random.getstate()
-    state = {
-        "torch": torch.get_rng_state(),
-        "numpy": torch.tensor([*map(int, keys), pos, has_gauss], dtype=torch.int64),
-        "numpy_gauss": torch.tensor([gauss], dtype=torch.float64),
-        "python": torch.tensor([version, *words, gauss_next is not None], dtype=torch.int64),
-        "python_gauss": torch.tensor([gauss_next or 0.0], dtype=torch.float64),
-    }
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return {f"rng.{rank}.{k}": v for k, v in state.items()}
-
-
-def _set_rng_state(state: dict[str, Tensor], rank: int) -> None:
-    mine = {k.removeprefix(f"rng.{rank}."): v for k, v in state.items() if k.startswith(f"rng.{rank}.")}
-    torch.set_rng_state(mine["torch"])
-    keys, (pos, has_gauss) = mine["numpy"][:-2].tolist(), mine["numpy"][-2:].tolist()
-    gauss = mine["numpy_gauss"].item()
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), pos, has_gauss, gauss))
-    version, *words, has_next = mine["python"].tolist()
-    random.setstate((version, tuple(words), mine["python_gauss"].item() if has_next else None))
-    if "cuda" in mine:
-        torch.cuda.set_rng_state(mine["cuda"])
+        if self.failure is not None:
+            raise JobFailed(f"{self.failure}. Free space under {self.home} and resume {self.run.name}.")
 
 
 def _root_cause(error: BaseException) -> str:

@@ -25,7 +25,7 @@ from fsdp_jobs.checkpoints.storage import SafeReader
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import HfConfig, JobConfig, LlamaConfig, ModelConfig
 from fsdp_jobs.models.huggingface import folder_of, is_hf, transformers
-from fsdp_jobs.train.sharding import plain_name, rows_of
+from fsdp_jobs.models.shards import plain_name, rows_of
 
 _PREFIXES = ("", "model.", "module.", "state_dict.", "model_state_dict.", "_orig_mod.")
 _NO_WEIGHTS = ("optim", "lr_scheduler", "scheduler", "train_state", "dataloader", "rng", "scaler")

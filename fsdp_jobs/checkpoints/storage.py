@@ -98,7 +98,7 @@ class SaveRequest:
     """One checkpoint to be written, the same on every rank."""
 
     checkpoints: Path
-    life: str  # differs between lives of a run, so that no two ever write the same temporary folder
+    restart: str  # differs between restarts of a run, so that no two write into the same folder
     step: int
     samples: int
     world_size: int
@@ -112,14 +112,14 @@ class SaveRequest:
     final: Path = field(init=False)
 
     def __post_init__(self) -> None:
-        self.final = folder_of(self.checkpoints, self.step, self.life)
+        self.final = folder_of(self.checkpoints, self.step, self.restart)
         in_place = is_object_store(self.checkpoints)
-        self.temporary = self.final if in_place else self.checkpoints / f"step-{self.step:08d}.{self.life}.tmp"
+        self.temporary = self.final if in_place else self.checkpoints / f"step-{self.step:08d}.{self.restart}.tmp"
 
     @property
     def shards(self) -> Path:
         """Where ranks write their shards."""
-        return self.temporary if self.local is None else self.local / f"step-{self.step:08d}.{self.life}"
+        return self.temporary if self.local is None else self.local / f"step-{self.step:08d}.{self.restart}"
 
 
 class CommittingWriter(FileSystemWriter):

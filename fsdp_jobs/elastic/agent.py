@@ -268,17 +268,13 @@ def run_agent(args: argparse.Namespace) -> int:
 
 def _entrypoint(config: JobConfig, run: RunDir) -> tuple[Callable[[], None] | str, tuple[str, ...]]:
     """What ranks are started with. What is Python is forked from a process that imports torch while we wait."""
-    entry: Callable[[], None] = worker.train
-    preload = ["fsdp_jobs.train.entry"]
-    if config.is_program:
-        program = Program.of(config, run)
-        os.environ[PROGRAM_ENV] = program.to_json()
-        if not program.is_python:
-            return sys.executable, ("-m", "fsdp_jobs.elastic.worker")
-        entry, preload = worker.run_program, ["fsdp_jobs.job"]  # and torch with it
-    multiprocessing.set_forkserver_preload(["fsdp_jobs.elastic.forkserver", *preload])
+    program = Program.of(config, run)
+    os.environ[PROGRAM_ENV] = program.to_json()
+    if not program.is_python:
+        return sys.executable, ("-m", "fsdp_jobs.elastic.worker")
+    multiprocessing.set_forkserver_preload(["fsdp_jobs.elastic.forkserver", program.preload])
     multiprocessing.forkserver.ensure_running()
-    return entry, ()
+    return worker.run_program, ()
 
 
 def _wait_for_verdict(handler: CoordinatorRendezvous, run: RunDir, attempt: int) -> None:

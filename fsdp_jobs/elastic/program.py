@@ -1,4 +1,4 @@
-"""A user's own torchrun program in place of the trainer: what is run. No torch."""
+"""What the ranks of a job run: the user's own torchrun program, or the built-in trainer. No torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.run.directory import RunDir
+
+TRAINER = "fsdp_jobs.train"  # the module that ranks run when the job names no program
 
 
 @dataclass(frozen=True)
@@ -22,20 +24,24 @@ class Program:
 
     @classmethod
     def of(cls, config: JobConfig, run: RunDir) -> Program:
-        """The program of a job on a node: from the copy of the code in the run directory, where it is in there."""
+        """Return the program of a job, from the copy of the code in the run directory where it is in there."""
         code = run.code.absolute()
         args = shlex.split(config.script_args)
-        if config.module is not None:
-            return cls(config.module, True, str(code if code.is_dir() else Path.cwd()), args)
-        assert config.script is not None
+        if config.script is None:
+            return cls(config.module or TRAINER, True, str(code if code.is_dir() else Path.cwd()), args)
         copied = code / config.script
         file = copied if copied.exists() and not Path(config.script).is_absolute() else Path(config.script).absolute()
         return cls(str(file), False, str(file.parent), args)
 
     @property
     def is_python(self) -> bool:
-        """Whether it can be run in a process that has Python and torch in it already."""
+        """Whether it can be run in a process forked from one that has imported torch."""
         return self.is_module or self.what.endswith(".py")
+
+    @property
+    def preload(self) -> str:
+        """The module with the imports that such a process has done already."""
+        return f"{TRAINER}.trainer" if self.what == TRAINER else "fsdp_jobs.job"
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

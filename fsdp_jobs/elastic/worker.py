@@ -1,8 +1,7 @@
-"""The first thing a rank does: tie its life to its agent's, send its output to its log file, become its program.
+"""The first thing a rank does: die with its agent from now on, send its output to its log file, run its program.
 
-Our trainer is entered by `train`, a Python program of the user's by `run_program`, both in a process forked from one
-that has imported torch already. Any other program is entered by `python -m fsdp_jobs.elastic.worker`, which
-becomes it.
+A Python program, the built-in trainer among them, is run by `run_program` in a process forked from one that has
+imported torch already. Any other is started by `python -m fsdp_jobs.elastic.worker`, which becomes it.
 """
 
 from __future__ import annotations
@@ -15,15 +14,16 @@ import runpy
 import signal
 import sys
 import threading
-import traceback
+import time
 from pathlib import Path
 from types import TracebackType
 
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
 from fsdp_jobs.elastic.program import Program
-from fsdp_jobs.elastic.rank_state import Phase, RankState
+from fsdp_jobs.elastic.rank_state import Phase, RankState, Request
 from fsdp_jobs.run.env import AGENT_PID_ENV, LOG_ENV, PROGRAM_ENV, RANK_STATE_ENV, STACKS_ENV
 from fsdp_jobs.run.processes import die_with_parent
+from fsdp_jobs.run.verdict import EXIT_REQUEUE
 
 
 def enter() -> None:
@@ -43,37 +43,16 @@ def enter() -> None:
     os.close(descriptor)
 
 
-def _write_stacks_when_asked() -> None:
+def _write_stacks_on_request() -> None:
     stacks = open(os.environ[STACKS_ENV], "a")  # noqa: SIM115 - stays open for as long as the rank lives
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
 
 
-def train() -> None:
-    """A rank of our trainer. Exits with 75 after a requested stop."""
-    enter()
-    _write_stacks_when_asked()
-    from fsdp_jobs.train.entry import main
-
-    try:
-        exit_code = main()
-    except (BadInput, JobFailed) as e:
-        print(f"{type(e).__name__}: {e}", flush=True)
-        raise
-    except BaseException:
-        traceback.print_exc()  # into the rank's log; torch's wrapper keeps it for itself
-        raise
-    if exit_code:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(exit_code)  # the state is saved and the group destroyed: nothing is left to clean up
-
-
 def run_program() -> None:
-    """A rank of the user's Python program, in what `python program.py` or `python -m program` would find."""
+    """Run a rank's Python program in the surroundings that `python program.py` or `python -m program` would give it."""
     enter()
-    _write_stacks_when_asked()
+    _write_stacks_on_request()
     program = Program.from_json(os.environ.pop(PROGRAM_ENV))
-    state = RankState(os.environ[RANK_STATE_ENV], int(os.environ["LOCAL_RANK"]))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     multiprocessing.set_start_method(None, force=True)  # Python's own default again
     if sys.flags.safe_path:
@@ -83,13 +62,25 @@ def run_program() -> None:
     sys.argv = [program.what, *program.args]
     exit_code = _run(program)
     threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()  # an interpreter's last words: a forked process does without
+    atexit._run_exitfuncs()  # an interpreter does so at its end, a forked process does not
     sys.stdout.flush()
     sys.stderr.flush()
+    state = RankState(os.environ[RANK_STATE_ENV], int(os.environ["LOCAL_RANK"]))
+    if exit_code in (0, EXIT_REQUEUE) and state.requested() is Request.PARK and state.read().phase == Phase.LEAVING:
+        _park(state)
     if exit_code:
         os._exit(exit_code)
     if not state.read().time:
         state.report(-1, -1, Phase.DONE)  # the process stays until all of its node's have ended
+
+
+def _park(state: RankState) -> None:
+    """Wait to be stopped: when all ranks have parked, the agents form a larger world."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    report = state.read()
+    state.report(report.step, report.committed, Phase.PARKED)
+    while True:
+        time.sleep(1)
 
 
 def _run(program: Program) -> int:
@@ -108,6 +99,10 @@ def _run(program: Program) -> int:
             return (e.code or 0) & 0xFF
         print(e.code, file=sys.stderr)
         get_error_handler().record_exception(e)
+        return 1
+    except (BadInput, JobFailed) as e:  # says what to do by itself
+        get_error_handler().record_exception(e)
+        print(f"{type(e).__name__}: {e}", file=sys.stderr)
         return 1
     except BaseException as e:
         get_error_handler().record_exception(e)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hydra.utils import get_method
 from torch import nn
 
-from fsdp_jobs.config.schema import CustomModelConfig, HfConfig, LlamaConfig, ModelConfig
+from fsdp_jobs.config.schema import CustomModelConfig, FsdpConfig, HfConfig, LlamaConfig, ModelConfig
 from fsdp_jobs.models.huggingface import build_hf, hf_head_modules, is_hf, layer_classes
 from fsdp_jobs.models.llama import Llama
 
@@ -44,3 +44,38 @@ def head_modules_of(model: nn.Module) -> list[nn.Module]:
         return hf_head_modules(model)
     modules: list[nn.Module] = model.head_modules() if hasattr(model, "head_modules") else []  # type: ignore[operator]
     return modules
+
+
+def find_blocks(model: nn.Module, model_config: ModelConfig, fsdp: FsdpConfig) -> list[nn.Module]:
+    """Return the modules that become FSDP units of their own, in the order they run.
+
+    Raises:
+        ValueError: no module has a class of `model.wrap_classes`.
+    """
+    if fsdp.wrap == "none":
+        return []
+    if fsdp.wrap == "size":
+        return list(_blocks_by_size(model, fsdp.min_num_params))
+    wanted = wrap_classes_of(model, model_config)
+    found = [m for m in model.modules() if type(m).__name__ in wanted]
+    if not found:
+        classes = sorted({type(m).__name__ for m in model.modules()})
+        raise ValueError(f"model.wrap_classes={wanted} matches no module; the model has {', '.join(classes)}")
+    return found
+
+
+def _blocks_by_size(module: nn.Module, min_num_params: int) -> Iterator[nn.Module]:
+    """The smallest modules that hold at least `min_num_params` parameters not held by a deeper unit."""
+
+    def visit(m: nn.Module) -> tuple[int, list[nn.Module]]:
+        rest, units = sum(p.numel() for p in m.parameters(recurse=False)), []
+        for child in m.children():
+            child_rest, child_units = visit(child)
+            rest += child_rest
+            units += child_units
+        wrappable = m is not module and not isinstance(m, nn.ModuleList | nn.ModuleDict)
+        if rest >= min_num_params and wrappable:
+            return 0, [*units, m]
+        return rest, units
+
+    yield from visit(module)[1]

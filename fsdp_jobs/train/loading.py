@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, cast
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.config.schema import DataConfig
 from fsdp_jobs.run.processes import die_with_parent
 from fsdp_jobs.train.data import Order, Samples, microbatches
-from fsdp_jobs.train.sources import open_tokens
-from fsdp_jobs.train.stream import Stream, StreamBatches
+from fsdp_jobs.train.sources import Stream, StreamBatches, open_tokens
 
 
 def open_samples(data: DataConfig, seed: int) -> Samples | Stream:
@@ -24,6 +25,19 @@ def open_samples(data: DataConfig, seed: int) -> Samples | Stream:
     if data.kind == "hf_dataset" and data.streaming:
         return Stream(data)
     return Samples(open_tokens(data), data.seq_len, seed)
+
+
+def check_same_data(samples: Samples | Stream, data: DataConfig) -> None:
+    """Compare the data of all ranks.
+
+    Raises:
+        JobFailed: a rank reads other data than rank 0.
+    """
+    fingerprints: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(fingerprints, samples.fingerprint())
+    others = [rank for rank, other in enumerate(fingerprints) if other != fingerprints[0]]
+    if others:
+        raise JobFailed(f"ranks {others} read other data than rank 0: is {data.kind} the same on all nodes?")
 
 
 def batches(

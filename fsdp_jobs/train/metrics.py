@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp_jobs.config.resolve import param_dtype, peak_flops
@@ -18,7 +19,7 @@ from fsdp_jobs.run.goodput import StepClock
 
 
 def flops_per_token(model: nn.Module, config: JobConfig) -> float:
-    """Floating-point operations of forward and backward a token, recomputation not counted.
+    """Return the FLOPs of forward and backward per token, recomputation not counted.
 
     For our own models the planner's formula; for any other 6 N over all its N parameters.
     """
@@ -27,41 +28,45 @@ def flops_per_token(model: nn.Module, config: JobConfig) -> float:
     return 6.0 * sum(p.numel() for p in model.parameters())
 
 
-def peak_for_mfu(config: JobConfig, device: torch.device) -> float:
-    """Return the peak that MFU is a part of, FLOP/s per device; 0.0 where the hardware is a CPU, which has none."""
-    if config.hardware.accelerator == "cpu":
-        return 0.0
-    return peak_flops(config.hardware, param_dtype(config.fsdp, device.type))
-
-
 class MetricsLog:
     """Rank 0's record of logged steps."""
 
-    def __init__(self, run: RunDir, attempt: int, world: int, flops_a_token: float, peak: float):
-        self.run, self.attempt, self.world = run, attempt, world
-        self.flops_a_token, self.peak = flops_a_token, peak
+    def __init__(self, run: RunDir, attempt: int, config: JobConfig, device: torch.device):
+        self.run, self.attempt, self.world = run, attempt, dist.get_world_size()
+        self.peak = 0.0  # FLOP/s per device that MFU is a part of; a CPU has none
+        if config.hardware.accelerator != "cpu":
+            self.peak = peak_flops(config.hardware, param_dtype(config.fsdp, device.type))
         self.steps = StepClock(run)
-        self.board: Any = None
+        self.tensorboard: Any = None
         if importlib.util.find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.board = SummaryWriter(str(run.tensorboard))
+            self.tensorboard = SummaryWriter(str(run.tensorboard))
 
-    def log(self, step: int, tokens: int, seconds: float, values: dict[str, float]) -> None:
-        """Record the step that `step` steps were done after: `tokens` over all ranks in `seconds`."""
+    def log(self, step: int, tokens: int, flops: float, values: dict[str, float]) -> None:
+        """Record a step.
+
+        Args:
+            step: steps done, this one included.
+            tokens, flops: of the step over all ranks.
+            values: by name, with the seconds `step_s` and `checkpoint_stall_s`.
+        """
+        seconds = values["step_s"]
         rate = tokens / seconds
         record = {"step": step, **values, "tokens_per_s": rate, "tokens_per_s_per_gpu": rate / self.world}
-        if self.peak:
-            record["mfu"] = rate / self.world * self.flops_a_token / self.peak
+        if self.peak and flops:
+            record["mfu"] = flops / seconds / self.world / self.peak
         if torch.cuda.is_available():
             record["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         rounded = {k: v if isinstance(v, int) else float(f"{v:.9g}") for k, v in record.items()}
-        rounded |= {k: round(v, 4) for k, v in self.steps.add(step, seconds, values["checkpoint_stall_s"]).items()}
+        rounded |= {
+            k: round(v, 4) for k, v in self.steps.add(step, values["step_s"], values["checkpoint_stall_s"]).items()
+        }
         append_line(self.run.metrics, {**rounded, "attempt": self.attempt, "time": time.time()})
-        if self.board is not None:
+        if self.tensorboard is not None:
             for name, value in rounded.items():
-                self.board.add_scalar(name, value, step)
+                self.tensorboard.add_scalar(name, value, step)
 
     def close(self) -> None:
-        if self.board is not None:
-            self.board.close()
+        if self.tensorboard is not None:
+            self.tensorboard.close()

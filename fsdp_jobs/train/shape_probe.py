@@ -24,9 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp_jobs.checkpoints.pretrained import problems_of
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import JobConfig, load_config
-from fsdp_jobs.models.build import build_model, head_modules_of
+from fsdp_jobs.models.build import build_model, find_blocks, head_modules_of
 from fsdp_jobs.plan.shapes import Activations, ModelShape, Unit, merged
-from fsdp_jobs.train.sharding import find_blocks
 
 MATMULS = ("mm", "addmm", "bmm", "baddbmm")
 ATTENTION = "_scaled_dot_product"

@@ -1,4 +1,4 @@
-"""Parallelism applied to a plain model, in order: activation checkpointing, compile, FSDP2, weights."""
+"""Parallelism applied to a plain model, in order: activation checkpointing, compile, FSDP2, weights; and its mesh."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -23,9 +23,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from fsdp_jobs.config.resolve import output_dtype, param_dtype
-from fsdp_jobs.config.schema import FsdpConfig, HfConfig, ModelConfig
-from fsdp_jobs.models.build import build_model, head_modules_of, wrap_classes_of
+from fsdp_jobs.config.schema import FsdpConfig, HfConfig, JobConfig, ModelConfig
+from fsdp_jobs.models.build import build_model, find_blocks, head_modules_of, wrap_classes_of
 from fsdp_jobs.models.huggingface import initial_pieces
+from fsdp_jobs.models.shards import keep_shard, plain_name
 from fsdp_jobs.plan.layout import Layout
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -45,70 +46,96 @@ def compute_dtype(fsdp: FsdpConfig, device: torch.device) -> torch.dtype:
     return TORCH_DTYPES[param_dtype(fsdp, device.type)]
 
 
-def sharded_model(
-    model_config: ModelConfig, fsdp: FsdpConfig, layout: Layout, mesh: DeviceMesh, device: torch.device, seed: int
-) -> nn.Module:
-    """Build the model of a configuration, sharded as the layout says, with weights that depend on the seed
-    alone: not on the world size, the strategy or the grouping.
+def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
+    """Return the mesh of a layout over all ranks in ascending order.
+
+    Raises:
+        RuntimeError: the layout is for another world, or a rank's place in the mesh differs from its
+            rank in the group. (DCP addresses shards by mesh coordinates and process groups sort their
+            ranks: where the two disagree, training works and checkpoints are silently wrong.)
+    """
+    if layout.world_size != dist.get_world_size():
+        raise RuntimeError(f"the layout is for {layout.world_size} ranks, the world has {dist.get_world_size()}")
+    shape = layout.mesh_shape
+    mesh = init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    for dim, place in enumerate(coordinate):
+        if place != dist.get_rank(mesh.get_group(dim)):
+            raise RuntimeError(f"mesh row {torch.as_tensor(mesh.mesh).tolist()} is out of rank order in dim {dim}")
+    return mesh
+
+
+def sharded_model(config: JobConfig, layout: Layout, mesh: DeviceMesh, device: torch.device) -> nn.Module:
+    """Build the model of a configuration, sharded as the layout says.
+
+    Its weights depend on the seed alone: not on the world size, the strategy or the grouping.
 
     Raises:
         ValueError: a wrap class that matches no module of the model.
         RuntimeError: a parameter was left out of the sharding.
     """
+    fsdp = config.fsdp
     with torch.device("meta" if fsdp.meta_init else "cpu"):
-        torch.manual_seed(seed)
-        model = build_model(model_config)
-    blocks = find_blocks(model, model_config, fsdp)
-    blocks = apply_activation_checkpointing(model, blocks, fsdp)
-    if fsdp.compile:
-        for block in blocks:
-            block.compile()
-    apply_fsdp(model, blocks, fsdp, layout, mesh, device)
+        torch.manual_seed(config.seed)
+        model = build_model(config.model)
+    shard(model, find_blocks(model, config.model, fsdp), fsdp, layout, mesh, device)
     if fsdp.meta_init:
         model.to_empty(device="cpu" if fsdp.cpu_offload else device)
         for module in model.modules():  # FSDP offloads parameters alone
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = torch.empty_like(buffer, device=device)
-        fill_weights(model, model_config, device, seed)
+        fill_weights(model, config.model, device, config.seed)
     left_out = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
     if left_out:
         raise RuntimeError(f"not sharded: {', '.join(left_out[:5])}")
     return model
 
 
-def find_blocks(model: nn.Module, model_config: ModelConfig, fsdp: FsdpConfig) -> list[nn.Module]:
-    """The modules that become FSDP units of their own, in the order they run.
+def blocks_of_program(model: nn.Module, classes: list[str], config: JobConfig) -> list[nn.Module]:
+    """Return the modules of a user's model that become FSDP units of their own.
 
-    Raises:
-        ValueError: no module has a class of `model.wrap_classes`.
+    Those of the named classes or, without any, of the classes that the configuration or a model of transformers
+    names; of any other model the members of its module lists.
     """
-    if fsdp.wrap == "none":
-        return []
-    if fsdp.wrap == "size":
-        return list(_blocks_by_size(model, fsdp.min_num_params))
-    wanted = wrap_classes_of(model, model_config)
-    found = [m for m in model.modules() if type(m).__name__ in wanted]
-    if not found:
-        classes = sorted({type(m).__name__ for m in model.modules()})
-        raise ValueError(f"model.wrap_classes={wanted} matches no module; the model has {', '.join(classes)}")
-    return found
+    if config.fsdp.wrap != "layer":
+        return find_blocks(model, config.model, config.fsdp)
+    wanted = classes or wrap_classes_of(model, config.model)
+    if wanted:
+        return [m for m in model.modules() if type(m).__name__ in wanted]
+
+    def members(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            yield from child.children() if isinstance(child, nn.ModuleList) else members(child)
+
+    return list(members(model))
 
 
-def _blocks_by_size(module: nn.Module, min_num_params: int) -> Iterator[nn.Module]:
-    """The smallest modules that hold at least `min_num_params` parameters not held by a deeper unit."""
+def make_equal(model: nn.Module) -> None:
+    """Send rank 0's weights and buffers to all, if the first numbers of any tensor differ between ranks."""
+    tensors = [*model.parameters(), *model.buffers()]
+    sums = [t.detach().flatten()[:8].double().sum().item() for t in tensors]
+    by_rank: list[list[float]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(by_rank, sums)
+    if any(other != by_rank[0] for other in by_rank):
+        for tensor in tensors:
+            dist.broadcast(tensor.detach(), src=0)
 
-    def visit(m: nn.Module) -> tuple[int, list[nn.Module]]:
-        rest, units = sum(p.numel() for p in m.parameters(recurse=False)), []
-        for child in m.children():
-            child_rest, child_units = visit(child)
-            rest += child_rest
-            units += child_units
-        wrappable = m is not module and not isinstance(m, nn.ModuleList | nn.ModuleDict)
-        if rest >= min_num_params and wrappable:
-            return 0, [*units, m]
-        return rest, units
 
-    yield from visit(module)[1]
+def shard(
+    model: nn.Module,
+    blocks: list[nn.Module],
+    fsdp: FsdpConfig,
+    layout: Layout,
+    mesh: DeviceMesh,
+    device: torch.device,
+) -> None:
+    """Apply activation checkpointing, compilation and FSDP2 to a model whose blocks are given."""
+    blocks = apply_activation_checkpointing(model, blocks, fsdp)
+    if fsdp.compile:
+        for block in blocks:
+            block.compile()
+    apply_fsdp(model, blocks, fsdp, layout, mesh, device)
 
 
 def apply_activation_checkpointing(model: nn.Module, blocks: list[nn.Module], fsdp: FsdpConfig) -> list[nn.Module]:
@@ -180,7 +207,7 @@ def fill_weights(model: nn.Module, model_config: ModelConfig, device: torch.devi
 
     A model with `init_parameter` fills one whole parameter at a time on every rank and keeps its
     shard: no traffic, and never more than one parameter in memory. A model of transformers is filled
-    a layer at a time; of a pretrained one only the buffers, since checkpoints/foreign.py reads its weights.
+    a layer at a time; of a pretrained one only the buffers, since checkpoints/pretrained.py reads its weights.
     Any other is built by rank 0 on its CPU and sent out tensor by tensor; buffers too, since to_empty() lost them.
     """
     if isinstance(model_config, HfConfig):
@@ -219,36 +246,6 @@ def fill_weights(model: nn.Module, model_config: ModelConfig, device: torch.devi
         dist.broadcast(buffer, src=0)
 
 
-def plain_name(name: str) -> str:
-    """A parameter's name without what activation checkpointing put into it."""
-    return name.replace("_checkpoint_wrapped_module.", "")
-
-
-def rows_of(parameter: DTensor) -> tuple[int, int]:
-    """The rows [first, last) of the whole tensor that this rank holds of one sharded on dim 0 (or replicated)."""
-    shard_dims = [i for i, p in enumerate(parameter.placements) if p.is_shard()]
-    rows = parameter.shape[0] if parameter.ndim else 0
-    if not shard_dims:
-        return 0, rows
-    mesh, dim = parameter.device_mesh, shard_dims[0]
-    a_rank = -(-rows // mesh.size(dim))
-    first = min(rows, mesh.get_local_rank(dim) * a_rank)
-    return first, min(rows, first + a_rank)
-
-
-def keep_shard(parameter: nn.Parameter, whole: torch.Tensor) -> None:
-    """Copy this rank's part of a whole tensor into a parameter."""
-    assert isinstance(parameter, DTensor)
-    first, last = rows_of(parameter)
-    with torch.no_grad():
-        parameter.to_local().copy_(whole[first:last] if whole.ndim else whole)
-
-
-def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
-    """Every FSDP unit of a model, the root included."""
-    return [m for m in model.modules() if isinstance(m, FSDPModule)]
-
-
 def set_gradient_communication(model: nn.Module, layout: Layout, last: bool) -> None:
     """Decide, before a microbatch's backward, what its gradients cost.
 
@@ -256,9 +253,8 @@ def set_gradient_communication(model: nn.Module, layout: Layout, last: bool) -> 
     gradients, nothing is sent; otherwise gradients are reduce-scattered inside the shard group, and a hybrid's
     all-reduce between replicas waits for the last.
     """
-    root = model
-    assert isinstance(root, FSDPModule)
+    assert isinstance(model, FSDPModule)
     if layout.accumulate_unsharded or layout.shard_group == 1:
-        root.set_requires_gradient_sync(last)
+        model.set_requires_gradient_sync(last)
     elif layout.replicas > 1:
-        root.set_requires_all_reduce(last)
+        model.set_requires_all_reduce(last)

@@ -25,7 +25,6 @@ from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.plan.memory import DTYPE_BYTES, GIB, Memory, peak_memory
 from fsdp_jobs.plan.shapes import ModelShape, Unit, llama_shape
 from fsdp_jobs.train import sharding
-from fsdp_jobs.train.mesh import build_mesh
 
 SMALL = LlamaConfig(vocab_size=4096, dim=256, n_layers=6, n_heads=8, n_kv_heads=4, ffn_dim=768)
 ODD = LlamaConfig(vocab_size=1003, dim=192, n_layers=4, n_heads=6, n_kv_heads=6, ffn_dim=509)
@@ -82,7 +81,7 @@ def tracked(
     """Bytes on rank 0 at the peak of a second optimizer step, by the tracker's names, and after it."""
     cpu = torch.device("cpu")
     with fake_world(layout.world_size):
-        mesh = build_mesh(layout, "cpu")
+        mesh = sharding.build_mesh(layout, "cpu")
         with FakeTensorMode():
             model: Llama = OneModuleHead(model_config) if head else NoHead(model_config)
             blocks = sharding.find_blocks(model, model_config, fsdp)

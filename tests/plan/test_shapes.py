@@ -13,12 +13,11 @@ from torch import nn
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.schema import FsdpConfig, LlamaConfig
-from fsdp_jobs.models.build import build_model
+from fsdp_jobs.models.build import build_model, find_blocks
 from fsdp_jobs.plan.memory import peak_memory
 from fsdp_jobs.plan.plan import make_plan
 from fsdp_jobs.plan.shape_client import probe
 from fsdp_jobs.plan.shapes import llama_params, llama_shape
-from fsdp_jobs.train.sharding import find_blocks
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
 PRESETS = sorted(p.stem for p in CONF.glob("llama*.yaml"))

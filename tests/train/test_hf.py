@@ -12,7 +12,7 @@ import pytest
 
 from fsdp_jobs.config.hydra import compose_job
 from tests.jobs import cli
-from tests.world import TINY_LLAMA, TINY_TASK, losses_of, run_world
+from tests.world import TINY_LLAMA, TINY_TASK, run_world, train_as
 
 pytestmark = pytest.mark.integration
 
@@ -67,26 +67,15 @@ def _first_loss(name_or_path: str) -> float:
 
 def _train(run_dir: str, overrides: Sequence[str], nodes: int = 1) -> list[float]:
     """Train in the present process group, full_shard unless a strategy is named; every rank calls this."""
-    import torch
     import torch.distributed as dist
 
-    from fsdp_jobs.config.schema import dump_config
     from fsdp_jobs.plan.layout import Layout
-    from fsdp_jobs.run.directory import RunDir, write_atomic
-    from fsdp_jobs.train.trainer import Trainer
 
     world = dist.get_world_size()
     config = compose_job([*TINY_TASK, f"nodes={nodes}", f"nproc_per_node={world // nodes}", *overrides])
-    run = RunDir(run_dir)
-    if dist.get_rank() == 0:
-        run.path.mkdir(parents=True, exist_ok=True)
-        write_atomic(run.config, dump_config(config))
-    dist.barrier()
     strategy = "full_shard" if config.fsdp.strategy == "auto" else config.fsdp.strategy
     group = {"no_shard": 1, "hybrid_shard": 2}.get(strategy, world)
-    Trainer(config, run, Layout(strategy, world, group), 0, str(config.steps), torch.device("cpu")).train()
-    dist.barrier()
-    return losses_of(run)
+    return train_as(run_dir, config, Layout(strategy, world, group))
 
 
 def _pretrained(folder: str) -> dict[str, list[float]]:
