@@ -299,9 +299,16 @@ def checkpointer(model: nn.Module, optimizer: torch.optim.Optimizer, **others: S
             raise TypeError(f"{name} is a {type(other).__name__} without state_dict and load_state_dict")
     job = _the_job()
     job.checkpoints = Checkpointer(
-        *(job.run, job.config, job.layout, model, optimizer),
-        *({"hyperparameters": Hyperparameters(optimizer), **others}, job.device),
-        *(job.attempt, job.restart, job.on_restored),
+        job.run,
+        job.config,
+        job.layout,
+        model,
+        optimizer,
+        {"hyperparameters": Hyperparameters(optimizer), **others},
+        job.device,
+        job.attempt,
+        job.restart,
+        job.on_restored,
     )
     return job.checkpoints
 

@@ -28,7 +28,7 @@ MANIFEST = "manifest.json"
 SHARDS = "shards.json"  # the manifest of a step whose shards are on the nodes' own disks
 _DAMAGED = f"{MANIFEST}.damaged"
 _NAME = re.compile(r"step-(\d{8,})")
-_NAME_WITH_RESTART = re.compile(r"step-(\d{8,})\.[\w-]+")
+_NAME_IN_STORE = re.compile(r"step-(\d{8,})\.[\w-]+")
 
 
 def home_of(config: CheckpointConfig, run: RunDir) -> Path:
@@ -93,12 +93,10 @@ def step_of(folder: Path) -> int:
 def find_checkpoints(checkpoints: Path) -> list[Path]:
     """Committed checkpoints, newest step first."""
     if is_object_store(checkpoints):
-        found = [
-            f.parent for f in checkpoints.glob(f"step-*/{MANIFEST}") if _NAME_WITH_RESTART.fullmatch(f.parent.name)
-        ]
+        found = [f.parent for f in checkpoints.glob(f"step-*/{MANIFEST}") if _NAME_IN_STORE.fullmatch(f.parent.name)]
     else:
-        found = [f for f in checkpoints.glob("step-*") if _NAME.fullmatch(f.name) and f.is_dir()]
-    return sorted(found, key=lambda f: (step_of(f), f.name), reverse=True)
+        folders = [f for f in checkpoints.glob("step-*") if _NAME.fullmatch(f.name) and f.is_dir()]
+    return sorted(folders, key=lambda f: (step_of(f), f.name), reverse=True)
 
 
 def find_on_nodes(checkpoints: Path) -> list[Path]:
@@ -221,7 +219,7 @@ def remove(folder: Path) -> None:
 
 
 def remove_unfinished(checkpoints: Path, since: int = 0) -> None:
-    """Remove what earlier restarts of the run left half-written; steps after `since` that are on the nodes' disks stay."""
+    """Remove what earlier restarts left half-written; steps after `since` that are on the nodes' disks stay."""
     in_store = is_object_store(checkpoints)
     for folder in checkpoints.glob("step-*" if in_store else "step-*.tmp"):
         finished = in_store and ((folder / MANIFEST).exists() or (folder / _DAMAGED).exists())
