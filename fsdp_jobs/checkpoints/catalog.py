@@ -91,9 +91,9 @@ def step_of(folder: Path) -> int:
 
 
 def find_checkpoints(checkpoints: Path) -> list[Path]:
-    """Committed checkpoints, newest step first."""
+    """Return the committed checkpoints, newest step first."""
     if is_object_store(checkpoints):
-        found = [f.parent for f in checkpoints.glob(f"step-*/{MANIFEST}") if _NAME_IN_STORE.fullmatch(f.parent.name)]
+        folders = [f.parent for f in checkpoints.glob(f"step-*/{MANIFEST}") if _NAME_IN_STORE.fullmatch(f.parent.name)]
     else:
         folders = [f for f in checkpoints.glob("step-*") if _NAME.fullmatch(f.name) and f.is_dir()]
     return sorted(folders, key=lambda f: (step_of(f), f.name), reverse=True)
