@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_jobs.config.data import inputs_of
+from fsdp_jobs.config.data import input_paths
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.schema import DataConfig
@@ -138,6 +138,6 @@ def test_a_job_on_a_stream_loses_a_node_and_goes_on(corpus: Path) -> None:
 def test_what_ranks_read_on_this_machine_is_known(corpus: Path) -> None:
     text = ["data=text", f"data.path={corpus}/text/*.txt", f"data.tokenizer={corpus}/tokenizer"]
     model = ["model=hf", f"model.name_or_path={corpus}/tokenizer", f"init_from={corpus}/rows.jsonl"]
-    found = set(inputs_of(compose_job([*text, *model])))
+    found = set(input_paths(compose_job([*text, *model])))
     assert found == {corpus / "text", corpus / "tokenizer", corpus / "rows.jsonl"}
-    assert not list(inputs_of(compose_job(["data=hf_dataset", "data.path=owner/name"])))
+    assert not list(input_paths(compose_job(["data=hf_dataset", "data.path=owner/name"])))
