@@ -1,7 +1,7 @@
-"""The job's control process, on the network. No torch.
+"""The job's control process on the network. No torch.
 
-Nothing here is needed by ranks that train: when this process dies they go on, and a new one adopts the round
-from what the agents tell it.
+Ranks that train do not need it: when this process dies they continue, and a new one adopts the round from the
+agents' hellos.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import time
 from contextlib import suppress
 
 from fsdp_jobs.config.schema import load_config
-from fsdp_jobs.elastic.placement import Member
+from fsdp_jobs.elastic.placement import ConnectedAgent
 from fsdp_jobs.elastic.protocol import Message
 from fsdp_jobs.elastic.rounds import Coordinator
+from fsdp_jobs.run import log
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV
 
@@ -44,7 +45,7 @@ class Server:
                 now = time.monotonic()
                 self.coordinator.tick(now)
                 verdict = self.coordinator.verdict
-                everyone_left = not self.coordinator.members or now - self.coordinator.closed_at > 30
+                everyone_left = not self.coordinator.agents or now - self.coordinator.closed_at > 30
                 if verdict is not None and everyone_left:
                     return verdict.exit_code_of_attempt
 
@@ -56,53 +57,55 @@ class Server:
             if not writer.is_closing():
                 writer.write((json.dumps(message) + "\n").encode())
 
-        member: Member | None = None
+        agent: ConnectedAgent | None = None
         with suppress(ConnectionError, ValueError, KeyError, asyncio.IncompleteReadError):
             hello = json.loads(await asyncio.wait_for(reader.readline(), 10) or b"{}")
             if not hmac.compare_digest(str(hello.get("token", "")), self.token):
                 writer.close()
                 return
-            member = Member(
-                **{k: hello[k] for k in ("node", "host", "address", "nproc", "switches", "agent")},
+            agent = ConnectedAgent(
+                **{k: hello[k] for k in ("node", "host", "address", "nproc", "switches")},
                 send=send,
                 drop=writer.close,
                 heard=time.monotonic(),
+                id=hello["agent"],
                 ended=hello.get("ended", False),
             )
             running = hello["round"], hello["size"], hello["shard_group"]
-            self.coordinator.on_hello(member, *running, time.monotonic())
+            self.coordinator.on_hello(agent, *running, time.monotonic())
             if hello["ready"]:
-                self.coordinator.on_ready(member, [], time.monotonic())
+                self.coordinator.on_ready(agent, [], time.monotonic())
             while line := await reader.readline():
-                self._dispatch(member, json.loads(line))
-        if member is not None:
-            why = f"node {member.node} ({member.host}) closed its connection: its agent is gone"
-            self.coordinator.on_gone(member, why, time.monotonic())
+                self._dispatch(agent, json.loads(line))
+        if agent is not None:
+            why = f"node {agent.node} ({agent.host}) closed its connection: its agent is gone"
+            self.coordinator.on_gone(agent, why, time.monotonic())
         writer.close()
 
-    def _dispatch(self, member: Member, message: Message) -> None:
+    def _dispatch(self, agent: ConnectedAgent, message: Message) -> None:
         now, kind = time.monotonic(), message["kind"]
         if kind == "beat":
-            self.coordinator.on_beat(member, message["ranks"], now)
-            member.send({"kind": "alive"})
+            self.coordinator.on_beat(agent, message["ranks"], now)
+            agent.send({"kind": "alive"})
         elif kind == "failed":
-            self.coordinator.on_failed(member, message["failures"], now)
+            self.coordinator.on_failed(agent, message["failures"], now)
         elif kind == "ready":
-            self.coordinator.on_ready(member, message["failures"], now)
+            self.coordinator.on_ready(agent, message["failures"], now)
         elif kind == "master":
-            self.coordinator.on_master(member, message)
+            self.coordinator.on_master(agent, message)
         elif kind == "notice":
-            self.coordinator.on_stop(f"node {member.node} received {message['signal']}", now)
+            self.coordinator.on_stop(f"node {agent.node} received {message['signal']}", now)
         elif kind == "stacks":
             self.coordinator.on_stacks(message)
         elif kind == "ended":
-            self.coordinator.on_ended(member, now)
+            self.coordinator.on_ended(agent, now)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="The control process of one attempt.")
     parser.add_argument("run_dir")
     args = parser.parse_args(argv)
+    log.configure()
     run = RunDir(args.run_dir)
     coordinator = Coordinator(load_config(run.config), run, int(os.environ[ATTEMPT_ENV]), time.monotonic())
     server = Server(coordinator, run.token.read_text())

@@ -1,4 +1,4 @@
-"""Telling whose fault a failure is, when the job should give up, and which machines to do without. No torch."""
+"""Find the cause of a failure, decide when the job gives up, and which machines to exclude. No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.verdict import EXIT_REQUEUE, FINAL_ERRORS, Verdict
 
-# Words of a collective whose peer has gone: the rank that says them is a victim, not the cause.
+# Errors of a collective whose peer has gone: the rank that raises them is a victim, not the cause.
 _PEER_GONE = re.compile(
     r"closed by peer|reset by peer|broken pipe|connection (was )?(closed|refused|reset)|timed out|"
     r"socket (closed|timeout)|remote error|ncclRemoteError|ncclSystemError|no route to host|heartbeat",
@@ -21,11 +21,12 @@ _PEER_GONE = re.compile(
 
 _OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|can't allocate memory", re.IGNORECASE)
 
-# Exceptions that speak of the machine and not of the program.
+# Errors of the machine and not of the program.
 _HARDWARE = re.compile(r"CUDA error|uncorrectable|\bECC\b|\bXid\b|cudaError|CUDA driver|no CUDA GPUs", re.IGNORECASE)
 
 
 def speaks_of_lost_peer(text: str) -> bool:
+    """Whether an error, in torch's and NCCL's words, is about a peer that has gone."""
     return bool(_PEER_GONE.search(text))
 
 
@@ -42,7 +43,7 @@ class Failure:
 
     @property
     def is_request(self) -> bool:
-        """It saved and left because it was asked to."""
+        """Whether the rank saved and left on request."""
         return self.exit_code == EXIT_REQUEUE
 
     @property
@@ -63,7 +64,7 @@ class Failure:
 
     @property
     def in_users_code(self) -> bool:
-        """It raised, or ended with an exit code of its own, and not because a peer had gone."""
+        """Whether the rank raised, or ended with an exit code of its own, and not because a peer had gone."""
         return (bool(self.error) or self.exit_code > 0) and not self.is_victim
 
     def describe(self) -> str:
@@ -74,9 +75,29 @@ class Failure:
         return f"rank {self.rank} on node {self.node} failed: {self.error or f'exit code {self.exit_code}'}"
 
 
-def first_cause(failures: list[Failure]) -> Failure:
-    """The failure that most likely began it: no victim of another, then the earliest."""
-    return min(failures, key=lambda f: (f.is_victim, f.time))
+@dataclass(frozen=True)
+class Cause:
+    """What broke a round."""
+
+    why: str  # one sentence for the user
+    failure: Failure | None = None  # the rank that failed first; None when a node was lost or ranks stalled
+    node: int | None = None  # whose machine may be at fault
+
+
+def find_cause(failures: list[Failure], culprit: int | None, broken_why: str, stalled: bool) -> Cause:
+    """Find the failure that most likely broke a round: no victim of another, then the earliest.
+
+    Args:
+        failures: reports of ranks.
+        culprit: the node that was lost, or that held the others up.
+        broken_why: the first sign that the round was broken.
+        stalled: the round was broken because no rank advanced.
+    """
+    real = [f for f in failures if not f.is_request]
+    first = min(real, key=lambda f: (f.is_victim, f.time)) if real and not stalled else None
+    if first is None or first.is_victim or (culprit is not None and not first.error):
+        return Cause(broken_why, node=culprit)  # any failures are consequences: the cause died with its node
+    return Cause(first.describe(), first, first.node if first.may_be_the_machines else None)
 
 
 class Budget:
@@ -93,47 +114,43 @@ class Budget:
                     self._attempts = 0
                 case events.AttemptEnded(verdict="infrastructure"):
                     self._attempts += 1
-        self._last_in_users_code: tuple[int, int, str] | None = None
+        self._last_signature: tuple[int, int, str] | None = None  # of the newest failure in the user's code
 
-    def judge(
-        self, cause: Failure | None, committed: int, why: str, stalled: bool = False, lived: bool = False
-    ) -> Verdict | None:
-        """The verdict that ends the attempt after this failure, or None to go on.
+    def judge(self, cause: Cause, committed: int, stalled: bool = False, was_long: bool = False) -> Verdict | None:
+        """Return the verdict that ends the attempt after this failure, or None to continue.
 
         Args:
-            cause: the rank that failed first; None when a node was lost.
+            cause: what broke the round.
             committed: step of the newest checkpoint.
-            why: what happened, for the user.
             stalled: nothing failed, but no rank advanced.
-            lived: the round was long, and its ranks say of no checkpoint: progress, unless it ended as the last one.
+            was_long: the round lasted long enough to count as progress, unless it ended like the one before.
         """
-        place = None
-        if cause is not None and cause.in_users_code:
-            error = re.sub(r"[0-9]+", "0", cause.error)  # addresses and sizes differ
-            place = (cause.step, cause.exit_code, error)
-        again = place is not None and place == self._last_in_users_code
-        if committed > self._committed or (lived and not again):
+        failure, why, signature = cause.failure, cause.why, None
+        if failure is not None and failure.in_users_code:
+            error = re.sub(r"[0-9]+", "0", failure.error)  # addresses and sizes differ
+            signature = (failure.step, failure.exit_code, error)
+        again = signature is not None and signature == self._last_signature
+        if committed > self._committed or (was_long and not again):
             self._committed, self.count = committed, 0
         self.count += 1
         details: dict[str, Any] = {}
-        if cause is not None:
-            details = {"rank": cause.rank, "node": cause.node, "exit_code": cause.exit_code, "error": cause.error}
-            if cause.is_final:
+        if failure is not None:
+            details = {name: getattr(failure, name) for name in ("rank", "node", "exit_code", "error")}
+            if failure.is_final:
                 return Verdict("user_error", "stop", why, **details)
-            if again and not lived:
-                same = "the same error at the same step twice" if cause.step >= 0 else "the same twice in a row"
+            if again and not was_long:
+                same = "the same error at the same step twice" if failure.step >= 0 else "the same twice in a row"
                 return Verdict("user_error", "stop", f"{why}; {same}", **details)
-            if place is not None:
-                self._last_in_users_code = place
+            self._last_signature = signature or self._last_signature
         if self.count > self.most:
             reason = f"{self.count} failures without a new checkpoint; the last: {why}"
-            kind = "user_error" if cause is not None and cause.in_users_code else "infrastructure"
+            kind = "user_error" if failure is not None and failure.in_users_code else "infrastructure"
             kind = "stalled" if stalled else kind
             return Verdict(kind, "stop", reason, **details)
         return None
 
     def requeue(self, why: str) -> Verdict:
-        """The verdict on an attempt that the cluster ended: another one, unless they lead nowhere."""
+        """Return the verdict on an attempt that the cluster ended: another one, unless they lead nowhere."""
         if self._attempts >= self.most:
             why = f"{self._attempts + 1} attempts without a new checkpoint; the last: {why}"
             return Verdict("infrastructure", "stop", why)
@@ -141,7 +158,7 @@ class Budget:
 
 
 class Machines:
-    """Counts failures by machine, over all attempts. One that fails again and again is done without for a while."""
+    """Counts failures by machine, over all attempts; one that fails repeatedly is excluded for a while."""
 
     def __init__(self, run: RunDir, most: int, for_s: float):
         """`most` failures within `for_s` seconds exclude a machine for as long; 0 excludes none."""
@@ -152,7 +169,7 @@ class Machines:
                 self._failures.setdefault(event.blamed, []).append(event.time)
 
     def blame(self, host: str, why: str) -> str | None:
-        """Take note of a failure; returns the reason when it is the one that excludes the machine."""
+        """Note a failure; returns the reason when it is the one that excludes the machine."""
         now = time.time()
         recent = [t for t in [*self._failures.get(host, []), now] if t > now - self.for_s]
         self._failures[host] = recent

@@ -1,15 +1,17 @@
-"""Agents as the coordinator knows them, and the places that a plan gives them. No torch."""
+"""Agents as the coordinator knows them: when they form a round, and which of them gets which ranks. No torch."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.resolve import node_range, ranks_per_node
-from fsdp_jobs.config.schema import JobConfig
+from fsdp_jobs.config.schema import ElasticConfig, JobConfig
 from fsdp_jobs.elastic.protocol import Message
+from fsdp_jobs.elastic.rank_state import Phase
 from fsdp_jobs.plan.plan import Plan, make_plan, regroup
 from fsdp_jobs.plan.remedies import remedies
 from fsdp_jobs.plan.shapes import ModelShape, shape_of
@@ -17,9 +19,12 @@ from fsdp_jobs.plan.sources import from_kubernetes, from_yaml
 from fsdp_jobs.plan.topology import Node, Topology
 from fsdp_jobs.run.directory import RunDir
 
+_REJOIN_S = 1.0  # the join window after the first round
+_REPLACEMENT_S = 60.0  # an excluded machine is not waited for longer than a replacement takes to come
+
 
 @dataclass
-class Member:
+class ConnectedAgent:
     """One connected agent."""
 
     node: int
@@ -27,14 +32,14 @@ class Member:
     address: str
     nproc: int
     switches: list[str]  # outermost first; empty when unknown
-    agent: str  # id of its process
+    id: str  # of its process
     send: Callable[[Message], None]
     drop: Callable[[], None]
     heard: float  # monotonic time of its last message
     ready: bool = False
     in_round: bool = False
     ended: bool = False
-    ranks: list[list[int]] = field(default_factory=list)  # [step, committed, phase] a local rank; -1: said nothing
+    ranks: list[list[int]] = field(default_factory=list)  # [step, committed, phase] per local rank; -1: no report
 
 
 def known_places(run: RunDir) -> dict[str, Node]:
@@ -48,8 +53,61 @@ def known_places(run: RunDir) -> dict[str, Node]:
     return {node.name: node for node in topology.nodes}
 
 
-class Seating:
-    """Plans with the agents that are there."""
+class Agents(dict[str, ConnectedAgent]):
+    """The connected agents, by id."""
+
+    def in_round(self) -> list[ConnectedAgent]:
+        return [a for a in self.values() if a.in_round]
+
+    def ready(self) -> list[ConnectedAgent]:
+        return [a for a in self.values() if a.ready]
+
+    def send(self, kind: str, **content: Any) -> None:
+        """Send one message to every agent of the round."""
+        for agent in self.in_round():
+            agent.send({"kind": kind, **content})
+
+    def slowest_step(self) -> int | None:
+        """Return the fewest steps that a rank of the round has reported; None before the first beat."""
+        return min((step for a in self.in_round() for step, _, _ in a.ranks), default=None)
+
+    def are_parked(self) -> bool:
+        phases = [phase for a in self.in_round() for _, _, phase in a.ranks]
+        return bool(phases) and all(phase == Phase.PARKED for phase in phases)
+
+    def have_ended(self) -> bool:
+        return all(a.ended for a in self.in_round())
+
+
+class Formation:
+    """Decides whether enough nodes are ready to form a round."""
+
+    def __init__(self, elastic: ElasticConfig, min_nodes: int, max_nodes: int, now: float):
+        self.elastic, self.min_nodes, self.max_nodes = elastic, min_nodes, max_nodes
+        self.since = now
+        self._enough_since: float | None = None
+
+    def restart(self, now: float) -> None:
+        self.since, self._enough_since = now, None
+
+    def is_complete(self, ready: int, are_all_ready: bool, is_first: bool, now: float) -> bool:
+        """Whether the maximum is ready, or the minimum and no more have come for the join window."""
+        if ready < self.min_nodes:
+            self._enough_since = None
+            return False
+        self._enough_since = now if self._enough_since is None else self._enough_since
+        window_s = self.elastic.join_window_s if is_first else _REJOIN_S
+        return ready >= self.max_nodes or (are_all_ready and now - self._enough_since >= window_s)
+
+    def waited_in_vain_s(self, ready: int, is_excluding: bool, now: float) -> float | None:
+        """Return how long fewer than the minimum were waited for, once that was too long; else None."""
+        wait_s = self.elastic.wait_for_nodes_s
+        wait_s = min(wait_s, _REPLACEMENT_S) if is_excluding else wait_s
+        return wait_s if ready < self.min_nodes and now - self.since > wait_s else None
+
+
+class RoundPlanner:
+    """Plans rounds with the agents that are there."""
 
     def __init__(self, config: JobConfig, run: RunDir):
         self.config = config
@@ -57,7 +115,7 @@ class Seating:
         self.shape = ModelShape.from_json(run.shape.read_text()) if run.shape.exists() else None
         self.places = known_places(run)
 
-    def plan(self, ready: Sequence[Member], shard_group: int) -> tuple[Plan, dict[str, Member]]:
+    def plan(self, ready: Sequence[ConnectedAgent], shard_group: int) -> tuple[Plan, dict[str, ConnectedAgent]]:
         """The plan with at most `max_nodes` of these, and who is meant by its names.
 
         Args:
@@ -66,29 +124,29 @@ class Seating:
         Raises:
             BadInput: a sharding that cannot be on these nodes.
         """
-        by_name = {f"{m.host}/{m.node}": m for m in sorted(ready, key=lambda m: m.node)[: self.max_nodes]}
-        present = [self._place(name, m) for name, m in by_name.items()]
+        by_name = {f"{a.host}/{a.node}": a for a in sorted(ready, key=lambda a: a.node)[: self.max_nodes]}
+        present = [self._place(name, a) for name, a in by_name.items()]
         if shard_group:
             return regroup(self.config, present, shard_group, self.shape), by_name
         return make_plan(self.config, Topology.of(present), shape=self.shape), by_name
 
-    def put_to_work(self, members: Sequence[Member], shard_group: int) -> int:
-        """How many of these nodes a round would use: spares alone complete no group."""
-        present = [self._place(f"{m.host}/{m.node}", m) for m in members[: self.max_nodes]]
+    def usable_nodes(self, agents: Sequence[ConnectedAgent], shard_group: int) -> int:
+        """Count the nodes among these that a round would use: spares alone complete no group."""
+        present = [self._place(f"{a.host}/{a.node}", a) for a in agents[: self.max_nodes]]
         try:
             return len(regroup(self.config, present, shard_group, self.shape).nodes)
         except BadInput:
             return 0
 
-    def _place(self, name: str, member: Member) -> Node:
+    def _place(self, name: str, agent: ConnectedAgent) -> Node:
         """Where a node is: as `known_places` says, else as the cluster told the node."""
-        known = self.places.get(member.host)
+        known = self.places.get(agent.host)
         if known is not None:
-            return replace(known, name=name, gpus=member.nproc)
-        return Node(name, tuple(member.switches), member.nproc)
+            return replace(known, name=name, gpus=agent.nproc)
+        return Node(name, tuple(agent.switches), agent.nproc)
 
     def what_would_fit(self, nodes: int) -> str:
-        """What to change when ranks run out of memory: the plan's remedies, or its settings that take less."""
+        """Say what to change when ranks run out of memory: the plan's remedies."""
         shape = self.shape or shape_of(self.config)
         if shape is None:
             return "The plan does not know the program's model"

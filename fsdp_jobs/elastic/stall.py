@@ -1,4 +1,4 @@
-"""Noticing that ranks live but do not advance, and finding the one that holds the others up. No torch."""
+"""Detect that ranks run but do not advance, and find the one that holds the others up. No torch."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from fsdp_jobs.elastic.protocol import Message
 
-_FLOOR_S = 60.0
-PROGRAMS_FLOOR_S = 1800.0  # a user's program may evaluate, and do other things between steps, as long as it likes
-_STEPS = 20  # without a word of the user's: so many step times without a step are a stall
-_ANSWERS_S = 4.0  # how long agents have to send what their ranks are doing
+FLOOR_S = 60.0
+PROGRAMS_FLOOR_S = 1800.0  # a user's program may evaluate or do other long work between steps
+_STEPS = 20  # step times without a step that are a stall, unless the user sets a time
+_ANSWERS_S = 4.0  # for agents to send the state of their ranks
 
 
 @dataclass
@@ -18,36 +18,38 @@ class StallWatch:
     """Watches one round. `timeout_s` is the user's, 0 for a multiple of the measured step time."""
 
     timeout_s: float
-    floor_s: float = _FLOOR_S
+    floor_s: float
     _step: int | None = None  # the slowest rank's, None before the first report
     _since: float = 0.0
     _step_s: float = 0.0  # measured, the slowest of the newest few
     asked_at: float | None = None  # when agents were asked for stacks
     answers: list[Message] = field(default_factory=list)
+    has_stalled: bool = False
 
     def limit_s(self) -> float:
-        """Seconds without a step that are a stall."""
+        """Return the seconds without a step that are a stall."""
         return self.timeout_s or max(self.floor_s, _STEPS * self._step_s)
 
-    def see(self, slowest: int, begun_at: int, now: float) -> bool:
-        """Take note of the slowest rank's step; True when it has not moved for too long.
+    def see(self, slowest: int, first_step: int, now: float) -> bool:
+        """Note the slowest rank's step; True when it has not advanced for too long.
 
-        Not before every rank has done a step more than `begun_at`, the step this round began with: the first one
+        Not before every rank has done a step more than `first_step`, with which the round began: the first one
         compiles, allocates and opens connections.
         """
         if self._step is None or slowest != self._step:
-            if self._step is not None and slowest > self._step >= begun_at + 1:
+            if self._step is not None and slowest > self._step >= first_step + 1:
                 self._step_s = max(0.8 * self._step_s, (now - self._since) / (slowest - self._step))
             self._step, self._since = slowest, now
-        return slowest > begun_at and now - self._since > self.limit_s()
+        return slowest > first_step and now - self._since > self.limit_s()
 
     def settled(self, agents: int, now: float) -> bool:
-        """Whether all agents have answered, or had time enough to."""
+        """Whether all agents have answered, or have had the time to."""
         assert self.asked_at is not None
         return len(self.answers) >= agents or now - self.asked_at > _ANSWERS_S
 
     def blame(self, now: float) -> tuple[str, int | None]:
-        """One sentence, how long nothing moved and on whose account; and the node, when it is one node's."""
+        """Say how long nothing has advanced and because of whom; and the node, when it is a single one."""
+        self.asked_at, self.has_stalled = None, True
         ranks = [(a["node"], r) for a in self.answers for r in a["ranks"]]
         waited = f"no rank has done a step for {now - self._since:.0f} s"
         dead = [(n, r) for n, r in ranks if not r["dumped"]]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fsdp_jobs.config.hydra import compose_job
-from fsdp_jobs.elastic.placement import Member
+from fsdp_jobs.elastic.placement import ConnectedAgent
 from fsdp_jobs.elastic.rank_state import Phase, Request
 from fsdp_jobs.elastic.rounds import Coordinator
 from fsdp_jobs.run.directory import RunDir
@@ -30,15 +30,15 @@ class Cluster:
 
     def join(
         self, node: int, life: str = "a", round_: int = -1, size: int = 0, switches: tuple[str, ...] = ()
-    ) -> Member:
+    ) -> ConnectedAgent:
         inbox = self.received.setdefault(f"{node}{life}", [])
-        member = Member(
+        member = ConnectedAgent(
             node=node,
             host=f"node{node}",
             address=f"node{node}",
             nproc=2,
             switches=list(switches),
-            agent=f"{node}{life}",
+            id=f"{node}{life}",
             send=inbox.append,
             drop=lambda: None,
             heard=self.now,
@@ -48,7 +48,9 @@ class Cluster:
             self.coordinator.on_ready(member, [], self.now)
         return member
 
-    def later(self, seconds: float, *beating: Member, step: int = 1, committed: int = -1, phase: int = 1) -> None:
+    def later(
+        self, seconds: float, *beating: ConnectedAgent, step: int = 1, committed: int = -1, phase: int = 1
+    ) -> None:
         end = self.now + seconds
         while self.now < end - 1e-9:
             self.now += 0.1
@@ -57,8 +59,8 @@ class Cluster:
                 self.coordinator.on_beat(member, ranks, self.now)
             self.coordinator.tick(self.now)
 
-    def last(self, member: Member, kind: str) -> dict[str, Any] | None:
-        return next((m for m in reversed(self.received[member.agent]) if m["kind"] == kind), None)
+    def last(self, member: ConnectedAgent, kind: str) -> dict[str, Any] | None:
+        return next((m for m in reversed(self.received[member.id]) if m["kind"] == kind), None)
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [e for e in read_json_lines(self.run.events) if e["event"] == name]
@@ -212,7 +214,7 @@ def test_a_restarted_coordinator_adopts_the_running_round(tmp_path: Path) -> Non
     assert cluster.verdict is not None and cluster.verdict.verdict == "done"
 
 
-def fails(cluster: Cluster, members: list[Member], node: int, error: str = "") -> None:
+def fails(cluster: Cluster, members: list[ConnectedAgent], node: int, error: str = "") -> None:
     """A rank of a node fails in the running round, and everyone comes back."""
     failure = _failure(node, node * 2, error, exit_code=1 if error else -9)
     for member in members:
@@ -281,7 +283,7 @@ def test_ranks_that_left_on_request_while_there_was_no_coordinator_were_preempte
     cluster.later(3, *members)
     assert cluster.verdict is not None
     assert (cluster.verdict.verdict, cluster.verdict.decision) == ("preempted", "requeue")
-    assert "told to stop" in cluster.verdict.reason
+    assert "received a signal to stop" in cluster.verdict.reason
 
 
 PROGRAM = ("script=train.py", "elastic.join_window_s=1")
