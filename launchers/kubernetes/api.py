@@ -16,7 +16,6 @@ from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.launchers.kubernetes.skeletons import Object
 
 _TIMEOUT_S = (5, 30)  # to connect, to answer
-_BUILT_IN = ("v1", "batch/v1")
 _NO_QUERY: Mapping[str, str] = {}
 _ROLE = "ask for the role in deploy/kubernetes/base/rbac.yaml"
 
@@ -70,21 +69,12 @@ class Api:
 
     def read(self, api_version: str, kind: str, name: str) -> Object | None:
         """Return an object; None when there is none of this name, or the cluster does not know the kind."""
-        try:
-            return self._json("GET", self._path(api_version, kind, name))
-        except ApiError as e:
-            if e.status == 404:
-                return None
-            raise
+        return self._json_or_none("GET", self._path(api_version, kind, name))
 
     def select(self, api_version: str, kind: str, **query: str) -> list[Object]:
         """Return objects by the API's own selectors; none when the cluster does not know the kind."""
-        try:
-            return list(self._json("GET", self._path(api_version, kind), query)["items"])
-        except ApiError as e:
-            if e.status == 404 and api_version not in _BUILT_IN:
-                return []
-            raise
+        found = self._json_or_none("GET", self._path(api_version, kind), query)
+        return list(found["items"]) if found is not None else []
 
     def groups(self) -> dict[str, str]:
         """Return the API groups that the cluster knows, with the version it prefers."""
@@ -100,11 +90,12 @@ class Api:
 
     def delete(self, body: Object) -> None:
         """Delete an object and what it owns; does nothing when it no longer exists."""
-        self._delete(body["apiVersion"], body["kind"], body["metadata"]["name"], propagationPolicy="Background")
+        path = self._path(body["apiVersion"], body["kind"], body["metadata"]["name"])
+        self._json_or_none("DELETE", path, {"propagationPolicy": "Background"})
 
     def kill_pod(self, name: str) -> None:
         """Delete a pod without grace; does nothing when it no longer exists."""
-        self._delete("v1", "Pod", name, gracePeriodSeconds="0")
+        self._json_or_none("DELETE", self._path("v1", "Pod", name), {"gracePeriodSeconds": "0"})
 
     def pods(self, selector: str) -> list[Object]:
         """Return pods by labels, oldest first."""
@@ -158,16 +149,17 @@ class Api:
         root = f"/apis/{api_version}" if "/" in api_version else f"/api/{api_version}"
         return f"{root}/namespaces/{self.namespace}/{kind.lower()}s" + (f"/{name}" if name else "")
 
-    def _delete(self, api_version: str, kind: str, name: str, **query: str) -> None:
-        try:
-            self._json("DELETE", self._path(api_version, kind, name), query)
-        except ApiError as e:
-            if e.status != 404:
-                raise
-
     def _json(self, method: str, path: str, query: Mapping[str, str] = _NO_QUERY, body: Object | None = None) -> Object:
         content: Object = json.loads(self._send(method, path, query, body).data)
         return content
+
+    def _json_or_none(self, method: str, path: str, query: Mapping[str, str] = _NO_QUERY) -> Object | None:
+        try:
+            return self._json(method, path, query)
+        except ApiError as e:
+            if e.status == 404:
+                return None
+            raise
 
     def _send(
         self,

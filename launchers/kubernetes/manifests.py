@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torchx.schedulers.kubernetes_scheduler import app_to_resource
+
 from fsdp_jobs.config.resolve import node_range
 from fsdp_jobs.launchers.base import Job
-from fsdp_jobs.launchers.kubernetes.labels import QUEUE, RUN, Names, job_files
+from fsdp_jobs.launchers.kubernetes.labels import NODE, QUEUE, RUN, Names, job_files
 from fsdp_jobs.launchers.kubernetes.pods import cluster_of, coordinator_pod, node_pod
-from fsdp_jobs.launchers.kubernetes.skeletons import Object, fill
+from fsdp_jobs.launchers.kubernetes.skeletons import Object, fill, merge, without_nulls
+from fsdp_jobs.run.verdict import EXIT_FAILED
 
 _INDEX = "$(JOB_COMPLETION_INDEX)"  # the kubelet puts the pod's number here
 _MIN_PARALLELISM = "kueue.x-k8s.io/job-min-parallelism"
 _COMPLETIONS_FOLLOW = "kueue.x-k8s.io/job-completions-equal-parallelism"
+_VOLCANO_RESTARTS = 100
+_VOLCANO_RESTART = {"events": ["PodEvicted", "PodFailed"], "action": "RestartTask"}
+_VOLCANO_VERDICT = [
+    {"event": "TaskCompleted", "action": "CompleteJob"},
+    {"exitCode": EXIT_FAILED, "action": "TerminateJob"},
+]
 
 
 def job_objects(job: Job, names: Names) -> list[Object]:
@@ -20,13 +32,13 @@ def job_objects(job: Job, names: Names) -> list[Object]:
     queue = {"metadata": {"labels": {QUEUE: cluster.queue}}}
     elastic = {"metadata": {"annotations": {_MIN_PARALLELISM: str(low), _COMPLETIONS_FOLLOW: "true"}}}
     in_service = {"spec": {"template": {"spec": {"subdomain": names.app}}}}
-    pods = {"spec": {"template": coordinator_pod(job, names), "ttlSecondsAfterFinished": keep_s(job)}}
-    root = fill("job_coordinator", metadata(job, names, names.app), pods, in_service, queue)
-    service = fill("service", metadata(job, names, names.app), {"spec": {"selector": names.labels}})
+    pods = {"spec": {"template": coordinator_pod(job, names), "ttlSecondsAfterFinished": _keep_s(job)}}
+    root = fill("job_coordinator", _metadata(job, names, names.app), pods, in_service, queue)
+    service = fill("service", _metadata(job, names, names.app), {"spec": {"selector": names.labels}})
     queued: list[Object] = [queue, {"spec": {"suspend": True}}] if cluster.queue is not None else []
     queued += [elastic] if cluster.queue is not None and low < high else []
     pods = _nodes(job, node_pod(job, names, f"{names.app}-0.{names.app}", _INDEX))
-    owned = fill("job_nodes", metadata(job, names, names.nodes), pods, in_service, *queued)
+    owned = fill("job_nodes", _metadata(job, names, names.nodes), pods, in_service, *queued)
     return [root, service, owned]
 
 
@@ -39,14 +51,58 @@ def jobset_objects(job: Job, names: Names) -> list[Object]:
         {"name": name, "template": {"metadata": {"labels": names.labels}, "spec": body["spec"]}}
         for name, body in jobs.items()
     ]
-    spec = {"replicatedJobs": replicated, "ttlSecondsAfterFinished": keep_s(job)}
+    spec = {"replicatedJobs": replicated, "ttlSecondsAfterFinished": _keep_s(job)}
     queue = {"metadata": {"labels": {QUEUE: cluster_of(job.config).queue}}}
-    return [fill("jobset", metadata(job, names, names.app), {"spec": spec}, queue)]
+    return [fill("jobset", _metadata(job, names, names.app), {"spec": spec}, queue)]
+
+
+def volcano_objects(job: Job, names: Names) -> list[Object]:
+    """Translate for `workload=volcano`: TorchX's Volcano job with these pods, a gang of the minimum of nodes."""
+    cluster = cluster_of(job.config)
+    made = app_to_resource(job.app, cluster.queue or "default", cluster.service_account, cluster.priority_class)
+    coordinator = f"{names.app}-coordinator-0-0.{names.app}"  # Volcano's plug-in `svc` makes the Service
+    tasks: list[Object] = []
+    for task in made["spec"]["tasks"]:
+        role, _, replica = task["name"].rpartition("-")
+        if role == "coordinator":
+            template, policies = coordinator_pod(job, names), [*_VOLCANO_VERDICT, _VOLCANO_RESTART]
+        else:
+            labels = {"metadata": {"labels": {NODE: replica}}}
+            template, policies = merge(node_pod(job, names, coordinator, replica), labels), [_VOLCANO_RESTART]
+        tasks.append({**task, "template": template, "maxRetry": _VOLCANO_RESTARTS, "policies": policies})
+    low = sum(task.get("minAvailable", 1) for task in tasks)
+    spec = {"tasks": tasks, "minAvailable": low, "ttlSecondsAfterFinished": _keep_s(job)}
+    root: Object = {**made, **_metadata(job, names, names.app), "spec": {**made["spec"], **spec}}
+    return [without_nulls(root)]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A value of `cluster.workload`: the object that owns a job's others, and the translation."""
+
+    api_version: str
+    kind: str
+    objects: Callable[[Job, Names], list[Object]]
+
+    @property
+    def group(self) -> str:
+        return self.api_version.partition("/")[0]
+
+    @property
+    def resource(self) -> str:
+        return f"{self.kind.lower()}s"
+
+
+WORKLOADS = {
+    "job": Workload("batch/v1", "Job", job_objects),
+    "jobset": Workload("jobset.x-k8s.io/v1alpha2", "JobSet", jobset_objects),
+    "volcano": Workload("batch.volcano.sh/v1alpha1", "Job", volcano_objects),
+}
 
 
 def files_objects(job: Job, names: Names) -> list[Object]:
     """Translate what submission wrote into the run directory: a ConfigMap, and a Secret with the job's token."""
-    named, run = metadata(job, names, names.files), job.run
+    named, run = _metadata(job, names, names.files), job.run
     files = {f.name: f.read_text() for f in job_files(run) if f.exists()}
     return [
         fill("config_map", named, {"data": files}),
@@ -61,14 +117,14 @@ def owned_by(root: Object, body: Object) -> Object:
     return {**body, "metadata": {**body["metadata"], "ownerReferences": [owner]}}
 
 
-def metadata(job: Job, names: Names, name: str) -> Object:
+def _metadata(job: Job, names: Names, name: str) -> Object:
     """The patch with an object's name, labels and annotations."""
     cluster = cluster_of(job.config)
     labels, annotations = {**cluster.labels, **names.labels}, {**cluster.annotations, RUN: job.run.name}
     return {"metadata": {"name": name, "labels": labels, "annotations": annotations}}
 
 
-def keep_s(job: Job) -> int:
+def _keep_s(job: Job) -> int:
     """Seconds that finished pods and their logs stay."""
     return round(3600 * cluster_of(job.config).keep_hours)
 

@@ -39,13 +39,18 @@ def node_pod(job: Job, names: Names, coordinator: str, node: str) -> Object:
     cluster, role = cluster_of(job.config), _role(job.app, "trainer")
     amounts = _amounts(cluster, role)
     siblings = {"matchLabels": {APP: names.app, ROLE: "trainer"}}
-    spread = skeleton("pod_node")["spec"]["topologySpreadConstraints"]
+    spread = {  # a machine of its own, where there are enough
+        "maxSkew": 1,
+        "topologyKey": "kubernetes.io/hostname",
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": siblings,
+    }
     patch = {
         "spec": {
             "containers": [{"name": "trainer", "resources": {"requests": amounts, "limits": amounts}}],
             "volumes": [{"name": "shm", "emptyDir": {"sizeLimit": cluster.shm}}],
             "nodeSelector": cluster.node_selector or None,
-            "topologySpreadConstraints": [{**constraint, "labelSelector": siblings} for constraint in spread],
+            "topologySpreadConstraints": [spread],
             "affinity": _affinity(cluster, siblings, sorted(job.run.excluded_hosts())) or None,
         }
     }
@@ -84,7 +89,9 @@ def _pod(
     cluster = cluster_of(job.config)
     base = skeleton("pod")
     base["spec"]["containers"][0]["name"] = role.name
-    kueue = {_KUEUE_TOPOLOGY: cluster.leaf_label} if _is_queued_node(cluster, role) and cluster.leaf_label else {}
+    is_node = role.name == "trainer"
+    in_kueue = is_node and cluster.queue is not None and cluster.workload != "volcano"
+    together = {_KUEUE_TOPOLOGY: cluster.leaf_label} if in_kueue and cluster.leaf_label else {}
     container: Object = {
         "name": role.name,
         "image": cluster.image,
@@ -96,7 +103,7 @@ def _pod(
     common = {
         "metadata": {
             "labels": {**cluster.labels, **names.labels, ROLE: role.name},
-            "annotations": {**cluster.annotations, **kueue} or None,
+            "annotations": {**cluster.annotations, **together} or None,
         },
         "spec": {
             "terminationGracePeriodSeconds": _grace_s(job),
@@ -107,7 +114,7 @@ def _pod(
             },
             "containers": [container],
             "volumes": [{"name": "runs", "persistentVolumeClaim": {"claimName": cluster.claim}}],
-            "tolerations": [*lost, *(cluster.tolerations if role.name == "trainer" else [])],
+            "tolerations": [*lost, *(cluster.tolerations if is_node else [])],
             "serviceAccountName": cluster.service_account,
             "priorityClassName": cluster.priority_class,
             "imagePullSecrets": [{"name": name} for name in cluster.image_pull_secrets] or None,
@@ -117,15 +124,8 @@ def _pod(
     if "containers" in patch:  # a patch of the other role's container is not for this pod
         others = {"coordinator", "trainer"} - {role.name}
         patch["containers"] = [c for c in patch["containers"] if c["name"] not in others]
-    template: Object = reduce(merge, [base, skeleton(_SKELETONS[role.name]), common, role_patch, {"spec": patch}])
+    template: Object = reduce(merge, [base, skeleton(f"pod_{role.name}"), common, role_patch, {"spec": patch}])
     return template
-
-
-_SKELETONS = {"coordinator": "pod_coordinator", "trainer": "pod_node"}
-
-
-def _is_queued_node(cluster: KubernetesClusterConfig, role: Role) -> bool:
-    return role.name == "trainer" and cluster.queue is not None and cluster.workload != "volcano"
 
 
 def _amounts(cluster: KubernetesClusterConfig, role: Role) -> dict[str, str]:

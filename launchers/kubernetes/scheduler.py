@@ -33,23 +33,16 @@ from fsdp_jobs.launchers.kubernetes import conditions, validate
 from fsdp_jobs.launchers.kubernetes.api import Api, ApiError, connect, explain
 from fsdp_jobs.launchers.kubernetes.labels import ALL_APPS, APP, ROLE, Names, new_app, node_of, pods_write_here
 from fsdp_jobs.launchers.kubernetes.machines import topology_labels
-from fsdp_jobs.launchers.kubernetes.manifests import files_objects, job_objects, jobset_objects, owned_by
+from fsdp_jobs.launchers.kubernetes.manifests import WORKLOADS, files_objects, owned_by
 from fsdp_jobs.launchers.kubernetes.mirror import Mirror, pass_on_stop
 from fsdp_jobs.launchers.kubernetes.pods import cluster_of
 from fsdp_jobs.launchers.kubernetes.skeletons import Object
-from fsdp_jobs.launchers.kubernetes.volcano import volcano_objects
 from fsdp_jobs.plan.sources import from_kubernetes
 from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.verdict import Verdict
 
-TRANSLATIONS = {"job": job_objects, "jobset": jobset_objects, "volcano": volcano_objects}
-_ROOTS = {  # cluster.workload -> API version and kind of the object that owns the job
-    "job": ("batch/v1", "Job"),
-    "jobset": ("jobset.x-k8s.io/v1alpha2", "JobSet"),
-    "volcano": ("batch.volcano.sh/v1alpha1", "Job"),
-}
 _RETRIED_FOR_S, _RETRY_S = 20.0, 2.0  # a cluster that does not answer
 _CANCELS_AT_ONCE = 16
 _POD_STATES = {"Pending": AppState.PENDING, "Running": AppState.RUNNING, "Succeeded": AppState.SUCCEEDED}
@@ -98,12 +91,13 @@ class _App:
 
     def root(self, api: Api, jobs: Sequence[Object]) -> Object | None:
         """Return the object that owns the others; of a job submitted elsewhere, whichever kind there is."""
-        kinds = _ROOTS if self.run is None else [self.cluster.workload]
+        app, job_kind = self.names.app, WORKLOADS["job"]
         for job in jobs:
-            if job["metadata"]["name"] == self.names.app:
-                return {"apiVersion": "batch/v1", "kind": "Job", **job}  # lists leave both out
-        others = [_ROOTS[kind] for kind in kinds if kind != "job"]
-        return next((root for kind in others if (root := api.read(*kind, self.names.app)) is not None), None)
+            if job["metadata"]["name"] == app:
+                return {"apiVersion": job_kind.api_version, "kind": job_kind.kind, **job}  # lists leave both out
+        kinds = WORKLOADS.values() if self.run is None else [WORKLOADS[self.cluster.workload]]
+        roots = (api.read(kind.api_version, kind.kind, app) for kind in kinds if kind is not job_kind)
+        return next((root for root in roots if root is not None), None)
 
 
 class KubernetesLauncher(Launcher):
@@ -185,7 +179,7 @@ def _prepare(job: Job) -> KubernetesRequest:
     cluster = cluster_of(job.config)
     api = connect(cluster)
     names = Names(new_app(job.run.name))
-    objects = TRANSLATIONS[cluster.workload](job, names)
+    objects = WORKLOADS[cluster.workload].objects(job, names)
     validate.validate_with_cluster(api, job.config, objects)
     return KubernetesRequest(api.namespace, names, objects, job)
 

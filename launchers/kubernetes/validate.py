@@ -10,14 +10,10 @@ from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.base import Finding
 from fsdp_jobs.launchers.kubernetes.api import Api, ApiError, connect, explain, missing_permissions
 from fsdp_jobs.launchers.kubernetes.machines import topology_labels
+from fsdp_jobs.launchers.kubernetes.manifests import WORKLOADS
 from fsdp_jobs.launchers.kubernetes.pods import cluster_of
 from fsdp_jobs.launchers.kubernetes.skeletons import Object
 
-WORKLOADS = {  # cluster.workload -> the group, kind and plural of the object that owns the job
-    "job": ("batch", "Job", "jobs"),
-    "jobset": ("jobset.x-k8s.io", "JobSet", "jobsets"),
-    "volcano": ("batch.volcano.sh", "Job", "jobs"),
-}
 _KUEUE = "kueue.x-k8s.io"
 _NEEDED = [
     ("create", "", "services"),
@@ -95,8 +91,9 @@ def _findings(what: str, problems: Sequence[Problem], ok: str) -> Iterator[Findi
 
 def needed_permissions(workload: str) -> list[tuple[str, str, str]]:
     """Return (verb, API group, resource) of everything that submitting, following and cancelling takes."""
-    group, _, resource = WORKLOADS[workload]
-    return list(dict.fromkeys([*_NEEDED, *((verb, group, resource) for verb in ("create", "get", "patch", "delete"))]))
+    root = WORKLOADS[workload]
+    own = [(verb, root.group, root.resource) for verb in ("create", "get", "patch", "delete")]
+    return list(dict.fromkeys([*_NEEDED, *own]))
 
 
 def _wrong_keys(config: JobConfig) -> Iterator[Problem]:
@@ -120,9 +117,9 @@ def _wrong_keys(config: JobConfig) -> Iterator[Problem]:
 
 def _not_installed(config: JobConfig, groups: dict[str, str]) -> Iterator[Problem]:
     cluster = cluster_of(config)
-    group, kind, _ = WORKLOADS[cluster.workload]
-    if group not in groups:
-        what = f"the cluster has no {kind}.{group}"
+    root = WORKLOADS[cluster.workload]
+    if root.group not in groups:
+        what = f"the cluster has no {root.kind}.{root.group}"
         yield Problem(f"cluster.workload={cluster.workload}", what, "cluster.workload=job needs nothing installed")
     if cluster.queue is not None and cluster.workload != "volcano" and _KUEUE not in groups:
         what = "Kueue is not installed in this cluster"

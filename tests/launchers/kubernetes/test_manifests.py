@@ -19,8 +19,8 @@ from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.kubernetes import labels
 from fsdp_jobs.launchers.kubernetes.labels import Names, new_app
-from fsdp_jobs.launchers.kubernetes.manifests import files_objects, owned_by
-from fsdp_jobs.launchers.kubernetes.scheduler import TRANSLATIONS, KubernetesRequest
+from fsdp_jobs.launchers.kubernetes.manifests import WORKLOADS, files_objects, owned_by
+from fsdp_jobs.launchers.kubernetes.scheduler import KubernetesRequest
 from fsdp_jobs.launchers.kubernetes.skeletons import merge, skeleton
 from fsdp_jobs.plan.plan import make_plan
 from fsdp_jobs.run.directory import RunDir, write_atomic
@@ -63,7 +63,7 @@ CASES: dict[str, tuple[str, ...]] = {
 def objects_of(case: str, run: RunDir) -> list[dict[str, Any]]:
     config = compose_job([*COMMON, *CASES[case], "name=pretrain"])
     job = Job(config, run, make_plan(config))
-    return TRANSLATIONS[config.cluster.workload](job, Names("pretrain-abc123"))  # type: ignore[attr-defined]
+    return WORKLOADS[config.cluster.workload].objects(job, Names("pretrain-abc123"))  # type: ignore[attr-defined]
 
 
 @cache

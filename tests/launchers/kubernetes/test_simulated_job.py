@@ -42,11 +42,14 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Simulat
 def test_a_job_lives_through_what_happens_to_pods_on_a_simulated_cluster(
     cluster: SimulatedCluster, tmp_path: Path
 ) -> None:
+    for machine, leaf in (("machine-a", "leaf2"), ("machine-b", "leaf1")):
+        labels = {"network.topology.nvidia.com/leaf": leaf, "network.topology.nvidia.com/spine": "spine"}
+        cluster.api.put("", "nodes", {"metadata": {"name": machine, "labels": labels}})
     done = cli(tmp_path, "name=life", *JOB, "nodes=2", "steps=100000", "checkpoint.every_steps=50", "attach=false")
     assert done.returncode == 0, done.stdout + done.stderr
     job = Submitted(tmp_path, "life")
     job.until_advanced(1)
-    assert sorted(job.events("round_started")[0]["hosts"]) == ["machine-a", "machine-b"]
+    assert job.events("round_started")[0]["hosts"] == ["machine-b", "machine-a"]  # in topology order, by the labels
 
     (coordinator,) = cluster.running("coordinator")
     (lost,) = set(cluster.machines) - {coordinator["spec"]["nodeName"]}
