@@ -67,7 +67,7 @@ def coordinate(run: RunDir, app: str, port: str, command: list[str]) -> int:
         publisher.lines("*.jsonl")
         publisher.repeat(publisher.whole_files)
         publisher.repeat(lambda: _take_stop_request(run))
-        code = attempts.main(["coordinator", str(run.path), port, "--first", str(run.first_attempt()), "--", *command])
+        code = attempts.main(["coordinator", str(run.path), port, "--", *command])
     attempt = run.last_attempt()
     verdict = Verdict.read(run, attempt)
     if verdict is not None:
@@ -90,7 +90,7 @@ def follow(run: RunDir, app: str, coordinator: str, command: list[str]) -> int:
     with Lease(run.lease(node)), Publisher(run) as publisher:
         publisher.lines(rank_logs(node=node), since=run.last_attempt())
         publisher.lines(f"attempts/*/node-{node}/{TIMES}", since=run.last_attempt())
-        code = attempts.main(["node", str(run.path), coordinator, "--first", str(run.first_attempt()), "--", *command])
+        code = attempts.main(["node", str(run.path), coordinator, "--", *command])
     verdict = Verdict.read(run, run.last_attempt())
     return EXIT_DONE if verdict is not None and verdict.decision == "stop" else code
 
