@@ -76,7 +76,7 @@ class QueuedJob:
     """A job as squeue or sacct describes it."""
 
     id: str  # <job>, or <job>_<task> of an array
-    word: str  # SLURM's state: PENDING, RUNNING, CANCELLED, ...
+    slurm_state: str  # PENDING, RUNNING, CANCELLED, ...
     reason: str = ""  # why it waits
     start: str = ""  # when it started, or will; N/A when unknown
     nodes: str = ""  # hostlist
@@ -85,7 +85,7 @@ class QueuedJob:
 
     @property
     def state(self) -> State:
-        return _STATES.get(self.word, State.RUNNING)
+        return _STATES.get(self.slurm_state, State.RUNNING)
 
     @property
     def signal_id(self) -> str:
@@ -112,7 +112,7 @@ def running(job_id: str) -> QueuedJob | None:
         SlurmError: as `queue`.
     """
     job = queue(fresh=True).get(job_id)
-    return job if job is not None and job.word == "RUNNING" else None
+    return job if job is not None and job.slurm_state == "RUNNING" else None
 
 
 def jobs(job_ids: Sequence[str]) -> list[QueuedJob | None]:
@@ -135,8 +135,8 @@ def _accounted(job_id: str) -> QueuedJob | None:
     records = [line.split("|") for line in text.splitlines() if line.startswith(f"{job_id}|")]
     if not records:
         return None
-    _, word, start, nodes = records[-1]  # a requeued job has several; the last is the newest
-    return QueuedJob(job_id, word.split()[0], start=start, nodes=nodes)  # "CANCELLED by 1000"
+    _, state, start, nodes = records[-1]  # a requeued job has several; the last is the newest
+    return QueuedJob(job_id, state.split()[0], start=start, nodes=nodes)  # "CANCELLED by 1000"
 
 
 @dataclass(frozen=True)

@@ -107,10 +107,10 @@ class SlurmLauncher(Launcher):
     def cancel(self, app_ids: Sequence[str]) -> None:
         queue = client.queue(fresh=True)
         jobs = [queue[id] for id in app_ids if id in queue and queue[id].state.is_active]
-        running = [job for job in jobs if job.word == "RUNNING"]
+        running = [job for job in jobs if job.slurm_state == "RUNNING"]
         if running:  # first, or the batch step would have the ranks save
             client.call("scancel", "--signal=KILL", "--batch", *(job.signal_id for job in running))
-            _wait_while(running, lambda job: job.word == "RUNNING")
+            _wait_while(running, lambda job: job.slurm_state == "RUNNING")
         if jobs:
             client.call("scancel", "--quiet", *(job.id for job in jobs))
             _wait_while(jobs, lambda job: job.state.is_active)
@@ -202,14 +202,14 @@ def _message(job: client.QueuedJob) -> str:
         when = f"starts about {job.start.replace('T', ' ')}" if job.start not in ("", "N/A") else "start not known yet"
         why = f" ({job.reason})" if job.reason != "None" else ""  # SLURM has not looked at it yet
         return f"SLURM job {job.id} waits{why}; {when}"
-    return f"SLURM job {job.id} is {job.word}" + (f" on {job.nodes}" if job.nodes else "")
+    return f"SLURM job {job.id} is {job.slurm_state}" + (f" on {job.nodes}" if job.nodes else "")
 
 
 def _end(run: RunDir, job: client.QueuedJob | None, state: State, message: str) -> tuple[State, str]:
     """Return how a job has ended: its verdict, where there is one, knows more than SLURM."""
     if run.last_attempt() < run.first_attempt():
         if state is State.FAILED and job is not None:
-            message = f"SLURM job {job.id} {job.word} before its first line: do the nodes see {run.path}?"
+            message = f"SLURM job {job.id} {job.slurm_state} before its first line: do the nodes see {run.path}?"
         return state, message
     verdict = Verdict.read(run, run.last_attempt())
     if verdict is None or state is State.STOPPED:
