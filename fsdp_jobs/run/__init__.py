@@ -1,1 +1,1 @@
-"""What a run leaves behind: its directory, events, verdicts and status. No torch."""
+"""What a run leaves behind: its directory, events, verdicts, status, goodput. No torch."""

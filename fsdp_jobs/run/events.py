@@ -284,7 +284,7 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
         finally:
             os.close(descriptor)
     except OSError as e:
-        logger.warning("not recorded in %s: %s", path, e.strerror)
+        logger.warning("OSError: %s; not recorded in %s", e.strerror, path)  # a rank's log shows no level
 
 
 def record(run: RunDir, attempt: int, event: Event) -> None:

@@ -25,7 +25,7 @@ class Goodput:
 
     @property
     def fraction(self) -> float:
-        """The useful part of the wall time, 0 to 1."""
+        """Return the useful part of the wall time, 0 to 1."""
         return self.useful_s / self.wall_s if self.wall_s else 0.0
 
     def __str__(self) -> str:

@@ -25,14 +25,14 @@ def die_with_parent(_worker: int = 0) -> None:
 
 
 def free_port() -> int:
-    """A TCP port that is free now."""
+    """Return a TCP port that is free now."""
     with closing(socket.socket()) as s:
         s.bind(("", 0))
         return int(s.getsockname()[1])
 
 
 def start_detached(module: str, folder: Path, record: Path, log: Path) -> None:
-    """Run `python -m MODULE FOLDER`, which outlives the terminal it is started from, and record who that is."""
+    """Run `python -m MODULE FOLDER` so that it outlives this terminal, and record which process that is."""
     with log.open("a") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", module, str(folder)],
@@ -46,7 +46,7 @@ def start_detached(module: str, folder: Path, record: Path, log: Path) -> None:
 
 
 def recorded_process(record: Path) -> psutil.Process | None:
-    """The process that `start_detached` recorded, while it lives."""
+    """Return the process that `start_detached` recorded; None when it has ended."""
     try:
         known = json.loads(record.read_text())
         process = psutil.Process(known["pid"])

@@ -1,0 +1,64 @@
+"""Events keep their format on disk, whatever wrote them, and say what happened."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fsdp_jobs.run import events
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.tail import Tail
+
+KINDS = (
+    *("submitted", "attempt_started", "round_started", "adopted", "round_broken", "node_lost", "stalled"),
+    *("machine_excluded", "process_restarted", "given_up", "taken_away", "node_asked_for", "resumed", "checkpoint"),
+    *("checkpoint_on_nodes", "checkpoint_failed", "checkpoint_skipped", "stop_requested", "waiting", "done"),
+    *("attempt_ended", "notify_failed", "tracking_failed"),
+)
+
+
+def test_the_names_on_disk_are_these() -> None:
+    assert sorted(events.Event.KINDS) == sorted(KINDS)
+
+
+def test_an_event_is_read_as_it_was_recorded(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    events.record(run, 2, events.RoundBroken("rank 1 failed", step=12, committed=10, round=3))
+    line = json.loads(run.events.read_text())
+    expected = {"event": "round_broken", "attempt": 2, "round": 3, "why": "rank 1 failed", "step": 12, "committed": 10}
+    assert line.pop("time") > 0 and line == expected
+    (event,) = events.read_events(run)
+    assert isinstance(event, events.RoundBroken) and (event.attempt, event.round) == (2, 3)
+    assert event.sentence() == "rank 1 failed; at step 12, newest checkpoint 10"
+
+
+def test_unknown_kinds_and_fields_are_no_obstacle(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    events.append_line(run.events, {"time": 1.0, "event": "from_the_future", "attempt": 4, "what": "?"})
+    events.append_line(run.events, {"time": 2.0, "event": "stop_requested", "attempt": 4, "why": "SIGTERM", "by": "?"})
+    unknown, stop = events.read_events(run)
+    assert type(unknown) is events.Event and unknown.attempt == 4 and unknown.sentence() is None
+    assert stop.sentence() == "asked to stop (SIGTERM): saving"
+
+
+def test_a_full_disk_costs_a_record_and_not_the_job(caplog: pytest.LogCaptureFixture) -> None:
+    events.append_line(Path("/dev/full"), {"step": 1})
+    assert "OSError" in caplog.text and "/dev/full" in caplog.text
+
+
+def test_a_tail_goes_on_where_it_was_left(tmp_path: Path) -> None:
+    tail = Tail(tmp_path / "log")
+    assert list(tail.lines()) == []
+    tail.path.write_text("one\ntwo\nthr")
+    lines = tail.lines()
+    assert next(lines) == b"one"
+    lines.close()
+    assert list(tail.lines()) == [b"two"] and tail.unfinished() == b"thr"
+    with tail.path.open("a") as f:
+        f.write("ee\n")
+    before = tail.offset
+    assert list(tail.lines()) == [b"three"] and list(tail.lines()) == []
+    tail.offset = before  # whoever could not use the lines reads them again
+    assert list(tail.lines()) == [b"three"]
