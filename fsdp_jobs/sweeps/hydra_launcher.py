@@ -119,7 +119,7 @@ class SweepLauncher(Launcher):
         if self.config.dry_run:
             sweep = self._read()
             rows, undone = jobs.to_do(sweep, own)
-            show_dry_run(console, sweep, rows, prepare(list(undone.values())))
+            show_dry_run(console, rows, prepare(list(undone.values())))
         else:
             with locked(self.folder, console.print):
                 sweep = self._read()

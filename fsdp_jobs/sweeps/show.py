@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from fsdp_jobs.run.table import table_lines
 from fsdp_jobs.submit.submit import Prepared
 from fsdp_jobs.sweeps.table import Row, Sweep
 
@@ -33,16 +34,20 @@ def ended_line(row: Row) -> str:
 
 def show_status(console: Console, sweep: Sweep) -> None:
     """Print a line per job, and how many are in which state."""
-    table = Table(box=None, pad_edge=False)
-    for heading in ("run", *sweep.keys, "state", "step", sweep.objective, "reason"):
-        is_number = heading in ("step", sweep.objective)
-        table.add_column(heading, justify="right" if is_number else "left", no_wrap=heading != "reason")
-    table.columns[0].min_width = max((len(row.run) for row in sweep.jobs), default=0)
+    headings = ["run", *sweep.keys, "state", "step", sweep.objective, "reason"]
+    rows = []
     for row in sweep.jobs:
         values = [row.values.get(key, "") for key in sweep.keys]
-        table.add_row(row.run, *values, row.state, str(row.step), number(row.objective), row.reason)
-    console.print(table)
+        rows.append([row.run, *values, row.state, str(row.step), number(row.objective), row.reason])
+    _print_table(console, headings, rows, numbers=("step", sweep.objective))
     console.print(f"{sweep.name}: {counts(sweep.jobs)}")
+
+
+def _print_table(
+    console: Console, headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str] = ()
+) -> None:
+    for line in table_lines(headings, rows, numbers, console.width if console.is_terminal else None):
+        console.print(line, soft_wrap=True)
 
 
 def show_submitted(
@@ -64,16 +69,14 @@ def show_submitted(
         console.print("    ".join(f"fsdp-jobs {command}" for command in commands), soft_wrap=True)
 
 
-def show_dry_run(console: Console, sweep: Sweep, rows: Sequence[Row], prepared: Sequence[Prepared]) -> None:
+def show_dry_run(console: Console, rows: Sequence[Row], prepared: Sequence[Prepared]) -> None:
     """Print what a command would submit."""
     plans = {job.run.name: job.plan for job in prepared}
-    table = Table(box=None, pad_edge=False)
-    for heading in ("run", "overrides", "action", "plan"):
-        table.add_column(heading, no_wrap=heading == "run")
+    lines = []
     for row in {row.run: row for row in rows}.values():
         plan = plans.get(row.run)
         action = f"none: it is {row.state}" if plan is None else "resume" if row.handle else "submit"
         layout = f"{plan.layout.strategy} over {plan.layout.shard_group} of {plan.layout.world_size}" if plan else ""
-        table.add_row(row.run, " ".join(row.overrides), action, layout)
-    console.print(table)
+        lines.append([row.run, action, layout, " ".join(row.overrides)])
+    _print_table(console, ["run", "action", "plan", "overrides"], lines)
     console.print("dry run: nothing was submitted", style="yellow")
