@@ -23,7 +23,7 @@ from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, R
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from fsdp_jobs.config.errors import BadInput, JobFailed
+from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.launchers.base import Description
 from fsdp_jobs.observe.report.page import content_of
 from fsdp_jobs.pages.page import render
@@ -56,6 +56,7 @@ class Dashboard:
         self._overview = Overview(self._newest_answers)
         self._reports: dict[str, tuple[list[int], str]] = {}  # run -> sizes of its records, its report
         self._answers: dict[str, Description] = {}  # handle -> what its launcher said last
+        self._failure = ""  # why no launcher answered
         self._asking, self._asked_at = threading.Thread(), -_ASK_EVERY_S
 
     def routes(self) -> list[Route]:
@@ -121,10 +122,11 @@ class Dashboard:
 
     def _ask(self, statuses: Sequence[RunStatus]) -> None:
         try:
-            self._answers = ask_launchers(statuses)
-        except (BadInput, JobFailed) as e:  # then the run directories say what is known
-            logger.warning("a launcher does not answer: %s", e)
-            self._answers = {}
+            self._answers, self._failure = ask_launchers(statuses), ""
+        except Exception as e:  # whatever a cluster's client raises: the run directories say what is known
+            if str(e) != self._failure:
+                logger.warning("a launcher does not answer: %s", e)
+            self._answers, self._failure = {}, str(e)
 
 
 def make_app(folder: str, hosts: list[str], token: str | None) -> Starlette:
