@@ -144,7 +144,7 @@ def test_a_queued_job_is_started_or_withdrawn_once(tmp_path: Path, monkeypatch: 
         (["optim.lr=1e-4,fast"], "could not be converted to Float"),
         (["optim.lrr=1,2"], "did you mean optim.lr?"),
         (["name=a,b"], "applies to the whole sweep"),
-        (["name=a/b", "seed=1,2"], "is no run name"),
+        (["name=a/b", "seed=1,2"], "not a valid run name"),
         (["name=a", "sweep.name=b", "seed=1,2"], "one of the two"),
         (["seed=1,2", "hydra/launcher=basic"], "leave it out"),
         (["seed=1,2", "sweep.direction=up"], "allowed: minimize, maximize"),
