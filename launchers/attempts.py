@@ -31,9 +31,10 @@ _LEAVE_S = 20.0  # for the command to end after its attempt's verdict
 class Container:
     """This container's part of a job: its command, once or more in each attempt."""
 
-    def __init__(self, run: RunDir, name: str, coordinator: str, first: int, command: Sequence[str]):
-        """`name` is coordinator or node-<i>; `coordinator` its address; attempts before `first` are not this job's."""
-        self.run, self.name, self.coordinator, self.first, self.command = run, name, coordinator, first, command
+    def __init__(self, run: RunDir, name: str, coordinator: str, command: Sequence[str]):
+        """`name` is coordinator or node-<i>; `coordinator` is the coordinator's address."""
+        self.run, self.name, self.coordinator, self.command = run, name, coordinator, command
+        self.first = run.first_attempt()
         self.is_leaving = False  # this container is being stopped
         self._attempt: Attempt | None = None
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -123,16 +124,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("role", choices=("coordinator", "node"))
     parser.add_argument("run_dir")
     parser.add_argument("address", help="a coordinator's port, or host:port of a node's coordinator")
-    parser.add_argument("--first", type=int, help="first attempt, where the run directory has no job.json")
     parser.add_argument("command", nargs="+", help="after --; a node's names it as --node I")
     args = parser.parse_args(argv)
     log.configure()
     run = RunDir(args.run_dir)
-    first = run.first_attempt() if args.first is None else args.first
     if args.role == "coordinator":
-        return coordinate(Container(run, "coordinator", f"0.0.0.0:{args.address}", first, args.command))
+        return coordinate(Container(run, "coordinator", f"0.0.0.0:{args.address}", args.command))
     node = args.command[args.command.index("--node") + 1]
-    return follow(Container(run, f"node-{node}", args.address, first, args.command))
+    return follow(Container(run, f"node-{node}", args.address, args.command))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a job is in Docker: a network, a container for the coordinator and one a node; made, found and removed."""
+"""A job in Docker: a network, a container for the coordinator and one per node; translated, created, removed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,13 @@ import yaml
 from docker.errors import APIError, DockerException, NotFound
 from docker.types import DeviceRequest, Mount
 from docker.utils import parse_bytes
-from torchx.specs import AppDef, Role, macros
+from torchx.specs import Role, macros
 
 from fsdp_jobs.config.clusters import DockerClusterConfig
 from fsdp_jobs.config.data import input_paths
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import JobConfig
-from fsdp_jobs.launchers.app import RUN_DIR_KEY
+from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.snapshot import Snapshot, take
 from fsdp_jobs.plan.memory import GIB
 from fsdp_jobs.plan.plan import Plan
@@ -34,42 +35,39 @@ _AGENT_BYTES = GIB // 2  # an agent and its fork server, which has imported torc
 
 
 def connect() -> docker.APIClient:
-    """Docker's daemon, as DOCKER_HOST or the default socket names it.
+    """Connect to the Docker daemon that DOCKER_HOST or the default socket names.
 
     Raises:
-        BadInput: none answers, it may not be spoken to, or it is another machine's.
+        BadInput: it does not answer, denies permission, or is another machine's.
     """
     where = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
     if not where.startswith(("unix://", "npipe://")):
-        what = "is another machine's Docker, and containers mount this machine's run directory"
+        what = "is another machine's Docker, but containers mount this machine's run directory"
         raise BadInput([Problem(f"DOCKER_HOST={where}", what, "submit on that machine")])
     try:
         return docker.APIClient(**docker.utils.kwargs_from_env(), version="auto", timeout=60)
     except DockerException as e:
-        why = str(e)
-    if "PermissionError" in why:
-        what = "you may not use its socket"
-        instead = "sudo usermod -aG docker $USER and log in again, or rootless Docker: dockerd-rootless-setuptool.sh"
-    else:
-        what = f"no Docker daemon answers: {why}"
-        instead = "start Docker Desktop, or: sudo systemctl start docker. cluster=local needs none"
-    raise BadInput([Problem(f"Docker at {where}", what, instead)])
+        what, cure = f"no Docker daemon answers: {e}", "start Docker Desktop, or: sudo systemctl start docker"
+        if "PermissionError" in str(e):
+            what = "you may not use its socket"
+            cure = "sudo usermod -aG docker $USER and log in again, or rootless Docker: dockerd-rootless-setuptool.sh"
+        raise BadInput([Problem(f"Docker at {where}", what, f"{cure}; cluster=local needs no Docker")]) from e
 
 
 @dataclass
 class DockerRequest:
-    """What is submitted, in the words of Docker's API. Values of `pass_env` are added when containers are made."""
+    """Containers as arguments of Docker's API. Values of `pass_env` are added when they are created."""
 
     run_dir: str
-    prefix: str  # of the names of containers; the network's name
+    prefix: str  # of the containers' names, and the network's name
     image: str
-    containers: list[dict[str, Any]] = field(default_factory=list)
-    pass_env: list[str] = field(default_factory=list)
+    containers: list[dict[str, Any]]
+    pass_env: list[str]
     code: Snapshot | None = None
     app_id: str = ""  # once it is submitted
 
     def to_json(self) -> str:
-        """Without the code, which is copied when a job is submitted."""
+        """Return all but the code, which is copied at submission."""
         return json.dumps({key: value for key, value in vars(self).items() if key != "code"}, indent=1)
 
     @classmethod
@@ -77,50 +75,48 @@ class DockerRequest:
         return cls(**json.loads(text))
 
     def __str__(self) -> str:
-        shown = {
-            "network": self.prefix,
-            "image": self.image,
-            "environment from yours": self.pass_env,
-            "containers": self.containers,
-        }
-        return str(yaml.safe_dump(json.loads(json.dumps(shown)), sort_keys=False, width=1000))
+        plain = json.loads(self.to_json())  # the API's own types are subclasses of dict
+        shown = {"network": plain["prefix"], **{key: plain[key] for key in ("image", "pass_env", "containers")}}
+        return str(yaml.safe_dump(shown, sort_keys=False, width=1000))
 
 
 def prefix_of(run: RunDir) -> str:
-    """What names of a run's containers begin with: at most 50 characters, so that they are host names, too."""
+    """Return what names of a run's containers begin with: at most 50 characters, so that they are host names."""
     name = f"fsdp-{run.name}"
     return name if len(name) <= 50 else f"{name[:41]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
+def cluster_of(config: JobConfig) -> DockerClusterConfig:
+    """Narrow the type of `config.cluster`."""
+    assert isinstance(config.cluster, DockerClusterConfig)
+    return config.cluster
+
+
 def memory_need(config: JobConfig, plan: Plan) -> int:
-    """Bytes of host memory that a node takes by the plan, /dev/shm included; 0 when the model is not known."""
+    """Return bytes of host memory that a node needs by the plan, with /dev/shm; 0 when the model is not known."""
     if plan.memory is None:
         return 0
-    on_cpu = plan.backend == "gloo"
-    rank = plan.memory.total if on_cpu else 2 * GIB + plan.memory.host
+    rank = plan.memory.total if plan.backend == "gloo" else 2 * GIB + plan.memory.host
     return plan.ranks_per_node * rank + _AGENT_BYTES + shm_need(config, plan)
 
 
 def shm_need(config: JobConfig, plan: Plan) -> int:
-    """Bytes of /dev/shm that a node takes: what data workers hand over, and NCCL's channels between its ranks."""
+    """Return bytes of /dev/shm that a node needs: batches of data workers, and NCCL's channels between its ranks."""
     data = config.data
     batches = 0 if config.is_program else data.workers * data.prefetch * data.micro_batch * (data.seq_len + 1) * 8
     channels = 0 if plan.backend == "gloo" else 64 * 2**20
     return int(plan.ranks_per_node * (batches + channels + 2**20))
 
 
-def translate(app: AppDef, config: JobConfig, plan: Plan, daemon: dict[str, Any], gpus: list[str]) -> DockerRequest:
-    """An AppDef as containers.
+def translate(job: Job, daemon: dict[str, Any], gpus: list[str]) -> DockerRequest:
+    """Translate a job into containers.
 
     Args:
-        daemon: what Docker says of itself (`docker info`).
+        daemon: what `docker info` shows.
         gpus: ids of the GPUs to divide among the nodes; none for a job on CPU.
     """
-    cluster = config.cluster
-    assert isinstance(cluster, DockerClusterConfig)
-    run = RunDir(app.metadata[RUN_DIR_KEY])
+    config, run, cluster = job.config, RunDir(job.run.path.resolve()), cluster_of(job.config)
     code = take(Path.cwd(), run.path.parent, cluster.snapshot_mb) if cluster.snapshot_mb else None
-    request = DockerRequest(str(run.path), prefix_of(run), cluster.image, [], list(cluster.pass_env), code)
     rootless = any("rootless" in option for option in daemon.get("SecurityOptions") or [])
     common = {
         "user": "0:0" if rootless else f"{os.getuid()}:{os.getgid()}",  # root of a rootless daemon is its user
@@ -134,40 +130,38 @@ def translate(app: AppDef, config: JobConfig, plan: Plan, daemon: dict[str, Any]
         "tmpfs": {"/tmp": ""},
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges"],
-        "mounts": [_mount(*m) for m in _mounts(config, run)],
+        "mounts": [Mount(to, source, type="bind", read_only=only) for source, to, only in _mounts(config, run)],
     }
-    for role in app.roles:
+    python_path = {"PYTHONPATH": str(run.code)} if code is not None else {}
+    prefix, size = prefix_of(run), job.plan.ranks_per_node
+    translated = []
+    for role in job.app.roles:
         for replica in range(role.num_replicas):
-            concrete: Role = macros.Values("", app.name, str(replica), "").apply(role)
-            is_node = role.name == "trainer"
-            name = f"node-{replica}" if is_node else "coordinator"
-            wrapped = ["-m", "fsdp_jobs.launchers.attempts"]
-            place = f"{request.prefix}-coordinator:{_PORT}" if is_node else str(_PORT)
-            wrapped += ["node" if is_node else "coordinator", str(run.path), place, "--"]
-            python_path = {"PYTHONPATH": str(run.code)} if code is not None else {}
-            environment = {**concrete.env, ADDRESS_ENV: f"{request.prefix}-{name}", **python_path, **cluster.env}
-            mine = gpus[replica * plan.ranks_per_node : (replica + 1) * plan.ranks_per_node]
-            limits = _limits(config, plan, daemon["NCPU"], mine) if is_node else {}
-            request.containers.append(
+            concrete: Role = macros.Values("", job.app.name, str(replica), "").apply(role)
+            name, part, address, limits = "coordinator", "coordinator", str(_PORT), {}
+            if role.name == "trainer":
+                name, part, address = f"node-{replica}", "node", f"{prefix}-coordinator:{_PORT}"
+                limits = _limits(job, daemon["NCPU"], gpus[replica * size : (replica + 1) * size])
+            attempts = ["-m", "fsdp_jobs.launchers.attempts", part, str(run.path), address, "--"]
+            translated.append(
                 {
                     **common,
-                    "name": f"{request.prefix}-{name}",
+                    "name": f"{prefix}-{name}",
                     "hostname": name,
-                    "command": [*wrapped, "python", *concrete.args],
-                    "environment": environment,
+                    "command": [*attempts, "python", *concrete.args],
+                    "environment": {**concrete.env, ADDRESS_ENV: f"{prefix}-{name}", **python_path, **cluster.env},
                     "host_config": {**host, **limits},
                 }
             )
-    return request
+    return DockerRequest(str(run.path), prefix, cluster.image, translated, list(cluster.pass_env), code)
 
 
-def _limits(config: JobConfig, plan: Plan, cores: int, gpus: list[str]) -> dict[str, Any]:
-    """What a node may use, as keywords of the API's host configuration."""
-    cluster = config.cluster
-    assert isinstance(cluster, DockerClusterConfig)
+def _limits(job: Job, cores: int, gpus: list[str]) -> dict[str, Any]:
+    """Return what a node may use, as keywords of the API's host configuration."""
+    cluster = cluster_of(job.config)
     limits: dict[str, Any] = {
-        "mem_limit": parse_bytes(cluster.memory) if cluster.memory else 2 * memory_need(config, plan) or None,
-        "nano_cpus": int((cluster.cpus or min(plan.ranks_per_node, cores)) * 1e9),
+        "mem_limit": parse_bytes(cluster.memory) if cluster.memory else 2 * memory_need(job.config, job.plan) or None,
+        "nano_cpus": int((cluster.cpus or min(job.plan.ranks_per_node, cores)) * 1e9),
         "shm_size": parse_bytes(cluster.shm),
     }
     if gpus:
@@ -176,23 +170,22 @@ def _limits(config: JobConfig, plan: Plan, cores: int, gpus: list[str]) -> dict[
 
 
 def _mounts(config: JobConfig, run: RunDir) -> Iterator[tuple[str, str, bool]]:
-    """(from, to, read only) of what a job reads and writes outside its image."""
-    assert isinstance(config.cluster, DockerClusterConfig)
+    """Yield (from, to, read only) of what a job reads and writes outside its image."""
     yield str(run.path), str(run.path), False
     if config.checkpoint.dir is not None and "://" not in config.checkpoint.dir:
         folder = str(Path(config.checkpoint.dir).resolve())
         yield folder, folder, False  # Docker wants it to exist: `create` makes it
     for path in input_paths(config):
         yield str(path.resolve()), str(path.absolute()), True
-    for text in config.cluster.mounts:
+    for text in cluster_of(config).mounts:
         yield parse_mount(text)
 
 
 def parse_mount(text: str) -> tuple[str, str, bool]:
-    """`from:to` or `from:to:ro`.
+    """Parse `from:to` or `from:to:ro` into (from, to, read only).
 
     Raises:
-        ValueError: of another form, or a path in the container that is not absolute.
+        ValueError: of another form, or `to` is not absolute.
     """
     source, *rest = text.split(":")
     if len(rest) not in (1, 2) or not rest[0].startswith("/") or rest[1:] not in ([], ["ro"], ["rw"]):
@@ -200,56 +193,45 @@ def parse_mount(text: str) -> tuple[str, str, bool]:
     return str(Path(source).resolve()), rest[0], rest[1:] == ["ro"]
 
 
-def _mount(source: str, target: str, read_only: bool) -> Mount:
-    return Mount(target, source, type="bind", read_only=read_only)
-
-
 def create(api: docker.APIClient, request: DockerRequest) -> None:
-    """Make and start a request's network and containers. What a failure leaves is removed.
+    """Create and start a request's network and containers; a failure leaves nothing behind.
 
     Raises:
         BadInput: Docker refuses something.
     """
     labels = {RUN_LABEL: request.run_dir}
     secrets = {name: os.environ[name] for name in request.pass_env}
-    remove(api, request.run_dir)  # what an earlier submission was asked to keep
+    remove(api, request.run_dir)  # what an earlier submission has kept
     for mount in request.containers[0]["host_config"]["mounts"]:
         if not Path(mount["Source"]).exists():
             Path(mount["Source"]).mkdir(parents=True)
     try:
         api.create_network(request.prefix, driver="bridge", labels=labels)
         for container in request.containers:
-            given = {**container, "environment": {**container["environment"], **secrets}}
-            host_config = api.create_host_config(network_mode=request.prefix, **given.pop("host_config"))
-            made = api.create_container(request.image, labels=labels, host_config=host_config, **given)
-            api.start(made["Id"])
+            arguments = {**container, "environment": {**container["environment"], **secrets}}
+            host_config = api.create_host_config(network_mode=request.prefix, **arguments.pop("host_config"))
+            created = api.create_container(request.image, labels=labels, host_config=host_config, **arguments)
+            api.start(created["Id"])
     except APIError as e:
         remove(api, request.run_dir)
-        instead = ""
-        if "address pool" in str(e.explanation):
-            instead = "networks that nothing uses take up the addresses: docker network prune"
-        raise BadInput([Problem("Docker", str(e.explanation), instead)]) from e
+        cure = "docker network prune: unused networks take up the addresses" if "address pool" in str(e) else ""
+        raise BadInput([Problem("Docker", str(e.explanation), cure)]) from e
 
 
 def containers_of(api: docker.APIClient, run_dir: str) -> list[dict[str, Any]]:
-    """A run's containers, running or not, as the API describes them."""
-    listed = api.containers(all=True, filters={"label": f"{RUN_LABEL}={run_dir}"})
-    found = []
-    for c in listed:
-        try:
-            found.append(api.inspect_container(c["Id"]))
-        except NotFound:
-            continue  # removed since
-    return found
+    """Return a run's containers, running or not, as the API describes them."""
+    inspected = []
+    for container in api.containers(all=True, filters={"label": f"{RUN_LABEL}={run_dir}"}):
+        with suppress(NotFound):  # removed since
+            inspected.append(api.inspect_container(container["Id"]))
+    return inspected
 
 
 def remove(api: docker.APIClient, run_dir: str) -> None:
-    """Take a run's containers and network away, running or not."""
-    ours = {"label": f"{RUN_LABEL}={run_dir}"}
-    for container in api.containers(all=True, filters=ours):
-        try:
+    """Remove a run's containers, running or not, and its network."""
+    label = {"label": f"{RUN_LABEL}={run_dir}"}
+    for container in api.containers(all=True, filters=label):
+        with suppress(NotFound):
             api.remove_container(container["Id"], force=True, v=True)
-        except NotFound:
-            continue
-    for network in api.networks(filters=ours):
+    for network in api.networks(filters=label):
         api.remove_network(network["Id"])

@@ -1,10 +1,11 @@
-"""The TorchX scheduler `docker_fsdp`: submit, describe, cancel, logs. An app's id is its run's and the time."""
+"""The launcher `docker_fsdp`: a job is containers on a network of its own. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.launchers.base import Job, TorchxScheduler, prepare_each
 from fsdp_jobs.launchers.detached import DetachedLauncher, kill_supervisor, start_supervisor, supervisor_of
 from fsdp_jobs.launchers.docker import containers, validate
@@ -24,8 +25,9 @@ class DockerLauncher(DetachedLauncher):
 
         def one(job: Job) -> DockerRequest:
             gpus = visible_gpus() if job.plan.backend != "gloo" else []
-            validate.check(api, job.config, job.plan, job.run, daemon, gpus)
-            return containers.translate(job.app, job.config, job.plan, daemon, gpus)
+            if problems := list(validate.problems_of(api, job, daemon, gpus)):
+                raise BadInput(problems)
+            return containers.translate(job, daemon, gpus)
 
         return prepare_each(one, jobs)
 
@@ -85,6 +87,6 @@ def _is_newest(run: RunDir, app_id: str) -> bool:
 
 
 def _devices(request: DockerRequest) -> list[list[str]]:
-    """The GPUs of each container that has any."""
+    """Return the GPUs of each container that has any."""
     given = [device for c in request.containers for device in c["host_config"].get("device_requests", [])]
     return [device["DeviceIDs"] for device in given]

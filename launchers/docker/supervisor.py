@@ -1,13 +1,14 @@
-"""What a cluster's controller does, for a job in containers: starts dead ones again and cleans up. No torch.
+"""The supervisor of a job in containers: restarts dead ones and removes them at the end. No torch.
 
     python -m fsdp_jobs.launchers.docker.supervisor RUN_DIR
 
-A restart policy of Docker's does neither after `docker kill`. The job does not need this process: while it is
-away, containers train on, through as many attempts as it takes.
+After `docker kill` Docker's restart policies do neither. Containers do not depend on this process: while it is away
+they go on training, through as many attempts as it takes.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from typing import Any
@@ -16,29 +17,32 @@ import docker
 from docker.errors import APIError
 from requests.exceptions import RequestException
 
-from fsdp_jobs.config.clusters import DockerClusterConfig
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.launchers.detached import judge
-from fsdp_jobs.launchers.docker.containers import connect, containers_of, remove
-from fsdp_jobs.run import events
+from fsdp_jobs.launchers.docker.containers import cluster_of, connect, containers_of, remove
+from fsdp_jobs.run import events, log
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE, Verdict
 
 _POLL_S = 0.5
+_RETRY_S = 2.0
 _LEAVE_S = 40.0  # containers that still run so long after the job's end are removed running
 _NO_DAEMON_S = 600.0  # a daemon that has been away for so long does not come back
+_LEFT = (EXIT_FAILED, EXIT_REQUEUE)  # of a container that gave up, or was told to stop: it is not restarted
+
+logger = logging.getLogger(__name__)
 
 
 class Supervisor:
-    """One job's controller."""
+    """Restarts one job's containers, and notices when it is over."""
 
     def __init__(self, run: RunDir):
         self.run, self.first = run, run.first_attempt()
         self._over_at: float | None = None
 
-    def tend(self, api: docker.APIClient) -> bool:
-        """Start what died again. True when the job is over and its containers have stopped, or had time to."""
+    def poll(self, api: docker.APIClient) -> bool:
+        """Restart what died. True when the job is over and its containers have stopped, or had time to."""
         containers = containers_of(api, str(self.run.path))
         stopped = [c for c in containers if not c["State"]["Running"]]
         if self._over_at is None and self._is_over(api, containers):
@@ -47,7 +51,7 @@ class Supervisor:
             return len(stopped) == len(containers) or time.monotonic() - self._over_at > _LEAVE_S
         for container in stopped:
             exit_code = container["State"]["ExitCode"]
-            if exit_code not in (EXIT_FAILED, EXIT_REQUEUE):  # it gave up, or left as it was asked to
+            if exit_code not in _LEFT:
                 name, attempt = container["Config"]["Hostname"], max(self.first, self.run.last_attempt())
                 events.record(self.run, attempt, events.ProcessRestarted(name, exit_code))
                 api.start(container["Id"])
@@ -63,40 +67,38 @@ class Supervisor:
         if coordinator is None:
             judge(self.run, Verdict("infrastructure", "stop", "the coordinator's container was removed"))
             return True
-        if coordinator["State"]["Running"] or coordinator["State"]["ExitCode"] not in (EXIT_FAILED, EXIT_REQUEUE):
-            return False
-        if coordinator["State"]["ExitCode"] == EXIT_FAILED:
-            said = api.logs(coordinator["Id"], tail=15).decode(errors="replace")
-            why = "the coordinator's container could not go on"
-            judge(self.run, Verdict("infrastructure", "stop", why, last_lines=said))
-        else:
+        exit_code = None if coordinator["State"]["Running"] else coordinator["State"]["ExitCode"]
+        if exit_code == EXIT_FAILED:
+            output = api.logs(coordinator["Id"], tail=15).decode(errors="replace")
+            reason = "the coordinator's container could not go on"
+            judge(self.run, Verdict("infrastructure", "stop", reason, last_lines=output))
+        elif exit_code == EXIT_REQUEUE:
             saved = verdict.reason if verdict is not None else "before anything was saved"
-            why = f"the coordinator's container was stopped: {saved}"
-            judge(self.run, Verdict("preempted", "stop", why))
-        return True
+            judge(self.run, Verdict("preempted", "stop", f"the coordinator's container was stopped: {saved}"))
+        return exit_code in _LEFT
 
 
 def supervise(run: RunDir) -> None:
-    """Tend a job to its end, then remove its containers and its network."""
-    cluster = load_config(run.config).cluster
-    assert isinstance(cluster, DockerClusterConfig)
+    """Supervise a job to its end, then remove its containers and its network."""
+    keep = cluster_of(load_config(run.config)).keep
     supervisor = Supervisor(run)
     answered = time.monotonic()
     while True:
         try:
             api = connect()
-            while not supervisor.tend(api):
+            while not supervisor.poll(api):
                 answered = time.monotonic()
                 time.sleep(_POLL_S)
-            if not cluster.keep:
+            if not keep:
                 remove(api, str(run.path))
             return
         except (APIError, RequestException, BadInput) as e:  # a container that has just gone; a daemon being restarted
-            print(e, file=sys.stderr, flush=True)
+            logger.warning("%s", e)
             if time.monotonic() - answered > _NO_DAEMON_S:
                 raise
-            time.sleep(2)
+            time.sleep(_RETRY_S)
 
 
 if __name__ == "__main__":
+    log.configure()
     supervise(RunDir(sys.argv[1]))

@@ -10,7 +10,6 @@ from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.hydra import compose_job, compose_jobs
 from fsdp_jobs.config.schema import JobConfig, dump_config, load_config
 from fsdp_jobs.elastic.program import Program
-from fsdp_jobs.launchers.app import to_app
 from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.docker import containers
 from fsdp_jobs.launchers.slurm.script import Site, script
@@ -115,10 +114,9 @@ def test_slurm_brings_the_program_as_it_was_at_submission(folder: Path) -> None:
 
 def test_containers_of_a_program_have_no_limit_that_nobody_knows(folder: Path) -> None:
     config, run, plan = _submitted(folder, "cluster=docker")
-    app = to_app(config, run, 2)
-    request = containers.translate(app, config, plan, {"NCPU": 4}, [])
+    request = containers.translate(Job(config, run, plan), {"NCPU": 4}, [])
     nodes = [c for c in request.containers if "-node-" in c["name"]]
     assert [n["host_config"]["mem_limit"] for n in nodes] == [None, None]
     given = compose_job([*("name=r", "script=train.py", "cluster=docker", "cluster.memory=2g"), "nproc_per_node=2"])
-    request = containers.translate(app, given, plan, {"NCPU": 4}, [])
+    request = containers.translate(Job(given, run, plan), {"NCPU": 4}, [])
     assert next(c for c in request.containers if "-node-" in c["name"])["host_config"]["mem_limit"] == 2 * 2**30
