@@ -11,18 +11,11 @@ from fsdp_jobs.config.resolve import node_range
 from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.kubernetes.labels import NODE, QUEUE, RUN, Names, job_files
 from fsdp_jobs.launchers.kubernetes.pods import cluster_of, coordinator_pod, node_pod
-from fsdp_jobs.launchers.kubernetes.skeletons import Object, fill, merge, without_nulls
-from fsdp_jobs.run.verdict import EXIT_FAILED
+from fsdp_jobs.launchers.kubernetes.skeletons import Object, fill, merge, skeleton, without_nulls
 
 _INDEX = "$(JOB_COMPLETION_INDEX)"  # the kubelet puts the pod's number here
 _MIN_PARALLELISM = "kueue.x-k8s.io/job-min-parallelism"
 _COMPLETIONS_FOLLOW = "kueue.x-k8s.io/job-completions-equal-parallelism"
-_VOLCANO_RESTARTS = 100
-_VOLCANO_RESTART = {"events": ["PodEvicted", "PodFailed"], "action": "RestartTask"}
-_VOLCANO_VERDICT = [
-    {"event": "TaskCompleted", "action": "CompleteJob"},
-    {"exitCode": EXIT_FAILED, "action": "TerminateJob"},
-]
 
 
 def job_objects(job: Job, names: Names) -> list[Object]:
@@ -65,11 +58,11 @@ def volcano_objects(job: Job, names: Names) -> list[Object]:
     for task in made["spec"]["tasks"]:
         role, _, replica = task["name"].rpartition("-")
         if role == "coordinator":
-            template, policies = coordinator_pod(job, names), [*_VOLCANO_VERDICT, _VOLCANO_RESTART]
+            template = coordinator_pod(job, names)
         else:
-            labels = {"metadata": {"labels": {NODE: replica}}}
-            template, policies = merge(node_pod(job, names, coordinator, replica), labels), [_VOLCANO_RESTART]
-        tasks.append({**task, "template": template, "maxRetry": _VOLCANO_RESTARTS, "policies": policies})
+            number = {"metadata": {"labels": {NODE: replica}}}
+            template = merge(node_pod(job, names, coordinator, replica), number)
+        tasks.append({**task, "template": template, **skeleton("volcano_tasks")[role]})
     low = sum(task.get("minAvailable", 1) for task in tasks)
     spec = {"tasks": tasks, "minAvailable": low, "ttlSecondsAfterFinished": _keep_s(job)}
     root: Object = {**made, **_metadata(job, names, names.app), "spec": {**made["spec"], **spec}}
@@ -111,26 +104,26 @@ def files_objects(job: Job, names: Names) -> list[Object]:
 
 
 def owned_by(root: Object, body: Object) -> Object:
-    """`body`, deleted with `root`, which the server has created."""
+    """Return `body` with `root` as its owner, which the server has created: it is deleted with it."""
     owner = {k: root[k] for k in ("apiVersion", "kind")}
     owner |= {"name": root["metadata"]["name"], "uid": root["metadata"]["uid"], "controller": False}
     return {**body, "metadata": {**body["metadata"], "ownerReferences": [owner]}}
 
 
 def _metadata(job: Job, names: Names, name: str) -> Object:
-    """The patch with an object's name, labels and annotations."""
+    """Return the patch with an object's name, labels and annotations."""
     cluster = cluster_of(job.config)
     labels, annotations = {**cluster.labels, **names.labels}, {**cluster.annotations, RUN: job.run.name}
     return {"metadata": {"name": name, "labels": labels, "annotations": annotations}}
 
 
 def _keep_s(job: Job) -> int:
-    """Seconds that finished pods and their logs stay."""
+    """Return how long finished pods and their logs stay, in seconds."""
     return round(3600 * cluster_of(job.config).keep_hours)
 
 
 def _nodes(job: Job, template: Object) -> Object:
-    """The patch of the nodes' Job. With fewer than the maximum it succeeds when the minimum has."""
+    """Return the patch of the nodes' Job; an elastic one succeeds when its minimum of nodes has."""
     low, high = node_range(job.config.nodes)
     enough = {"rules": [{"succeededCount": low}]} if low < high else None
     return {"spec": {"completions": high, "parallelism": high, "template": template, "successPolicy": enough}}

@@ -56,7 +56,7 @@ def node_pod(job: Job, names: Names, coordinator: str, node: str) -> Object:
     }
     env = {name: _field(path) for name, path in ((ADDRESS_ENV, "status.podIP"), (HOST_ENV, "spec.nodeName"))}
     env |= _values(cluster.env) | {name: _secret(reference) for name, reference in cluster.secret_env.items()}
-    arguments = ["node", names.app, pods_run_dir(job), f"{coordinator}:{COORDINATOR_PORT}"]
+    arguments = ["node", names.app, _run_dir(job), f"{coordinator}:{COORDINATOR_PORT}"]
     return _pod(job, names, role, [*arguments, "--", *_command(job, role, node)], env, patch)
 
 
@@ -73,12 +73,12 @@ def coordinator_pod(job: Job, names: Names) -> Object:
     webhook = (job.config.notify.webhook or "").removeprefix("env:")  # the coordinator notifies: it judges
     env = {k: v for k, v in _values(cluster.env).items() if k == webhook}
     env |= {k: _secret(reference) for k, reference in cluster.secret_env.items() if k == webhook}
-    arguments = ["coordinator", names.app, pods_run_dir(job), str(COORDINATOR_PORT)]
+    arguments = ["coordinator", names.app, _run_dir(job), str(COORDINATOR_PORT)]
     return _pod(job, names, role, [*arguments, "--", *_command(job, role)], env, patch)
 
 
-def pods_run_dir(job: Job) -> str:
-    """The run directory as pods see it."""
+def _run_dir(job: Job) -> str:
+    """Return the run directory's path in the pods."""
     return f"{cluster_of(job.config).mount_path.rstrip('/')}/{job.run.name}"
 
 
@@ -129,7 +129,7 @@ def _pod(
 
 
 def _amounts(cluster: KubernetesClusterConfig, role: Role) -> dict[str, str]:
-    """What a node requests, and its limits."""
+    """Return what a node requests, which is its limit, too."""
     ranks, on_gpu = int(role.resource.cpu), role.resource.gpu > 0
     return {
         "cpu": cluster.cpus or str(8 * ranks if on_gpu else ranks),
@@ -140,7 +140,7 @@ def _amounts(cluster: KubernetesClusterConfig, role: Role) -> dict[str, str]:
 
 
 def _affinity(cluster: KubernetesClusterConfig, siblings: Object, excluded: list[str]) -> Object:
-    """Prefer machines under one leaf switch; leave out excluded machines."""
+    """Prefer machines under one leaf switch, and exclude those that failed too often."""
     affinity: Object = {}
     if cluster.leaf_label is not None:
         term = {"labelSelector": siblings, "topologyKey": cluster.leaf_label}
@@ -154,7 +154,7 @@ def _affinity(cluster: KubernetesClusterConfig, siblings: Object, excluded: list
 
 
 def _grace_s(job: Job) -> int:
-    """Seconds from SIGTERM to SIGKILL: the configured time to save, or twice the slowest save of this run so far."""
+    """Return seconds from SIGTERM to SIGKILL: the configured time to save, or twice this run's slowest save."""
     saves = [e.seconds for e in events.read_events(job.run) if isinstance(e, events.Checkpoint)]
     return math.ceil(max([job.config.elastic.stop_grace_s, *(2 * s for s in saves)]) + _LEAVE_S)
 
@@ -164,9 +164,9 @@ def _role(app: AppDef, name: str) -> Role:
 
 
 def _command(job: Job, role: Role, replica_id: str = "0") -> list[str]:
-    """The role's own command, as it is called in a pod."""
+    """Return the role's own command with the pods' paths."""
     values = macros.Values(img_root="", app_id=job.app.name, replica_id=replica_id, rank0_env="")
-    here, there = job.app.metadata[RUN_DIR_KEY], pods_run_dir(job)
+    here, there = job.app.metadata[RUN_DIR_KEY], _run_dir(job)
     return ["python", *(there if a == here else a for a in values.apply(role).args)]
 
 

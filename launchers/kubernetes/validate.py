@@ -58,7 +58,8 @@ def validate_with_cluster(api: Api, config: JobConfig, objects: Sequence[Object]
 
 def examine(config: JobConfig) -> Iterator[Finding]:
     """Yield what `doctor` should know: the configuration, the API, permissions, operators, the claim and the queue."""
-    yield from _findings("configuration", list(_wrong_keys(config)), "complete")
+    keys = list(_wrong_keys(config))
+    yield from _findings("configuration", keys, "complete")
     try:
         api = connect(cluster_of(config))
         groups = api.groups()
@@ -67,7 +68,7 @@ def examine(config: JobConfig) -> Iterator[Finding]:
         yield from _findings("permissions", missing, "complete")
         operators = list(_not_installed(config, groups))
         yield from _findings("operators", operators, "complete")
-        if not missing and not operators:
+        if not (keys or missing or operators):
             yield from _findings("claim, queue", list(_claim_and_queue(api, config, groups)), "there")
         labels = topology_labels(api, config)
     except BadInput as e:
@@ -78,8 +79,8 @@ def examine(config: JobConfig) -> Iterator[Finding]:
         if labels:
             yield Finding("switches", "ok", f"labels of {len(labels)} machines name them")
         else:
-            fact, cure = "no labels of machines that you may read name them", "docs/planning.md; cluster.topology=FILE"
-            yield Finding("switches", "warning", fact, cure)
+            cure = "deploy/kubernetes/nodes.yaml lets you list nodes; cluster.topology=FILE names the switches"
+            yield Finding("switches", "warning", "no machine's labels that you may read name them", cure)
 
 
 def _findings(what: str, problems: Sequence[Problem], ok: str) -> Iterator[Finding]:
@@ -144,7 +145,7 @@ def _claim_and_queue(api: Api, config: JobConfig, groups: dict[str, str]) -> Ite
 
 
 def _not_admitted(api: Api, objects: Sequence[Object]) -> Iterator[Problem]:
-    """What the server answers to a dry run of each object, and of a pod of each kind."""
+    """Yield what the server refuses in a dry run of each object, and of a pod of each kind."""
     for body in [*objects, *(p for o in objects for p in _pods_of(o))]:
         try:
             api.create(body, dry_run=True)
@@ -155,7 +156,7 @@ def _not_admitted(api: Api, objects: Sequence[Object]) -> Iterator[Problem]:
 
 
 def _pods_of(body: Object) -> Iterator[Object]:
-    """Pods of an object's templates: service account, priority class, quota and security are checked on pods."""
+    """Yield pods of an object's templates: admission checks accounts, priorities, quota and security on pods."""
     spec = body.get("spec", {})
     templates = [spec["template"]] if "template" in spec else []
     templates += [r["template"]["spec"]["template"] for r in spec.get("replicatedJobs", [])]

@@ -22,7 +22,7 @@ from tests.launchers.kubernetes.test_manifests import NEWEST
 DEPLOY = ROOT / "deploy" / "kubernetes"
 SCHEMAS = Path(__file__).parent / "schemas"
 
-# Used where the cluster allows it, and done without where not.
+# Used where the cluster allows it.
 OPTIONAL = {("create", "", "pods"), ("list", "kueue.x-k8s.io", "localqueues"), ("list", "kueue.x-k8s.io", "workloads")}
 
 
