@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import cast
 
@@ -162,17 +162,8 @@ def _quoted(override: str) -> str:
     return f"{key}='{escaped}'"
 
 
-@dataclass
-class _Sorted:
-    """Overrides by what they do."""
-
-    choices: list[str] = field(default_factory=list)  # group=option, Hydra's own settings: they decide on the keys
-    values: list[tuple[str, Override]] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
-
-
 class _Composer:
-    """Puts values over what a choice of groups composes to. Used within `hydra_here`."""
+    """Put values over what a choice of groups composes to. Used within `hydra_here`."""
 
     def __init__(self, overrides: Sequence[str]):
         """Take the folders with groups of the user's from the `hydra.searchpath=...` of any job."""
@@ -196,14 +187,26 @@ class _Composer:
 
     def apply(self, overrides: Sequence[str], sweep: bool = False) -> tuple[DictConfig, list[Problem]]:
         """Return what overrides make, and those that do not fit; with `sweep`, several values do."""
-        chosen = self._sort(_as_hydra_reads(overrides), sweep)
+        choices: list[str] = []  # group=option, Hydra's own settings: they decide which keys there are
+        values: list[tuple[str, Override]] = []
+        problems: list[Problem] = []
+        for text in _as_hydra_reads(overrides):
+            override = self._parse(text)
+            if isinstance(override, Problem):
+                problems.append(override)
+            elif override.is_sweep_override():
+                if not sweep:
+                    problems.append(Problem(text, "names several values", "add --multirun to run each of them"))
+            elif self._is_choice(override):
+                choices.append(text)
+            else:
+                values.append((text, override))
         try:
-            base, keys = self._base(tuple(chosen.choices))
+            base, keys = self._base(tuple(choices))
         except _FAILURES as e:
-            return DictConfig({}), [*chosen.problems, Problem("configuration", _message(e))]
+            return DictConfig({}), [*problems, Problem("configuration", _message(e))]
         config = copy.deepcopy(base)
-        values = (self._set(config, keys, text, override) for text, override in chosen.values)
-        return config, [*chosen.problems, *filter(None, values)]
+        return config, [*problems, *filter(None, (self._set(config, keys, *value) for value in values))]
 
     def _base(self, choices: tuple[str, ...]) -> tuple[DictConfig, list[str]]:
         if choices not in self._bases:
@@ -211,32 +214,25 @@ class _Composer:
             self._bases[choices] = base, keys_of(base)
         return self._bases[choices]
 
-    def _sort(self, overrides: Sequence[str], sweep: bool) -> _Sorted:
-        result = _Sorted()
-        for text in overrides:
+    def _parse(self, text: str) -> Override | Problem:
+        """Parse an override; an option that its group does not have is a problem, too."""
+        if text not in self._parsed:
             try:
-                override = self._parsed.get(text) or self._parser.parse_override(text)
+                self._parsed[text] = self._parser.parse_override(text)
             except HydraException:
-                instead = "quote values with spaces or commas"
-                result.problems.append(Problem(text, "is not of the form key=value", instead))
-                continue
-            self._parsed[text] = override
-            name = override.key_or_group
-            if override.is_sweep_override():
-                if not sweep:
-                    result.problems.append(Problem(text, "names several values", "add --multirun to run each of them"))
-            elif name.startswith(("hydra.", "hydra/")):
-                result.choices.append(text)
-            elif name in self.options:
-                option = str(override.value())
-                if option in self.options[name] or option == "None":
-                    result.choices.append(text)
-                else:
-                    what = f"there is no {name} of that name; there are {', '.join(self.options[name])}"
-                    result.problems.append(Problem(text, what, nearest(option, self.options[name])))
-            else:
-                result.values.append((text, override))
-        return result
+                return Problem(text, "is not of the form key=value", "quote values with spaces or commas")
+        override = self._parsed[text]
+        group = override.key_or_group
+        if group not in self.options or override.is_sweep_override():
+            return override
+        option, options = str(override.value()), self.options[group]
+        if option in options or option == "None":
+            return override
+        what = f"there is no {group} of that name; there are {', '.join(options)}"
+        return Problem(text, what, nearest(option, options))
+
+    def _is_choice(self, override: Override) -> bool:
+        return override.key_or_group in self.options or override.key_or_group.startswith(("hydra.", "hydra/"))
 
     def _set(self, config: DictConfig, keys: list[str], text: str, override: Override) -> Problem | None:
         key = override.key_or_group

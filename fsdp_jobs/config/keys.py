@@ -28,7 +28,7 @@ def key(default: Any, meaning: str, *, choices: Sequence[str | bool] = (), at_le
 
 
 def metadata(schema: type, name: str) -> Mapping[str, Any]:
-    """Return what `key` was about of a field, by a base class if a subclass only changes the default."""
+    """Return the metadata of a field, from a base class where a subclass only changes the default."""
     declared = (vars(base).get("__dataclass_fields__", {}).get(name) for base in schema.__mro__)
     return next((f.metadata for f in declared if f is not None and f.metadata), {})
 
