@@ -122,7 +122,7 @@ class RoundPlanner:
             shard_group: of the round before, 0 for the first.
 
         Raises:
-            BadInput: a sharding that cannot be on these nodes.
+            BadInput: a sharding that cannot be formed on these nodes.
         """
         by_name = {f"{a.host}/{a.node}": a for a in sorted(ready, key=lambda a: a.node)[: self.max_nodes]}
         present = [self._place(name, a) for name, a in by_name.items()]

@@ -35,7 +35,7 @@ class RankLogs(LogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         error_files = {}
-        policy = self._policy(len(envs)) if self.config.is_program else {}
+        policy = self._policy(len(envs)) if self.config.is_program else {}  # the trainer shards by the layout itself
         for local_rank, env in envs.items():
             error_files[local_rank] = str(self.folder / f"error-{local_rank}.json")
             Path(error_files[local_rank]).unlink(missing_ok=True)

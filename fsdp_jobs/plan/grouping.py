@@ -1,4 +1,4 @@
-"""Which nodes form each shard group: neighbours, inside the smallest unit that holds a whole group."""
+"""Group nodes into shard groups: neighbours, inside the smallest unit that holds a whole group."""
 
 from __future__ import annotations
 
@@ -10,27 +10,26 @@ from fsdp_jobs.plan.topology import Topology
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the groups of one size go: runs of consecutive used nodes, or equal parts of a node."""
+    """Where the shard groups of one size go: runs of consecutive used nodes, or equal parts of a node."""
 
     group: int  # ranks
-    used: tuple[int, ...]  # places in the topology of the nodes that hold ranks, ascending
+    used: tuple[int, ...]  # indices in the topology of the nodes that hold ranks, ascending
     spares: tuple[int, ...]  # nodes that complete no group
     inside: str  # what no group leaves: domain, node, leaf, switch-K, all
     crossing: int  # groups that lie under more than one leaf switch
 
 
 def divisors(n: int) -> list[int]:
-    """All divisors of n, ascending."""
+    """Return all divisors of n, ascending."""
     low = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
     return sorted({*low, *(n // d for d in low)})
 
 
 def group_sizes(topology: Topology, per_node: int, nvlink_domain: int) -> list[int]:
-    """Shard group sizes, in ranks, that are worth considering, ascending.
+    """List the shard group sizes, in ranks, that are worth considering, ascending.
 
     Parts of an NVLink domain or of a node; whole nodes that divide a domain, a leaf switch, a higher
-    switch or the whole; and powers of two of nodes, which fill a large odd number of nodes but for a few
-    spares.
+    switch or the whole; and powers of two of nodes, which fill a large odd number of nodes except a few spares.
     """
     total = len(topology.nodes)
     within = {d for d in divisors(per_node) if nvlink_domain % d == 0 or d == per_node}
@@ -42,14 +41,14 @@ def group_sizes(topology: Topology, per_node: int, nvlink_domain: int) -> list[i
 
 
 def domain_nodes(per_node: int, nvlink_domain: int) -> int:
-    """Whole nodes that one NVLink domain spans; 1 when it is no larger than a node."""
+    """Return the whole nodes that one NVLink domain spans; 1 when it is no larger than a node."""
     return max(1, nvlink_domain // per_node)
 
 
 def place(topology: Topology, group: int, per_node: int, nvlink_domain: int) -> Placement | None:
-    """The groups of `group` ranks on these nodes, or None when they cannot be formed.
+    """Place groups of `group` ranks on these nodes; None when they cannot be formed.
 
-    The level is the innermost of which some unit holds a whole group. When filling unit by unit leaves more
+    The level is the innermost one with a unit that holds a whole group. When filling unit by unit leaves more
     spares than filling straight through, groups are laid straight and some cross.
     """
     total = len(topology.nodes)
@@ -77,11 +76,11 @@ def place(topology: Topology, group: int, per_node: int, nvlink_domain: int) -> 
             for i in range(size // count * count)
         ]
         return _with_spares(topology, group, count, used, level)
-    return None  # not reached: `all` is a level
+    return None  # never reached: `all` is a level
 
 
 def _straight(topology: Topology, group: int, per_node: int) -> Placement:
-    """Consecutive ranks over all nodes: a group is no whole number of nodes nor an even part of one."""
+    """Place consecutive ranks over all nodes: groups are neither whole nodes nor even parts of one."""
     nodes = topology.nodes
     paths = [n.switch_path for n in nodes]
     starts = range(0, len(nodes) * per_node, group)

@@ -1,4 +1,4 @@
-"""The shape of a job's sharding: how the ranks of a world fall into shard groups and replicas.
+"""The layout of a sharded job: how the ranks of a world form shard groups and replicas.
 
 Ranks are assigned in topology order, so a shard group is a run of consecutive ranks:
 group i holds ranks [i * shard_group, (i + 1) * shard_group), and rank r belongs to replica r // shard_group.

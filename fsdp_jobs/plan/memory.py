@@ -1,4 +1,4 @@
-"""Memory of one rank at the worst moment of an optimizer step, part by part, in bytes.
+"""Peak memory of one rank in an optimizer step, part by part, in bytes.
 
 The moments follow FSDP2's own order of allocation (torch 2.13, `_fsdp_param_group.py` and
 `_fsdp_collectives.py`): a block is gathered into a flat buffer and copied out of it; in backward the next
@@ -47,7 +47,7 @@ class Memory:
 
     @property
     def tensors(self) -> int:
-        """What PyTorch allocates: all but the reserve."""
+        """Return what PyTorch allocates: all but the reserve."""
         parts = (self.parameters, self.gradients, self.optimizer, self.gathered, self.reduction)
         return sum(parts) + self.accumulation + self.activations + self.logits
 
@@ -56,7 +56,7 @@ class Memory:
         return self.tensors + self.reserve
 
     def parts(self) -> dict[str, int]:
-        """The device's parts by name, largest first; they add up to `total`."""
+        """Return the device's parts by name, largest first; they add up to `total`."""
         names = (
             "parameters",
             "gradients",
@@ -73,7 +73,7 @@ class Memory:
 def peak_memory(
     shape: ModelShape, layout: Layout, fsdp: FsdpConfig, data: DataConfig, accelerator: str, microbatches: int
 ) -> Memory:
-    """The worst moment of a step on one rank.
+    """Return the moment of a step at which one rank needs the most memory.
 
     Args:
         shape: the model, cut into FSDP units.
@@ -137,7 +137,7 @@ def _moments(
     ]  # fmt: skip
 
     def backward(k: int, name: str) -> list[Memory]:
-        """In backward of the k-th block from the end (1: the last); the head and k - 1 blocks are reduced.
+        """Return the moments in backward of the k-th block from the end; the head and k - 1 blocks are reduced.
 
         A block's backward begins with all of its activations and its first weight's gradient, and ends with
         all of its gradients and none of its activations.
@@ -180,13 +180,13 @@ def _moments(
 
 
 def _offloaded(m: Memory) -> Memory:
-    """CPUOffloadPolicy: parameters, reduced gradients and optimizer state in pinned host memory."""
+    """Move parameters, reduced gradients and optimizer state to pinned host memory (CPUOffloadPolicy)."""
     host = 2 * m.parameters + m.optimizer
     return replace(m, parameters=0, gradients=0, optimizer=0, host=host)
 
 
 def _activations(shape: ModelShape, fsdp: FsdpConfig, data: DataConfig, b_p: int) -> tuple[int, int, int]:
-    """Bytes that a unit keeps for backward (mean), that the head keeps, and that a layer's backward adds."""
+    """Return the bytes that a unit keeps for backward (mean), that the head keeps, and that backward adds."""
     a, tokens = shape.activations, data.micro_batch * data.seq_len
     full = tokens * (a.block_saved * b_p + a.block_saved_fp32 * 4)
     inputs = tokens * a.block_input * b_p

@@ -1,4 +1,4 @@
-"""How long an optimizer step takes: max(compute, communication) block by block, plus what cannot hide."""
+"""Predict the time of an optimizer step: max(compute, communication) per block, plus what cannot overlap."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class _Link:
-    """Time of ring collectives over one kind of group: bytes a rank sends, and steps of latency."""
+    """Times of ring collectives over one kind of group: per byte that a rank sends, and per pass."""
 
     seconds_per_byte: float
     latency: float  # seconds of one pass around the ring
@@ -46,7 +46,7 @@ class _Link:
 
 
 def _link(hardware: HardwareConfig, members: int, per_node: int, intra: float, inter: float) -> _Link:
-    """A ring of `members` ranks of which each node's make `intra` and `inter` hops.
+    """Describe a ring of `members` ranks, of which each node's make `intra` and `inter` hops.
 
     NCCL opens one ring per network card, so a node's edge carries its share of every rank's bytes at the
     sum of the cards' bandwidths.
@@ -72,7 +72,7 @@ def step_time(
     param_dtype: str,
     in_domain: bool = False,
 ) -> StepTime:
-    """Seconds of one optimizer step of `ring.gathers` microbatches on every rank.
+    """Predict one optimizer step of `ring.gathers` microbatches on every rank.
 
     Forward hides the gather of the next block behind a block; backward hides the gather and the previous
     block's reduction. The first gather, the last reduction and the root's are exposed. With `in_domain`, a shard
@@ -132,7 +132,7 @@ def _compute(
     hardware: HardwareConfig,
     param_dtype: str,
 ) -> tuple[float, float, float, float]:
-    """Seconds of a block's forward and backward, of the head with the loss, and of the optimizer's update."""
+    """Return seconds of a block's forward and backward, of the head with the loss, and of the update."""
     a, tokens = shape.activations, data.micro_batch * data.seq_len
     best_rate = peak_flops(hardware, param_dtype) * hardware.matmul_efficiency
     matmul_rate, attention_rate = best_rate * LAYER_MATMUL, best_rate * FLASH_ATTENTION

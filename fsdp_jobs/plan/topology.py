@@ -1,6 +1,6 @@
-"""Where the nodes of a job are: blocks > leaf switches > nodes > NVLink domains > GPUs. Text in, object out.
+"""The topology of a job's nodes: blocks > leaf switches > nodes > NVLink domains > GPUs.
 
-A node's place is its switch path, outermost switch first: `("block1", "leaf3")`. Nodes are kept in
+A node is located by its switch path, outermost switch first: `("block1", "leaf3")`. Nodes are kept in
 topology order, so that neighbours in the list are neighbours on the network.
 """
 
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 
 
 def natural_key(name: str) -> tuple[tuple[bool, int, str], ...]:
-    """Sort key under which node2 comes before node10."""
+    """Return a sort key under which node2 comes before node10."""
     parts = re.findall(r"\d+|\D+", name)
     return tuple((not p.isdigit(), int(p) if p.isdigit() else 0, p) for p in parts)
 
@@ -28,7 +28,7 @@ class Node:
     nvlink: str = ""
 
 
-def _place(node: Node) -> tuple[object, ...]:
+def _order(node: Node) -> tuple[object, ...]:
     path = tuple(natural_key(s) for s in node.switch_path)
     return (path, natural_key(node.nvlink), natural_key(node.name))
 
@@ -46,7 +46,7 @@ class Topology:
         Raises:
             ValueError: two nodes of one name.
         """
-        ordered = tuple(sorted(nodes, key=_place))
+        ordered = tuple(sorted(nodes, key=_order))
         seen: set[str] = set()
         for node in ordered:
             if node.name in seen:
@@ -56,7 +56,7 @@ class Topology:
 
     @classmethod
     def flat(cls, nodes: int | Sequence[str], gpus: int = 8) -> Topology:
-        """All nodes under one switch: given by number (node1, node2, ...) or by name."""
+        """Put all nodes under one switch: given by number (node1, node2, ...) or by name."""
         names = [f"node{i + 1}" for i in range(nodes)] if isinstance(nodes, int) else nodes
         return cls.of(Node(n, (), gpus) for n in names)
 
@@ -66,19 +66,15 @@ class Topology:
 
     @property
     def depth(self) -> int:
-        """Switch levels above the nodes; 0 when flat."""
+        """Return the switch levels above the nodes; 0 when flat."""
         return max((len(n.switch_path) for n in self.nodes), default=0)
 
     def first(self, count: int) -> Topology:
-        """The first `count` nodes in topology order."""
+        """Return the first `count` nodes in topology order."""
         return Topology(self.nodes[:count])
 
-    def with_gpus(self, gpus: int) -> Topology:
-        """The same nodes with this many ranks each."""
-        return Topology(tuple(replace(n, gpus=gpus) for n in self.nodes))
-
     def units(self, level: str, domain_nodes: int = 1) -> list[int]:
-        """Sizes, in nodes, of the consecutive units of a level, in topology order.
+        """Return the sizes, in nodes, of the consecutive units of a level, in topology order.
 
         Args:
             level: `domain` (NVLink domains), `leaf`, or `switch-K` for the switches K levels above a
@@ -93,7 +89,7 @@ class Topology:
         return [len(list(g)) for _, g in groupby(self.nodes, key=lambda n: _prefix(n, above))]
 
     def levels(self, domain_nodes: int = 1) -> list[str]:
-        """Levels that hold more than one node, innermost first: domain, leaf, switch-1, ..., all."""
+        """List the levels that hold more than one node, innermost first: domain, leaf, switch-1, ..., all."""
         named = any(n.nvlink for n in self.nodes)
         inner = ["domain"] if named or domain_nodes > 1 else []
         depth = self.depth
@@ -117,7 +113,7 @@ def _prefix(node: Node, above: int) -> tuple[str, ...]:
 
 
 def expand_hostlist(text: str) -> list[str]:
-    """SLURM's compact form written out: `node[1-3,07],login` is node1 node2 node3 node07 login.
+    """Expand SLURM's compact form: `node[1-3,07],login` is node1 node2 node3 node07 login.
 
     Raises:
         ValueError: an open bracket or a range that runs backwards.

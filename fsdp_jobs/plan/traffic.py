@@ -1,4 +1,4 @@
-"""Bytes that a step sends, within and between nodes. Rings over consecutive ranks, as NCCL and gloo run them.
+"""Predict the bytes a step sends within and between nodes: rings of consecutive ranks, as NCCL and gloo run.
 
 A ring over S ranks sends, from each rank, (S-1)/S of an all-gather's or reduce-scatter's whole tensor and
 twice that of an all-reduce's (Patarasuk and Yuan 2009; nccl-tests' PERFORMANCE.md). Of G consecutive ranks on
@@ -22,22 +22,22 @@ BACKENDS = ("nccl", "gloo")
 class RingBytes:
     """What one rank sends in a step, in bytes, by collective; the shard ring and the replica ring apart."""
 
-    gather_forward: float  # a microbatch
-    gather_backward: float  # a microbatch
-    reduce: float  # a reduction over the shard group
-    all_reduce: float  # a reduction over the replicas
+    gather_forward: float  # per microbatch
+    gather_backward: float  # per microbatch
+    reduce: float  # per reduction over the shard group
+    all_reduce: float  # per reduction over the replicas
     gathers: int  # microbatches in a step
     reductions: int  # shard-group reductions in a step
     all_reductions: int  # replica reductions in a step
 
     @property
     def shard_ring(self) -> float:
-        """Bytes a rank sends to its neighbour in the shard group, in a step."""
+        """Return the bytes a rank sends to its neighbour in the shard group in a step."""
         return (self.gather_forward + self.gather_backward) * self.gathers + self.reduce * self.reductions
 
     @property
     def replica_ring(self) -> float:
-        """Bytes a rank sends to its neighbour among the replicas, in a step."""
+        """Return the bytes a rank sends to its neighbour among the replicas in a step."""
         return self.all_reduce * self.all_reductions
 
 
@@ -47,8 +47,6 @@ class Traffic:
 
     intra_node: float
     inter_node: float
-    per_microbatch_intra: float  # of these, in each microbatch
-    per_microbatch_inter: float
 
 
 def ring_bytes(
@@ -59,7 +57,7 @@ def ring_bytes(
     microbatches: int,
     backend: str = "nccl",
 ) -> RingBytes:
-    """What one rank sends, by collective.
+    """Count what one rank sends in a step, by collective.
 
     Blocks are gathered for forward and, when resharded, again for backward; the root once. Gradients are
     reduced over the shard group once a step with `accumulate_unsharded`, else in each microbatch; over the
@@ -84,10 +82,12 @@ def ring_bytes(
 
 
 def hops(layout: Layout, ranks_per_node: int) -> tuple[float, float, float, float]:
-    """How many of a node's ranks send to a rank of the same node, and of another: (shard ring intra, shard
-    ring inter, replica ring intra, replica ring inter), for ranks in topology order.
+    """Count the ranks per node that send to a rank of the same node, and of another, in topology order.
 
     Means over the nodes, where a group is neither an even part of a node nor whole nodes.
+
+    Returns:
+        (shard ring within, shard ring between, replica ring within, replica ring between nodes).
     """
     group, per_node = layout.shard_group, ranks_per_node
     nodes = -(-layout.world_size // per_node)
@@ -106,12 +106,9 @@ def hops(layout: Layout, ranks_per_node: int) -> tuple[float, float, float, floa
 
 
 def node_traffic(ring: RingBytes, layout: Layout, ranks_per_node: int) -> Traffic:
-    """Bytes that each node sends in a step when ranks are in topology order."""
+    """Count the bytes that each node sends in a step when ranks are in topology order."""
     s_intra, s_inter, r_intra, r_inter = hops(layout, ranks_per_node)
-    micro = ring.gather_forward + ring.gather_backward
     return Traffic(
         intra_node=s_intra * ring.shard_ring + r_intra * ring.replica_ring,
         inter_node=s_inter * ring.shard_ring + r_inter * ring.replica_ring,
-        per_microbatch_intra=s_intra * micro,
-        per_microbatch_inter=s_inter * micro,
     )
