@@ -22,21 +22,23 @@ setup: $(READY)  ## .venv with everything the other targets need
 demo: $(READY)  ## the main job on this machine, one of its nodes killed half way: about 2 minutes
 	@$(BIN)/python examples/demo.py
 
-lint: $(READY)  ## ruff and mypy
+lint: $(READY)  ## ruff, mypy and the import contract
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo --no-cache
 
 check: lint  ## lint and the tests that start no jobs
-	$(PYTEST) -m "not integration"
+	$(PYTEST) -m "not integration and not soak"
 
 test: lint  ## lint and all tests
-	$(PYTEST)
+	$(PYTEST) -m "not soak"
 
 bench: $(READY)  ## every benchmark, one after the other; traffic, recovery and submit need root
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py; done
 
-soak: $(READY)  ## 50 kills at random moments of a 4-node job; needs root
+soak: $(READY)  ## what is slow and rare: tests, then 50 kills at random moments of a 4-node job; needs root
+	$(PYTEST) -m soak
 	$(BIN)/python benchmarks/soak.py --kills 50
 
 docs-keys: $(READY)  ## the tables of docs/configuration.md, from the schema
