@@ -1,4 +1,4 @@
-"""Draw the charts of a sweep: the objective over each swept key, and over all of them together. No torch."""
+"""Draw a sweep's charts: the objective over each swept key, and over all together. No torch."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _draw_ticks(axes: Axes, scale: Scale) -> None:
 
 
 def _parallel(sweep: Sweep, rows: Sequence[Row], scales: Sequence[Scale]) -> Figure:
-    """Draw a vertical axis per key and one for the objective, which also gives the colour: the darker the better."""
+    """Draw an axis per key and one for the objective, which gives the colour: the darker the better."""
     objectives = {str(row.objective): row.objective or 0.0 for row in rows}
     scales = [*scales, Scale(sweep.objective, objectives)]
     colours = colormaps["viridis" if sweep.direction == "minimize" else "viridis_r"]

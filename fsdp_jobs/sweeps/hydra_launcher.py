@@ -1,4 +1,4 @@
-"""Hydra's --multirun: a sweeper for the jobs of a grid, and a launcher that submits all of them at once. No torch.
+"""Hydra's --multirun: a sweeper for grids, and a launcher that submits jobs together. No torch.
 
 Hydra's own grid sweeper composes each job by itself, one after the other, which takes minutes for hundreds of jobs.
 """
@@ -86,7 +86,7 @@ class GridSweeper(Sweeper):
 
 
 class SweepLauncher(Launcher):
-    """Submit a batch of jobs together, without those that are done or active; wait for them with sweep.wait."""
+    """Submit those of a batch's jobs that are neither done nor active; with sweep.wait, wait for all."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Read and check what the command says of the whole sweep.
@@ -142,7 +142,7 @@ class SweepLauncher(Launcher):
         return sweep
 
     def _wait(self, sweep: Sweep, rows: Sequence[Row]) -> None:
-        """Wait for rows to end; write their results into the table, which other commands may have changed since."""
+        """Wait for rows to end, and write their results into the table as it is by then."""
         jobs.wait(sweep, rows, self.show_ended)
         ended = {row.run: row for row in rows}
         with locked(self.folder, console.print):

@@ -44,7 +44,7 @@ def identity(overrides: Iterable[str]) -> tuple[str, ...]:
 
 
 def name_for(swept: Sequence[str], fixed: Iterable[str]) -> str:
-    """Name a sweep, the same for a command that is repeated, and for one with more values of the same keys.
+    """Name a sweep: the same for a repeated command, and for one with more values of the same keys.
 
     Args:
         swept: keys that have several values.

@@ -1,4 +1,4 @@
-"""Submit and observe a sweep's jobs: none is submitted twice, and none that is done is run again. No torch."""
+"""Submit a sweep's jobs, none of them twice and none that is done, and observe them. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write a sweep's report as one HTML file: its jobs in a table, and the objective over what was swept. No torch."""
+"""Write a sweep's report as one HTML file: a table of its jobs, and charts. No torch."""
 
 from __future__ import annotations
 

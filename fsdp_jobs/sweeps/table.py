@@ -1,4 +1,4 @@
-"""Find, read and write a sweep table: the list of a sweep's jobs, `sweeps/<name>/sweep.yaml`. No torch."""
+"""Find, read and write sweep tables: a sweep's list of jobs, `sweeps/<name>/sweep.yaml`. No torch."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Sweep:
 
 @contextmanager
 def locked(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Hold a sweep's lock among all commands and users, so that what is read, decided and written is consistent.
+    """Hold a sweep's lock, so that what a command reads, decides and writes is consistent.
 
     A folder that was made for the lock, and in which nothing was written, is removed again.
     """

@@ -163,7 +163,7 @@ def read(path: Path) -> Imported:
 
 
 def _flat(content: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the keys of the file and of its groups; in a group Accelerate takes keys without their prefix, too."""
+    """Yield the keys of the file and of its groups, where keys may lack the group's prefix."""
     for key, value in content.items():
         if key in _GROUPS:
             for name, inner in (value or {}).items():

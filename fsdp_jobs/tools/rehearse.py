@@ -44,7 +44,7 @@ class Outcome:
 
 
 def scaled(config: JobConfig, fault: str) -> JobConfig:
-    """Scale a job down: 2 nodes of at most 2 ranks on this machine, a Llama of 2 thin layers, short samples.
+    """Scale a job down: 2 nodes of at most 2 local ranks, a Llama of 2 thin layers, short samples.
 
     What recovery depends on stays: strategy, checkpointing, elastic settings, data order, precision.
     """
@@ -79,7 +79,7 @@ def scaled(config: JobConfig, fault: str) -> JobConfig:
 
 
 def rehearse(config: JobConfig, fault: str, say: Callable[[str], None]) -> Outcome:
-    """Run the scaled job, inject a fault at its 25th step, and judge whether it ends as if nothing had happened.
+    """Run the scaled job, inject a fault at its 25th step, and judge whether it recovers completely.
 
     Raises:
         BadInput: the scaled configuration cannot be run here.

@@ -1,4 +1,4 @@
-"""The dashboard's web application: pages that refresh themselves every two seconds, and change nothing.
+"""The dashboard's web application: pages that refresh every two seconds and change nothing.
 
 Whatever runs have written is escaped, and browsers are told to execute only this application's script and to load
 nothing else. Pages of other sites cannot use it: it answers only to its own host names.

@@ -1,4 +1,4 @@
-"""Draw the charts of a run's report: curves over steps and over time, and where the time went. No torch."""
+"""Draw a run's charts: curves over steps and over time, and where the time went. No torch."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _MAX_PICTURES = 6  # newest rounds that are drawn
 
 
 def write_report(run: RunDir, pngs: bool = False) -> list[Path]:
-    """Write `report.html` into the run directory, with `pngs` each chart as a file, too. Returns what was written."""
+    """Write `report.html`, with `pngs` also each chart as a file, into the run directory; return the files."""
     written = [run.report]
     write_atomic(written[0], render(__package__, "report.html.j2", **content_of(run)))
     for name, _, figure in charts(History.of(run), goodput_of(run), _plan_of(run)) if pngs else ():
@@ -82,7 +82,7 @@ def _comparison(plan: Plan, records: list[dict[str, Any]]) -> Iterator[tuple[str
 
 
 def _rounds(plan: Plan, history: History) -> Iterator[tuple[str, Markup]]:
-    """Yield (caption, picture of nodes and shard groups) of the newest rounds that differ from the one before."""
+    """Yield (caption, picture of nodes and shard groups) of the newest rounds that changed something."""
     same = attrgetter("attempt", "nodes", "hosts", "shard_group", "strategy")
     different = [next(rounds) for _, rounds in groupby(history.rounds, same)]
     for event in different[-_MAX_PICTURES:]:

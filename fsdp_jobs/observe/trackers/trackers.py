@@ -1,4 +1,4 @@
-"""MLflow and Weights & Biases, as far as a job needs them: a job is one of their runs, through all restarts."""
+"""MLflow and Weights & Biases: a job is one of their runs, through all restarts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Tracker(Protocol):
     """Takes a run's records. Every method may raise whatever the tracker's client does."""
 
     def open(self, run: RunDir, config: dict[str, Any], known_id: str | None) -> str:
-        """Continue the tracker's run `known_id`, or start one with the configuration as parameters; return its id."""
+        """Continue the tracker's run `known_id`, or start one with the configuration's values; return its id."""
 
     def log(self, records: Sequence[dict[str, Any]]) -> None:
         """Send lines of metrics.jsonl."""
