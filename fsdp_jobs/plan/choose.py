@@ -15,6 +15,7 @@ from fsdp_jobs.plan.shapes import ModelShape
 from fsdp_jobs.plan.step_time import StepTime, step_time
 from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.plan.traffic import BACKENDS, Traffic, node_traffic, ring_bytes
+from fsdp_jobs.run.env import LAYOUT_ENV
 
 FEW_SPARES = 0.05  # of the nodes: what a smaller shard group may leave idle
 WORTH_REGROUPING = 1.1  # tokens/s relative to the held group size that justify changing it
@@ -176,7 +177,7 @@ def choose_without_shape(config: JobConfig, topology: Topology) -> Choice:
     layout = Layout(strategy, len(placement.used) * per_node, placement.group)
     over = f"over {layout.shard_group} ranks" if layout.shard_group > 1 else "on every rank"
     node = ", a node" if layout.strategy in HYBRID and layout.shard_group == per_node else ""
-    reasons = [f"{basis}: {layout.strategy} {over}{node}. The program finds it in FSDP_JOBS_LAYOUT."]
+    reasons = [f"{basis}: {layout.strategy} {over}{node}. The program finds it in {LAYOUT_ENV}."]
     if placement.spares:
         reasons.append(f"{len(placement.spares)} nodes complete no shard group and stand by as spares.")
     return Choice(layout, placement, reasons)
