@@ -1,8 +1,7 @@
-"""JobConfig -> TorchX AppDef: the one description of what runs. Launchers only translate it.
+"""A job as a TorchX AppDef, the one description of what runs; launchers translate it.
 
-Two roles: one coordinator, and one agent a node. What is known only when an attempt starts reaches them by
-environment, set by the launcher: the attempt's number, the coordinator's host:port, and optionally the
-address under which a node is reached and the name of the machine it is on.
+Two roles: one coordinator, and one agent per node. What is known only when an attempt starts comes by environment
+variables that the launcher sets (run/env.py): the attempt, the coordinator's address, a node's own address and host.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ RUN_DIR_KEY = "fsdp_jobs/run_dir"  # in the AppDef's metadata
 
 
 def to_app(config: JobConfig, run: RunDir, nproc_per_node: int) -> AppDef:
-    """What runs for a job: a coordinator and up to `nodes` agents of `nproc_per_node` ranks each."""
+    """Describe a job: a coordinator and up to `nodes` agents of `nproc_per_node` ranks each."""
     low, high = node_range(config.nodes)
     run_dir = str(run.path.resolve())
     env = {

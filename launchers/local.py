@@ -1,8 +1,9 @@
-"""Launcher `local_fsdp`: every node is a process of this machine.
+"""The launcher `local_fsdp`: every node is a process of this machine. No torch.
 
-A detached supervisor stands in for a cluster's scheduler: it starts an attempt's coordinator and agents,
-starts a died one again as a cluster would replace a node, and requeues when the verdict says so. It runs
-as `python -m fsdp_jobs.launchers.local RUN_DIR` and outlives the terminal it was started from.
+    python -m fsdp_jobs.launchers.local RUN_DIR
+
+This supervisor stands in for a cluster's scheduler, and outlives the terminal: it starts the coordinator and the
+agents of an attempt, restarts dead ones as a cluster would replace a node, and begins another attempt by the verdict.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Command:
 
 @dataclass
 class LocalRequest:
-    """What is submitted: the processes, and where their run directory is."""
+    """The processes of a job."""
 
     run_dir: str
     commands: list[Command] = field(default_factory=list)
@@ -54,7 +55,7 @@ class LocalRequest:
 
 
 class LocalLauncher(DetachedLauncher):
-    """Runs a job as processes of this machine. An app's id is its run's name and the time of submission."""
+    """Runs a job as processes of this machine."""
 
     name = "local_fsdp"
 
@@ -71,8 +72,8 @@ class LocalLauncher(DetachedLauncher):
     def move(self, run: RunDir, gpus: Mapping[str, str]) -> None:
         commands = _read_commands(run)
         for command in commands:
-            if mine := _gpus(command):
-                command.env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus.get(gpu, gpu) for gpu in mine)
+            if before := _gpus(command):
+                command.env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus.get(gpu, gpu) for gpu in before)
         _write_commands(run, commands)
 
     def start(self, run: RunDir, app_id: str) -> None:
@@ -94,10 +95,10 @@ def _request(job: Job, gpus: list[str]) -> LocalRequest:
             concrete = values.apply(role)
             name = "coordinator" if role.name == "coordinator" else f"node-{replica}"
             ranks = job.plan.ranks_per_node
-            if role.name == "trainer":  # its own GPUs, or none when there is not one for every rank
+            if role.name == "trainer":  # its own GPUs, or none if there is not one for every rank
                 enough = len(gpus) >= role.num_replicas * ranks
-                mine = gpus[replica * ranks : (replica + 1) * ranks] if enough else []
-                concrete.env["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
+                own = gpus[replica * ranks : (replica + 1) * ranks] if enough else []
+                concrete.env["CUDA_VISIBLE_DEVICES"] = ",".join(own)
             request.commands.append(Command(name, [concrete.entrypoint, *concrete.args], concrete.env))
     return request
 
@@ -140,7 +141,7 @@ class _LocalAttempt(Attempt):
 
 
 def supervise(run: RunDir) -> int:
-    """Attempts until the job is done, stopped, or not worth another one."""
+    """Run attempts until a verdict stops the job; return the exit code."""
     config = load_config(run.config)
     assert isinstance(config.cluster, LocalClusterConfig)
     commands = _read_commands(run)

@@ -1,4 +1,4 @@
-"""Ends jobs, one or all of a sweep's: what runs saves first, what waits has nothing to save. No torch."""
+"""Stop jobs, one or all of a sweep's: running ones save first. No torch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from fsdp_jobs.submit.submit import describe, kill
 
 
 def stop(runs: Sequence[RunDir], now: bool, say: Callable[[str], None]) -> None:
-    """Save and stop jobs, all at the same time; `now` stops at once, without a checkpoint.
+    """Save and stop jobs, all at the same time; with `now` stop them at once, without a checkpoint.
 
     Args:
-        runs: of jobs that are active, in the order they were submitted in.
-        say: is told of jobs that do not stop in time, and are killed.
+        runs: of active jobs, in the order of submission.
+        say: is called with a message for each job that is killed because it did not stop in time.
     """
     handles = {run.name: str(run.read_job()["handle"]) for run in runs}
     states = [job.state for job in describe([handles[run.name] for run in runs])]

@@ -88,5 +88,5 @@ def _is_newest(run: RunDir, app_id: str) -> bool:
 
 def _devices(request: DockerRequest) -> list[list[str]]:
     """Return the GPUs of each container that has any."""
-    given = [device for c in request.containers for device in c["host_config"].get("device_requests", [])]
-    return [device["DeviceIDs"] for device in given]
+    devices = [device for c in request.containers for device in c["host_config"].get("device_requests", [])]
+    return [device["DeviceIDs"] for device in devices]
