@@ -1,1 +1,1 @@
-"""Living through failures: a coordinator a job, a torch elastic agent a node, a board between agent and ranks."""
+"""Elastic jobs: one coordinator per job, one torch elastic agent per node, and state shared with each rank."""
