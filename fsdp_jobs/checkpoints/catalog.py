@@ -1,4 +1,4 @@
-"""Which checkpoints there are, which are whole, and which may go. No torch.
+"""Find, verify, commit and prune checkpoints. No torch.
 
 On a file system a checkpoint is the folder `step-<8 digits>` with a `manifest.json`. It is written as
 `step-<N>.<restart>.tmp` and renamed when every file is on disk: a name without a suffix is the only
@@ -32,7 +32,7 @@ _NAME_IN_STORE = re.compile(r"step-(\d{8,})\.[\w-]+")
 
 
 def home_of(config: CheckpointConfig, run: RunDir) -> Path:
-    """Where a run's checkpoints are: in its run directory, or `<checkpoint.dir>/<name of the run>`.
+    """Return the folder of a run's checkpoints: in its run directory, or `<checkpoint.dir>/<name of the run>`.
 
     For a URL it is a UPath: the methods of a Path, over fsspec.
 
@@ -75,7 +75,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path, name: str = MANIFEST) -> Manifest:
-        """Raises: OSError, ValueError (not JSON) or TypeError (other fields) for a manifest that is none."""
+        """Raises: OSError, ValueError (not JSON) or TypeError (other fields) for what is not a manifest."""
         content: dict[str, Any] = json.loads((folder / name).read_text())
         return cls(**content)
 
@@ -86,7 +86,7 @@ def folder_of(checkpoints: Path, step: int, restart: str) -> Path:
 
 
 def step_of(folder: Path) -> int:
-    """The optimizer step in a checkpoint's name."""
+    """Return the optimizer step in a checkpoint's name."""
     return int(folder.name.removeprefix("step-").partition(".")[0])
 
 
@@ -100,13 +100,13 @@ def find_checkpoints(checkpoints: Path) -> list[Path]:
 
 
 def find_on_nodes(checkpoints: Path) -> list[Path]:
-    """Steps that are on the nodes' own disks and not yet here, newest first."""
-    found = [f.parent for f in checkpoints.glob(f"step-*/{SHARDS}") if not (f.parent / MANIFEST).exists()]
-    return sorted(found, key=lambda f: (step_of(f), f.name), reverse=True)
+    """Return the steps that are on the nodes' own disks and not yet here, newest first."""
+    folders = [f.parent for f in checkpoints.glob(f"step-*/{SHARDS}") if not (f.parent / MANIFEST).exists()]
+    return sorted(folders, key=lambda f: (step_of(f), f.name), reverse=True)
 
 
 def missing_or_short(folder: Path) -> list[str]:
-    """What is wrong with a checkpoint as far as names and sizes tell; empty when it looks whole."""
+    """List the faults of a checkpoint that names and sizes show; empty when it looks whole."""
     try:
         manifest = Manifest.read(folder)
     except FileNotFoundError:
@@ -126,7 +126,7 @@ def missing_or_short(folder: Path) -> list[str]:
 def damaged_files(folder: Path, manifest: Manifest, names: Iterable[str], patience_s: float = 0.0) -> list[str]:
     """Read these files whole and say which differ from their checksums.
 
-    A file that is not there is waited for up to `patience_s`: on NFS a folder may show up late on other nodes.
+    A file that is not there is waited for up to `patience_s`: on NFS a folder may appear late on other nodes.
     """
     faults = []
     deadline = time.monotonic() + patience_s
@@ -143,7 +143,7 @@ def damaged_files(folder: Path, manifest: Manifest, names: Iterable[str], patien
 
 
 def verify(folder: Path) -> list[str]:
-    """Everything that is wrong with a checkpoint, by reading all of it; empty when it is sound."""
+    """List the faults of a checkpoint by reading all of it; empty when it is whole."""
     faults = missing_or_short(folder)
     if faults:
         return faults
@@ -152,7 +152,7 @@ def verify(folder: Path) -> list[str]:
 
 
 def checksum(file: Path) -> int:
-    """CRC-32 of a file's content."""
+    """Return the CRC-32 of a file's content."""
     value = 0
     with file.open("rb") as f:
         while block := f.read(1 << 22):
@@ -161,7 +161,7 @@ def checksum(file: Path) -> int:
 
 
 def commit(temporary: Path, final: Path, manifest: Manifest) -> None:
-    """Make a written checkpoint one that counts: manifest, fsync of folders, rename."""
+    """Commit a written checkpoint: manifest, fsync of folders, rename."""
     manifest.write(temporary)
     (temporary / SHARDS).unlink(missing_ok=True)
     if temporary != final:

@@ -264,7 +264,7 @@ class Checkpointer:
                 print(f"WARNING {folder.name} cannot be used, going back one: {'; '.join(faults)}", flush=True)
 
     def _newest(self) -> list[Any]:
-        """Name, faults as far as names and sizes tell, manifest, and whether its shards are on shared storage."""
+        """Return name, faults that names and sizes show, manifest, and whether its shards are on shared storage."""
         shared = next(iter(catalog.find_checkpoints(self.home)), None)
         on_nodes = next(iter(catalog.find_on_nodes(self.home)), None) if self.disks is not None else None
         if on_nodes is not None and (shared is None or catalog.step_of(on_nodes) > catalog.step_of(shared)):
@@ -275,12 +275,12 @@ class Checkpointer:
         return [shared.name, faults, None if faults else Manifest.read(shared), True]
 
     def _damage(self, folder: Path, manifest: Manifest) -> list[str]:
-        """Files that are not what was written; each rank reads its part of them."""
+        """List the files that differ from what was written; each rank reads its part of them."""
         names = sorted(manifest.files)[self.rank :: self.layout.world_size]
-        mine = catalog.damaged_files(folder, manifest, names, patience_s=30.0)
-        found: list[list[str]] = [[] for _ in range(self.layout.world_size)]
-        dist.all_gather_object(found, mine, group=self.group)
-        return sorted({fault for faults in found for fault in faults})
+        own = catalog.damaged_files(folder, manifest, names, patience_s=30.0)
+        by_rank: list[list[str]] = [[] for _ in range(self.layout.world_size)]
+        dist.all_gather_object(by_rank, own, group=self.group)
+        return sorted({fault for faults in by_rank for fault in faults})
 
     def _load(self, folder: Path, manifest: Manifest, shards: Path | None) -> None:
         """Load a verified checkpoint; `shards` is this node's folder when the nodes have it on their own disks."""
@@ -309,7 +309,7 @@ class Checkpointer:
 
 
 def _root_cause(error: BaseException) -> str:
-    """The failure behind DCP's wrapping, with the rank it happened on."""
+    """Return the failure behind DCP's wrapping, with the rank it happened on."""
     failures = getattr(error, "failures", None)
     if failures:
         rank, (cause, _) = next(iter(failures.items()))

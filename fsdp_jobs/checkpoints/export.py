@@ -1,4 +1,4 @@
-"""A sharded checkpoint as files others read: Hugging Face-style safetensors, or one .pt. One process, no GPU.
+"""Export a sharded checkpoint for other programs: safetensors as Hugging Face has them, or one .pt. No GPU is needed.
 
 At no time is more than one output file's worth of tensors in memory (safetensors), or one copy of the model (.pt).
 """
@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import json
 import shutil
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fsdp_jobs.checkpoints import catalog
-from fsdp_jobs.checkpoints.storage import SafeReader
+from fsdp_jobs.checkpoints.storage import SafeReader, load_alone
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
 from fsdp_jobs.config.schema import HfConfig, JobConfig, LlamaConfig
 from fsdp_jobs.models.huggingface import folder_of, transformers
@@ -45,12 +43,12 @@ _HF_NAMES = (
 
 
 def export(run: RunDir, config: JobConfig, file_format: str, step: int | None, out: str | None) -> list[Path]:
-    """Write a checkpoint's model. Returns the files written.
+    """Write the model of a checkpoint. Returns the files written.
 
     Args:
         file_format: "safetensors" (with `config.json` for a Llama or a model of transformers, so that transformers
             opens it, and the tokenizer's files where the model came with some) or "pt".
-        step: of the checkpoint; None for the newest that is sound.
+        step: of the checkpoint; None for the newest that is whole.
         out: folder; None for `<run directory>/export`.
 
     Raises:
@@ -123,7 +121,7 @@ def _choose(run: RunDir, config: JobConfig, step: int | None) -> Path:
     for folder in found:
         if not catalog.verify(folder):
             return folder
-    raise BadInput([Problem(run.name, "has no sound checkpoint yet", "let it train longer, or save more often")])
+    raise BadInput([Problem(run.name, "has no whole checkpoint yet", "let it train longer, or save more often")])
 
 
 def _bytes(entry: TensorStorageMetadata) -> int:
@@ -144,9 +142,7 @@ def _by_file(saved: dict[str, TensorStorageMetadata]) -> Iterator[list[str]]:
 
 def _load(folder: Path, entries: dict[str, TensorStorageMetadata]) -> dict[str, Tensor]:
     state = {f"model.{n}": torch.empty(e.size, dtype=e.properties.dtype) for n, e in entries.items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that there is no process group: so it is meant
-        dcp.load(state, storage_reader=SafeReader(folder), no_dist=True)
+    load_alone(folder, state)
     return {name.removeprefix("model."): tensor for name, tensor in state.items()}
 
 

@@ -1,9 +1,9 @@
 """Checkpoints on the nodes' own disks: written there first, copied to shared storage after, read from there if whole.
 
-On each node `<local_dir>/<run>/step-<N>.<life>/` holds the shards that its ranks wrote. Metadata and the list
+On each node `<local_dir>/<run>/step-<N>.<restart>/` holds the shards that its ranks wrote. Metadata and the list
 of all shards (`shards.json`, in a manifest's form) are on shared storage, in the folder that becomes the
 checkpoint once every shard has been copied. A step of which the nodes hold every shard between them can be
-loaded: what a node needs and has not, its peers send.
+loaded: a node gets what it lacks from its peers.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from fsdp_jobs.checkpoints.catalog import SHARDS, Manifest, commit, damaged_file
 from fsdp_jobs.checkpoints.storage import SaveRequest
 
 _BLOCK = 1 << 24  # bytes copied or sent at once
-_COPIED = ".copied"  # suffix of a rank's word that its shards are on shared storage
+_COPIED = ".copied"  # suffix of the file by which a rank says that its shards are on shared storage
 _KEPT = 2  # newest steps that stay on a node's disk
 
 
 class LocalDisks:
-    """One rank's part in it. Methods that say so are called by all ranks, in the same order."""
+    """One rank's access to its node's disk. Methods that say so are called by all ranks, in the same order."""
 
     def __init__(self, folder: Path, group: dist.ProcessGroup):
         self.folder, self.group = folder, group
@@ -40,9 +40,9 @@ class LocalDisks:
         self._upload: tuple[SaveRequest, Future[None]] | None = None
 
     def may_upload(self, must: bool) -> bool:
-        """All ranks: whether the save that begins now is to be copied to shared storage, for the last one has been.
+        """All ranks: whether the save that begins now may be copied to shared storage; not while the last copy runs.
 
-        With `must`, waits until it has.
+        With `must`, waits for that copy.
         """
         if must and self._upload is not None:
             self._upload[1].exception()
@@ -55,7 +55,7 @@ class LocalDisks:
         self._upload = request, self._thread.submit(self._copy, request)
 
     def uploaded(self, wait: bool) -> tuple[SaveRequest, BaseException | None] | None:
-        """A copy that has ended since the last call, and how."""
+        """Return a copy that has ended since the last call, with its error."""
         if self._upload is None or not (wait or self._upload[1].done()):
             return None
         (request, future), self._upload = self._upload, None
@@ -76,14 +76,14 @@ class LocalDisks:
             raise OSError(error)
 
     def _commit(self, request: SaveRequest, shards: Manifest) -> None:
-        words = [request.temporary / f"{rank}{_COPIED}" for rank in range(self.world)]
-        while not all(w.exists() for w in words):
+        reports = [request.temporary / f"{rank}{_COPIED}" for rank in range(self.world)]
+        while not all(r.exists() for r in reports):
             time.sleep(0.05)  # a rank that died ends the round, and this thread with it
-        errors = [e for e in (w.read_text() for w in words) if e]
+        errors = [e for e in (r.read_text() for r in reports) if e]
         if errors:
             raise OSError("; ".join(errors))
-        for word in words:
-            word.unlink()
+        for report in reports:
+            report.unlink()
         commit(request.temporary, request.final, shards)
         prune(request.checkpoints, request.keep)
 
@@ -97,7 +97,7 @@ class LocalDisks:
                 shutil.rmtree(old, ignore_errors=True)
 
     def holding(self, manifest: Manifest) -> Path | None:
-        """All ranks: this node's folder of a step of which the nodes have every shard, unharmed; else None."""
+        """All ranks: this node's folder of a step if the nodes have every shard of it, undamaged; else None."""
         shards = {name for name in manifest.files if name.endswith(".distcp")}
         folder, mine = self._best(manifest, shards) if self.leads else (None, set())
         found: list[Any] = [None] * self.world
@@ -109,7 +109,7 @@ class LocalDisks:
         return Path(next(at for node, at, _ in found if node == self.node and at is not None))
 
     def _best(self, manifest: Manifest, shards: set[str]) -> tuple[str, set[str]]:
-        """The folder here with most of a step's shards, and which; a new one where there is none."""
+        """Return the folder here with most of a step's shards, and which it has; a new one if there is none."""
         best: tuple[str, set[str]] = (str(self.folder / f"step-{manifest.step:08d}.fetched"), set())
         for folder in self.folder.glob(f"step-{manifest.step:08d}.*"):
             here = {name for name in shards if (folder / name).exists()}
@@ -119,7 +119,7 @@ class LocalDisks:
         return best
 
     def fetch(self, folder: Path, state: dict[str, Any], metadata: Metadata) -> None:
-        """All ranks, after `holding`: bring what this node needs of the shards, and has not, from peers."""
+        """All ranks, after `holding`: get from peers the shards that this node needs and lacks."""
         planner = DefaultLoadPlanner()
         planner.set_up_planner(state, metadata, is_coordinator=False)
         stored = metadata.storage_data
@@ -143,7 +143,7 @@ class LocalDisks:
 
 
 def _copy_checked(source: Path, target: Path, crc32: int) -> None:
-    """Raises: OSError when what is copied is not what was written."""
+    """Raises: OSError when the copied bytes differ from those that were written."""
     value = 0
     with source.open("rb") as f, target.open("wb") as to:
         while block := f.read(_BLOCK):

@@ -1,4 +1,4 @@
-"""Weights from elsewhere to begin a run with: safetensors, .pt and .bin files, or a folder that DCP wrote.
+"""Pretrained weights for a new run: safetensors, .pt and .bin files, or a folder that DCP wrote.
 
 Every rank reads its own rows of each tensor only; of a .pt file, which is mapped into memory, the pages they are in.
 """
@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from fsdp_jobs.checkpoints.storage import SafeReader
+from fsdp_jobs.checkpoints.storage import SafeReader, load_alone
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import HfConfig, JobConfig, LlamaConfig, ModelConfig
 from fsdp_jobs.models.huggingface import folder_of, is_hf, transformers
@@ -32,14 +31,14 @@ _NO_WEIGHTS = ("optim", "lr_scheduler", "scheduler", "train_state", "dataloader"
 _QUERIES_AND_KEYS = re.compile(r"\b(wq|wk|q_proj|k_proj)\.(weight|bias)$")
 
 
-class Source:
-    """Tensors by name, read by rows."""
+class Source(ABC):
+    """Tensors by name, of which each rank reads its own rows."""
 
     shapes: dict[str, tuple[int, ...]]
 
+    @abstractmethod
     def rows(self, name: str, first: int, last: int) -> Tensor:
-        """Rows [first, last) of a tensor; one without dimensions whole."""
-        raise NotImplementedError
+        """Return rows [first, last) of a tensor; one without dimensions whole."""
 
     def fill(self, parameters: dict[str, DTensor]) -> None:
         """Copy into each parameter, by the source's names, what this rank holds of it."""
@@ -95,13 +94,11 @@ class _Dcp(Source):
         self._load(cast(dict[str, Tensor], parameters))
 
     def _load(self, state: dict[str, Tensor]) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # each rank reads by itself: so it is meant
-            dcp.load(state, storage_reader=SafeReader(self.folder), no_dist=True)
+        load_alone(self.folder, state)
 
 
 def _flat(prefix: str, content: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of nested dictionaries, names joined by dots."""
+    """Yield the tensors of nested dictionaries, names joined by dots."""
     for key, value in content.items():
         if isinstance(value, Tensor):
             yield f"{prefix}{key}", value
@@ -110,10 +107,10 @@ def _flat(prefix: str, content: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def open_source(path: Path, key: str) -> Source:
-    """What a file or folder holds; `key` is the setting that named it, for errors.
+    """Open a file or folder of weights; `key` is the setting that named it, for errors.
 
     Raises:
-        BadInput: there is nothing there that can be read.
+        BadInput: nothing there can be read.
     """
     if (path / ".metadata").is_file():
         return _Dcp(path)
@@ -137,7 +134,7 @@ def open_source(path: Path, key: str) -> Source:
 
 
 def compare(model: nn.Module, config: JobConfig, source: Source) -> tuple[dict[str, str], list[str], list[str]]:
-    """Our names -> the source's; parameters that the source has not; what the source has and the model has not."""
+    """Compare names: the model's -> the source's; parameters missing in the source; tensors missing in the model."""
     # Tied weights have several names, and any of them will do.
     parameters = {plain_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
     found, left_over = match(source.shapes, _shapes(model), config.init_key_map)
@@ -153,10 +150,10 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def problems_of(model: nn.Module, config: JobConfig) -> list[Problem]:
-    """What keeps `init_from` from being this model's weights; the model may be on the meta device.
+    """List what keeps `init_from` from being this model's weights; the model may be on the meta device.
 
     Raises:
-        BadInput: there is nothing that can be read.
+        BadInput: nothing there can be read.
     """
     assert config.init_from is not None
     source = open_source(Path(config.init_from), "init_from")
@@ -166,7 +163,7 @@ def problems_of(model: nn.Module, config: JobConfig) -> list[Problem]:
 
 
 def load_initial(model: nn.Module, config: JobConfig) -> None:
-    """Give a new run's model the weights that the configuration names, if it names any. Called by every rank.
+    """Load the weights that the configuration names, if it names any, into a new run's model. Called by every rank.
 
     Raises:
         BadInput: tensors that are missing, left over, or of another shape, by name.
@@ -194,7 +191,7 @@ def load_initial(model: nn.Module, config: JobConfig) -> None:
 
 
 def _fill(model: nn.Module, config: JobConfig, source: Source, found: dict[str, str]) -> None:
-    """Copy what was found into buffers and this rank's part of parameters."""
+    """Copy the matching tensors into buffers and this rank's part of parameters."""
     buffers = {plain_name(n): b for n, b in model.named_buffers()}
     width = _head_width(model, config) if config.init_rope == "interleaved" else 0
     as_they_are: dict[str, DTensor] = {}
@@ -215,33 +212,33 @@ def _fill(model: nn.Module, config: JobConfig, source: Source, found: dict[str, 
 
 
 def match(
-    theirs: dict[str, tuple[int, ...]], ours: dict[str, tuple[int, ...]], key_map: list[str]
+    source: dict[str, tuple[int, ...]], model: dict[str, tuple[int, ...]], key_map: list[str]
 ) -> tuple[dict[str, str], list[str]]:
-    """Our names -> theirs, and those of theirs that are nobody's.
+    """Match names: the model's -> the source's, and those of the source that match none.
 
-    Names go through the key map first; then one common prefix is taken off, or one of ours put before them,
+    The source's names go through the key map first; then one common prefix is removed, or one of the model's added,
     whichever matches most.
     """
     rules = [entry.partition("=>") for entry in key_map]
     mapped: dict[str, str] = {}
-    for name in theirs:
+    for name in source:
         new = name
         for pattern, _, replacement in rules:
             new = re.sub(pattern, replacement, new)
         if new:
             mapped[new] = name
-    added = ["", *sorted({f"{n.partition('.')[0]}." for n in ours})]
+    added = ["", *sorted({f"{n.partition('.')[0]}." for n in model})]
     pairs = [("", put) for put in added] + [(off, "") for off in _PREFIXES[1:]]
 
     def renamed(off: str, put: str) -> dict[str, str]:
         return {put + new.removeprefix(off): name for new, name in mapped.items() if new.startswith(off)}
 
-    off, put = max(pairs, key=lambda pair: len(renamed(*pair).keys() & ours.keys()))
+    off, put = max(pairs, key=lambda pair: len(renamed(*pair).keys() & model.keys()))
     candidates = renamed(off, put)
     if put:  # only what lacks the prefix gets it
-        candidates = {(new if new in ours else put + new): name for new, name in mapped.items()}
-    left_over = [name for new, name in candidates.items() if new not in ours and not name.startswith(_NO_WEIGHTS)]
-    return {new: name for new, name in candidates.items() if new in ours}, left_over
+        candidates = {(new if new in model else put + new): name for new, name in mapped.items()}
+    left_over = [name for new, name in candidates.items() if new not in model and not name.startswith(_NO_WEIGHTS)]
+    return {new: name for new, name in candidates.items() if new in model}, left_over
 
 
 def _shape_problems(
@@ -271,18 +268,18 @@ def _head_width(model: Any, config: JobConfig) -> int:
     if is_hf(model):
         shape = model.config
         return int(getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads)
-    raise BadInput([Problem("init_rope=interleaved", "is not known of this model", "model=llama... or model=hf")])
+    raise BadInput([Problem("init_rope=interleaved", "is not supported for this model", "model=llama... or model=hf")])
 
 
 def _halves(whole: Tensor, width: int) -> Tensor:
-    """Rows of a query or key projection whose rotated pairs are neighbours, so that they are (i, i + width / 2)."""
+    """Reorder rows of a query or key projection whose rotated pairs are neighbours into pairs (i, i + width / 2)."""
     heads: Tensor = whole.unflatten(0, (-1, width // 2, 2))
     halves: Tensor = heads.transpose(1, 2).flatten(0, 2)
     return halves
 
 
 def _by_transformers(model: nn.Module, config: ModelConfig) -> None:
-    """Weights whose files are laid out otherwise than the model: rank 0 has transformers read them, and sends them.
+    """Load weights whose layout differs from the model's: rank 0 has transformers read them, and sends them.
 
     Raises:
         BadInput: transformers does not find all of them either.

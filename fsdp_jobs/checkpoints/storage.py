@@ -1,4 +1,4 @@
-"""DCP's files as we write and read them: checksummed while written, committed by rename, unpickled with care."""
+"""Write and read DCP's files: checksummed while written, committed by rename, unpickled by a closed list of classes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import time
+import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import IO, Any, ClassVar, cast
 
 import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -29,7 +32,7 @@ _SUMS = ".sums.json"
 
 
 class _Checksummed(io.RawIOBase):
-    """A binary file that keeps the CRC-32 of what is written through it."""
+    """A binary file that computes the CRC-32 of what is written through it."""
 
     def __init__(self, raw: IO[bytes]):
         self.raw, self.crc32, self.size = raw, 0, 0
@@ -41,7 +44,7 @@ class _Checksummed(io.RawIOBase):
         try:
             return self.raw.write(data)
         except OSError as e:
-            self.error = e  # torch.save reports it as a position that is off
+            self.error = e  # torch.save reports it as a wrong position in the file
             raise
 
     def tell(self) -> int:
@@ -133,7 +136,7 @@ class CommittingWriter(FileSystemWriter):
         self.path = request.temporary
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's shard; then read it back and leave its checksums for the coordinator.
+        """Write this rank's shard, read it back, and leave its checksums for DCP's coordinator.
 
         Raises:
             OSError: what was read back differs from what was written.
@@ -162,7 +165,7 @@ class CommittingWriter(FileSystemWriter):
             raise OSError(f"{file}: what is on disk differs from what was written")
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator, once every rank has written: metadata, manifest, fsync, rename, prune."""
+        """Commit, on DCP's coordinator once every rank has written: metadata, manifest, fsync, rename, prune."""
         super().finish(metadata, results)
         request, files = self.request, {}
         for sums in sorted(request.temporary.glob(f"*{_SUMS}")):
@@ -187,9 +190,9 @@ class CommittingWriter(FileSystemWriter):
 
 
 def _enum_member(enumeration: Any, name: str) -> Enum:
-    """A member of an enumeration; some Pythons, Debian 12's among them, pickle it as `getattr(enumeration, name)`."""
+    """Return a member of an enumeration; some Pythons, as Debian 12's, pickle it as `getattr(enumeration, name)`."""
     if not isinstance(enumeration, EnumType):
-        raise pickle.UnpicklingError(f"{enumeration}.{name} has no business in a checkpoint's metadata")
+        raise pickle.UnpicklingError(f"{enumeration}.{name} is not allowed in a checkpoint's metadata")
     return cast(Enum, enumeration[name])
 
 
@@ -215,7 +218,7 @@ class _MetadataUnpickler(pickle.Unpickler):
             return _enum_member
         if is_dtype or in_module or (module, name) in self._ALLOWED:
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} has no business in a checkpoint's metadata")
+        raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a checkpoint's metadata")
 
 
 class SafeReader(FileSystemReader):
@@ -233,3 +236,10 @@ class SafeReader(FileSystemReader):
             metadata = cast(Metadata, _MetadataUnpickler(f).load())
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
+
+
+def load_alone(folder: Path, state: dict[str, Tensor]) -> None:
+    """Read the tensors of `state` from a checkpoint, in this process alone."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # about the missing process group
+        dcp.load(state, storage_reader=SafeReader(folder), no_dist=True)

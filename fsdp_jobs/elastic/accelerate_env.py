@@ -11,20 +11,20 @@ _WRAP = {"layer": "TRANSFORMER_BASED_WRAP", "size": "SIZE_BASED_WRAP", "none": "
 
 
 def environment(config: JobConfig, layout: Layout, accelerator: str) -> dict[str, str]:
-    """What `accelerate launch` would set for this layout with FSDP2; no_shard is left to its DDP.
+    """Return what `accelerate launch` would set for this layout with FSDP2; no_shard is left to its DDP.
 
     Args:
         accelerator: "cuda" or "cpu", as this node has it.
     """
     fsdp = config.fsdp
     dtype = param_dtype(fsdp, accelerator)
-    found = {"ACCELERATE_MIXED_PRECISION": _PRECISION[dtype], "ACCELERATE_USE_CPU": _word(accelerator == "cpu")}
+    variables = {"ACCELERATE_MIXED_PRECISION": _PRECISION[dtype], "ACCELERATE_USE_CPU": _word(accelerator == "cpu")}
     if fsdp.compile:
-        found |= {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR", "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "true"}
-    found["ACCELERATE_USE_FSDP"] = _word(layout.shard_group > 1)
+        variables |= {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR", "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "true"}
+    variables["ACCELERATE_USE_FSDP"] = _word(layout.shard_group > 1)
     if layout.shard_group == 1:
-        return found
-    found |= {
+        return variables
+    variables |= {
         "FSDP_VERSION": "2",
         "FSDP_RESHARD_AFTER_FORWARD": _word(layout.reshard_after_forward),
         "FSDP_OFFLOAD_PARAMS": _word(fsdp.cpu_offload),
@@ -36,14 +36,14 @@ def environment(config: JobConfig, layout: Layout, accelerator: str) -> dict[str
         "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
     }
     if fsdp.wrap == "layer" and config.model.wrap_classes:
-        found["FSDP_TRANSFORMER_CLS_TO_WRAP"] = ",".join(config.model.wrap_classes)
+        variables["FSDP_TRANSFORMER_CLS_TO_WRAP"] = ",".join(config.model.wrap_classes)
     if layout.strategy in HYBRID:
-        found |= {
+        variables |= {
             "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
             "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": str(layout.replicas),
             "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(layout.shard_group),
         }
-    return found
+    return variables
 
 
 def _word(value: bool) -> str:

@@ -84,7 +84,7 @@ def _park(state: RankState) -> None:
 
 
 def _run(program: Program) -> int:
-    """Run it to its end. Returns the exit code; what it raised is printed, and left in torch elastic's error file."""
+    """Run it to its end. Returns the exit code; an exception is printed, and left in torch elastic's error file."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     try:
@@ -112,7 +112,7 @@ def _run(program: Program) -> int:
 
 
 def _of_program(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback without the lines that led to the program."""
+    """Return a traceback without the lines that led to the program."""
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
         trace = trace.tb_next
     return trace
@@ -121,7 +121,7 @@ def _of_program(trace: TracebackType | None) -> TracebackType | None:
 if __name__ == "__main__":
     enter()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # it may not know that it is asked for stacks so
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # it may not know this request for its stacks
     executable = Program.from_json(os.environ.pop(PROGRAM_ENV))
     try:
         os.execv(executable.what, [executable.what, *executable.args])

@@ -1,4 +1,4 @@
-"""From a model configuration to an nn.Module."""
+"""Build the model of a configuration, and find its parts that become FSDP units."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fsdp_jobs.models.llama import Llama
 
 
 def build_model(config: ModelConfig) -> nn.Module:
-    """The model on the current default device (`with torch.device("meta")` for shapes only).
+    """Build the model on the current default device (`with torch.device("meta")` for shapes only).
 
     Raises:
         TypeError: a custom factory that does not return an nn.Module.
         ImportError, AttributeError: a custom factory that is not there.
-        BadInput, OSError, ValueError: a model of transformers that cannot be had.
+        BadInput, OSError, ValueError: a model of transformers that cannot be loaded.
     """
     if isinstance(config, LlamaConfig):
         return Llama(config)
@@ -34,12 +34,12 @@ def build_model(config: ModelConfig) -> nn.Module:
 
 
 def wrap_classes_of(model: nn.Module, config: ModelConfig) -> list[str]:
-    """Class names of the layers: as configured, or as a model of transformers says itself."""
+    """Return the class names of the layers: as configured, or as a model of transformers says itself."""
     return config.wrap_classes or (layer_classes(model) if is_hf(model) else [])
 
 
 def head_modules_of(model: nn.Module) -> list[nn.Module]:
-    """What runs last and is needed first in backward, to be gathered as one unit; empty when the model says nothing."""
+    """Return what runs last and is needed first in backward, to be gathered as one unit; empty if not known."""
     if is_hf(model):
         return hf_head_modules(model)
     modules: list[nn.Module] = model.head_modules() if hasattr(model, "head_modules") else []  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""Causal language models of transformers as this trainer wants them: tokens in, logits out, built without memory."""
+"""Causal language models of transformers as the trainer needs them: tokens in, logits out, built on the meta device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]  # of a repository: con
 
 
 def transformers() -> Any:
-    """The library.
+    """Import the library.
 
     Raises:
         BadInput: it is not installed.
@@ -30,13 +30,13 @@ def transformers() -> Any:
 
 
 def build_hf(config: HfConfig) -> nn.Module:
-    """The model of a folder or of a repository of the hub, without its weights, in fp32 on the default device.
+    """Build the model of a folder or of a repository of the hub, without its weights, in fp32 on the default device.
 
     Parameters keep transformers' names. The forward pass returns the logits alone.
 
     Raises:
         OSError: there is no such folder or repository.
-        ValueError: it holds no causal language model.
+        ValueError: it does not hold a causal language model.
     """
     library = transformers()
     described = library.AutoConfig.from_pretrained(config.name_or_path)
@@ -51,7 +51,7 @@ def _logits(_module: nn.Module, _args: Any, out: Any) -> Tensor:
 
 
 def folder_of(config: HfConfig, weights: bool = True) -> Path:
-    """The folder with the model's files; those of the hub are fetched once a machine, weights only if wanted."""
+    """Return the folder with the model's files; a machine downloads those of the hub once, weights only on request."""
     if Path(config.name_or_path).is_dir():
         return Path(config.name_or_path)
     from huggingface_hub import snapshot_download
@@ -61,17 +61,17 @@ def folder_of(config: HfConfig, weights: bool = True) -> Path:
 
 
 def is_hf(model: nn.Module) -> bool:
-    """Whether a model is one of transformers', sharded or not."""
+    """Whether a model is one of transformers, sharded or not."""
     return hasattr(model, "_no_split_modules") and hasattr(model, "get_output_embeddings")
 
 
 def layer_classes(model: Any) -> list[str]:
-    """The class names of a model's layers, as transformers lists them for splitting over devices."""
+    """Return the class names of a model's layers, as transformers lists them for splitting over devices."""
     return sorted(model._no_split_modules or [])
 
 
 def hf_head_modules(model: Any) -> list[nn.Module]:
-    """The head, and the embedding where it shares the head's weight."""
+    """Return the head, and the embedding where it shares the head's weight."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None:
         return []
@@ -79,7 +79,7 @@ def hf_head_modules(model: Any) -> list[nn.Module]:
 
 
 def initial_pieces(config: HfConfig, device: torch.device, seed: int) -> Iterator[dict[str, Tensor]]:
-    """The initial values of all parameters and buffers, a layer or less at a time, as transformers draws them.
+    """Yield the initial values of all parameters and buffers, a layer or less at a time, as transformers draws them.
 
     The random numbers of a piece depend on the seed and the piece's name alone.
     """

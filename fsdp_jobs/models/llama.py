@@ -12,7 +12,7 @@ from fsdp_jobs.config.schema import LlamaConfig
 
 
 def rotary_angles(config: LlamaConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary embedding, each [length, head_dim / 2], fp32.
+    """Return cosines and sines of the rotary embedding, each [length, head_dim / 2], fp32.
 
     With `rope_scaling_factor` s > 1, wavelengths beyond 8192 are stretched by s, those under 8192 / 4
     are kept, and those between are interpolated (Llama 3.1).
@@ -116,6 +116,6 @@ class Llama(nn.Module):
         parameter.normal_(0.0, std, generator=generator)
 
     def head_modules(self) -> list[nn.Module]:
-        """What runs last and is needed first in backward: gathered once, as one FSDP unit."""
+        """Return what runs last and is needed first in backward: gathered once, as one FSDP unit."""
         tied = self.output.weight is self.tok_embeddings.weight
         return [self.tok_embeddings, self.norm, self.output] if tied else [self.norm, self.output]

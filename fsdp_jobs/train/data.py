@@ -25,7 +25,7 @@ IGNORE = -100  # label of a token that does not count, as in cross_entropy's ign
 
 
 def sample_at(position: int, samples: int, seed: int) -> int:
-    """The sample at a position: a permutation of range(samples) in each epoch, in O(1) memory and time.
+    """Return the sample at a position: a permutation of range(samples) in each epoch, in O(1) memory and time.
 
     A four-round Feistel network over the smallest even number of bits that holds `samples`, walked until it
     lands inside (Black and Rogaway 2002, "Ciphers with arbitrary finite domains").
@@ -43,7 +43,7 @@ def sample_at(position: int, samples: int, seed: int) -> int:
 
 
 def _mix(value: int, round_: int, epoch: int, seed: int) -> int:
-    """A 64-bit hash of four integers (the finaliser of splitmix64, Steele et al. 2014)."""
+    """Return a 64-bit hash of four integers (the finaliser of splitmix64, Steele et al. 2014)."""
     z = value
     for salt in (round_, epoch, seed):
         z = (z + (salt + 1) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
@@ -54,20 +54,20 @@ def _mix(value: int, round_: int, epoch: int, seed: int) -> int:
 
 
 def microbatches(first: int, data: DataConfig, rank: int, world: int) -> list[list[int]]:
-    """The positions of one step that are this rank's, cut into microbatches: the same number on every rank.
+    """Return this rank's positions of one step, cut into microbatches: the same number on every rank.
 
     `first` is the step's first position. A rank with fewer samples than another gets lists padded by -1,
     which stands for a sample that does not count.
     """
     low, high = rank * data.global_batch // world, (rank + 1) * data.global_batch // world
     most = -(-data.global_batch // world)  # of any rank
-    mine = list(range(first + low, first + high))
-    mine += [-1] * (most - len(mine))
-    return [mine[i : i + data.micro_batch] for i in range(0, most, data.micro_batch)]
+    positions = list(range(first + low, first + high))
+    positions += [-1] * (most - len(positions))
+    return [positions[i : i + data.micro_batch] for i in range(0, most, data.micro_batch)]
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):
-    """Positions to (tokens, labels), each int64 [seq_len]; labels are the tokens that follow."""
+    """Map positions to (tokens, labels), each int64 [seq_len]; labels are the tokens that follow."""
 
     def __init__(self, tokens: Tokens, seq_len: int, seed: int):
         self.tokens, self.seq_len, self.seed = tokens, seq_len, seed
@@ -111,7 +111,11 @@ class ElasticSampler(Sampler[list[int]]):
     """
 
     def __init__(self, data: Sized, batch: int, seed: int = 0):
-        """`batch`: samples a step over all ranks. Raises: ValueError when there are too few for each to get one."""
+        """Order `data` in steps of `batch` samples over all ranks.
+
+        Raises:
+            ValueError: some rank would get no sample.
+        """
         self.samples, self.batch, self.seed = len(data), batch, seed
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world = dist.get_world_size() if dist.is_initialized() else 1
@@ -122,7 +126,7 @@ class ElasticSampler(Sampler[list[int]]):
             raise ValueError("there are no samples")
 
     def after(self, step: int) -> ElasticSampler:
-        """The same order from where so many steps have left it."""
+        """Continue the order after so many steps."""
         self.steps_done = step
         return self
 

@@ -1,4 +1,4 @@
-"""From a configuration to this rank's microbatches, read ahead."""
+"""Read this rank's microbatches ahead, as a configuration says."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fsdp_jobs.train.sources import Stream, StreamBatches, open_tokens
 
 
 def open_samples(data: DataConfig, seed: int) -> Samples | Stream:
-    """The samples of a configuration.
+    """Open the samples of a configuration.
 
     Raises:
         OSError, ValueError, BadInput: as `open_tokens` does.
@@ -43,7 +43,7 @@ def check_same_data(samples: Samples | Stream, data: DataConfig) -> None:
 def batches(
     samples: Samples | Stream, data: DataConfig, rank: int, world: int, first: int, steps: int, pin: bool
 ) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """For each of `steps` optimizer steps from position `first`: this rank's microbatches, read ahead.
+    """Yield this rank's microbatches, read ahead, for each of `steps` optimizer steps from position `first`.
 
     A microbatch is (tokens, labels), each int64 [<= micro_batch, seq_len]. A stream has one reading process at most.
     """
@@ -59,12 +59,12 @@ def batches(
         num_workers=workers,
         prefetch_factor=data.prefetch if workers else None,
         pin_memory=pin,
-        # Forked from the rank and tied to its life. (A rank's own default would be to start a second fork server,
+        # Forked from the rank, and killed with it. (A rank's own default would be to start a second fork server,
         # which imports torch once more.)
         multiprocessing_context="fork" if workers else None,
         worker_init_fn=die_with_parent,
     )
-    a_step = len(microbatches(0, data, rank, world))
+    per_step = len(microbatches(0, data, rank, world))
     stream = cast(Iterator[tuple[Tensor, Tensor]], iter(loader))
     for _ in range(steps):
-        yield [next(stream) for _ in range(a_step)]
+        yield [next(stream) for _ in range(per_step)]

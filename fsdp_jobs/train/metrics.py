@@ -1,4 +1,4 @@
-"""What a step measured, as a line of `metrics.jsonl` and, when TensorBoard is installed, as its scalars."""
+"""Record what a step measured: a line of `metrics.jsonl` and, when TensorBoard is installed, its scalars."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fsdp_jobs.run.goodput import StepClock
 def flops_per_token(model: nn.Module, config: JobConfig) -> float:
     """Return the FLOPs of forward and backward per token, recomputation not counted.
 
-    For our own models the planner's formula; for any other 6 N over all its N parameters.
+    For the built-in models the planner's formula; for any other 6 N over all its N parameters.
     """
     if isinstance(config.model, LlamaConfig):
         return llama_shape(config.model).flops_per_token(config.data.seq_len)

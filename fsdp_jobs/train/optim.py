@@ -1,4 +1,4 @@
-"""AdamW and the learning rate, a pure function of the step: nothing of a schedule needs saving."""
+"""AdamW, and the learning rate as a pure function of the step: no schedule needs saving."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fsdp_jobs.config.schema import OptimConfig
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """Fused AdamW over two groups: matrices are decayed, vectors (norms, biases) are not."""
+    """Build fused AdamW over two groups: matrices are decayed, vectors (norms, biases) are not."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(
         [
@@ -26,7 +26,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
 
 
 def learning_rate(step: int, config: OptimConfig, steps: int) -> float:
-    """The rate of the 0-based `step`: linear warmup to `lr`, then a half cosine down to `lr * min_lr_ratio`.
+    """Return the rate of the 0-based `step`: linear warmup to `lr`, then a half cosine down to `lr * min_lr_ratio`.
 
     The cosine ends at `decay_steps`, or at the job's `steps`; it is Loshchilov and Hutter 2017,
     arXiv:1608.03983, without restarts.
@@ -42,5 +42,6 @@ def learning_rate(step: int, config: OptimConfig, steps: int) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the rate of all groups."""
     for group in optimizer.param_groups:
         group["lr"] = rate

@@ -31,8 +31,8 @@ from fsdp_jobs.plan.layout import Layout
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-# What selective checkpointing keeps: the outputs that are dear to compute again.
-_DEAR_OPS = {
+# What selective checkpointing keeps: the outputs that are expensive to compute again.
+_EXPENSIVE_OPS = {
     torch.ops.aten.mm.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -42,7 +42,7 @@ _DEAR_OPS = {
 
 
 def compute_dtype(fsdp: FsdpConfig, device: torch.device) -> torch.dtype:
-    """The dtype parameters are gathered and computed in: `auto` is bf16 on CUDA and fp32 elsewhere."""
+    """Return the dtype that parameters are gathered and computed in."""
     return TORCH_DTYPES[param_dtype(fsdp, device.type)]
 
 
@@ -139,14 +139,14 @@ def shard(
 
 
 def apply_activation_checkpointing(model: nn.Module, blocks: list[nn.Module], fsdp: FsdpConfig) -> list[nn.Module]:
-    """Wrap blocks so that their activations are recomputed in backward; returns the blocks as they are now."""
+    """Wrap blocks so that their activations are recomputed in backward. Returns the wrapped blocks."""
     kind, every = fsdp.activation_checkpointing, fsdp.activation_checkpointing_every
     if kind == "none":
         return blocks
 
     def wrap(block: nn.Module) -> nn.Module:
         if kind == "selective":
-            wrapped = checkpoint_wrapper(block, context_fn=_keep_dear_ops, preserve_rng_state=True)
+            wrapped = checkpoint_wrapper(block, context_fn=_keep_expensive_ops, preserve_rng_state=True)
         else:
             wrapped = checkpoint_wrapper(block, preserve_rng_state=True)
         return offload_wrapper(wrapped) if fsdp.activation_offload else wrapped
@@ -159,9 +159,9 @@ def apply_activation_checkpointing(model: nn.Module, blocks: list[nn.Module], fs
     return [now[b] for b in blocks]
 
 
-def _keep_dear_ops() -> object:
+def _keep_expensive_ops() -> object:
     def policy(_context: object, op: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op in _DEAR_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if op in _EXPENSIVE_OPS else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 
@@ -174,7 +174,7 @@ def apply_fsdp(
     mesh: DeviceMesh,
     device: torch.device,
 ) -> None:
-    """FSDP2 on each block, on the head (kept gathered: backward needs it at once), then on the root."""
+    """Apply FSDP2 to each block, to the head (kept gathered: backward needs it at once), then to the root."""
     output = output_dtype(fsdp)
     inner = MixedPrecisionPolicy(compute_dtype(fsdp, device), TORCH_DTYPES[fsdp.reduce_dtype])
     outer = MixedPrecisionPolicy(
@@ -247,7 +247,7 @@ def fill_weights(model: nn.Module, model_config: ModelConfig, device: torch.devi
 
 
 def set_gradient_communication(model: nn.Module, layout: Layout, last: bool) -> None:
-    """Decide, before a microbatch's backward, what its gradients cost.
+    """Set, before a microbatch's backward, what is sent of its gradients.
 
     The last microbatch of a step always reduces in full. Before it: where the layout accumulates unsharded
     gradients, nothing is sent; otherwise gradients are reduce-scattered inside the shard group, and a hybrid's

@@ -1,4 +1,4 @@
-"""Where tokens come from: what the configuration names, as one array of ids that is memory-mapped where it is long.
+"""Open the tokens that a configuration names, as one array of ids that is memory-mapped where it is long.
 
 A data set that is streamed is read as it comes: in its own order, samples packed over documents, resumed by skipping.
 Every rank reads and tokenizes the whole stream and keeps its positions, so samples are the same over any world.
@@ -29,11 +29,11 @@ _FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parqu
 
 
 def open_tokens(data: DataConfig) -> Tokens:
-    """The token stream of a configuration, 1-D; a memory map where it is a file.
+    """Open the tokens of a configuration, 1-D; a memory map where they are in a file.
 
     Raises:
         OSError: a file that is not there or cannot be read.
-        ValueError: fewer tokens than one sample needs, or a size that is no multiple of the token's.
+        ValueError: fewer tokens than one sample needs, or a size that is not a multiple of a token's.
         BadInput: a tokenizer or library that is missing, or ids beyond `data.vocab_size`.
     """
     if data.kind == "python_stdlib":
@@ -63,14 +63,14 @@ def _map(file: Path, dtype_name: str) -> Tokens:
     dtype = np.dtype(dtype_name)
     size = file.stat().st_size
     if size % dtype.itemsize:
-        raise ValueError(f"{file}: {size} bytes are no whole number of {dtype_name} tokens")
+        raise ValueError(f"{file}: {size} bytes are not a whole number of {dtype_name} tokens")
     if size == 0:
         raise ValueError(f"{file}: the file is empty")
     return cast(Tokens, np.memmap(file, dtype=dtype, mode="r"))
 
 
 def _stdlib_sources() -> bytes:
-    """All .py files of the standard library, in path order, without its tests and what others installed there."""
+    """Read all .py files of the standard library in path order, without its tests and installed packages."""
     skip = {"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib", "lib2to3"}
     files = []
     for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
@@ -80,7 +80,7 @@ def _stdlib_sources() -> bytes:
 
 
 def _texts(files: list[Path]) -> Iterator[str]:
-    """The files' texts, a long file in blocks that end with a line."""
+    """Yield the files' texts, a long file in blocks that end with a line."""
     for file in files:
         with file.open(encoding="utf-8", errors="surrogateescape", newline="") as f:
             while text := f.read(_BLOCK):
@@ -88,7 +88,7 @@ def _texts(files: list[Path]) -> Iterator[str]:
 
 
 def open_dataset(data: DataConfig) -> Any:
-    """The data set of `data=hf_dataset`: a folder that save_to_disk wrote, files, or a name on the hub.
+    """Open the data set of `data=hf_dataset`: a folder that save_to_disk wrote, a file, or a name on the hub.
 
     Raises:
         BadInput: the library is missing, or there is no such split.
@@ -99,22 +99,22 @@ def open_dataset(data: DataConfig) -> Any:
         raise BadInput([Problem("data=hf_dataset", str(e), "pip install 'fsdp_jobs[hf]', on the nodes")]) from e
     path = Path(data.path or "")
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-        found = datasets.load_from_disk(str(path))
-        if isinstance(found, dict):
-            if data.split not in found:
-                raise BadInput([Problem(f"data.split={data.split}", "there is none", f"one of {', '.join(found)}")])
-            found = found[data.split]
-        return found.to_iterable_dataset() if data.streaming else found
+        saved = datasets.load_from_disk(str(path))
+        if isinstance(saved, dict):
+            if data.split not in saved:
+                raise BadInput([Problem(f"data.split={data.split}", "does not exist", f"one of {', '.join(saved)}")])
+            saved = saved[data.split]
+        return saved.to_iterable_dataset() if data.streaming else saved
     if path.is_file():
         form = _FORMATS.get(path.suffix)
         if form is None:
-            raise BadInput([Problem(f"data.path={path}", "of no known form", f"one of {', '.join(_FORMATS)}")])
+            raise BadInput([Problem(f"data.path={path}", "not a known file format", f"one of {', '.join(_FORMATS)}")])
         return datasets.load_dataset(form, data_files=str(path), split=data.split, streaming=data.streaming)
     return datasets.load_dataset(str(data.path), data.subset, split=data.split, streaming=data.streaming)
 
 
 def tokenized(documents: Any, data: DataConfig, tokenize: Tokenize) -> Iterator[list[int]]:
-    """The documents' tokens, in order. A function of the user's gets whole rows, a tokenizer their text."""
+    """Yield the documents' tokens, in order. A user's function gets whole rows, a tokenizer their text."""
     for row in documents:
         if tokenize.takes_rows:
             yield tokenize(row)
@@ -126,14 +126,14 @@ def tokenized(documents: Any, data: DataConfig, tokenize: Tokenize) -> Iterator[
 
 
 class Stream:
-    """The samples of a stream by position, in order: `seq_len` + 1 tokens each, over and over."""
+    """The samples of a stream in order: `seq_len` + 1 tokens each, epoch after epoch."""
 
     def __init__(self, data: DataConfig):
         self.data = data
         self.tokenize = tokenizer_of(data)
 
     def samples(self) -> Iterator[np.ndarray[tuple[int], np.dtype[np.int64]]]:
-        """Epoch after epoch; what is left of an epoch's end is left out, as it is of a file's.
+        """Yield samples epoch after epoch; tokens at an epoch's end that do not fill a sample are dropped.
 
         Raises:
             BadInput: an id that is not below `data.vocab_size`, or less than a sample in a whole epoch.
@@ -152,7 +152,7 @@ class Stream:
                 raise ValueError(f"{self.data.path}: {len(rest)} tokens, one sample needs {length + 1}")
 
     def fingerprint(self) -> int:
-        """A number that differs where the first sample does."""
+        """Return a number that differs where the first sample does."""
         first = next(self.samples())
         return int.from_bytes(hashlib.blake2b(first.tobytes(), digest_size=7).digest(), "big")
 

@@ -1,4 +1,4 @@
-"""From text to ids, once: a tokenizer or a function of the user's, and the file that keeps what they made."""
+"""Tokenize text once, with a tokenizer or a user's function, into a file that later runs read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import DataConfig
 
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "special_tokens*", "*.model")
-_MANY = 1 << 20  # tokens that are written at once
+_AT_ONCE = 1 << 20  # tokens that are written at once
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Tokenize:
     """Turns one document into ids."""
 
     function: Callable[[Any], Iterable[int]]
-    identity: str  # differs between functions that may make other ids
+    identity: str  # differs between functions that may return different ids
     takes_rows: bool  # a data set's whole rows, not only their text
 
     def __call__(self, document: Any) -> list[int]:
@@ -35,7 +35,7 @@ class Tokenize:
 
 
 def tokenizer_of(data: DataConfig) -> Tokenize:
-    """What `data.tokenize` or `data.tokenizer` names. A tokenizer's documents end with its end-of-text token.
+    """Load what `data.tokenize` or `data.tokenizer` names. A tokenizer's documents end with its end-of-text token.
 
     Raises:
         BadInput: there is no such function or tokenizer.
@@ -67,7 +67,7 @@ def tokenizer_of(data: DataConfig) -> Tokenize:
 
 
 def _identity(tokenizer: str) -> str:
-    """A name of the hub, or the contents of a folder."""
+    """Return a name on the hub, or a digest of a folder's contents."""
     folder = Path(tokenizer)
     if not folder.is_dir():
         return tokenizer
@@ -79,7 +79,7 @@ def _identity(tokenizer: str) -> str:
 
 
 def cached(data: DataConfig, identity: list[Any], documents: Callable[[], Iterable[list[int]]]) -> Path:
-    """The file with the tokens of all documents, made by whoever asks first; others on this machine wait for it.
+    """Return the file with the tokens of all documents; one process of this machine writes it, the others wait.
 
     Raises:
         BadInput: an id that is not below `data.vocab_size`.
@@ -104,7 +104,7 @@ def cached(data: DataConfig, identity: list[Any], documents: Callable[[], Iterab
 
 
 def cache_dir(data: DataConfig) -> Path:
-    """Where tokens are kept between runs."""
+    """Return the folder where tokens are kept between runs."""
     if data.cache_dir is not None:
         return Path(data.cache_dir)
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -124,7 +124,7 @@ def _write(file: Path, data: DataConfig, documents: Iterable[list[int]]) -> None
 
         for document in documents:
             waiting += document
-            if len(waiting) >= _MANY:
+            if len(waiting) >= _AT_ONCE:
                 flush()
         flush()
         os.fsync(f.fileno())
