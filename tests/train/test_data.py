@@ -62,7 +62,7 @@ def test_labels_are_the_tokens_that_follow(tmp_path: Path) -> None:
 
 
 def test_files_that_are_none_are_named(tmp_path: Path) -> None:
-    for content, said in ((b"", "empty"), (b"abc", "no whole number"), (b"ab" * 5, "one sample needs")):
+    for content, said in ((b"", "empty"), (b"abc", "not a whole number"), (b"ab" * 5, "one sample needs")):
         (tmp_path / "t.bin").write_bytes(content)
         with pytest.raises(ValueError, match=said):
             open_tokens(DataConfig(kind="tokens", path=str(tmp_path / "t.bin"), seq_len=10))
