@@ -30,7 +30,7 @@ REFUSED = {
     "cluster.cpus_per_task=3": ("cluster.cpus_per_task=3", "up to 2 CPUs"),
     "cluster.gpus_per_node='9'": ("cluster.gpus_per_node=9", "gpu:8"),
     "cluster.mem=99G": ("8000 MB",),
-    'name="\'; rm -rf x"': ("is no run name",),
+    'name="\'; rm -rf x"': ("not a valid run name",),
 }
 
 
