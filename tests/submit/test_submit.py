@@ -1,0 +1,47 @@
+"""Jobs are submitted all or none, and job.json says what was submitted last, not what was refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_jobs.config.errors import JobFailed
+from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.submit import submit as submission
+
+
+class _Launcher:
+    """Records what it is asked; without an id it refuses."""
+
+    def __init__(self, name: str, app_id: str = ""):
+        self.name, self.app_id, self.cancelled = name, app_id, list[str]()
+
+    def submit(self, requests: Sequence[Any], parallelism: int, folder: Path | None) -> list[str]:
+        if not self.app_id:
+            raise JobFailed("no more jobs")
+        return [self.app_id] * len(requests)
+
+    def cancel(self, app_ids: Sequence[str]) -> None:
+        self.cancelled += app_ids
+
+
+def test_a_refused_submission_leaves_the_record_of_the_one_before(tmp_path: Path) -> None:
+    configs = [compose_job([f"runs_dir={tmp_path}", f"name={name}", "nodes=1", "nproc_per_node=1"]) for name in "ab"]
+    first, second = submission.prepare(configs)
+    taking, refusing = _Launcher("taking", "7"), _Launcher("refusing")
+    submission.submit([replace(first, launcher=taking)], [["steps=1"]])  # type: ignore[arg-type]
+    before = first.run.job.read_text()
+    assert first.run.read_job()["handle"] == "taking://fsdp_jobs/7" and first.run.first_attempt() == 0
+    first.run.attempt(0).mkdir(parents=True)
+    jobs = [replace(first, launcher=taking), replace(second, launcher=refusing)]  # type: ignore[arg-type]
+    with pytest.raises(JobFailed):
+        submission.submit(jobs, [["steps=2"], ["steps=2"]])
+    assert taking.cancelled == ["7"], "all or none"
+    assert first.run.job.read_text() == before and not second.run.is_submitted
+    assert not second.run.job.exists()
+    submission.submit([jobs[0]], [["steps=2"]])
+    assert first.run.first_attempt() == 1
