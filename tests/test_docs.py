@@ -86,3 +86,29 @@ def test_every_key_of_slurm_is_on_its_page() -> None:
         value = getattr(SlurmClusterConfig(), key)
         text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
         assert default == text.removesuffix(".0"), key
+
+
+def test_architecture_lists_every_module() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    shown = {}
+    for section in re.split(r"^### ", page, flags=re.MULTILINE)[1:]:
+        heading, _, body = section.partition("\n")
+        if (folder := re.fullmatch(r"`([\w/]+)/`", heading)) is not None:
+            body = re.split(r"^## ", body, flags=re.MULTILINE)[0]
+            shown[folder[1]] = sorted(re.findall(r"^\| `(\w+)` \| \S", body, re.MULTILINE))
+    modules: dict[str, list[str]] = {}
+    for top in ("fsdp_jobs", "launchers"):
+        for file in sorted((ROOT / top).rglob("*.py")):  # links are not followed: launchers/ is at the top
+            below = file.relative_to(ROOT)
+            if file.name != "__init__.py" and not any(parent.is_symlink() for parent in file.parents):
+                modules.setdefault(str(below.parent), []).append(file.stem)
+    assert shown == {folder: sorted(names) for folder, names in modules.items()}
+
+
+def test_architecture_names_only_modules_that_exist() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    for path in re.findall(r"[\w/.-]+\.py\b", page):
+        assert any((top / path).is_file() for top in (ROOT, ROOT / "fsdp_jobs")), path
+    for name in re.findall(r"\bfsdp_jobs(?:\.\w+)+", page):
+        place = ROOT.joinpath(*name.split("."))
+        assert place.is_dir() or place.with_suffix(".py").is_file(), name
