@@ -26,7 +26,8 @@ def recorded_run(folder: Path, name: str = "recorded") -> RunDir:
     config = compose_job([f"name={name}", "nodes=2", "nproc_per_node=2", "fsdp=hybrid_shard", "steps=20"])
     write_atomic(run.config, dump_config(config))
     write_atomic(run.plan, make_plan(config).to_json())
-    write_atomic(run.job, json.dumps({"handle": HOSTILE, "overrides": [HOSTILE], "submitted": 100.0}))
+    submitted = {"handle": HOSTILE, "overrides": [HOSTILE], "submitted": 100.0, "nodes": "2", "steps": 20}
+    write_atomic(run.job, json.dumps(submitted))
     write_atomic(run.rank_log(0, 0, 0), f"{HOSTILE}\n")
     placed = {"strategy": "hybrid_shard", "shard_group": 2, "world_size": 4, "spares": [], "why": []}
     placed |= {"nodes": [0, 1], "hosts": [HOSTILE, "two"]}

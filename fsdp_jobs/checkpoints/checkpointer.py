@@ -257,7 +257,7 @@ class Checkpointer:
                     faults = ["these nodes' disks do not hold all of its shards"]
                 if not faults:
                     self._load(folder, manifest, shards)
-                    return "shared storage" if shards is None else "the nodes' disks"
+                    return "storage" if shards is None else "local_dir"
             if self.rank == 0:
                 catalog.set_aside(folder) if is_shared else catalog.remove(folder)
                 events.record(self.run, self.attempt, events.CheckpointSkipped(folder.name, faults))

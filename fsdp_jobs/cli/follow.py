@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 from rich.console import Console
 from rich.live import Live
@@ -11,13 +12,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.elastic.failures import speaks_of_lost_peer
 from fsdp_jobs.plan.plan import Plan
 from fsdp_jobs.run.directory import RunDir, rank_logs
 from fsdp_jobs.run.goodput import goodput_of
-from fsdp_jobs.run.status import RunStatus
-from fsdp_jobs.run.table import duration
+from fsdp_jobs.run.status import RunStatus, steps_done
+from fsdp_jobs.run.table import ago, duration
 from fsdp_jobs.run.tail import Logs, looks_like_error
 from fsdp_jobs.run.verdict import Verdict
 
@@ -26,23 +26,23 @@ _PLAIN_EVERY_S = 5.0  # between progress lines where there is no terminal to red
 _ALIVE_EVERY_S = 2.0  # between two questions to the launcher
 
 
-def progress_line(status: RunStatus, config: JobConfig) -> Table:
-    """Draw one live line: state, bar, and the words of `progress_words`."""
+def _progress_line(status: RunStatus) -> Table:
+    """Draw one live line: state, bar, and the words of `_progress_words`."""
     table = Table.grid(padding=(0, 2))
-    bar = ProgressBar(total=None if status.is_program else config.steps, completed=status.step, width=24)
-    table.add_row(Text(status.state, style="bold"), bar, *progress_words(status, config))
+    bar = ProgressBar(status.steps, status.step, width=24)
+    table.add_row(Text(status.state, style="bold"), bar, *_progress_words(status))
     return table
 
 
-def progress_words(status: RunStatus, config: JobConfig) -> list[str]:
+def _progress_words(status: RunStatus) -> list[str]:
     """Return step, loss, speed, model FLOP/s utilization, age of the newest checkpoint, time left."""
     words = [
-        f"step {status.step_of(config.steps)}",
+        f"step {steps_done(status.step, status.steps)}",
         f"loss {status.loss:.4f}" if status.loss is not None else "loss -",
         f"{status.tokens_per_s:,.0f} tok/s",
         f"MFU {status.mfu:.1%}" if status.mfu is not None else "",
-        f"ckpt {status.checkpoint_age()}",
-        f"eta {duration(status.eta_s(config.steps))}",
+        f"ckpt {ago(status.checkpoint_age_s)}",
+        f"eta {duration(status.eta_s)}",
     ]
     return [word for word in words if word]
 
@@ -50,8 +50,8 @@ def progress_words(status: RunStatus, config: JobConfig) -> list[str]:
 class Follower:
     """A run in the terminal, until its newest attempt has ended or its launcher no longer has the job."""
 
-    def __init__(self, run: RunDir, config: JobConfig, console: Console, alive: Callable[[], bool]):
-        self.run, self.config, self.console, self.alive = run, config, console, alive
+    def __init__(self, run: RunDir, console: Console, alive: Callable[[], bool]):
+        self.console, self.alive = console, alive
         self.status = RunStatus(run)
         self.status.update()  # earlier submissions of the run are not shown
         self.status.state = "submitted"
@@ -61,19 +61,16 @@ class Follower:
 
     def follow(self) -> RunStatus:
         """Show the run until it has ended; returns the status then. KeyboardInterrupt passes through."""
-        if self.console.is_terminal:
-            with Live(console=self.console, refresh_per_second=8, transient=True) as live:
-                while not self._turn():
-                    live.update(progress_line(self.status, self.config))
-                    time.sleep(_REFRESH_S)
-            return self.status
         shown_at, shown_step = 0.0, -1
-        while not self._turn():
-            if time.monotonic() - shown_at > _PLAIN_EVERY_S and self.status.step != shown_step:
-                words = [self.status.state, *progress_words(self.status, self.config)]
-                self.console.print("  ".join(words), soft_wrap=True)
-                shown_at, shown_step = time.monotonic(), self.status.step
-            time.sleep(_REFRESH_S)
+        is_live = self.console.is_terminal
+        with Live(console=self.console, refresh_per_second=8, transient=True) if is_live else nullcontext() as live:
+            while not self._turn():
+                if live is not None:
+                    live.update(_progress_line(self.status))
+                elif time.monotonic() - shown_at > _PLAIN_EVERY_S and self.status.step != shown_step:
+                    self.console.print("  ".join([self.status.state, *_progress_words(self.status)]), soft_wrap=True)
+                    shown_at, shown_step = time.monotonic(), self.status.step
+                time.sleep(_REFRESH_S)
         return self.status
 
     def _turn(self) -> bool:
@@ -100,7 +97,7 @@ class Follower:
                 self.console.print(Text(f"[{file.parent.name} rank {rank}] {line}"), style="dim", soft_wrap=True)
 
 
-def summary(status: RunStatus, config: JobConfig, console: Console) -> None:
+def summary(status: RunStatus, console: Console) -> None:
     """Print how the job ended and what to type next."""
     run = status.run
     style = {"done": "bold green", "stopped": "bold yellow"}.get(status.state, "bold red")
@@ -110,11 +107,11 @@ def summary(status: RunStatus, config: JobConfig, console: Console) -> None:
     verdict = Verdict.read(run, run.last_attempt()) if status.state != "done" else None
     if verdict is not None and verdict.last_lines and not verdict.explains_itself:
         console.print(Text(f"  the last lines of its log:\n{verdict.last_lines}", style="dim"), soft_wrap=True)
-    name = run.name if config.runs_dir == "runs" else f"{run.name} runs_dir={config.runs_dir}"
+    name = run.name if str(run.path.parent) == "runs" else f"{run.name} runs_dir={run.path.parent}"
     if status.state != "done":
         console.print(f"  next        fsdp-jobs logs {name}    fsdp-jobs resume {name}")
-    elif not status.is_program:
-        console.print(f"  next        fsdp-jobs export {name}    fsdp-jobs resume {name} steps={2 * config.steps}")
+    elif status.steps is not None:
+        console.print(f"  next        fsdp-jobs export {name}    fsdp-jobs resume {name} steps={2 * status.steps}")
 
 
 def _facts(status: RunStatus) -> Iterator[tuple[str, str]]:
@@ -122,12 +119,10 @@ def _facts(status: RunStatus) -> Iterator[tuple[str, str]]:
     if status.loss is not None and status.first_loss is not None:
         yield "loss", f"{status.first_loss:.3f} -> {status.loss:.3f} over {status.step} steps"
     if recoveries := [f"{b.recovered_s:.1f} s" for b in status.breaks if b.recovered_s is not None]:
-        then = "its ranks run again" if status.is_program and not status.step else "the next step"
-        yield (
-            "recoveries",
-            f"{len(recoveries)}: {', '.join(recoveries)} until {then}; {status.lost_steps} steps repeated",
-        )
-    if status.step or not status.is_program:
+        then = "the next step" if status.has_steps else "its ranks run again"
+        took = f"{', '.join(recoveries)} until {then}"
+        yield "recoveries", f"{len(recoveries)}: {took}; {status.lost_steps} steps repeated"
+    if status.has_steps:
         yield "goodput", str(goodput_of(run))
     if status.tokens_per_s and run.plan.exists():
         planned = Plan.from_json(run.plan.read_text()).time

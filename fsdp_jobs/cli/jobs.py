@@ -45,7 +45,7 @@ def _submit(config: JobConfig, overrides: Sequence[str], config_dir: str | None 
     kept = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
     follower = None
     if config.attach:
-        follower = Follower(job.run, config, console, lambda: submission.is_active(handle))
+        follower = Follower(job.run, console, lambda: submission.is_active(handle))
     (handle,) = submission.submit([job], [[*kept, *overrides]])
     console.print(f"submitted {handle}\nrun directory {job.run.path}", markup=False, soft_wrap=True)
     (described,) = submission.describe([handle])
@@ -65,7 +65,7 @@ def _submit(config: JobConfig, overrides: Sequence[str], config_dir: str | None 
             submission.kill([handle])
             follower.status.update()
             status = follower.status
-    summary(status, config, console)
+    summary(status, console)
     return 0 if status.state in ("done", "stopped") else EXIT_FAILED
 
 
@@ -91,13 +91,12 @@ def plan(args: list[str]) -> int:
 
 
 def resume(args: list[str]) -> int:
-    args, runs_dir = runs.take_runs_dir(args)
-    if not args or "=" in args[0] or args[0].startswith("-"):
-        runs.run_parser("resume").parse_args(["--help"] if "--help" in args or "-h" in args else [])
-    run = runs.existing_run(args[0], runs_dir)
-    runs_dir = str(run.path.parent) if "://" in args[0] else runs_dir
-    before = [o for o in run.read_job()["overrides"] if o.partition("=")[0] not in ("attach", "dry_run")]
-    overrides = merge_overrides(before, [*args[1:], f"name={run.name}", f"runs_dir={runs_dir}"])
+    parser = runs.run_parser("resume")
+    parser.add_argument("overrides", nargs="*")
+    flags = parser.parse(args)
+    before = [o for o in flags.run.read_job()["overrides"] if o.partition("=")[0] not in ("attach", "dry_run")]
+    here = [f"name={flags.run.name}", f"runs_dir={flags.run.path.parent}"]
+    overrides = merge_overrides(before, [*flags.overrides, *here])
     return _submit(compose_job(overrides), overrides)
 
 

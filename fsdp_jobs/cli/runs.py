@@ -61,45 +61,47 @@ def _run_of_handle(handle: str) -> RunDir:
     return run
 
 
-def take_runs_dir(args: list[str]) -> tuple[list[str], str]:
-    """Split `runs_dir=...`, which every verb understands, from the other arguments."""
-    given = [a.removeprefix("runs_dir=") for a in args if a.startswith("runs_dir=")]
-    return [a for a in args if not a.startswith("runs_dir=")], given[-1] if given else "runs"
+class VerbParser(argparse.ArgumentParser):
+    """Arguments of a verb; every verb understands `runs_dir=...`, too."""
+
+    def __init__(self, verb: str):
+        super().__init__(prog=f"fsdp-jobs {verb}", allow_abbrev=False)
+
+    def parse(self, args: Sequence[str]) -> argparse.Namespace:
+        """Return the flags, with `runs_dir`, and with the `run` that the argument `name` names.
+
+        Raises:
+            BadInput: there is no such run.
+        """
+        given = [a for a in args if a.startswith("runs_dir=")]
+        flags = self.parse_args([a for a in args if a not in given])
+        flags.runs_dir = given[-1].removeprefix("runs_dir=") if given else "runs"
+        if getattr(flags, "name", None) is not None:
+            flags.run = existing_run(flags.name, flags.runs_dir)
+        return flags
 
 
-def run_parser(verb: str) -> argparse.ArgumentParser:
+def run_parser(verb: str) -> VerbParser:
     """Make the parser of a verb that takes the name of a run."""
-    parser = argparse.ArgumentParser(prog=f"fsdp-jobs {verb}", allow_abbrev=False)
+    parser = VerbParser(verb)
     parser.add_argument("name", help="of the run, or its handle")
     return parser
 
 
-def _parse(parser: argparse.ArgumentParser, args: list[str]) -> tuple[RunDir, argparse.Namespace]:
-    """Find the run that the arguments name, and parse the flags.
-
-    Raises:
-        BadInput: there is no such run.
-    """
-    args, runs_dir = take_runs_dir(args)
-    flags = parser.parse_args(args)
-    return existing_run(flags.name, runs_dir), flags
-
-
 def status(args: list[str]) -> int:
-    args, runs_dir = take_runs_dir(args)
-    parser = argparse.ArgumentParser(prog="fsdp-jobs status", allow_abbrev=False)
+    parser = VerbParser("status")
     parser.add_argument("name", nargs="?", help="of the run, or its handle; all runs when left out")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--watch", action="store_true", help="go on until all have ended, or Ctrl-C")
     how.add_argument("--json", action="store_true", help="a list of objects, for scripts")
-    flags = parser.parse_args(args)
-    runs = runs_in(runs_dir) if flags.name is None else [existing_run(flags.name, runs_dir)]
+    flags = parser.parse(args)
+    runs = runs_in(flags.runs_dir) if flags.name is None else [flags.run]
     from fsdp_jobs.submit.overview import Overview
 
     if flags.json:
         sys.stdout.write(json.dumps([asdict(row) for row in Overview().look(runs)]) + "\n")
     elif not runs:
-        console.print(f"no runs under {runs_dir}/")
+        console.print(f"no runs under {flags.runs_dir}/")
     elif flags.watch:
         with suppress(KeyboardInterrupt):
             _watch(runs, named=flags.name is not None)
@@ -111,8 +113,7 @@ def status(args: list[str]) -> int:
 
 
 def list_runs(args: list[str]) -> int:
-    rest, _ = take_runs_dir(args)
-    if names := [a for a in rest if not a.startswith("-")]:
+    if names := [a for a in args if not a.startswith(("-", "runs_dir="))]:
         raise BadInput([Problem(names[0], "list shows all runs", f"fsdp-jobs status {names[0]}")])
     return status(args)
 
@@ -152,7 +153,7 @@ def _show_story(run: RunDir) -> None:
     for host, why in run.excluded_hosts().items():
         console.print(f"{host} is excluded: {why}", soft_wrap=True)
     console.print(f"now      {status.doing}")
-    if status.step or not status.is_program:
+    if status.has_steps:
         console.print(f"goodput  {goodput_of(run)}")
 
 
@@ -163,10 +164,10 @@ def logs(args: list[str]) -> int:
     parser.add_argument("--node", type=int)
     parser.add_argument("--attempt", type=int)
     parser.add_argument("--errors", action="store_true", help="only lines that look like an error")
-    run, flags = _parse(parser, args)
+    flags = parser.parse(args)
     from fsdp_jobs.submit.submit import is_active
 
-    handle, asked_at, active = run.read_job()["handle"], 0.0, True
+    handle, asked_at, active = flags.run.read_job()["handle"], 0.0, True
 
     def running() -> bool:
         nonlocal asked_at, active
@@ -174,7 +175,7 @@ def logs(args: list[str]) -> int:
             asked_at, active = time.monotonic(), is_active(handle)
         return bool(flags.follow) and active
 
-    for file, line in follow_files(run.path, rank_logs(flags.attempt, flags.node, flags.rank), running):
+    for file, line in follow_files(flags.run.path, rank_logs(flags.attempt, flags.node, flags.rank), running):
         if not flags.errors or looks_like_error(line):
             sys.stdout.write(f"[{label(file)}] {line}\n")
             sys.stdout.flush()
@@ -184,17 +185,17 @@ def logs(args: list[str]) -> int:
 def cancel(args: list[str]) -> int:
     parser = run_parser("cancel")
     parser.add_argument("--now", action="store_true", help="at once, without a checkpoint")
-    run, flags = _parse(parser, args)
+    flags = parser.parse(args)
     from fsdp_jobs.submit.stop import stop
     from fsdp_jobs.submit.submit import is_active
 
-    if not is_active(run.read_job()["handle"]):
-        console.print(f"{run.name} is not running")
+    if not is_active(flags.run.read_job()["handle"]):
+        console.print(f"{flags.run.name} is not running")
         return 0
-    stop([run], flags.now, lambda text: console.print(text, style="yellow"))
-    status = RunStatus(run)
+    stop([flags.run], flags.now, lambda text: console.print(text, style="yellow"))
+    status = RunStatus(flags.run)
     status.update()
-    console.print(f"{run.name} {status.state}: {status.reason}")
+    console.print(f"{flags.run.name} {status.state}: {status.reason}")
     return 0
 
 
@@ -203,10 +204,10 @@ def export(args: list[str]) -> int:
     parser.add_argument("--format", choices=("safetensors", "pt"), default="safetensors")
     parser.add_argument("--step", type=int, help="of the checkpoint; the newest sound one when left out")
     parser.add_argument("--out", help="folder to write; <run directory>/export when left out")
-    run, flags = _parse(parser, args)
+    flags = parser.parse(args)
     from fsdp_jobs.checkpoints.export import export
 
-    for file in export(run, load_config(run.config), flags.format, flags.step, flags.out):
+    for file in export(flags.run, load_config(flags.run.config), flags.format, flags.step, flags.out):
         console.print(str(file), soft_wrap=True)
     return 0
 
@@ -214,21 +215,20 @@ def export(args: list[str]) -> int:
 def report(args: list[str]) -> int:
     parser = run_parser("report")
     parser.add_argument("--png", action="store_true", help="also a picture of each chart, for slides")
-    run, flags = _parse(parser, args)
-    for file in _leaf("report", "fsdp_jobs.observe.report.page").write_report(run, flags.png):
+    flags = parser.parse(args)
+    for file in _leaf("report", "fsdp_jobs.observe.report.page").write_report(flags.run, flags.png):
         console.print(str(file), soft_wrap=True)
     return 0
 
 
 def dashboard(args: list[str]) -> int:
-    args, runs_dir = take_runs_dir(args)
-    parser = argparse.ArgumentParser(prog="fsdp-jobs dashboard", allow_abbrev=False)
+    parser = VerbParser("dashboard")
     parser.add_argument("--port", type=int, default=8265, help="0 takes a free one")
     where = "address to listen on; any other than this machine's own needs a token"
     parser.add_argument("--host", default="127.0.0.1", help=where)
-    flags = parser.parse_args(args)
+    flags = parser.parse(args)
     serve = _leaf("dashboard", "fsdp_jobs.observe.dashboard.serve").serve
-    return int(serve(runs_dir, flags.host, flags.port, lambda url: console.print(url, soft_wrap=True)))
+    return int(serve(flags.runs_dir, flags.host, flags.port, lambda url: console.print(url, soft_wrap=True)))
 
 
 def _leaf(verb: str, module: str) -> ModuleType:

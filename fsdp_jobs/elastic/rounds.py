@@ -309,7 +309,6 @@ class Coordinator:
             world_size=layout.world_size,
             spares=[by_name[name].node for name in plan.spares],
             why=list(plan.reasons),
-            program=self._is_users or None,
         )
         self._record(started)
 

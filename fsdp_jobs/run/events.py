@@ -69,7 +69,6 @@ class Event:
 @dataclass(frozen=True)
 class Submitted(Event):
     handle: str | None = None
-    program: bool | None = None  # True: the user's, whose steps are not the configuration's
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,6 @@ class RoundStarted(Event, style="cyan"):
     world_size: int
     spares: list[int] = field(default_factory=list)
     why: list[str] = field(default_factory=list)
-    program: bool | None = None
 
     def sentence(self) -> str:
         hosts = sorted(set(self.hosts))
@@ -177,10 +175,10 @@ class Resumed(Event, style="green"):
     step: int
     samples: int
     world_size: int
-    place: str = ""  # what the checkpoint was read from
+    place: str = "storage"  # what the checkpoint was read from: storage | local_dir
 
     def sentence(self) -> str:
-        where = f", read from {self.place}" if self.place == "the nodes' disks" else ""
+        where = ", read from the nodes' disks" if self.place == "local_dir" else ""
         return f"resumed from the checkpoint of step {self.step} on {self.world_size} ranks{where}"
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.events import Event, seldom_events
-from fsdp_jobs.run.table import duration
 from fsdp_jobs.run.tail import Tail
 
 ENDED = ("done", "stopped", "failed")
@@ -31,7 +31,7 @@ class RunStatus:
     """A run as its events and metrics tell it; `update` reads what is new."""
 
     run: RunDir
-    is_program: bool = False  # the user's, whose steps are not the configuration's
+    steps: int | None = None  # how many there will be; None: only the user's program knows
     state: str = "submitted"  # submitted | starting | running | recovering | saving | done | stopped | failed
     attempt: int = -1
     nodes: list[int] = field(default_factory=list)
@@ -56,20 +56,20 @@ class RunStatus:
 
     def update(self) -> list[Event]:
         """Read what is new; returns the new events."""
-        new = [Event.parse(record) for record in self._events.records()]
+        return self._read(map(Event.parse, self._events.records()))
+
+    def glance(self) -> None:
+        """Read only what the present state and speed depend on, which is much less of a long run; losses stay out."""
+        self._metrics.skip(but=_GLANCE_BYTES)
+        self._read(seldom_events(self._events))
+
+    def _read(self, events: Iterable[Event]) -> list[Event]:
+        new = list(events)
         for event in new:
             self._apply(event)
         for record in self._metrics.records():
             self._measure(record)
         return new
-
-    def glance(self) -> None:
-        """Read only what the present state and speed depend on, which is much less of a long run; losses stay out."""
-        for event in seldom_events(self._events):
-            self._apply(event)
-        self._metrics.skip(but=_GLANCE_BYTES)
-        for record in self._metrics.records():
-            self._measure(record)
 
     def _measure(self, record: dict[str, Any]) -> None:
         for b in reversed(self.breaks):
@@ -94,7 +94,7 @@ class RunStatus:
         self.attempt = max(self.attempt, event.attempt)
         match event:
             case events.Submitted():
-                self.is_program = event.program or self.is_program
+                self.steps = self.run.read_job().get("steps")
                 self.state, self.reason, self.doing = "submitted", "", "waiting to be started"
             case events.AttemptStarted():
                 self.state, self.reason, self.doing = "starting", "", "waiting for nodes"
@@ -116,11 +116,10 @@ class RunStatus:
                 self.reason, self.doing = event.reason, "nothing: it has ended"
 
     def _start_round(self, event: events.RoundStarted) -> None:
-        self.is_program = event.program or self.is_program
         self.nodes, self.world_size = event.nodes, event.world_size
         self.doing = f"{self.world_size} ranks on {len(self.nodes)} nodes are starting"
         self.strategy = f"{event.strategy} over {event.shard_group}"
-        if self.is_program:  # it need not report any steps
+        if self.steps is None:  # a program need not report any
             self.state, self.doing = "running", f"the program runs on {self.world_size} ranks"
             for b in self.breaks:
                 b.recovered_s = event.time - b.time if b.recovered_s is None else b.recovered_s
@@ -129,17 +128,25 @@ class RunStatus:
     def ended(self) -> bool:
         return self.state in ENDED
 
-    def eta_s(self, steps: int) -> float | None:
+    @property
+    def has_steps(self) -> bool:
+        """Whether its ranks report steps, or will."""
+        return self.steps is not None or self.step > 0
+
+    @property
+    def eta_s(self) -> float | None:
         """Seconds to the last step at the present speed; None when nobody knows."""
-        known = self.step_s and not self.ended and not self.is_program
-        return max(0, steps - self.step) * self.step_s if known else None
+        if self.steps is None or self.ended or not self.step_s:
+            return None
+        return max(0, self.steps - self.step) * self.step_s
 
-    def step_of(self, steps: int) -> str:
-        """`12/120`; of a program, `12` or a dash."""
-        if self.is_program:
-            return f"{self.step:,}" if self.step else "-"
-        return f"{self.step:,}/{steps:,}"
+    @property
+    def checkpoint_age_s(self) -> float | None:
+        return time.time() - self.committed_at if self.committed >= 0 else None
 
-    def checkpoint_age(self) -> str:
-        """`5s ago`, or a dash before the first."""
-        return f"{duration(time.time() - self.committed_at)} ago" if self.committed >= 0 else "-"
+
+def steps_done(step: int, steps: int | None) -> str:
+    """Format as `12/120`; where only a program knows how many there will be, `12` or a dash."""
+    if steps is None:
+        return f"{step:,}" if step else "-"
+    return f"{step:,}/{steps:,}"

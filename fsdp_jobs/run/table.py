@@ -41,3 +41,8 @@ def duration(seconds: float | None) -> str:
     if whole >= 3600:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
     return f"{whole // 60}m{whole % 60:02d}s" if whole >= 60 else f"{whole}s"
+
+
+def ago(seconds: float | None) -> str:
+    """Format as `5s ago`, or a dash."""
+    return "-" if seconds is None else f"{duration(seconds)} ago"

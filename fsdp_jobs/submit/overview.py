@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fsdp_jobs.config.schema import plain_values
 from fsdp_jobs.launchers.base import Description
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.goodput import goodput_of
-from fsdp_jobs.run.status import RunStatus
-from fsdp_jobs.run.table import duration
+from fsdp_jobs.run.status import ENDED, RunStatus, steps_done
+from fsdp_jobs.run.table import ago, duration
 from fsdp_jobs.submit.submit import ask_launchers, state_of
 
 
@@ -42,12 +40,12 @@ class RunSummary:
             "state": self.state,
             "attempt": "-" if self.attempt is None else str(self.attempt),
             "nodes": f"{self.nodes}/{self.nodes_asked}",
-            "step": f"{self.step:,}/{self.steps:,}" if self.steps else f"{self.step:,}" if self.step else "-",
+            "step": steps_done(self.step, self.steps),
             "loss": "-" if self.loss is None else f"{self.loss:.4f}",
             "tok/s": "-" if self.tokens_per_s is None else f"{self.tokens_per_s:,.0f}",
             "eta": duration(self.eta_s),
             "goodput": "-" if self.goodput is None else f"{self.goodput:.0%}",
-            "checkpoint": "-" if self.checkpoint_age_s is None else f"{duration(self.checkpoint_age_s)} ago",
+            "checkpoint": ago(self.checkpoint_age_s),
             "reason": self.reason,
         }
 
@@ -65,40 +63,35 @@ class Overview:
 
     def look(self, runs: Sequence[RunDir]) -> list[RunSummary]:
         """Sum up every run as it is now, in the order given."""
-        statuses = [self._status_of(run) for run in runs]
-        for status in statuses:
-            status.update()
+        statuses = []
+        for run in runs:
+            if run.name not in self._statuses:
+                self._statuses[run.name] = RunStatus(run)
+                self._statuses[run.name].glance()
+            statuses.append(self._statuses[run.name])
+            statuses[-1].update()
         answers = self._ask([status for status in statuses if not status.ended])
         return [_summary(status, answers) for status in statuses]
-
-    def _status_of(self, run: RunDir) -> RunStatus:
-        status = self._statuses.get(run.name)
-        if status is None:
-            status = self._statuses[run.name] = RunStatus(run)
-            status.glance()
-        return status
 
 
 def _summary(status: RunStatus, answers: Mapping[str, Description]) -> RunSummary:
     job = status.run.read_job()
     state, reason = state_of(status, answers.get(job["handle"]))
-    asked = job if "steps" in job else plain_values(status.run.config)
-    saved, goodput = status.committed >= 0, goodput_of(status.run)
-    steps = None if status.is_program else int(asked["steps"])
+    goodput = goodput_of(status.run)
     return RunSummary(
         run=status.run.name,
         handle=job["handle"],
         state=state,
         attempt=status.attempt if status.attempt >= 0 else None,
         nodes=len(status.nodes),
-        nodes_asked=str(asked["nodes"]),
+        nodes_asked=job["nodes"],
         step=status.step,
-        steps=steps,
+        steps=status.steps,
         loss=status.loss,
         tokens_per_s=status.tokens_per_s or None,
-        eta_s=None if steps is None or state in ("stopped", "failed") else status.eta_s(steps),
-        checkpoint_step=status.committed if saved else None,
-        checkpoint_age_s=time.time() - status.committed_at if saved else None,
+        eta_s=None if state in ENDED else status.eta_s,
+        checkpoint_step=status.committed if status.committed >= 0 else None,
+        checkpoint_age_s=status.checkpoint_age_s,
         goodput=goodput.fraction if goodput.useful_s else None,
         reason=reason,
     )

@@ -184,7 +184,8 @@ def _write(job: Prepared, overrides: Sequence[str]) -> None:
     write_atomic(run.request, f"{job.request}\n")
     run.stop_request.unlink(missing_ok=True)
     record = {**run.read_job(), "overrides": list(overrides), "first_attempt": run.last_attempt() + 1}
-    record |= {"nodes": str(job.config.nodes), "steps": job.config.steps}  # for tables of many runs
+    steps = None if job.config.is_program else job.config.steps  # only the program knows how many it will do
+    record |= {"nodes": str(job.config.nodes), "steps": steps}
     write_atomic(run.job, json.dumps(record, indent=2))
 
 
@@ -200,7 +201,7 @@ def _record(job: Prepared, app_id: str) -> str:
     """Add the handle to what was submitted, and return it."""
     handle = str(make_app_handle(job.launcher.name, SESSION, app_id))
     write_atomic(job.run.job, json.dumps({**job.run.read_job(), "handle": handle, "submitted": time.time()}, indent=2))
-    events.record(job.run, job.run.last_attempt(), events.Submitted(handle, job.config.is_program or None))
+    events.record(job.run, job.run.last_attempt(), events.Submitted(handle))
     return handle
 
 

@@ -321,7 +321,7 @@ def test_checkpoints_on_the_nodes_own_disks(four: Fabric, tmp_path: Path, undist
         job.crash("node4")
         job.replace("node4")
         assert job.wait().verdict == "done", job.story()
-        assert [e["place"] for e in job.events("resumed")] == ["the nodes' disks", "shared storage"], job.story()
+        assert [e["place"] for e in job.events("resumed")] == ["local_dir", "storage"], job.story()
         assert accounts_for_every_step(job) == pytest.approx(undisturbed, rel=1e-5)
         on_nodes = [e["step"] for e in job.events("checkpoint_on_nodes")]
         assert set(on_nodes) >= {e["step"] for e in job.events("checkpoint")}
