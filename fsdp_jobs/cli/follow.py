@@ -59,8 +59,8 @@ class Follower:
         self._logs.skip()
         self._checked_alive = time.monotonic()
 
-    def follow(self) -> RunStatus:
-        """Show the run until it has ended; returns the status then. KeyboardInterrupt passes through."""
+    def follow(self) -> None:
+        """Show the run until it has ended. KeyboardInterrupt passes through."""
         shown_at, shown_step = 0.0, -1
         is_live = self.console.is_terminal
         with Live(console=self.console, refresh_per_second=8, transient=True) if is_live else nullcontext() as live:
@@ -71,7 +71,6 @@ class Follower:
                     self.console.print("  ".join([self.status.state, *_progress_words(self.status)]), soft_wrap=True)
                     shown_at, shown_step = time.monotonic(), self.status.step
                 time.sleep(_REFRESH_S)
-        return self.status
 
     def _turn(self) -> bool:
         """Show what is new; return whether it is over."""

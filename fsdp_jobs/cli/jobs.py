@@ -11,7 +11,7 @@ from rich.console import Console
 
 from fsdp_jobs.cli import runs
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
-from fsdp_jobs.config.hydra import CONF_DIR, compose_job, merge_overrides, register_schemas
+from fsdp_jobs.config.hydra import CONF_DIR, compose_job, merge_overrides, register_schemas, search_path
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.run.directory import write_atomic
 from fsdp_jobs.run.verdict import EXIT_FAILED
@@ -24,13 +24,17 @@ console = Console(highlight=False)
 
 
 def submit(args: list[str]) -> int:
-    if _flags_of_hydra(args):
-        return _by_hydra(args)
-    overrides, config_dir = _split_config_dir(args)
-    return _submit(_checked_job(overrides, config_dir), overrides, config_dir)
+    sweeping = _among(args, _MULTIRUN)
+    if printing := _among(args, _PRINTING):
+        if sweeping:
+            what = f"submits, and {printing[0]} prints"
+            raise BadInput([Problem(sweeping[0], what, "dry_run=true shows a sweep's jobs")])
+        return _print_by_hydra(args)
+    overrides = _overrides([a for a in args if a not in sweeping])
+    return _submit_sweep(overrides) if sweeping else _submit(_checked_job(overrides), overrides)
 
 
-def _submit(config: JobConfig, overrides: Sequence[str], config_dir: str | None = None) -> int:
+def _submit(config: JobConfig, overrides: Sequence[str]) -> int:
     from fsdp_jobs.cli.follow import Follower, summary
     from fsdp_jobs.launchers.state import State
     from fsdp_jobs.plan.render import render
@@ -42,11 +46,8 @@ def _submit(config: JobConfig, overrides: Sequence[str], config_dir: str | None 
         console.print(str(job.request), markup=False, soft_wrap=True)
         console.print("dry run: nothing was submitted", style="yellow")
         return 0
-    kept = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
-    follower = None
-    if config.attach:
-        follower = Follower(job.run, console, lambda: submission.is_active(handle))
-    (handle,) = submission.submit([job], [[*kept, *overrides]])
+    follower = Follower(job.run, console, lambda: submission.is_active(handle)) if config.attach else None
+    (handle,) = submission.submit([job], [overrides])
     console.print(f"submitted {handle}\nrun directory {job.run.path}", markup=False, soft_wrap=True)
     (described,) = submission.describe([handle])
     if described.state is State.QUEUED:
@@ -55,23 +56,22 @@ def _submit(config: JobConfig, overrides: Sequence[str], config_dir: str | None 
         console.print(f"follow with: fsdp-jobs logs -f {job.run.name}", markup=False)
         return 0
     try:
-        status = follower.follow()
+        follower.follow()
     except KeyboardInterrupt:
         console.print("saving a checkpoint, then stopping; Ctrl-C again stops at once", style="yellow")
         write_atomic(job.run.stop_request, "Ctrl-C")
         try:
-            status = follower.follow()
+            follower.follow()
         except KeyboardInterrupt:
             submission.kill([handle])
             follower.status.update()
-            status = follower.status
-    summary(status, console)
-    return 0 if status.state in ("done", "stopped") else EXIT_FAILED
+    summary(follower.status, console)
+    return 0 if follower.status.state in ("done", "stopped") else EXIT_FAILED
 
 
 def plan(args: list[str]) -> int:
-    if _flags_of_hydra(args):
-        return _by_hydra(args)
+    if _among(args, _PRINTING):
+        return _print_by_hydra(args)
     from fsdp_jobs.plan.render import render, to_svg
     from fsdp_jobs.submit.submit import plan_of
 
@@ -79,8 +79,7 @@ def plan(args: list[str]) -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--svg", metavar="FILE")
     flags, rest = parser.parse_known_args(args)
-    overrides, config_dir = _split_config_dir(rest)
-    planned, _ = plan_of(_checked_job(overrides, config_dir, files=False))
+    planned, _ = plan_of(_checked_job(_overrides(rest), files=False))
     if flags.svg:
         Path(flags.svg).write_text(to_svg(planned))
     if flags.json:
@@ -103,8 +102,7 @@ def resume(args: list[str]) -> int:
 def examine(args: list[str]) -> int:
     from fsdp_jobs.tools.doctor import doctor
 
-    overrides, config_dir = _split_config_dir(args)
-    return doctor(_checked_job(overrides, config_dir, files=False), console)
+    return doctor(_checked_job(_overrides(args), files=False), console)
 
 
 def rehearse(args: list[str]) -> int:
@@ -114,25 +112,29 @@ def rehearse(args: list[str]) -> int:
         given = args[0] if args else "rehearse"
         faults = "; ".join(f"{name}: {text}" for name, text in tool.FAULTS.items())
         raise BadInput([Problem(given, f"name a fault. {faults}", nearest(given, tool.FAULTS))])
-    overrides, config_dir = _split_config_dir(args[1:])
-    outcome = tool.rehearse(compose_job(overrides, config_dir), args[0], lambda text: console.print(text, style="dim"))
+    config = compose_job(_overrides(args[1:]))
+    outcome = tool.rehearse(config, args[0], lambda text: console.print(text, style="dim"))
     took = "-" if outcome.recovery_s is None else f"{outcome.recovery_s:.1f} s"
     word = "[bold green]PASS[/bold green]" if outcome.passed else "[bold red]FAIL[/bold red]"
     console.print(f"{word} {args[0]}: {outcome.why}; next step after {took}, {outcome.lost_steps} steps repeated")
     return 0 if outcome.passed else EXIT_FAILED
 
 
-def _split_config_dir(args: list[str]) -> tuple[list[str], str | None]:
+def _overrides(args: list[str]) -> list[str]:
+    """Return the overrides among the arguments, `--config-dir` as the one that it stands for.
+
+    Raises:
+        BadInput: flags that there are not.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-dir", "-cd")
     known, overrides = parser.parse_known_args(args)
-    unknown = [o for o in overrides if o.startswith("-")]
-    if unknown:
+    if unknown := [o for o in overrides if o.startswith("-")]:
         raise BadInput([Problem(u, "there is no such flag", "fsdp-jobs --help") for u in unknown])
-    return overrides, known.config_dir
+    return [*([search_path(known.config_dir)] if known.config_dir else []), *overrides]
 
 
-def _checked_job(overrides: Sequence[str], config_dir: str | None, files: bool = True) -> JobConfig:
+def _checked_job(overrides: Sequence[str], files: bool = True) -> JobConfig:
     """Compose and validate a configuration.
 
     Raises:
@@ -140,27 +142,18 @@ def _checked_job(overrides: Sequence[str], config_dir: str | None, files: bool =
     """
     from fsdp_jobs.submit.validate import composed, validate
 
-    (config,) = composed([overrides], config_dir, files)
+    (config,) = composed([overrides], files)
     validate(config, files)
     return config
 
 
-def _flags_of_hydra(args: list[str]) -> list[str]:
-    return [a for a in args if a.split("=")[0] in (*_MULTIRUN, *_PRINTING)]
+def _among(args: list[str], flags: Sequence[str]) -> list[str]:
+    return [a for a in args if a.partition("=")[0] in flags]
 
 
-def _by_hydra(args: list[str]) -> int:
-    """Do what a flag of Hydra's says: submit a sweep, or print."""
+def _print_by_hydra(args: list[str]) -> int:
     import hydra
 
-    printing = [a for a in args if a.split("=")[0] in _PRINTING]
-    sweeping = [a for a in args if a in _MULTIRUN]
-    if not printing:
-        return _multirun([a for a in args if a not in _MULTIRUN])
-    if sweeping:
-        raise BadInput(
-            [Problem(sweeping[0], "submits, and the other flag prints", "dry_run=true shows a sweep's jobs")]
-        )
     register_schemas()
 
     @hydra.main(config_path=str(CONF_DIR), config_name="config", version_base="1.3")
@@ -172,12 +165,11 @@ def _by_hydra(args: list[str]) -> int:
     return 0
 
 
-def _multirun(args: list[str]) -> int:
+def _submit_sweep(overrides: Sequence[str]) -> int:
     from fsdp_jobs.sweeps.hydra_launcher import multirun
 
-    overrides, config_dir = _split_config_dir(args)
     try:
-        return EXIT_FAILED if multirun(overrides, config_dir) else 0
+        return EXIT_FAILED if multirun(overrides) else 0
     except KeyboardInterrupt:
         console.print("the jobs go on; the same command waits for them again", style="yellow")
         return EXIT_FAILED

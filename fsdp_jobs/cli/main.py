@@ -6,9 +6,9 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem, nearest
@@ -22,38 +22,28 @@ console = Console(highlight=False)
 errors = Console(stderr=True, highlight=False)
 
 
-class _Verb(NamedTuple):
-    function: str  # module:name under fsdp_jobs, imported when the verb is used; takes arguments, returns an exit code
-    help: str
-
-
+# Verb -> module:name under fsdp_jobs, imported when it is used, which takes arguments and returns an exit code; help.
 _VERBS = {
-    "submit": _Verb("cli.jobs:submit", "compose, plan and submit a job; the verb may be left out"),
-    "plan": _Verb("cli.jobs:plan", "show how a job would be sharded, and why [--json] [--svg FILE]"),
-    "status": _Verb("cli.runs:status", "what runs are doing: status [NAME|HANDLE] [--watch] [--json]"),
-    "logs": _Verb(
-        "cli.runs:logs", "what a run's ranks print: logs NAME [-f] [--rank R] [--node I] [--attempt K] [--errors]"
+    "submit": ("cli.jobs:submit", "compose, plan and submit a job; the verb may be left out"),
+    "plan": ("cli.jobs:plan", "show how a job would be sharded, and why [--json] [--svg FILE]"),
+    "status": ("cli.runs:status", "what runs are doing: status [NAME|HANDLE] [--watch] [--json]"),
+    "logs": ("cli.runs:logs", "what ranks print: logs NAME [-f] [--rank R] [--node I] [--attempt K] [--errors]"),
+    "cancel": ("cli.runs:cancel", "save a checkpoint and stop: cancel NAME [--now]"),
+    "report": ("cli.runs:report", "a run's curves, faults, goodput and plan as an HTML file: report NAME [--png]"),
+    "sweep": (
+        "sweeps.verbs:sweep",
+        "jobs of a --multirun: sweep status|resume|retry-failed|cancel|best|report NAME",
     ),
-    "cancel": _Verb("cli.runs:cancel", "save a checkpoint and stop: cancel NAME [--now]"),
-    "report": _Verb("cli.runs:report", "a run's curves, faults, goodput and plan as an HTML file: report NAME [--png]"),
-    "sweep": _Verb(
-        "sweeps.verbs:sweep", "all jobs of a --multirun: sweep status|resume|retry-failed|cancel|best|report NAME"
-    ),
-    "dashboard": _Verb("cli.runs:dashboard", "all runs live in a browser: dashboard [--port P] [--host ADDRESS]"),
-    "list": _Verb("cli.runs:list_runs", "all runs: the same as status without a name"),
-    "resume": _Verb("cli.jobs:resume", "continue a run, changed or not: resume NAME [overrides]"),
-    "doctor": _Verb("cli.jobs:examine", "can jobs run on a cluster from here: doctor cluster=slurm"),
-    "rehearse": _Verb(
-        "cli.jobs:rehearse", "a small copy of your job suffers a real fault on this machine: rehearse FAULT [overrides]"
-    ),
-    "import-accelerate": _Verb(
+    "dashboard": ("cli.runs:dashboard", "all runs live in a browser: dashboard [--port P] [--host ADDRESS]"),
+    "list": ("cli.runs:list_runs", "all runs: the same as status without a name"),
+    "resume": ("cli.jobs:resume", "continue a run, changed or not: resume NAME [overrides]"),
+    "doctor": ("cli.jobs:examine", "can jobs run on a cluster from here: doctor cluster=slurm"),
+    "rehearse": ("cli.jobs:rehearse", "a small copy of your job suffers a real fault here: rehearse FAULT [overrides]"),
+    "import-accelerate": (
         "tools.import_accelerate:main",
         "a file of accelerate config as overrides: import-accelerate FILE [--experiment NAME]",
     ),
-    "export": _Verb(
-        "cli.runs:export",
-        "one safetensors or .pt file from a checkpoint: export NAME [--format pt] [--step N] [--out DIR]",
-    ),
+    "export": ("cli.runs:export", "a file of weights: export NAME [--format safetensors|pt] [--step N] [--out DIR]"),
 }
 
 
@@ -67,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if verb == "submit" and args and args[0].isidentifier():
             raise BadInput([Problem(args[0], "not a verb", nearest(args[0], _VERBS) or "fsdp-jobs --help")])
-        module, _, name = _VERBS[verb].function.partition(":")
+        module, _, name = _VERBS[verb][0].partition(":")
         function: Callable[[list[str]], int] = getattr(importlib.import_module(f"fsdp_jobs.{module}"), name)
         return function(args)
     except BadInput as e:
@@ -94,8 +84,8 @@ def show_help() -> None:
     console.print("Plan, launch and keep alive FSDP training.\n")
     console.print("  fsdp-jobs [verb] [group=option ...] [key=value ...]     (or python -m fsdp_jobs)\n", markup=False)
     verbs = Table.grid(padding=(0, 3))
-    for name, verb in _VERBS.items():
-        verbs.add_row(f"  {name}", verb.help.replace("[", r"\["))
+    for verb, (_, text) in _VERBS.items():
+        verbs.add_row(f"  {verb}", escape(text))
     console.print("[bold]verbs[/bold]", verbs, sep="\n")
     console.print("\n[bold]groups[/bold] (the first comment of each file in conf/)")
     table = Table.grid(padding=(0, 3))

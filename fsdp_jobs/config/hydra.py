@@ -81,25 +81,22 @@ def merge_overrides(first: Sequence[str], then: Sequence[str]) -> list[str]:
     return [o for o in first if o.partition("=")[0].lstrip("+~") not in replaced] + list(then)
 
 
-def search_path(config_dir: str | None) -> list[str]:
-    """Return the override that adds a folder of the user's with groups of the same form, if there is one.
+def search_path(config_dir: str) -> str:
+    """Return the override that adds a folder of the user's with groups of the same form.
 
     Raises:
         BadInput: it is not a folder.
     """
-    if config_dir is None:
-        return []
     if not Path(config_dir).is_dir():
         raise BadInput([Problem(f"--config-dir {config_dir}", "is not a folder")])
-    return [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"]
+    return f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"
 
 
-def compose_jobs(jobs: Sequence[Sequence[str]], config_dir: str | None = None) -> list[JobConfig | BadInput]:
+def compose_jobs(jobs: Sequence[Sequence[str]]) -> list[JobConfig | BadInput]:
     """Compose a configuration from each list of overrides; Hydra itself composes once per choice of groups.
 
     Args:
-        jobs: `key=value`, `group=option`, as on the command line.
-        config_dir: a further folder with groups of the same form; the same for all jobs.
+        jobs: `key=value`, `group=option`, as on the command line; with the same `search_path`, if any.
 
     Returns:
         For each job its configuration, or every override that does not parse, names no key or group, or has a
@@ -107,19 +104,18 @@ def compose_jobs(jobs: Sequence[Sequence[str]], config_dir: str | None = None) -
     """
     if not jobs:
         return []
-    search = search_path(config_dir)
     with hydra_here():
-        composer = _Composer([*search, *jobs[0]])
-        return [composer.compose([*search, *job]) for job in jobs]
+        composer = _Composer(jobs[0])
+        return [composer.compose(job) for job in jobs]
 
 
-def compose_job(overrides: Sequence[str], config_dir: str | None = None) -> JobConfig:
+def compose_job(overrides: Sequence[str]) -> JobConfig:
     """Compose one configuration, as `compose_jobs` does.
 
     Raises:
         BadInput: every override that does not fit.
     """
-    (job,) = compose_jobs([overrides], config_dir)
+    (job,) = compose_jobs([overrides])
     if isinstance(job, BadInput):
         raise job
     return job

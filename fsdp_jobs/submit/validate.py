@@ -21,25 +21,22 @@ def validate(config: JobConfig, files: bool = True) -> None:
     Raises:
         BadInput: everything that is wrong.
     """
-    problems = list(config_problems(config, files))
-    known = {p.where for p in problems}
-    problems += (p for p in _sharding_problems(config) if p.where not in known)
-    if problems:
+    if problems := [*config_problems(config, files), *_sharding_problems(config)]:
         raise BadInput(problems)
 
 
-def composed(jobs: Sequence[Sequence[str]], config_dir: str | None = None, files: bool = True) -> list[JobConfig]:
+def composed(jobs: Sequence[Sequence[str]], files: bool = True) -> list[JobConfig]:
     """Compose the configuration of each list of overrides; valid overrides are not validated any further.
 
     Raises:
         BadInput: what is wrong with overrides, and with what the good ones make, all at once.
     """
-    configs = compose_jobs(jobs, config_dir)
+    configs = compose_jobs(jobs)
     problems = [p for config in configs if isinstance(config, BadInput) for p in config.problems]
     if not problems:
         return [config for config in configs if isinstance(config, JobConfig)]
     bad = {p.where for p in problems}
-    for config in compose_jobs([[o for o in job if o not in bad] for job in jobs], config_dir):
+    for config in compose_jobs([[o for o in job if o not in bad] for job in jobs]):
         try:
             if isinstance(config, BadInput):
                 raise config

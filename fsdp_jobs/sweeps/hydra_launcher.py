@@ -6,7 +6,6 @@ Hydra's own grid sweeper composes each job by itself, one after the other, which
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper, BasicSweeperConf
 from hydra.core.global_hydra import GlobalHydra
@@ -33,18 +32,17 @@ from fsdp_jobs.sweeps.table import Row, Sweep, locked, read_sweep
 console = Console(highlight=False, markup=False)
 
 
-def multirun(overrides: Sequence[str], config_dir: str | None) -> int:
+def multirun(overrides: Sequence[str]) -> int:
     """Run `--multirun` with these overrides. Return how many of the jobs that were waited for have failed.
 
     Raises:
         BadInput: whatever is wrong with any job; nothing is submitted then.
         JobFailed: Hydra's sweeper could not go on after a job failed.
     """
-    searched = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
     for override in overrides:
         if key_of(override) == "hydra/launcher" and override != "hydra/launcher=fsdp_jobs":
             raise BadInput([Problem(override, "does not submit jobs of several nodes", "leave it out")])
-    check_sweep([*searched, *overrides])
+    check_sweep(overrides)
     failed: list[Row] = []
 
     def show_ended(row: Row) -> None:
@@ -58,7 +56,7 @@ def multirun(overrides: Sequence[str], config_dir: str | None) -> int:
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
         try:
-            hydra.multirun("config", show_ended, [*searched, *overrides], with_log_configuration=False)
+            hydra.multirun("config", show_ended, list(overrides), with_log_configuration=False)
         except HydraException as e:
             raise BadInput([Problem("--multirun", str(e))]) from e
     return len(failed)

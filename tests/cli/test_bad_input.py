@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fsdp_jobs.config.errors import BadInput
-from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.config.hydra import compose_job, search_path
 from tests.jobs import cli
 
 CASES = [
@@ -101,11 +101,12 @@ def test_another_training_configuration_under_the_same_name_is_refused(tmp_path:
 def test_a_config_dir_of_the_users_own_adds_options(tmp_path: Path) -> None:
     (tmp_path / "mine" / "optim").mkdir(parents=True)
     (tmp_path / "mine" / "optim" / "slow.yaml").write_text("defaults:\n  - optim_schema\nlr: 1.0e-6\n")
-    assert compose_job(["optim=slow"], str(tmp_path / "mine")).optim.lr == 1e-6
+    mine = search_path(str(tmp_path / "mine"))
+    assert compose_job([mine, "optim=slow"]).optim.lr == 1e-6
     with pytest.raises(BadInput, match="did you mean slow"):
-        compose_job(["optim=slo"], str(tmp_path / "mine"))
+        compose_job([mine, "optim=slo"])
     with pytest.raises(BadInput, match="is not a folder"):
-        compose_job([], str(tmp_path / "other"))
+        search_path(str(tmp_path / "other"))
 
 
 def test_open_keys_take_whatever_the_users_factory_takes() -> None:
