@@ -106,7 +106,7 @@ def main() -> None:
         make_runs(folder, args.runs, args.steps, args.live)
         size = sum(f.stat().st_size for f in folder.glob("runs/*/*.jsonl"))
         print(f"{args.runs} runs of {args.steps} steps, {args.live} of them running: {size / 1e6:,.0f} MB recorded")
-        print("| | seconds | of a processor |\n|---|---:|---:|")
+        print("| | seconds | CPU seconds |\n|---|---:|---:|")
         found: dict[str, list[tuple[float, float]]] = {"status": [], "status --json": [], "reading everything": []}
         for _ in range(args.turns):
             for name, argv in (
