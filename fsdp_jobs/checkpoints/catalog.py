@@ -61,9 +61,8 @@ class Manifest:
     samples: int  # samples seen since the start of the run
     world_size: int
     mesh: dict[str, int]  # dimension name -> size
-    config_digest: str  # of the training keys
     torch_version: str
-    time: float  # seconds since 1970
+    time: float  # when the save began, seconds since 1970
     files: dict[str, dict[str, int]]
 
     def write(self, folder: Path, name: str = MANIFEST) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -20,13 +18,13 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from torch.distributed.checkpoint.stateful import Stateful
 
 from fsdp_jobs.checkpoints import catalog
-from fsdp_jobs.checkpoints.catalog import SHARDS, Manifest
+from fsdp_jobs.checkpoints.catalog import MANIFEST, SHARDS, Manifest
 from fsdp_jobs.checkpoints.local_disks import LocalDisks
 from fsdp_jobs.checkpoints.state import State
 from fsdp_jobs.checkpoints.storage import CommittingWriter, SafeReader, SaveRequest
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.config.keys import AUTO
-from fsdp_jobs.config.schema import JobConfig, training_values
+from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
@@ -57,18 +55,17 @@ class Checkpointer:
         """
         self.run, self.config, self.layout = run, config.checkpoint, layout
         self.attempt, self.restart, self.on_restored = attempt, restart, on_restored
-        training = json.dumps(training_values(config), sort_keys=True)
-        self.digest = hashlib.sha256(training.encode()).hexdigest()[:16]
         self.state = State(model, optimizer, others, device)
         self.samples = 0  # consumed since the run began: for the program to count, saved with the rest
         self.home = catalog.home_of(self.config, run)
         self.rank = dist.get_rank()
         self.group = dist.new_group(backend="gloo")  # the save's collectives must not meet the program's
-        local = Path(self.config.local_dir) / run.name if self.config.local_dir is not None else None
-        self.disks = LocalDisks(local, self.group) if local is not None else None
+        local_dir = self.config.local_dir
+        self.disks = LocalDisks(Path(local_dir) / run.name, self.group) if local_dir is not None else None
         on_cuda = device.type == "cuda"
-        automatic = "process" if on_cuda else "thread"
-        self.mode = automatic if self.config.async_mode == AUTO else self.config.async_mode
+        self.mode = self.config.async_mode
+        if self.mode == AUTO:
+            self.mode = "process" if on_cuda else "thread"
         self.stager = DefaultStager(StagingOptions(on_cuda, self.mode == "process", True, on_cuda))
         self.planner = DefaultSavePlanner(enable_plan_caching=True)
         self.committed_step = -1
@@ -114,14 +111,11 @@ class Checkpointer:
         request = SaveRequest(
             checkpoints=self.home,
             restart=self.restart,
-            step=step,
-            samples=self.samples,
-            world_size=self.layout.world_size,
-            mesh=self.layout.mesh_shape,
-            config_digest=self.digest,
+            manifest=Manifest(
+                step, self.samples, self.layout.world_size, self.layout.mesh_shape, torch.__version__, time.time(), {}
+            ),
             keep=self.config.keep,
             read_back=self.config.read_back,
-            began=time.time(),
             local=self.disks.folder if self.disks is not None else None,
         )
         if self.disks is not None:
@@ -170,18 +164,15 @@ class Checkpointer:
         if self._written is None or self._request is None:
             return
         begin = time.perf_counter()
-        written, self._written = self._written, None
-        error = written.exception()
-        request = self._request
-        if error is not None:
-            self._failed(request, error)
-        elif self.disks is None:
+        request, error = self._request, self._written.exception()
+        self._written = None
+        if error is None:
             self._written_step = request.step
-            self._committed(request)
+        if error is not None or self.disks is None:
+            self._conclude(request, error)
         else:
-            self._written_step, self.failure = request.step, None
-            if self.rank == 0:
-                self._record(events.CheckpointOnNodes, request, Manifest.read(request.temporary, SHARDS))
+            self.failure = None
+            self._record(events.CheckpointOnNodes, request, request.temporary, SHARDS)
             if self._may_upload:
                 self.disks.upload(request)
             self.disks.tidy()
@@ -190,31 +181,28 @@ class Checkpointer:
     def _note_upload(self, wait: bool) -> None:
         """Take note of a copy to shared storage that has ended; with `wait`, when it has."""
         ended = self.disks.uploaded(wait) if self.disks is not None else None
-        if ended is None:
-            return
-        request, error = ended
+        if ended is not None:
+            self._conclude(*ended)
+
+    def _conclude(self, request: SaveRequest, error: BaseException | None) -> None:
+        """Record that a save is on shared storage or, with an error, that it failed."""
         if error is None:
-            self._committed(request)
-        else:
-            self._failed(request, error)
-
-    def _committed(self, request: SaveRequest) -> None:
-        self.failure, self.committed_step = None, request.step
-        if self.rank == 0:
-            self._record(events.Checkpoint, request, Manifest.read(request.final))
-
-    def _record(
-        self, kind: type[events.Checkpoint | events.CheckpointOnNodes], request: SaveRequest, manifest: Manifest
-    ) -> None:
-        size, seconds = sum(f["bytes"] for f in manifest.files.values()), time.time() - request.began
-        events.record(self.run, self.attempt, kind(request.step, size, round(seconds, 3)))
-
-    def _failed(self, request: SaveRequest, error: BaseException) -> None:
+            self.failure, self.committed_step = None, request.step
+            self._record(events.Checkpoint, request, request.final, MANIFEST)
+            return
         self.failure = f"checkpoint of step {request.step} failed: {_root_cause(error)}"
         if self.rank == 0:
             events.record(self.run, self.attempt, events.CheckpointFailed(request.step, self.failure))
             catalog.remove_unfinished(request.checkpoints, max(0, self.committed_step))
             print(f"WARNING {self.failure}", flush=True)
+
+    def _record(
+        self, kind: type[events.Checkpoint | events.CheckpointOnNodes], request: SaveRequest, folder: Path, name: str
+    ) -> None:
+        if self.rank == 0:
+            manifest = Manifest.read(folder, name)
+            size = sum(f["bytes"] for f in manifest.files.values())
+            events.record(self.run, self.attempt, kind(request.step, size, round(time.time() - manifest.time, 3)))
 
     def restore(self, otherwise: Callable[[], None] = lambda: None) -> int:
         """Load the newest checkpoint that is whole; without one call `otherwise`. Returns the step, 0 if there is none.

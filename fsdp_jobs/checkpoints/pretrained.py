@@ -1,16 +1,17 @@
 """Pretrained weights for a new run: safetensors, .pt and .bin files, or a folder that DCP wrote.
 
-Every rank reads its own rows of each tensor only; of a .pt file, which is mapped into memory, the pages they are in.
+Every rank reads its own part of each tensor only; of a .pt file, which is mapped into memory, the pages they are in.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,77 +25,51 @@ from fsdp_jobs.checkpoints.storage import SafeReader, load_alone
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import HfConfig, JobConfig, LlamaConfig, ModelConfig
 from fsdp_jobs.models.huggingface import folder_of, is_hf, transformers
-from fsdp_jobs.models.shards import plain_name, rows_of
+from fsdp_jobs.models.shards import copy_local_part, plain_name, weights_of
 
 _PREFIXES = ("", "model.", "module.", "state_dict.", "model_state_dict.", "_orig_mod.")
 _NO_WEIGHTS = ("optim", "lr_scheduler", "scheduler", "train_state", "dataloader", "rng", "scaler")
 _QUERIES_AND_KEYS = re.compile(r"\b(wq|wk|q_proj|k_proj)\.(weight|bias)$")
 
 
-class Source(ABC):
-    """Tensors by name, of which each rank reads its own rows."""
+@dataclass(frozen=True)
+class Source:
+    """Tensors by name."""
 
     shapes: dict[str, tuple[int, ...]]
-
-    @abstractmethod
-    def rows(self, name: str, first: int, last: int) -> Tensor:
-        """Return rows [first, last) of a tensor; one without dimensions whole."""
-
-    def fill(self, parameters: dict[str, DTensor]) -> None:
-        """Copy into each parameter, by the source's names, what this rank holds of it."""
-        for name, parameter in parameters.items():
-            parameter.to_local().copy_(self.rows(name, *rows_of(parameter)))
+    fill: Callable[[dict[str, Tensor]], None]  # copies into each tensor, by the source's names, what this rank holds
 
 
-class _Safetensors(Source):
-    def __init__(self, files: list[Path]):
-        self._files: dict[str, Any] = {}
-        self.shapes = {}
-        for file in files:
-            opened: Any = safe_open(file, framework="pt")
-            for name in opened.keys():  # noqa: SIM118 - no dictionary
-                self._files[name] = opened
-                self.shapes[name] = tuple(opened.get_slice(name).get_shape())
-
-    def rows(self, name: str, first: int, last: int) -> Tensor:
-        file = self._files[name]
-        whole: Tensor = file.get_slice(name)[first:last] if self.shapes[name] else file.get_tensor(name)
-        return whole
+def _of_dcp(folder: Path) -> Source:
+    entries = SafeReader(folder).read_metadata().state_dict_metadata
+    shapes = {n: tuple(e.size) for n, e in entries.items() if isinstance(e, TensorStorageMetadata)}
+    return Source(shapes, partial(load_alone, folder))
 
 
-class _Pickled(Source):
-    def __init__(self, files: list[Path]):
-        self._tensors: dict[str, Tensor] = {}
-        for file in files:
-            try:
-                content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-            except RuntimeError:  # torch's form from before 1.6 cannot be mapped
-                content = torch.load(file, map_location="cpu", weights_only=True)
-            self._tensors |= dict(_flat("", content))
-        self.shapes = {n: tuple(t.shape) for n, t in self._tensors.items()}
+def _of_files(files: list[Path]) -> Source:
+    tensors: dict[str, Any] = {}
+    for file in files:
+        tensors |= _of_safetensors(file) if file.suffix == ".safetensors" else _of_pickle(file)
+    shapes = {n: tuple(t.shape if isinstance(t, Tensor) else t.get_shape()) for n, t in tensors.items()}
 
-    def rows(self, name: str, first: int, last: int) -> Tensor:
-        tensor = self._tensors[name]
-        return tensor[first:last] if tensor.ndim else tensor
+    def fill(targets: dict[str, Tensor]) -> None:
+        for name, target in targets.items():
+            copy_local_part(target, tensors[name])
+
+    return Source(shapes, fill)
 
 
-class _Dcp(Source):
-    def __init__(self, folder: Path):
-        self.folder = folder
-        entries = SafeReader(folder).read_metadata().state_dict_metadata
-        self._entries = {n: e for n, e in entries.items() if isinstance(e, TensorStorageMetadata)}
-        self.shapes = {n: tuple(e.size) for n, e in self._entries.items()}
+def _of_safetensors(file: Path) -> dict[str, Any]:
+    opened: Any = safe_open(file, framework="pt")
+    return {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - not a dictionary
 
-    def rows(self, name: str, first: int, last: int) -> Tensor:
-        whole = torch.empty(self.shapes[name], dtype=self._entries[name].properties.dtype)
-        self._load({name: whole})
-        return whole[first:last] if whole.ndim else whole
 
-    def fill(self, parameters: dict[str, DTensor]) -> None:
-        self._load(cast(dict[str, Tensor], parameters))
-
-    def _load(self, state: dict[str, Tensor]) -> None:
-        load_alone(self.folder, state)
+def _of_pickle(file: Path) -> dict[str, Any]:
+    try:
+        content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except RuntimeError:  # torch's form from before 1.6 cannot be mapped
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    return dict(_flat("", content))
 
 
 def _flat(prefix: str, content: Any) -> Iterator[tuple[str, Tensor]]:
@@ -113,40 +88,26 @@ def open_source(path: Path, key: str) -> Source:
         BadInput: nothing there can be read.
     """
     if (path / ".metadata").is_file():
-        return _Dcp(path)
-    kinds: tuple[tuple[str, type[Any]], ...] = (
-        ("*.safetensors", _Safetensors),
-        ("*.bin", _Pickled),
-        ("*.pt", _Pickled),
-        ("*.pth", _Pickled),
-    )
-    for pattern, kind in kinds:
+        return _of_dcp(path)
+    for pattern in ("*.safetensors", "*.bin", "*.pt", "*.pth"):
         files = [path] if path.is_file() and path.match(pattern) else sorted(path.glob(pattern))
-        index = next(iter(path.glob(f"{pattern[2:]}.index.json")), None) or next(path.glob("*.index.json"), None)
+        index = next(path.glob(f"{pattern}.index.json"), None)
         if len(files) > 1 and index is not None:  # a folder may hold the same weights twice
             named = {path / n for n in json.loads(index.read_text())["weight_map"].values()}
             files = [f for f in files if f in named] or files
         if files:
-            source: Source = kind(files)
-            return source
+            return _of_files(files)
     what = "holds no .safetensors, .bin, .pt or .pth file and no DCP checkpoint" if path.exists() else "is not there"
     raise BadInput([Problem(f"{key}={path}", what, "a file of weights, or the folder they are in")])
 
 
 def compare(model: nn.Module, config: JobConfig, source: Source) -> tuple[dict[str, str], list[str], list[str]]:
     """Compare names: the model's -> the source's; parameters missing in the source; tensors missing in the model."""
-    # Tied weights have several names, and any of them will do.
-    parameters = {plain_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
-    found, left_over = match(source.shapes, _shapes(model), config.init_key_map)
-    missing = {p: n for n, p in reversed(parameters.items())}
-    for name in found.keys() & parameters.keys():
-        missing.pop(parameters[name], None)
-    return found, list(missing.values())[::-1], left_over
-
-
-def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
-    return {plain_name(n): tuple(t.shape) for n, t in tensors}
+    weights = weights_of(model)
+    found, left_over = match(source.shapes, weights.keys(), config.init_key_map)
+    filled = {id(weights[name]) for name in found}  # tied weights have several names, and any of them will do
+    missing = [plain_name(n) for n, p in model.named_parameters() if id(p) not in filled]
+    return found, missing, left_over
 
 
 def problems_of(model: nn.Module, config: JobConfig) -> list[Problem]:
@@ -158,8 +119,12 @@ def problems_of(model: nn.Module, config: JobConfig) -> list[Problem]:
     assert config.init_from is not None
     source = open_source(Path(config.init_from), "init_from")
     found, missing, left_over = compare(model, config, source)
-    where = f"init_from={config.init_from}"
-    return [*_shape_problems(found, source.shapes, _shapes(model)), *_name_problems(where, missing, left_over)]
+    weights = weights_of(model)
+    shapes = [(name, list(weights[name].shape), list(source.shapes[found[name]])) for name in found]
+    wrong = [
+        Problem(n, f"is {ours} in the model and {theirs} in the source") for n, ours, theirs in shapes if ours != theirs
+    ]
+    return [*wrong, *_name_problems(f"init_from={config.init_from}", missing, left_over)]
 
 
 def load_initial(model: nn.Module, config: JobConfig) -> None:
@@ -182,38 +147,18 @@ def load_initial(model: nn.Module, config: JobConfig) -> None:
     if missing:
         _by_transformers(model, config.model)
         return
+    weights = weights_of(model)
     with torch.no_grad():
-        _fill(model, config, source, found)
+        source.fill({name: weights[own] for own, name in found.items()})
+    if config.init_rope == "interleaved":
+        _reorder_rotated_rows(model, config)
     if dist.get_rank() == 0:
         print(f"initial weights: {len(found)} tensors of {path}", flush=True)
         if left_over:
             print(f"not used: {_first(left_over)}", flush=True)
 
 
-def _fill(model: nn.Module, config: JobConfig, source: Source, found: dict[str, str]) -> None:
-    """Copy the matching tensors into buffers and this rank's part of parameters."""
-    buffers = {plain_name(n): b for n, b in model.named_buffers()}
-    width = _head_width(model, config) if config.init_rope == "interleaved" else 0
-    as_they_are: dict[str, DTensor] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        name = plain_name(name)
-        if name not in found:
-            continue
-        assert isinstance(parameter, DTensor)
-        if width and _QUERIES_AND_KEYS.search(name):
-            first, last = rows_of(parameter)
-            whole = source.rows(found[name], 0, parameter.shape[0])
-            parameter.to_local().copy_(_halves(whole, width)[first:last])
-        else:
-            as_they_are[found[name]] = parameter
-    source.fill(as_they_are)
-    for name in found.keys() & buffers.keys():
-        buffers[name].copy_(source.rows(found[name], 0, buffers[name].shape[0] if buffers[name].ndim else 0))
-
-
-def match(
-    source: dict[str, tuple[int, ...]], model: dict[str, tuple[int, ...]], key_map: list[str]
-) -> tuple[dict[str, str], list[str]]:
+def match(source: Iterable[str], model: Collection[str], key_map: list[str]) -> tuple[dict[str, str], list[str]]:
     """Match names: the model's -> the source's, and those of the source that match none.
 
     The source's names go through the key map first; then one common prefix is removed, or one of the model's added,
@@ -233,20 +178,12 @@ def match(
     def renamed(off: str, put: str) -> dict[str, str]:
         return {put + new.removeprefix(off): name for new, name in mapped.items() if new.startswith(off)}
 
-    off, put = max(pairs, key=lambda pair: len(renamed(*pair).keys() & model.keys()))
+    off, put = max(pairs, key=lambda pair: len(renamed(*pair).keys() & set(model)))
     candidates = renamed(off, put)
     if put:  # only what lacks the prefix gets it
         candidates = {(new if new in model else put + new): name for new, name in mapped.items()}
     left_over = [name for new, name in candidates.items() if new not in model and not name.startswith(_NO_WEIGHTS)]
     return {new: name for new, name in candidates.items() if new in model}, left_over
-
-
-def _shape_problems(
-    found: dict[str, str], theirs: dict[str, tuple[int, ...]], ours: dict[str, tuple[int, ...]]
-) -> Iterator[Problem]:
-    for name, their_name in found.items():
-        if theirs[their_name] != ours[name]:
-            yield Problem(name, f"is {list(ours[name])} in the model and {list(theirs[their_name])} in the source")
 
 
 def _name_problems(where: str, missing: list[str], left_over: list[str]) -> Iterator[Problem]:
@@ -271,11 +208,14 @@ def _head_width(model: Any, config: JobConfig) -> int:
     raise BadInput([Problem("init_rope=interleaved", "is not supported for this model", "model=llama... or model=hf")])
 
 
-def _halves(whole: Tensor, width: int) -> Tensor:
-    """Reorder rows of a query or key projection whose rotated pairs are neighbours into pairs (i, i + width / 2)."""
-    heads: Tensor = whole.unflatten(0, (-1, width // 2, 2))
-    halves: Tensor = heads.transpose(1, 2).flatten(0, 2)
-    return halves
+def _reorder_rotated_rows(model: nn.Module, config: JobConfig) -> None:
+    """Reorder queries and keys whose rotated pairs are neighbours into pairs (i, i + width / 2) of each head."""
+    width = _head_width(model, config)
+    for name, parameter in model.named_parameters():
+        if _QUERIES_AND_KEYS.search(plain_name(name)):
+            assert isinstance(parameter, DTensor)
+            pairs = parameter.detach().full_tensor().unflatten(0, (-1, width // 2, 2))
+            copy_local_part(parameter, pairs.transpose(1, 2).flatten(0, 2))
 
 
 def _by_transformers(model: nn.Module, config: ModelConfig) -> None:

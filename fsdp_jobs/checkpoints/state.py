@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 from fsdp_jobs.config.errors import JobFailed
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-_OTHERS = "others."
 
 
 class State:
@@ -32,8 +31,9 @@ class State:
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, others: Mapping[str, Stateful], device: torch.device
     ):
-        self.model, self.optimizer, self.others, self.device = model, optimizer, others, device
-        self.rank = dist.get_rank()
+        self.model, self.optimizer = model, optimizer
+        self.others = {f"others.{name}": other for name, other in others.items()}
+        self.random = {f"rng.{dist.get_rank()}": RandomState(device)}
         self._live: dict[str, Tensor] = {}  # steps change these tensors in place, never their names
 
     def live(self) -> dict[str, Tensor]:
@@ -51,8 +51,7 @@ class State:
     def to_save(self) -> dict[str, Tensor]:
         """Return all that a checkpoint holds, as it is now."""
         self._live = self._live or self.live()
-        others = {f"{_OTHERS}{name}": _packed(other.state_dict()) for name, other in self.others.items()}
-        return self._live | _random_state(self.rank, self.device) | others
+        return self._live | {name: _packed(o.state_dict()) for name, o in (self.others | self.random).items()}
 
     def to_load(self, metadata: Metadata, checkpoint: str, same_world: bool) -> dict[str, Tensor]:
         """Return the tensors that a checkpoint is to be read into, random states only at the same number of ranks.
@@ -60,11 +59,11 @@ class State:
         Raises:
             JobFailed: the checkpoint is of another model.
         """
-        state = self.live() | (_random_state(self.rank, self.device) if same_world else {})
-        for name in self.others:
-            saved = metadata.state_dict_metadata.get(f"{_OTHERS}{name}")
+        state = self.live()
+        for name in self.others | (self.random if same_world else {}):
+            saved = metadata.state_dict_metadata.get(name)
             size = saved.size if isinstance(saved, TensorStorageMetadata) else 0
-            state[f"{_OTHERS}{name}"] = torch.empty(size, dtype=torch.uint8)
+            state[name] = torch.empty(size, dtype=torch.uint8)
         _check_same_model(state, metadata.state_dict_metadata, checkpoint)
         return state
 
@@ -73,9 +72,9 @@ class State:
         flat: dict[str, Any] = dict(get_optimizer_state_dict(self.model, self.optimizer, options=_FLAT))
         flat |= {k.removeprefix("optim."): v for k, v in state.items() if k.startswith("optim.")}
         set_optimizer_state_dict(self.model, self.optimizer, flat, options=_FLAT)
-        for name, other in self.others.items():
-            other.load_state_dict(_unpacked(state[f"{_OTHERS}{name}"]))
-        _set_random_state(state, self.rank)
+        for name, other in (self.others | self.random).items():
+            if name in state:
+                other.load_state_dict(_unpacked(state[name]))
 
 
 class Hyperparameters:
@@ -90,6 +89,34 @@ class Hyperparameters:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for group, saved in zip(self.optimizer.param_groups, state["groups"], strict=True):
             group.update(saved)
+
+
+class RandomState:
+    """This rank's random state: torch on CPU and GPU, NumPy, Python."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def state_dict(self) -> dict[str, Any]:
+        generator, keys, *rest = np.random.get_state(legacy=True)
+        version, words, gauss = random.getstate()
+        state = {
+            "torch": torch.get_rng_state(),
+            "numpy": (generator, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
+            "python": (version, torch.tensor(words), gauss),
+        }
+        if self.device.type == "cuda":
+            state["cuda"] = torch.cuda.get_rng_state(self.device)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        torch.set_rng_state(state["torch"])
+        generator, keys, *rest = state["numpy"]
+        np.random.set_state((generator, keys.numpy().astype(np.uint32), *rest))
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words.tolist()), gauss))
+        if "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"], self.device)
 
 
 def _packed(values: dict[str, Any]) -> Tensor:
@@ -119,35 +146,3 @@ def _check_same_model(state: dict[str, Tensor], saved: dict[str, Any], checkpoin
             f"{checkpoint} is of another model: {'; '.join(wrong[:5])}{more}. "
             "Use the model it was saved with, or another run name."
         )
-
-
-def _random_state(rank: int, device: torch.device) -> dict[str, Tensor]:
-    """Return the random state of this rank as tensors: torch on CPU and GPU, NumPy, Python."""
-    _, keys, pos, has_gauss, gauss = np.random.get_state(legacy=True)
-    version, words, gauss_next = random.getstate()
-    state = {
-        "torch": torch.get_rng_state(),
-        "numpy": torch.tensor([*map(int, keys), pos, has_gauss], dtype=torch.int64),
-        "numpy_gauss": torch.tensor([gauss], dtype=torch.float64),
-        "python": torch.tensor([version, *words, gauss_next is not None], dtype=torch.int64),
-        "python_gauss": torch.tensor([gauss_next or 0.0], dtype=torch.float64),
-    }
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return {f"rng.{rank}.{k}": v for k, v in state.items()}
-
-
-def _set_random_state(state: dict[str, Tensor], rank: int) -> None:
-    """Set what `_random_state` returned, if it is there."""
-    prefix = f"rng.{rank}."
-    saved = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
-    if not saved:
-        return
-    torch.set_rng_state(saved["torch"])
-    keys, (pos, has_gauss) = saved["numpy"][:-2].tolist(), saved["numpy"][-2:].tolist()
-    gauss = saved["numpy_gauss"].item()
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), pos, has_gauss, gauss))
-    version, *words, has_next = saved["python"].tolist()
-    random.setstate((version, tuple(words), saved["python_gauss"].item() if has_next else None))
-    if "cuda" in saved:
-        torch.cuda.set_rng_state(saved["cuda"])

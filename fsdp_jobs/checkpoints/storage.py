@@ -6,12 +6,11 @@ import io
 import json
 import os
 import pickle
-import time
 import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from enum import Enum, EnumType
 from pathlib import Path
 from typing import IO, Any, ClassVar, cast
@@ -96,32 +95,33 @@ class _ChecksumFileSystem(FileSystem):
         cast(Path, path).rename(cast(Path, new_path))
 
 
-@dataclass
+@dataclass(frozen=True)
 class SaveRequest:
     """One checkpoint to be written, the same on every rank."""
 
     checkpoints: Path
     restart: str  # differs between restarts of a run, so that no two write into the same folder
-    step: int
-    samples: int
-    world_size: int
-    mesh: dict[str, int]
-    config_digest: str
+    manifest: Manifest  # its files are known when all are written
     keep: int
     read_back: bool
-    began: float  # seconds since 1970
     local: Path | None  # this run's folder on each node's own disk, if shards go there first
-    temporary: Path = field(init=False)
-    final: Path = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.final = folder_of(self.checkpoints, self.step, self.restart)
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    @property
+    def final(self) -> Path:
+        return folder_of(self.checkpoints, self.step, self.restart)
+
+    @property
+    def temporary(self) -> Path:
         in_place = is_object_store(self.checkpoints)
-        self.temporary = self.final if in_place else self.checkpoints / f"step-{self.step:08d}.{self.restart}.tmp"
+        return self.final if in_place else self.checkpoints / f"step-{self.step:08d}.{self.restart}.tmp"
 
     @property
     def shards(self) -> Path:
-        """Where ranks write their shards."""
+        """The folder that ranks write their shards to."""
         return self.temporary if self.local is None else self.local / f"step-{self.step:08d}.{self.restart}"
 
 
@@ -172,16 +172,7 @@ class CommittingWriter(FileSystemWriter):
             files.update(json.loads(sums.read_text()))
             sums.unlink()
         files[".metadata"] = self.fs.sums[".metadata.tmp"]
-        manifest = Manifest(
-            step=request.step,
-            samples=request.samples,
-            world_size=request.world_size,
-            mesh=request.mesh,
-            config_digest=request.config_digest,
-            torch_version=torch.__version__,
-            time=time.time(),
-            files=files,
-        )
+        manifest = replace(request.manifest, files=files)
         if request.local is not None:
             manifest.write(request.temporary, SHARDS)
             return

@@ -24,10 +24,9 @@ _FOLDERS = "fsdp_jobs-"  # names of agents' folders begin so
 class Phase(IntEnum):
     STARTING = 0
     TRAINING = 1
-    SAVING = 2
-    PARKED = 3  # saved, and waiting to be stopped so that the world can change
-    DONE = 4
-    LEAVING = 5  # about to end because of a request: exit code 0 does not mean that it has finished
+    PARKED = 2  # saved, and waiting to be stopped so that the world can change
+    DONE = 3
+    LEAVING = 4  # about to end because of a request: exit code 0 does not mean that it has finished
 
 
 class Request(IntEnum):

@@ -1,10 +1,13 @@
-"""A sharded parameter seen from one rank: its plain name, the rows it holds, and how a whole tensor gets into it."""
+"""The weights of a sharded model seen from one rank: their plain names, and how whole tensors get into them."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
 def plain_name(name: str) -> str:
@@ -12,21 +15,18 @@ def plain_name(name: str) -> str:
     return name.replace("_checkpoint_wrapped_module.", "")
 
 
-def rows_of(parameter: DTensor) -> tuple[int, int]:
-    """Return the rows [first, last) of the whole tensor that this rank holds; it is sharded on dim 0 or replicated."""
-    shard_dims = [i for i, p in enumerate(parameter.placements) if p.is_shard()]
-    rows = parameter.shape[0] if parameter.ndim else 0
-    if not shard_dims:
-        return 0, rows
-    mesh, dim = parameter.device_mesh, shard_dims[0]
-    rows_per_rank = -(-rows // mesh.size(dim))
-    first = min(rows, mesh.get_local_rank(dim) * rows_per_rank)
-    return first, min(rows, first + rows_per_rank)
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return all parameters and buffers by plain name; tied weights are there under each of their names."""
+    weights = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    return {plain_name(name): tensor for name, tensor in weights}
 
 
-def keep_shard(parameter: nn.Parameter, whole: Tensor) -> None:
-    """Copy this rank's part of a whole tensor into a parameter."""
-    assert isinstance(parameter, DTensor)
-    first, last = rows_of(parameter)
+def copy_local_part(target: Tensor, whole: Any) -> None:
+    """Copy this rank's part of a whole tensor, or of what can be indexed like one, into a parameter or buffer."""
+    part: tuple[slice, ...] = ()
+    if isinstance(target, DTensor):
+        sizes, offsets = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
+        part = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+        target = target.to_local()
     with torch.no_grad():
-        parameter.to_local().copy_(whole[first:last] if whole.ndim else whole)
+        target.copy_(whole[part])

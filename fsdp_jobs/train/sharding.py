@@ -26,7 +26,7 @@ from fsdp_jobs.config.resolve import output_dtype, param_dtype
 from fsdp_jobs.config.schema import FsdpConfig, HfConfig, JobConfig, ModelConfig
 from fsdp_jobs.models.build import build_model, find_blocks, head_modules_of, wrap_classes_of
 from fsdp_jobs.models.huggingface import initial_pieces
-from fsdp_jobs.models.shards import keep_shard, plain_name
+from fsdp_jobs.models.shards import copy_local_part, plain_name
 from fsdp_jobs.plan.layout import Layout
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -210,39 +210,33 @@ def fill_weights(model: nn.Module, model_config: ModelConfig, device: torch.devi
     a layer at a time; of a pretrained one only the buffers, since checkpoints/pretrained.py reads its weights.
     Any other is built by rank 0 on its CPU and sent out tensor by tensor; buffers too, since to_empty() lost them.
     """
+    weights = {plain_name(n): t for n, t in [*model.named_parameters(), *model.named_buffers()]}
     if isinstance(model_config, HfConfig):
-        parameters = {plain_name(n): p for n, p in model.named_parameters()}
-        buffers = {plain_name(n): b for n, b in model.named_buffers()}
         for piece in initial_pieces(model_config, device, seed):
-            for name, whole in piece.items():
-                if name in buffers:
-                    buffers[name].copy_(whole)
-                elif name in parameters and not model_config.pretrained:
-                    keep_shard(parameters[name], whole)
+            for name in piece.keys() & weights.keys():
+                if not (model_config.pretrained and isinstance(weights[name], DTensor)):
+                    copy_local_part(weights[name], piece[name])
         return
-    init_parameter = getattr(model, "init_parameter", None)
-    if init_parameter is not None:
+    if hasattr(model, "init_parameter"):
         for name, parameter in model.named_parameters():
-            plain = plain_name(name)
-            number = int.from_bytes(hashlib.blake2b(f"{seed}/{plain}".encode(), digest_size=7).digest(), "big")
+            name = plain_name(name)
+            number = int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest(), "big")
             whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
             with torch.no_grad():
-                init_parameter(plain, whole, torch.Generator(device).manual_seed(number))
-            keep_shard(parameter, whole)
+                model.init_parameter(name, whole, torch.Generator(device).manual_seed(number))
+            copy_local_part(parameter, whole)
         return
-    whole_model, state = None, {}
+    state, buffers = {}, {}
     if dist.get_rank() == 0:
         torch.manual_seed(seed)
         with torch.device("cpu"):
             whole_model = build_model(model_config)
-        state = whole_model.state_dict()
+        state, buffers = whole_model.state_dict(), dict(whole_model.named_buffers())
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, state, options=options)
-    sources = dict(whole_model.named_buffers()) if whole_model is not None else {}
-    for name, buffer in model.named_buffers():
-        plain = plain_name(name)
-        if plain in sources:
-            buffer.copy_(sources[plain])
+    for name, buffer in model.named_buffers():  # those that a state_dict leaves out too
+        if buffers:
+            buffer.copy_(buffers[plain_name(name)])
         dist.broadcast(buffer, src=0)
 
 

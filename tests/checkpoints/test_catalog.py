@@ -18,7 +18,7 @@ def _write(checkpoints: Path, step: int, content: bytes = b"weights") -> Path:
     (temporary / "shard").write_bytes(content)
     files = {"shard": {"bytes": len(content), "crc32": catalog.checksum(temporary / "shard")}}
     final = catalog.folder_of(checkpoints, step, "0-0")
-    catalog.commit(temporary, final, Manifest(step, step * 8, 1, {"shard": 1}, "d", "t", time.time(), files))
+    catalog.commit(temporary, final, Manifest(step, step * 8, 1, {"shard": 1}, "t", time.time(), files))
     return final
 
 
