@@ -24,6 +24,7 @@ from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.app import RUN_DIR_KEY, to_app
 from fsdp_jobs.launchers.state import State
 from fsdp_jobs.plan.plan import Plan
+from fsdp_jobs.plan.shapes import ModelShape
 from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.tail import follow_files
@@ -71,6 +72,7 @@ class Job:
     config: JobConfig
     run: RunDir
     plan: Plan
+    shape: ModelShape | None = None  # of a custom model
 
     @cached_property
     def app(self) -> AppDef:

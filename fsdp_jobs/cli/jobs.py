@@ -31,15 +31,17 @@ def submit(args: list[str]) -> int:
             raise BadInput([Problem(sweeping[0], what, "dry_run=true shows a sweep's jobs")])
         return _print_by_hydra(args)
     overrides = _overrides([a for a in args if a not in sweeping])
-    return _submit_sweep(overrides) if sweeping else _submit(_checked_job(overrides), overrides)
+    return _submit_sweep(overrides) if sweeping else _submit(overrides)
 
 
-def _submit(config: JobConfig, overrides: Sequence[str]) -> int:
+def _submit(overrides: Sequence[str]) -> int:
     from fsdp_jobs.cli.follow import Follower, summary
     from fsdp_jobs.launchers.state import State
     from fsdp_jobs.plan.render import render
     from fsdp_jobs.submit import submit as submission
+    from fsdp_jobs.submit.validate import composed
 
+    (config,) = composed([overrides])
     (job,) = submission.prepare([config])
     console.print(render(job.plan))
     if config.dry_run:
@@ -79,7 +81,7 @@ def plan(args: list[str]) -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--svg", metavar="FILE")
     flags, rest = parser.parse_known_args(args)
-    planned, _ = plan_of(_checked_job(_overrides(rest), files=False))
+    planned, _ = plan_of(_job_without_files(_overrides(rest)))
     if flags.svg:
         Path(flags.svg).write_text(to_svg(planned))
     if flags.json:
@@ -95,14 +97,13 @@ def resume(args: list[str]) -> int:
     flags = parser.parse(args)
     before = [o for o in flags.run.read_job()["overrides"] if o.partition("=")[0] not in ("attach", "dry_run")]
     here = [f"name={flags.run.name}", f"runs_dir={flags.run.path.parent}"]
-    overrides = merge_overrides(before, [*flags.overrides, *here])
-    return _submit(compose_job(overrides), overrides)
+    return _submit(merge_overrides(before, [*flags.overrides, *here]))
 
 
 def examine(args: list[str]) -> int:
     from fsdp_jobs.tools.doctor import doctor
 
-    return doctor(_checked_job(_overrides(args), files=False), console)
+    return doctor(_job_without_files(_overrides(args)), console)
 
 
 def rehearse(args: list[str]) -> int:
@@ -134,16 +135,16 @@ def _overrides(args: list[str]) -> list[str]:
     return [*([search_path(known.config_dir)] if known.config_dir else []), *overrides]
 
 
-def _checked_job(overrides: Sequence[str], files: bool = True) -> JobConfig:
-    """Compose and validate a configuration.
+def _job_without_files(overrides: Sequence[str]) -> JobConfig:
+    """Compose and validate a configuration, but for the data that it names.
 
     Raises:
         BadInput: with what is wrong with overrides, and with what the good ones make, all at once.
     """
     from fsdp_jobs.submit.validate import composed, validate
 
-    (config,) = composed([overrides], files)
-    validate(config, files)
+    (config,) = composed([overrides], files=False)
+    validate(config, files=False)
     return config
 
 

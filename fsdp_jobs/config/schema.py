@@ -7,6 +7,7 @@ combinations make sense; the tables of docs/configuration.md are generated from 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -105,9 +106,7 @@ class FsdpConfig:
 
     strategy: str = key(AUTO, "auto is the plan's choice", choices=(AUTO, *STRATEGIES))
     shard_group: Any = key(AUTO, "ranks that together hold one full copy: auto or a number")
-    wrap: str = key(
-        "layer", "FSDP units: `wrap_classes`, large modules, or the root", choices=("layer", "size", "none")
-    )
+    wrap: str = key("layer", "units: `wrap_classes`, large modules, or the root", choices=("layer", "size", "none"))
     min_num_params: int = key(100_000_000, "`wrap=size`: parameters of a module that becomes a unit", at_least=1)
     param_dtype: str = key(AUTO, "gathered parameters, compute; auto: bf16 on CUDA, else fp32", choices=(AUTO, *DTYPES))
     reduce_dtype: str = key("fp32", "gradients on the wire", choices=DTYPES)
@@ -115,9 +114,7 @@ class FsdpConfig:
     cpu_offload: bool = key(False, "parameters, gradients and optimizer state live in host memory")
     forward_prefetch: int = key(0, "blocks gathered ahead in forward; 0 is FSDP2's own prefetch", at_least=0)
     backward_prefetch: int = key(0, "blocks gathered ahead in backward; 0 is FSDP2's own prefetch", at_least=0)
-    accumulate_unsharded: Any = key(
-        AUTO, "reduce gradients once per step, not per microbatch", choices=(AUTO, True, False)
-    )
+    accumulate_unsharded: Any = key(AUTO, "reduce gradients once per step only", choices=(AUTO, True, False))
     activation_checkpointing: str = key("none", "which activations are recomputed", choices=RECOMPUTED)
     activation_checkpointing_every: int = key(2, "the n of every_n", at_least=1)
     activation_offload: bool = key(False, "keep what activation checkpointing keeps in host memory")
@@ -184,17 +181,11 @@ class ElasticConfig:
     max_failures_without_progress: int = key(3, "failures tolerated without a new checkpoint in between", at_least=0)
     heartbeat_interval_s: float = key(1.0, "seconds between an agent's heartbeats", at_least=0.1)
     heartbeat_timeout_s: float = key(10.0, "seconds of silence after which a node is lost", at_least=1)
-    join_window_s: float = key(
-        20.0, "seconds that the first round waits for more than the minimum of nodes", at_least=0
-    )
-    wait_for_nodes_s: float = key(
-        600.0, "seconds below the minimum of nodes after which the attempt requeues", at_least=1
-    )
+    join_window_s: float = key(20.0, "seconds that the first round waits for nodes above the minimum", at_least=0)
+    wait_for_nodes_s: float = key(600.0, "seconds below the minimum of nodes until the attempt requeues", at_least=1)
     init_timeout_s: float = key(600.0, "process-group timeout until the first step is done, seconds", at_least=1)
     step_timeout_s: float = key(300.0, "process-group timeout afterwards, seconds", at_least=1)
-    stall_timeout_s: float = key(
-        0.0, "seconds without a step that are a stall; 0: 20 measured steps, at least 60 s", at_least=0
-    )
+    stall_timeout_s: float = key(0.0, "seconds without a step; 0: 20 measured steps, at least 60 s", at_least=0)
     exclude_after: int = key(3, "failures of one machine after which it is excluded; 0 is off", at_least=0)
     exclude_for_s: float = key(3600.0, "seconds for which it is excluded; older failures do not count", at_least=1)
     stop_on_nan_loss: bool = key(False, "a loss that is not a number ends the job")
@@ -337,15 +328,14 @@ def plain_values(path: Path) -> dict[str, Any]:
 
 def training_values(config: JobConfig) -> dict[str, Any]:
     """Return dotted key -> value of everything that the trained weights depend on."""
-    tree = OmegaConf.structured(config)
+    names = tuple(f"{name}." for name in (PROGRAM_KEYS if config.is_program else TRAINING_KEYS))
+    values = _leaves(asdict(config))
+    return {k: v for k, v in values if f"{k}.".startswith(names) and k not in NOT_TRAINING_KEYS}
 
-    def leaves(prefix: str, value: Any) -> dict[str, Any]:
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
         if isinstance(value, dict):
-            return {k: v for key in value for k, v in leaves(f"{prefix}.{key}", value[key]).items()}
-        return {prefix: value}
-
-    values: dict[str, Any] = {}
-    for name in PROGRAM_KEYS if config.is_program else TRAINING_KEYS:
-        value = OmegaConf.select(tree, name)
-        values |= leaves(name, OmegaConf.to_container(value) if OmegaConf.is_config(value) else value)
-    return {k: v for k, v in values.items() if k not in NOT_TRAINING_KEYS}
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

@@ -157,11 +157,9 @@ def run_dir_of(config: JobConfig) -> RunDir:
     if config.name is not None:
         return find_run(config.runs_dir, config.name)
     name = time.strftime(f"{config.model.kind}-%Y%m%d-%H%M%S")
-    taken = itertools.count(2)
-    run = find_run(config.runs_dir, name)
-    while run.path.exists():
-        run = find_run(config.runs_dir, f"{name}-{next(taken)}")
-    return run
+    names = itertools.chain([name], (f"{name}-{i}" for i in itertools.count(2)))
+    runs = (find_run(config.runs_dir, name) for name in names)
+    return next(run for run in runs if not run.path.exists())
 
 
 def find_run(runs_dir: str, name: str) -> RunDir:

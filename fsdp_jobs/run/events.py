@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import json
 import logging
 import os
@@ -17,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, dataclass_transform
 
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.tail import Tail, newest_json_lines, read_json_lines
@@ -27,6 +28,7 @@ _CHECKPOINT = b'"event": "checkpoint",'
 logger = logging.getLogger(__name__)
 
 
+@dataclass_transform(frozen_default=True)  # every subclass becomes a frozen dataclass
 @dataclass(frozen=True, kw_only=True)
 class Event:
     """Something that happened to a run; this type itself stands for events of unknown kinds."""
@@ -41,6 +43,7 @@ class Event:
     round: int | None = None  # that the coordinator was in; None where another process recorded the event
 
     def __init_subclass__(cls, sentence: str | None = None, style: str = "yellow") -> None:
+        dataclass(frozen=True)(cls)
         cls._template, cls._style = sentence, style
         cls.kind = re.sub(r"(?<=.)(?=[A-Z])", "_", cls.__name__).lower()
         cls.KINDS[cls.kind] = cls
@@ -66,12 +69,10 @@ class Event:
         return {"time": self.time, "event": self.kind, "attempt": self.attempt} | known
 
 
-@dataclass(frozen=True)
 class Submitted(Event):
     handle: str | None = None
 
 
-@dataclass(frozen=True)
 class AttemptStarted(Event):
     nodes: int | None = None
     hosts: list[str] | None = None
@@ -79,7 +80,6 @@ class AttemptStarted(Event):
     restarts: int | None = None  # of the SLURM job
 
 
-@dataclass(frozen=True)
 class RoundStarted(Event, style="cyan"):
     nodes: list[int]
     hosts: list[str]
@@ -98,14 +98,12 @@ class RoundStarted(Event, style="cyan"):
         )
 
 
-@dataclass(frozen=True)
 class Adopted(Event):
     """A new coordinator has taken over a running round."""
 
     nodes: int
 
 
-@dataclass(frozen=True)
 class RoundBroken(Event):
     why: str
     step: int
@@ -117,33 +115,28 @@ class RoundBroken(Event):
         return self.why + (f"; at step {self.step}, newest checkpoint {self.committed}" if known else "")
 
 
-@dataclass(frozen=True)
 class NodeLost(Event, sentence="lost node {node}: {why}"):
     node: int
     host: str
     why: str
 
 
-@dataclass(frozen=True)
 class Stalled(Event):
     """Ranks have stopped advancing; the broken round tells it."""
 
     why: str
 
 
-@dataclass(frozen=True)
 class MachineExcluded(Event, sentence="machine {host} is excluded for a while: {why}", style="red"):
     host: str
     why: str
 
 
-@dataclass(frozen=True)
 class ProcessRestarted(Event, sentence="{process} ended with {exit_code} and is restarted"):
     process: str
     exit_code: int
 
 
-@dataclass(frozen=True)
 class GivenUp(Event, sentence="{process} is not restarted: {why}"):
     """A process keeps dying and is not restarted."""
 
@@ -151,7 +144,6 @@ class GivenUp(Event, sentence="{process} is not restarted: {why}"):
     why: str
 
 
-@dataclass(frozen=True)
 class TakenAway(Event):
     """The cluster has ended a process together with its machines."""
 
@@ -162,7 +154,6 @@ class TakenAway(Event):
         return f"the cluster has taken away {', '.join(self.hosts)}, which ran {self.process}"
 
 
-@dataclass(frozen=True)
 class NodeAskedFor(Event, sentence="SLURM job {slurm_job} will replace node {node}"):
     """A job of one node is in the queue, to replace a lost one."""
 
@@ -170,7 +161,6 @@ class NodeAskedFor(Event, sentence="SLURM job {slurm_job} will replace node {nod
     slurm_job: str
 
 
-@dataclass(frozen=True)
 class Resumed(Event, style="green"):
     step: int
     samples: int
@@ -182,7 +172,6 @@ class Resumed(Event, style="green"):
         return f"resumed from the checkpoint of step {self.step} on {self.world_size} ranks{where}"
 
 
-@dataclass(frozen=True)
 class Checkpoint(Event, style="blue"):
     step: int
     bytes: int = 0
@@ -192,7 +181,6 @@ class Checkpoint(Event, style="blue"):
         return f"checkpoint of step {self.step}: {self.bytes / 1e6:.1f} MB in {self.seconds:.1f} s"
 
 
-@dataclass(frozen=True)
 class CheckpointOnNodes(Event, sentence="step {step} is on the nodes' disks after {seconds:.1f} s", style="blue"):
     """A checkpoint is whole on the nodes' own disks, and not yet in the run directory."""
 
@@ -201,13 +189,11 @@ class CheckpointOnNodes(Event, sentence="step {step} is on the nodes' disks afte
     seconds: float
 
 
-@dataclass(frozen=True)
 class CheckpointFailed(Event, sentence="{error}", style="red"):
     step: int
     error: str
 
 
-@dataclass(frozen=True)
 class CheckpointSkipped(Event, style="red"):
     checkpoint: str  # name of its folder
     why: list[str]
@@ -216,19 +202,16 @@ class CheckpointSkipped(Event, style="red"):
         return f"{self.checkpoint} cannot be used: {'; '.join(self.why)}"
 
 
-@dataclass(frozen=True)
 class StopRequested(Event, sentence="asked to stop ({why}): saving"):
     why: str
 
 
-@dataclass(frozen=True)
 class Waiting(Event, sentence="{why}"):
     """Why a submitted job does not run yet, in its cluster's words."""
 
     why: str
 
 
-@dataclass(frozen=True)
 class Done(Event):
     """Rank 0 has done the last step."""
 
@@ -236,7 +219,6 @@ class Done(Event):
     samples: int
 
 
-@dataclass(frozen=True)
 class AttemptEnded(Event):
     verdict: str
     decision: str
@@ -252,13 +234,11 @@ class AttemptEnded(Event):
         return f"{self.verdict}: {self.reason}"
 
 
-@dataclass(frozen=True)
 class NotifyFailed(Event, sentence="notify.{way} failed: {why}"):
     way: str  # command | webhook
     why: str
 
 
-@dataclass(frozen=True)
 class TrackingFailed(Event, sentence="{tracker} does not get the metrics: {why}"):
     tracker: str
     why: str
@@ -302,10 +282,6 @@ def newest_events(run: RunDir) -> Iterator[Event]:
 
 def seldom_events(events: Tail) -> Iterator[Event]:
     """Yield new events without checkpoints that another one follows: a long run has thousands of those."""
-    before = b""
-    for line in events.lines():
-        if before and not (_CHECKPOINT in before and _CHECKPOINT in line):
-            yield Event.parse(json.loads(before))
-        before = line
-    if before:
-        yield Event.parse(json.loads(before))
+    for line, following in itertools.pairwise(itertools.chain(events.lines(), [b""])):
+        if not (_CHECKPOINT in line and _CHECKPOINT in following):
+            yield Event.parse(json.loads(line))

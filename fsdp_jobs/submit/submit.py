@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torchx.specs import make_app_handle, parse_app_handle
 
@@ -33,14 +33,15 @@ from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit.validate import check_existing_run, validate
 
+_Item = TypeVar("_Item")
+
 _LEAVES_S = 30.0  # most that a launcher takes to see that a job has ended
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Prepared(Job):
     """A job that can be submitted, and what its launcher would submit. Nothing is written yet."""
 
-    shape: ModelShape | None  # of a custom model
     launcher: Launcher
     request: Any
 
@@ -80,28 +81,34 @@ def prepare(configs: Sequence[JobConfig]) -> list[Prepared]:
     Raises:
         BadInput: all problems of all configurations, names and run directories; those of several jobs once.
     """
-    planned: list[tuple[Job, ModelShape | None]] = []
+    planned: list[Job] = []
     problems: list[Problem] = []
     for config in configs:
         try:
-            run = _open(config, [job.run for job, _ in planned])
-            plan, shape = plan_of(config)
-            planned.append((Job(config, run, plan), shape))
+            run = _open(config, [job.run for job in planned])
+            planned.append(Job(config, run, *plan_of(config)))
         except BadInput as e:
             problems += e.problems
     prepared: dict[Path, Prepared] = {}
-    for name in dict.fromkeys(job.config.cluster.launcher for job, _ in planned):
-        group = [(job, shape) for job, shape in planned if job.config.cluster.launcher == name]
+    for name, group in _grouped(planned, lambda job: job.config.cluster.launcher).items():
         try:
             launcher = launcher_of(name)
-            requests = launcher.prepare([job for job, _ in group])
-            for (job, shape), request in zip(group, requests, strict=True):
-                prepared[job.run.path] = Prepared(job.config, job.run, job.plan, shape, launcher, request)
+            for job, request in zip(group, launcher.prepare(group), strict=True):
+                given = (job.config, job.run, job.plan, job.shape)
+                prepared[job.run.path] = Prepared(*given, launcher=launcher, request=request)
         except BadInput as e:
             problems += e.problems
     if problems:
         raise BadInput(dict.fromkeys(problems))
-    return [prepared[job.run.path] for job, _ in planned]
+    return [prepared[job.run.path] for job in planned]
+
+
+def _grouped(items: Iterable[_Item], launcher: Callable[[_Item], str]) -> dict[str, list[_Item]]:
+    """Return name of a launcher -> the items that it gives, in order."""
+    groups: dict[str, list[_Item]] = {}
+    for item in items:
+        groups.setdefault(launcher(item), []).append(item)
+    return groups
 
 
 def _open(config: JobConfig, taken: Sequence[RunDir]) -> RunDir:
@@ -155,8 +162,8 @@ def submit(
         app_ids: dict[Path, str] = {}
         try:
             list(threads.map(_write, jobs, overrides))
-            for launcher in {id(job.launcher): job.launcher for job in jobs}.values():
-                group = [job for job in jobs if job.launcher is launcher]
+            for group in _grouped(jobs, lambda job: job.launcher.name).values():
+                launcher = group[0].launcher
                 ids = launcher.submit([job.request for job in group], parallelism, folder)
                 submitted.append((launcher, ids))
                 app_ids |= {job.run.path: app_id for job, app_id in zip(group, ids, strict=True)}
@@ -164,7 +171,10 @@ def submit(
             for launcher, ids in submitted:
                 launcher.cancel(ids)
             for job, text in zip(jobs, before, strict=True):
-                _restore(job.run.job, text)
+                if text is None:
+                    job.run.job.unlink(missing_ok=True)
+                else:
+                    write_atomic(job.run.job, text)
             raise
         return list(threads.map(_record, jobs, [app_ids[job.run.path] for job in jobs]))
 
@@ -189,14 +199,6 @@ def _write(job: Prepared, overrides: Sequence[str]) -> None:
     write_atomic(run.job, json.dumps(record, indent=2))
 
 
-def _restore(record: Path, text: str | None) -> None:
-    """Take back what `_write` noted of a submission that did not happen."""
-    if text is not None:
-        write_atomic(record, text)
-    else:
-        record.unlink(missing_ok=True)
-
-
 def _record(job: Prepared, app_id: str) -> str:
     """Add the handle to what was submitted, and return it."""
     handle = str(make_app_handle(job.launcher.name, SESSION, app_id))
@@ -214,29 +216,28 @@ def describe(handles: Sequence[str]) -> list[Description]:
     Raises:
         BadInput, JobFailed: the only launcher that was asked does not answer.
     """
-    found: dict[str, Description] = {}
-    by_launcher = _by_launcher(handles)
-    for name, app_ids in by_launcher.items():
-        missing = Description("", State.UNKNOWN, "its launcher no longer knows the job: resume it")
-        answers: Sequence[Description | None] = [None] * len(app_ids)
+    described: dict[str, Description] = {}
+    groups = _grouped(handles, _launcher_in)
+    for name, group in groups.items():
+        state, message = State.UNKNOWN, "its launcher no longer knows the job: resume it"
+        answers: Sequence[Description | None] = [None] * len(group)
         try:
-            answers = launcher_of(name).describe(list(app_ids))
+            answers = launcher_of(name).describe([_app_id_in(handle) for handle in group])
         except (BadInput, JobFailed) as e:
-            if len(by_launcher) == 1:
+            if len(groups) == 1:
                 raise
-            missing = Description("", State.SILENT, f"its launcher does not answer: {e}")
-        for (app_id, handle), answer in zip(app_ids.items(), answers, strict=True):
-            found[handle] = answer or Description(app_id, missing.state, missing.message)
-    return [found[handle] for handle in handles]
+            state, message = State.SILENT, f"its launcher does not answer: {e}"
+        for handle, answer in zip(group, answers, strict=True):
+            described[handle] = answer or Description(_app_id_in(handle), state, message)
+    return [described[handle] for handle in handles]
 
 
-def _by_launcher(handles: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Return launcher -> app id -> handle."""
-    grouped: dict[str, dict[str, str]] = {}
-    for handle in handles:
-        launcher, _, app_id = parse_app_handle(handle)
-        grouped.setdefault(launcher, {})[app_id] = handle
-    return grouped
+def _launcher_in(handle: str) -> str:
+    return str(parse_app_handle(handle)[0])
+
+
+def _app_id_in(handle: str) -> str:
+    return str(parse_app_handle(handle)[2])
 
 
 def is_active(handle: str) -> bool:
@@ -246,8 +247,8 @@ def is_active(handle: str) -> bool:
 
 def kill(handles: Sequence[str]) -> None:
     """End jobs at once, without checkpoints."""
-    for name, app_ids in _by_launcher(handles).items():
-        launcher_of(name).cancel(list(app_ids))
+    for name, group in _grouped(handles, _launcher_in).items():
+        launcher_of(name).cancel([_app_id_in(handle) for handle in group])
 
 
 def ask_launchers(statuses: Sequence[RunStatus]) -> dict[str, Description]:
