@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.keys import AUTO
 from fsdp_jobs.config.resolve import accelerator, backend, param_dtype, ranks_per_node
 from fsdp_jobs.config.schema import HardwareConfig, JobConfig
@@ -70,12 +71,10 @@ def price(config: JobConfig, shape: ModelShape, strategy: str, placement: Placem
 
     `fsdp.accumulate_unsharded=auto` saves the traffic between microbatches where the memory suffices for it.
     """
-    if config.fsdp.accumulate_unsharded == AUTO:
-        unsharded = _price(config, shape, strategy, placement, True)
-        if unsharded.fits and unsharded.microbatches > 1 and placement.group > 1:
-            return unsharded
-        return _price(config, shape, strategy, placement, False)
-    return _price(config, shape, strategy, placement, bool(config.fsdp.accumulate_unsharded))
+    setting = config.fsdp.accumulate_unsharded
+    option = _price(config, shape, strategy, placement, setting in (AUTO, True))
+    saves_traffic = option.fits and option.microbatches > 1 and placement.group > 1
+    return option if setting != AUTO or saves_traffic else _price(config, shape, strategy, placement, False)
 
 
 def _price(config: JobConfig, shape: ModelShape, strategy: str, placement: Placement, unsharded: bool) -> Option:
@@ -111,11 +110,10 @@ def _strategies(group: int, world: int) -> tuple[str, ...]:
 def all_options(config: JobConfig, shape: ModelShape, topology: Topology) -> list[Option]:
     """Price every strategy on every group size worth considering, smaller groups first."""
     per_node, domain = ranks_per_node(config), config.hardware.nvlink_domain
-    placements = [place(topology, group, per_node, domain) for group in group_sizes(topology, per_node, domain)]
     return [
         price(config, shape, strategy, p)
-        for p in placements
-        if p is not None
+        for group in group_sizes(topology, per_node, domain)
+        if (p := place(topology, group, per_node, domain))
         for strategy in _strategies(p.group, len(p.used) * per_node)
     ]
 
@@ -141,7 +139,7 @@ def choose(config: JobConfig, shape: ModelShape, topology: Topology, previous_gr
     if best not in options:
         options.append(best)
     taken = "chosen" if best.fits else "nearest to fitting"
-    considered = [(o, taken if o is best else _why_not(o, best, config.hardware)) for o in options]
+    considered = [(o, taken if o == best else _why_not(o, best, config.hardware)) for o in options]
     if best.placement.crossing:
         reasons.append(f"{best.placement.crossing} of {best.layout.replicas} shard groups cross a leaf switch.")
     if best.spares:
@@ -195,7 +193,11 @@ def _best(options: list[Option]) -> Option:
 
 
 def _allowed(config: JobConfig, shape: ModelShape, topology: Topology, options: list[Option]) -> list[Option]:
-    """Return the options that the configured strategy and shard group leave."""
+    """Return the options that the configured strategy and shard group leave.
+
+    Raises:
+        BadInput: none; at run time there may be fewer nodes than the group needs.
+    """
     strategy, group = config.fsdp.strategy, config.fsdp.shard_group
     if strategy == AUTO and group == AUTO:
         return options
@@ -210,30 +212,27 @@ def _allowed(config: JobConfig, shape: ModelShape, topology: Topology, options: 
             sizes = [1 if strategy == "no_shard" else world]
         elif group == AUTO and world > 1:
             sizes = [s for s in sizes if s > 1]
-    priced = {(o.layout.strategy, o.layout.shard_group): o for o in options}
-    allowed = []
-    for size in sizes:
-        placement = place(topology, size, per_node, domain)
-        if placement is not None:
-            allowed += [priced.get((n, size)) or price(config, shape, n, placement) for n in names]
+    allowed = [price(config, shape, n, p) for s in sizes if (p := place(topology, s, per_node, domain)) for n in names]
+    if not allowed:
+        where = f"fsdp.shard_group={group}"
+        raise BadInput([Problem(where, f"cannot be formed on {len(topology.nodes)} nodes x {per_node} ranks")])
     return allowed
 
 
 def _held(allowed: list[Option], best: Option, previous_group: int, hardware: HardwareConfig) -> tuple[Option, str]:
     """Return the option of the previous group size if it still serves, else the best; and why."""
     same = [o for o in allowed if o.layout.shard_group == previous_group]
-    if same:
-        held = _best(same)
-        gain = best.time.tokens_per_s / held.time.tokens_per_s
-        if not held.fits and best.fits:
-            why = "it no longer fits. "
-        elif best.spares < held.spares and gain > WORTH_REGROUPING and best.fits:
-            why = f"the {held.spares} nodes it leaves idle give {(gain - 1) * 100:.0f}% more tokens/s otherwise. "
-        else:
-            return held, f"Held the shard group of {previous_group}; replicas are now {held.layout.replicas}."
+    held = _best(same) if same else None
+    gain = best.time.tokens_per_s / held.time.tokens_per_s if held else 0.0
+    if held is None:
+        why = "no shard group of that size can be formed"
+    elif not held.fits and best.fits:
+        why = "it no longer fits"
+    elif best.spares < held.spares and gain > WORTH_REGROUPING and best.fits:
+        why = f"the {held.spares} nodes it leaves idle give {(gain - 1) * 100:.0f}% more tokens/s otherwise"
     else:
-        why = "no shard group of that size can be formed. "
-    return best, f"Regrouped from {previous_group}: {why}{_why_chosen(best, hardware)}"
+        return held, f"Held the shard group of {previous_group}; replicas are now {held.layout.replicas}."
+    return best, f"Regrouped from {previous_group}: {why}. {_why_chosen(best, hardware)}"
 
 
 def _gib(n: float) -> str:
@@ -284,9 +283,5 @@ def _criticism(best: Option, unrestricted: Option) -> str:
         return f"As configured it does not fit; left to itself the plan takes {unrestricted.name}, which does."
     change = (unrestricted.time.tokens_per_s / best.time.tokens_per_s - 1) * 100
     saved = best.memory.total - unrestricted.memory.total
-    memory = f" and {_gib(abs(saved))} {'less' if saved > 0 else 'more'} memory per GPU"
-    if change > 2:
-        speed = f"{change:.0f}% more tokens/s predicted{memory}"
-        return f"As configured; left to itself the plan takes {unrestricted.name}: {speed}."
-    speed = f"{change:+.0f}% tokens/s predicted{memory}"
-    return f"As configured; {unrestricted.name} would be the plan's own choice ({speed})."
+    gain = f"{change:+.0f}% tokens/s predicted and {_gib(abs(saved))} {'less' if saved > 0 else 'more'} memory per GPU"
+    return f"As configured; left to itself the plan takes {unrestricted.name}: {gain}."

@@ -8,7 +8,7 @@ the next block's reduction.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from fsdp_jobs.config.resolve import param_dtype
 from fsdp_jobs.config.schema import DataConfig, FsdpConfig
@@ -20,9 +20,7 @@ DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 STORED = 4  # bytes of a stored parameter and of its gradient: the trainer keeps fp32
 OPTIMIZER = 8  # AdamW's two moments, fp32
 
-CUDA_CONTEXT = int(
-    0.9 * GIB
-)  # CUDA context, kernels and cuBLAS workspaces; 0.5 to 1.2 GiB were seen by GPU and version
+CUDA_CONTEXT = int(0.9 * GIB)  # context, kernels, cuBLAS workspaces; 0.5 to 1.2 GiB were seen by GPU and version
 NCCL_PER_GROUP = int(0.35 * GIB)  # channel buffers of one communicator (NCCL_BUFFSIZE 4 MiB x channels x peers)
 CPU_RUNTIME = int(0.35 * GIB)  # a Python process with torch, by its resident size
 FRAGMENTATION = 0.05  # of what the caching allocator hands out; expandable segments keep it below
@@ -48,26 +46,16 @@ class Memory:
     @property
     def tensors(self) -> int:
         """Return what PyTorch allocates: all but the reserve."""
-        parts = (self.parameters, self.gradients, self.optimizer, self.gathered, self.reduction)
-        return sum(parts) + self.accumulation + self.activations + self.logits
+        return self.total - self.reserve
 
     @property
     def total(self) -> int:
-        return self.tensors + self.reserve
+        return sum(self.parts().values())
 
     def parts(self) -> dict[str, int]:
         """Return the device's parts by name, largest first; they add up to `total`."""
-        names = (
-            "parameters",
-            "gradients",
-            "optimizer",
-            "gathered",
-            "reduction",
-            "accumulation",
-            "activations",
-        )
-        values = {n: getattr(self, n) for n in (*names, "logits", "reserve")}
-        return dict(sorted(values.items(), key=lambda item: -item[1]))
+        sizes = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("moment", "host")}
+        return dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
 
 def peak_memory(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -20,17 +20,6 @@ from fsdp_jobs.plan.shapes import ModelShape, shape_of
 from fsdp_jobs.plan.step_time import StepTime
 from fsdp_jobs.plan.topology import Node, Topology
 from fsdp_jobs.plan.traffic import Traffic
-
-
-@dataclass(frozen=True)
-class Group:
-    """One shard group: its first and last rank, and the indices in `Plan.nodes` of its first and last node."""
-
-    index: int
-    first_rank: int
-    last_rank: int
-    first_node: int
-    last_node: int
 
 
 @dataclass(frozen=True)
@@ -81,13 +70,6 @@ class Plan:
     considered: tuple[Considered, ...]
     reasons: tuple[str, ...]
     remedies: tuple[Remedy, ...]
-
-    def groups(self) -> Iterator[Group]:
-        """Yield the shard groups in rank order."""
-        size = self.layout.shard_group
-        for i in range(self.layout.replicas):
-            first, last = i * size, (i + 1) * size - 1
-            yield Group(i, first, last, first // self.ranks_per_node, last // self.ranks_per_node)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -238,7 +220,7 @@ def _plan(
         usable_bytes=usable_bytes(config.hardware),
         traffic=option.traffic if option else {},
         time=option.time if option else None,
-        considered=tuple(_considered(o, why, taken=o is option) for o, why in choice.considered),
+        considered=tuple(_considered(o, why, taken=o == option) for o, why in choice.considered),
         reasons=(*notes, *choice.reasons),
         remedies=() if shape is None or choice.fits else tuple(remedies(config, shape, topology)),
     )

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
+from itertools import groupby
 
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from fsdp_jobs.plan.memory import Memory
@@ -17,24 +18,30 @@ from fsdp_jobs.plan.plan import Plan
 
 TERMINAL = ("cyan", "magenta", "green", "yellow", "blue", "red")
 SVG = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")  # Paul Tol's bright scheme
-MOST_NODES_DRAWN = 16  # more are condensed: one line per leaf
+# More nodes are condensed: one row per leaf switch.
+MOST_NODES_LISTED = 16  # in a terminal
+MOST_NODES_DRAWN = 64  # in the SVG
 MOST_OPTIONS_SHOWN = 10
+CELL, LINE = 22, 26  # pixels of a rank's square, and from one row to the next
 
 
 @dataclass(frozen=True)
 class _Row:
-    """One drawn line: consecutive nodes under one leaf."""
+    """One drawn line: consecutive nodes under one leaf switch, and their ranks by shard group."""
 
-    leaf: str
-    first: int  # indices in plan.nodes
-    last: int
+    leaf: str  # empty when the row above is under the same
+    nodes: str
+    runs: list[tuple[int, int, int]]  # shard group, its first and its last rank on these nodes
 
 
 def render(plan: Plan) -> RenderableType:
     """Render the whole plan for a terminal of 80 columns or more."""
-    parts: list[RenderableType] = [_headline(plan), _picture(plan)]
+    head = Text()
+    parts: list[RenderableType] = [head, _nodes(plan), Text()]
     if plan.memory is not None:
-        parts += [_memory(plan, plan.memory), _options(plan)]
+        head.append("FITS  " if plan.fits else "DOES NOT FIT  ", "bold green" if plan.fits else "bold red")
+        parts += [_memory(plan, plan.memory), Text(), *_options(plan), Text()]
+    head.append(_title(plan), "bold").append(f"\n{_summary(plan)}\n")
     parts.append(Text("\n".join(f"- {r}" for r in plan.reasons)))
     if plan.remedies:
         lines = [f"- {' '.join(r.overrides)}   ({r.result})" for r in plan.remedies]
@@ -60,208 +67,172 @@ def size(n: float) -> str:
     return f"{n:.0f} B"
 
 
-def seconds(s: float) -> str:
-    """Format a duration with three digits: 2.41 s, 18.3 ms."""
-    return f"{s:.3g} s" if s >= 1 else f"{s * 1e3:.3g} ms"
-
-
-def _nodes(plan: Plan) -> str:
-    return f"{len(plan.nodes)} node{'s' if len(plan.nodes) > 1 else ''}"
-
-
-def _headline(plan: Plan) -> Text:
-    layout = plan.layout
-    head = Text()
-    if plan.memory is not None:
-        head.append("FITS  " if plan.fits else "DOES NOT FIT  ", "bold green" if plan.fits else "bold red")
-    head.append(f"{layout.strategy}", "bold")
+def _title(plan: Plan) -> str:
+    layout, nodes = plan.layout, len(plan.nodes)
     replicas = f"{layout.replicas} replica{'s' if layout.replicas > 1 else ''}"
-    head.append(f": {replicas} x shard group of {layout.shard_group}, {_nodes(plan)} x {plan.ranks_per_node} ranks")
-    if plan.spares:
-        head.append(f" + {len(plan.spares)} spare")
-    if plan.time is None:
-        return head.append(f"\non {plan.hardware}; memory and speed are not known: the model is the program's\n")
-    head.append(
-        f"\n{plan.parameters / 1e9:.3g} B parameters on {plan.hardware}; "
-        f"a step takes {seconds(plan.time.step)}: "
-        f"{plan.time.tokens_per_s:,.0f} tokens/s, {plan.time.tokens_per_s_per_rank:,.0f} per GPU, "
-        f"MFU {plan.time.mfu:.0%} (predicted)\n"
+    where = f"{nodes} node{'s' if nodes > 1 else ''} x {plan.ranks_per_node} ranks"
+    spares = f" + {len(plan.spares)} spare" if plan.spares else ""
+    return f"{layout.strategy}: {replicas} x shard group of {layout.shard_group}, {where}{spares}"
+
+
+def _summary(plan: Plan) -> str:
+    time = plan.time
+    if time is None:
+        return f"on {plan.hardware}; memory and speed are not known: the model is the program's"
+    seconds = f"{time.step:.3g} s" if time.step >= 1 else f"{time.step * 1e3:.3g} ms"
+    return (
+        f"{plan.parameters / 1e9:.3g} B parameters on {plan.hardware}; a step takes {seconds}: "
+        f"{time.tokens_per_s:,.0f} tokens/s, {time.tokens_per_s_per_rank:,.0f} per GPU, MFU {time.mfu:.0%} (predicted)"
     )
-    return head
 
 
-def _rows(plan: Plan, most: int) -> Iterator[_Row]:
-    """Group consecutive nodes by leaf, at most `most` in a row."""
-    first = 0
-    for i in range(1, len(plan.nodes) + 1):
-        if i == len(plan.nodes) or plan.leaves[i] != plan.leaves[first] or i - first == most:
-            yield _Row(plan.leaves[first], first, i - 1)
-            first = i
+def _rows(plan: Plan, most: int) -> list[_Row]:
+    """Give each node a row; each leaf switch when there are more than `most` nodes."""
+    by_leaf = groupby(range(len(plan.nodes)), plan.leaves.__getitem__ if len(plan.nodes) > most else None)
+    rows, above = [], ""
+    for first, *others in (list(indices) for _, indices in by_leaf):
+        last, leaf, group = [first, *others][-1], plan.leaves[first], plan.layout.shard_group
+        names = f"{plan.nodes[first]} .. {plan.nodes[last]} ({len(others) + 1})" if others else plan.nodes[first]
+        low, high = first * plan.ranks_per_node, (last + 1) * plan.ranks_per_node - 1
+        groups = range(low // group, high // group + 1)
+        runs = [(g, max(low, g * group), min(high, (g + 1) * group - 1)) for g in groups]
+        rows.append(_Row("" if leaf == above else leaf, names, runs))
+        above = leaf
+    return rows
 
 
-def _groups_in(plan: Plan, row: _Row) -> list[tuple[int, int, int]]:
-    """List shard group, first rank and last rank of each run of a row's ranks in one group."""
-    size = plan.layout.shard_group
-    first, last = row.first * plan.ranks_per_node, (row.last + 1) * plan.ranks_per_node - 1
-    groups = range(first // size, last // size + 1)
-    return [(g, max(first, g * size), min(last, (g + 1) * size - 1)) for g in groups]
+def _nodes(plan: Plan) -> Table:
+    """List the nodes with their ranks, coloured by shard group."""
+    table = Table(
+        Column("leaf" if any(plan.leaves) else "", style="dim"),
+        "nodes",
+        "ranks in shard groups",
+        title="Nodes and ranks by shard group",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+    )
+    rows, most = _rows(plan, MOST_NODES_LISTED), MOST_NODES_LISTED
+    for i, row in enumerate(rows):
+        if len(rows) <= most or not most // 2 <= i < len(rows) - most // 4:
+            table.add_row(row.leaf, row.nodes, _ranks(plan, row))
+        elif i == most // 2:
+            table.add_row("...", f"{len(rows) - most // 2 - most // 4} more leaves", "")
+    more = [f"and {len(plan.spares) - 4} more"] if len(plan.spares) > 4 else []
+    for name in [*plan.spares[:4], *more]:
+        table.add_row("", name, Text("spare", "dim"))
+    return table
+
+
+def _ranks(plan: Plan, row: _Row) -> Text:
+    text, runs = Text(), row.runs
+    if plan.layout.strategy == "no_shard":
+        return text.append(f"{_span(runs[0][1], runs[-1][2])} each hold everything", TERMINAL[0])
+    for i, (group, first, last) in enumerate(runs):
+        if len(runs) <= 5 or i < 3 or i == len(runs) - 1:
+            text.append(f"[{group}: {_span(first, last)}]", TERMINAL[group % len(TERMINAL)]).append(" ")
+        elif i == 3:
+            text.append(f".. {len(runs) - 4} more .. ", "dim")
+    return text
 
 
 def _span(first: int, last: int) -> str:
     return f"{first}" if first == last else f"{first}-{last}"
 
 
-def _picture(plan: Plan) -> RenderableType:
-    """Draw each node with its ranks, coloured by shard group; condensed when there are many nodes."""
+def _memory(plan: Plan, memory: Memory) -> Table:
     table = Table(
-        box=None,
-        pad_edge=False,
-        padding=(0, 2, 0, 0),
-        title="Nodes and ranks by shard group",
-        title_justify="left",
-    )
-    condensed = len(plan.nodes) > MOST_NODES_DRAWN
-    table.add_column("leaf" if any(plan.leaves) else "", style="dim")
-    table.add_column("nodes")
-    table.add_column("ranks in shard groups")
-    rows = list(_rows(plan, len(plan.nodes) if condensed else 1))
-    shown = rows if len(rows) <= MOST_NODES_DRAWN else [*rows[: MOST_NODES_DRAWN // 2], *rows[-MOST_NODES_DRAWN // 4 :]]
-    previous = ""
-    for i, row in enumerate(shown):
-        if len(shown) < len(rows) and i == MOST_NODES_DRAWN // 2:
-            table.add_row("...", f"{len(rows) - len(shown)} more leaves", "")
-        leaf, previous = ("" if row.leaf == previous else row.leaf), row.leaf
-        names = plan.nodes[row.first] + (f" .. {plan.nodes[row.last]}" if row.last > row.first else "")
-        count = f" ({row.last - row.first + 1})" if row.last > row.first else ""
-        table.add_row(leaf, names + count, _groups_text(plan, row))
-    for name in plan.spares[:4]:
-        table.add_row("", name, Text("spare", "dim"))
-    if len(plan.spares) > 4:
-        table.add_row("", f"and {len(plan.spares) - 4} more", Text("spare", "dim"))
-    return Group(table, Text())
-
-
-def _groups_text(plan: Plan, row: _Row) -> Text:
-    text = Text()
-    if plan.layout.strategy == "no_shard":
-        first, last = row.first * plan.ranks_per_node, (row.last + 1) * plan.ranks_per_node - 1
-        return text.append(f"{_span(first, last)} each hold everything", TERMINAL[0])
-    runs = _groups_in(plan, row)
-    shown = runs if len(runs) <= 5 else [*runs[:3], runs[-1]]
-    for i, (group, first, last) in enumerate(shown):
-        if len(runs) > len(shown) and i == 3:
-            text.append(f".. {len(runs) - 4} more .. ", "dim")
-        text.append(f"[{group}: {_span(first, last)}]", TERMINAL[group % len(TERMINAL)])
-        text.append(" ")
-    return text
-
-
-def _memory(plan: Plan, memory: Memory) -> RenderableType:
-    table = Table(
+        "part",
+        Column("size", justify="right"),
+        Column("of usable", justify="right"),
+        "",
         title=f"Peak memory per GPU: {memory.moment}",
         title_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )
-    table.add_column("part")
-    table.add_column("size", justify="right")
-    table.add_column("of usable", justify="right")
-    table.add_column("")
+    usable = max(1, plan.usable_bytes)
     for name, value in memory.parts().items():
         if value:
-            share = value / max(1, plan.usable_bytes)
-            table.add_row(name, size(value), f"{share:.0%}", Text("█" * min(40, round(40 * share)), "cyan"))
-    total = memory.total
-    style = "bold green" if plan.fits else "bold red"
-    ratio = total / max(1, plan.usable_bytes)
-    table.add_row("total", size(total), f"{ratio:.0%}", f"of {size(plan.usable_bytes)} usable", style=style)
+            bar = Text("█" * min(40, round(40 * value / usable)), "cyan")
+            table.add_row(name, size(value), f"{value / usable:.0%}", bar)
+    ratio, of = f"{memory.total / usable:.0%}", f"of {size(plan.usable_bytes)} usable"
+    table.add_row("total", size(memory.total), ratio, of, style="bold green" if plan.fits else "bold red")
     if memory.host:
         table.add_row("host, per rank", size(memory.host), "", "offloaded state")
-    return Group(table, Text())
+    return table
 
 
-def _options(plan: Plan) -> RenderableType:
-    """Table the option taken, then those that fit, fastest first, then the rest by memory."""
-    title = f"Options considered ({len(plan.considered)}); bytes that a node sends per step over {plan.backend}"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name, justify in (("option", "left"), ("memory", "right"), ("within", "right"), ("between", "right")):
-        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-    table.add_column("tokens/s", justify="right", no_wrap=True)
+def _options(plan: Plan) -> tuple[Table, Table]:
+    """Table the option taken, then those that fit, fastest first, then the rest by memory; and the reasons."""
+    numbers = (Column(name, justify="right", no_wrap=True) for name in ("memory", "within", "between", "tokens/s"))
+    table = Table(
+        Column("option", no_wrap=True),
+        *numbers,
+        title=f"Options considered ({len(plan.considered)}); bytes that a node sends per step over {plan.backend}",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    why = Table.grid(padding=(0, 2))
     ordered = sorted(
         plan.considered, key=lambda c: (not c.taken, not c.fits, -c.tokens_per_s if c.fits else c.memory_bytes)
     )
-    shown = ordered[:MOST_OPTIONS_SHOWN]
-    for c in shown:
-        table.add_row(
-            c.name,
-            size(c.memory_bytes),
-            size(c.intra_node_bytes[plan.backend]),
-            size(c.inter_node_bytes[plan.backend]),
-            f"{c.tokens_per_s:,.0f}",
-            style=("bold green" if c.fits else "bold red") if c.taken else "" if c.fits else "dim",
-        )
-    why = Table.grid(padding=(0, 2))
-    for c in shown:
+    for c in ordered[:MOST_OPTIONS_SHOWN]:
+        sizes = (c.memory_bytes, c.intra_node_bytes[plan.backend], c.inter_node_bytes[plan.backend])
+        style = ("bold green" if c.fits else "bold red") if c.taken else "" if c.fits else "dim"
+        table.add_row(c.name, *map(size, sizes), f"{c.tokens_per_s:,.0f}", style=style)
         why.add_row(c.name, Text(c.why, "bold" if c.taken else ""))
-    return Group(table, why, Text())
+    return table, why
 
 
 def to_svg(plan: Plan) -> str:
     """Draw nodes and ranks coloured by shard group, in one file without references."""
-    cell, top, line = 22, 64, 26
-    condensed = len(plan.nodes) > 64
-    rows = list(_rows(plan, len(plan.nodes) if condensed else 1))
-    longest = max(len(n) for n in plan.nodes) * (2 if condensed else 1) + (4 if condensed else 0)
-    left = 84 + 7 * longest + 16
-    per_row = 1 if condensed else plan.ranks_per_node
-    width = left + (700 if condensed else max(520, per_row * cell)) + 20
-    height = top + line * (len(rows) + (1 if plan.spares else 0)) + 30
-    layout = plan.layout
-    groups = f"{layout.replicas} x shard group of {layout.shard_group}"
-    title = f"{layout.strategy}: {groups} on {_nodes(plan)}"
-    subtitle = f"{plan.hardware}; memory and speed are not known"
-    if plan.memory is not None and plan.time is not None:
-        title += ", fits" if plan.fits else ", does not fit"
-        subtitle = (
-            f"{plan.parameters / 1e9:.3g} B parameters, {plan.hardware}; {size(plan.memory.total)} of "
-            f"{size(plan.usable_bytes)} per GPU; {plan.time.tokens_per_s:,.0f} tokens/s predicted"
-        )
+    condensed = len(plan.nodes) > MOST_NODES_DRAWN
+    rows = _rows(plan, MOST_NODES_DRAWN)
+    left, top = 100 + 7 * max(len(row.nodes) for row in rows), 64
+    width = left + (700 if condensed else max(520, plan.ranks_per_node * CELL)) + 20
+    bottom = top + LINE * len(rows)
+    summary = _summary(plan)
+    if plan.memory is not None:
+        fits = "fits" if plan.fits else "does not fit"
+        summary = f"{fits}: {size(plan.memory.total)} of {size(plan.usable_bytes)} per GPU; {summary}"
     out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
-        f' viewBox="0 0 {width} {height}"'
-        ' font-family="sans-serif" font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<text x="12" y="24" font-size="16" font-weight="bold">{escape(title)}</text>',
-        f'<text x="12" y="44" fill="#555">{escape(subtitle)}</text>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + 56}"'
+        f' width="{width}" height="{bottom + 56}" font-family="sans-serif" font-size="12">',
+        f'<rect width="{width}" height="{bottom + 56}" fill="white"/>',
+        _svg_text(12, 24, _title(plan), 'font-size="16" font-weight="bold"'),
+        _svg_text(12, 44, summary, 'fill="#555"'),
     ]
-    previous = None
-    for i, row in enumerate(rows):
-        y = top + i * line
-        if row.leaf and row.leaf != previous:
-            out.append(f'<text x="12" y="{y + 15}" fill="#555">{escape(row.leaf)}</text>')
-        previous = row.leaf
-        name = plan.nodes[row.first] + (f" .. {plan.nodes[row.last]}" if row.last > row.first else "")
-        out.append(f'<text x="84" y="{y + 15}">{escape(name)}</text>')
-        out += _svg_cells(plan, row, left, y, cell, condensed)
+    for y, row in zip(range(top, bottom, LINE), rows, strict=True):
+        out += [_svg_text(12, y + 15, row.leaf, 'fill="#555"'), _svg_text(84, y + 15, row.nodes)]
+        out += _stripes(row, left, y) if condensed else _squares(row, left, y)
     if plan.spares:
-        names = escape(", ".join(plan.spares[:6]) + (", ..." if len(plan.spares) > 6 else ""))
-        out.append(f'<text x="84" y="{top + len(rows) * line + 15}" fill="#777">spare: {names}</text>')
+        names = ", ".join(plan.spares[:6]) + (", ..." if len(plan.spares) > 6 else "")
+        out.append(_svg_text(84, bottom + 15, f"spare: {names}", 'fill="#777"'))
     return "\n".join([*out, "</svg>", ""])
 
 
-def _svg_cells(plan: Plan, row: _Row, x: int, y: int, cell: int, condensed: bool) -> Iterator[str]:
-    """Draw a square per rank, or for all ranks under a leaf one bar with a stripe per shard group."""
-    runs = _groups_in(plan, row)
-    first, last = runs[0][1], runs[-1][2]
-    if condensed:
-        for i, (group, _, _) in enumerate(runs[:48]):
-            colour = SVG[group % len(SVG)]
-            yield f'<rect x="{x + 9 * i}" y="{y}" width="8" height="{cell - 4}" fill="{colour}"/>'
-        text = f"ranks {first}-{last}, {len(runs)} groups"
-        yield f'<text x="{x + 9 * min(len(runs), 48) + 8}" y="{y + 14}" fill="#555">{text}</text>'
-        return
-    for rank in range(first, last + 1):
-        colour, at = SVG[rank // plan.layout.shard_group % len(SVG)], x + (rank - first) * cell
-        yield f'<rect x="{at}" y="{y}" width="{cell - 2}" height="{cell - 2}" rx="3" fill="{colour}"/>'
-        style = 'font-size="9" fill="white" text-anchor="middle"'
-        yield f'<text x="{at + (cell - 2) / 2}" y="{y + 14}" {style}>{rank}</text>'
+def _svg_text(x: float, y: int, text: str, style: str = "") -> str:
+    return f'<text x="{x}" y="{y}" {style}>{escape(text)}</text>'
+
+
+def _squares(row: _Row, x: int, y: int) -> Iterator[str]:
+    """Draw a square per rank."""
+    side = CELL - 2
+    for group, first, last in row.runs:
+        for rank in range(first, last + 1):
+            at, colour = x + (rank - row.runs[0][1]) * CELL, SVG[group % len(SVG)]
+            yield f'<rect x="{at}" y="{y}" width="{side}" height="{side}" rx="3" fill="{colour}"/>'
+            yield _svg_text(at + side / 2, y + 14, f"{rank}", 'font-size="9" fill="white" text-anchor="middle"')
+
+
+def _stripes(row: _Row, x: int, y: int) -> Iterator[str]:
+    """Draw a stripe per shard group."""
+    drawn = row.runs[:48]
+    for i, (group, _, _) in enumerate(drawn):
+        yield f'<rect x="{x + 9 * i}" y="{y}" width="8" height="{CELL - 4}" fill="{SVG[group % len(SVG)]}"/>'
+    text = f"ranks {_span(row.runs[0][1], row.runs[-1][2])}, {len(row.runs)} groups"
+    yield _svg_text(x + 9 * len(drawn) + 8, y + 14, text, 'fill="#555"')

@@ -19,6 +19,7 @@ from fsdp_jobs.plan.memory import GIB, peak_memory
 from fsdp_jobs.plan.plan import Considered, Plan, make_plan, regroup
 from fsdp_jobs.plan.shapes import shape_of
 from fsdp_jobs.plan.topology import Node, Topology
+from tests.plan.groups import groups_of
 
 SYNTHETIC = ("data=synthetic", "data.seq_len=4096", "data.micro_batch=1")
 
@@ -58,7 +59,7 @@ def chosen(plan: Plan) -> Considered:
 
 
 def check_partition(plan: Plan, topology: Topology) -> None:
-    groups = list(plan.groups())
+    groups = groups_of(plan)
     size = plan.layout.shard_group
     assert plan.layout.world_size == len(plan.nodes) * plan.ranks_per_node == size * plan.layout.replicas
     ranks = [r for g in groups for r in range(g.first_rank, g.last_rank + 1)]
@@ -114,7 +115,7 @@ def test_names_of_nodes_do_not_matter(sizes: list[int], per_node: int, memory: f
     renamed = Topology.of(replace(n, name=name) for n, name in zip(topology.nodes, names, strict=True))
     one, two = (on(sized(memory, per_node), t) for t in (topology, renamed))
     assert (one.layout, one.leaves, one.crossing) == (two.layout, two.leaves, two.crossing)
-    assert list(one.groups()) == list(two.groups())
+    assert groups_of(one) == groups_of(two)
 
 
 @settings(max_examples=60, deadline=None)
@@ -163,7 +164,7 @@ def test_groups_stay_under_one_leaf_switch() -> None:
     plan = on(config, leaves([8, 8]))
     assert plan.fits and plan.layout.replicas > 1
     assert (plan.inside, plan.crossing) == ("leaf", 0)
-    assert all(plan.leaves[g.first_node] == plan.leaves[g.last_node] for g in plan.groups())
+    assert all(plan.leaves[g.first_node] == plan.leaves[g.last_node] for g in groups_of(plan))
 
 
 @pytest.mark.parametrize(
@@ -309,6 +310,10 @@ class TestRegroup:
         plan = regroup(self.config, [*leaves([4, 3], 4).nodes, Node("stranger", (), 4)], 8)
         assert plan.reasons[0].startswith("Warning: the switches of stranger are unknown")
         assert set(plan.nodes) | set(plan.spares) == {*leaves([4, 3], 4).names, "stranger"}
+
+    def test_a_users_group_that_the_nodes_left_cannot_form_is_an_error_that_names_it(self) -> None:
+        with pytest.raises(BadInput, match="fsdp.shard_group=16: cannot be formed on 3 nodes x 4 ranks"):
+            regroup(sized(12.0, 4, 64, shard_group=16), leaves([3], 4).nodes, 16)
 
     def test_a_users_group_is_not_regrouped(self) -> None:
         plan = regroup(sized(12.0, 4, 64, shard_group=16, accumulate_unsharded=True), leaves([4, 4], 4).nodes, 8)

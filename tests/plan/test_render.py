@@ -12,6 +12,7 @@ from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.plan.plan import Plan, make_plan
 from fsdp_jobs.plan.render import render_text, size, to_svg
 from fsdp_jobs.plan.topology import Node, Topology
+from tests.plan.groups import groups_of
 
 BASE = ["hardware=h100", "data=synthetic", "data.seq_len=4096", "data.micro_batch=1", "data.global_batch=2048"]
 
@@ -70,7 +71,7 @@ def test_the_picture_colours_ranks_by_group() -> None:
     made = plan(16, *FITTING)
     colours = ranks_drawn(to_svg(made))
     assert sorted(colours) == list(range(128))
-    groups = list(made.groups())
+    groups = groups_of(made)
     for g in groups:
         assert len({colours[r] for r in range(g.first_rank, g.last_rank + 1)}) == 1
     assert all(colours[a.first_rank] != colours[b.first_rank] for a, b in pairwise(groups))
