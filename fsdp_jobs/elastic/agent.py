@@ -70,8 +70,7 @@ class Agent(LocalElasticAgent):
         self._is_stop_requested = False
         self._is_terminating = False  # silent ranks have been sent SIGTERM
         self._kills_for_memory = 0  # of this machine's kernel, before the round
-        handler.on_dump = self._dump
-        handler.on_stop = self._note_stop
+        handler.on_dump, handler.on_stop = self._dump, self._note_stop
 
     def _initialize_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
         self._kills_for_memory = kills_for_memory()
@@ -84,7 +83,8 @@ class Agent(LocalElasticAgent):
         if self._is_terminating and self._any_runs():
             return RunResult(state=WorkerState.HEALTHY)  # torch's would signal again as soon as the first has ended
         result: RunResult = super()._monitor_workers(worker_group)
-        if result.state == WorkerState.SUCCEEDED and self._is_leaving():
+        is_leaving = any(state.read().phase == Phase.LEAVING for state in self._handler.states)
+        if result.state == WorkerState.SUCCEEDED and is_leaving:
             workers = worker_group.workers
             self._handler.failed([self._report(w.global_rank, w.local_rank, EXIT_REQUEUE) for w in workers])
             return RunResult(state=WorkerState.FAILED)
@@ -122,9 +122,6 @@ class Agent(LocalElasticAgent):
         """Return the steps that a rank has reported, -1 before its first report."""
         report = self._handler.states[local_rank].read()
         return report.step if report.time else -1
-
-    def _is_leaving(self) -> bool:
-        return any(state.read().phase == Phase.LEAVING for state in self._handler.states)
 
     def _exit_barrier(self) -> None:
         """Skip torch's barrier: the ranks of programs may end hours apart, and the coordinator knows when all have."""
@@ -166,19 +163,14 @@ class Agent(LocalElasticAgent):
                     f.write("1")
             ranks.append((w, stacks, before, status))
         deadline = time.monotonic() + _DUMP_S
-        pending = True
-        while pending and time.monotonic() < deadline:
+        dumped = [False] * len(ranks)
+        while not all(dumped) and time.monotonic() < deadline:
             time.sleep(0.1)
-            pending = any(not stacks.exists() or stacks.stat().st_size == before for _, stacks, before, _ in ranks)
+            dumped = [stacks.exists() and stacks.stat().st_size > before for _, stacks, before, _ in ranks]
         self._handler.send_stacks(
             [
-                {
-                    "rank": w.global_rank,
-                    "status": status,
-                    "dumped": stacks.exists() and stacks.stat().st_size > before,
-                    "step": self._step(w.local_rank),
-                }
-                for w, stacks, before, status in ranks
+                {"rank": w.global_rank, "status": status, "dumped": has_dumped, "step": self._step(w.local_rank)}
+                for (w, _, _, status), has_dumped in zip(ranks, dumped, strict=True)
             ]
         )
 
@@ -212,15 +204,7 @@ def run_agent(args: argparse.Namespace) -> int:
         ),
         "agent": uuid.uuid4().hex,
     }
-    elastic = config.elastic
-    handler = CoordinatorRendezvous(
-        os.environ[COORDINATOR_ENV],
-        run.name,
-        identity,
-        states,
-        elastic.heartbeat_interval_s,
-        elastic.heartbeat_timeout_s,
-    )
+    handler = CoordinatorRendezvous(os.environ[COORDINATOR_ENV], run.name, identity, states, config.elastic)
     os.environ |= {
         RANK_STATE_ENV: str(folder),
         RUN_DIR_ENV: str(run.path.resolve()),
@@ -252,7 +236,8 @@ def run_agent(args: argparse.Namespace) -> int:
     thread.start()
     thread.join()
     if results and results[0] is not None and not results[0].is_failed():
-        _wait_for_verdict(handler, run, attempt)
+        while not handler.num_nodes_waiting() and not run.verdict(attempt).exists():
+            time.sleep(_MONITOR_S)  # until the round is broken or the attempt is over
     handler.shutdown()
     shutil.rmtree(folder, ignore_errors=True)
     log_times.close()
@@ -275,12 +260,6 @@ def _entrypoint(config: JobConfig, run: RunDir) -> tuple[Callable[[], None] | st
     multiprocessing.set_forkserver_preload(["fsdp_jobs.elastic.forkserver", program.preload])
     multiprocessing.forkserver.ensure_running()
     return worker.run_program, ()
-
-
-def _wait_for_verdict(handler: CoordinatorRendezvous, run: RunDir, attempt: int) -> None:
-    """Stay, once the ranks here have finished, until the round is broken or the attempt is over."""
-    while not handler.num_nodes_waiting() and not run.verdict(attempt).exists():
-        time.sleep(_MONITOR_S)
 
 
 def _handle_signals(handler: CoordinatorRendezvous) -> None:

@@ -38,8 +38,7 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             loop.add_signal_handler(number, self._on_signal, f"{signal.Signals(number).name} received")
-        server = await asyncio.start_server(self._agent, host, port)
-        async with server:
+        async with await asyncio.start_server(self._agent, host, port):
             while True:
                 await asyncio.sleep(_TICK_S)
                 now = time.monotonic()

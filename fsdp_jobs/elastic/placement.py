@@ -116,7 +116,7 @@ class RoundPlanner:
         self.places = known_places(run)
 
     def plan(self, ready: Sequence[ConnectedAgent], shard_group: int) -> tuple[Plan, dict[str, ConnectedAgent]]:
-        """The plan with at most `max_nodes` of these, and who is meant by its names.
+        """Plan with at most `max_nodes` of these; return the plan and the agents by its names of nodes.
 
         Args:
             shard_group: of the round before, 0 for the first.
@@ -132,24 +132,21 @@ class RoundPlanner:
 
     def usable_nodes(self, agents: Sequence[ConnectedAgent], shard_group: int) -> int:
         """Count the nodes among these that a round would use: spares alone complete no group."""
-        present = [self._place(f"{a.host}/{a.node}", a) for a in agents[: self.max_nodes]]
         try:
-            return len(regroup(self.config, present, shard_group, self.shape).nodes)
+            return len(self.plan(agents, shard_group)[0].nodes)
         except BadInput:
             return 0
 
     def _place(self, name: str, agent: ConnectedAgent) -> Node:
-        """Where a node is: as `known_places` says, else as the cluster told the node."""
-        known = self.places.get(agent.host)
-        if known is not None:
-            return replace(known, name=name, gpus=agent.nproc)
-        return Node(name, tuple(agent.switches), agent.nproc)
+        """Locate a node: as `known_places` says, else as its cluster's environment does."""
+        known = self.places.get(agent.host) or Node(name, tuple(agent.switches))
+        return replace(known, name=name, gpus=agent.nproc)
 
     def what_would_fit(self, nodes: int) -> str:
         """Say what to change when ranks run out of memory: the plan's remedies."""
         shape = self.shape or shape_of(self.config)
         if shape is None:
             return "The plan does not know the program's model"
-        found = remedies(self.config, shape, Topology.flat(nodes, ranks_per_node(self.config)))
-        tried = " or ".join(" ".join(r.overrides) for r in found[:3])
-        return f"The plan says that less memory is taken with {tried}" if tried else "The plan knows nothing smaller"
+        fitting = remedies(self.config, shape, Topology.flat(nodes, ranks_per_node(self.config)))[:3]
+        overrides = " or ".join(" ".join(remedy.overrides) for remedy in fitting)
+        return f"The plan says that less memory is taken with {overrides}" if overrides else "No setting takes less"

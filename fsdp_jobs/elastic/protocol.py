@@ -29,26 +29,30 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from fsdp_jobs.config.schema import ElasticConfig
+
 Message = dict[str, Any]
 
 
 class Link:
-    """A connection that a thread keeps up; `on_message` is called in that thread."""
+    """A connection that a thread keeps up; `on_message` is called in that thread. Another thread sends the beats."""
 
     def __init__(
         self,
         address: str,
         hello: Callable[[], Message],
+        ranks: Callable[[], list[list[int]]],
         on_message: Callable[[Message], None],
-        silence_s: float,
+        elastic: ElasticConfig,
     ):
         host, _, port = address.rpartition(":")
         self._address = (host, int(port))
-        self._hello, self._on_message, self._silence_s = hello, on_message, silence_s
+        self._hello, self._ranks, self._on_message, self._elastic = hello, ranks, on_message, elastic
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
         self._closed = threading.Event()
         threading.Thread(target=self._run, name="coordinator-link", daemon=True).start()
+        threading.Thread(target=self._send_beats, name="beats", daemon=True).start()
 
     def send(self, kind: str, **content: Any) -> bool:
         """Send one message; False without a connection (the next hello repeats what matters)."""
@@ -61,6 +65,13 @@ class Link:
                 return True
             except OSError:
                 return False
+
+    def beat(self) -> None:
+        self.send("beat", ranks=self._ranks())
+
+    def _send_beats(self) -> None:
+        while not self._closed.wait(self._elastic.heartbeat_interval_s):
+            self.beat()
 
     def close(self) -> None:
         self._closed.set()
@@ -77,7 +88,7 @@ class Link:
                 self._closed.wait(0.2)
                 continue
             with connection:
-                connection.settimeout(self._silence_s)  # the coordinator answers every beat
+                connection.settimeout(self._elastic.heartbeat_timeout_s)  # the coordinator answers every beat
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 with self._lock:
                     self._socket = connection
@@ -88,23 +99,3 @@ class Link:
                 with self._lock:
                     self._socket = None
             self._closed.wait(0.2)
-
-
-class Beats:
-    """Sends a beat every interval until closed, and on demand."""
-
-    def __init__(self, link: Link, interval_s: float, ranks: Callable[[], list[list[int]]]):
-        self._link, self._ranks = link, ranks
-        self._closed = threading.Event()
-
-        def run() -> None:
-            while not self._closed.wait(interval_s):
-                self.beat()
-
-        threading.Thread(target=run, name="beats", daemon=True).start()
-
-    def beat(self) -> None:
-        self._link.send("beat", ranks=self._ranks())
-
-    def close(self) -> None:
-        self._closed.set()

@@ -14,7 +14,8 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
-from fsdp_jobs.elastic.protocol import Beats, Link, Message
+from fsdp_jobs.config.schema import ElasticConfig
+from fsdp_jobs.elastic.protocol import Link, Message
 from fsdp_jobs.elastic.rank_state import Phase, RankState, Request
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run.processes import free_port
@@ -29,11 +30,9 @@ class CoordinatorRendezvous(RendezvousHandler):
         run_name: str,
         identity: Message,
         states: list[RankState],
-        beat_s: float,
-        silence_s: float,
+        elastic: ElasticConfig,
     ):
         self.identity, self.states, self.run_name = identity, states, run_name
-        self.address = str(identity["address"])
         self.on_dump: Callable[[], None] = lambda: None
         self.on_stop: Callable[[], None] = lambda: None
         self._changed = threading.Condition()
@@ -46,8 +45,7 @@ class CoordinatorRendezvous(RendezvousHandler):
         self._ended = False
         self._failures: list[Message] = []
         self._store: TCPStore | None = None
-        self._link = Link(coordinator, self._hello, self._receive, silence_s)
-        self._beats = Beats(self._link, beat_s, self._reports)
+        self._link = Link(coordinator, self._hello, self._reports, self._receive, elastic)
 
     @property
     def round(self) -> Message:
@@ -106,7 +104,7 @@ class CoordinatorRendezvous(RendezvousHandler):
             RendezvousGracefulExitError: the coordinator has ended the attempt.
         """
         while True:
-            self._beats.beat()  # the last report of the ranks that ran here
+            self._link.beat()  # the last report of the ranks that ran here
             with self._changed:
                 self._round, self._waiting, self._running_round, self._ended = None, True, -1, False
                 failures, self._failures = self._failures, []
@@ -128,7 +126,7 @@ class CoordinatorRendezvous(RendezvousHandler):
         timeout = timedelta(seconds=60)
         if rank == 0:
             store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timeout)
-            host, port = self.address, free_port()
+            host, port = str(self.identity["address"]), free_port()
             self._link.send("master", round=number, store=store.port, port=port)
         else:
             with self._changed:
@@ -151,7 +149,7 @@ class CoordinatorRendezvous(RendezvousHandler):
         self._link.send("stacks", node=self.identity["node"], ranks=ranks)
 
     def ended(self) -> None:
-        self._beats.beat()
+        self._link.beat()
         self._ended = True
         self._link.send("ended")
 
@@ -172,6 +170,5 @@ class CoordinatorRendezvous(RendezvousHandler):
         return self.run_name
 
     def shutdown(self) -> bool:
-        self._beats.close()
         self._link.close()
         return True

@@ -36,6 +36,7 @@ class Coordinator:
         self.config, self.run, self.attempt = config, run, attempt
         self.elastic = config.elastic
         self._is_users = config.is_program  # the user's own program: it need not save, nor do a step a minute
+        self._stall_limits = self.elastic.stall_timeout_s, PROGRAMS_FLOOR_S if self._is_users else FLOOR_S
         self.agents = Agents()
         self.round = -1
         self.size = 0  # nodes in the round
@@ -56,7 +57,7 @@ class Coordinator:
         self._failures: list[Failure] = []
         self._head: ConnectedAgent | None = None
         self._may_adopt = True  # no round was formed or broken yet: this may replace a coordinator that died
-        self._watch = self._new_watch()
+        self._watch = StallWatch(*self._stall_limits)
         self._culprit: int | None = None  # node that was lost, or on which the others waited
         self._hosts: dict[int, str] = {}  # node -> machine, of the newest round
         self._exclusion = ""  # of the newest machine that was turned away
@@ -80,9 +81,6 @@ class Coordinator:
     def _stops_by_signal(self) -> bool:
         """Whether the ranks were asked to stop and can only be told by a signal: none has ever reported."""
         return self.requested is Request.STOP and not self._has_reports
-
-    def _new_watch(self) -> StallWatch:
-        return StallWatch(self.elastic.stall_timeout_s, PROGRAMS_FLOOR_S if self._is_users else FLOOR_S)
 
     def on_hello(self, agent: ConnectedAgent, round_: int, size: int, shard_group: int, now: float) -> None:
         """Take in an agent that connects for the first time, or again with ranks running in `round_`."""
@@ -111,7 +109,7 @@ class Coordinator:
         """Note that an agent has no ranks running and wants to be in the next round."""
         agent.heard = now
         self.on_failed(agent, failures, now)
-        if agent.in_round and not (self._stops_by_signal):
+        if agent.in_round and not self._stops_by_signal:
             self._break(f"node {agent.node} left the round", now)
         agent.ready, agent.in_round, agent.ranks = True, False, []
         if self.verdict is not None:
@@ -290,13 +288,12 @@ class Coordinator:
             self._close(Verdict("user_error", "stop", "; ".join(map(str, e.problems))), now)
             return
         layout, chosen = plan.layout, [by_name[name] for name in plan.nodes]
-        self.shard_group = layout.shard_group
-        self.round, self.size, self.running = self.round + 1, len(chosen), True
-        self._hosts = {a.node: a.host for a in chosen}
-        self.requested, self._head, self._may_adopt = Request.NONE, chosen[0], False
+        self.round, self.size, self.shard_group = self.round + 1, len(chosen), layout.shard_group
+        self._hosts, self._head = {a.node: a.host for a in chosen}, chosen[0]
+        self.running, self.requested, self._may_adopt = True, Request.NONE, False
         self.step = self._first_step = max(0, self.committed)
         self._began_at = now
-        self._watch, self._not_needed, self._has_reports = self._new_watch(), set(), False
+        self._watch, self._not_needed, self._has_reports = StallWatch(*self._stall_limits), set(), False
         message = {"kind": "round", "round": self.round, "size": self.size, "layout": layout.to_json()}
         for rank, agent in enumerate(chosen):
             agent.ready, agent.in_round, agent.ended, agent.ranks = False, True, False, []
@@ -334,12 +331,14 @@ class Coordinator:
         self.agents.send("request", request=int(request))
 
     def _preempted(self) -> Verdict:
-        why = self.stop_reason or ""
-        cancelled = self.run.stop_request.exists()
-        saved = f"saved at step {self.committed}" if self.committed >= 0 else "nothing was saved yet"
-        if self.committed < 0 and self._is_users and not self._has_reports:
+        if self.committed >= 0:
+            saved = f"saved at step {self.committed}"
+        elif self._is_users and not self._has_reports:
             saved = "the program received SIGTERM"
-        return Verdict("preempted", "stop" if cancelled else "requeue", f"{why}; {saved}")
+        else:
+            saved = "nothing was saved yet"
+        decision = "stop" if self.run.stop_request.exists() else "requeue"
+        return Verdict("preempted", decision, f"{self.stop_reason}; {saved}")
 
     def _close(self, verdict: Verdict, now: float) -> None:
         self.verdict, self.closed_at, self.running = verdict, now, False
@@ -351,5 +350,4 @@ class Coordinator:
 
     def _send_end(self, agent: ConnectedAgent) -> None:
         assert self.verdict is not None
-        exit_code = self.verdict.exit_code_of_attempt
-        agent.send({"kind": "end", "exit_code": exit_code, "why": self.verdict.reason})
+        agent.send({"kind": "end", "exit_code": self.verdict.exit_code_of_attempt, "why": self.verdict.reason})

@@ -11,7 +11,7 @@ from fsdp_jobs.config.resolve import accelerator, backend, param_dtype, ranks_pe
 from fsdp_jobs.config.schema import HardwareConfig, JobConfig
 from fsdp_jobs.plan.grouping import Placement, group_sizes, place
 from fsdp_jobs.plan.layout import HYBRID, Layout
-from fsdp_jobs.plan.memory import DTYPE_BYTES, GIB, MARGIN, Memory, peak_memory
+from fsdp_jobs.plan.memory import DTYPE_BYTES, GIB, MARGIN, Memory, peak_memory, size
 from fsdp_jobs.plan.shapes import ModelShape
 from fsdp_jobs.plan.step_time import StepTime, step_time
 from fsdp_jobs.plan.topology import Topology
@@ -212,7 +212,7 @@ def _allowed(config: JobConfig, shape: ModelShape, topology: Topology, options: 
             sizes = [1 if strategy == "no_shard" else world]
         elif group == AUTO and world > 1:
             sizes = [s for s in sizes if s > 1]
-    allowed = [price(config, shape, n, p) for s in sizes if (p := place(topology, s, per_node, domain)) for n in names]
+    allowed = [price(config, shape, n, p) for g in sizes if (p := place(topology, g, per_node, domain)) for n in names]
     if not allowed:
         where = f"fsdp.shard_group={group}"
         raise BadInput([Problem(where, f"cannot be formed on {len(topology.nodes)} nodes x {per_node} ranks")])
@@ -235,14 +235,10 @@ def _held(allowed: list[Option], best: Option, previous_group: int, hardware: Ha
     return best, f"Regrouped from {previous_group}: {why}. {_why_chosen(best, hardware)}"
 
 
-def _gib(n: float) -> str:
-    return f"{n / GIB:.1f} GiB" if n >= 0.1 * GIB else f"{n / 2**20:.1f} MiB"
-
-
 def _why_chosen(o: Option, hardware: HardwareConfig) -> str:
-    need = f"{_gib(o.memory.total)} of {_gib(usable_bytes(hardware))} usable per GPU"
+    need = f"{size(o.memory.total)} of {size(usable_bytes(hardware))} usable per GPU"
     if not o.fits:
-        host = f", and {_gib(o.memory.host)} of host memory per rank" if o.memory.host else ""
+        host = f", and {size(o.memory.host)} of host memory per rank" if o.memory.host else ""
         return f"Nothing fits; {o.name} comes nearest: {need}{host}."
     if o.layout.strategy == "no_shard":
         return f"Each rank can hold everything ({need}), so nothing is sharded."
@@ -260,8 +256,8 @@ def _why_not(o: Option, best: Option, hardware: HardwareConfig) -> str:
         name, most = next(iter(o.memory.parts().items()))
         over = o.memory.total - usable_bytes(hardware)
         if over <= 0:
-            return f"Offload needs {_gib(o.memory.host)} of host memory per rank, more than a node has."
-        return f"Over by {_gib(over)}: {_gib(most)} of {name}."
+            return f"Offload needs {size(o.memory.host)} of host memory per rank, more than a node has."
+        return f"Over by {size(over)}: {size(most)} of {name}."
     change = o.time.tokens_per_s / best.time.tokens_per_s - 1
     speed = "as fast" if abs(change) < 0.005 else f"{abs(change):.0%} {'faster' if change > 0 else 'slower'}"
     sent, sent_by_best = (x.traffic["nccl"].inter_node for x in (o, best))
@@ -272,7 +268,7 @@ def _why_not(o: Option, best: Option, hardware: HardwareConfig) -> str:
         return f"Leaves {o.spares} node{'s' if o.spares > 1 else ''} idle: {speed}{sends}."
     if o.layout.shard_group == best.layout.shard_group:
         more = o.memory.total - best.memory.total
-        return f"The same group: {speed}{sends}, {_gib(abs(more))} {'more' if more > 0 else 'less'} memory."
+        return f"The same group: {speed}{sends}, {size(abs(more))} {'more' if more > 0 else 'less'} memory."
     which = "larger" if o.layout.shard_group > best.layout.shard_group else "smaller"
     return f"A {which} group: {speed}{sends}."
 
@@ -283,5 +279,5 @@ def _criticism(best: Option, unrestricted: Option) -> str:
         return f"As configured it does not fit; left to itself the plan takes {unrestricted.name}, which does."
     change = (unrestricted.time.tokens_per_s / best.time.tokens_per_s - 1) * 100
     saved = best.memory.total - unrestricted.memory.total
-    gain = f"{change:+.0f}% tokens/s predicted and {_gib(abs(saved))} {'less' if saved > 0 else 'more'} memory per GPU"
+    gain = f"{change:+.0f}% tokens/s predicted and {size(abs(saved))} {'less' if saved > 0 else 'more'} memory per GPU"
     return f"As configured; left to itself the plan takes {unrestricted.name}: {gain}."

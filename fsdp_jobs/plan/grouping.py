@@ -52,11 +52,9 @@ def place(topology: Topology, group: int, per_node: int, nvlink_domain: int) -> 
     spares than filling straight through, groups are laid straight and some cross.
     """
     total = len(topology.nodes)
-    if group <= per_node:
-        if per_node % group == 0:
-            inside = "domain" if nvlink_domain % group == 0 and group <= nvlink_domain else "node"
-            return Placement(group, tuple(range(total)), (), inside, 0)
-        return _straight(topology, group, per_node) if total * per_node % group == 0 else None
+    if per_node % group == 0:
+        inside = "domain" if nvlink_domain % group == 0 else "node"
+        return Placement(group, tuple(range(total)), (), inside, 0)
     if group % per_node:
         return _straight(topology, group, per_node) if total * per_node % group == 0 else None
     count = group // per_node

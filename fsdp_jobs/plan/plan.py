@@ -14,7 +14,7 @@ from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.plan.choose import Choice, Option, choose, choose_without_shape, usable_bytes
 from fsdp_jobs.plan.grouping import place
 from fsdp_jobs.plan.layout import HYBRID, Layout
-from fsdp_jobs.plan.memory import GIB, Memory
+from fsdp_jobs.plan.memory import Memory, size
 from fsdp_jobs.plan.remedies import Remedy, remedies
 from fsdp_jobs.plan.shapes import ModelShape, shape_of
 from fsdp_jobs.plan.step_time import StepTime
@@ -193,8 +193,8 @@ def _at_minimum(config: JobConfig, shape: ModelShape, topology: Topology, low: i
     assert option is not None
     if option.fits:
         return f"At the minimum of {low} nodes it still fits: {option.name}."
-    over = (option.memory.total - usable_bytes(config.hardware)) / GIB
-    return f"At the minimum of {low} nodes it does NOT fit: {option.name} is {over:.1f} GiB over."
+    over = size(option.memory.total - usable_bytes(config.hardware))
+    return f"At the minimum of {low} nodes it does NOT fit: {option.name} is {over} over."
 
 
 def _plan(

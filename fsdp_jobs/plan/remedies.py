@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from typing import Any
+
+import yaml
 
 from fsdp_jobs.config.keys import AUTO
 from fsdp_jobs.config.resolve import ranks_per_node
-from fsdp_jobs.config.schema import FsdpConfig, JobConfig
+from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.plan.choose import Option, choose
-from fsdp_jobs.plan.memory import GIB
+from fsdp_jobs.plan.memory import size
 from fsdp_jobs.plan.shapes import ModelShape
 from fsdp_jobs.plan.topology import Topology
 
@@ -59,22 +62,17 @@ def _changes(config: JobConfig) -> Iterator[str]:
 
 def _with(config: JobConfig, overrides: list[str]) -> JobConfig:
     """Apply overrides of the few forms that `_changes` yields."""
-    fsdp, data = asdict(config.fsdp), config.data
+    changed: dict[str, dict[str, Any]] = {"fsdp": {}, "data": {}}
     for override in overrides:
-        key, _, text = override.partition("=")
-        if override == "fsdp=auto":
-            fsdp |= {"strategy": AUTO, "shard_group": AUTO}
-        elif key == "data.micro_batch":
-            data = replace(data, micro_batch=int(text))
-        else:
-            fsdp[key.removeprefix("fsdp.")] = {"true": True, "false": False}.get(text, text)
-    return replace(config, fsdp=FsdpConfig(**fsdp), data=data)
+        key, _, value = override.partition("=")
+        group, _, name = key.partition(".")
+        changed[group] |= {name: yaml.safe_load(value)} if name else {"strategy": AUTO, "shard_group": AUTO}
+    return replace(config, **{group: replace(getattr(config, group), **values) for group, values in changed.items()})
 
 
 def _describe(option: Option) -> str:
-    return f"{option.name}: {option.memory.total / GIB:.1f} GiB per GPU" + (
-        f", {option.memory.host / GIB:.0f} GiB of host memory per rank" if option.memory.host else ""
-    )
+    host = f", {size(option.memory.host)} of host memory per rank" if option.memory.host else ""
+    return f"{option.name}: {size(option.memory.total)} per GPU{host}"
 
 
 def _tried(config: JobConfig, overrides: list[str], shape: ModelShape, topology: Topology) -> list[Remedy]:

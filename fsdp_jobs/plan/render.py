@@ -13,7 +13,7 @@ from rich.panel import Panel
 from rich.table import Column, Table
 from rich.text import Text
 
-from fsdp_jobs.plan.memory import Memory
+from fsdp_jobs.plan.memory import Memory, size
 from fsdp_jobs.plan.plan import Plan
 
 TERMINAL = ("cyan", "magenta", "green", "yellow", "blue", "red")
@@ -57,14 +57,6 @@ def render_text(plan: Plan, width: int = 100) -> str:
     with console.capture() as captured:
         console.print(render(plan))
     return captured.get()
-
-
-def size(n: float) -> str:
-    """Format bytes in the largest unit that leaves at least 1: 15.2 GiB."""
-    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if n >= scale:
-            return f"{n / scale:.1f} {unit}"
-    return f"{n:.0f} B"
 
 
 def _title(plan: Plan) -> str:

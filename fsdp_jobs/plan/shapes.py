@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -215,13 +215,12 @@ def cut_by_size(params: Params, min_num_params: int) -> tuple[list[tuple[str, Pa
 
     def visit(path: str, inside: Params) -> Params:
         depth = len(path)
-        own = tuple(p for p in inside if "." not in p[0][depth:])
+        rest = tuple(p for p in inside if "." not in p[0][depth:])
         children: dict[str, list[tuple[str, Shape]]] = {}
         for name, shape in inside:
             child, dot, _ = name[depth:].partition(".")
             if dot:
                 children.setdefault(child, []).append((name, shape))
-        rest = own
         for child, params_of_child in children.items():
             rest += visit(f"{path}{child}.", tuple(params_of_child))
         is_list = bool(children) and all(c.isdigit() for c in children)
@@ -235,9 +234,9 @@ def cut_by_size(params: Params, min_num_params: int) -> tuple[list[tuple[str, Pa
 
 def merged(units: list[tuple[str, Params]]) -> tuple[Unit, ...]:
     """Merge units of equal shapes into one with a count, in the order they first appear."""
-    counts: dict[tuple[Shape, ...], tuple[str, Params, int]] = {}
+    by_shapes: dict[tuple[Shape, ...], Unit] = {}
     for name, params in units:
-        key = tuple(shape for _, shape in params)
-        first = counts.get(key, (name, params, 0))
-        counts[key] = (first[0], first[1], first[2] + 1)
-    return tuple(Unit(name, params, count) for name, params, count in counts.values())
+        shapes = tuple(shape for _, shape in params)
+        unit = by_shapes.get(shapes, Unit(name, params, 0))
+        by_shapes[shapes] = replace(unit, count=unit.count + 1)
+    return tuple(by_shapes.values())

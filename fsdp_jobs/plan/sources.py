@@ -17,17 +17,9 @@ FILE_KEYS = ("switches", "gpus_per_node", "nvlink")
 # label counts.
 KUBERNETES_LABELS = (
     # NVIDIA topograph
-    (
-        "network.topology.nvidia.com/core",
-        "network.topology.nvidia.com/spine",
-        "network.topology.nvidia.com/leaf",
-    ),
+    ("network.topology.nvidia.com/core", "network.topology.nvidia.com/spine", "network.topology.nvidia.com/leaf"),
     # AWS (EKS, EC2 instance topology)
-    (
-        "topology.k8s.aws/network-node-layer-1",
-        "topology.k8s.aws/network-node-layer-2",
-        "topology.k8s.aws/network-node-layer-3",
-    ),
+    tuple(f"topology.k8s.aws/network-node-layer-{layer}" for layer in (1, 2, 3)),
     # Google Kubernetes Engine
     ("cloud.google.com/gce-topology-block", "cloud.google.com/gce-topology-subblock"),
     ("topology.kubernetes.io/region", "topology.kubernetes.io/zone"),
@@ -125,19 +117,14 @@ def from_scontrol(text: str, gpus: int = 8, only: Iterable[str] | None = None) -
     above: dict[str, list[tuple[int, str]]] = {}
     for number, line in enumerate(text.splitlines(), 1):
         fields = dict(re.findall(r"(\w+)=(\S+)", line))
-        switch = fields.get("SwitchName") or fields.get("BlockName")
-        if switch is None:
-            if line.strip():
-                what = "has neither SwitchName nor BlockName"
-                raise BadInput([Problem(f"scontrol show topology, line {number}", what, line.strip()[:80])])
-            continue
         try:
-            level = int(fields.get("Level", "0"))
-            names = expand_hostlist(fields.get("Nodes", ""))
+            switch, level = fields.get("SwitchName") or fields.get("BlockName", ""), int(fields.get("Level", "0"))
+            if not switch and line.strip():
+                raise ValueError(f"has neither SwitchName nor BlockName: {line.strip()[:80]}")
+            for name in expand_hostlist(fields.get("Nodes", "")):
+                above.setdefault(name, []).append((level, switch))
         except ValueError as e:
             raise BadInput([Problem(f"scontrol show topology, line {number}", str(e))]) from e
-        for name in names:
-            above.setdefault(name, []).append((level, switch))
     wanted = list(above) if only is None else list(only)
     paths = {n: tuple(s for _, s in sorted(above.get(n, []), key=lambda x: -x[0])) or (f"leaf-of-{n}",) for n in wanted}
     return Topology.of(Node(n, p, gpus) for n, p in paths.items())

@@ -64,11 +64,6 @@ class Topology:
     def names(self) -> tuple[str, ...]:
         return tuple(n.name for n in self.nodes)
 
-    @property
-    def depth(self) -> int:
-        """Return the switch levels above the nodes; 0 when flat."""
-        return max((len(n.switch_path) for n in self.nodes), default=0)
-
     def first(self, count: int) -> Topology:
         """Return the first `count` nodes in topology order."""
         return Topology(self.nodes[:count])
@@ -86,30 +81,23 @@ class Topology:
         if level == "domain":
             return self._domains(domain_nodes)
         above = 0 if level == "leaf" else int(level.removeprefix("switch-"))
-        return [len(list(g)) for _, g in groupby(self.nodes, key=lambda n: _prefix(n, above))]
+        switches = groupby(self.nodes, key=lambda n: n.switch_path[: max(0, len(n.switch_path) - above)])
+        return [len(list(nodes)) for _, nodes in switches]
 
     def levels(self, domain_nodes: int = 1) -> list[str]:
         """List the levels that hold more than one node, innermost first: domain, leaf, switch-1, ..., all."""
-        named = any(n.nvlink for n in self.nodes)
-        inner = ["domain"] if named or domain_nodes > 1 else []
-        depth = self.depth
+        has_domains = domain_nodes > 1 or any(n.nvlink for n in self.nodes)
+        depth = max((len(n.switch_path) for n in self.nodes), default=0)
         switches = ["leaf", *(f"switch-{k}" for k in range(1, depth))] if depth else []
-        return [*inner, *switches, "all"]
+        return [*(["domain"] if has_domains else []), *switches, "all"]
 
     def _domains(self, domain_nodes: int) -> list[int]:
         sizes = []
         for (_, nvlink), run in groupby(self.nodes, key=lambda n: (n.switch_path, n.nvlink)):
             count = len(list(run))
-            if nvlink:
-                sizes.append(count)
-            else:
-                whole, rest = divmod(count, max(1, domain_nodes))
-                sizes += [max(1, domain_nodes)] * whole + ([rest] if rest else [])
+            size = count if nvlink else domain_nodes
+            sizes += [min(size, count - first) for first in range(0, count, size)]
         return sizes
-
-
-def _prefix(node: Node, above: int) -> tuple[str, ...]:
-    return node.switch_path[: max(0, len(node.switch_path) - above)]
 
 
 def expand_hostlist(text: str) -> list[str]:

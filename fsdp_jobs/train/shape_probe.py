@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from fsdp_jobs.checkpoints.pretrained import problems_of
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import JobConfig, load_config
 from fsdp_jobs.models.build import build_model, find_blocks, head_modules_of
-from fsdp_jobs.plan.shapes import Activations, ModelShape, Unit, merged
+from fsdp_jobs.plan.shapes import Activations, ModelShape, Params, Unit, merged
 
 MATMULS = ("mm", "addmm", "bmm", "baddbmm")
 ATTENTION = "_scaled_dot_product"
@@ -40,9 +40,7 @@ class _Counter(TorchDispatchMode):
         self.flops = {True: 0, False: 0}
         self.kept = self.moved = self.attention = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("aten::")
         first = out[0] if isinstance(out, tuple | list) and out else out
@@ -79,14 +77,11 @@ def activations_of(model: nn.Module, blocks: Sequence[nn.Module], seq_len: int) 
             saved.setdefault(key, (t, counter.inside))
         return t
 
-    unpack: Callable[[Tensor], Tensor] = lambda t: t  # noqa: E731
-    handles = [b.register_forward_pre_hook(enter) for b in blocks]
-    handles += [b.register_forward_hook(leave) for b in blocks]
-    tokens = torch.zeros((1, seq_len), dtype=torch.int64)
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack), counter:
-        logits = model(tokens)
-    for handle in handles:
-        handle.remove()
+    for block in blocks:
+        block.register_forward_pre_hook(enter)
+        block.register_forward_hook(leave)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), counter:
+        logits = model(torch.zeros((1, seq_len), dtype=torch.int64))
 
     def elements(inside: bool) -> int:
         return sum(t.untyped_storage().nbytes() // t.element_size() for t, at in saved.values() if at is inside)
@@ -117,15 +112,13 @@ def units_of(
     names = {p: n for n, p in model.named_parameters()}
     taken: set[nn.Parameter] = set()
 
-    def unit(modules: Sequence[nn.Module]) -> list[tuple[str, tuple[int, ...]]]:
-        own = [p for m in modules for p in m.parameters() if p not in taken]
-        own = list(dict.fromkeys(own))
+    def unit(modules: Sequence[nn.Module]) -> Params:
+        own = dict.fromkeys(p for m in modules for p in m.parameters() if p not in taken)
         taken.update(own)
-        return [(names[p], tuple(p.shape)) for p in own]
+        return tuple((names[p], tuple(p.shape)) for p in own)
 
-    made = [(f"block {i}", tuple(unit([b]))) for i, b in enumerate(blocks)]
-    head_unit = Unit("head", tuple(unit(head)))
-    root = Unit("root", tuple(unit([model])))
+    made = [(f"block {i}", unit([b])) for i, b in enumerate(blocks)]
+    head_unit, root = Unit("head", unit(head)), Unit("root", unit([model]))
     holders = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
     of_head = {n for n, _ in head_unit.params}
     if any(count > 1 and names[p] in of_head for p, count in holders.items()):

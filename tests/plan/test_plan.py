@@ -312,7 +312,7 @@ class TestRegroup:
         assert set(plan.nodes) | set(plan.spares) == {*leaves([4, 3], 4).names, "stranger"}
 
     def test_a_users_group_that_the_nodes_left_cannot_form_is_an_error_that_names_it(self) -> None:
-        with pytest.raises(BadInput, match="fsdp.shard_group=16: cannot be formed on 3 nodes x 4 ranks"):
+        with pytest.raises(BadInput, match=r"fsdp\.shard_group=16: cannot be formed on 3 nodes x 4 ranks"):
             regroup(sized(12.0, 4, 64, shard_group=16), leaves([3], 4).nodes, 16)
 
     def test_a_users_group_is_not_regrouped(self) -> None:
