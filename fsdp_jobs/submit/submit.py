@@ -171,10 +171,7 @@ def submit(
             for launcher, ids in submitted:
                 launcher.cancel(ids)
             for job, text in zip(jobs, before, strict=True):
-                if text is None:
-                    job.run.job.unlink(missing_ok=True)
-                else:
-                    write_atomic(job.run.job, text)
+                _write_or_remove(job.run.job, text)
             raise
         return list(threads.map(_record, jobs, [app_ids[job.run.path] for job in jobs]))
 
@@ -186,10 +183,9 @@ def _write(job: Prepared, overrides: Sequence[str]) -> None:
     job.config.name = run.name
     write_atomic(run.config, dump_config(job.config))
     write_atomic(run.plan, job.plan.to_json())
-    if job.config.cluster.topology is not None:
-        write_atomic(run.topology, _read_topology(job.config.cluster.topology))
-    if job.shape is not None:
-        write_atomic(run.shape, job.shape.to_json())
+    topology = job.config.cluster.topology
+    _write_or_remove(run.topology, None if topology is None else _read_topology(topology))
+    _write_or_remove(run.shape, None if job.shape is None else job.shape.to_json())
     write_atomic(run.token, secrets.token_hex(16), mode=0o600)
     write_atomic(run.request, f"{job.request}\n")
     run.stop_request.unlink(missing_ok=True)
@@ -197,6 +193,14 @@ def _write(job: Prepared, overrides: Sequence[str]) -> None:
     steps = None if job.config.is_program else job.config.steps  # only the program knows how many it will do
     record |= {"nodes": str(job.config.nodes), "steps": steps}
     write_atomic(run.job, json.dumps(record, indent=2))
+
+
+def _write_or_remove(path: Path, text: str | None) -> None:
+    """Write a file, or for None remove the one that an earlier submission left."""
+    if text is not None:
+        write_atomic(path, text)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _record(job: Prepared, app_id: str) -> str:

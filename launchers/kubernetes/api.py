@@ -16,7 +16,6 @@ from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.launchers.kubernetes.skeletons import Object
 
 _TIMEOUT_S = (5, 30)  # to connect, to answer
-_NO_QUERY: Mapping[str, str] = {}
 _ROLE = "ask for the role in deploy/kubernetes/base/rbac.yaml"
 
 
@@ -64,8 +63,8 @@ class Api:
 
     def create(self, body: Object, dry_run: bool = False) -> Object:
         """Create an object; with `dry_run` only let the server validate it, admission included."""
-        query = {"fieldValidation": "Strict", **({"dryRun": "All"} if dry_run else {})}
-        return self._json("POST", self._path(body["apiVersion"], body["kind"]), query, body)
+        query = {"dryRun": "All"} if dry_run else {}
+        return self._json("POST", self._path(body["apiVersion"], body["kind"]), body, fieldValidation="Strict", **query)
 
     def read(self, api_version: str, kind: str, name: str) -> Object | None:
         """Return an object; None when there is none of this name, or the cluster does not know the kind."""
@@ -73,29 +72,21 @@ class Api:
 
     def select(self, api_version: str, kind: str, **query: str) -> list[Object]:
         """Return objects by the API's own selectors; none when the cluster does not know the kind."""
-        found = self._json_or_none("GET", self._path(api_version, kind), query)
-        return list(found["items"]) if found is not None else []
+        answer = self._json_or_none("GET", self._path(api_version, kind), **query)
+        items = answer["items"] if answer is not None else []
+        return [{"apiVersion": api_version, "kind": kind, **item} for item in items]  # lists leave both out
 
     def groups(self) -> dict[str, str]:
         """Return the API groups that the cluster knows, with the version it prefers."""
         return {g["name"]: g["preferredVersion"]["version"] for g in self._json("GET", "/apis")["groups"]}
 
-    def resume(self, body: Object) -> None:
-        """Start a suspended Job or JobSet."""
-        path = self._path(body["apiVersion"], body["kind"], body["metadata"]["name"])
-        self._json("PATCH", path, body={"spec": {"suspend": False}})
+    def patch(self, body: Object, change: Object) -> None:
+        """Merge a change into an object that exists."""
+        self._json("PATCH", self._path_of(body), change)
 
-    def annotate_pod(self, name: str, key: str, value: str) -> None:
-        self._json("PATCH", self._path("v1", "Pod", name), body={"metadata": {"annotations": {key: value}}})
-
-    def delete(self, body: Object) -> None:
+    def delete(self, body: Object, **query: str) -> None:
         """Delete an object and what it owns; does nothing when it no longer exists."""
-        path = self._path(body["apiVersion"], body["kind"], body["metadata"]["name"])
-        self._json_or_none("DELETE", path, {"propagationPolicy": "Background"})
-
-    def kill_pod(self, name: str) -> None:
-        """Delete a pod without grace; does nothing when it no longer exists."""
-        self._json_or_none("DELETE", self._path("v1", "Pod", name), {"gracePeriodSeconds": "0"})
+        self._json_or_none("DELETE", self._path_of(body), propagationPolicy="Background", **query)
 
     def pods(self, selector: str) -> list[Object]:
         """Return pods by labels, oldest first."""
@@ -108,8 +99,8 @@ class Api:
 
     def nodes(self, labels: Mapping[str, str]) -> list[Object]:
         """Return the cluster's machines with these labels. Few users may list them."""
-        query = {"labelSelector": ",".join(f"{k}={v}" for k, v in labels.items())}
-        return list(self._json("GET", "/api/v1/nodes", query)["items"])
+        selector = ",".join(f"{k}={v}" for k, v in labels.items())
+        return list(self._json("GET", "/api/v1/nodes", labelSelector=selector)["items"])
 
     def warnings(self, kind: str, name: str) -> list[str]:
         """Return messages of the warning events about an object, oldest first."""
@@ -142,20 +133,23 @@ class Api:
             "kind": "SelfSubjectAccessReview",
             "spec": {"resourceAttributes": attributes},
         }
-        answer = self._json("POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", body=review)
+        answer = self._json("POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", review)
         return bool(answer["status"]["allowed"])
 
     def _path(self, api_version: str, kind: str, name: str = "") -> str:
         root = f"/apis/{api_version}" if "/" in api_version else f"/api/{api_version}"
         return f"{root}/namespaces/{self.namespace}/{kind.lower()}s" + (f"/{name}" if name else "")
 
-    def _json(self, method: str, path: str, query: Mapping[str, str] = _NO_QUERY, body: Object | None = None) -> Object:
+    def _path_of(self, body: Object) -> str:
+        return self._path(body["apiVersion"], body["kind"], body["metadata"]["name"])
+
+    def _json(self, method: str, path: str, body: Object | None = None, **query: str) -> Object:
         content: Object = json.loads(self._send(method, path, query, body).data)
         return content
 
-    def _json_or_none(self, method: str, path: str, query: Mapping[str, str] = _NO_QUERY) -> Object | None:
+    def _json_or_none(self, method: str, path: str, **query: str) -> Object | None:
         try:
-            return self._json(method, path, query)
+            return self._json(method, path, **query)
         except ApiError as e:
             if e.status == 404:
                 return None

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime
-from typing import Any
 
 from fsdp_jobs.launchers.kubernetes.api import Api, ApiError
 from fsdp_jobs.launchers.kubernetes.labels import QUEUE, ROLE, node_of
 from fsdp_jobs.launchers.kubernetes.skeletons import Object
 from fsdp_jobs.launchers.state import State
-from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_REQUEUE
+from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_REQUEUE, Verdict
 
 _JOB_NAME = "batch.kubernetes.io/job-name"
 _LATE_S = 30.0
-_ENDS = {"done": State.DONE, "preempted": State.STOPPED}
 _STARTING = ("ContainerCreating", "PodInitializing")
 
 
 def state_of(root: Object, pods: list[Object]) -> State:
     """Return the job's state, by the coordinator's last verdict, the object that owns the job, and its pods."""
-    status, verdict = root.get("status", {}), verdict_of(pods) or {}
+    status, (_, verdict) = root.get("status", {}), verdict_of(pods)
     held = {c["type"] for c in status.get("conditions", []) if c["status"] == "True"}
     phase = status.get("state", {}).get("phase", "")  # Volcano's
-    if verdict.get("decision") == "stop":  # the Job takes a moment to know
-        return _ENDS.get(verdict["verdict"], State.FAILED)
+    if verdict is not None and verdict.decision == "stop":  # the Job takes a moment to know
+        return State.from_verdict(verdict)
     if held & {"Complete", "Completed"} or phase == "Completed":
         return State.DONE
     if "Failed" in held or phase in ("Failed", "Terminated"):
@@ -34,15 +32,15 @@ def state_of(root: Object, pods: list[Object]) -> State:
     return State.RUNNING if any(p["status"].get("phase") == "Running" for p in pods) else State.QUEUED
 
 
-def verdict_of(pods: list[Object]) -> dict[str, Any] | None:
-    """Return what the newest coordinator left in its pod's status: verdict, decision, reason, attempt."""
+def verdict_of(pods: list[Object]) -> tuple[int, Verdict | None]:
+    """Return the attempt and the verdict that the newest coordinator left in its pod's status; 0 and None without."""
     for pod in reversed(pods):
         for container in pod["status"].get("containerStatuses", []):
             message = container.get("state", {}).get("terminated", {}).get("message", "")
             if pod["metadata"]["labels"].get(ROLE) == "coordinator" and message.startswith("{"):
-                verdict: dict[str, Any] = json.loads(message)
-                return verdict
-    return None
+                content = json.loads(message)
+                return content.pop("attempt"), Verdict(**content)
+    return 0, None
 
 
 def why_waiting(api: Api, root: Object, jobs: list[Object], pods: list[Object]) -> str:

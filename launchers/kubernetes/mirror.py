@@ -88,4 +88,5 @@ def pass_on_stop(run: RunDir, api: Api, pods: list[Object]) -> None:
         live = pod["status"].get("phase") in ("Pending", "Running")
         annotated = STOP in pod["metadata"].get("annotations", {})
         if live and not annotated and pod["metadata"]["labels"][ROLE] == "coordinator":
-            api.annotate_pod(pod["metadata"]["name"], STOP, run.stop_request.read_text() or "cancelled")
+            reason = run.stop_request.read_text() or "cancelled"
+            api.patch(pod, {"metadata": {"annotations": {STOP: reason}}})

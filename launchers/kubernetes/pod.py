@@ -15,7 +15,6 @@ import signal
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -123,7 +122,7 @@ class Lease:
     """
 
     def __init__(self, file: Path):
-        self.file, self._holder, self._released = file, uuid.uuid4().hex, threading.Event()
+        self.file, self._released = file, threading.Event()
         self._thread = threading.Thread(target=self._renew, daemon=True)
 
     def __enter__(self) -> Lease:
@@ -139,7 +138,7 @@ class Lease:
 
     def _renew(self) -> None:
         while True:
-            self.file.write_text(f"{self._holder} {time.time()}")
+            self.file.write_text(str(time.time_ns()))
             if self._released.wait(_HEARTBEAT_S):
                 self.file.unlink(missing_ok=True)
                 return

@@ -54,8 +54,7 @@ def node_pod(job: Job, names: Names, coordinator: str, node: str) -> Object:
             "affinity": _affinity(cluster, siblings, sorted(job.run.excluded_hosts())) or None,
         }
     }
-    env = {name: _field(path) for name, path in ((ADDRESS_ENV, "status.podIP"), (HOST_ENV, "spec.nodeName"))}
-    env |= _values(cluster.env) | {name: _secret(reference) for name, reference in cluster.secret_env.items()}
+    env = {ADDRESS_ENV: _field("status.podIP"), HOST_ENV: _field("spec.nodeName"), **_user_env(cluster)}
     arguments = ["node", names.app, _run_dir(job), f"{coordinator}:{COORDINATOR_PORT}"]
     return _pod(job, names, role, [*arguments, "--", *_command(job, role, node)], env, patch)
 
@@ -71,8 +70,7 @@ def coordinator_pod(job: Job, names: Names) -> Object:
     ]
     patch = {"spec": {"containers": [{"name": "coordinator", "resources": resources}], "volumes": files}}
     webhook = (job.config.notify.webhook or "").removeprefix("env:")  # the coordinator notifies: it judges
-    env = {k: v for k, v in _values(cluster.env).items() if k == webhook}
-    env |= {k: _secret(reference) for k, reference in cluster.secret_env.items() if k == webhook}
+    env = {name: value for name, value in _user_env(cluster).items() if name == webhook}
     arguments = ["coordinator", names.app, _run_dir(job), str(COORDINATOR_PORT)]
     return _pod(job, names, role, [*arguments, "--", *_command(job, role)], env, patch)
 
@@ -172,6 +170,10 @@ def _command(job: Job, role: Role, replica_id: str = "0") -> list[str]:
 
 def _values(env: Mapping[str, str]) -> dict[str, Object]:
     return {name: {"value": value} for name, value in env.items()}
+
+
+def _user_env(cluster: KubernetesClusterConfig) -> dict[str, Object]:
+    return _values(cluster.env) | {name: _secret(reference) for name, reference in cluster.secret_env.items()}
 
 
 def _field(path: str) -> Object:

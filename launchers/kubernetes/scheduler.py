@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -50,11 +51,6 @@ _POD_STATES = {"Pending": AppState.PENDING, "Running": AppState.RUNNING, "Succee
 _Answer = TypeVar("_Answer")
 
 
-class _NoAliases(yaml.SafeDumper):
-    def ignore_aliases(self, _data: object) -> bool:
-        return True
-
-
 @dataclass
 class KubernetesRequest:
     """What is submitted: the objects, the one that owns the others first."""
@@ -65,7 +61,8 @@ class KubernetesRequest:
     job: Job
 
     def __str__(self) -> str:
-        return yaml.dump_all(self.objects, Dumper=_NoAliases, sort_keys=False, width=120)
+        without_shared_parts = json.loads(json.dumps(self.objects))  # YAML would render them as anchors and aliases
+        return str(yaml.safe_dump_all(without_shared_parts, sort_keys=False, width=120))
 
 
 @dataclass(frozen=True)
@@ -91,13 +88,11 @@ class _App:
 
     def root(self, api: Api, jobs: Sequence[Object]) -> Object | None:
         """Return the object that owns the others; of a job submitted elsewhere, whichever kind there is."""
-        app, job_kind = self.names.app, WORKLOADS["job"]
-        for job in jobs:
-            if job["metadata"]["name"] == app:
-                return {"apiVersion": job_kind.api_version, "kind": job_kind.kind, **job}  # lists leave both out
-        kinds = WORKLOADS.values() if self.run is None else [WORKLOADS[self.cluster.workload]]
-        roots = (api.read(kind.api_version, kind.kind, app) for kind in kinds if kind is not job_kind)
-        return next((root for root in roots if root is not None), None)
+        own = (job for job in jobs if job["metadata"]["name"] == self.names.app)
+        workloads = ("jobset", "volcano") if self.run is None else {self.cluster.workload} - {"job"}
+        kinds = (WORKLOADS[workload] for workload in workloads)
+        others = (api.read(kind.api_version, kind.kind, self.names.app) for kind in kinds)
+        return next((root for root in chain(own, others) if root is not None), None)
 
 
 class KubernetesLauncher(Launcher):
@@ -199,7 +194,9 @@ def _create(request: KubernetesRequest) -> str:
         for body in files_objects(job, request.names):
             api.create(owned_by(owner, body))
         if cluster.queue is None and root["spec"].get("suspend"):
-            api.resume(root)  # now: the coordinator is scheduled before the nodes take all machines
+            api.patch(
+                root, {"spec": {"suspend": False}}
+            )  # now: the coordinator is scheduled before the nodes take all machines
         for body in owned:
             api.create(owned_by(owner, body))
     except ApiError as e:
@@ -237,7 +234,7 @@ def _describe(app: _App, api: Api, jobs: list[Object], pods: list[Object]) -> De
     root = app.root(api, jobs)
     if root is None:
         return None
-    state, verdict = conditions.state_of(root, pods), conditions.verdict_of(pods)
+    state, (restarts, verdict) = conditions.state_of(root, pods), conditions.verdict_of(pods)
     why = conditions.why_waiting(api, root, jobs, pods) if state.is_active else ""
     if app.run is not None:
         if why and why != _last_reason(app.run):
@@ -249,8 +246,8 @@ def _describe(app: _App, api: Api, jobs: list[Object], pods: list[Object]) -> De
     return Description(
         app_id=app.app_id,
         state=state,
-        message=verdict["reason"] if verdict is not None and not state.is_active else why,
-        restarts=verdict["attempt"] if verdict is not None else 0,
+        message=verdict.reason if verdict is not None and not state.is_active else why,
+        restarts=restarts,
         roles=[RoleStatus(role, [r for r in replicas if r.role == role]) for role in ("coordinator", "trainer")],
     )
 
@@ -262,7 +259,7 @@ def _kill(app: _App, api: Api) -> None:
         return
     api.delete(root)
     for pod in pods:
-        api.kill_pod(pod["metadata"]["name"])
+        api.delete(pod, gracePeriodSeconds="0")
     if app.run is not None and app.run.last_attempt() >= 0 and Verdict.read(app.run, app.run.last_attempt()) is None:
         Verdict("preempted", "stop", "killed on request, without a checkpoint").close(app.run, app.run.last_attempt())
 

@@ -145,7 +145,7 @@ class Batch(Attempt):
         for process in list(self.processes):
             if process.hosts and not set(process.hosts) & set(self.allocated):
                 self._drop(process)
-        if not self.stop_signal:
+        if self.commands.regrow and not self.stop_signal:
             self.companions.request([n for n in range(self.commands.max_nodes) if not self._has_agent(n)])
 
     def _has_agent(self, node: int) -> bool:

@@ -9,19 +9,16 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 
 from fsdp_jobs.launchers.slurm import client
 from fsdp_jobs.launchers.slurm.steps import Commands, srun
+from fsdp_jobs.launchers.supervisor import Attempt
 from fsdp_jobs.run import events, log
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ATTEMPT_ENV, HOST_ENV
-from fsdp_jobs.run.processes import die_with_parent
-from fsdp_jobs.run.verdict import EXIT_FAILED, Verdict
 
 _TRIES = 3  # per node
 _POLL_S = 1.0
@@ -40,13 +37,13 @@ class Companions:
         self.tries: dict[int, int] = {}
 
     def request(self, nodes: Sequence[int]) -> None:
-        """Have a companion queued or running for each of these nodes, where the job is to regrow.
+        """Have a companion queued or running for each of these nodes.
 
         Raises:
             SlurmError: SLURM does not answer, or refuses.
         """
-        queue = client.queue() if self.commands.regrow else {}
-        for node in nodes if self.commands.regrow else []:
+        queue = client.queue()
+        for node in nodes:
             job, tries = queue.get(self.jobs.get(node, "")), self.tries.get(node, 0)
             if (job is None or not job.state.is_active) and tries < _TRIES:
                 self.tries[node] = tries + 1
@@ -78,26 +75,24 @@ class Companions:
 
 def fill_in(run: RunDir, node: int, job_id: str) -> int:
     """Run one agent until the attempt that it belongs to is over; return its exit code."""
-    attempt = int(os.environ[ATTEMPT_ENV])
-    host = os.environ["SLURMD_NODENAME"]
+    attempt, host = Attempt(run, int(os.environ[ATTEMPT_ENV])), os.environ["SLURMD_NODENAME"]
+
+    def is_over() -> bool:
+        return attempt.is_over() or run.last_attempt() != attempt.number
+
+    if is_over() or client.running(job_id) is None:
+        return 0
     argv = [*srun([host], int(os.environ["SLURM_CPUS_ON_NODE"])), *Commands.read(run).agent_of(node)]
-    agent: subprocess.Popen[bytes] | None = None
-    looked_at = -_QUEUE_S
-    while Verdict.read(run, attempt) is None and run.last_attempt() == attempt:
+    agent = attempt.start(f"node-{node}", argv, {**os.environ, HOST_ENV: host})
+    looked_at = time.monotonic()
+    while not agent.has_ended and not is_over():
+        time.sleep(_POLL_S)
         if time.monotonic() - looked_at > _QUEUE_S:
             looked_at = time.monotonic()
             if client.running(job_id) is None:
                 return 0
-        if agent is None:
-            with run.process_log(attempt, f"node-{node}").open("ab") as output:
-                env = {**os.environ, HOST_ENV: host}
-                agent = subprocess.Popen(argv, env=env, stdout=output, stderr=output, preexec_fn=die_with_parent)
-        if agent.poll() is not None:
-            return agent.returncode
-        time.sleep(_POLL_S)
-    with suppress(subprocess.TimeoutExpired):
-        return agent.wait(_LEAVE_S) if agent is not None else 0
-    return EXIT_FAILED  # its coordinator died before it could say that it is over; the end of this job ends it
+    attempt.finish(_LEAVE_S)
+    return int(agent.popen.returncode)
 
 
 if __name__ == "__main__":

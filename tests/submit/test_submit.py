@@ -11,6 +11,7 @@ import pytest
 
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.elastic.placement import known_places
 from fsdp_jobs.submit import submit as submission
 
 
@@ -45,3 +46,16 @@ def test_a_refused_submission_leaves_the_record_of_the_one_before(tmp_path: Path
     assert not second.run.job.exists()
     submission.submit([jobs[0]], [["steps=2"]])
     assert first.run.first_attempt() == 1
+
+
+def test_a_submission_leaves_no_topology_and_no_shape_of_the_one_before(tmp_path: Path) -> None:
+    (tmp_path / "switches.yaml").write_text("switches: {leaf: 'n[1-2]'}\n")
+    keys = [f"runs_dir={tmp_path}", "name=a", "nodes=1", "nproc_per_node=1"]
+    with_file = submission.prepare([compose_job([*keys, f"cluster.topology={tmp_path}/switches.yaml"])])[0]
+    without = submission.prepare([compose_job(keys)])[0]
+    taking = _Launcher("taking", "7")
+    submission.submit([replace(with_file, launcher=taking)], [keys])  # type: ignore[arg-type]
+    assert set(known_places(with_file.run)) == {"n1", "n2"}
+    with_file.run.shape.write_text("of another model")
+    submission.submit([replace(without, launcher=taking)], [keys])  # type: ignore[arg-type]
+    assert known_places(without.run) == {} and not without.run.shape.exists()
