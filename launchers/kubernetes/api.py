@@ -51,14 +51,16 @@ def _api_errors() -> Iterator[None]:
 
 
 class Api:
-    """One namespace of one cluster, in plain objects. Every method raises ApiError; `explain` tells what one means.
+    """One namespace of one cluster, in plain objects.
+
+    Every method raises ApiError, which `explain` translates for the user.
 
     Only the connection is the client library's. Its methods differ by kind, and it patches custom kinds with another
     content type than built-in ones.
     """
 
     def __init__(self, client: Any, namespace: str, where: str):
-        """`client` is the library's ApiClient; `where` the server's URL."""
+        """Wrap the library's ApiClient; `where` is the server's URL."""
         self._client, self.namespace, self.where = client, namespace, where
 
     def create(self, body: Object, dry_run: bool = False) -> Object:
@@ -125,7 +127,7 @@ class Api:
             yield rest.decode(errors="replace")
 
     def may(self, verb: str, group: str, resource: str) -> bool:
-        """Whether the user has a permission in this namespace. `resource` may be `pods/log`."""
+        """Return whether the user has a permission in this namespace. `resource` may be `pods/log`."""
         name, _, sub = resource.partition("/")
         attributes = {"namespace": self.namespace, "verb": verb, "group": group, "resource": name, "subresource": sub}
         review = {
@@ -149,7 +151,7 @@ class Api:
 
     def _json_or_none(self, method: str, path: str, **query: str) -> Object | None:
         try:
-            return self._json(method, path, **query)
+            return self._json(method, path, None, **query)
         except ApiError as e:
             if e.status == 404:
                 return None
@@ -178,7 +180,7 @@ class Api:
 
 
 def connect(cluster: KubernetesClusterConfig) -> Api:
-    """Open the namespace of the configuration, or of the kubeconfig (inside a pod: of its service account).
+    """Connect to the namespace of the configuration, else of the kubeconfig or the pod's service account.
 
     Raises:
         BadInput: the client library is not installed, there is no usable kubeconfig, or no such context.

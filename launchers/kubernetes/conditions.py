@@ -17,7 +17,7 @@ _STARTING = ("ContainerCreating", "PodInitializing")
 
 
 def state_of(root: Object, pods: list[Object]) -> State:
-    """Return the job's state, by the coordinator's last verdict, the object that owns the job, and its pods."""
+    """Return the job's state by the last verdict, the object that owns the others, and the pods."""
     status, (_, verdict) = root.get("status", {}), verdict_of(pods)
     held = {c["type"] for c in status.get("conditions", []) if c["status"] == "True"}
     phase = status.get("state", {}).get("phase", "")  # Volcano's
@@ -33,7 +33,7 @@ def state_of(root: Object, pods: list[Object]) -> State:
 
 
 def verdict_of(pods: list[Object]) -> tuple[int, Verdict | None]:
-    """Return the attempt and the verdict that the newest coordinator left in its pod's status; 0 and None without."""
+    """Return attempt and verdict from the status of the newest coordinator's pod; 0 and None without."""
     for pod in reversed(pods):
         for container in pod["status"].get("containerStatuses", []):
             message = container.get("state", {}).get("terminated", {}).get("message", "")
@@ -63,7 +63,7 @@ def why_waiting(api: Api, root: Object, jobs: list[Object], pods: list[Object]) 
 
 
 def is_lost(pod: Object) -> bool:
-    """Whether a deleted pod is still there long after its grace period: its machine does not answer."""
+    """Return whether a deleted pod is there long after its grace period: its machine is lost."""
     deleted = pod["metadata"].get("deletionTimestamp")  # when its grace period ends
     if deleted is None or pod["status"].get("phase") in ("Succeeded", "Failed"):
         return False

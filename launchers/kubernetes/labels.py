@@ -35,7 +35,7 @@ def job_files(run: RunDir) -> list[Path]:
 
 
 def pods_write_here(run: RunDir, app: str) -> bool:
-    """Whether the coordinator's pod of a submission has started to work in this very directory."""
+    """Return whether the coordinator's pod of a submission has started to work in this very directory."""
     return run.written_by.exists() and run.written_by.read_text() == app
 
 

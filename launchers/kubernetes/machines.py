@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from functools import cache
+from collections.abc import Mapping
 
 from fsdp_jobs.config.resolve import accelerator, ranks_per_node
 from fsdp_jobs.config.schema import JobConfig
@@ -14,38 +15,41 @@ from fsdp_jobs.plan.sources import KUBERNETES_LABELS, NVLINK_LABELS
 logger = logging.getLogger(__name__)
 
 _LABELS = {*NVLINK_LABELS, *(label for family in KUBERNETES_LABELS for label in family)}
+_answers: dict[str, dict[str, dict[str, str]]] = {}  # question -> labels by machine
 
 
-def topology_labels(api: Api, config: JobConfig) -> dict[str, dict[str, str]]:
+def topology_labels(api: Api, config: JobConfig, fresh: bool = False) -> dict[str, dict[str, str]]:
     """Read the labels that name switches and NVLink domains, by machine, of machines that a node may get.
 
-    Empty when no machine has such a label, or the user may not list the cluster's machines.
+    Unless `fresh`, one answer serves jobs that are planned and submitted together. Empty when no machine has such a
+    label, or the user may not list the cluster's machines.
 
     Raises:
         ApiError: the API does not answer.
     """
     cluster = cluster_of(config)
     gpus = ranks_per_node(config) if accelerator(config) == "cuda" else 0
+    question = json.dumps([api.where, cluster.node_selector, cluster.gpu_resource, gpus])
+    if fresh or question not in _answers:
+        _answers[question] = _read(api, cluster.node_selector, cluster.gpu_resource, gpus)
+    return _answers[question]
+
+
+def _read(api: Api, selector: Mapping[str, str], gpu_resource: str, gpus: int) -> dict[str, dict[str, str]]:
     try:
-        machines = api.nodes(cluster.node_selector)
+        machines = api.nodes(selector)
     except ApiError as e:
         if e.status != 403:
             raise
-        _warn_unreadable(api.where)
+        logger.warning(
+            "%s: you may not list the cluster's nodes, so the plan takes them as under one switch "
+            "(deploy/kubernetes/nodes.yaml allows it; cluster.topology=FILE names the switches)",
+            api.where,
+        )
         return {}
     labels = {
         machine["metadata"]["name"]: {k: v for k, v in machine["metadata"].get("labels", {}).items() if k in _LABELS}
         for machine in machines
-        if int(machine["status"].get("allocatable", {}).get(cluster.gpu_resource, 0)) >= gpus
+        if int(machine["status"].get("allocatable", {}).get(gpu_resource, 0)) >= gpus
     }
     return labels if any(labels.values()) else {}
-
-
-@cache
-def _warn_unreadable(where: str) -> None:
-    """Say once per process and cluster why a plan knows no switches."""
-    logger.warning(
-        "%s: you may not list the cluster's nodes, so the plan takes them as under one switch "
-        "(deploy/kubernetes/nodes.yaml allows it; cluster.topology=FILE names the switches)",
-        where,
-    )

@@ -50,7 +50,7 @@ def jobset_objects(job: Job, names: Names) -> list[Object]:
 
 
 def volcano_objects(job: Job, names: Names) -> list[Object]:
-    """Translate for `workload=volcano`: TorchX's Volcano job with these pods, a gang of the minimum of nodes."""
+    """Translate for `workload=volcano`: TorchX's job with these pods, a gang of the minimum of nodes."""
     cluster = cluster_of(job.config)
     made = app_to_resource(job.app, cluster.queue or "default", cluster.service_account, cluster.priority_class)
     coordinator = f"{names.app}-coordinator-0-0.{names.app}"  # Volcano's plug-in `svc` makes the Service
@@ -94,7 +94,7 @@ WORKLOADS = {
 
 
 def files_objects(job: Job, names: Names) -> list[Object]:
-    """Translate what submission wrote into the run directory: a ConfigMap, and a Secret with the job's token."""
+    """Translate files of the run directory: a ConfigMap, and a Secret with the job's token."""
     named, run = _metadata(job, names, names.files), job.run
     files = {f.name: f.read_text() for f in job_files(run) if f.exists()}
     return [

@@ -1,4 +1,4 @@
-"""The run directory of a machine that cannot mount the claim: filled from what pods publish in their logs (pod.py)."""
+"""The run directory on a machine that cannot mount the claim: copied from the pods' logs (pod.py)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Position:
 
 
 class Mirror:
-    """Copies lines from pods' logs into the same files here. Pods may repeat themselves: each line is copied once."""
+    """Copies lines from pods' logs into the same files here, each once: pods may repeat themselves."""
 
     def __init__(self, run: RunDir):
         self.run = run

@@ -7,7 +7,6 @@ waits until the one it replaces has ended. Both publish in their logs what the r
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
@@ -15,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,23 +40,22 @@ _LEASE_S = 6.0  # a pod without a heartbeat for so long has ended
 logger = logging.getLogger(__name__)
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="The program of a job's pods.")
-    parser.add_argument("role", choices=("coordinator", "node"))
-    parser.add_argument("app", help="name of the submission")
-    parser.add_argument("run_dir", help="as it is mounted here")
-    parser.add_argument("address", help="port of the coordinator, or its host:port")
-    parser.add_argument("command", nargs="+", help="of the role, after --")
-    args = parser.parse_args(argv)
+def main(role: str, app: str, run_dir: str, *attempts_args: str) -> int:
+    """Do the work of a pod and return its exit code.
+
+    Args:
+        role: coordinator or node.
+        app: name of the submission.
+        run_dir: as it is mounted here.
+        attempts_args: the rest of the arguments of `launchers.attempts`, whose work this goes around.
+    """
     log.configure()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_REQUEUE))  # until the attempts handle it
-    run = RunDir(args.run_dir)
-    if args.role == "coordinator":
-        return coordinate(run, args.app, args.address, args.command)
-    return follow(run, args.app, args.address, args.command)
+    around = coordinate if role == "coordinator" else follow
+    return around(RunDir(run_dir), app, [role, run_dir, *attempts_args])
 
 
-def coordinate(run: RunDir, app: str, port: str, command: list[str]) -> int:
+def coordinate(run: RunDir, app: str, argv: Sequence[str]) -> int:
     """Run attempts until the job ends; the verdict goes into the pod's status."""
     if not pods_write_here(run, app):
         seed(run)
@@ -66,7 +64,7 @@ def coordinate(run: RunDir, app: str, port: str, command: list[str]) -> int:
         publisher.lines("*.jsonl")
         publisher.repeat(publisher.whole_files)
         publisher.repeat(lambda: _take_stop_request(run))
-        code = attempts.main(["coordinator", str(run.path), port, "--", *command])
+        code = attempts.main(argv)
     attempt = run.last_attempt()
     verdict = Verdict.read(run, attempt)
     if verdict is not None:
@@ -75,7 +73,7 @@ def coordinate(run: RunDir, app: str, port: str, command: list[str]) -> int:
     return code
 
 
-def follow(run: RunDir, app: str, coordinator: str, command: list[str]) -> int:
+def follow(run: RunDir, app: str, argv: Sequence[str]) -> int:
     """Run this node's part of all attempts.
 
     Returns:
@@ -85,11 +83,11 @@ def follow(run: RunDir, app: str, coordinator: str, command: list[str]) -> int:
         logger.info("waiting for the coordinator's pod to bring the job's files to %s", run.path)
     while not pods_write_here(run, app):
         time.sleep(_POLL_S)
-    node = int(command[command.index("--node") + 1])
+    node = int(argv[argv.index("--node") + 1])
     with Lease(run.lease(node)), Publisher(run) as publisher:
         publisher.lines(rank_logs(node=node), since=run.last_attempt())
         publisher.lines(f"attempts/*/node-{node}/{TIMES}", since=run.last_attempt())
-        code = attempts.main(["node", str(run.path), coordinator, "--", *command])
+        code = attempts.main(argv)
     verdict = Verdict.read(run, run.last_attempt())
     return EXIT_DONE if verdict is not None and verdict.decision == "stop" else code
 
@@ -216,4 +214,4 @@ def _take_stop_request(run: RunDir) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

@@ -87,7 +87,7 @@ def _pod(
     cluster = cluster_of(job.config)
     base = skeleton("pod")
     base["spec"]["containers"][0]["name"] = role.name
-    is_node = role.name == "trainer"
+    is_node, user = role.name == "trainer", cluster.run_as_user
     in_kueue = is_node and cluster.queue is not None and cluster.workload != "volcano"
     together = {_KUEUE_TOPOLOGY: cluster.leaf_label} if in_kueue and cluster.leaf_label else {}
     container: Object = {
@@ -105,11 +105,7 @@ def _pod(
         },
         "spec": {
             "terminationGracePeriodSeconds": _grace_s(job),
-            "securityContext": {
-                "runAsUser": cluster.run_as_user,
-                "runAsGroup": cluster.run_as_user,
-                "fsGroup": cluster.fs_group,
-            },
+            "securityContext": {"runAsUser": user, "runAsGroup": user, "fsGroup": cluster.fs_group},
             "containers": [container],
             "volumes": [{"name": "runs", "persistentVolumeClaim": {"claimName": cluster.claim}}],
             "tolerations": [*lost, *(cluster.tolerations if is_node else [])],
@@ -152,7 +148,7 @@ def _affinity(cluster: KubernetesClusterConfig, siblings: Object, excluded: list
 
 
 def _grace_s(job: Job) -> int:
-    """Return seconds from SIGTERM to SIGKILL: the configured time to save, or twice this run's slowest save."""
+    """Return seconds from SIGTERM to SIGKILL: elastic.stop_grace_s, or twice this run's slowest save."""
     saves = [e.seconds for e in events.read_events(job.run) if isinstance(e, events.Checkpoint)]
     return math.ceil(max([job.config.elastic.stop_grace_s, *(2 * s for s in saves)]) + _LEAVE_S)
 

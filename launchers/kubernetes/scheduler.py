@@ -101,7 +101,7 @@ class KubernetesLauncher(Launcher):
     name = "kubernetes_fsdp"
 
     def topology(self, config: JobConfig) -> Topology | None:
-        """Read the switches from the machines' labels; None where there are none, or too few machines, or no API."""
+        """Read the switches from the machines' labels; None without labels, enough machines, or an API."""
         try:
             labels = topology_labels(connect(cluster_of(config)), config)
         except (ApiError, BadInput):  # `prepare` says what is wrong
@@ -117,7 +117,7 @@ class KubernetesLauncher(Launcher):
         return prepare_each(_prepare, jobs)
 
     def submit(self, requests: Sequence[KubernetesRequest], parallelism: int, folder: Path | None) -> list[str]:
-        """Create everything, then start the jobs. When the cluster refuses a part, what was created is deleted.
+        """Create everything, then start the jobs; delete what was created when the cluster refuses a part.
 
         Raises:
             BadInput: the cluster refuses, although it accepted the dry run a moment ago.
@@ -132,7 +132,7 @@ class KubernetesLauncher(Launcher):
         return app_ids
 
     def describe(self, app_ids: Sequence[str]) -> list[Description | None]:
-        """Describe apps and fetch what their pods have published; None for one that the cluster no longer knows.
+        """Describe apps and copy what their pods have published; None for one that is gone.
 
         Takes one list of pods and one of Jobs for each namespace; other objects are read one by one.
 
@@ -230,7 +230,7 @@ def _by_app(objects: list[Object]) -> dict[str, list[Object]]:
 
 
 def _describe(app: _App, api: Api, jobs: list[Object], pods: list[Object]) -> Description | None:
-    """Describe an app by its objects and copy what its pods have published; None without an owner of the objects."""
+    """Describe an app and copy what its pods have published; None when the cluster no longer has it."""
     root = app.root(api, jobs)
     if root is None:
         return None
@@ -265,7 +265,7 @@ def _kill(app: _App, api: Api) -> None:
 
 
 def _retried(app: _App, action: Callable[[Api], _Answer]) -> _Answer:
-    """Ask an app's cluster something, again while it does not answer or has an error of its own.
+    """Call the API of an app's cluster; retry while it does not answer or has an internal error.
 
     Raises:
         JobFailed: it does not answer for long, or refuses.

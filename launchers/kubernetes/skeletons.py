@@ -1,4 +1,4 @@
-"""Objects from the YAML files beside this module: patches are merged into them, and what stays null is left out."""
+"""Objects from the YAML files beside this module: patches are merged in, what stays null is left out."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def fill(name: str, *patches: Object) -> Object:
 
 
 def merge(base: Any, patch: Any) -> Any:
-    """`base` with `patch` on top: mappings key by key, lists of named things by name, anything else replaced."""
+    """Merge mappings key by key and lists of named things by name; replace anything else."""
     if isinstance(base, dict) and isinstance(patch, dict):
         return {**base, **{k: merge(base[k], v) if k in base else v for k, v in patch.items()}}
     if isinstance(base, list) and isinstance(patch, list) and _named(base) and _named(patch):
@@ -36,7 +36,7 @@ def merge(base: Any, patch: Any) -> Any:
 
 
 def without_nulls(content: Any) -> Any:
-    """The same without keys whose value is null, at any depth."""
+    """Leave out keys whose value is null, at any depth."""
     if isinstance(content, dict):
         return {k: without_nulls(v) for k, v in content.items() if v is not None}
     return [without_nulls(item) for item in content] if isinstance(content, list) else content

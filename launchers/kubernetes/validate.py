@@ -1,4 +1,4 @@
-"""What is wrong before anything is created: by the configuration alone, and by the cluster's own answers."""
+"""Validation before anything is created: of the configuration alone, then by the cluster."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def validate_with_cluster(api: Api, config: JobConfig, objects: Sequence[Object]
 
 
 def examine(config: JobConfig) -> Iterator[Finding]:
-    """Yield what `doctor` should know: the configuration, the API, permissions, operators, the claim and the queue."""
+    """Yield findings on the configuration, API, permissions, operators, claim, queue and switches."""
     keys = list(_wrong_keys(config))
     yield from _findings("configuration", keys, "complete")
     try:
@@ -70,7 +70,7 @@ def examine(config: JobConfig) -> Iterator[Finding]:
         yield from _findings("operators", operators, "complete")
         if not (keys or missing or operators):
             yield from _findings("claim, queue", list(_claim_and_queue(api, config, groups)), "there")
-        labels = topology_labels(api, config)
+        labels = topology_labels(api, config, fresh=True)
     except BadInput as e:
         yield from _findings("API", e.problems, "")
     except ApiError as e:
@@ -156,7 +156,7 @@ def _not_admitted(api: Api, objects: Sequence[Object]) -> Iterator[Problem]:
 
 
 def _pods_of(body: Object) -> Iterator[Object]:
-    """Yield pods of an object's templates: admission checks accounts, priorities, quota and security on pods."""
+    """Yield pods of an object's templates: admission checks accounts, quota and security on pods."""
     spec = body.get("spec", {})
     templates = [spec["template"]] if "template" in spec else []
     templates += [r["template"]["spec"]["template"] for r in spec.get("replicatedJobs", [])]

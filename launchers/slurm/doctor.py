@@ -14,6 +14,7 @@ from fsdp_jobs.config.resolve import accelerator
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.base import Finding
 from fsdp_jobs.launchers.slurm import client
+from fsdp_jobs.launchers.slurm.script import cluster_of
 from fsdp_jobs.launchers.slurm.validate import file_system
 
 _COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo")
@@ -26,8 +27,7 @@ _ON_NODE = (
 
 def examine(config: JobConfig) -> Iterator[Finding]:
     """Yield findings one by one: the node may keep the caller waiting."""
-    cluster = config.cluster
-    assert isinstance(cluster, SlurmClusterConfig)
+    cluster = cluster_of(config)
     missing = [command for command in _COMMANDS if shutil.which(command) is None]
     if missing:
         yield Finding("commands", "bad", f"not on PATH: {', '.join(missing)}", "go to a login node of the cluster")

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from fsdp_jobs.config.clusters import SlurmClusterConfig
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.base import (
@@ -25,7 +24,7 @@ from fsdp_jobs.launchers.base import (
     run_of,
 )
 from fsdp_jobs.launchers.slurm import client, doctor, site, submission, validate
-from fsdp_jobs.launchers.slurm.script import Script, commands, script
+from fsdp_jobs.launchers.slurm.script import Script, cluster_of, commands, script
 from fsdp_jobs.launchers.slurm.steps import Commands
 from fsdp_jobs.launchers.snapshot import Snapshot, link, take
 from fsdp_jobs.launchers.state import State
@@ -45,7 +44,6 @@ class SlurmRequest:
     script: Script
     commands: Commands
     code: Snapshot | None
-    in_container: bool  # agents see the run directory and nothing beside it
 
     def __str__(self) -> str:
         return f"{self.text}\n# submit/steps.json\n{self.commands.to_json()}\n"
@@ -83,10 +81,11 @@ class SlurmLauncher(Launcher):
         with ThreadPoolExecutor(WRITES_AT_ONCE) as threads:
             list(threads.map(lambda request: request.commands.write(request.job.run), requests))
         if folder is None:
-            ids = [_submit_alone(request) for request in requests]
+            _write_code(requests, None)
+            ids = [submission.sbatch(request.job.run.submit / "slurm", request.text) for request in requests]
         else:
             own = submission.new_folder(folder.resolve() / "slurm")
-            _write_code(own, requests)
+            _write_code(requests, own)
             scripts = [request.script for request in requests]
             ids = submission.submit_arrays(own, folder.name, scripts, runs, parallelism)
         for job_id, run in zip(ids, runs, strict=True):
@@ -136,32 +135,26 @@ def create_scheduler(session_name: str, **_kwargs: object) -> TorchxScheduler:
 
 def _request(job: Job, take_once: Callable[[Path, Path, float], Snapshot]) -> SlurmRequest:
     validate.check(job)
-    cluster = job.config.cluster
-    assert isinstance(cluster, SlurmClusterConfig)
-    code = take_once(Path.cwd(), job.run.path.parent, cluster.snapshot_mb) if cluster.snapshot_mb else None
+    limit_mb = cluster_of(job.config).snapshot_mb
+    code = take_once(Path.cwd(), job.run.path.parent, limit_mb) if limit_mb else None
     here = site.probe(job)
-    return SlurmRequest(job, script(job, here), commands(job, here), code, cluster.container is not None)
+    return SlurmRequest(job, script(job, here), commands(job, here), code)
 
 
-def _submit_alone(request: SlurmRequest) -> str:
-    run = request.job.run
-    if request.code is not None:
-        request.code.write(run.code)
-    return submission.sbatch(run.submit / "slurm", request.text)
-
-
-def _write_code(folder: Path, requests: Sequence[SlurmRequest]) -> None:
-    """Copy each snapshot once and link runs to it; a container sees only its run directory: a copy each."""
+def _write_code(requests: Sequence[SlurmRequest], shared: Path | None) -> None:
+    """Copy each snapshot once to `shared` and link to it; without it, or in containers, to each run."""
     copies: dict[int, Path] = {}  # id of a snapshot -> where it is
     for request in requests:
         code, run = request.code, request.job.run
-        if code is not None and request.in_container:
+        if code is None:
+            continue
+        if shared is None or cluster_of(request.job.config).container is not None:  # sees its run directory alone
             code.write(run.code)
-        elif code is not None:
-            if id(code) not in copies:
-                copies[id(code)] = folder / f"code-{len(copies)}"
-                code.write(copies[id(code)])
-            link(run.code, copies[id(code)])
+            continue
+        if id(code) not in copies:
+            copies[id(code)] = shared / f"code-{len(copies)}"
+            code.write(copies[id(code)])
+        link(run.code, copies[id(code)])
 
 
 def _wait_while(jobs: Sequence[client.QueuedJob], unchanged: Callable[[client.QueuedJob], bool]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from torchx.specs import Role, macros
 
 from fsdp_jobs.config.clusters import SlurmClusterConfig
+from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.slurm.steps import Commands
 from fsdp_jobs.plan.plan import Plan
@@ -30,10 +31,15 @@ class Site:
     margin_s: int = 120  # before the time limit or a preemption: time to save in
 
 
+def cluster_of(config: JobConfig) -> SlurmClusterConfig:
+    """Narrow the type of `config.cluster`."""
+    assert isinstance(config.cluster, SlurmClusterConfig)
+    return config.cluster
+
+
 def commands(job: Job, site: Site) -> Commands:
     """Render the commands of the batch step."""
-    cluster = job.config.cluster
-    assert isinstance(cluster, SlurmClusterConfig)
+    cluster = cluster_of(job.config)
     roles = {role.name: role for role in job.app.roles}
     trainer = roles["trainer"]
     inside = _container(cluster, trainer, str(job.run.path.resolve()))
@@ -126,8 +132,7 @@ class Script:
 
 def script(job: Job, site: Site) -> Script:
     """Render all of a batch script that does not depend on the run."""
-    cluster = job.config.cluster
-    assert isinstance(cluster, SlurmClusterConfig)
+    cluster = cluster_of(job.config)
     trainer = next(role for role in job.app.roles if role.name == "trainer")
     low, high = trainer.min_replicas or trainer.num_replicas, trainer.num_replicas
     # With a range SLURM would take --ntasks-per-node for its minimum.

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from functools import cache
 
-from fsdp_jobs.config.clusters import SlurmClusterConfig
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.resolve import node_range, ranks_per_node
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.slurm import client
-from fsdp_jobs.launchers.slurm.script import Site, margin_s
+from fsdp_jobs.launchers.slurm.script import Site, cluster_of, margin_s
 from fsdp_jobs.launchers.slurm.validate import no_slurm
 from fsdp_jobs.plan.sources import from_scontrol
 from fsdp_jobs.plan.topology import Topology, expand_hostlist
@@ -24,12 +23,11 @@ def cluster_topology(config: JobConfig) -> Topology | None:
 
     For planning only: which of these nodes a job will get is not known before it starts.
     """
-    cluster = config.cluster
-    assert isinstance(cluster, SlurmClusterConfig)
     try:
         if client.settings()["TopologyPlugin"] in ("topology/none", "topology/default", "topology/flat"):
             return None
-        partition = [f"--partition={cluster.partition}"] if cluster.partition is not None else []
+        name = cluster_of(config).partition
+        partition = [f"--partition={name}"] if name is not None else []
         hostlist = ",".join(client.recent("sinfo", "--noheader", "--format=%N", *partition).split())
         topology = _topology(hostlist, client.recent("scontrol", "show", "topology"), ranks_per_node(config))
     except client.SlurmError:

@@ -16,6 +16,7 @@ from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.slurm import client
+from fsdp_jobs.launchers.slurm.script import cluster_of
 
 _IN_MEMORY = ("tmpfs", "ramfs")  # file systems that no other machine can have mounted
 _LEAST_TRAINING_S = 30  # between the start of a job and its last save
@@ -35,8 +36,7 @@ def check(job: Job) -> None:
     Raises:
         BadInput: with all problems.
     """
-    cluster, run = job.config.cluster, job.run
-    assert isinstance(cluster, SlurmClusterConfig)
+    cluster, run = cluster_of(job.config), job.run
     problems = []
     for key, value in vars(cluster).items():
         for text in value if isinstance(value, list) else [value]:
@@ -45,7 +45,7 @@ def check(job: Job) -> None:
     for option in cluster.extra:
         if not option.startswith("-"):
             cure = "for example cluster.extra=\"['--licenses=foo']\""
-            problems.append(Problem(f"cluster.extra=[{option}]", "is not an option of sbatch", cure))
+            problems.append(Problem(f"cluster.extra=[{option}]", "not an option of sbatch", cure))
     if "\n" in str(run.path):
         problems.append(Problem("runs_dir", "holds a line break"))
     if (kind := file_system(run.path)) in _IN_MEMORY:
@@ -85,8 +85,7 @@ def _seconds(time: str) -> float:
 
 def check_with_slurm(config: JobConfig, script: str, margin_s: int, count: int) -> list[Problem]:
     """Let sbatch validate the script of one job or of an array of `count`; its answer in our keys."""
-    cluster = config.cluster
-    assert isinstance(cluster, SlurmClusterConfig)
+    cluster = cluster_of(config)
     if cluster.time is not None and _seconds(cluster.time) < margin_s + _LEAST_TRAINING_S:
         what = f"the last save is requested {margin_s} s before the limit: no time is left to train in"
         return [Problem(f"cluster.time={cluster.time}", what, "a longer limit, or a shorter elastic.stop_grace_s")]
@@ -159,14 +158,14 @@ _RULES: tuple[tuple[str, str, Callable[[SlurmClusterConfig], str]], ...] = (
 
 
 def _translate(cluster: SlurmClusterConfig, config: JobConfig, message: str) -> Problem:
-    said = message.replace("allocation failure: ", "").replace("sbatch: ", "").replace("error: ", "").splitlines()[-1]
-    if said.startswith("Try "):
-        said = message.splitlines()[0].removeprefix("sbatch: ")
+    answer = message.replace("allocation failure: ", "").replace("sbatch: ", "").replace("error: ", "").splitlines()[-1]
+    if answer.startswith("Try "):
+        answer = message.splitlines()[0].removeprefix("sbatch: ")
     for part, key, cure in _RULES:
-        if part in said.lower():
+        if part in answer.lower():
             where = f"cluster.{key}={getattr(cluster, key)}" if key else _sizes(cluster, config)
-            return Problem(where, f"SLURM says: {said}", cure(cluster))
-    return Problem("sbatch --test-only", said, "cluster.extra and the environment's SBATCH_* count too")
+            return Problem(where, f"SLURM says: {answer}", cure(cluster))
+    return Problem("sbatch --test-only", answer, "cluster.extra and the environment's SBATCH_* count too")
 
 
 def _sizes(cluster: SlurmClusterConfig, config: JobConfig) -> str:

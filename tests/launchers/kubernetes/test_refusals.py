@@ -174,6 +174,7 @@ class TestMachines:
         (carried,) = api.all("", "configmaps")
         assert json.loads(carried["data"]["node-labels.json"])["m0"] == {self.LEAF: "leaf0", self.SPINE: "spine"}
         places = known_places(job.run)
+        assert len([r for r in api.requests if r.startswith("GET /api/v1/nodes")]) == 1
         assert places["m3"].switch_path == ("spine", "leaf1") and set(places) == {"m0", "m1", "m2", "m3", "m4"}
 
     def test_who_may_not_list_nodes_submits_all_the_same(
