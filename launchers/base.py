@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from torchx.schedulers import get_scheduler_factories
 from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream, filter_regex
-from torchx.specs import AppDef, AppDryRunInfo, AppState, RoleStatus
+from torchx.specs import AppDef, AppDryRunInfo, AppState, Role, RoleStatus
 
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import JobConfig
@@ -77,6 +77,10 @@ class Job:
     @cached_property
     def app(self) -> AppDef:
         return to_app(self.config, self.run, self.plan.ranks_per_node)
+
+    def role(self, name: str) -> Role:
+        """Return the app's coordinator or trainer."""
+        return next(role for role in self.app.roles if role.name == name)
 
 
 class Launcher(ABC):

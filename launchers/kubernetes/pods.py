@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from functools import reduce
 
-from torchx.specs import AppDef, Role, macros
+from torchx.specs import Role, macros
 
 from fsdp_jobs.config.clusters import KubernetesClusterConfig
 from fsdp_jobs.config.schema import JobConfig
@@ -36,7 +36,7 @@ def node_pod(job: Job, names: Names, coordinator: str, node: str) -> Object:
         coordinator: host under which pods reach the coordinator.
         node: number of the node, or what the kubelet replaces by it: `$(JOB_COMPLETION_INDEX)`.
     """
-    cluster, role = cluster_of(job.config), _role(job.app, "trainer")
+    cluster, role = cluster_of(job.config), job.role("trainer")
     amounts = _amounts(cluster, role)
     siblings = {"matchLabels": {APP: names.app, ROLE: "trainer"}}
     spread = {  # a machine of its own, where there are enough
@@ -61,7 +61,7 @@ def node_pod(job: Job, names: Names, coordinator: str, node: str) -> Object:
 
 def coordinator_pod(job: Job, names: Names) -> Object:
     """Translate the coordinator's role into the template of its pod."""
-    cluster, role = cluster_of(job.config), _role(job.app, "coordinator")
+    cluster, role = cluster_of(job.config), job.role("coordinator")
     memory = f"{2 * role.resource.memMB}Mi"  # the process, and the one that restarts it
     resources = {"requests": {"memory": memory}, "limits": {"memory": memory}}
     files = [
@@ -151,10 +151,6 @@ def _grace_s(job: Job) -> int:
     """Return seconds from SIGTERM to SIGKILL: elastic.stop_grace_s, or twice this run's slowest save."""
     saves = [e.seconds for e in events.read_events(job.run) if isinstance(e, events.Checkpoint)]
     return math.ceil(max([job.config.elastic.stop_grace_s, *(2 * s for s in saves)]) + _LEAVE_S)
-
-
-def _role(app: AppDef, name: str) -> Role:
-    return next(r for r in app.roles if r.name == name)
 
 
 def _command(job: Job, role: Role, replica_id: str = "0") -> list[str]:

@@ -8,7 +8,7 @@ import re
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.launchers.state import State
@@ -139,18 +139,18 @@ def _accounted(job_id: str) -> QueuedJob | None:
     return QueuedJob(job_id, state.split()[0], start=start, nodes=nodes)  # "CANCELLED by 1000"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Partition:
     """What a partition has and allows, as sinfo shows it; sizes are those of its largest node."""
 
     name: str
-    nodes: int
-    cpus: int
-    gres: str
-    memory_mb: int
-    time: str
-    features: str
     default: bool
+    time: str
+    nodes: int = 0
+    cpus: int = 0
+    gres: str = "(null)"
+    memory_mb: int = 0
+    features: str = ""
 
 
 def partitions() -> list[Partition]:
@@ -161,18 +161,13 @@ def partitions() -> list[Partition]:
     """
     by_name: dict[str, Partition] = {}
     for line in call("sinfo", "--noheader", "--format=%P|%D|%c|%G|%m|%l|%f").splitlines():
-        name, nodes, cpus, gres, memory_mb, limit, features = line.split("|")
-        largest = int(cpus.rstrip("+")), gres, int(memory_mb.rstrip("+"))
-        new = Partition(name.rstrip("*"), int(nodes), *largest, limit, features, name.endswith("*"))
-        if (old := by_name.get(new.name)) is not None:  # a line per kind of node and state
-            new = replace(
-                new,
-                nodes=old.nodes + new.nodes,
-                cpus=max(old.cpus, new.cpus),
-                memory_mb=max(old.memory_mb, new.memory_mb),
-                gres=old.gres if new.gres == "(null)" else new.gres,
-            )
-        by_name[new.name] = new
+        name, nodes, cpus, gres, memory_mb, limit, features = line.split("|")  # of a kind of node, in a state
+        partition = by_name.setdefault(name, Partition(name.rstrip("*"), name.endswith("*"), limit))
+        partition.nodes += int(nodes)
+        partition.cpus = max(partition.cpus, int(cpus.rstrip("+")))
+        partition.memory_mb = max(partition.memory_mb, int(memory_mb.rstrip("+")))
+        partition.gres = partition.gres if gres == "(null)" else gres
+        partition.features = features
     return list(by_name.values())
 
 

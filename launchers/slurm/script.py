@@ -40,13 +40,12 @@ def cluster_of(config: JobConfig) -> SlurmClusterConfig:
 def commands(job: Job, site: Site) -> Commands:
     """Render the commands of the batch step."""
     cluster = cluster_of(job.config)
-    roles = {role.name: role for role in job.app.roles}
-    trainer = roles["trainer"]
+    trainer = job.role("trainer")
     inside = _container(cluster, trainer, str(job.run.path.resolve()))
     agent = _argv(trainer, cluster)
     kind = [str(trainer.resource.cpu), "cuda" if trainer.resource.gpu else "cpu"]
     return Commands(
-        coordinator=_argv(roles["coordinator"], cluster),
+        coordinator=_argv(job.role("coordinator"), cluster),
         agent=[*inside, *agent],
         node_test=[*inside, agent[0], "-m", _NODE_TEST, *kind] if cluster.preflight else [],
         env=trainer.env,
@@ -133,7 +132,7 @@ class Script:
 def script(job: Job, site: Site) -> Script:
     """Render all of a batch script that does not depend on the run."""
     cluster = cluster_of(job.config)
-    trainer = next(role for role in job.app.roles if role.name == "trainer")
+    trainer = job.role("trainer")
     low, high = trainer.min_replicas or trainer.num_replicas, trainer.num_replicas
     # With a range SLURM would take --ntasks-per-node for its minimum.
     nodes = [f"--nodes={high}", "--ntasks-per-node=1"] if low == high else [f"--nodes={low}-{high}"]

@@ -11,6 +11,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
+
 from fsdp_jobs.config.clusters import SlurmClusterConfig
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import JobConfig
@@ -61,15 +63,10 @@ def check(job: Job) -> None:
 
 def file_system(path: Path) -> str:
     """Return the kind of file system that a path is on, or will be."""
-    real = str(path.resolve())
-    mounted_at, kind = "", ""
-    for line in Path("/proc/self/mounts").read_text().splitlines():
-        _, point, of, *_ = line.split()
-        point = point.encode().decode("unicode_escape")  # \040 is a space
-        inside = real == point or real.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(mounted_at):
-            mounted_at, kind = point, of
-    return kind
+    real = path.resolve()
+    above = [mount for mount in psutil.disk_partitions(all=True) if real.is_relative_to(mount.mountpoint)]
+    innermost = max(reversed(above), key=lambda mount: len(mount.mountpoint))  # of several in one place the last
+    return str(innermost.fstype)
 
 
 def _seconds(time: str) -> float:

@@ -83,3 +83,15 @@ def test_a_forgotten_job_without_a_verdict_has_failed(slurm: Path) -> None:
 
 def test_a_job_that_nobody_knows_is_none(slurm: Path) -> None:
     assert state("10") is None
+
+
+def test_a_partition_is_the_sum_of_its_kinds_of_nodes_with_the_sizes_of_the_largest(slurm: Path) -> None:
+    lines = [
+        "gpu*|2|96|gpu:8|1000+|1-00:00:00|h100",
+        "gpu*|3|128+|(null)|500|1-00:00:00|h100",
+        "cpu|1|4|(null)|8|1:00|x",
+    ]
+    say(slurm, "sinfo", queue(*lines))
+    gpu, cpu = client.partitions()
+    assert (gpu.name, gpu.nodes, gpu.cpus, gpu.gres, gpu.memory_mb) == ("gpu", 5, 128, "gpu:8", 1000)
+    assert client.partition(None) == gpu and client.partition("cpu") == cpu and client.partition("nope") is None
