@@ -32,7 +32,7 @@ _NAME_IN_STORE = re.compile(r"step-(\d{8,})\.[\w-]+")
 
 
 def home_of(config: CheckpointConfig, run: RunDir) -> Path:
-    """Return the folder of a run's checkpoints: in its run directory, or `<checkpoint.dir>/<name of the run>`.
+    """Return the folder of a run's checkpoints: in its run directory, or `<checkpoint.dir>/<run name>`.
 
     For a URL it is a UPath: the methods of a Path, over fsspec.
 
@@ -55,7 +55,7 @@ def is_object_store(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds. `files`: name -> {"bytes": size, "crc32": checksum}, manifest itself left out."""
+    """What a checkpoint holds."""
 
     step: int  # optimizer steps done
     samples: int  # samples seen since the start of the run
@@ -63,7 +63,7 @@ class Manifest:
     mesh: dict[str, int]  # dimension name -> size
     torch_version: str
     time: float  # when the save began, seconds since 1970
-    files: dict[str, dict[str, int]]
+    files: dict[str, dict[str, int]]  # name -> {"bytes": size, "crc32": checksum}, without the manifest itself
 
     def write(self, folder: Path, name: str = MANIFEST) -> None:
         with (folder / name).open("w") as f:
@@ -80,7 +80,7 @@ class Manifest:
 
 
 def folder_of(checkpoints: Path, step: int, restart: str) -> Path:
-    """Return the folder of a committed checkpoint; in an object store its name says which restart has written it."""
+    """Return the folder of a committed checkpoint, which in an object store names the restart too."""
     return checkpoints / (f"step-{step:08d}" + (f".{restart}" if is_object_store(checkpoints) else ""))
 
 
@@ -95,12 +95,16 @@ def find_checkpoints(checkpoints: Path) -> list[Path]:
         folders = [f.parent for f in checkpoints.glob(f"step-*/{MANIFEST}") if _NAME_IN_STORE.fullmatch(f.parent.name)]
     else:
         folders = [f for f in checkpoints.glob("step-*") if _NAME.fullmatch(f.name) and f.is_dir()]
-    return sorted(folders, key=lambda f: (step_of(f), f.name), reverse=True)
+    return _newest_first(folders)
 
 
 def find_on_nodes(checkpoints: Path) -> list[Path]:
     """Return the steps that are on the nodes' own disks and not yet here, newest first."""
     folders = [f.parent for f in checkpoints.glob(f"step-*/{SHARDS}") if not (f.parent / MANIFEST).exists()]
+    return _newest_first(folders)
+
+
+def _newest_first(folders: list[Path]) -> list[Path]:
     return sorted(folders, key=lambda f: (step_of(f), f.name), reverse=True)
 
 
@@ -203,9 +207,7 @@ def prune(checkpoints: Path, keep: int) -> list[Path]:
             (folder / MANIFEST).unlink()
             remove(folder)
         else:
-            gone = folder.with_name(f"{folder.name}.tmp")
-            folder.rename(gone)
-            remove(gone)
+            remove(folder.rename(folder.with_name(f"{folder.name}.tmp")))
     return removed
 
 
@@ -218,7 +220,7 @@ def remove(folder: Path) -> None:
 
 
 def remove_unfinished(checkpoints: Path, since: int = 0) -> None:
-    """Remove what earlier restarts left half-written; steps after `since` that are on the nodes' disks stay."""
+    """Remove what earlier restarts left half-written, except steps after `since` on the nodes' disks."""
     in_store = is_object_store(checkpoints)
     for folder in checkpoints.glob("step-*" if in_store else "step-*.tmp"):
         finished = in_store and ((folder / MANIFEST).exists() or (folder / _DAMAGED).exists())

@@ -277,7 +277,7 @@ class Checkpointer:
         same_world = manifest.world_size == self.layout.world_size
         state = self.state.to_load(metadata, folder.name, same_world)
         if self.disks is not None and shards is not None:
-            self.disks.fetch(shards, state, metadata)
+            self.disks.fetch(shards, manifest, state, metadata)
         dcp.load(state, storage_reader=reader, process_group=self.group)
         self.state.take(state)
         self.samples, self.committed_step, self._written_step = manifest.samples, manifest.step, manifest.step

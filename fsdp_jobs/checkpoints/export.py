@@ -1,4 +1,4 @@
-"""Export a sharded checkpoint for other programs: safetensors as Hugging Face has them, or one .pt. No GPU is needed.
+"""Export a checkpoint for other programs: safetensors as Hugging Face has them, or one .pt file. No GPU.
 
 At no time is more than one output file's worth of tensors in memory (safetensors), or one copy of the model (.pt).
 """
@@ -38,6 +38,7 @@ _HF_NAMES = (
     ("feed_forward.w2.", "mlp.down_proj."),
     ("attention_norm.", "input_layernorm."),
     ("ffn_norm.", "post_attention_layernorm."),
+    ("norm.", "model.norm."),
     ("output.", "lm_head."),
 )
 
@@ -70,23 +71,24 @@ def export(run: RunDir, config: JobConfig, file_format: str, step: int | None, o
         return [file]
     is_llama = isinstance(config.model, LlamaConfig)
     groups = list(_by_file(saved))
-    written: list[Path] = []
-    index: dict[str, str] = {}
+    file_of: dict[str, str] = {}
     for i, names in enumerate(groups, 1):
         tensors = _load(folder, {n: saved[n] for n in names})
-        renamed = {(_hf_name(n) if is_llama else n): t for n, t in tensors.items()}
-        file = target / ("model.safetensors" if len(groups) == 1 else f"model-{i:05d}-of-{len(groups):05d}.safetensors")
-        save_file(renamed, file, metadata={"format": "pt"})
-        index |= dict.fromkeys(renamed, file.name)
-        written.append(file)
+        if is_llama:
+            tensors = {_hf_name(n): tensor for n, tensor in tensors.items()}
+        name = "model.safetensors" if len(groups) == 1 else f"model-{i:05d}-of-{len(groups):05d}.safetensors"
+        save_file(tensors, target / name, metadata={"format": "pt"})
+        file_of |= dict.fromkeys(tensors, name)
+    written = [target / name for name in dict.fromkeys(file_of.values())]
+    described: dict[str, Any] = {}
     if len(groups) > 1:
         total = sum(_bytes(entry) for entry in saved.values())
-        content = {"metadata": {"total_size": total}, "weight_map": index}
-        written.append(target / "model.safetensors.index.json")
-        write_atomic(written[-1], json.dumps(content, indent=1))
+        described["model.safetensors.index.json"] = {"metadata": {"total_size": total}, "weight_map": file_of}
     if isinstance(config.model, LlamaConfig):
-        written.append(target / "config.json")
-        write_atomic(written[-1], json.dumps(_hf_config(config.model, config.data.seq_len), indent=1))
+        described["config.json"] = _hf_config(config.model, config.data.seq_len)
+    for name, content in described.items():
+        write_atomic(target / name, json.dumps(content, indent=1))
+        written.append(target / name)
     if isinstance(config.model, HfConfig):
         written += _beside_weights(config.model, target)
     return written
@@ -98,29 +100,25 @@ def _beside_weights(model: HfConfig, target: Path) -> list[Path]:
     described.save_pretrained(target)
     written = [target / "config.json"]
     for file in sorted(folder_of(model, weights=False).iterdir()):
-        weights = file.name.endswith((".safetensors", ".bin", ".index.json", ".pt", ".h5", ".msgpack"))
-        if file.suffix in (".json", ".txt", ".model", ".jinja") and not weights and file.name != "config.json":
+        is_other = file.name == "config.json" or file.name.endswith(".index.json")
+        if file.suffix in (".json", ".txt", ".model", ".jinja") and not is_other:
             shutil.copyfile(file, target / file.name)
             written.append(target / file.name)
     return written
 
 
 def _choose(run: RunDir, config: JobConfig, step: int | None) -> Path:
-    found = catalog.find_checkpoints(catalog.home_of(config.checkpoint, run))
-    if step is not None:
-        folder = next((f for f in found if catalog.step_of(f) == step), None)
-        if folder is None:
-            steps = ", ".join(str(catalog.step_of(f)) for f in found)
-            raise BadInput(
-                [Problem(f"--step {step}", f"{run.name} has no such checkpoint", f"one of {steps or 'none'}")]
-            )
+    committed = catalog.find_checkpoints(catalog.home_of(config.checkpoint, run))
+    steps = [catalog.step_of(f) for f in committed]
+    if step is not None and step not in steps:
+        others = f"one of {', '.join(map(str, steps)) or 'none'}"
+        raise BadInput([Problem(f"--step {step}", f"{run.name} has no such checkpoint", others)])
+    for folder in committed[0 if step is None else steps.index(step) :]:
         faults = catalog.verify(folder)
-        if faults:
-            raise JobFailed(f"{folder.name} is damaged: {'; '.join(faults)}")
-        return folder
-    for folder in found:
-        if not catalog.verify(folder):
+        if not faults:
             return folder
+        if step is not None:
+            raise JobFailed(f"{folder.name} is damaged: {'; '.join(faults)}")
     raise BadInput([Problem(run.name, "has no whole checkpoint yet", "let it train longer, or save more often")])
 
 
@@ -150,7 +148,7 @@ def _hf_name(name: str) -> str:
     for ours, theirs in _HF_NAMES:
         if name.startswith(ours) or f".{ours}" in name:
             name = name.replace(ours, theirs, 1)
-    return "model.norm.weight" if name == "norm.weight" else name
+    return name
 
 
 def _hf_config(model: LlamaConfig, seq_len: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Checkpoints on the nodes' own disks: written there first, copied to shared storage after, read from there if whole.
+"""Checkpoints on the nodes' own disks: written there first, copied to shared storage, read from there.
 
 On each node `<local_dir>/<run>/step-<N>.<restart>/` holds the shards that its ranks wrote. Metadata and the list
 of all shards (`shards.json`, in a manifest's form) are on shared storage, in the folder that becomes the
@@ -30,7 +30,7 @@ _KEPT = 2  # newest steps that stay on a node's disk
 
 
 class LocalDisks:
-    """One rank's access to its node's disk. Methods that say so are called by all ranks, in the same order."""
+    """One rank's access to its node's disk. Methods marked "All ranks" are called by all, in the same order."""
 
     def __init__(self, folder: Path, group: dist.ProcessGroup):
         self.folder, self.group = folder, group
@@ -40,9 +40,9 @@ class LocalDisks:
         self._upload: tuple[SaveRequest, Future[None]] | None = None
 
     def may_upload(self, must: bool) -> bool:
-        """All ranks: whether the save that begins now may be copied to shared storage; not while the last copy runs.
+        """All ranks: whether the save that begins now may be copied to shared storage.
 
-        With `must`, waits for that copy.
+        Not while the last copy runs; with `must`, waits for it.
         """
         if must and self._upload is not None:
             self._upload[1].exception()
@@ -99,14 +99,14 @@ class LocalDisks:
     def holding(self, manifest: Manifest) -> Path | None:
         """All ranks: this node's folder of a step if the nodes have every shard of it, undamaged; else None."""
         shards = {name for name in manifest.files if name.endswith(".distcp")}
-        folder, mine = self._best(manifest, shards) if self.leads else (None, set())
-        found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, (self.node, folder, mine), group=self.group)
-        self._held = {rank: held for rank, (_, _, held) in enumerate(found) if held}
-        self._leaders = {node: rank for rank, (node, at, _) in enumerate(found) if at is not None}
+        folder, held = self._best(manifest, shards) if self.leads else (None, set())
+        by_rank: list[Any] = [None] * self.world
+        dist.all_gather_object(by_rank, (self.node, folder, held), group=self.group)
+        self._held = {rank: held for rank, (_, _, held) in enumerate(by_rank) if held}
+        self._leaders = {node: rank for rank, (node, folder, _) in enumerate(by_rank) if folder is not None}
         if set().union(*self._held.values()) != shards:
             return None
-        return Path(next(at for node, at, _ in found if node == self.node and at is not None))
+        return Path(by_rank[self._leaders[self.node]][1])
 
     def _best(self, manifest: Manifest, shards: set[str]) -> tuple[str, set[str]]:
         """Return the folder here with most of a step's shards, and which it has; a new one if there is none."""
@@ -118,24 +118,26 @@ class LocalDisks:
                 best = str(folder), here - damaged
         return best
 
-    def fetch(self, folder: Path, state: dict[str, Any], metadata: Metadata) -> None:
+    def fetch(self, folder: Path, manifest: Manifest, state: dict[str, Any], metadata: Metadata) -> None:
         """All ranks, after `holding`: get from peers the shards that this node needs and lacks."""
         planner = DefaultLoadPlanner()
         planner.set_up_planner(state, metadata, is_coordinator=False)
         stored = metadata.storage_data
         assert stored is not None
         wanted = {stored[item.storage_index].relative_path for item in planner.create_local_plan().items}
-        found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, (self.node, wanted), group=self.group)
-        for name in sorted(set().union(*(w for _, w in found))):
+        by_rank: list[Any] = [None] * self.world
+        dist.all_gather_object(by_rank, (self.node, wanted), group=self.group)
+        for name in sorted(set().union(*(names for _, names in by_rank))):
             source = min(rank for rank, held in self._held.items() if name in held)
-            nodes = sorted({node for node, w in found if name in w})
-            for target in (self._leaders[n] for n in nodes if name not in self._held.get(self._leaders[n], ())):
+            for node in sorted({node for node, names in by_rank if name in names}):
+                target = self._leaders[node]
+                if name in self._held.get(target, ()):
+                    continue
                 if self.rank == source:
                     _send(folder / name, target, self.group)
                 elif self.rank == target:
                     folder.mkdir(parents=True, exist_ok=True)
-                    _receive(folder / name, source, self.group)
+                    _receive(folder / name, manifest.files[name]["bytes"], source, self.group)
         dist.barrier(group=self.group)
 
     def close(self) -> None:
@@ -157,19 +159,14 @@ def _copy_checked(source: Path, target: Path, crc32: int) -> None:
 
 
 def _send(file: Path, to: int, group: dist.ProcessGroup) -> None:
-    dist.send(torch.tensor([file.stat().st_size]), to, group=group)
     with file.open("rb") as f:
         while block := f.read(_BLOCK):
             dist.send(torch.frombuffer(bytearray(block), dtype=torch.uint8), to, group=group)
 
 
-def _receive(file: Path, source: int, group: dist.ProcessGroup) -> None:
-    size = torch.zeros(1, dtype=torch.int64)
-    dist.recv(size, source, group=group)
-    left = int(size.item())
+def _receive(file: Path, size: int, source: int, group: dist.ProcessGroup) -> None:
     with file.open("wb") as f:
-        while left:
-            block = torch.empty(min(left, _BLOCK), dtype=torch.uint8)
+        for begin in range(0, size, _BLOCK):
+            block = torch.empty(min(_BLOCK, size - begin), dtype=torch.uint8)
             dist.recv(block, source, group=group)
-            f.write(block.numpy().tobytes())
-            left -= block.numel()
+            f.write(block.numpy().data)

@@ -1,4 +1,4 @@
-"""Write and read DCP's files: checksummed while written, committed by rename, unpickled by a closed list of classes."""
+"""Write and read DCP's files: checksummed, committed by rename, unpickled by a closed list of classes."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -61,7 +62,7 @@ class _Checksummed(io.RawIOBase):
 
 
 class _ChecksumFileSystem(FileSystem):
-    """Records size and checksum of every file it writes, by file name. Its paths are Paths, or UPaths over fsspec."""
+    """Records size and checksum of every file it writes, by name. Its paths are Paths, or UPaths over fsspec."""
 
     def __init__(self) -> None:
         self.sums: dict[str, dict[str, int]] = {}
@@ -126,7 +127,7 @@ class SaveRequest:
 
 
 class CommittingWriter(FileSystemWriter):
-    """A DCP writer whose `finish` is the commit. Works in the trainer, in a thread of it, or in DCP's save process."""
+    """A DCP writer whose `finish` is the commit; in the trainer, a thread of it, or DCP's save process."""
 
     def __init__(self, request: SaveRequest):
         sync = not is_object_store(request.temporary)
@@ -181,7 +182,7 @@ class CommittingWriter(FileSystemWriter):
 
 
 def _enum_member(enumeration: Any, name: str) -> Enum:
-    """Return a member of an enumeration; some Pythons, as Debian 12's, pickle it as `getattr(enumeration, name)`."""
+    """Return a member of an enumeration, which some Pythons pickle as `getattr(enumeration, name)`."""
     if not isinstance(enumeration, EnumType):
         raise pickle.UnpicklingError(f"{enumeration}.{name} is not allowed in a checkpoint's metadata")
     return cast(Enum, enumeration[name])
@@ -190,7 +191,6 @@ def _enum_member(enumeration: Any, name: str) -> Enum:
 class _MetadataUnpickler(pickle.Unpickler):
     """Loads the classes DCP's metadata is made of, and nothing else."""
 
-    _ALLOWED_MODULES = ("torch.distributed.checkpoint.metadata",)
     _ALLOWED: ClassVar = {
         ("torch", "Size"),
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
@@ -200,20 +200,16 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        in_module = (
-            module in self._ALLOWED_MODULES
-            and "." not in name
-            and isinstance(getattr(__import__(module, fromlist=[name]), name, None), type)
-        )
+        is_metadata = module == dcp_metadata.__name__ and isinstance(getattr(dcp_metadata, name, None), type)
         if (module, name) == ("builtins", "getattr"):
             return _enum_member
-        if is_dtype or in_module or (module, name) in self._ALLOWED:
+        if is_dtype or is_metadata or (module, name) in self._ALLOWED:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a checkpoint's metadata")
 
 
 class SafeReader(FileSystemReader):
-    """A DCP reader that executes nothing it reads: tensors weights-only, metadata by a closed list of classes."""
+    """A DCP reader that executes nothing it reads: tensors weights-only, metadata of known classes."""
 
     def __init__(self, folder: Path, shards: Path | None = None):
         """`shards`: where they are, if not beside the metadata."""

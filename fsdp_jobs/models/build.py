@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from hydra.utils import get_method
 from torch import nn
 
 from fsdp_jobs.config.schema import CustomModelConfig, FsdpConfig, HfConfig, LlamaConfig, ModelConfig
-from fsdp_jobs.models.huggingface import build_hf, hf_head_modules, is_hf, layer_classes
+from fsdp_jobs.models.huggingface import build_hf, is_hf, layer_classes
 from fsdp_jobs.models.llama import Llama
 
 
@@ -38,12 +38,14 @@ def wrap_classes_of(model: nn.Module, config: ModelConfig) -> list[str]:
     return config.wrap_classes or (layer_classes(model) if is_hf(model) else [])
 
 
-def head_modules_of(model: nn.Module) -> list[nn.Module]:
-    """Return what runs last and is needed first in backward, to be gathered as one unit; empty if not known."""
-    if is_hf(model):
-        return hf_head_modules(model)
-    modules: list[nn.Module] = model.head_modules() if hasattr(model, "head_modules") else []  # type: ignore[operator]
-    return modules
+def head_modules_of(model: Any) -> list[nn.Module]:
+    """Return what runs last and is needed first in backward, to be one FSDP unit; empty if unknown."""
+    if not is_hf(model):
+        return list(model.head_modules()) if hasattr(model, "head_modules") else []
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None:
+        return []
+    return [embedding, head] if embedding.weight is head.weight else [head]
 
 
 def find_blocks(model: nn.Module, model_config: ModelConfig, fsdp: FsdpConfig) -> list[nn.Module]:
@@ -55,7 +57,7 @@ def find_blocks(model: nn.Module, model_config: ModelConfig, fsdp: FsdpConfig) -
     if fsdp.wrap == "none":
         return []
     if fsdp.wrap == "size":
-        return list(_blocks_by_size(model, fsdp.min_num_params))
+        return _blocks_by_size(model, fsdp.min_num_params)
     wanted = wrap_classes_of(model, model_config)
     found = [m for m in model.modules() if type(m).__name__ in wanted]
     if not found:
@@ -64,8 +66,8 @@ def find_blocks(model: nn.Module, model_config: ModelConfig, fsdp: FsdpConfig) -
     return found
 
 
-def _blocks_by_size(module: nn.Module, min_num_params: int) -> Iterator[nn.Module]:
-    """The smallest modules that hold at least `min_num_params` parameters not held by a deeper unit."""
+def _blocks_by_size(module: nn.Module, min_num_params: int) -> list[nn.Module]:
+    """Return the smallest modules with at least `min_num_params` parameters not held by a deeper unit."""
 
     def visit(m: nn.Module) -> tuple[int, list[nn.Module]]:
         rest, units = sum(p.numel() for p in m.parameters(recurse=False)), []
@@ -78,4 +80,4 @@ def _blocks_by_size(module: nn.Module, min_num_params: int) -> Iterator[nn.Modul
             return 0, [*units, m]
         return rest, units
 
-    yield from visit(module)[1]
+    return visit(module)[1]

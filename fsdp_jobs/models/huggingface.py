@@ -70,14 +70,6 @@ def layer_classes(model: Any) -> list[str]:
     return sorted(model._no_split_modules or [])
 
 
-def hf_head_modules(model: Any) -> list[nn.Module]:
-    """Return the head, and the embedding where it shares the head's weight."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is None:
-        return []
-    return [embedding, head] if embedding.weight is head.weight else [head]
-
-
 def initial_pieces(config: HfConfig, device: torch.device, seed: int) -> Iterator[dict[str, Tensor]]:
     """Yield the initial values of all parameters and buffers, a layer or less at a time, as transformers draws them.
 

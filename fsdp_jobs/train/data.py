@@ -66,6 +66,12 @@ def microbatches(first: int, data: DataConfig, rank: int, world: int) -> list[li
     return [positions[i : i + data.micro_batch] for i in range(0, most, data.micro_batch)]
 
 
+def microbatches_of_steps(data: DataConfig, rank: int, world: int, first: int, steps: int) -> Iterator[list[int]]:
+    """Yield this rank's microbatches of so many steps from position `first`."""
+    for step in range(steps):
+        yield from microbatches(first + step * data.global_batch, data, rank, world)
+
+
 class Samples(Dataset[tuple[Tensor, Tensor]]):
     """Map positions to (tokens, labels), each int64 [seq_len]; labels are the tokens that follow."""
 
@@ -88,18 +94,6 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
         start = sample_at(position, self.samples, self.seed) * self.seq_len
         stretch = torch.from_numpy(self.tokens[start : start + self.seq_len + 1].astype(np.int64))
         return stretch[:-1], stretch[1:]
-
-
-class Order:
-    """A batch sampler: the microbatches of this rank from a position on, until a step."""
-
-    def __init__(self, data: DataConfig, rank: int, world: int, first: int, steps: int):
-        self.data, self.rank, self.world, self.first, self.steps = data, rank, world, first, steps
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for step in range(self.steps):
-            first = self.first + step * self.data.global_batch
-            yield from microbatches(first, self.data, self.rank, self.world)
 
 
 class ElasticSampler(Sampler[list[int]]):

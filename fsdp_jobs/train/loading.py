@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.config.schema import DataConfig
 from fsdp_jobs.run.processes import die_with_parent
-from fsdp_jobs.train.data import Order, Samples, microbatches
+from fsdp_jobs.train.data import Samples, microbatches, microbatches_of_steps
 from fsdp_jobs.train.sources import Stream, StreamBatches, open_tokens
 
 
@@ -53,7 +53,7 @@ def batches(
         chosen = {"dataset": StreamBatches(samples, rank, world, first, steps), "batch_size": None}
     else:
         workers = data.workers
-        chosen = {"dataset": samples, "batch_sampler": Order(data, rank, world, first, steps)}
+        chosen = {"dataset": samples, "batch_sampler": microbatches_of_steps(data, rank, world, first, steps)}
     loader = DataLoader(
         **chosen,
         num_workers=workers,

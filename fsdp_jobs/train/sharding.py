@@ -1,4 +1,4 @@
-"""Parallelism applied to a plain model, in order: activation checkpointing, compile, FSDP2, weights; and its mesh."""
+"""Parallelism applied to a plain model: its mesh, activation checkpointing, compile, FSDP2, weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+    offload_wrapper,
+)
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -130,51 +134,14 @@ def shard(
     mesh: DeviceMesh,
     device: torch.device,
 ) -> None:
-    """Apply activation checkpointing, compilation and FSDP2 to a model whose blocks are given."""
-    blocks = apply_activation_checkpointing(model, blocks, fsdp)
+    """Apply activation checkpointing, compilation and FSDP2 to a model whose blocks are given.
+
+    Each block becomes an FSDP unit, the head one that stays gathered (backward needs it at once), and the root.
+    """
+    blocks = _checkpoint_activations(model, blocks, fsdp)
     if fsdp.compile:
         for block in blocks:
             block.compile()
-    apply_fsdp(model, blocks, fsdp, layout, mesh, device)
-
-
-def apply_activation_checkpointing(model: nn.Module, blocks: list[nn.Module], fsdp: FsdpConfig) -> list[nn.Module]:
-    """Wrap blocks so that their activations are recomputed in backward. Returns the wrapped blocks."""
-    kind, every = fsdp.activation_checkpointing, fsdp.activation_checkpointing_every
-    if kind == "none":
-        return blocks
-
-    def wrap(block: nn.Module) -> nn.Module:
-        if kind == "selective":
-            wrapped = checkpoint_wrapper(block, context_fn=_keep_expensive_ops, preserve_rng_state=True)
-        else:
-            wrapped = checkpoint_wrapper(block, preserve_rng_state=True)
-        return offload_wrapper(wrapped) if fsdp.activation_offload else wrapped
-
-    now = {b: wrap(b) if kind != "every_n" or i % every == 0 else b for i, b in enumerate(blocks)}
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if now.get(child, child) is not child and parent is not now[child]:
-                setattr(parent, name, now[child])
-    return [now[b] for b in blocks]
-
-
-def _keep_expensive_ops() -> object:
-    def policy(_context: object, op: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op in _EXPENSIVE_OPS else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
-
-
-def apply_fsdp(
-    model: nn.Module,
-    blocks: list[nn.Module],
-    fsdp: FsdpConfig,
-    layout: Layout,
-    mesh: DeviceMesh,
-    device: torch.device,
-) -> None:
-    """Apply FSDP2 to each block, to the head (kept gathered: backward needs it at once), then to the root."""
     output = output_dtype(fsdp)
     inner = MixedPrecisionPolicy(compute_dtype(fsdp, device), TORCH_DTYPES[fsdp.reduce_dtype])
     outer = MixedPrecisionPolicy(
@@ -182,24 +149,50 @@ def apply_fsdp(
     )
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if fsdp.cpu_offload else OffloadPolicy()
 
-    def shard(module: nn.Module | list[nn.Module], policy: MixedPrecisionPolicy, reshard: bool) -> None:
+    def apply(module: nn.Module | list[nn.Module], policy: MixedPrecisionPolicy, reshard: bool) -> None:
         if layout.strategy == "no_shard":
             replicate(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
         else:
             fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
 
     for block in blocks:
-        shard(block, inner, layout.reshard_after_forward)
+        apply(block, inner, layout.reshard_after_forward)
     head = head_modules_of(model) if fsdp.wrap == "layer" else []
     if head:
-        shard(head, inner, False)
-    shard(model, outer, False)
+        apply(head, inner, False)
+    apply(model, outer, False)
     for ahead, order, prefetch in (
         (fsdp.forward_prefetch, blocks, "set_modules_to_forward_prefetch"),
         (fsdp.backward_prefetch, blocks[::-1], "set_modules_to_backward_prefetch"),
     ):
         for i, block in enumerate(order if ahead else []):
             getattr(block, prefetch)(order[i + 1 : i + 1 + ahead])
+
+
+def _checkpoint_activations(model: nn.Module, blocks: list[nn.Module], fsdp: FsdpConfig) -> list[nn.Module]:
+    """Wrap blocks so that their activations are recomputed in backward. Returns all blocks, wrapped or not."""
+    kind = fsdp.activation_checkpointing
+    if kind == "none":
+        return blocks
+    options = {"context_fn": _keep_expensive_ops} if kind == "selective" else {}
+    chosen = set(blocks[:: fsdp.activation_checkpointing_every] if kind == "every_n" else blocks)
+    wrapped = {block: block for block in blocks}
+
+    def wrap(block: nn.Module) -> nn.Module:
+        if wrapped[block] is block:
+            recomputed = checkpoint_wrapper(block, **options)
+            wrapped[block] = offload_wrapper(recomputed) if fsdp.activation_offload else recomputed
+        return wrapped[block]
+
+    apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=chosen.__contains__)
+    return list(wrapped.values())
+
+
+def _keep_expensive_ops() -> object:
+    def policy(_context: object, op: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in _EXPENSIVE_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 def fill_weights(model: nn.Module, model_config: ModelConfig, device: torch.device, seed: int) -> None:

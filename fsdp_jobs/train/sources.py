@@ -10,6 +10,7 @@ import hashlib
 import os
 import sysconfig
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +22,7 @@ from torch.utils.data import IterableDataset
 from fsdp_jobs.config.data import text_files
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import DataConfig
-from fsdp_jobs.train.data import IGNORE, Tokens, microbatches
+from fsdp_jobs.train.data import IGNORE, Tokens, microbatches_of_steps
 from fsdp_jobs.train.tokenize import Tokenize, cached, check_ids, tokenizer_of
 
 _BLOCK = 1 << 20  # characters of a text file that are tokenized at once, up to the next end of a line
@@ -170,15 +171,13 @@ class StreamBatches(IterableDataset[tuple[Tensor, Tensor]]):
         data = self.stream.data
         nothing = np.full(data.seq_len + 1, IGNORE)
         samples, position = self.stream.samples(), 0
-        for step in range(self.steps):
-            first = self.first + step * data.global_batch
-            for wanted in microbatches(first, data, self.rank, self.world):
-                rows = []
-                for place in wanted:
-                    while place >= 0 and position < place:
-                        next(samples)
-                        position += 1
-                    rows.append(next(samples) if place >= 0 else nothing)
-                    position += place >= 0
-                both = torch.from_numpy(np.stack(rows))
-                yield both[:, :-1].clamp(min=0), both[:, 1:].contiguous()
+        for wanted in microbatches_of_steps(data, self.rank, self.world, self.first, self.steps):
+            rows = []
+            for place in wanted:
+                if place < 0:
+                    rows.append(nothing)
+                else:
+                    rows.append(next(islice(samples, place - position, None)))
+                    position = place + 1
+            both = torch.from_numpy(np.stack(rows))
+            yield both[:, :-1].clamp(min=0), both[:, 1:].contiguous()

@@ -85,8 +85,7 @@ def tracked(
         with FakeTensorMode():
             model: Llama = OneModuleHead(model_config) if head else NoHead(model_config)
             blocks = sharding.find_blocks(model, model_config, fsdp)
-            blocks = sharding.apply_activation_checkpointing(model, blocks, fsdp)
-            sharding.apply_fsdp(model, blocks, fsdp, layout, mesh, cpu)
+            sharding.shard(model, blocks, fsdp, layout, mesh, cpu)
             optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
             tokens = torch.randint(0, model_config.vocab_size, (data.micro_batch, data.seq_len))
 
