@@ -63,7 +63,7 @@ Value = float | Tensor
 
 
 class _Agreement:
-    """What all ranks do next: the maximum of what each was requested, computed beside a step at no cost to it."""
+    """What all ranks do next: the maximum of their requests, computed beside a step at no cost to it."""
 
     def __init__(self) -> None:
         self.group = dist.new_group(backend="gloo")
@@ -219,7 +219,7 @@ def _the_job() -> _Job:
 
 
 def init() -> torch.device:
-    """Join the other ranks: process group, this rank's device, the connection to the agent. Returns the device.
+    """Join the other ranks: process group, device, connection to the agent. Returns the device.
 
     A process group that the program has made itself is used as it is. Without a launcher SIGTERM and SIGUSR1 are
     taken as a request to leave, which `should_stop` tells.
@@ -252,7 +252,7 @@ def layout() -> Layout:
 
 
 def mesh() -> DeviceMesh:
-    """Return the plan's device mesh: `shard`, or `replicate` and `shard`, over ranks in the order of the network."""
+    """Return the plan's device mesh, `shard` or `replicate` and `shard`, over ranks in network order."""
     job = _the_job()
     if job.mesh is None:
         job.mesh = sharding.build_mesh(job.layout, job.device.type)

@@ -89,7 +89,7 @@ class Checkpointer:
         return self.rank == 0 and minutes > 0 and time.monotonic() - self.saved_at >= minutes * 60
 
     def save(self, step: int, block: bool = False) -> None:
-        """Save the state after `step` steps: written while the next ones run or, with `block`, before this returns.
+        """Save the state after `step` steps, while the next ones run or, with `block`, before this returns.
 
         Waits for the previous save first; a step that is saved already is not written again. A save that fails leaves
         nothing behind but an event, the text in `failure`, and the checkpoint before it.
@@ -205,7 +205,7 @@ class Checkpointer:
             events.record(self.run, self.attempt, kind(request.step, size, round(time.time() - manifest.time, 3)))
 
     def restore(self, otherwise: Callable[[], None] = lambda: None) -> int:
-        """Load the newest checkpoint that is whole; without one call `otherwise`. Returns the step, 0 if there is none.
+        """Load the newest whole checkpoint; without one call `otherwise`. Returns the step, 0 for none.
 
         All ranks verify it together, and rank 0 chooses. Damaged ones are set aside and named in an event. What the
         nodes have on their own disks is not read from shared storage.
@@ -252,7 +252,7 @@ class Checkpointer:
                 print(f"WARNING {folder.name} cannot be used, going back one: {'; '.join(faults)}", flush=True)
 
     def _newest(self) -> list[Any]:
-        """Return name, faults that names and sizes show, manifest, and whether its shards are on shared storage."""
+        """Return name, faults in names and sizes, manifest, and whether the shards are on shared storage."""
         shared = next(iter(catalog.find_checkpoints(self.home)), None)
         on_nodes = next(iter(catalog.find_on_nodes(self.home)), None) if self.disks is not None else None
         if on_nodes is not None and (shared is None or catalog.step_of(on_nodes) > catalog.step_of(shared)):
@@ -271,7 +271,7 @@ class Checkpointer:
         return sorted({fault for faults in by_rank for fault in faults})
 
     def _load(self, folder: Path, manifest: Manifest, shards: Path | None) -> None:
-        """Load a verified checkpoint; `shards` is this node's folder when the nodes have it on their own disks."""
+        """Load a verified checkpoint; `shards` is this node's folder when it is on the nodes' own disks."""
         reader = SafeReader(folder, shards)
         metadata = reader.read_metadata()
         same_world = manifest.world_size == self.layout.world_size

@@ -102,7 +102,7 @@ def open_source(path: Path, key: str) -> Source:
 
 
 def compare(model: nn.Module, config: JobConfig, source: Source) -> tuple[dict[str, str], list[str], list[str]]:
-    """Compare names: the model's -> the source's; parameters missing in the source; tensors missing in the model."""
+    """Return the model's names -> the source's, parameters the source lacks, tensors the model lacks."""
     weights = weights_of(model)
     found, left_over = match(source.shapes, weights.keys(), config.init_key_map)
     filled = {id(weights[name]) for name in found}  # tied weights have several names, and any of them will do
@@ -128,7 +128,7 @@ def problems_of(model: nn.Module, config: JobConfig) -> list[Problem]:
 
 
 def load_initial(model: nn.Module, config: JobConfig) -> None:
-    """Load the weights that the configuration names, if it names any, into a new run's model. Called by every rank.
+    """Load the weights that the configuration names, if any, into a new run's model. All ranks call it.
 
     Raises:
         BadInput: tensors that are missing, left over, or of another shape, by name.
@@ -209,7 +209,7 @@ def _head_width(model: Any, config: JobConfig) -> int:
 
 
 def _reorder_rotated_rows(model: nn.Module, config: JobConfig) -> None:
-    """Reorder queries and keys whose rotated pairs are neighbours into pairs (i, i + width / 2) of each head."""
+    """Reorder queries and keys from rotated neighbours into pairs (i, i + width / 2) of each head."""
     width = _head_width(model, config)
     for name, parameter in model.named_parameters():
         if _QUERIES_AND_KEYS.search(plain_name(name)):

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a training program: its tensors by name, taken from the objects and given back to them."""
+"""What a checkpoint holds of a training program: tensors by name, read from its objects and put back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class State:
-    """A model, its optimizer, this rank's random state, and other objects whose values are the same on every rank."""
+    """A model, its optimizer, this rank's random state, and objects that are the same on every rank."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, others: Mapping[str, Stateful], device: torch.device
@@ -54,7 +54,7 @@ class State:
         return self._live | {name: _packed(o.state_dict()) for name, o in (self.others | self.random).items()}
 
     def to_load(self, metadata: Metadata, checkpoint: str, same_world: bool) -> dict[str, Tensor]:
-        """Return the tensors that a checkpoint is to be read into, random states only at the same number of ranks.
+        """Return the tensors to read a checkpoint into, random states only at the same number of ranks.
 
         Raises:
             JobFailed: the checkpoint is of another model.
@@ -78,7 +78,7 @@ class State:
 
 
 class Hyperparameters:
-    """What an optimizer's groups hold besides parameters: schedulers compute the next rate from the last one."""
+    """What an optimizer's groups hold besides parameters; schedulers compute the next rate from it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.optimizer = optimizer

@@ -1,4 +1,4 @@
-"""The FSDP policy of a job as Accelerate reads it from the environment, for programs that use its Accelerator."""
+"""The FSDP policy of a job as environment variables that Accelerate's Accelerator reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Causal language models of transformers as the trainer needs them: tokens in, logits out, built on the meta device."""
+"""Causal language models of transformers: tokens in, logits out, built on the meta device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def transformers() -> Any:
 
 
 def build_hf(config: HfConfig) -> nn.Module:
-    """Build the model of a folder or of a repository of the hub, without its weights, in fp32 on the default device.
+    """Build the model of a folder or hub repository, without its weights, in fp32 on the default device.
 
     Parameters keep transformers' names. The forward pass returns the logits alone.
 
@@ -51,7 +51,7 @@ def _logits(_module: nn.Module, _args: Any, out: Any) -> Tensor:
 
 
 def folder_of(config: HfConfig, weights: bool = True) -> Path:
-    """Return the folder with the model's files; a machine downloads those of the hub once, weights only on request."""
+    """Return the folder with the model's files, downloaded from the hub once; weights only on request."""
     if Path(config.name_or_path).is_dir():
         return Path(config.name_or_path)
     from huggingface_hub import snapshot_download
@@ -71,7 +71,7 @@ def layer_classes(model: Any) -> list[str]:
 
 
 def initial_pieces(config: HfConfig, device: torch.device, seed: int) -> Iterator[dict[str, Tensor]]:
-    """Yield the initial values of all parameters and buffers, a layer or less at a time, as transformers draws them.
+    """Yield the initial values of parameters and buffers, a layer or less at a time, as transformers does.
 
     The random numbers of a piece depend on the seed and the piece's name alone.
     """

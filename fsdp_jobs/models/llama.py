@@ -107,7 +107,7 @@ class Llama(nn.Module):
         return self.output(self.norm(x))  # type: ignore[no-any-return]
 
     def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
-        """Fill one whole (unsharded) parameter: N(0, 0.02), residual projections scaled by depth (GPT-2), norms 1."""
+        """Fill one unsharded parameter: N(0, 0.02), residual projections scaled by depth (GPT-2), norms 1."""
         if parameter.ndim == 1:
             parameter.fill_(1.0)
             return

@@ -1,4 +1,4 @@
-"""The weights of a sharded model seen from one rank: their plain names, and how whole tensors get into them."""
+"""The weights of a sharded model on one rank: their plain names, and copying whole tensors into them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def copy_local_part(target: Tensor, whole: Any) -> None:
-    """Copy this rank's part of a whole tensor, or of what can be indexed like one, into a parameter or buffer."""
+    """Copy this rank's part of a whole tensor, or what is indexed like one, into a parameter or buffer."""
     part: tuple[slice, ...] = ()
     if isinstance(target, DTensor):
         sizes, offsets = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)

@@ -25,7 +25,7 @@ IGNORE = -100  # label of a token that does not count, as in cross_entropy's ign
 
 
 def sample_at(position: int, samples: int, seed: int) -> int:
-    """Return the sample at a position: a permutation of range(samples) in each epoch, in O(1) memory and time.
+    """Return the sample at a position: a permutation of range(samples) per epoch, in O(1) memory and time.
 
     A four-round Feistel network over the smallest even number of bits that holds `samples`, walked until it
     lands inside (Black and Rogaway 2002, "Ciphers with arbitrary finite domains").
@@ -97,7 +97,7 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
 
 
 class ElasticSampler(Sampler[list[int]]):
-    """A batch sampler for a DataLoader: each sample once an epoch, in an order that depends on the seed alone.
+    """A batch sampler for a DataLoader: each sample once per epoch, in an order set by the seed alone.
 
     A step takes the next `batch` samples of that order over all ranks, and each rank gets its part of them. So a job
     that goes on with more or fewer ranks, `DataLoader(data, batch_sampler=sampler.after(step))`, goes on with the same

@@ -1,4 +1,4 @@
-"""Record what a step measured: a line of `metrics.jsonl` and, when TensorBoard is installed, its scalars."""
+"""Record what a step measured: a line of `metrics.jsonl` and, where installed, TensorBoard's scalars."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
 
 
 def learning_rate(step: int, config: OptimConfig, steps: int) -> float:
-    """Return the rate of the 0-based `step`: linear warmup to `lr`, then a half cosine down to `lr * min_lr_ratio`.
+    """Return the rate of the 0-based `step`: linear warmup to `lr`, half a cosine to `lr * min_lr_ratio`.
 
     The cosine ends at `decay_steps`, or at the job's `steps`; it is Loshchilov and Hutter 2017,
     arXiv:1608.03983, without restarts.

@@ -1,4 +1,4 @@
-"""Open the tokens that a configuration names, as one array of ids that is memory-mapped where it is long.
+"""Open the tokens that a configuration names, as one array of ids, memory-mapped where it is long.
 
 A data set that is streamed is read as it comes: in its own order, samples packed over documents, resumed by skipping.
 Every rank reads and tokenizes the whole stream and keeps its positions, so samples are the same over any world.
@@ -89,7 +89,7 @@ def _texts(files: list[Path]) -> Iterator[str]:
 
 
 def open_dataset(data: DataConfig) -> Any:
-    """Open the data set of `data=hf_dataset`: a folder that save_to_disk wrote, a file, or a name on the hub.
+    """Open the data set of `data=hf_dataset`: a folder of save_to_disk, a file, or a name on the hub.
 
     Raises:
         BadInput: the library is missing, or there is no such split.

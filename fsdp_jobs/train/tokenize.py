@@ -35,7 +35,7 @@ class Tokenize:
 
 
 def tokenizer_of(data: DataConfig) -> Tokenize:
-    """Load what `data.tokenize` or `data.tokenizer` names. A tokenizer's documents end with its end-of-text token.
+    """Load `data.tokenize` or `data.tokenizer`, whose documents end with its end-of-text token.
 
     Raises:
         BadInput: there is no such function or tokenizer.
@@ -79,7 +79,7 @@ def _identity(tokenizer: str) -> str:
 
 
 def cached(data: DataConfig, identity: list[Any], documents: Callable[[], Iterable[list[int]]]) -> Path:
-    """Return the file with the tokens of all documents; one process of this machine writes it, the others wait.
+    """Return the file with the tokens of all documents; one process per machine writes it, others wait.
 
     Raises:
         BadInput: an id that is not below `data.vocab_size`.
