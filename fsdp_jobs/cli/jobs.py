@@ -93,7 +93,7 @@ def plan(args: list[str]) -> int:
 
 def resume(args: list[str]) -> int:
     parser = runs.run_parser("resume")
-    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("overrides", nargs="*", default=[], help="what changes: group=option, key=value")
     flags = parser.parse(args)
     before = [o for o in flags.run.read_job()["overrides"] if o.partition("=")[0] not in ("attach", "dry_run")]
     here = [f"name={flags.run.name}", f"runs_dir={flags.run.path.parent}"]

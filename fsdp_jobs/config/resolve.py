@@ -43,7 +43,7 @@ def ranks_per_node(config: JobConfig) -> int:
     ranks = config.nproc_per_node
     if not isinstance(ranks, int) or ranks < 1:
         raise BadInput([Problem(f"nproc_per_node={ranks}", "is neither auto nor a number of at least 1")])
-    return ranks
+    return int(ranks)  # true is a number to YAML
 
 
 def node_range(nodes: int | str) -> tuple[int, int]:

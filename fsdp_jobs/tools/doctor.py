@@ -32,5 +32,6 @@ def doctor(config: JobConfig, console: Console) -> int:
             console.print(Text(f"{'':25}-> {finding.cure}"), soft_wrap=True)
     if not states:
         what = "this launcher has nothing to examine"
-        raise BadInput([Problem(f"cluster.launcher={config.cluster.launcher}", what, "dry_run=true checks a job")])
+        instead = "fsdp-jobs doctor cluster=slurm, or cluster=kubernetes; dry_run=true checks a job"
+        raise BadInput([Problem(f"cluster.launcher={config.cluster.launcher}", what, instead)])
     return EXIT_FAILED if "bad" in states else EXIT_DONE

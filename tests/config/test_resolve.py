@@ -80,3 +80,7 @@ def test_a_range_of_nodes() -> None:
     for wrong in (0, "x", "1:x", "4:2", ":"):
         with pytest.raises(BadInput, match=f"nodes={wrong}"):
             node_range(wrong)
+
+
+def test_true_is_one_rank_and_is_written_as_a_number() -> None:
+    assert str(ranks_per_node(compose_job(["nproc_per_node=true"]))) == "1"
