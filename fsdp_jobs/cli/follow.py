@@ -23,7 +23,6 @@ from fsdp_jobs.run.verdict import Verdict
 
 _REFRESH_S = 0.25
 _PLAIN_EVERY_S = 5.0  # between progress lines where there is no terminal to redraw
-_ALIVE_EVERY_S = 2.0  # between two questions to the launcher
 
 
 def _progress_line(status: RunStatus) -> Table:
@@ -50,21 +49,20 @@ def _progress_words(status: RunStatus) -> list[str]:
 class Follower:
     """A run in the terminal, until its newest attempt has ended or its launcher no longer has the job."""
 
-    def __init__(self, run: RunDir, console: Console, alive: Callable[[], bool]):
-        self.console, self.alive = console, alive
+    def __init__(self, run: RunDir, console: Console):
+        self.console = console
         self.status = RunStatus(run)
         self.status.update()  # earlier submissions of the run are not shown
         self.status.state = "submitted"
         self._logs = Logs(run.path, rank_logs())
         self._logs.skip()
-        self._checked_alive = time.monotonic()
 
-    def follow(self) -> None:
-        """Show the run until it has ended. KeyboardInterrupt passes through."""
+    def follow(self, active: Callable[[], bool]) -> None:
+        """Show the run until it has ended, or is not active any more. KeyboardInterrupt passes through."""
         shown_at, shown_step = 0.0, -1
         is_live = self.console.is_terminal
         with Live(console=self.console, refresh_per_second=8, transient=True) if is_live else nullcontext() as live:
-            while not self._turn():
+            while not self._turn(active):
                 if live is not None:
                     live.update(_progress_line(self.status))
                 elif time.monotonic() - shown_at > _PLAIN_EVERY_S and self.status.step != shown_step:
@@ -72,13 +70,10 @@ class Follower:
                     shown_at, shown_step = time.monotonic(), self.status.step
                 time.sleep(_REFRESH_S)
 
-    def _turn(self) -> bool:
+    def _turn(self, active: Callable[[], bool]) -> bool:
         """Show what is new; return whether it is over."""
         self._show_news()
-        if self.status.ended or time.monotonic() - self._checked_alive < _ALIVE_EVERY_S:
-            return self.status.ended
-        self._checked_alive = time.monotonic()
-        if self.alive():
+        if not self.status.ended and active():
             return False
         self._show_news()
         if not self.status.ended:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from rich.console import Console
 
 from fsdp_jobs.cli import runs
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
-from fsdp_jobs.config.hydra import CONF_DIR, compose_job, merge_overrides, register_schemas, search_path
+from fsdp_jobs.config.hydra import CONF_DIR, compose_job, key_of, merge_overrides, register_schemas, search_path
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.run.directory import write_atomic
 from fsdp_jobs.run.verdict import EXIT_FAILED
@@ -48,7 +49,7 @@ def _submit(overrides: Sequence[str]) -> int:
         console.print(str(job.request), markup=False, soft_wrap=True)
         console.print("dry run: nothing was submitted", style="yellow")
         return 0
-    follower = Follower(job.run, console, lambda: submission.is_active(handle)) if config.attach else None
+    follower = Follower(job.run, console) if config.attach else None
     (handle,) = submission.submit([job], [overrides])
     console.print(f"submitted {handle}\nrun directory {job.run.path}", markup=False, soft_wrap=True)
     (described,) = submission.describe([handle])
@@ -57,13 +58,14 @@ def _submit(overrides: Sequence[str]) -> int:
     if follower is None:
         console.print(f"follow with: fsdp-jobs logs -f {job.run.name}", markup=False)
         return 0
+    active = submission.activity_of(handle, time.monotonic())
     try:
-        follower.follow()
+        follower.follow(active)
     except KeyboardInterrupt:
         console.print("saving a checkpoint, then stopping; Ctrl-C again stops at once", style="yellow")
         write_atomic(job.run.stop_request, "Ctrl-C")
         try:
-            follower.follow()
+            follower.follow(active)
         except KeyboardInterrupt:
             submission.kill([handle])
             follower.status.update()
@@ -95,7 +97,7 @@ def resume(args: list[str]) -> int:
     parser = runs.run_parser("resume")
     parser.add_argument("overrides", nargs="*", default=[], help="what changes: group=option, key=value")
     flags = parser.parse(args)
-    before = [o for o in flags.run.read_job()["overrides"] if o.partition("=")[0] not in ("attach", "dry_run")]
+    before = [o for o in flags.run.read_job()["overrides"] if key_of(o) not in ("attach", "dry_run")]
     here = [f"name={flags.run.name}", f"runs_dir={flags.run.path.parent}"]
     return _submit(merge_overrides(before, [*flags.overrides, *here]))
 

@@ -165,17 +165,12 @@ def logs(args: list[str]) -> int:
     parser.add_argument("--attempt", type=int)
     parser.add_argument("--errors", action="store_true", help="only lines that look like an error")
     flags = parser.parse(args)
-    from fsdp_jobs.submit.submit import is_active
+    from fsdp_jobs.submit.submit import activity_of
 
-    handle, asked_at, active = flags.run.read_job()["handle"], 0.0, True
-
-    def running() -> bool:
-        nonlocal asked_at, active
-        if active and (flags.follow or not asked_at) and time.monotonic() - asked_at > 2:
-            asked_at, active = time.monotonic(), is_active(handle)
-        return bool(flags.follow) and active
-
-    for file, line in follow_files(flags.run.path, rank_logs(flags.attempt, flags.node, flags.rank), running):
+    active = activity_of(flags.run.read_job()["handle"])
+    pattern = rank_logs(flags.attempt, flags.node, flags.rank)
+    # the launcher is asked once in any case: it may have to fetch the logs
+    for file, line in follow_files(flags.run.path, pattern, lambda: active() and flags.follow):
         if not flags.errors or looks_like_error(line):
             sys.stdout.write(f"[{label(file)}] {line}\n")
             sys.stdout.flush()

@@ -75,10 +75,15 @@ def keys_of(config: DictConfig, prefix: str = "") -> list[str]:
     return keys
 
 
+def key_of(override: str) -> str:
+    """Return the key of an override: `optim.lr` of `+optim.lr=1e-3`."""
+    return override.partition("=")[0].lstrip("+~")
+
+
 def merge_overrides(first: Sequence[str], then: Sequence[str]) -> list[str]:
     """Join two lists of overrides, where a key of the second replaces the same key of the first."""
-    replaced = {o.partition("=")[0].lstrip("+~") for o in then}
-    return [o for o in first if o.partition("=")[0].lstrip("+~") not in replaced] + list(then)
+    replaced = set(map(key_of, then))
+    return [o for o in first if key_of(o) not in replaced] + list(then)
 
 
 def search_path(config_dir: str) -> str:

@@ -39,6 +39,10 @@ def write_atomic(path: Path, text: str, mode: int = 0o644) -> None:
         raise
 
 
+def _read_object(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
 class RunDir:
     """The paths of one run."""
 
@@ -114,23 +118,18 @@ class RunDir:
 
     def excluded_hosts(self) -> dict[str, str]:
         """Return machines that this job should not get now -> why. For launchers."""
-        if not self.excluded.exists():
-            return {}
-        listed: dict[str, dict[str, Any]] = json.loads(self.excluded.read_text())
+        listed = _read_object(self.excluded)
         return {host: entry["why"] for host, entry in listed.items() if entry["until"] > time.time()}
 
     def exclude(self, host: str, for_s: float, why: str) -> None:
         """Exclude a machine for so many seconds."""
-        listed = json.loads(self.excluded.read_text()) if self.excluded.exists() else {}
+        listed = _read_object(self.excluded)
         listed[host] = {"until": time.time() + for_s, "why": why}
         write_atomic(self.excluded, json.dumps(listed, indent=2))
 
     def read_job(self) -> dict[str, Any]:
         """Return what was submitted last: handle, overrides, time, first attempt; empty before a submission."""
-        if not self.job.exists():
-            return {}
-        content: dict[str, Any] = json.loads(self.job.read_text())
-        return content
+        return _read_object(self.job)
 
     @property
     def is_submitted(self) -> bool:

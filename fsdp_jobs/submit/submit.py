@@ -6,6 +6,7 @@ Every function takes many jobs: their launchers are asked once for all of them.
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -35,6 +36,7 @@ from fsdp_jobs.submit.validate import check_existing_run, validate
 
 _Item = TypeVar("_Item")
 
+_ASK_EVERY_S = 2.0  # between two questions to a launcher about the same job
 _LEAVES_S = 30.0  # most that a launcher takes to see that a job has ended
 
 
@@ -53,24 +55,17 @@ def plan_of(config: JobConfig) -> tuple[Plan, ModelShape | None]:
         BadInput: a custom model that cannot be built, a bad topology file, an impossible sharding, no such launcher.
     """
     shape = probe(config) if isinstance(config.model, CustomModelConfig | HfConfig) else None
-    if config.cluster.topology is not None:
-        topology: Topology | None = _topology_of_file(config, config.cluster.topology)
-    else:
-        topology = launcher_of(config.cluster.launcher).topology(config)
+    topology = _topology(config)
     return make_plan(config, topology, None if topology is None else node_range(config.nodes)[1], shape), shape
 
 
-def _topology_of_file(config: JobConfig, path: str) -> Topology:
-    topology = from_yaml(_read_topology(path), gpus=ranks_per_node(config))
-    if len(topology.nodes) < node_range(config.nodes)[1]:
-        what = f"names {len(topology.nodes)} nodes, the job wants {config.nodes}"
-        raise BadInput([Problem(f"cluster.topology={path}", what)])
-    return topology
-
-
-def _read_topology(path: str) -> str:
+def _topology(config: JobConfig) -> Topology | None:
+    """Return where the nodes are: by the user's file, or else by the launcher, which may not know."""
+    path = config.cluster.topology
+    if path is None:
+        return launcher_of(config.cluster.launcher).topology(config)
     try:
-        return Path(path).read_text()
+        return from_yaml(Path(path).read_text(), gpus=ranks_per_node(config))
     except OSError as e:
         raise BadInput([Problem(f"cluster.topology={path}", str(e.strerror))]) from e
 
@@ -184,7 +179,7 @@ def _write(job: Prepared, overrides: Sequence[str]) -> None:
     write_atomic(run.config, dump_config(job.config))
     write_atomic(run.plan, job.plan.to_json())
     topology = job.config.cluster.topology
-    _write_or_remove(run.topology, None if topology is None else _read_topology(topology))
+    _write_or_remove(run.topology, None if topology is None else Path(topology).read_text())
     _write_or_remove(run.shape, None if job.shape is None else job.shape.to_json())
     write_atomic(run.token, secrets.token_hex(16), mode=0o600)
     write_atomic(run.request, f"{job.request}\n")
@@ -247,6 +242,24 @@ def _app_id_in(handle: str) -> str:
 def is_active(handle: str) -> bool:
     """Whether a job runs, or waits to."""
     return describe([handle])[0].state.is_active
+
+
+def activity_of(handle: str, said_at: float = -math.inf) -> Callable[[], bool]:
+    """Return a function that says whether a job is active, by what its launcher said in the last 2 seconds.
+
+    Args:
+        handle: of a job that was active.
+        said_at: when its launcher said so, on the monotonic clock.
+    """
+    active = True
+
+    def ask() -> bool:
+        nonlocal said_at, active
+        if active and time.monotonic() - said_at > _ASK_EVERY_S:
+            active, said_at = is_active(handle), time.monotonic()
+        return active
+
+    return ask
 
 
 def kill(handles: Sequence[str]) -> None:

@@ -20,12 +20,12 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from rich.console import Console
 
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
-from fsdp_jobs.config.hydra import PLUGINS, check_sweep, hydra_here
+from fsdp_jobs.config.hydra import PLUGINS, check_sweep, hydra_here, key_of
 from fsdp_jobs.config.keys import value_problems
 from fsdp_jobs.run.directory import find_run
 from fsdp_jobs.submit.submit import prepare
 from fsdp_jobs.sweeps import jobs
-from fsdp_jobs.sweeps.identity import canonical, is_of_the_command, key_of, name_for
+from fsdp_jobs.sweeps.identity import canonical, is_of_the_command, name_for
 from fsdp_jobs.sweeps.show import ended_line, show_dry_run, show_submitted
 from fsdp_jobs.sweeps.table import Row, Sweep, locked, read_sweep
 

@@ -10,13 +10,10 @@ from functools import cache
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
+from fsdp_jobs.config.hydra import key_of
+
 _OF_THE_COMMAND = ("name", "runs_dir", "attach", "dry_run")  # and sweep.*: none of them changes what is trained
 _MAX_LETTERS = 40  # of the readable part of a name
-
-
-def key_of(override: str) -> str:
-    """Return the key of an override: `optim.lr` of `+optim.lr=1e-3`."""
-    return override.partition("=")[0].lstrip("+~")
 
 
 def is_of_the_command(override: str) -> bool:

@@ -16,9 +16,10 @@ from typing import Any, get_type_hints
 import yaml
 
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
+from fsdp_jobs.config.hydra import key_of
 from fsdp_jobs.run.directory import RunDir, find_run, write_atomic
 from fsdp_jobs.run.status import ENDED
-from fsdp_jobs.sweeps.identity import identity, key_of
+from fsdp_jobs.sweeps.identity import identity
 
 NEW = "new"  # not submitted yet
 _COMMENT = "# Written by fsdp-jobs. States and objectives are those that its last submission or cancellation saw.\n"

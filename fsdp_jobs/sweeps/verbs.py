@@ -13,12 +13,12 @@ from rich.console import Console
 
 from fsdp_jobs.checkpoints.catalog import find_checkpoints, home_of
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
+from fsdp_jobs.config.hydra import key_of
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.run.tail import newest_json_lines
 from fsdp_jobs.submit.stop import stop
 from fsdp_jobs.submit.validate import composed
 from fsdp_jobs.sweeps import jobs
-from fsdp_jobs.sweeps.identity import key_of
 from fsdp_jobs.sweeps.show import counts, number, show_status, show_submitted
 from fsdp_jobs.sweeps.table import Row, Sweep, find_sweep, locked, read_sweep
 
