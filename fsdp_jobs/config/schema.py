@@ -256,7 +256,7 @@ class JobConfig:
 
     @property
     def is_program(self) -> bool:
-        """Whether ranks run the user's own program and not the trainer."""
+        """Return whether ranks run the user's own program and not the trainer."""
         return self.script is not None or self.module is not None
 
 

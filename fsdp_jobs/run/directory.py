@@ -84,11 +84,11 @@ class RunDir:
         return self.attempt(attempt) / "verdict.json"
 
     def verdicts(self) -> list[Path]:
-        """Return those there are."""
+        """Return the verdict files of all attempts that have ended."""
         return list(self.path.glob("attempts/*/verdict.json"))
 
     def notified(self, attempt: int, decision: str) -> Path:
-        """Return the mark that somebody was notified of this decision."""
+        """Return the file that marks a decision whose notification was sent."""
         return self.attempt(attempt) / f"notified-{decision}"
 
     def process_log(self, attempt: int, process: str) -> Path:
@@ -133,7 +133,7 @@ class RunDir:
 
     @property
     def is_submitted(self) -> bool:
-        """Whether a launcher has taken this run: job.json is written before, and gets the handle after."""
+        """Return whether a launcher has taken this run: job.json is written before, and gets the handle after."""
         return "handle" in self.read_job()
 
     def first_attempt(self) -> int:

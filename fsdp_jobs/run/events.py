@@ -50,7 +50,7 @@ class Event:
 
     @property
     def style(self) -> str:
-        """How a terminal shows the sentence."""
+        """Return the rich style of the sentence."""
         return self._style
 
     def sentence(self) -> str | None:

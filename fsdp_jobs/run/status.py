@@ -55,7 +55,7 @@ class RunStatus:
         self._events, self._metrics = Tail(self.run.events), Tail(self.run.metrics)
 
     def update(self) -> list[Event]:
-        """Read what is new; returns the new events."""
+        """Read what is new, and return the new events."""
         return self._read(map(Event.parse, self._events.records()))
 
     def glance(self) -> None:
@@ -130,18 +130,19 @@ class RunStatus:
 
     @property
     def has_steps(self) -> bool:
-        """Whether its ranks report steps, or will."""
+        """Return whether ranks report steps, or will."""
         return self.steps is not None or self.step > 0
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds to the last step at the present speed; None when nobody knows."""
+        """Return seconds to the last step at the present speed; None when it is not known."""
         if self.steps is None or self.ended or not self.step_s:
             return None
         return max(0, self.steps - self.step) * self.step_s
 
     @property
     def checkpoint_age_s(self) -> float | None:
+        """Return seconds since the newest checkpoint; None before the first."""
         return time.time() - self.committed_at if self.committed >= 0 else None
 
 

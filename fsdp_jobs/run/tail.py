@@ -165,7 +165,7 @@ def follow_files(folder: Path, pattern: str, running: Callable[[], bool]) -> Ite
 
 
 def _timed_lines(tail: Tail) -> Iterator[tuple[float, Path, bytes]]:
-    """Lines of a log with the time by which each had been written, as its agent noted; else the file's last."""
+    """Yield a log's lines, each with the time by which its agent saw it written; else with the file's last."""
     now = tail.path.stat()
     late = (now.st_mtime, math.inf)
     times = _times(tail.path)
@@ -177,7 +177,7 @@ def _timed_lines(tail: Tail) -> Iterator[tuple[float, Path, bytes]]:
 
 
 def _times(log: Path) -> Iterator[tuple[float, float]]:
-    """Pairs of a time and the log's size in bytes at that time."""
+    """Yield pairs of a time and the log's size in bytes at that time."""
     for noted in read_json_lines(log.parent / TIMES):
         if (written := noted.get(log.stem.removeprefix("rank-"))) is not None:
             size, when = written

@@ -18,7 +18,7 @@ EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: checkpoint saved, start the job again
 
-FINAL_ERRORS = ("BadInput", "JobFailed")  # exceptions that say what the user has to change: retrying is no use
+FINAL_ERRORS = ("BadInput", "JobFailed")  # exceptions that say what the user has to change: a retry would fail, too
 
 _NOTIFIED_WITHIN_S = 15.0  # a notification gives up by itself after 10 s
 
@@ -44,7 +44,7 @@ class Verdict:
 
     @property
     def explains_itself(self) -> bool:
-        """Whether the error, and so the reason, says what the user has to change."""
+        """Return whether the error, and so the reason, says what the user has to change."""
         return self.error.startswith(FINAL_ERRORS)
 
     @property

@@ -124,7 +124,7 @@ def _open(config: JobConfig, taken: Sequence[RunDir]) -> RunDir:
 
 
 def _is_live(run: RunDir) -> bool:
-    """Whether a launcher has a job with this run directory; one that has its verdict is given time to leave."""
+    """Return whether a launcher has a job with this run directory, which is given time to exit after its verdict."""
     job = run.read_job()
     deadline = time.monotonic() + _LEAVES_S
     while run.is_submitted and is_active(job["handle"]):
@@ -172,7 +172,7 @@ def submit(
 
 
 def _write(job: Prepared, overrides: Sequence[str]) -> None:
-    """Write all of a run directory that says what the job is; job.json without the handle of this submission."""
+    """Write what describes the job into its run directory; job.json gets the handle of this submission later."""
     run = job.run
     run.checkpoints.mkdir(parents=True, exist_ok=True)
     job.config.name = run.name
@@ -240,7 +240,7 @@ def _app_id_in(handle: str) -> str:
 
 
 def is_active(handle: str) -> bool:
-    """Whether a job runs, or waits to."""
+    """Return whether a job runs or is queued."""
     return describe([handle])[0].state.is_active
 
 
@@ -277,13 +277,11 @@ def ask_launchers(statuses: Sequence[RunStatus]) -> dict[str, Description]:
 def state_of(status: RunStatus, job: Description | None) -> tuple[str, str]:
     """Return state and reason of a run by its own record and its launcher's description; None if it was not asked."""
     status.update()  # the launcher may have fetched more of the record
-    if status.ended or job is None:
+    if status.ended or job is None or job.state is State.RUNNING:
         return status.state, status.reason
     if job.state is State.SILENT:
         return status.state, job.message
     if job.state is State.QUEUED:
         return State.QUEUED.value, job.message
-    if not job.state.is_active:
-        state = State.STOPPED if job.state is State.STOPPED else State.FAILED
-        return state.value, job.message or "its launcher no longer runs it: resume it"
-    return status.state, status.reason
+    state = State.STOPPED if job.state is State.STOPPED else State.FAILED
+    return state.value, job.message or "its launcher no longer runs it: resume it"

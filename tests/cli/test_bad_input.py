@@ -36,6 +36,8 @@ CASES = [
     (["cluster.launcher=slrum"], "not an installed launcher"),
     (["model.n_kv_heads=3"], "must divide"),
     (["--no-such-flag"], "there is no such flag"),
+    (["plan", "--multirun", "seed=1,2"], "there is no such flag"),
+    (["--multirun", "--cfg", "job", "seed=1,2"], "submits, and --cfg prints"),
     (["submitt"], "did you mean submit?"),
     (["resume"], "are required: name\n"),
     (["doctor"], "fsdp-jobs doctor cluster=slurm"),

@@ -61,6 +61,25 @@ def test_a_glance_sees_what_reading_everything_sees(tmp_path: Path) -> None:
     assert goodput_of(run).wall_s == 4000.0 - 100.0
 
 
+def test_steps_that_only_a_program_knows_are_a_dash(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path / "runs", "own")
+    write_atomic(run.job, json.dumps({**run.read_job(), "steps": None}))
+    lines = run.events.read_text().splitlines(keepends=True)
+    run.events.write_text("".join(lines[:3]))  # until the first round has started
+    run.metrics.write_text("")
+    status = RunStatus(run)
+    status.update()
+    assert status.state == "running" and not status.has_steps and status.eta_s is None, "it need not report steps"
+    run.events.write_text("".join(lines))
+    (row,) = status_json(tmp_path, "own")
+    assert row["steps"] is None and row["step"] == 0 and row["eta_s"] is None
+    write_atomic(run.job, json.dumps({**run.read_job(), "steps": 20}))
+    waiting = RunStatus(run)
+    run.events.write_text("".join(lines[:3]))
+    waiting.update()
+    assert waiting.state == "starting" and waiting.has_steps
+
+
 def test_an_unknown_handle_is_said(tmp_path: Path) -> None:
     done = cli(tmp_path, "status", "local_fsdp://fsdp_jobs/nobody")
     assert done.returncode == 2 and "is not the newest submission" in done.stderr
