@@ -105,7 +105,7 @@ def _pod(
         },
         "spec": {
             "terminationGracePeriodSeconds": _grace_s(job),
-            "securityContext": {"runAsUser": user, "runAsGroup": user, "fsGroup": cluster.fs_group},
+            "securityContext": {"runAsUser": user, "runAsGroup": user, **_group(cluster.fs_group)},
             "containers": [container],
             "volumes": [{"name": "runs", "persistentVolumeClaim": {"claimName": cluster.claim}}],
             "tolerations": [*lost, *(cluster.tolerations if is_node else [])],
@@ -120,6 +120,11 @@ def _pod(
         patch["containers"] = [c for c in patch["containers"] if c["name"] not in others]
     template: Object = reduce(merge, [base, skeleton(f"pod_{role.name}"), common, role_patch, {"spec": patch}])
     return template
+
+
+def _group(fs_group: int | None) -> Object:
+    """Return the fields of a security context that make a group own the volumes; none without a group."""
+    return {} if fs_group is None else {"fsGroup": fs_group, "fsGroupChangePolicy": "OnRootMismatch"}
 
 
 def _amounts(cluster: KubernetesClusterConfig, role: Role) -> dict[str, str]:

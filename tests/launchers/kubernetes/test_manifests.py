@@ -77,6 +77,12 @@ def test_what_is_submitted_is_as_it_was_reviewed(case: str) -> None:
     assert render(case) == (HERE / "golden" / f"{case}.yaml").read_text()
 
 
+def test_without_a_group_nothing_is_said_of_one() -> None:
+    config = compose_job([*COMMON, "cluster.fs_group=null", "name=pretrain"])
+    job = Job(config, RunDir("/home/me/runs/pretrain"), make_plan(config))
+    assert "fsGroup" not in str(WORKLOADS["job"].objects(job, Names("pretrain-abc123")))
+
+
 @pytest.mark.parametrize("minor", NEWEST)
 @pytest.mark.parametrize("case", [c for c in CASES if c.startswith("job_")])
 def test_official_schemas_take_every_object(case: str, minor: str) -> None:
