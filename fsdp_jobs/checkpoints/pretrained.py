@@ -214,7 +214,7 @@ def _reorder_rotated_rows(model: nn.Module, config: JobConfig) -> None:
     for name, parameter in model.named_parameters():
         if _QUERIES_AND_KEYS.search(plain_name(name)):
             assert isinstance(parameter, DTensor)
-            pairs = parameter.detach().full_tensor().unflatten(0, (-1, width // 2, 2))
+            pairs = parameter.full_tensor().detach().unflatten(0, (-1, width // 2, 2))
             copy_local_part(parameter, pairs.transpose(1, 2).flatten(0, 2))
 
 

@@ -74,7 +74,7 @@ class StepClock:
                 break
         if newest is not None:
             done = newest.get("useful_s", 0.0) + newest.get("stall_s", 0.0)
-            self.lost_s = newest.get("lost_s", 0.0) + done - self.useful_s - self.stall_s
+            self.lost_s = newest.get("lost_s", 0.0) + max(0.0, done - self.useful_s - self.stall_s)
 
 
 def goodput_of(run: RunDir) -> Goodput:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -174,7 +175,7 @@ def _checkpoint_activations(model: nn.Module, blocks: list[nn.Module], fsdp: Fsd
     kind = fsdp.activation_checkpointing
     if kind == "none":
         return blocks
-    options = {"context_fn": _keep_expensive_ops} if kind == "selective" else {}
+    options: dict[str, Any] = {"context_fn": _keep_expensive_ops} if kind == "selective" else {}
     chosen = set(blocks[:: fsdp.activation_checkpointing_every] if kind == "every_n" else blocks)
     wrapped = {block: block for block in blocks}
 
@@ -210,13 +211,13 @@ def fill_weights(model: nn.Module, model_config: ModelConfig, device: torch.devi
                 if not (model_config.pretrained and isinstance(weights[name], DTensor)):
                     copy_local_part(weights[name], piece[name])
         return
-    if hasattr(model, "init_parameter"):
+    if (init_parameter := getattr(model, "init_parameter", None)) is not None:
         for name, parameter in model.named_parameters():
             name = plain_name(name)
             number = int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest(), "big")
             whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
             with torch.no_grad():
-                model.init_parameter(name, whole, torch.Generator(device).manual_seed(number))
+                init_parameter(name, whole, torch.Generator(device).manual_seed(number))
             copy_local_part(parameter, whole)
         return
     state, buffers = {}, {}

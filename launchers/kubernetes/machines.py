@@ -22,10 +22,8 @@ def topology_labels(api: Api, config: JobConfig, fresh: bool = False) -> dict[st
     """Read the labels that name switches and NVLink domains, by machine, of machines that a node may get.
 
     Unless `fresh`, one answer serves jobs that are planned and submitted together. Empty when no machine has such a
-    label, or the user may not list the cluster's machines.
-
-    Raises:
-        ApiError: the API does not answer.
+    label, or the API does not list the cluster's machines, for whatever reason: a warning then says which, and a job
+    is submitted all the same.
     """
     cluster = cluster_of(config)
     gpus = ranks_per_node(config) if accelerator(config) == "cuda" else 0
@@ -39,12 +37,11 @@ def _read(api: Api, selector: Mapping[str, str], gpu_resource: str, gpus: int) -
     try:
         machines = api.nodes(selector)
     except ApiError as e:
-        if e.status != 403:
-            raise
+        why = "you may not list the cluster's nodes" if e.status == 403 else str(e)
         logger.warning(
-            "%s: you may not list the cluster's nodes, so the plan takes them as under one switch "
+            "%s: %s, so the plan takes them as under one switch "
             "(deploy/kubernetes/nodes.yaml allows it; cluster.topology=FILE names the switches)",
-            api.where,
+            *(api.where, why),
         )
         return {}
     labels = {

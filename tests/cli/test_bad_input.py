@@ -26,6 +26,7 @@ CASES = [
     (["fsdp=hybrid_shard", "nodes=1", "nproc_per_node=1"], "at least 2 ranks"),
     (["fsdp=hybrid_shard", "fsdp.shard_group=3"], "cannot be formed on 2 nodes x 2 ranks"),
     (["fsdp.strategy=zero3"], "allowed: auto, full_shard"),
+    (["fsdp.strategy=hybrid_shart"], "did you mean hybrid_shard?"),
     (["fsdp.param_dtype=int8"], "allowed: auto, fp32, bf16, fp16"),
     (["data=tokens"], "data.path"),
     (["data=tokens", "data.path=/nowhere.bin"], "there is no such file"),

@@ -208,7 +208,6 @@ def test_the_users_choice_is_obeyed_and_criticised() -> None:
 @pytest.mark.parametrize(
     ("overrides", "what"),
     [
-        (("fsdp.strategy=hybrid_shart",), "did you mean hybrid_shard?"),
         (("fsdp.shard_group=0",), "must be auto or a number of ranks"),
         (("fsdp.shard_group=3",), "cannot be formed on 2 nodes x 2 ranks"),
         (("fsdp=full_shard", "fsdp.shard_group=2"), "always has a shard group of 4"),

@@ -208,6 +208,7 @@ def test_a_list_that_was_lost_is_made_again_from_the_runs(
         run = RunDir(Path("runs") / f"lr-{number:03d}")
         run.path.mkdir(parents=True)
         job = {"handle": "local_fsdp://fsdp_jobs/x", "overrides": [*SMALL, f"optim.lr={rate}", f"name={run.name}"]}
+        job |= {"nodes": "1", "steps": 120}
         run.job.write_text(json.dumps(job))
         with run.config.open("w") as file:
             file.write(dump_config(compose_job(job["overrides"])))

@@ -146,7 +146,7 @@ def test_what_cannot_be_had_is_named_and_the_rest_spoken_of(tmp_path: Path) -> N
     assert "fsdp_backward_prefetch: FSDP2 gathers" in done.stderr and "main_process_port: the job's" in done.stderr
     done = cli(tmp_path, "import-accelerate", str(file), "--experiment", "old", "--config-dir", "mine")
     assert done.returncode == 0, done.stderr
-    assert compose_job(["experiment=old"], str(tmp_path / "mine")).fsdp.shard_group == 8
+    assert compose_job([f"hydra.searchpath=[file://{tmp_path / 'mine'}]", "experiment=old"]).fsdp.shard_group == 8
     bad = {"distributed_type": "DEEPSPEED", "mixed_precision": "fp8", "fsdp_config": {"fsdp_ofload_params": True}}
     file.write_text(yaml.safe_dump({**COMMON, **bad, "num_processes": 15}))
     done = cli(tmp_path, "import-accelerate", str(file))
