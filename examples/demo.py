@@ -116,7 +116,7 @@ def main() -> int:
     killer.join()
     faults = failures(run, killer.killed_at, exit_code)
     if faults:
-        print(f"demo: it did not go as it should: {'; '.join(faults)}", flush=True)
+        print(f"demo: not as expected: {'; '.join(faults)}", flush=True)
         return 1
     print(summary(run, killer.killed_at))
     return 0

@@ -176,7 +176,7 @@ class _Job:
         values = {name: float(value) for name, value in line.values.items()}
         loss = values.get("loss", 0.0)
         if self.config.elastic.stop_on_nan_loss and not math.isfinite(loss):
-            raise JobFailed(f"the loss of step {line.step} is {loss}: lower optim.lr, or see what the data holds")
+            raise JobFailed(f"the loss of step {line.step} is {loss}: lower optim.lr, or check the data")
         if self.metrics is not None:
             values |= {"step_s": line.seconds, "checkpoint_stall_s": line.stall_s}
             self.metrics.log(line.step, line.tokens, line.flops, values)

@@ -249,7 +249,7 @@ class Checkpointer:
             if self.rank == 0:
                 catalog.set_aside(folder) if is_shared else catalog.remove(folder)
                 events.record(self.run, self.attempt, events.CheckpointSkipped(folder.name, faults))
-                print(f"WARNING {folder.name} cannot be used, going back one: {'; '.join(faults)}", flush=True)
+                print(f"WARNING {folder.name} cannot be used; trying the one before: {'; '.join(faults)}", flush=True)
 
     def _newest(self) -> list[Any]:
         """Return name, faults in names and sizes, manifest, and whether the shards are on shared storage."""

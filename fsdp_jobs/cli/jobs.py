@@ -174,5 +174,5 @@ def _submit_sweep(overrides: Sequence[str]) -> int:
     try:
         return EXIT_FAILED if multirun(overrides) else 0
     except KeyboardInterrupt:
-        console.print("the jobs go on; the same command waits for them again", style="yellow")
+        console.print("the jobs continue; the same command waits for them again", style="yellow")
         return EXIT_FAILED

@@ -97,7 +97,7 @@ class Coordinator:
         elif round_ >= 0 and round_ == self.round and self.running:
             agent.in_round, self._hosts[agent.node] = True, agent.host
         elif round_ >= 0:
-            agent.send({"kind": "break", "round": round_, "why": "the job has moved on without this node"})
+            agent.send({"kind": "break", "round": round_, "why": "a newer round runs without this node"})
 
     def on_beat(self, agent: ConnectedAgent, ranks: list[list[int]], now: float) -> None:
         agent.heard, agent.ranks = now, ranks
@@ -202,7 +202,7 @@ class Coordinator:
         elif self._stops_by_signal:
             pass  # nodes leave the round one by one
         elif 0 < here < self.size and now - self.formation.since > self.elastic.heartbeat_timeout_s:
-            self._break(f"{self.size - here} nodes did not come back to a new coordinator", now)
+            self._break(f"{self.size - here} nodes did not reconnect to the restarted coordinator", now)
         else:
             self._maybe_grow(now)
             self._watch_for_stall(now)

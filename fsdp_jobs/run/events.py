@@ -151,7 +151,7 @@ class TakenAway(Event):
     hosts: list[str]
 
     def sentence(self) -> str:
-        return f"the cluster has taken away {', '.join(self.hosts)}, which ran {self.process}"
+        return f"the cluster removed {', '.join(self.hosts)} from the job, which ran {self.process}"
 
 
 class NodeAskedFor(Event, sentence="SLURM job {slurm_job} will replace node {node}"):

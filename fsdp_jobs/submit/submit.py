@@ -111,7 +111,7 @@ def _open(config: JobConfig, taken: Sequence[RunDir]) -> RunDir:
     validate(config)
     run = run_dir_of(config)
     if any(run.path == other.path for other in taken):
-        raise BadInput([Problem(f"name={run.name}", "is the name of two jobs that are submitted together")])
+        raise BadInput([Problem(f"name={run.name}", "names two jobs of the same submission")])
     check_existing_run(config, run)
     if _is_live(run):
         what = f"is in use by the live job {run.read_job()['handle']}"

@@ -78,7 +78,7 @@ class GridSweeper(Sweeper):
         returns: list[Sequence[JobReturn]] = []
         for batch in BasicSweeper.split_arguments(parsed, self.max_batch_size):
             if not batch:
-                raise BadInput([Problem("--multirun", "there is no job: a key has no value at all", "key=A,B")])
+                raise BadInput([Problem("--multirun", "sweeps over no value: a key has an empty list", "key=A,B")])
             returns.append(self.launcher.launch(batch, sum(map(len, returns))))
         return returns
 
@@ -176,4 +176,4 @@ def _contradictions(config: DictConfig, swept: Sequence[str]) -> Iterator[Proble
         what = f"{sweeper._target_.rpartition('.')[2]} chooses the next jobs by the results of the last ones"
         yield Problem("sweep.wait=false", what, "sweep.wait=true")
     elif sweep.wait and config.dry_run:
-        yield Problem("dry_run=true", "has no results to wait for", "sweep.wait=false shows the jobs")
+        yield Problem("dry_run=true", "submits nothing, so sweep.wait has no results", "sweep.wait=false shows the jobs")

@@ -94,7 +94,7 @@ _NOTES = {
     "fsdp_state_dict_type": "checkpoints are sharded, and fsdp-jobs export makes one file of them",
     "fsdp_use_orig_params": "FSDP2 always does",
     "fsdp_sync_module_states": "all ranks always start with the same weights",
-    "fsdp_backward_prefetch": "FSDP2 gathers the next block before a block's backward, whatever this says",
+    "fsdp_backward_prefetch": "FSDP2 gathers the next block before a block's backward in any case",
     "dynamo_mode": "torch.compile's default mode is used",
     "dynamo_use_fullgraph": "each block may break into graphs",
     "dynamo_use_dynamic": "torch.compile decides about dynamic shapes itself",

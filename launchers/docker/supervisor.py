@@ -70,7 +70,7 @@ class Supervisor:
         exit_code = None if coordinator["State"]["Running"] else coordinator["State"]["ExitCode"]
         if exit_code == EXIT_FAILED:
             output = api.logs(coordinator["Id"], tail=15).decode(errors="replace")
-            reason = "the coordinator's container could not go on"
+            reason = "the coordinator's container failed"
             judge(self.run, Verdict("infrastructure", "stop", reason, last_lines=output))
         elif exit_code == EXIT_REQUEUE:
             saved = verdict.reason if verdict is not None else "before anything was saved"

@@ -75,7 +75,7 @@ def _sizes(job: Job, daemon: dict[str, Any]) -> Iterator[Problem]:
 def _gpus(job: Job, daemon: dict[str, Any], gpus: list[str]) -> Iterator[Problem]:
     wanted = node_range(job.config.nodes)[1] * job.plan.ranks_per_node
     if len(gpus) < wanted:
-        what = f"the job wants {wanted} GPUs, one per rank; this machine has {len(gpus)}"
+        what = f"the job needs {wanted} GPUs, one per rank; this machine has {len(gpus)}"
         cure = "fewer nodes, a smaller nproc_per_node, or hardware=cpu to rehearse without"
         yield Problem(f"nodes={job.config.nodes}", what, cure)
     elif "nvidia" not in daemon.get("Runtimes", {}):

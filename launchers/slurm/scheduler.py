@@ -208,5 +208,5 @@ def _end(run: RunDir, job: client.QueuedJob | None, state: State, message: str) 
     if verdict is None or state is State.STOPPED:
         return state, message
     if verdict.decision == "requeue":
-        return State.FAILED, f"{message}, and not back in the queue; {verdict.reason}"
+        return State.FAILED, f"{message}, and was not requeued; {verdict.reason}"
     return State.from_verdict(verdict), verdict.reason
