@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fsdp_jobs.launchers.base import Description
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.goodput import goodput_of
+from fsdp_jobs.run.goodput import Goodput, goodput_of
 from fsdp_jobs.run.status import ENDED, RunStatus, steps_done
 from fsdp_jobs.run.table import ago, duration
 from fsdp_jobs.submit.submit import ask_launchers, state_of
@@ -60,6 +60,7 @@ class Overview:
     def __init__(self, ask: Callable[[Sequence[RunStatus]], Mapping[str, Description]] = ask_launchers):
         self._ask = ask
         self._statuses: dict[str, RunStatus] = {}
+        self._final: dict[str, Goodput] = {}  # of runs that have ended: read once, until they are resumed
 
     def look(self, runs: Sequence[RunDir]) -> list[RunSummary]:
         """Sum up every run as it is now, in the order given."""
@@ -69,15 +70,23 @@ class Overview:
                 self._statuses[run.name] = RunStatus(run)
                 self._statuses[run.name].glance()
             statuses.append(self._statuses[run.name])
-            statuses[-1].update()
+            if statuses[-1].update():
+                self._final.pop(run.name, None)
         answers = self._ask([status for status in statuses if not status.ended])
-        return [_summary(status, answers) for status in statuses]
+        return [_summary(status, answers, self._goodput(status)) for status in statuses]
+
+    def _goodput(self, status: RunStatus) -> Goodput:
+        name = status.run.name
+        if not status.ended:
+            return goodput_of(status.run)
+        if name not in self._final:
+            self._final[name] = goodput_of(status.run)
+        return self._final[name]
 
 
-def _summary(status: RunStatus, answers: Mapping[str, Description]) -> RunSummary:
+def _summary(status: RunStatus, answers: Mapping[str, Description], goodput: Goodput) -> RunSummary:
     job = status.run.read_job()
     state, reason = state_of(status, answers.get(job["handle"]))
-    goodput = goodput_of(status.run)
     return RunSummary(
         run=status.run.name,
         handle=job["handle"],
