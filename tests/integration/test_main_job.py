@@ -44,7 +44,8 @@ def test_a_killed_node_comes_back_and_the_losses_are_the_same_to_the_bit(
         assert len(hurt.events("round_started")) == 2
         assert hurt.events("resumed")[0]["step"] % 8 == 0
         replayed = Counter(m["step"] for m in hurt.metrics())
-        assert 0 < sum(n - 1 for n in replayed.values()) <= 10  # the checkpoint interval, and what was in flight
+        # At most the checkpoint interval and what was in flight; none where the kill hit right after a commit.
+        assert sum(n - 1 for n in replayed.values()) <= 10
 
 
 def test_everything_killed_and_resumed_on_other_ranks(tmp_path: Path, undisturbed: dict[int, float]) -> None:
