@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from fsdp_jobs.run.events import Event, seldom_events
 from fsdp_jobs.run.tail import Tail
 
 ENDED = ("done", "stopped", "failed")
+_ROUND_ENDS = (events.Submitted, events.AttemptStarted, events.RoundBroken, events.AttemptEnded)
 _GLANCE_BYTES = 1 << 12  # of metrics.jsonl, about a dozen steps
 
 
@@ -53,6 +55,8 @@ class RunStatus:
 
     def __post_init__(self) -> None:
         self._events, self._metrics = Tail(self.run.events), Tail(self.run.metrics)
+        self._in_round = False  # a step recorded outside of a round is the last of a broken one
+        self._waited_for = ""
 
     def update(self) -> list[Event]:
         """Read what is new, and return the new events."""
@@ -64,18 +68,20 @@ class RunStatus:
         self._read(seldom_events(self._events))
 
     def _read(self, events: Iterable[Event]) -> list[Event]:
+        """Fold new events and new lines of metrics.jsonl, in the order of their times, into this status."""
         new = list(events)
-        for event in new:
-            self._apply(event)
-        for record in self._metrics.records():
-            self._measure(record)
+        happened: Iterable[tuple[float, Event | dict[str, Any]]] = ((event.time, event) for event in new)
+        measured = ((record.get("time", 0.0), record) for record in self._metrics.records())
+        for _, entry in heapq.merge(happened, measured, key=lambda timed: timed[0]):
+            if isinstance(entry, Event):
+                self._apply(entry)
+            else:
+                self._measure(entry)
         return new
 
     def _measure(self, record: dict[str, Any]) -> None:
-        for b in reversed(self.breaks):
-            if b.recovered_s is not None or record["time"] < b.time:
-                break
-            b.recovered_s = record["time"] - b.time
+        if self._in_round:
+            self._recover(record.get("time", 0.0))
         self.furthest = max(self.furthest, self.step)
         step = record.get("step", self.step)
         if step <= self.furthest:
@@ -87,11 +93,18 @@ class RunStatus:
         took = record.get("step_s", 0.0)
         self.step_s = took if not self.step_s else 0.8 * self.step_s + 0.2 * took
         self.mfu = record.get("mfu")
-        if self.state in ("submitted", "starting", "recovering"):
+        if self._in_round and self.state in ("submitted", "starting", "recovering"):
             self.state, self.doing = "running", "training"
+
+    def _recover(self, now: float) -> None:
+        """Note that the job trains again: every failure that it had not recovered from is over."""
+        for b in self.breaks:
+            b.recovered_s = now - b.time if b.recovered_s is None else b.recovered_s
 
     def _apply(self, event: Event) -> None:
         self.attempt = max(self.attempt, event.attempt)
+        if isinstance(event, _ROUND_ENDS):
+            self._in_round = False
         match event:
             case events.Submitted():
                 self.steps = self.run.read_job().get("steps")
@@ -106,7 +119,7 @@ class RunStatus:
                 self.state, self.reason, self.doing = "recovering", event.why, "waiting for nodes"
                 self.breaks.append(Break(event.time, event.why, max(0, event.step - max(0, event.committed))))
             case events.Waiting():
-                self.reason = event.why
+                self.reason = self._waited_for = event.why
             case events.StopRequested():
                 self.state, self.reason, self.doing = "saving", event.why, "saving before it stops"
             case events.AttemptEnded(decision="requeue"):
@@ -116,13 +129,15 @@ class RunStatus:
                 self.reason, self.doing = event.reason, "nothing: it has ended"
 
     def _start_round(self, event: events.RoundStarted) -> None:
+        self._in_round = True
+        if self.reason == self._waited_for:  # no longer
+            self.reason = ""
         self.nodes, self.world_size = event.nodes, event.world_size
         self.doing = f"{self.world_size} ranks on {len(self.nodes)} nodes are starting"
         self.strategy = f"{event.strategy} over {event.shard_group}"
         if self.steps is None:  # a program need not report any
             self.state, self.doing = "running", f"the program runs on {self.world_size} ranks"
-            for b in self.breaks:
-                b.recovered_s = event.time - b.time if b.recovered_s is None else b.recovered_s
+            self._recover(event.time)
 
     @property
     def ended(self) -> bool:

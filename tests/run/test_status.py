@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_jobs.run.directory import write_atomic
+from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.goodput import goodput_of
 from fsdp_jobs.run.status import RunStatus
 from tests.jobs import cli, environment, job
@@ -59,6 +59,63 @@ def test_a_glance_sees_what_reading_everything_sees(tmp_path: Path) -> None:
         assert getattr(glanced, key) == getattr(read, key), key
     assert glanced.tokens_per_s == pytest.approx(read.tokens_per_s) and glanced.step_s == pytest.approx(read.step_s)
     assert goodput_of(run).wall_s == 4000.0 - 100.0
+
+
+PLACED = {"strategy": "full_shard", "shard_group": 2, "world_size": 2, "nodes": [0, 1], "hosts": ["a", "b"]}
+
+
+def faulty_run(folder: Path, faults: int) -> RunDir:
+    """Rounds of 20 s, each broken 12 s after it began and followed by the next one after 5 s, which trains 2 s later.
+
+    The last round is broken, and nothing has followed.
+    """
+    run = recorded_run(folder, "faulty")
+    run.events.write_text("")
+    run.metrics.write_text("")
+    add_line(run.events, {"time": 0.0, "event": "submitted"})
+    add_line(run.events, {"time": 0.0, "event": "attempt_started", "attempt": 0})
+    for number in range(faults):
+        began = 17.0 * number
+        add_line(run.events, {"time": began, "event": "round_started", "attempt": 0, "round": number, **PLACED})
+        for step in range(5):
+            add_line(run.metrics, {"step": 5 * number + step, "loss": 1.0, "attempt": 0, "time": began + 2.0 + step})
+        broken = {"why": f"fault {number}", "step": 1, "committed": 0}
+        add_line(run.events, {"time": began + 12.0, "event": "round_broken", "attempt": 0, "round": number, **broken})
+    return run
+
+
+def test_a_run_whose_round_is_broken_does_not_train(tmp_path: Path) -> None:
+    run = faulty_run(tmp_path, 2)
+    glanced, read = RunStatus(run), RunStatus(run)
+    glanced.glance()
+    read.update()
+    for status in (glanced, read):
+        assert (status.state, status.doing, status.reason) == ("recovering", "waiting for nodes", "fault 1")
+    late = {"step": 10, "loss": 1.0, "attempt": 0, "time": 29.5}  # by the clock of another machine
+    add_line(run.metrics, late)
+    read.update()
+    assert read.state == "recovering" and read.breaks[-1].recovered_s is None
+    add_line(run.events, {"time": 60.0, "event": "round_started", "attempt": 0, "round": 2, **PLACED})
+    add_line(run.metrics, {**late, "time": 62.0})
+    read.update()
+    assert read.state == "running" and read.breaks[-1].recovered_s == 62.0 - 29.0
+
+
+def test_every_failure_has_its_own_recovery_time(tmp_path: Path) -> None:
+    status = RunStatus(faulty_run(tmp_path, 4))
+    status.update()
+    assert [b.recovered_s for b in status.breaks] == [7.0, 7.0, 7.0, None]
+
+
+def test_what_a_round_waited_for_is_over_when_it_starts(tmp_path: Path) -> None:
+    run = faulty_run(tmp_path, 1)
+    add_line(run.events, {"time": 20.0, "event": "waiting", "attempt": 0, "why": "0/3 machines have GPUs"})
+    status = RunStatus(run)
+    status.update()
+    assert status.reason == "0/3 machines have GPUs"
+    add_line(run.events, {"time": 60.0, "event": "round_started", "attempt": 0, "round": 2, **PLACED})
+    status.update()
+    assert status.reason == ""
 
 
 def test_steps_that_only_a_program_knows_are_a_dash(tmp_path: Path) -> None:
