@@ -19,34 +19,13 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
-
-from fsdp_jobs.config.schema import CheckpointConfig
-from fsdp_jobs.run.directory import RunDir
+from typing import Any
 
 MANIFEST = "manifest.json"
 SHARDS = "shards.json"  # the manifest of a step whose shards are on the nodes' own disks
 _DAMAGED = f"{MANIFEST}.damaged"
 _NAME = re.compile(r"step-(\d{8,})")
 _NAME_IN_STORE = re.compile(r"step-(\d{8,})\.[\w-]+")
-
-
-def home_of(config: CheckpointConfig, run: RunDir) -> Path:
-    """Return the folder of a run's checkpoints: in its run directory, or `<checkpoint.dir>/<run name>`.
-
-    For a URL it is a UPath: the methods of a Path, over fsspec.
-
-    Raises:
-        ImportError: a URL, and no universal_pathlib.
-    """
-    if config.dir is None:
-        return run.checkpoints
-    if "://" not in config.dir:
-        return Path(config.dir) / run.name
-    from upath import UPath
-
-    # Listings are asked for anew each time: other ranks write here too.
-    return cast(Path, UPath(config.dir, use_listings_cache=False) / run.name)
 
 
 def is_object_store(folder: Path) -> bool:

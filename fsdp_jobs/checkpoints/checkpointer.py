@@ -27,7 +27,7 @@ from fsdp_jobs.config.keys import AUTO
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run import events
-from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.directory import RunDir, checkpoints_of
 
 
 class Checkpointer:
@@ -57,7 +57,7 @@ class Checkpointer:
         self.attempt, self.restart, self.on_restored = attempt, restart, on_restored
         self.state = State(model, optimizer, others, device)
         self.samples = 0  # consumed since the run began: for the program to count, saved with the rest
-        self.home = catalog.home_of(self.config, run)
+        self.home = checkpoints_of(self.config, run)
         self.rank = dist.get_rank()
         self.group = dist.new_group(backend="gloo")  # the save's collectives must not meet the program's
         local_dir = self.config.local_dir

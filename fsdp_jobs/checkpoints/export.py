@@ -21,7 +21,7 @@ from fsdp_jobs.checkpoints.storage import SafeReader, load_alone
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
 from fsdp_jobs.config.schema import HfConfig, JobConfig, LlamaConfig
 from fsdp_jobs.models.huggingface import folder_of, transformers
-from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.directory import RunDir, checkpoints_of, write_atomic
 
 _FILE_BYTES = 5 * 2**30  # a safetensors file's size, at most (one larger tensor has a file of its own)
 
@@ -108,7 +108,7 @@ def _beside_weights(model: HfConfig, target: Path) -> list[Path]:
 
 
 def _choose(run: RunDir, config: JobConfig, step: int | None) -> Path:
-    committed = catalog.find_checkpoints(catalog.home_of(config.checkpoint, run))
+    committed = catalog.find_checkpoints(checkpoints_of(config.checkpoint, run))
     steps = [catalog.step_of(f) for f in committed]
     if step is not None and step not in steps:
         others = f"one of {', '.join(map(str, steps)) or 'none'}"

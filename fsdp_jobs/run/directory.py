@@ -15,10 +15,10 @@ import os
 import re
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from fsdp_jobs.config.errors import BadInput, Problem
-from fsdp_jobs.config.schema import JobConfig
+from fsdp_jobs.config.schema import CheckpointConfig, JobConfig
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -139,6 +139,24 @@ class RunDir:
     def first_attempt(self) -> int:
         """Return the attempt that the newest submission began with, or will; older ones belong to earlier ones."""
         return int(self.read_job().get("first_attempt", 0))
+
+
+def checkpoints_of(config: CheckpointConfig, run: RunDir) -> Path:
+    """Return the folder of a run's checkpoints: in its run directory, or `<checkpoint.dir>/<run name>`.
+
+    For a URL it is a UPath: the methods of a Path, over fsspec.
+
+    Raises:
+        ImportError: a URL, and no universal_pathlib.
+    """
+    if config.dir is None:
+        return run.checkpoints
+    if "://" not in config.dir:
+        return Path(config.dir) / run.name
+    from upath import UPath
+
+    # Listings are asked for anew each time: other ranks write here too.
+    return cast(Path, UPath(config.dir, use_listings_cache=False) / run.name)
 
 
 def rank_logs(attempt: int | None = None, node: int | None = None, rank: int | None = None) -> str:

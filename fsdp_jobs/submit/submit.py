@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from torchx.specs import make_app_handle, parse_app_handle
 
-from fsdp_jobs.checkpoints.catalog import find_checkpoints, home_of
+from fsdp_jobs.checkpoints.catalog import find_checkpoints
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
 from fsdp_jobs.config.resolve import node_range, ranks_per_node
 from fsdp_jobs.config.schema import CustomModelConfig, HfConfig, JobConfig, dump_config
@@ -29,7 +29,7 @@ from fsdp_jobs.plan.shapes import ModelShape
 from fsdp_jobs.plan.sources import from_yaml
 from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.run import events
-from fsdp_jobs.run.directory import RunDir, run_dir_of, write_atomic
+from fsdp_jobs.run.directory import RunDir, checkpoints_of, run_dir_of, write_atomic
 from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit.validate import check_existing_run, validate
@@ -118,7 +118,7 @@ def _open(config: JobConfig, taken: Sequence[RunDir]) -> RunDir:
         cure = f"fsdp-jobs cancel {run.name}, or wait for it: fsdp-jobs logs -f {run.name}"
         raise BadInput([Problem(f"run directory {run.path}", what, cure)])
     can_look = config.init_from is not None and config.cluster.shares_files
-    if can_look and not find_checkpoints(home_of(config.checkpoint, run)):
+    if can_look and not find_checkpoints(checkpoints_of(config.checkpoint, run)):
         check_initial_weights(config)
     return run
 

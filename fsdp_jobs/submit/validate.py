@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from fsdp_jobs.checkpoints.catalog import find_checkpoints, home_of, step_of
+from fsdp_jobs.checkpoints.catalog import find_checkpoints, step_of
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.hydra import compose_jobs
 from fsdp_jobs.config.resolve import node_range, ranks_per_node
@@ -12,7 +12,7 @@ from fsdp_jobs.config.schema import JobConfig, load_config, training_values
 from fsdp_jobs.config.validate import config_problems
 from fsdp_jobs.plan.plan import check_sharding
 from fsdp_jobs.plan.topology import Topology
-from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.directory import RunDir, checkpoints_of
 
 
 def validate(config: JobConfig, files: bool = True) -> None:
@@ -52,7 +52,7 @@ def check_existing_run(config: JobConfig, run: RunDir) -> None:
     Raises:
         BadInput: the run has more steps already, or was started with another training configuration.
     """
-    newest = next(iter(find_checkpoints(home_of(config.checkpoint, run))), None)
+    newest = next(iter(find_checkpoints(checkpoints_of(config.checkpoint, run))), None)
     if newest is not None and not config.is_program and config.steps < (done := step_of(newest)):
         raise BadInput(
             [Problem(f"steps={config.steps}", f"run {run.name} is at step {done} already", f"steps above {done}")]

@@ -11,10 +11,11 @@ from dataclasses import asdict
 
 from rich.console import Console
 
-from fsdp_jobs.checkpoints.catalog import find_checkpoints, home_of
+from fsdp_jobs.checkpoints.catalog import find_checkpoints
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
 from fsdp_jobs.config.hydra import key_of
 from fsdp_jobs.config.schema import load_config
+from fsdp_jobs.run.directory import checkpoints_of
 from fsdp_jobs.run.tail import newest_json_lines
 from fsdp_jobs.submit.stop import stop
 from fsdp_jobs.submit.validate import composed
@@ -87,7 +88,7 @@ def _best(sweep: Sweep, flags: argparse.Namespace) -> int:
         what = f"no job has a value of {sweep.objective} yet"
         raise BadInput([Problem(f"sweep {sweep.name}", what, _measured_keys(sweep))])
     run = sweep.run_of(row)
-    newest = next(iter(find_checkpoints(home_of(load_config(run.config).checkpoint, run))), None)
+    newest = next(iter(find_checkpoints(checkpoints_of(load_config(run.config).checkpoint, run))), None)
     checkpoint = None if newest is None else str(newest)
     if flags.json:
         sys.stdout.write(json.dumps({**asdict(row), "checkpoint": checkpoint}, indent=2) + "\n")

@@ -10,7 +10,7 @@ from moto.server import ThreadedMotoServer
 
 from fsdp_jobs.checkpoints import catalog
 from fsdp_jobs.config.hydra import compose_job
-from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.directory import RunDir, checkpoints_of
 from tests.jobs import cli, job
 from tests.world import TINY, events_of
 
@@ -44,7 +44,7 @@ def test_a_run_is_killed_and_resumed_from_a_simulated_object_store(store: dict[s
         assert first.wait().verdict == "done", first.story()
         assert first.events("resumed"), first.story()
     run = RunDir(tmp_path / "runs" / "cloud")
-    home = catalog.home_of(compose_job([place]).checkpoint, run)
+    home = checkpoints_of(compose_job([place]).checkpoint, run)
     found = catalog.find_checkpoints(home)
     assert [catalog.step_of(f) for f in found] == [12, 8]
     assert all(catalog.verify(f) == [] for f in found)

@@ -1,0 +1,151 @@
+"""Fencing: who may write for a run. No torch.
+
+Two things let a writer go on. *Its epoch*: every round of a run has a number that only grows, over all attempts and
+submissions, and is claimed where the checkpoints are before the round begins; who belongs to an older round may not
+write there any more. *Its node's lease*: an agent that has no answer from the coordinator for `elastic.lease_s`
+stops its ranks, and the next round does not begin before (C. Gray, D. Cheriton: Leases, SOSP 1989).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from fsdp_jobs.run.env import EPOCH_ENV, RANK_STATE_ENV
+
+ROUND, COORDINATOR = "round", "coordinator"  # what is numbered: rounds fence writers, coordinators each other
+_UNTIL = struct.Struct("<d")
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # goes on while the machine is suspended
+
+
+class Fenced(RuntimeError):
+    """This process belongs to a round that is over: it must not write any more."""
+
+
+def newest(home: Path, kind: str) -> int:
+    """Return the newest number claimed under a folder of checkpoints, 0 before the first."""
+    return max(_markers(home, kind), default=0)
+
+
+def claim(home: Path, kind: str, owner: str, last: int | None = None) -> int:
+    """Claim the next number, which no one else gets.
+
+    Args:
+        home: the folder of the run's checkpoints; a UPath for an object store, which must know conditional puts.
+        owner: a line that no other claimant writes.
+        last: the newest number that the caller knows, if it has claimed before.
+
+    Raises:
+        Fenced: another process has claimed a number after `last`.
+        OSError: the folder cannot be read or written.
+    """
+    while True:
+        known = newest(home, kind)
+        if last is not None and known > last:
+            raise Fenced(f"{kind} {known} of this run has begun elsewhere, after {last}")
+        marker = home / "epochs" / f"{kind}-{known + 1:08d}"
+        if _create(marker, owner):
+            markers = _markers(home, kind)
+            if max(markers) == known + 1:
+                for older in sorted(markers)[:-1]:
+                    with suppress(OSError):
+                        markers[older].unlink()
+                return known + 1
+
+
+def _markers(home: Path, kind: str) -> dict[int, Path]:
+    """Return the markers that are there by number, from a listing: an NFS client remembers what it did not find."""
+    try:
+        found = list((home / "epochs").iterdir())
+    except (FileNotFoundError, NotADirectoryError):  # the second in stores
+        return {}
+    return {int(f.name.rpartition("-")[2]): f for f in found if f.name.startswith(f"{kind}-")}
+
+
+def _create(marker: Path, owner: str) -> bool:
+    """Create a marker; False when another's is there already."""
+    try:
+        if isinstance(marker, Path):
+            marker.parent.mkdir(parents=True, exist_ok=True)
+            with marker.open("x") as f:
+                f.write(owner)
+        else:
+            marker.fs.pipe_file(marker.path, owner.encode(), mode="create")
+    except OSError:
+        if not marker.exists():
+            raise
+        return bool(marker.read_text() == owner)  # ours: the answer to the first request was lost
+    return True
+
+
+class Lease:
+    """Until when this node's ranks may run and write: 8 bytes of memory, which its agent renews and its ranks read."""
+
+    def __init__(self, folder: Path | str):
+        """`folder` is that of the node's rank states."""
+        descriptor = os.open(Path(folder) / "lease", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.ftruncate(descriptor, _UNTIL.size)
+            self._map = mmap.mmap(descriptor, _UNTIL.size)
+        finally:
+            os.close(descriptor)
+
+    @staticmethod
+    def now() -> float:
+        """Return this machine's seconds, on a clock that nobody sets."""
+        return time.clock_gettime(_CLOCK)
+
+    def renew(self, until: float) -> None:
+        """Let the ranks run until this time of `now`."""
+        _UNTIL.pack_into(self._map, 0, until)
+
+    def left_s(self) -> float:
+        """Return for how many seconds the ranks may go on, negative when they may not."""
+        return float(_UNTIL.unpack_from(self._map)[0]) - self.now()
+
+
+@cache
+def _lease_of_node() -> Lease | None:
+    folder = os.environ.get(RANK_STATE_ENV)
+    return Lease(folder) if folder else None
+
+
+def check_lease() -> None:
+    """Refuse to go on when this node's lease has run out. Costs no input or output.
+
+    Raises:
+        Fenced: it has.
+    """
+    lease = _lease_of_node()
+    if lease is not None and (left := lease.left_s()) < 0:
+        raise Fenced(f"this node has had no answer from the coordinator: its lease ran out {-left:.1f} s ago")
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """The round that a rank writes for. Can be pickled for its save process."""
+
+    home: Path  # the folder of the run's checkpoints
+    number: int  # 0: of no job, so nothing can be newer
+
+    @classmethod
+    def of_rank(cls, home: Path) -> Epoch:
+        """Return the epoch that this rank's agent was given."""
+        return cls(home, int(os.environ.get(EPOCH_ENV, "0")))
+
+    def check(self) -> None:
+        """Refuse to go on when this round is over. Costs one listing: for commits, prunes and uploads, not for steps.
+
+        Raises:
+            Fenced: a newer round has begun, or this node's lease has run out.
+            OSError: the folder of the checkpoints cannot be read.
+        """
+        check_lease()
+        if self.number and (other := newest(self.home, ROUND)) > self.number:
+            raise Fenced(f"round {other} of this run has begun elsewhere: nothing more is written for {self.number}")

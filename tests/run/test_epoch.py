@@ -1,0 +1,102 @@
+"""Who may write for a run: numbers that only grow, on file systems and in a simulated store; leases."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import pytest
+from moto.server import ThreadedMotoServer
+
+from fsdp_jobs.run import epoch
+from fsdp_jobs.run.env import EPOCH_ENV, RANK_STATE_ENV
+from fsdp_jobs.run.epoch import COORDINATOR, ROUND, Epoch, Fenced, Lease, claim, newest
+
+
+@pytest.fixture(params=["folder", "simulated store"])
+def home(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    if request.param == "folder":
+        yield tmp_path / "not yet there"
+        return
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    keys = {"AWS_ACCESS_KEY_ID": "one", "AWS_SECRET_ACCESS_KEY": "two", "AWS_DEFAULT_REGION": "us-east-1"}
+    for key, value in {**keys, "AWS_ENDPOINT_URL": f"http://{host}:{port}"}.items():
+        monkeypatch.setenv(key, value)
+    import s3fs
+    from upath import UPath
+
+    s3fs.S3FileSystem.clear_instance_cache()
+    bucket = f"models-{port}"  # what one server has, the next one of this process has, too
+    s3fs.S3FileSystem().mkdir(bucket)
+    yield cast(Path, UPath(f"s3://{bucket}/mine", use_listings_cache=False))
+    server.stop()
+
+
+def test_numbers_grow_and_an_older_round_may_not_write(home: Path) -> None:
+    assert newest(home, ROUND) == 0
+    first = Epoch(home, claim(home, ROUND, "attempt 0, round 0"))
+    first.check()
+    claim(home, COORDINATOR, "a coordinator fences no round")
+    first.check()
+    second = pickle.loads(pickle.dumps(Epoch(home, claim(home, ROUND, "attempt 0, round 1", last=1))))
+    second.check()
+    with pytest.raises(Fenced, match="round 2 of this run has begun elsewhere"):
+        first.check()
+    with pytest.raises(Fenced, match="round 2 of this run has begun elsewhere, after 1"):
+        claim(home, ROUND, "cut off since", last=1)
+    assert second.number == newest(home, ROUND) == 2
+    assert len(list((home / "epochs").iterdir())) == 2, "markers that nobody needs are left"
+
+
+def _claim_many(home: Path, name: str, count: int) -> list[int]:
+    return [claim(home, ROUND, f"{name} {i}") for i in range(count)]
+
+
+def test_no_two_get_the_same_number(home: Path) -> None:
+    with multiprocessing.get_context("spawn").Pool(4) as pool:
+        claimed = pool.starmap(_claim_many, [(home, f"claimant {i}", 6) for i in range(4)])
+    numbers = [number for numbers in claimed for number in numbers]
+    assert len(set(numbers)) == len(numbers) == 24
+    assert all(own == sorted(own) for own in claimed)
+    assert newest(home, ROUND) == max(numbers)
+
+
+def test_a_claim_whose_answer_was_lost_is_ones_own(home: Path) -> None:
+    claim(home, ROUND, "before")
+    marker = home / "epochs" / "round-00000002"
+    marker.write_text("mine")
+    assert epoch._create(marker, "mine")
+    assert not epoch._create(marker, "another's")
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "epochs").write_text("a file")
+    with pytest.raises(OSError):
+        claim(tmp_path, ROUND, "anyone")
+
+
+def test_a_node_whose_lease_ran_out_may_not_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RANK_STATE_ENV, str(tmp_path))
+    monkeypatch.setenv(EPOCH_ENV, "1")
+    epoch._lease_of_node.cache_clear()
+    mine, lease = Epoch.of_rank(tmp_path), Lease(tmp_path)
+    lease.renew(Lease.now() + 60)
+    mine.check()
+    assert 59 < lease.left_s() <= 60
+    lease.renew(Lease.now() - 1)
+    with pytest.raises(Fenced, match="no answer from the coordinator"):
+        mine.check()
+    epoch._lease_of_node.cache_clear()
+
+
+def test_a_program_without_a_launcher_is_never_fenced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(RANK_STATE_ENV, raising=False)
+    monkeypatch.delenv(EPOCH_ENV, raising=False)
+    epoch._lease_of_node.cache_clear()
+    claim(tmp_path, ROUND, "another run")
+    Epoch.of_rank(tmp_path).check()
