@@ -131,7 +131,7 @@ class Job(Watched):
 
     def ranks(self, node: int) -> list[psutil.Process]:
         """The ranks that a node's fork server has made."""
-        servers = [c for c in self.agent(node).children() if "forkserver" in " ".join(c.cmdline())]
+        servers = [c for c in self.agent(node).children() if "fork server" in " ".join(c.cmdline())]
         return [rank for server in servers for rank in server.children()]
 
     def kill(self) -> None:

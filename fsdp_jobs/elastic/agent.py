@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import multiprocessing
-import multiprocessing.forkserver
 import os
 import shutil
 import signal
@@ -29,7 +27,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from fsdp_jobs.config.schema import JobConfig, load_config
-from fsdp_jobs.elastic import worker
+from fsdp_jobs.elastic import forkserver, worker
 from fsdp_jobs.elastic.failures import Failure
 from fsdp_jobs.elastic.log_times import LogTimes
 from fsdp_jobs.elastic.program import Program
@@ -257,8 +255,7 @@ def _entrypoint(config: JobConfig, run: RunDir) -> tuple[Callable[[], None] | st
     os.environ[PROGRAM_ENV] = program.to_json()
     if not program.is_python:
         return sys.executable, ("-m", "fsdp_jobs.elastic.worker")
-    multiprocessing.set_forkserver_preload(["fsdp_jobs.elastic.forkserver", program.preload])
-    multiprocessing.forkserver.ensure_running()
+    forkserver.start(program.preload)
     return worker.run_program, ()
 
 

@@ -1,14 +1,48 @@
-"""Preloaded first by an agent's fork server: makes the server die with the agent.
+"""The process of a node that ranks are forked from: multiprocessing's fork server, itself a fork of the agent.
 
-multiprocessing alone keeps a fork server alive for as long as any process it made lives, so the ranks of a
-killed agent would train on.
+A fresh interpreter, as multiprocessing starts it, would import torch a second time on every node, and each rank
+would import the agent's module. It also keeps a fork server alive for as long as any process it made lives, so
+the ranks of a killed agent would train on: this one dies with the agent.
 """
 
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import multiprocessing.util
 import os
+import resource
+from collections.abc import Sequence
+from itertools import pairwise
+from unittest.mock import patch
 
-from fsdp_jobs.run.env import AGENT_PID_ENV
-from fsdp_jobs.run.processes import die_with_parent
+from fsdp_jobs.run.processes import die_with_parent, set_title
 
-die_with_parent()
-if os.getppid() == 1 and os.environ.get(AGENT_PID_ENV) != "1":
-    os._exit(1)  # the agent died before the line above
+
+def start(preload: str) -> None:
+    """Fork the fork server from this process, which has no threads yet, and have it import `preload`.
+
+    Environment variables that are set later do not reach the ranks.
+    """
+    multiprocessing.set_forkserver_preload([preload])
+    multiprocessing.resource_tracker.ensure_running()  # an interpreter of its own, which outlives this process
+    with patch.object(multiprocessing.util, "spawnv_passfds", _fork):
+        multiprocessing.forkserver.ensure_running()
+
+
+def _fork(_executable: str, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
+    """Do what `multiprocessing.util.spawnv_passfds` does, without a new interpreter."""
+    agent = os.getpid()
+    if pid := os.fork():
+        return pid
+    try:
+        set_title("fork server")
+        die_with_parent()
+        if os.getppid() == agent:  # else it died before the line above
+            kept = sorted({0, 1, 2, *descriptors})
+            for low, high in pairwise([*kept, resource.getrlimit(resource.RLIMIT_NOFILE)[0]]):
+                os.closerange(low + 1, high)
+            exec(arguments[-1], {})
+    finally:
+        os._exit(1)

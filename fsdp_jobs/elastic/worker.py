@@ -22,7 +22,7 @@ from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
 from fsdp_jobs.elastic.program import Program
 from fsdp_jobs.elastic.rank_state import Phase, RankState, Request
 from fsdp_jobs.run.env import AGENT_PID_ENV, LOG_ENV, PROGRAM_ENV, RANK_STATE_ENV, STACKS_ENV
-from fsdp_jobs.run.processes import die_with_parent
+from fsdp_jobs.run.processes import die_with_parent, set_title
 from fsdp_jobs.run.verdict import EXIT_REQUEUE
 
 
@@ -53,6 +53,7 @@ def run_program() -> None:
     enter()
     _write_stacks_on_request()
     program = Program.from_json(os.environ.pop(PROGRAM_ENV))
+    set_title(f"rank {os.environ['RANK']}/{os.environ['WORLD_SIZE']} {Path(program.what).name}")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     multiprocessing.set_start_method(None, force=True)  # Python's own default again
     if sys.flags.safe_path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -12,8 +13,10 @@ from contextlib import closing
 from pathlib import Path
 
 import psutil
+import setproctitle
 
 from fsdp_jobs.run.directory import write_atomic
+from fsdp_jobs.run.env import RUN_DIR_ENV
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
@@ -22,6 +25,12 @@ def die_with_parent(_worker: int = 0) -> None:
     """Ask the kernel to kill this process when its parent dies (Linux; elsewhere nothing happens)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def set_title(part: str) -> None:
+    """Call this process of a job `fsdp_jobs: NAME PART` in `ps`; its environment in /proc stays readable."""
+    os.environ["SPT_NOENV"] = "1"
+    setproctitle.setproctitle(f"fsdp_jobs: {Path(os.environ[RUN_DIR_ENV]).name} {part}")
 
 
 def free_port() -> int:

@@ -210,5 +210,5 @@ def _agent(run: RunDir, node: int) -> psutil.Process:
 
 
 def _ranks(agent: psutil.Process) -> list[psutil.Process]:
-    servers = [c for c in agent.children() if any("forkserver" in word for word in c.cmdline())]
+    servers = [c for c in agent.children() if any("fork server" in word for word in c.cmdline())]
     return [rank for server in servers for rank in server.children()]

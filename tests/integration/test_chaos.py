@@ -32,7 +32,7 @@ OVERRIDES = (
     "fsdp=full_shard",
 )
 
-twice = pytest.mark.parametrize("seed", [0, 1])
+at_random_moments = pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.soak) for n in range(1, 5))])
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def rounds(job: NetnsJob) -> list[list[int]]:
     return [e["nodes"] for e in job.events("round_started")]
 
 
-@twice
+@at_random_moments
 def test_sigkill_of_a_rank(job: NetnsJob, undisturbed: dict[int, float], seed: int) -> None:
     _, _, victim = dice_at(job, seed)
     job.ranks(victim)[0].kill()
@@ -129,7 +129,7 @@ def test_sigkill_of_a_rank(job: NetnsJob, undisturbed: dict[int, float], seed: i
     assert rounds(job) == [[0, 1, 2]] * 2
 
 
-@twice
+@at_random_moments
 def test_sigkill_of_an_agent(job: NetnsJob, undisturbed: dict[int, float], seed: int) -> None:
     _, node, victim = dice_at(job, seed)
     orphans = job.ranks(victim)
@@ -142,7 +142,7 @@ def test_sigkill_of_an_agent(job: NetnsJob, undisturbed: dict[int, float], seed:
     assert rounds(job) == [[0, 1, 2]] * 2
 
 
-@twice
+@at_random_moments
 def test_sigkill_of_a_whole_node_and_its_replacement(job: NetnsJob, undisturbed: dict[int, float], seed: int) -> None:
     _, node, victim = dice_at(job, seed)
     job.crash(node)
@@ -153,7 +153,7 @@ def test_sigkill_of_a_whole_node_and_its_replacement(job: NetnsJob, undisturbed:
     assert rounds(job) == [[0, 1, 2]] * 2
 
 
-@twice
+@at_random_moments
 def test_a_vanished_node_that_comes_back_or_is_replaced(
     job: NetnsJob, undisturbed: dict[int, float], seed: int
 ) -> None:
@@ -170,7 +170,7 @@ def test_a_vanished_node_that_comes_back_or_is_replaced(
     assert rounds(job) == [[0, 1, 2]] * 2
 
 
-@twice
+@at_random_moments
 def test_a_node_that_hangs_and_wakes_up(job: NetnsJob, undisturbed: dict[int, float], seed: int) -> None:
     _, node, victim = dice_at(job, seed)
     job.hang(node)
@@ -181,7 +181,7 @@ def test_a_node_that_hangs_and_wakes_up(job: NetnsJob, undisturbed: dict[int, fl
     assert rounds(job) == [[0, 1, 2]] * 2
 
 
-@twice
+@at_random_moments
 def test_the_node_with_rank_0_dies(job: NetnsJob, undisturbed: dict[int, float], seed: int) -> None:
     dice_at(job, seed)
     head = job.events("round_started")[0]["hosts"][0]
@@ -193,7 +193,7 @@ def test_the_node_with_rank_0_dies(job: NetnsJob, undisturbed: dict[int, float],
     assert rounds(job) == [[0, 1, 2]] * 2
 
 
-@twice
+@at_random_moments
 def test_sigkill_of_the_coordinator(job: NetnsJob, undisturbed: dict[int, float], seed: int) -> None:
     dice_at(job, seed, last=20)
     job.coordinator().kill()
@@ -207,7 +207,7 @@ def test_sigkill_of_the_coordinator(job: NetnsJob, undisturbed: dict[int, float]
     assert len(job.metrics()) == STEPS  # nothing was done twice
 
 
-@twice
+@at_random_moments
 def test_sigterm_to_one_node_stops_all_and_the_next_attempt_goes_on(
     job: NetnsJob, undisturbed: dict[int, float], seed: int
 ) -> None:
@@ -224,7 +224,7 @@ def test_sigterm_to_one_node_stops_all_and_the_next_attempt_goes_on(
     assert len(job.metrics()) == STEPS  # no step was lost, none done twice
 
 
-@twice
+@at_random_moments
 def test_a_rank_is_killed_while_it_saves(job: NetnsJob, undisturbed: dict[int, float], seed: int) -> None:
     _, _, victim = dice_at(job, seed)
     rank = job.ranks(victim)[0]
@@ -247,7 +247,7 @@ def test_a_rank_is_killed_while_it_saves(job: NetnsJob, undisturbed: dict[int, f
     assert [e["step"] for e in job.events("checkpoint")].count(step) == 1  # when it was reached again
 
 
-@twice
+@at_random_moments
 def test_another_node_dies_during_recovery(job: NetnsJob, undisturbed: dict[int, float], seed: int) -> None:
     dice, _, victim = dice_at(job, seed)
     job.ranks(victim)[0].kill()

@@ -58,7 +58,7 @@ def kill_rank(job: Watched) -> None:
     agent = agent_of(job.run, 0)
     assert agent is not None, job.story()
     for child in agent.children():
-        if "forkserver" in " ".join(child.cmdline()):
+        if "fork server" in " ".join(child.cmdline()):
             child.children()[0].kill()
 
 
