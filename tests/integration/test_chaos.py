@@ -32,7 +32,9 @@ OVERRIDES = (
     "fsdp=full_shard",
 )
 
-at_random_moments = pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.soak) for n in range(1, 5))])
+at_random_moments = pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(n, marks=pytest.mark.soak) for n in range(1, 5))]
+)
 
 
 @pytest.fixture(scope="module")
