@@ -10,7 +10,8 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from fsdp_jobs.config.clusters import ClusterConfig, SlurmClusterConfig
-from fsdp_jobs.config.hydra import compose_job, groups, keys_of
+from fsdp_jobs.config.groups import groups
+from fsdp_jobs.config.hydra import compose_job, keys_of
 from fsdp_jobs.config.schema import CustomModelConfig, HfConfig
 
 ROOT = Path(__file__).parent.parent

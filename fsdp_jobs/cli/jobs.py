@@ -12,7 +12,8 @@ from rich.console import Console
 
 from fsdp_jobs.cli import runs
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
-from fsdp_jobs.config.hydra import CONF_DIR, compose_job, key_of, merge_overrides, register_schemas, search_path
+from fsdp_jobs.config.groups import CONF_DIR
+from fsdp_jobs.config.hydra import compose_job, key_of, merge_overrides, register_schemas, search_path
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.run.directory import write_atomic
 from fsdp_jobs.run.verdict import EXIT_FAILED

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem, nearest
-from fsdp_jobs.config.hydra import CONF_DIR, groups
+from fsdp_jobs.config.groups import groups, summary
 from fsdp_jobs.run.env import TRACEBACK_ENV
 from fsdp_jobs.run.verdict import EXIT_FAILED
 
@@ -91,9 +91,7 @@ def show_help() -> None:
     table = Table.grid(padding=(0, 3))
     for group, options in groups().items():
         for option in options:
-            comment = (CONF_DIR / group / f"{option}.yaml").read_text().splitlines()
-            first = next((c[2:] for c in comment if c.startswith("# ") and not c.startswith("# @")), "")
-            table.add_row(f"  {group}={option}", first)
+            table.add_row(f"  {group}={option}", summary(group, option))
     table.columns[0].no_wrap = table.columns[1].no_wrap = True  # one line each; the files have the rest
     table.columns[0].min_width = 36
     console.print(table)

@@ -8,12 +8,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-
 from fsdp_jobs.config.errors import Problem
 from fsdp_jobs.config.schema import DataConfig, HfConfig, JobConfig
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+_TOKEN_BYTES = {"uint16": 2, "uint32": 4}
 
 
 def data_problems(config: JobConfig, files: bool) -> Iterator[Problem]:
@@ -68,9 +67,9 @@ def _token_file(data: DataConfig, path: Path) -> Iterator[Problem]:
     if not path.is_file():
         yield Problem(where, "there is no such file", "data.path=FILE of token ids")
         return
-    if data.token_dtype not in ("uint16", "uint32"):
+    if data.token_dtype not in _TOKEN_BYTES:
         return  # said of the key
-    width = np.dtype(data.token_dtype).itemsize
+    width = _TOKEN_BYTES[data.token_dtype]
     tokens, rest = divmod(path.stat().st_size, width)
     if tokens <= data.seq_len:
         what = f"holds {tokens} tokens of {data.token_dtype}; one sample needs {data.seq_len + 1}"
@@ -79,7 +78,7 @@ def _token_file(data: DataConfig, path: Path) -> Iterator[Problem]:
         what = f"its size is not a whole number of {data.token_dtype} tokens"
         yield Problem(where, what, "data.token_dtype=uint16 or uint32, as it was written")
     elif (highest := _highest_token(path, data.token_dtype)) is None:
-        yield Problem(where, "you may not read it", "chmod u+r, or another file")
+        yield Problem(where, "is not readable by your user", "chmod u+r, or another file")
     elif highest >= data.vocab_size:
         what = f"{path} holds token id {highest}"
         yield Problem(f"data.vocab_size={data.vocab_size}", what, "the tokenizer's size, or another token_dtype")
@@ -87,6 +86,8 @@ def _token_file(data: DataConfig, path: Path) -> Iterator[Problem]:
 
 def _highest_token(path: Path, dtype: str) -> int | None:
     """Return the highest id in 64 stretches spread over a token file; None when it may not be read."""
+    import numpy as np
+
     try:
         tokens = np.memmap(path, dtype=np.dtype(dtype), mode="r")
     except OSError:

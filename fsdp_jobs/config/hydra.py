@@ -21,9 +21,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
+from fsdp_jobs.config.groups import CONF_DIR, groups
 from fsdp_jobs.config.schema import SCHEMAS, JobConfig
-
-CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
 
 # Hydra takes plugins from the package hydra_plugins alone. Under these names sweeps/hydra_launcher.py provides ours.
 PLUGINS = {"launcher": "hydra_plugins.fsdp_jobs.SweepLauncher", "sweeper": "hydra_plugins.fsdp_jobs.GridSweeper"}
@@ -53,15 +52,6 @@ def hydra_here() -> Iterator[None]:
     GlobalHydra.instance().clear()
     with initialize_config_dir(config_dir=str(CONF_DIR), version_base="1.3"):
         yield
-
-
-def groups(*further: Path) -> dict[str, list[str]]:
-    """Return every group of `conf/`, and of further folders, with its options."""
-    options: dict[str, set[str]] = {}
-    for folder in (CONF_DIR, *further):
-        for group in filter(Path.is_dir, folder.glob("*")):
-            options.setdefault(group.name, set()).update(f.stem for f in group.glob("*.yaml"))
-    return {group: sorted(options[group]) for group in sorted(options)}
 
 
 def keys_of(config: DictConfig, prefix: str = "") -> list[str]:

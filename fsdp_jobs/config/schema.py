@@ -1,5 +1,7 @@
 """Define what a job is: dataclasses that Hydra composes and closes, and their file. No torch.
 
+YAML and OmegaConf are imported by the functions that need them: `status` and help answer without.
+
 Every number has its unit in its name or its meaning. The folder `conf/` holds values; `validate.py` checks which
 combinations make sense; the tables of docs/configuration.md are generated from the meanings (docs/keys.py).
 """
@@ -11,9 +13,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
-
-import yaml
-from omegaconf import DictConfig, OmegaConf
 
 from fsdp_jobs.config.clusters import CLUSTERS, ClusterConfig
 from fsdp_jobs.config.keys import AUTO, key
@@ -289,27 +288,25 @@ SCHEMAS: tuple[tuple[str | None, str, type], ...] = (
 )
 
 
-class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
-    """Quote every string that OmegaConf, or any other reader of YAML, could take for a number."""
-
-
-def _quoted_if_number(dumper: _Dumper, text: str) -> yaml.ScalarNode:
-    style = "'" if re.match(r"[-+.]?\d|[-+]?\.", text) else None
-    node: yaml.ScalarNode = dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-    return node
-
-
-_Dumper.add_representer(str, _quoted_if_number)
-
-
 def dump_config(config: JobConfig) -> str:
     """Return the YAML that `config.yaml` holds; 15 times as fast as OmegaConf's."""
-    text: str = yaml.dump(asdict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-    return text
+    import yaml
+
+    class Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
+        """Quotes every string that OmegaConf, or any other reader of YAML, could take for a number."""
+
+    def quoted_if_number(dumper: Dumper, text: str) -> yaml.ScalarNode:
+        style = "'" if re.match(r"[-+.]?\d|[-+]?\.", text) else None
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+    Dumper.add_representer(str, quoted_if_number)
+    return str(yaml.dump(asdict(config), Dumper=Dumper, sort_keys=False, allow_unicode=True))
 
 
 def load_config(path: Path) -> JobConfig:
     """Read what `dump_config` wrote, with the types its groups had."""
+    from omegaconf import DictConfig, OmegaConf
+
     content = cast(DictConfig, OmegaConf.load(path))
     typed = OmegaConf.structured(JobConfig)
     for group, discriminator in (("model", "kind"), ("cluster", "launcher")):
@@ -322,6 +319,8 @@ def load_config(path: Path) -> JobConfig:
 
 def plain_values(path: Path) -> dict[str, Any]:
     """Read what `dump_config` wrote as plain values, unchecked and 40 times as fast: for a few values of many runs."""
+    import yaml
+
     values: dict[str, Any] = yaml.load(path.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     return values
 

@@ -128,7 +128,7 @@ def test_a_file_without_permission(tmp_path: Path) -> None:
     may_read_all = os.geteuid() == 0
     as_others = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if may_read_all else []
     done = cli(tmp_path, "data=tokens", f"data.path={file}", "data.vocab_size=20000", under=as_others)
-    assert done.returncode == 2 and "you may not read it" in done.stderr
+    assert done.returncode == 2 and "is not readable by your user" in done.stderr
 
 
 def test_problems_of_good_and_bad_overrides_are_reported_together(tmp_path: Path) -> None:
