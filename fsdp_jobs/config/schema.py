@@ -297,7 +297,8 @@ def dump_config(config: JobConfig) -> str:
 
     def quoted_if_number(dumper: Dumper, text: str) -> yaml.ScalarNode:
         style = "'" if re.match(r"[-+.]?\d|[-+]?\.", text) else None
-        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+        node: yaml.ScalarNode = dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+        return node
 
     Dumper.add_representer(str, quoted_if_number)
     return str(yaml.dump(asdict(config), Dumper=Dumper, sort_keys=False, allow_unicode=True))
