@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-SIZES = (128, 512, 2048)  # nodes of 8 GPUs, leaves of 16 nodes, blocks of 8 leaves
+SIZES = (128, 512, 2048, 10_000)  # nodes of 8 GPUs, leaves of 16 nodes, blocks of 8 leaves
 
 
 def peak_mib() -> float:

@@ -91,7 +91,7 @@ def plan(args: list[str]) -> int:
         sys.stdout.write(planned.to_json() + "\n")
     else:
         console.print(render(planned))
-    return 0
+    return 0 if planned.fits else EXIT_FAILED
 
 
 def resume(args: list[str]) -> int:

@@ -19,6 +19,7 @@ from fsdp_jobs.config.keys import AUTO, key
 
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
 DTYPES = ("fp32", "bf16", "fp16")
+MASTER_DTYPES = ("fp32", "bf16", "bf16_stochastic")  # bf16 as it is, or rounded stochastically after each step
 RECOMPUTED = ("none", "full", "every_n", "selective")
 VERDICTS = ("done", "preempted", "infrastructure", "stalled", "user_error")
 NOTIFY_ON = (*VERDICTS, "requeue")
@@ -34,12 +35,14 @@ class HardwareConfig:
     bf16_tflops: float = key(0.0, "dense peak, TFLOP/s")
     fp32_tflops: float = key(0.0, "peak of fp32 matmuls as PyTorch runs them by default, TFLOP/s")
     matmul_efficiency: float = key(1.0, "part of the peak that large matmuls reach")
+    attention_tflops: float = key(0.0, "causal flash attention, long sequences, heads of 128; 0: 0.45 of matmuls'")
     memory_gb_s: float = key(0.0, "device memory bandwidth, GB/s; 0: elementwise work is not counted")
     host_memory_gib: float = key(0.0, "host memory per node, GiB; 0: offload is not checked against it")
     host_gb_s: float = key(0.0, "GB/s per GPU to host memory, one direction; 0: offload's traffic is not counted")
     gpus_per_node: int = key(8, "devices per node; with `nproc_per_node=auto` ranks per node", at_least=1)
     nvlink_domain: int = key(8, "GPUs connected by NVLink or its like; may span nodes", at_least=1)
     intra_node_gb_s: float = key(0.0, "GB/s per GPU, one direction, inside the domain")
+    nvls_gb_s: float = key(0.0, "the same of all-reduce by the NVLink switches (NVLS), as a ring's; 0: none")
     inter_node_gb_s: float = key(0.0, "GB/s per GPU, one direction, between nodes")
     intra_node_latency_us: float = key(5.0, "one step of a ring inside the domain, microseconds")
     inter_node_latency_us: float = key(15.0, "one step of a ring between nodes, microseconds")
@@ -105,8 +108,10 @@ class FsdpConfig:
 
     strategy: str = key(AUTO, "auto is the plan's choice", choices=(AUTO, *STRATEGIES))
     shard_group: Any = key(AUTO, "ranks that together hold one full copy: auto or a number")
+    objective: str = key("speed", "what auto prefers among options that fit", choices=("speed", "memory"))
     wrap: str = key("layer", "units: `wrap_classes`, large modules, or the root", choices=("layer", "size", "none"))
     min_num_params: int = key(100_000_000, "`wrap=size`: parameters of a module that becomes a unit", at_least=1)
+    master_dtype: str = key("fp32", "stored parameters, gradients and moments", choices=MASTER_DTYPES)
     param_dtype: str = key(AUTO, "gathered parameters, compute; auto: bf16 on CUDA, else fp32", choices=(AUTO, *DTYPES))
     reduce_dtype: str = key("fp32", "gradients on the wire", choices=DTYPES)
     output_dtype: str = key(AUTO, "the model's output; auto leaves it as computed", choices=(AUTO, *DTYPES))
@@ -263,7 +268,7 @@ class JobConfig:
 # change from one submission of a run to the next; these only with allow_config_change=true.
 TRAINING_KEYS = (
     *("model", "data", "optim", "seed", "init_from"),
-    *("fsdp.param_dtype", "fsdp.reduce_dtype", "fsdp.output_dtype"),
+    *("fsdp.master_dtype", "fsdp.param_dtype", "fsdp.reduce_dtype", "fsdp.output_dtype"),
 )
 # Keys of these groups that change how fast data is read, and nothing that is computed.
 NOT_TRAINING_KEYS = ("data.workers", "data.prefetch", "data.micro_batch", "data.cache_dir", "model.wrap_classes")

@@ -128,7 +128,7 @@ class RoundPlanner:
         present = [self._place(name, a) for name, a in by_name.items()]
         if shard_group:
             return regroup(self.config, present, shard_group, self.shape), by_name
-        return make_plan(self.config, Topology.of(present), shape=self.shape), by_name
+        return make_plan(self.config, Topology.of(present), shape=self.shape, seek_remedies=False), by_name
 
     def usable_nodes(self, agents: Sequence[ConnectedAgent], shard_group: int) -> int:
         """Count the nodes among these that a round would use: spares alone complete no group."""

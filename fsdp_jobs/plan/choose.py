@@ -18,7 +18,7 @@ from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.plan.traffic import BACKENDS, Traffic, node_traffic, ring_bytes
 from fsdp_jobs.run.env import LAYOUT_ENV
 
-FEW_SPARES = 0.05  # of the nodes: what a smaller shard group may leave idle
+NEAR = 1.03  # steps this close to the shortest count as equally fast
 WORTH_REGROUPING = 1.1  # tokens/s relative to the held group size that justify changing it
 
 
@@ -69,12 +69,16 @@ def usable_bytes(hardware: HardwareConfig) -> int:
 def price(config: JobConfig, shape: ModelShape, strategy: str, placement: Placement) -> Option:
     """Price one strategy on one placement.
 
-    `fsdp.accumulate_unsharded=auto` saves the traffic between microbatches where the memory suffices for it.
+    `fsdp.accumulate_unsharded=auto` keeps whole gradients between microbatches where they fit and save time.
     """
     setting = config.fsdp.accumulate_unsharded
-    option = _price(config, shape, strategy, placement, setting in (AUTO, True))
-    saves_traffic = option.fits and option.microbatches > 1 and placement.group > 1
-    return option if setting != AUTO or saves_traffic else _price(config, shape, strategy, placement, False)
+    if setting != AUTO:
+        return _price(config, shape, strategy, placement, bool(setting))
+    sharded = _price(config, shape, strategy, placement, False)
+    if sharded.microbatches == 1 or placement.group == 1 or config.fsdp.objective == "memory":
+        return sharded
+    unsharded = _price(config, shape, strategy, placement, True)
+    return unsharded if unsharded.fits and unsharded.time.step < sharded.time.step else sharded
 
 
 def _price(config: JobConfig, shape: ModelShape, strategy: str, placement: Placement, unsharded: bool) -> Option:
@@ -87,16 +91,16 @@ def _price(config: JobConfig, shape: ModelShape, strategy: str, placement: Place
     memory = peak_memory(shape, layout, fsdp, data, device, microbatches)
     rings = {b: ring_bytes(shape, layout, fsdp, DTYPE_BYTES[dtype], microbatches, b) for b in BACKENDS}
     ring, in_domain = rings[backend(config)], placement.inside == "domain"
-    host = hardware.host_memory_gib * GIB
-    host_fits = not host or memory.host * per_node <= host * (1 - MARGIN)
     return Option(
         layout=layout,
         placement=placement,
         microbatches=microbatches,
         memory=memory,
-        fits=memory.total <= usable_bytes(hardware) and host_fits,
+        fits=memory.total <= usable_bytes(hardware) and _host_fits(config, memory),
         traffic={b: node_traffic(r, layout, per_node) for b, r in rings.items()},
-        time=step_time(shape, layout, fsdp, data, hardware, ring, per_node, dtype, in_domain),
+        time=step_time(
+            shape, layout, fsdp, data, hardware, ring, per_node, dtype, in_domain, backend(config) == "nccl"
+        ),
     )
 
 
@@ -121,31 +125,27 @@ def all_options(config: JobConfig, shape: ModelShape, topology: Topology) -> lis
 def choose(config: JobConfig, shape: ModelShape, topology: Topology, previous_group: int | None = None) -> Choice:
     """Choose the option for this topology; what the user configured, or the previous group size, comes first.
 
-    `auto` takes, of the options that fit: few spares before many, then the smallest group, then the shortest
-    predicted step. That order makes the group size fall, never rise, as memory grows.
+    Of the options that fit, `fsdp.objective=speed` takes the shortest predicted step; among those within 3% of it,
+    the fewest bytes between nodes, then the least memory, then the smallest group. `memory` takes the least memory.
     """
     options = all_options(config, shape, topology)
-    unrestricted = _best(options)
+    unrestricted, _ = _best(config, options)
     allowed = _allowed(config, shape, topology, options)
-    best = _best(allowed)
+    best, reason = _best(config, allowed)
     is_size_free = config.fsdp.shard_group == AUTO and config.fsdp.strategy in (AUTO, *HYBRID)
     if previous_group is not None and is_size_free:
-        best, reason = _held(allowed, best, previous_group, config.hardware)
-    else:
-        reason = _why_chosen(best, config.hardware)
+        best, reason = _held(config, allowed, best, reason, previous_group)
     reasons = [reason]
     if len(allowed) < len(options) and unrestricted.name != best.name:
         reasons.append(_criticism(best, unrestricted))
     if best not in options:
         options.append(best)
     taken = "chosen" if best.fits else "nearest to fitting"
-    considered = [(o, taken if o == best else _why_not(o, best, config.hardware)) for o in options]
+    considered = [(o, taken if o == best else _why_not(o, best, config)) for o in options]
     if best.placement.crossing:
         reasons.append(f"{best.placement.crossing} of {best.layout.replicas} shard groups cross a leaf switch.")
     if best.spares:
-        names = [topology.nodes[i].name for i in best.placement.spares]
-        listed = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-        reasons.append(f"{listed} complete no shard group and stand by as spares.")
+        reasons.append(_spares_sentence([topology.nodes[i].name for i in best.placement.spares]))
     return Choice(best.layout, best.placement, reasons, best, considered)
 
 
@@ -177,19 +177,94 @@ def choose_without_shape(config: JobConfig, topology: Topology) -> Choice:
     node = ", a node" if layout.strategy in HYBRID and layout.shard_group == per_node else ""
     reasons = [f"{basis}: {layout.strategy} {over}{node}. The program finds it in {LAYOUT_ENV}."]
     if placement.spares:
-        reasons.append(f"{len(placement.spares)} nodes complete no shard group and stand by as spares.")
+        reasons.append(_spares_sentence([topology.nodes[i].name for i in placement.spares]))
     return Choice(layout, placement, reasons)
 
 
-def _order(option: Option) -> tuple[bool, int, float, str]:
-    has_many_spares = option.spares > FEW_SPARES * (len(option.placement.used) + option.spares)
-    return (has_many_spares, option.layout.shard_group, option.time.step, option.name)
+def _spares_sentence(names: list[str]) -> str:
+    listed = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+    completes = "completes no shard group and stands by as a spare"
+    return f"{listed} " + (completes if len(names) == 1 else "complete no shard group and stand by as spares") + "."
 
 
-def _best(options: list[Option]) -> Option:
-    """Return the first that fits in order; when none fits, the one that comes nearest."""
+def _between(config: JobConfig, option: Option) -> float:
+    """Return the bytes that all nodes together send to other nodes in a step."""
+    return option.traffic[backend(config)].inter_node * len(option.placement.used)
+
+
+def _best(config: JobConfig, options: list[Option]) -> tuple[Option, str]:
+    """Return the option to take, and what decided; when none fits, the one that comes nearest."""
     fitting = [o for o in options if o.fits]
-    return min(fitting, key=_order) if fitting else min(options, key=lambda o: (o.memory.total, o.memory.host))
+    if not fitting:
+        nearest = min(options, key=lambda o: (o.memory.total, o.memory.host))
+        return nearest, f"Nothing fits; {nearest.name} comes nearest: {_excess(config, nearest)}."
+
+    def order(o: Option) -> tuple[float, int, int, float, str]:
+        return (_between(config, o), o.memory.total, o.layout.shard_group, o.time.step, o.name)
+
+    fastest = min(fitting, key=lambda o: (o.time.step, *order(o)))
+    if config.fsdp.objective == "memory":
+        best = min(fitting, key=lambda o: (o.memory.total, o.time.step, *order(o)))
+        decided = f"takes the least memory of the {_count(fitting)} that fit"
+        if best.time.step > NEAR * fastest.time.step:
+            slower = best.time.step / fastest.time.step - 1
+            decided += f" (fsdp.objective=memory); {fastest.name} is predicted to be {slower:.0%} faster"
+    else:
+        near = [o for o in fitting if o.time.step <= NEAR * fastest.time.step]
+        best = min(near, key=order)
+        decided = f"has the shortest predicted step of the {_count(fitting)} that fit"
+        others = [o for o in near if o is not best]
+        if others and best is not fastest:
+            second = min(others, key=order)
+            if _between(config, best) < _between(config, second):
+                what = "sends the fewest bytes between nodes"
+            elif best.memory.total < second.memory.total:
+                what = "takes the least memory"
+            else:
+                what = "has the smallest shard group"
+            decided = f"{what} of the {_count(near)} within {NEAR - 1:.0%} of the shortest predicted step"
+    return best, f"{best.name} {decided}: {_need(config, best)}{_where(best)}."
+
+
+def _count(options: list[Option]) -> str:
+    return f"{len(options)} option{'s' if len(options) > 1 else ''}"
+
+
+def _need(config: JobConfig, o: Option) -> str:
+    return f"{size(o.memory.total)} of {size(usable_bytes(config.hardware))} usable per GPU"
+
+
+def _where(o: Option) -> str:
+    if o.layout.strategy == "no_shard":
+        return ", nothing is sharded"
+    if o.layout.replicas == 1:
+        return ""
+    units = {"domain": "one NVLink domain", "node": "one node", "leaf": "one leaf switch", "all": "the job"}
+    inside = o.placement.inside
+    unit = units.get(inside, f"one switch {inside.removeprefix('switch-')} above the leaves")
+    return f", each shard group inside {unit}"
+
+
+def _excess(config: JobConfig, o: Option) -> str:
+    """Say by how much an option exceeds the limits that it hits, with their keys."""
+    hardware, exceeded = config.hardware, []
+    if (over := o.memory.total - usable_bytes(hardware)) > 0:
+        name, most = next(iter(o.memory.parts().items()))
+        exceeded.append(f"{size(over)} over {_usable(hardware)}, {size(most)} of it {name}")
+    if not _host_fits(config, o.memory):
+        needed = o.memory.host * ranks_per_node(config)
+        what = f"offloading takes {size(needed)} of host memory per node, of which 95% may be filled"
+        exceeded.append(f"{what} (hardware.host_memory_gib={hardware.host_memory_gib:g})")
+    return "; ".join(exceeded)
+
+
+def _usable(hardware: HardwareConfig) -> str:
+    return f"the {size(usable_bytes(hardware))} usable per GPU (hardware.memory_gib={hardware.memory_gib:g})"
+
+
+def _host_fits(config: JobConfig, memory: Memory) -> bool:
+    host = config.hardware.host_memory_gib * GIB
+    return not host or memory.host * ranks_per_node(config) <= host * (1 - MARGIN)
 
 
 def _allowed(config: JobConfig, shape: ModelShape, topology: Topology, options: list[Option]) -> list[Option]:
@@ -219,48 +294,36 @@ def _allowed(config: JobConfig, shape: ModelShape, topology: Topology, options: 
     return allowed
 
 
-def _held(allowed: list[Option], best: Option, previous_group: int, hardware: HardwareConfig) -> tuple[Option, str]:
+def _held(
+    config: JobConfig, allowed: list[Option], best: Option, why_best: str, previous_group: int
+) -> tuple[Option, str]:
     """Return the option of the previous group size if it still serves, else the best; and why."""
     same = [o for o in allowed if o.layout.shard_group == previous_group]
-    held = _best(same) if same else None
+    held = _best(config, same)[0] if same else None
     gain = best.time.tokens_per_s / held.time.tokens_per_s if held else 0.0
     if held is None:
         why = "no shard group of that size can be formed"
     elif not held.fits and best.fits:
         why = "it no longer fits"
     elif best.spares < held.spares and gain > WORTH_REGROUPING and best.fits:
-        why = f"the {held.spares} nodes it leaves idle give {(gain - 1) * 100:.0f}% more tokens/s otherwise"
+        left = f"the {held.spares} nodes it leaves" if held.spares > 1 else "the node it leaves"
+        why = f"{left} idle give{'s' if held.spares == 1 else ''} {(gain - 1) * 100:.0f}% more tokens/s otherwise"
     else:
         return held, f"Held the shard group of {previous_group}; replicas are now {held.layout.replicas}."
-    return best, f"Regrouped from {previous_group}: {why}. {_why_chosen(best, hardware)}"
+    return best, f"Regrouped from {previous_group}: {why}. {why_best}"
 
 
-def _why_chosen(o: Option, hardware: HardwareConfig) -> str:
-    need = f"{size(o.memory.total)} of {size(usable_bytes(hardware))} usable per GPU"
-    if not o.fits:
-        host = f", and {size(o.memory.host)} of host memory per rank" if o.memory.host else ""
-        return f"Nothing fits; {o.name} comes nearest: {need}{host}."
-    if o.layout.strategy == "no_shard":
-        return f"Each rank can hold everything ({need}), so nothing is sharded."
-    if o.layout.replicas == 1:
-        return f"{o.name} ranks fits ({need})."
-    units = {"domain": "one NVLink domain", "node": "one node", "leaf": "one leaf switch", "all": "the job"}
-    inside = o.placement.inside
-    unit = units.get(inside, f"one switch {inside.removeprefix('switch-')} above the leaves")
-    return f"{o.name} fits ({need}); each shard group stays inside {unit}."
-
-
-def _why_not(o: Option, best: Option, hardware: HardwareConfig) -> str:
+def _why_not(o: Option, best: Option, config: JobConfig) -> str:
     """Say in one sentence why an option was not taken."""
     if not o.fits:
-        name, most = next(iter(o.memory.parts().items()))
-        over = o.memory.total - usable_bytes(hardware)
+        over = o.memory.total - usable_bytes(config.hardware)
         if over <= 0:
             return f"Offload needs {size(o.memory.host)} of host memory per rank, more than a node has."
+        name, most = next(iter(o.memory.parts().items()))
         return f"Over by {size(over)}: {size(most)} of {name}."
     change = o.time.tokens_per_s / best.time.tokens_per_s - 1
     speed = "as fast" if abs(change) < 0.005 else f"{abs(change):.0%} {'faster' if change > 0 else 'slower'}"
-    sent, sent_by_best = (x.traffic["nccl"].inter_node for x in (o, best))
+    sent, sent_by_best = _between(config, o), _between(config, best)
     sends = ""
     if sent_by_best and abs(sent / sent_by_best - 1) > 0.05:
         sends = f", {sent / sent_by_best:.1f} x the bytes between nodes"

@@ -17,14 +17,17 @@ from fsdp_jobs.plan.shapes import ModelShape
 
 GIB = 2**30
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-STORED = 4  # bytes of a stored parameter and of its gradient: the trainer keeps fp32
-OPTIMIZER = 8  # AdamW's two moments, fp32
 
 CUDA_CONTEXT = int(0.9 * GIB)  # context, kernels, cuBLAS workspaces; 0.5 to 1.2 GiB were seen by GPU and version
 NCCL_PER_GROUP = int(0.35 * GIB)  # channel buffers of one communicator (NCCL_BUFFSIZE 4 MiB x channels x peers)
 CPU_RUNTIME = int(0.35 * GIB)  # a Python process with torch, by its resident size
 FRAGMENTATION = 0.05  # of what the caching allocator hands out; expandable segments keep it below
 MARGIN = 0.05  # of the device memory that a plan leaves free
+
+
+def master_bytes(fsdp: FsdpConfig) -> int:
+    """Return the bytes of a stored parameter, of its gradient, and of each of AdamW's two moments."""
+    return 4 if fsdp.master_dtype == "fp32" else 2
 
 
 def size(n: float) -> str:
@@ -91,7 +94,7 @@ def peak_memory(
 def _moments(
     shape: ModelShape, layout: Layout, fsdp: FsdpConfig, data: DataConfig, b_p: int, microbatches: int
 ) -> list[Memory]:
-    group, b_r = layout.shard_group, DTYPE_BYTES[fsdp.reduce_dtype]
+    group, b_r, b_m = layout.shard_group, DTYPE_BYTES[fsdp.reduce_dtype], master_bytes(fsdp)
     shard = shape.shard_numel(group)
     n = shape.n_blocks
     reshard = layout.reshard_after_forward
@@ -108,7 +111,7 @@ def _moments(
 
     # Gradients: sums kept between microbatches are whole (layout.accumulate_unsharded) or already reduced shards.
     whole_sums = microbatches > 1 and (layout.accumulate_unsharded or group == 1)
-    early = shard * STORED if microbatches > 1 and not whole_sums else 0
+    early = shard * b_m if microbatches > 1 and not whole_sums else 0
     sums = {u: u.numel * b_r if whole_sums else 0 for u in (shape.root, shape.largest, shape.head)}
     all_sums = shape.numel * b_r if whole_sums else 0
     waiting = shape.waiting * b_p
@@ -119,7 +122,7 @@ def _moments(
     tokens = data.micro_batch * data.seq_len
     logits = tokens * shape.activations.vocab
 
-    state = Memory("", parameters=shard * STORED, optimizer=shard * OPTIMIZER, gradients=early)
+    state = Memory("", parameters=shard * b_m, optimizer=shard * 2 * b_m, gradients=early)
     before = replace(state, accumulation=all_sums, activations=all_saved)
     moments = [
         replace(before, moment="end of forward", gathered=in_forward, logits=logits * b_p),
@@ -129,7 +132,7 @@ def _moments(
                 reduction=waiting + shape.head.numel * b_p),
         replace(before, moment="reduction of the head's gradients", gathered=in_head - head * group * b_p,
                 logits=logits * b_p, reduction=waiting + shape.head.numel * b_p + head_input),
-        replace(state, moment="optimizer step", gradients=shard * STORED),
+        replace(state, moment="optimizer step", gradients=shard * b_m),
     ]  # fmt: skip
 
     def backward(k: int, name: str) -> list[Memory]:
@@ -141,7 +144,7 @@ def _moments(
         at = replace(
             state,
             moment=name,
-            gradients=max(early, (head + (k - 1) * block) * STORED),
+            gradients=max(early, (head + (k - 1) * block) * b_m),
             gathered=in_block,
             logits=logits * b_p,
             accumulation=max(0, all_sums - sums[shape.head] - (k - 1) * sums[shape.largest]),
@@ -164,7 +167,7 @@ def _moments(
         replace(
             state,
             moment="reduction of the root's gradients",
-            gradients=shard * STORED,
+            gradients=shard * b_m,
             reduction=shape.root.numel * b_p + max(root * group * b_r, reduce_input),
             gathered=root * group * b_p if reduce_input > root * group * b_r else 0,
             logits=logits * b_p,

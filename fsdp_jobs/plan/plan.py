@@ -95,6 +95,7 @@ def make_plan(
     topology: Topology | None = None,
     nodes: int | None = None,
     shape: ModelShape | None = None,
+    seek_remedies: bool = True,
 ) -> Plan:
     """Decide how the job is sharded.
 
@@ -103,6 +104,7 @@ def make_plan(
         topology: where its nodes are; without one all are taken to be under one switch.
         nodes: how many of them take part; without it the job's maximum, or all of a smaller topology.
         shape: the model's, where the configuration does not give it (custom models, probed).
+        seek_remedies: find settings that make a job fit that does not; each try is a plan of its own.
 
     Raises:
         BadInput: a shard group that cannot be formed, or a topology with too few nodes or GPUs.
@@ -117,7 +119,8 @@ def make_plan(
     low, high = node_range(config.nodes)
     if choice.fits and low < min(high, len(topology.nodes)):
         notes.append(_at_minimum(config, shape, topology, low))
-    return _plan(config, topology, shape, choice, notes)
+    plan = _plan(config, topology, shape, choice, notes)
+    return plan if plan.fits or not seek_remedies else replace(plan, remedies=tuple(remedies(config, shape, topology)))
 
 
 def regroup(config: JobConfig, present: Sequence[Node], previous_group: int, shape: ModelShape | None = None) -> Plan:
@@ -222,7 +225,7 @@ def _plan(
         time=option.time if option else None,
         considered=tuple(_considered(o, why, taken=o == option) for o, why in choice.considered),
         reasons=(*notes, *choice.reasons),
-        remedies=() if shape is None or choice.fits else tuple(remedies(config, shape, topology)),
+        remedies=(),
     )
 
 

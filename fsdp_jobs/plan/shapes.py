@@ -55,6 +55,7 @@ class Activations:
     matmul_flops: int = 0  # forward FLOPs of a block's matmuls, attention's own excluded
     head_flops: int = 0  # forward FLOPs of the head
     attention_width: int = 0  # heads x head_dim: attention costs 4 x width x context FLOPs forward
+    head_width: int = 128  # elements of an attention head
     elementwise: int = 0  # elements that a block's forward reads and writes outside matmuls and attention
 
 
@@ -159,6 +160,7 @@ def llama_activations(model: LlamaConfig, accelerator: str) -> Activations:
         matmul_flops=2 * (2 * d * d + 2 * d * kv + 3 * d * f),
         head_flops=2 * d * v,
         attention_width=d,
+        head_width=d // model.n_heads,
         # Read and written by eager kernels: 2 norms (4 d); the rotary embedding of q and k in fp32 (48 bytes
         # per element, or 24 bf16 elements); SiLU and product (5 f); 2 residual sums (6 d).
         elementwise=10 * d + 24 * (d + kv) + 5 * f,

@@ -1,4 +1,4 @@
-"""Predict the time of an optimizer step: max(compute, communication) per block, plus what cannot overlap."""
+"""Predict the time of an optimizer step: compute and the communication it hides, per block, plus what is exposed."""
 
 from __future__ import annotations
 
@@ -6,19 +6,30 @@ from dataclasses import dataclass
 
 from fsdp_jobs.config.resolve import peak_flops
 from fsdp_jobs.config.schema import DataConfig, FsdpConfig, HardwareConfig
+from fsdp_jobs.plan.collectives import Group
 from fsdp_jobs.plan.layout import Layout
-from fsdp_jobs.plan.memory import DTYPE_BYTES
+from fsdp_jobs.plan.memory import DTYPE_BYTES, master_bytes
 from fsdp_jobs.plan.shapes import ModelShape
 from fsdp_jobs.plan.traffic import RingBytes, hops
 
-# Three constants that no data sheet gives. docs/planning.md says where they come from.
+# Constants that no data sheet gives. docs/planning.md says where they come from.
 LAYER_MATMUL = 0.85  # a layer's matmuls, against the best large matmul of the same GPU
-FLASH_ATTENTION = 0.55  # causal attention kernels, against the best large matmul
+ATTENTION_IN_STEP = 0.7  # attention kernels in a training step, against their benchmark
 ELEMENTWISE_COMPILED = 0.4  # memory passes that torch.compile leaves of eager mode's
+CONTENTION = 0.2  # of the multiprocessors, that NCCL's kernels take from matmuls beside them (24 of 108, 24 of 132)
+
+# FlashAttention-2, causal, forward and backward (Dao 2023, arXiv:2307.08691, figures 5 and 6): on A100 and H100
+# the rate at s tokens is that of long sequences x s / (s + 500); heads of 64 reach 0.88 of heads of 128.
+HALF_RATE_TOKENS = 500
+HALF_RATE_WIDTH = 19
+ATTENTION_UNKNOWN = 0.45  # of the best large matmul, where `hardware.attention_tflops` is 0
 
 # A logit is written in bf16 (2), widened (6), in log-softmax (8); two gradients (4, 12); narrowed (6).
 LOSS_BYTES = 38
-OPTIMIZER_BYTES = 28  # AdamW reads parameter, gradient, two moments and writes three of them, fp32
+UPDATE_PASSES = 7  # AdamW reads parameter, gradient, two moments and writes three of them
+CLIP_PASSES = 3  # the norm reads gradients, the clipping reads and writes them
+# ZeRO-Offload's AdamW on two sockets (Ren et al. 2021, arXiv:2101.06840, table 4): 2.6 s for 10 B parameters.
+HOST_UPDATE_BYTES_PER_S = 108e9
 
 
 @dataclass(frozen=True)
@@ -35,30 +46,40 @@ class StepTime:
 
 
 @dataclass(frozen=True)
-class _Link:
-    """Times of ring collectives over one kind of group: per byte that a rank sends, and per pass."""
+class _Compute:
+    """Seconds of kernels of one rank."""
 
-    seconds_per_byte: float
-    latency: float  # seconds of one pass around the ring
+    forward: float  # of a block
+    backward: float
+    head: float  # the final norm, the head, and the loss, forward and backward
+    gathered: float  # copying a gathered block out of the flat buffer, or casting it
+    reduced: float  # copying a block's gradients into the reduce-scatter's input
+    accumulated: float  # adding a block's gradients to those of the microbatches before
+    update: float  # clipping and AdamW
 
-    def seconds(self, sent: float, passes: int = 1) -> float:
-        return sent * self.seconds_per_byte + passes * self.latency if sent else 0.0
 
-
-def _link(hardware: HardwareConfig, members: int, per_node: int, intra: float, inter: float) -> _Link:
-    """Describe a ring of `members` ranks, of which each node's make `intra` and `inter` hops.
+def _group(hardware: HardwareConfig, ranks: int, per_node: int, intra: float, inter: float, is_nccl: bool) -> Group:
+    """Describe a group of `ranks` ranks, of which each node's make `intra` and `inter` hops of a ring.
 
     NCCL opens one ring per network card, so a node's edge carries its share of every rank's bytes at the
     sum of the cards' bandwidths.
     """
-    per_byte_intra = 1 / (hardware.intra_node_gb_s * 1e9) if intra and hardware.intra_node_gb_s else 0.0
-    per_byte_inter = inter / per_node / (hardware.inter_node_gb_s * 1e9) if hardware.inter_node_gb_s else 0.0
-    share = inter / (inter + intra) if inter + intra else 0.0
-    steps_inter = (members - 1) * share
-    latency = (
-        steps_inter * hardware.inter_node_latency_us + (members - 1 - steps_inter) * hardware.intra_node_latency_us
+    seconds_intra = 1 / (hardware.intra_node_gb_s * 1e9) if intra and hardware.intra_node_gb_s else 0.0
+    seconds_inter = inter / per_node / (hardware.inter_node_gb_s * 1e9) if hardware.inter_node_gb_s else 0.0
+    return Group(
+        ranks=ranks,
+        nodes=max(2, round(ranks * inter / (inter + intra))) if inter else 1,
+        seconds_per_byte=max(seconds_intra, seconds_inter),
+        intra_us=hardware.intra_node_latency_us,
+        inter_us=hardware.inter_node_latency_us,
+        nvls_seconds_per_byte=1 / (hardware.nvls_gb_s * 1e9) if hardware.nvls_gb_s and is_nccl else 0.0,
+        is_nccl=is_nccl,
     )
-    return _Link(max(per_byte_intra, per_byte_inter), latency * 1e-6)
+
+
+def _beside(compute: float, communication: float) -> float:
+    """Return seconds of both at once: NCCL's kernels take their multiprocessors from the compute beside them."""
+    return max(communication, compute + CONTENTION * min(compute, communication))
 
 
 def step_time(
@@ -71,6 +92,7 @@ def step_time(
     ranks_per_node: int,
     param_dtype: str,
     in_domain: bool = False,
+    is_nccl: bool = True,
 ) -> StepTime:
     """Predict one optimizer step of `ring.gathers` microbatches on every rank.
 
@@ -79,38 +101,44 @@ def step_time(
     group's nodes reach each other over NVLink.
     """
     n = max(1, shape.n_blocks)
-    forward, backward, head, update = _compute(shape, layout, fsdp, data, hardware, param_dtype)
+    c = _compute(shape, layout, fsdp, data, hardware, param_dtype, ranks_per_node)
     s_intra, s_inter, r_intra, r_inter = hops(layout, ranks_per_node)
     if in_domain:
         s_intra, s_inter = s_intra + s_inter, 0.0
-    near = _link(hardware, layout.shard_group, ranks_per_node, s_intra, s_inter)
-    far = _link(hardware, layout.replicas, ranks_per_node, r_intra, r_inter)
+    near = _group(hardware, layout.shard_group, ranks_per_node, s_intra, s_inter, is_nccl)
+    far = _group(hardware, layout.replicas, ranks_per_node, r_intra, r_inter, is_nccl)
 
+    shard = shape.shard_numel(layout.shard_group)
     in_blocks = sum(b.shard_numel(layout.shard_group) * b.count for b in shape.blocks)
-    root_part = 1 - in_blocks / shape.shard_numel(layout.shard_group)  # root and head
+    root_part = 1 - in_blocks / shard  # root and head
     block_part = (1 - root_part) / n
-    gather = near.seconds(ring.gather_forward * block_part)
-    gather_again = near.seconds(ring.gather_backward / n)
-    reduce = near.seconds(ring.reduce * block_part)
-    all_reduce = far.seconds(ring.all_reduce * block_part, 2)
-    root_gather = near.seconds(ring.gather_forward * root_part)
-    root_reduce = near.seconds(ring.reduce * root_part) + far.seconds(ring.all_reduce * root_part, 2)
+    # With offload a shard goes up before each gather, and its gradient down after each reduction.
+    lifted = shard * master_bytes(fsdp) / (hardware.host_gb_s * 1e9) if fsdp.cpu_offload and hardware.host_gb_s else 0.0
+    gather = near.gather(ring.gather_forward * block_part) + lifted * block_part
+    gather_again = near.gather(ring.gather_backward / n) + (lifted * block_part if ring.gather_backward else 0.0)
+    reduce = near.gather(ring.reduce * block_part) + lifted * block_part + c.reduced
+    all_reduce = far.all_reduce(ring.all_reduce * block_part)
+    root_gather = near.gather(ring.gather_forward * root_part) + lifted * root_part
+    root_reduce = near.gather(ring.reduce * root_part) + lifted * root_part
 
-    # A shard ring inside a node and a replica ring between nodes use different links at the same time.
-    both = reduce + all_reduce
-    last = max(gather_again + reduce, all_reduce) if s_inter == 0 else gather_again + both
-    quiet_backward = max(backward, gather_again)
-    reducing_backward = max(backward, gather_again + reduce)
-    final_backward = max(backward, last)
-    micro = root_gather + gather + n * max(forward, gather) + head
+    # A shard group inside a node and replicas between nodes use different links at the same time.
+    last = max(gather_again + reduce, all_reduce) if s_inter == 0 else gather_again + reduce + all_reduce
+    forward = c.forward + c.gathered
+    backward = c.backward + (c.gathered if ring.gather_backward else 0.0)
+    quiet_backward = _beside(backward + c.accumulated, gather_again)
+    reducing_backward = _beside(backward, gather_again + reduce)
+    micro = root_gather + gather + n * _beside(forward, gather) + c.head
     reducing = ring.reductions - 1
     quiet = ring.gathers - 1 - reducing
-    step = ring.gathers * micro + n * (quiet * quiet_backward + reducing * reducing_backward + final_backward)
-    step += both + root_reduce * ring.reductions + update
+    step = ring.gathers * micro + n * (
+        quiet * quiet_backward + reducing * reducing_backward + _beside(backward, last)
+    )
+    root_all_reduce = far.all_reduce(ring.all_reduce * root_part)
+    step += reduce + all_reduce + root_reduce * ring.reductions + root_all_reduce + c.update
 
-    compute = ring.gathers * (n * (forward + backward) + head) + update
-    busy = ring.gathers * (root_gather + n * (gather + gather_again)) + ring.reductions * n * reduce
-    busy += n * all_reduce + root_reduce * ring.reductions
+    compute = ring.gathers * (n * (forward + backward) + c.head) + n * quiet * c.accumulated + c.update
+    busy = ring.gathers * (root_gather + n * (gather + gather_again)) + ring.reductions * (n * reduce + root_reduce)
+    busy += n * all_reduce + root_all_reduce
     tokens = data.global_batch * data.seq_len / layout.world_size  # a rank's mean; the busiest sets the time
     peak = peak_flops(hardware, param_dtype)
     return StepTime(
@@ -124,6 +152,14 @@ def step_time(
     )
 
 
+def attention_rate(hardware: HardwareConfig, best_rate: float, head_width: int, seq_len: int) -> float:
+    """Return FLOP/s of causal attention in a training step, forward and backward together."""
+    longest = hardware.attention_tflops * 1e12 or ATTENTION_UNKNOWN * best_rate
+    by_width = head_width / (head_width + HALF_RATE_WIDTH) * (128 + HALF_RATE_WIDTH) / 128
+    by_length = seq_len / (seq_len + HALF_RATE_TOKENS)
+    return longest * min(1.0, by_width) * by_length * ATTENTION_IN_STEP
+
+
 def _compute(
     shape: ModelShape,
     layout: Layout,
@@ -131,17 +167,19 @@ def _compute(
     data: DataConfig,
     hardware: HardwareConfig,
     param_dtype: str,
-) -> tuple[float, float, float, float]:
-    """Return seconds of a block's forward and backward, of the head with the loss, and of the update."""
+    ranks_per_node: int,
+) -> _Compute:
     a, tokens = shape.activations, data.micro_batch * data.seq_len
+    b_m, b_p, b_r = master_bytes(fsdp), DTYPE_BYTES[param_dtype], DTYPE_BYTES[fsdp.reduce_dtype]
     best_rate = peak_flops(hardware, param_dtype) * hardware.matmul_efficiency
-    matmul_rate, attention_rate = best_rate * LAYER_MATMUL, best_rate * FLASH_ATTENTION
+    matmul_rate = best_rate * LAYER_MATMUL
     per_byte = 1 / (hardware.memory_gb_s * 1e9) if hardware.memory_gb_s else 0.0
 
     matmul = tokens * a.matmul_flops / matmul_rate
-    attention = tokens * 2 * a.attention_width * data.seq_len / attention_rate  # causal: half of 4 x width x seq
+    kernel_rate = attention_rate(hardware, best_rate, a.head_width, data.seq_len)
+    attention = tokens * 2 * a.attention_width * data.seq_len / kernel_rate  # causal: half of 4 x width x sequence
     elementwise = a.elementwise * (ELEMENTWISE_COMPILED if fsdp.compile else 1)
-    passes = tokens * elementwise * DTYPE_BYTES[param_dtype] * per_byte
+    passes = tokens * elementwise * b_p * per_byte
     per_block = a.layers / max(1, shape.n_blocks)
     forward = (matmul + attention + passes) * per_block
     # Flash attention's backward runs five matmuls against two (Dao et al. 2022, arXiv:2205.14135).
@@ -153,8 +191,18 @@ def _compute(
         "selective": passes * per_block,  # matmuls and attention are kept
     }[fsdp.activation_checkpointing]
     head = 3 * tokens * a.head_flops / matmul_rate + tokens * a.vocab * LOSS_BYTES * per_byte
-    update = shape.shard_numel(layout.shard_group) * OPTIMIZER_BYTES * per_byte
-    if fsdp.cpu_offload and hardware.host_gb_s:
-        # Parameters go up and gradients come down once a step at least; the host's own update is not counted.
-        update += shape.shard_numel(layout.shard_group) * 8 / (hardware.host_gb_s * 1e9)
-    return forward, backward, head, update
+
+    shard, block = shape.shard_numel(layout.shard_group), shape.largest.numel
+    cast = b_m + b_p if b_m != b_p else 0
+    update = shard * (UPDATE_PASSES + CLIP_PASSES) * b_m * per_byte
+    if fsdp.cpu_offload:
+        update = shard * ranks_per_node * (UPDATE_PASSES + CLIP_PASSES) * b_m / HOST_UPDATE_BYTES_PER_S
+    return _Compute(
+        forward=forward,
+        backward=backward,
+        head=head,
+        gathered=block * (2 * b_p if layout.shard_group > 1 else cast) * per_byte,
+        reduced=block * (b_p + b_r) * per_byte if layout.shard_group > 1 else 0.0,
+        accumulated=block * (b_p + 2 * b_r) * per_byte,
+        update=update,
+    )
