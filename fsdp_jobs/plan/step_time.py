@@ -130,9 +130,7 @@ def step_time(
     micro = root_gather + gather + n * _beside(forward, gather) + c.head
     reducing = ring.reductions - 1
     quiet = ring.gathers - 1 - reducing
-    step = ring.gathers * micro + n * (
-        quiet * quiet_backward + reducing * reducing_backward + _beside(backward, last)
-    )
+    step = ring.gathers * micro + n * (quiet * quiet_backward + reducing * reducing_backward + _beside(backward, last))
     root_all_reduce = far.all_reduce(ring.all_reduce * root_part)
     step += reduce + all_reduce + root_reduce * ring.reductions + root_all_reduce + c.update
 

@@ -109,7 +109,9 @@ def test_more_memory_never_gives_a_slower_step(
 
 @settings(max_examples=60, deadline=None)
 @given(LEAVES, PER_NODE, MEMORY, BATCH)
-def test_no_option_that_fits_is_faster_than_the_plan(sizes: list[int], per_node: int, memory: float, batch: int) -> None:
+def test_no_option_that_fits_is_faster_than_the_plan(
+    sizes: list[int], per_node: int, memory: float, batch: int
+) -> None:
     plan = on(sized(memory, per_node, batch), leaves(sizes, per_node))
     if plan.fits:
         assert plan.time.step <= NEAR * min(c.step_s for c in plan.considered if c.fits)
