@@ -13,15 +13,17 @@ from torchx.specs import AppDef, Resource, Role, macros
 from fsdp_jobs.config.resolve import accelerator, node_range
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.env import SUBMISSION_ENV
 
 RUN_DIR_KEY = "fsdp_jobs/run_dir"  # in the AppDef's metadata
 
 
-def to_app(config: JobConfig, run: RunDir, nproc_per_node: int) -> AppDef:
+def to_app(config: JobConfig, run: RunDir, nproc_per_node: int, submission: str) -> AppDef:
     """Describe a job: a coordinator and up to `nodes` agents of `nproc_per_node` ranks each."""
     low, high = node_range(config.nodes)
     run_dir = str(run.path.resolve())
     env = {
+        SUBMISSION_ENV: submission,
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",

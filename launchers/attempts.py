@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from fsdp_jobs.config.resolve import node_range
 from fsdp_jobs.config.schema import load_config
-from fsdp_jobs.launchers.supervisor import Attempt, Process
+from fsdp_jobs.launchers.supervisor import Attempt, Process, is_superseded
 from fsdp_jobs.run import events, log
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV
@@ -58,7 +58,7 @@ class Container:
         if self.is_leaving:  # the signal came while it was started
             process.popen.terminate()
         attempt.supervise()
-        attempt.finish(_LEAVE_S)
+        attempt.finish(0 if is_superseded(self.run) else _LEAVE_S)
 
 
 class _Part(Attempt):
@@ -72,6 +72,8 @@ class _Part(Attempt):
         self.container = container
 
     def is_over(self) -> bool:
+        if is_superseded(self.run):
+            return True
         return super().is_over() or (self.container.is_leaving and all(p.has_ended for p in self.processes))
 
     def restarts(self, process: Process) -> bool:
@@ -92,10 +94,10 @@ def coordinate(container: Container) -> int:
     An attempt without a verdict is continued: its coordinator died, and the new one adopts its round.
     """
     nodes = node_range(load_config(container.run.config).nodes)[1]
-    while True:
+    while not is_superseded(container.run):
         attempt, verdict = container.newest()
-        if verdict is not None and verdict.decision == "stop":
-            return verdict.exit_code_of_attempt
+        if (final := Verdict.final(container.run)) is not None:
+            return final.exit_code_of_attempt
         if container.is_leaving:
             return EXIT_REQUEUE
         if attempt < 0 or verdict is not None:
@@ -103,20 +105,22 @@ def coordinate(container: Container) -> int:
             container.run.attempt(attempt).mkdir(parents=True)
             events.record(container.run, attempt, events.AttemptStarted(nodes))
         container.take_part(attempt)
+    return EXIT_FAILED
 
 
 def follow(container: Container) -> int:
     """Take part in every attempt as a node, until the job or this container ends; return the exit code."""
-    while True:
+    while not is_superseded(container.run):
         attempt, verdict = container.newest()
-        if verdict is not None and verdict.decision == "stop":
-            return verdict.exit_code_of_attempt
+        if (final := Verdict.final(container.run)) is not None:
+            return final.exit_code_of_attempt
         if container.is_leaving:
             return EXIT_REQUEUE
         if attempt < 0 or verdict is not None:
             time.sleep(_POLL_S)
         else:
             container.take_part(attempt)
+    return EXIT_FAILED
 
 
 def main(argv: Sequence[str] | None = None) -> int:

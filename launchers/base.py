@@ -7,6 +7,9 @@ became of a job is read from its run directory: the verdict of its newest attemp
 from __future__ import annotations
 
 import os
+import secrets
+import socket
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +32,7 @@ from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.tail import follow_files
 
-SESSION = "fsdp_jobs"  # TorchX's session, the second part of a handle
+SESSION = "fsdp_jobs"  # in a handle in place of the cluster, where there is only one, and in old handles
 WRITES_AT_ONCE = 16  # run directories: a slow shared file system serves many writers at the same time
 
 _Request = TypeVar("_Request")
@@ -65,6 +68,11 @@ class Finding:
     cure: str = ""
 
 
+def new_submission() -> str:
+    """Return the id of a submission: the time and six random digits, in letters that every cluster takes."""
+    return f"{time.strftime('%y%m%d%H%M%S')}-{secrets.token_hex(3)}"
+
+
 @dataclass
 class Job:
     """A validated and planned job."""
@@ -73,10 +81,11 @@ class Job:
     run: RunDir
     plan: Plan
     shape: ModelShape | None = None  # of a custom model
+    submission: str = field(default_factory=new_submission)  # jobs that are submitted together share it
 
     @cached_property
     def app(self) -> AppDef:
-        return to_app(self.config, self.run, self.plan.ranks_per_node)
+        return to_app(self.config, self.run, self.plan.ranks_per_node, self.submission)
 
     def role(self, name: str) -> Role:
         """Return the app's coordinator or trainer."""
@@ -108,11 +117,33 @@ class Launcher(ABC):
     def submit(self, requests: Sequence[Any], parallelism: int, folder: Path | None) -> list[str]:
         """Submit all requests of `prepare`, or none; return their app ids.
 
+        The ids of their submissions are in the run directories already. A launcher gives them to the cluster, so that
+        `find` finds the jobs there, and to the processes of the jobs, by SUBMISSION_ENV.
+
         Args:
             requests: one for each job.
             parallelism: how many may run at once, 0 for no limit; heeded where the cluster can.
             folder: of the sweep, for the launcher's files; None for a job by itself.
         """
+
+    @abstractmethod
+    def find(self, run: RunDir) -> str | None:
+        """Return the app id of a run's newest submission, whose command died before it could record it.
+
+        The id of the submission (`run.submission`) was given to the cluster together with the job. None means that
+        the cluster has not got the job; what there is of it that cannot run is removed first.
+
+        Raises:
+            BadInput, JobFailed: the cluster does not answer.
+        """
+
+    def cluster_of(self, app_id: str) -> str:
+        """Name the cluster that a command here reaches for this app; a handle names the one it was submitted to.
+
+        Raises:
+            BadInput, JobFailed: it cannot be told now.
+        """
+        return socket.gethostname()
 
     @abstractmethod
     def describe(self, app_ids: Sequence[str]) -> list[Description | None]:

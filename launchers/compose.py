@@ -22,7 +22,7 @@ from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.resolve import ranks_per_node
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.launchers import attempts
-from fsdp_jobs.launchers.base import Description, Job, Launcher, TorchxScheduler, log_lines, prepare_each
+from fsdp_jobs.launchers.base import SESSION, Description, Job, Launcher, TorchxScheduler, log_lines, prepare_each
 from fsdp_jobs.launchers.state import State
 from fsdp_jobs.run.directory import RunDir, runs_in, write_atomic
 from fsdp_jobs.run.verdict import Verdict
@@ -48,6 +48,12 @@ class ComposeLauncher(Launcher):
 
     def submit(self, requests: Sequence[ComposeRequest], parallelism: int, folder: Path | None) -> list[str]:
         return [RunDir(request.run_dir).name for request in requests]
+
+    def find(self, run: RunDir) -> str:
+        return run.name  # the services run whatever is in their volume
+
+    def cluster_of(self, app_id: str) -> str:
+        return SESSION
 
     def describe(self, app_ids: Sequence[str]) -> list[Description | None]:
         return [_describe(app_id) for app_id in app_ids]
@@ -88,9 +94,7 @@ def _describe(app_id: str) -> Description | None:
 
 def _is_live(run: RunDir) -> bool:
     """Whether the services still have something to do: no verdict has stopped the newest submission."""
-    attempt = run.last_attempt()
-    verdict = Verdict.read(run, attempt) if attempt >= run.first_attempt() else None
-    return verdict is None or verdict.decision != "stop"
+    return Verdict.final(run) is None
 
 
 def submit(run: RunDir, overrides: Sequence[str]) -> int:

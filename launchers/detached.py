@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +25,7 @@ _WITHDRAWN = Verdict("preempted", "stop", "cancelled while it waited")
 
 
 class DetachedLauncher(QueueableLauncher):
-    """A launcher of this machine. An app's id is its run's name, the time of submission and a process id."""
+    """A launcher of this machine. An app's id is its run's name and the submission's id."""
 
     @abstractmethod
     def stage(self, request: Any, app_id: str) -> None:
@@ -45,9 +43,7 @@ class DetachedLauncher(QueueableLauncher):
         jobs = []
         for request in requests:
             run = RunDir(Path(request.run_dir).resolve())
-            jobs.append(
-                QueuedJob(self.name, str(run.path), f"{run.name}-{time.strftime('%y%m%d%H%M%S')}-{os.getpid()}")
-            )
+            jobs.append(QueuedJob(self.name, str(run.path), _app_id(run)))
             self.stage(request, jobs[-1].app_id)
             remember(self.name, jobs[-1].app_id, run)
         if folder is not None:
@@ -56,6 +52,11 @@ class DetachedLauncher(QueueableLauncher):
             leave(job.run)
             self.start(job.run, job.app_id)
         return [job.app_id for job in jobs]
+
+    def find(self, run: RunDir) -> str | None:
+        app_id = _app_id(run)
+        has_begun = run.last_attempt() >= run.first_attempt()
+        return app_id if has_begun or queue_of(run, app_id) is not None or self.is_alive(run, app_id) else None
 
     def describe(self, app_ids: Sequence[str]) -> list[Description | None]:
         return [self._describe(app_id) for app_id in app_ids]
@@ -94,14 +95,23 @@ class DetachedLauncher(QueueableLauncher):
         return log_lines(run, role, node, lambda: follow and self.is_alive(run, app_id))
 
 
+def _app_id(run: RunDir) -> str:
+    return f"{run.name}-{run.submission}"
+
+
+def supervisor_record(run: RunDir) -> Path:
+    """Return the file that says which process is the run's supervisor."""
+    return run.submit / "supervisor.json"
+
+
 def start_supervisor(run: RunDir, module: str) -> None:
     """Run `python -m MODULE RUN_DIR`, which outlives the terminal it is started from."""
-    start_detached(module, run.path, run.submit / "supervisor.json", run.submit / "supervisor.log")
+    start_detached(module, run.path, supervisor_record(run), run.submit / "supervisor.log")
 
 
 def supervisor_of(run: RunDir) -> psutil.Process | None:
     """Return the live supervisor of a run."""
-    return recorded_process(run.submit / "supervisor.json")
+    return recorded_process(supervisor_record(run))
 
 
 def kill_supervisor(run: RunDir) -> bool:

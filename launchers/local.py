@@ -20,13 +20,13 @@ from torchx.specs import macros
 from fsdp_jobs.config.clusters import LocalClusterConfig
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.launchers.base import Job, TorchxScheduler
-from fsdp_jobs.launchers.detached import DetachedLauncher, kill_supervisor, start_supervisor
+from fsdp_jobs.launchers.detached import DetachedLauncher, kill_supervisor, start_supervisor, supervisor_record
 from fsdp_jobs.launchers.queue import visible_gpus
 from fsdp_jobs.launchers.supervisor import Attempt, Process
 from fsdp_jobs.run import events, log
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.env import ADDRESS_ENV, ATTEMPT_ENV, COORDINATOR_ENV
-from fsdp_jobs.run.processes import free_port
+from fsdp_jobs.run.processes import free_port, record_this_process
 from fsdp_jobs.run.verdict import Verdict
 
 _LEAVE_S = 20.0  # for processes to end after their attempt's verdict
@@ -158,4 +158,6 @@ def supervise(run: RunDir) -> int:
 
 if __name__ == "__main__":
     log.configure()
-    sys.exit(supervise(RunDir(sys.argv[1])))
+    directory = RunDir(sys.argv[1])
+    record_this_process(supervisor_record(directory))
+    sys.exit(supervise(directory))

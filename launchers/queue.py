@@ -23,7 +23,7 @@ from pathlib import Path
 from fsdp_jobs.launchers.base import QueueableLauncher, launcher_of
 from fsdp_jobs.run import log
 from fsdp_jobs.run.directory import RunDir, write_atomic
-from fsdp_jobs.run.processes import recorded_process, start_detached
+from fsdp_jobs.run.processes import record_this_process, recorded_process, start_detached
 from fsdp_jobs.run.verdict import Verdict
 
 _POLL_S = 0.2
@@ -79,8 +79,7 @@ class Queue:
             known = [job for job in self.read()[1] if job.run_dir not in again] + list(jobs)
             content = {"parallelism": parallelism, "jobs": [asdict(job) for job in known]}
             write_atomic(self.folder / "queue.json", json.dumps(content, indent=1))
-            if recorded_process(self.process_file) is None:
-                start_detached("fsdp_jobs.launchers.queue", self.folder, self.process_file, self.folder / "queue.log")
+            start_detached("fsdp_jobs.launchers.queue", self.folder, self.process_file, self.folder / "queue.log")
 
     def why_waiting(self) -> str | None:
         """Return what a job waits for; None when the process that would start it has ended."""
@@ -188,4 +187,5 @@ def visible_gpus() -> list[str]:
 
 if __name__ == "__main__":
     log.configure()
+    record_this_process(Queue(Path(sys.argv[1])).process_file)
     serve(Path(sys.argv[1]))

@@ -16,7 +16,7 @@ class State(StrEnum):
     STOPPED = "stopped"
     FAILED = "failed"
     UNKNOWN = "unknown"  # the launcher has no job of this id
-    SILENT = "silent"  # the launcher does not answer
+    SILENT = "silent"  # the launcher does not answer, or another machine has to ask it
 
     @property
     def is_active(self) -> bool:

@@ -12,11 +12,17 @@ from pathlib import Path
 
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.env import SUBMISSION_ENV
 from fsdp_jobs.run.processes import die_with_parent
 from fsdp_jobs.run.tail import last_lines
 from fsdp_jobs.run.verdict import Verdict
 
 _MAX_EARLY_DEATHS = 3  # in a row
+
+
+def is_superseded(run: RunDir) -> bool:
+    """Whether the run has another submission than the one that started this process, which then has to leave."""
+    return os.environ.get(SUBMISSION_ENV, run.submission) != run.submission
 
 
 class Process:

@@ -59,7 +59,7 @@ def _submit(overrides: Sequence[str]) -> int:
     if follower is None:
         console.print(f"follow with: fsdp-jobs logs -f {job.run.name}", markup=False)
         return 0
-    active = submission.activity_of(handle, time.monotonic())
+    active = submission.activity_of(job.run, time.monotonic())
     try:
         follower.follow(active)
     except KeyboardInterrupt:

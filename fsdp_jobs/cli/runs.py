@@ -19,7 +19,7 @@ from rich.text import Text
 
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
 from fsdp_jobs.config.schema import load_config
-from fsdp_jobs.run.directory import RunDir, find_run, rank_logs, runs_in
+from fsdp_jobs.run.directory import RunDir, find_run, pending_in, rank_logs, runs_in
 from fsdp_jobs.run.goodput import goodput_of
 from fsdp_jobs.run.status import ENDED, RunStatus
 from fsdp_jobs.run.table import table_lines
@@ -43,6 +43,13 @@ def existing_run(name: str, runs_dir: str) -> RunDir:
     if "://" in name:
         return _run_of_handle(name)
     run = find_run(runs_dir, name)
+    if run.pending_launcher is not None:
+        from fsdp_jobs.submit.submit import settle
+
+        settle([run])
+    if run.pending_launcher is not None and not run.is_submitted:
+        what = "is being submitted, or was when that command died, and its launcher does not say whether it has it"
+        raise BadInput([Problem(name, what, "try again")])
     if not run.is_submitted:
         names = [r.name for r in runs_in(runs_dir)]
         what = f"there is no such run under {runs_dir}/"
@@ -54,7 +61,7 @@ def _run_of_handle(handle: str) -> RunDir:
     from fsdp_jobs.launchers.base import run_of
 
     launcher, _, app = handle.partition("://")
-    run = run_of(launcher.removesuffix("_fsdp"), app.partition("/")[2])
+    run = run_of(launcher.removesuffix("_fsdp"), app.rpartition("/")[2])
     if run is None or run.read_job().get("handle") != handle:
         what = "is not the newest submission of a run made on this machine"
         raise BadInput([Problem(handle, what, "name the run: fsdp-jobs list")])
@@ -95,9 +102,12 @@ def status(args: list[str]) -> int:
     how.add_argument("--watch", action="store_true", help="go on until all have ended, or Ctrl-C")
     how.add_argument("--json", action="store_true", help="a list of objects, for scripts")
     flags = parser.parse(args)
-    runs = runs_in(flags.runs_dir) if flags.name is None else [flags.run]
     from fsdp_jobs.submit.overview import Overview
+    from fsdp_jobs.submit.submit import settle
 
+    if flags.name is None:
+        settle(pending_in(flags.runs_dir))
+    runs = runs_in(flags.runs_dir) if flags.name is None else [flags.run]
     if flags.json:
         sys.stdout.write(json.dumps([asdict(row) for row in Overview().look(runs)]) + "\n")
     elif not runs:
@@ -167,7 +177,7 @@ def logs(args: list[str]) -> int:
     flags = parser.parse(args)
     from fsdp_jobs.submit.submit import activity_of
 
-    active = activity_of(flags.run.read_job()["handle"])
+    active = activity_of(flags.run)
     pattern = rank_logs(flags.attempt, flags.node, flags.rank)
     # the launcher is asked once in any case: it may have to fetch the logs
     for file, line in follow_files(flags.run.path, pattern, lambda: active() and flags.follow):
@@ -182,9 +192,9 @@ def cancel(args: list[str]) -> int:
     parser.add_argument("--now", action="store_true", help="at once, without a checkpoint")
     flags = parser.parse(args)
     from fsdp_jobs.submit.stop import stop
-    from fsdp_jobs.submit.submit import is_active
+    from fsdp_jobs.submit.submit import describe, has_ended
 
-    if not is_active(flags.run.read_job()["handle"]):
+    if has_ended(flags.run, *describe([flags.run.read_job()["handle"]])):
         console.print(f"{flags.run.name} is not running")
         return 0
     stop([flags.run], flags.now, lambda text: console.print(text, style="yellow"))

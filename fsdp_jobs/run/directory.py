@@ -9,18 +9,24 @@ Only this module knows these names, except that of a launcher's own records, whi
 
 from __future__ import annotations
 
+import fcntl
+import getpass
 import itertools
 import json
 import os
 import re
+import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import CheckpointConfig, JobConfig
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_LOCKED_S = 60.0  # a submission takes seconds
 
 
 def write_atomic(path: Path, text: str, mode: int = 0o644) -> None:
@@ -39,6 +45,21 @@ def write_atomic(path: Path, text: str, mode: int = 0o644) -> None:
         raise
 
 
+def try_lock(file: IO[str]) -> bool:
+    """Lock an open file for as long as it is open, here or in a process that inherits it; False when another has it.
+
+    The kernel frees it when its holder dies. Between machines it holds on NFS 4, GPFS, and Lustre mounted with flock;
+    on a file system without locks everybody gets it.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # ENOLCK, ENOSYS, EOPNOTSUPP: there are none here
+        return True
+    return True
+
+
 def _read_object(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text())) if path.exists() else {}
 
@@ -52,6 +73,7 @@ class RunDir:
         self.config = self.path / "config.yaml"
         self.plan = self.path / "plan.json"
         self.job = self.path / "job.json"
+        self.identity = self.path / "identity.json"  # who began this run, and where
         self.submit = self.path / "submit"
         self.code = self.path / "code"  # a copy of the code as it was at submission, or a link to one
         self.request = self.submit / "request.txt"  # what the launcher was given, as `dry_run` prints it
@@ -136,6 +158,37 @@ class RunDir:
         """Return whether a launcher has taken this run: job.json is written before, and gets the handle after."""
         return "handle" in self.read_job()
 
+    @property
+    def submission(self) -> str:
+        """The id of the newest submission, which its launcher and its processes know too; empty before the first."""
+        return str(self.read_job().get("submission", ""))
+
+    @property
+    def pending_launcher(self) -> str | None:
+        """The launcher that was asked to take the newest submission, as long as its answer is not recorded."""
+        return self.read_job().get("pending")
+
+    @contextmanager
+    def locked(self, wait_s: float = _LOCKED_S) -> Iterator[None]:
+        """Keep every other command from submitting this run. See `try_lock` for where this holds.
+
+        Raises:
+            BadInput: another command has not finished in time.
+        """
+        self.submit.mkdir(parents=True, exist_ok=True)
+        with (self.submit / "lock").open("a+") as lock:
+            deadline = time.monotonic() + wait_s
+            while not try_lock(lock):
+                if time.monotonic() > deadline:
+                    lock.seek(0)
+                    cure = "wait for it, or end it"
+                    raise BadInput([Problem(f"run {self.name}", f"another command submits it: {lock.read()}", cure)])
+                time.sleep(0.05)
+            lock.truncate(0)
+            lock.write(f"process {os.getpid()} of {getpass.getuser()} on {socket.gethostname()}")
+            lock.flush()
+            yield
+
     def first_attempt(self) -> int:
         """Return the attempt that the newest submission began with, or will; older ones belong to earlier ones."""
         return int(self.read_job().get("first_attempt", 0))
@@ -189,6 +242,12 @@ def find_run(runs_dir: str, name: str) -> RunDir:
         what = "not a valid run name: letters, digits, '.', '_' and '-', at most 100, no '/' and no '..'"
         raise BadInput([Problem(f"name={name}", what, "runs_dir=... chooses the folder the run is in")])
     return RunDir(Path(runs_dir) / name)
+
+
+def pending_in(runs_dir: str) -> list[RunDir]:
+    """Return the runs under a folder that are being submitted, or were when the command died."""
+    runs = (RunDir(job.parent) for job in Path(runs_dir).glob("*/job.json"))
+    return [run for run in runs if run.pending_launcher is not None]
 
 
 def runs_in(runs_dir: str) -> list[RunDir]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 # Set by launchers for the coordinator and the agents.
+SUBMISSION_ENV = "FSDP_JOBS_SUBMISSION"  # the id of the submission that they belong to
 ATTEMPT_ENV = "FSDP_JOBS_ATTEMPT"
 COORDINATOR_ENV = "FSDP_JOBS_COORDINATOR"  # host:port
 ADDRESS_ENV = "FSDP_JOBS_ADDRESS"  # of this node, for the others; its host name when unset

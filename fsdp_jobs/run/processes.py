@@ -9,16 +9,18 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import closing
+import time
+from contextlib import closing, suppress
 from pathlib import Path
 
 import psutil
 import setproctitle
 
-from fsdp_jobs.run.directory import write_atomic
+from fsdp_jobs.run.directory import try_lock, write_atomic
 from fsdp_jobs.run.env import RUN_DIR_ENV
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
+_RETRY_S = 0.02
 
 
 def die_with_parent(_worker: int = 0) -> None:
@@ -41,25 +43,53 @@ def free_port() -> int:
 
 
 def start_detached(module: str, folder: Path, record: Path, log: Path) -> None:
-    """Run `python -m MODULE FOLDER` so that it outlives this terminal, and record which process that is."""
-    with log.open("a") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, str(folder)],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-    started = psutil.Process(process.pid).create_time()
-    write_atomic(record, json.dumps({"pid": process.pid, "started": started}))
+    """Run `python -m MODULE FOLDER` so that it outlives this terminal, unless it runs already.
+
+    The process holds a lock beside `record` from before it exists until it ends, so that there is never a second one,
+    and a command that is killed here has started it or has not. The program calls `record_this_process` first.
+    """
+    with _lock_of(record).open("a") as lock:
+        while not try_lock(lock):
+            if recorded_process(record) is not None:
+                return
+            time.sleep(_RETRY_S)  # another command looks at it
+        with log.open("a") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", module, str(folder)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                pass_fds=[lock.fileno()],
+            )
+        _record(record, process.pid)
+
+
+def record_this_process(record: Path) -> None:
+    """Record this process, in case the command that started it died before it could."""
+    _record(record, os.getpid())
 
 
 def recorded_process(record: Path) -> psutil.Process | None:
-    """Return the process that `start_detached` recorded; None when it has ended."""
-    try:
-        known = json.loads(record.read_text())
-        process = psutil.Process(known["pid"])
-        alive = process.create_time() == known["started"] and process.status() != psutil.STATUS_ZOMBIE
-        return process if alive else None
-    except (OSError, ValueError, psutil.NoSuchProcess):
-        return None
+    """Return the process that `start_detached` started; None when it has ended."""
+    while True:
+        with suppress(OSError, ValueError, psutil.NoSuchProcess):
+            known = json.loads(record.read_text())
+            process = psutil.Process(known["pid"])
+            if process.create_time() == known["started"] and process.status() != psutil.STATUS_ZOMBIE:
+                return process
+        try:
+            with _lock_of(record).open() as lock:
+                if try_lock(lock):
+                    return None
+        except OSError:  # never started, or another user's
+            return None
+        time.sleep(_RETRY_S)  # it is being started, and will be recorded
+
+
+def _record(record: Path, pid: int) -> None:
+    write_atomic(record, json.dumps({"pid": pid, "started": psutil.Process(pid).create_time()}))
+
+
+def _lock_of(record: Path) -> Path:
+    return record.with_suffix(".lock")

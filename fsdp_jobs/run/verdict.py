@@ -69,6 +69,13 @@ class Verdict:
         path = run.verdict(attempt)
         return cls(**json.loads(path.read_text())) if path.exists() else None
 
+    @classmethod
+    def final(cls, run: RunDir) -> Verdict | None:
+        """Return the verdict that ended a run's newest submission; None as long as another attempt may follow."""
+        attempt = run.last_attempt()
+        verdict = cls.read(run, attempt) if attempt >= run.first_attempt() else None
+        return verdict if verdict is not None and verdict.decision == "stop" else None
+
 
 def _start_notification(run: RunDir, attempt: int) -> None:
     """Notify in a process of its own, which this one waits for at its exit: its end may end the container."""

@@ -8,32 +8,42 @@ from collections.abc import Callable, Sequence
 from fsdp_jobs.config.schema import plain_values
 from fsdp_jobs.launchers.state import State
 from fsdp_jobs.run.directory import RunDir, write_atomic
-from fsdp_jobs.submit.submit import describe, kill
+from fsdp_jobs.run.identity import check_may_act
+from fsdp_jobs.submit.submit import describe, has_ended, kill
 
 
 def stop(runs: Sequence[RunDir], now: bool, say: Callable[[str], None]) -> None:
     """Save and stop jobs, all at the same time; with `now` stop them at once, without a checkpoint.
 
+    Where a launcher is silent, the request to stop is in the run directory nevertheless, and the verdict is awaited.
+
     Args:
         runs: of active jobs, in the order of submission.
         say: is called with a message for each job that is killed because it did not stop in time.
+
+    Raises:
+        BadInput, JobFailed: another user's run; a job that has to be killed, and whose launcher does not answer here.
     """
+    for run in runs:
+        check_may_act(run)
     handles = {run.name: str(run.read_job()["handle"]) for run in runs}
     states = [job.state for job in describe([handles[run.name] for run in runs])]
     queued = [run for run, state in zip(runs, states, strict=True) if state is State.QUEUED]
     kill([handles[run.name] for run in reversed(queued)])  # the last first: none of them is started meanwhile
     running = [run for run in runs if run not in queued]
+    waiting = running if not now else []
     deadlines: dict[str, float] = {}
-    for run in running if not now else []:
+    for run in waiting:
         write_atomic(run.stop_request, "cancelled")
         deadlines[run.name] = time.monotonic() + plain_values(run.config)["elastic"]["stop_grace_s"]
-    while deadlines:
-        names = list(deadlines)
-        for name, job in zip(names, describe([handles[name] for name in names]), strict=True):
-            if not job.state.is_active:
-                del deadlines[name]
-            elif time.monotonic() > deadlines[name]:
-                say(f"{name} has not stopped in time: killing it")
-                del deadlines[name]
+    while waiting:
+        for run, job in zip(waiting, describe([handles[run.name] for run in waiting]), strict=True):
+            if has_ended(run, job):
+                waiting = [other for other in waiting if other is not run]
+                if job.state is State.SILENT:  # there is nobody to ask for its leftovers
+                    running.remove(run)
+            elif time.monotonic() > deadlines[run.name]:
+                say(f"{run.name} has not stopped in time: killing it")
+                waiting = [other for other in waiting if other is not run]
         time.sleep(0.2)
     kill([handles[run.name] for run in running])

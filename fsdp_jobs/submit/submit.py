@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +23,15 @@ from fsdp_jobs.checkpoints.catalog import find_checkpoints
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
 from fsdp_jobs.config.resolve import node_range, ranks_per_node
 from fsdp_jobs.config.schema import CustomModelConfig, HfConfig, JobConfig, dump_config
-from fsdp_jobs.launchers.base import SESSION, WRITES_AT_ONCE, Description, Job, Launcher, launcher_of
+from fsdp_jobs.launchers.base import (
+    SESSION,
+    WRITES_AT_ONCE,
+    Description,
+    Job,
+    Launcher,
+    launcher_of,
+    new_submission,
+)
 from fsdp_jobs.launchers.state import State
 from fsdp_jobs.plan.plan import Plan, make_plan
 from fsdp_jobs.plan.shape_client import check_initial_weights, probe
@@ -30,6 +40,7 @@ from fsdp_jobs.plan.sources import from_yaml
 from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, checkpoints_of, run_dir_of, write_atomic
+from fsdp_jobs.run.identity import check_may_act, claim, identity_of
 from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit.validate import check_existing_run, validate
@@ -46,6 +57,7 @@ class Prepared(Job):
 
     launcher: Launcher
     request: Any
+    record: dict[str, Any]  # what job.json said when it was validated
 
 
 def plan_of(config: JobConfig) -> tuple[Plan, ModelShape | None]:
@@ -78,10 +90,14 @@ def prepare(configs: Sequence[JobConfig]) -> list[Prepared]:
     """
     planned: list[Job] = []
     problems: list[Problem] = []
+    records: dict[Path, dict[str, Any]] = {}
+    submission = new_submission()
     for config in configs:
         try:
             run = _open(config, [job.run for job in planned])
-            planned.append(Job(config, run, *plan_of(config)))
+            records[run.path] = run.read_job()
+            _check_free(run)
+            planned.append(Job(config, run, *plan_of(config), submission))
         except BadInput as e:
             problems += e.problems
     prepared: dict[Path, Prepared] = {}
@@ -89,8 +105,9 @@ def prepare(configs: Sequence[JobConfig]) -> list[Prepared]:
         try:
             launcher = launcher_of(name)
             for job, request in zip(group, launcher.prepare(group), strict=True):
-                given = (job.config, job.run, job.plan, job.shape)
-                prepared[job.run.path] = Prepared(*given, launcher=launcher, request=request)
+                given = (job.config, job.run, job.plan, job.shape, job.submission)
+                record = records[job.run.path]
+                prepared[job.run.path] = Prepared(*given, launcher=launcher, request=request, record=record)
         except BadInput as e:
             problems += e.problems
     if problems:
@@ -107,34 +124,36 @@ def _grouped(items: Iterable[_Item], launcher: Callable[[_Item], str]) -> dict[s
 
 
 def _open(config: JobConfig, taken: Sequence[RunDir]) -> RunDir:
-    """Validate a configuration and return its run directory, which no other job may be using."""
+    """Validate a configuration and return its run directory, which has to be this user's."""
     validate(config)
     run = run_dir_of(config)
     if any(run.path == other.path for other in taken):
         raise BadInput([Problem(f"name={run.name}", "names two jobs of the same submission")])
+    check_may_act(run)
     check_existing_run(config, run)
-    if _is_live(run):
-        what = f"is in use by the live job {run.read_job()['handle']}"
-        cure = f"fsdp-jobs cancel {run.name}, or wait for it: fsdp-jobs logs -f {run.name}"
-        raise BadInput([Problem(f"run directory {run.path}", what, cure)])
     can_look = config.init_from is not None and config.cluster.shares_files
     if can_look and not find_checkpoints(checkpoints_of(config.checkpoint, run)):
         check_initial_weights(config)
     return run
 
 
-def _is_live(run: RunDir) -> bool:
-    """Return whether a launcher has a job with this run directory, which is given time to exit after its verdict."""
-    job = run.read_job()
+def _check_free(run: RunDir) -> None:
+    """Check that no launcher has a job with this run directory; one is given time to exit after its verdict.
+
+    Raises:
+        BadInput: a job has it, or its launcher does not say.
+    """
+    handle = run.read_job().get("handle")
     deadline = time.monotonic() + _LEAVES_S
-    while run.is_submitted and is_active(job["handle"]):
-        attempt = run.last_attempt()
-        verdict = Verdict.read(run, attempt)
-        has_ended = verdict is not None and verdict.decision == "stop"
-        if not has_ended or attempt < run.first_attempt() or time.monotonic() > deadline:
-            return True
+    while handle is not None and not has_ended(run, job := describe([handle])[0]):
+        if Verdict.final(run) is None or time.monotonic() > deadline:
+            what = f"is in use by the live job {handle}"
+            cure = f"fsdp-jobs cancel {run.name}, or wait for it: fsdp-jobs logs -f {run.name}"
+            if job.state is State.SILENT:
+                what = f"may be in use by the job {handle}: {job.message}"
+                cure = f"ask there; if that job is gone for good: rm {run.job}, and submit with all overrides"
+            raise BadInput([Problem(f"run directory {run.path}", what, cure)])
         time.sleep(0.2)
-    return False
 
 
 def submit(
@@ -151,24 +170,61 @@ def submit(
     Returns:
         Handles, `scheduler://session/id`, in order.
     """
-    with ThreadPoolExecutor(WRITES_AT_ONCE) as threads:
+    with ExitStack() as locks, ThreadPoolExecutor(WRITES_AT_ONCE) as threads:
+        _raise_limit_of_files()
+        for job in sorted(jobs, key=lambda job: job.run.path):  # in one order: two commands cannot wait for each other
+            locks.enter_context(job.run.locked())
+            _adopt(job.run)
+            if job.run.read_job() != job.record:  # another command was faster
+                check_existing_run(job.config, job.run)
+                _check_free(job.run)
         before = [job.run.job.read_text() if job.run.job.exists() else None for job in jobs]
-        submitted: list[tuple[Launcher, list[str]]] = []
         app_ids: dict[Path, str] = {}
         try:
             list(threads.map(_write, jobs, overrides))
             for group in _grouped(jobs, lambda job: job.launcher.name).values():
-                launcher = group[0].launcher
-                ids = launcher.submit([job.request for job in group], parallelism, folder)
-                submitted.append((launcher, ids))
+                ids = group[0].launcher.submit([job.request for job in group], parallelism, folder)
                 app_ids |= {job.run.path: app_id for job, app_id in zip(group, ids, strict=True)}
         except BaseException:
-            for launcher, ids in submitted:
-                launcher.cancel(ids)
+            for job in jobs:
+                with suppress(BadInput, JobFailed):  # if it got there nevertheless, it leaves when it starts
+                    if (app_id := app_ids.get(job.run.path) or job.launcher.find(job.run)) is not None:
+                        job.launcher.cancel([app_id])
             for job, text in zip(jobs, before, strict=True):
                 _write_or_remove(job.run.job, text)
             raise
-        return list(threads.map(_record, jobs, [app_ids[job.run.path] for job in jobs]))
+        return list(threads.map(lambda job: _record(job.run, job.launcher, app_ids[job.run.path]), jobs))
+
+
+def _raise_limit_of_files() -> None:
+    """Allow as many open files as the system does: each run of a sweep has a lock."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def settle(runs: Iterable[RunDir]) -> None:
+    """Find out what became of submissions whose commands died before they could record it."""
+    for run in runs:
+        if run.pending_launcher is not None:
+            with suppress(BadInput, JobFailed), run.locked(wait_s=0):  # another command is at it, or nobody answers
+                _adopt(run)
+
+
+def _adopt(run: RunDir) -> None:
+    """Record the job that a command left behind when it died, if its launcher has it. The run must be locked.
+
+    Raises:
+        BadInput, JobFailed: the launcher does not answer.
+    """
+    if (name := run.pending_launcher) is None:
+        return
+    launcher = launcher_of(name)
+    if (app_id := launcher.find(run)) is not None:
+        _record(run, launcher, app_id)
+    else:
+        record = {key: value for key, value in run.read_job().items() if key != "pending"}
+        write_atomic(run.job, json.dumps(record, indent=2))
 
 
 def _write(job: Prepared, overrides: Sequence[str]) -> None:
@@ -184,9 +240,14 @@ def _write(job: Prepared, overrides: Sequence[str]) -> None:
     write_atomic(run.token, secrets.token_hex(16), mode=0o600)
     write_atomic(run.request, f"{job.request}\n")
     run.stop_request.unlink(missing_ok=True)
-    record = {**run.read_job(), "overrides": list(overrides), "first_attempt": run.last_attempt() + 1}
+    identity = identity_of(run, job.config)
+    claim(run.identity, identity)
+    if "://" in str(job.config.checkpoint.dir) or job.config.cluster.shares_files:
+        claim(checkpoints_of(job.config.checkpoint, run) / run.identity.name, identity)
     steps = None if job.config.is_program else job.config.steps  # only the program knows how many it will do
+    record = {**run.read_job(), "overrides": list(overrides), "first_attempt": run.last_attempt() + 1}
     record |= {"nodes": str(job.config.nodes), "steps": steps}
+    record |= {"submission": job.submission, "pending": job.launcher.name}  # until `_record`
     write_atomic(run.job, json.dumps(record, indent=2))
 
 
@@ -198,37 +259,44 @@ def _write_or_remove(path: Path, text: str | None) -> None:
         path.unlink(missing_ok=True)
 
 
-def _record(job: Prepared, app_id: str) -> str:
+def _record(run: RunDir, launcher: Launcher, app_id: str) -> str:
     """Add the handle to what was submitted, and return it."""
-    handle = str(make_app_handle(job.launcher.name, SESSION, app_id))
-    write_atomic(job.run.job, json.dumps({**job.run.read_job(), "handle": handle, "submitted": time.time()}, indent=2))
-    events.record(job.run, job.run.last_attempt(), events.Submitted(handle))
+    handle = str(make_app_handle(launcher.name, launcher.cluster_of(app_id), app_id))
+    record = {key: value for key, value in run.read_job().items() if key != "pending"}
+    write_atomic(run.job, json.dumps({**record, "handle": handle, "submitted": time.time()}, indent=2))
+    events.record(run, run.last_attempt(), events.Submitted(handle))
     return handle
 
 
 def describe(handles: Sequence[str]) -> list[Description]:
     """Describe jobs, in order, with one question to each launcher.
 
-    The state is UNKNOWN when the launcher has no job of that id, and SILENT when one of several launchers does not
-    answer; the message says why.
-
-    Raises:
-        BadInput, JobFailed: the only launcher that was asked does not answer.
+    The state is UNKNOWN when the launcher has no job of that id, and SILENT when it cannot be asked here and now; the
+    message says why. This never fails: what run directories tell is told in any case.
     """
     described: dict[str, Description] = {}
-    groups = _grouped(handles, _launcher_in)
-    for name, group in groups.items():
-        state, message = State.UNKNOWN, "its launcher no longer knows the job: resume it"
-        answers: Sequence[Description | None] = [None] * len(group)
+    for name, group in _grouped(handles, _launcher_in).items():
         try:
-            answers = launcher_of(name).describe([_app_id_in(handle) for handle in group])
+            launcher = launcher_of(name)
+            elsewhere = {handle: _elsewhere(launcher, handle) for handle in group}
+            here = [handle for handle in group if elsewhere[handle] is None]
+            answers = dict(zip(here, launcher.describe([_app_id_in(handle) for handle in here]), strict=True))
+            for handle in group:
+                state, why = State.UNKNOWN, elsewhere[handle] or "its launcher no longer knows the job: resume it"
+                state = state if handle in answers else State.SILENT
+                described[handle] = answers.get(handle) or Description(_app_id_in(handle), state, why)
         except (BadInput, JobFailed) as e:
-            if len(groups) == 1:
-                raise
-            state, message = State.SILENT, f"its launcher does not answer: {e}"
-        for handle, answer in zip(group, answers, strict=True):
-            described[handle] = answer or Description(_app_id_in(handle), state, message)
+            why = f"its launcher does not answer: {' '.join(str(e).split())}"
+            described |= {handle: Description(_app_id_in(handle), State.SILENT, why) for handle in group}
     return [described[handle] for handle in handles]
+
+
+def _elsewhere(launcher: Launcher, handle: str) -> str | None:
+    """Return why a job cannot be asked for here: it is on another cluster than a command here reaches."""
+    _, session, app_id = parse_app_handle(handle)
+    if session == SESSION or session == (here := launcher.cluster_of(app_id)):
+        return None
+    return f"{app_id} is on {session}, and this machine asks {here}: ask there"
 
 
 def _launcher_in(handle: str) -> str:
@@ -244,11 +312,11 @@ def is_active(handle: str) -> bool:
     return describe([handle])[0].state.is_active
 
 
-def activity_of(handle: str, said_at: float = -math.inf) -> Callable[[], bool]:
-    """Return a function that says whether a job is active, by what its launcher said in the last 2 seconds.
+def activity_of(run: RunDir, said_at: float = -math.inf) -> Callable[[], bool]:
+    """Return a function that says whether a run's job is active, by what its launcher said in the last 2 seconds.
 
     Args:
-        handle: of a job that was active.
+        run: whose job was active.
         said_at: when its launcher said so, on the monotonic clock.
     """
     active = True
@@ -256,16 +324,31 @@ def activity_of(handle: str, said_at: float = -math.inf) -> Callable[[], bool]:
     def ask() -> bool:
         nonlocal said_at, active
         if active and time.monotonic() - said_at > _ASK_EVERY_S:
-            active, said_at = is_active(handle), time.monotonic()
+            active = not has_ended(run, *describe([run.read_job()["handle"]]))
+            said_at = time.monotonic()
         return active
 
     return ask
 
 
+def has_ended(run: RunDir, job: Description) -> bool:
+    """Whether a run's newest submission has ended: by its launcher's description, else its verdict."""
+    if job.state is not State.SILENT:
+        return not job.state.is_active
+    return Verdict.final(run) is not None
+
+
 def kill(handles: Sequence[str]) -> None:
-    """End jobs at once, without checkpoints."""
+    """End jobs at once, without checkpoints.
+
+    Raises:
+        BadInput, JobFailed: a launcher does not answer, or the job is on another cluster.
+    """
     for name, group in _grouped(handles, _launcher_in).items():
-        launcher_of(name).cancel([_app_id_in(handle) for handle in group])
+        launcher = launcher_of(name)
+        if problems := [Problem(handle, why) for handle in group if (why := _elsewhere(launcher, handle))]:
+            raise BadInput(problems)
+        launcher.cancel([_app_id_in(handle) for handle in group])
 
 
 def ask_launchers(statuses: Sequence[RunStatus]) -> dict[str, Description]:

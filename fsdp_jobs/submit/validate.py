@@ -13,6 +13,7 @@ from fsdp_jobs.config.validate import config_problems
 from fsdp_jobs.plan.plan import check_sharding
 from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.run.directory import RunDir, checkpoints_of
+from fsdp_jobs.run.identity import identity_of
 
 
 def validate(config: JobConfig, files: bool = True) -> None:
@@ -50,9 +51,12 @@ def check_existing_run(config: JobConfig, run: RunDir) -> None:
     """Check that a configuration continues the training of the run, if there is one.
 
     Raises:
-        BadInput: the run has more steps already, or was started with another training configuration.
+        BadInput: the checkpoints are another run's; the run has more steps already, or was started with another
+            training configuration.
     """
-    newest = next(iter(find_checkpoints(checkpoints_of(config.checkpoint, run))), None)
+    home = checkpoints_of(config.checkpoint, run)
+    identity_of(run, config).check(home / run.identity.name)
+    newest = next(iter(find_checkpoints(home)), None)
     if newest is not None and not config.is_program and config.steps < (done := step_of(newest)):
         raise BadInput(
             [Problem(f"steps={config.steps}", f"run {run.name} is at step {done} already", f"steps above {done}")]

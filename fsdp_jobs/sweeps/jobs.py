@@ -25,6 +25,7 @@ _SLOWEST_POLL_S = 15.0
 def refresh(sweep: Sweep, rows: Sequence[Row]) -> None:
     """Bring rows up to date from their run directories, and from launchers where jobs have not ended."""
     submitted = []
+    submission.settle([sweep.run_of(row) for row in rows])
     for row in rows:
         if sweep.run_of(row).is_submitted:
             submitted.append(row)

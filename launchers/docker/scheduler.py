@@ -10,8 +10,9 @@ from fsdp_jobs.launchers.base import Job, TorchxScheduler, prepare_each
 from fsdp_jobs.launchers.detached import DetachedLauncher, kill_supervisor, start_supervisor, supervisor_of
 from fsdp_jobs.launchers.docker import containers, validate
 from fsdp_jobs.launchers.docker.containers import DockerRequest
-from fsdp_jobs.launchers.queue import visible_gpus
+from fsdp_jobs.launchers.queue import queue_of, visible_gpus
 from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.verdict import Verdict
 
 
 class DockerLauncher(DetachedLauncher):
@@ -51,6 +52,18 @@ class DockerLauncher(DetachedLauncher):
         request = _staged(run)
         containers.create(containers.connect(), request)
         start_supervisor(run, "fsdp_jobs.launchers.docker.supervisor")
+
+    def find(self, run: RunDir) -> str | None:
+        """Return the app id; start the supervisor of a job whose containers all exist, remove those of another."""
+        app_id = super().find(run)
+        if app_id is None or supervisor_of(run) or queue_of(run, app_id) or Verdict.final(run):
+            return app_id
+        api = containers.connect()
+        if len(containers.containers_of(api, str(run.path))) == len(_staged(run).containers):
+            start_supervisor(run, "fsdp_jobs.launchers.docker.supervisor")
+            return app_id
+        containers.remove(api, str(run.path))
+        return None
 
     def is_alive(self, run: RunDir, app_id: str) -> bool:
         """Whether this submission is the run's newest, and a container or the supervisor of it runs."""

@@ -19,10 +19,11 @@ from requests.exceptions import RequestException
 
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import load_config
-from fsdp_jobs.launchers.detached import judge
+from fsdp_jobs.launchers.detached import judge, supervisor_record
 from fsdp_jobs.launchers.docker.containers import cluster_of, connect, containers_of, remove
 from fsdp_jobs.run import events, log
 from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.processes import record_this_process
 from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE, Verdict
 
 _POLL_S = 0.5
@@ -101,4 +102,6 @@ def supervise(run: RunDir) -> None:
 
 if __name__ == "__main__":
     log.configure()
-    supervise(RunDir(sys.argv[1]))
+    directory = RunDir(sys.argv[1])
+    record_this_process(supervisor_record(directory))
+    supervise(directory)

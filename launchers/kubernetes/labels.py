@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ _LONGEST = 40  # JobSet's pods are named <app>-coordinator-0-0-xxxxx, in 63 char
 
 def job_files(run: RunDir) -> list[Path]:
     """Return what submission writes and the job reads. Their names differ; some runs lack some of them."""
-    return [run.config, run.plan, run.job, run.topology, run.node_labels, run.shape]
+    return [run.config, run.plan, run.job, run.identity, run.topology, run.node_labels, run.shape]
 
 
 def pods_write_here(run: RunDir, app: str) -> bool:
@@ -69,8 +68,8 @@ def node_of(pod: dict[str, Any]) -> int:
     return int(labels.get(INDEX, labels.get(NODE, 0)))
 
 
-def new_app(run_name: str) -> str:
-    """Return a new DNS label for a submission: the run's name as far as it fits, and six random digits."""
+def app_of(run_name: str, submission: str) -> str:
+    """Return a DNS label for a submission: the run's name as far as it fits, and the six random digits of its id."""
     plain = re.sub(r"[^a-z0-9]+", "-", run_name.lower()).strip("-")
     plain = plain if plain[:1].isalpha() else f"run-{plain}"
-    return f"{plain[: _LONGEST - 7].rstrip('-')}-{secrets.token_hex(3)}"
+    return f"{plain[: _LONGEST - 7].rstrip('-')}-{submission[-6:]}"

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.launchers import attempts
 from fsdp_jobs.launchers.kubernetes.labels import (
     JOB_FILES,
@@ -30,8 +31,9 @@ from fsdp_jobs.launchers.kubernetes.labels import (
 )
 from fsdp_jobs.run import events, log
 from fsdp_jobs.run.directory import RunDir, rank_logs, write_atomic
+from fsdp_jobs.run.identity import Identity
 from fsdp_jobs.run.tail import TIMES, follow_files
-from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_REQUEUE, Verdict
+from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, Verdict
 
 _POLL_S = 0.5
 _HEARTBEAT_S = 2.0
@@ -58,7 +60,11 @@ def main(role: str, app: str, run_dir: str, *attempts_args: str) -> int:
 def coordinate(run: RunDir, app: str, argv: Sequence[str]) -> int:
     """Run attempts until the job ends; the verdict goes into the pod's status."""
     if not pods_write_here(run, app):
-        seed(run)
+        try:
+            seed(run)
+        except BadInput as e:
+            _leave_word(Verdict("user_error", "stop", str(e)), -1)
+            return EXIT_FAILED
         write_atomic(run.written_by, app)
     with Publisher(run) as publisher:
         publisher.lines("*.jsonl")
@@ -68,9 +74,14 @@ def coordinate(run: RunDir, app: str, argv: Sequence[str]) -> int:
     attempt = run.last_attempt()
     verdict = Verdict.read(run, attempt)
     if verdict is not None:
-        message = {"verdict": verdict.verdict, "decision": verdict.decision, "reason": verdict.reason[:2000]}
-        Path(TERMINATION_LOG).write_text(json.dumps({**message, "attempt": attempt}))
+        _leave_word(verdict, attempt)
     return code
+
+
+def _leave_word(verdict: Verdict, attempt: int) -> None:
+    """Put a verdict into the pod's status."""
+    message = {"verdict": verdict.verdict, "decision": verdict.decision, "reason": verdict.reason[:2000]}
+    Path(TERMINATION_LOG).write_text(json.dumps({**message, "attempt": attempt}))
 
 
 def follow(run: RunDir, app: str, argv: Sequence[str]) -> int:
@@ -95,18 +106,25 @@ def follow(run: RunDir, app: str, argv: Sequence[str]) -> int:
 def seed(run: RunDir) -> None:
     """Bring what was submitted into the run directory, unless submission has written it there itself.
 
+    Raises:
+        BadInput: the claim has another run of this name; names its owner.
+
     The attempts on the claim count: the submit machine may not have seen all of them.
     """
     token = (Path(TOKEN_FILES) / run.token.name).read_text()
     if run.token.exists() and run.token.read_text() == token:
         return
+    identity = Identity.read(Path(JOB_FILES) / run.identity.name)
+    if identity is not None:
+        identity.check(run.identity)
     for file in job_files(run):
         source = Path(JOB_FILES) / file.name
         if source.exists():
             write_atomic(file, source.read_text())
         else:
             file.unlink(missing_ok=True)  # of an earlier submission
-    write_atomic(run.job, json.dumps({"first_attempt": max(run.first_attempt(), run.last_attempt() + 1)}))
+    first = max(run.first_attempt(), run.last_attempt() + 1)
+    write_atomic(run.job, json.dumps({"first_attempt": first, "submission": run.submission}))
     run.checkpoints.mkdir(exist_ok=True)
     run.stop_request.unlink(missing_ok=True)
     events.record(run, run.last_attempt(), events.Submitted())

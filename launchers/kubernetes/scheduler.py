@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 import yaml
 from torchx.specs import AppState, ReplicaStatus, RoleStatus
@@ -18,7 +20,7 @@ from torchx.specs import AppState, ReplicaStatus, RoleStatus
 from fsdp_jobs.config.clusters import KubernetesClusterConfig
 from fsdp_jobs.config.errors import BadInput, JobFailed
 from fsdp_jobs.config.resolve import node_range, ranks_per_node
-from fsdp_jobs.config.schema import JobConfig, plain_values
+from fsdp_jobs.config.schema import JobConfig, load_config, plain_values
 from fsdp_jobs.launchers.base import (
     Description,
     Finding,
@@ -32,7 +34,7 @@ from fsdp_jobs.launchers.base import (
 )
 from fsdp_jobs.launchers.kubernetes import conditions, validate
 from fsdp_jobs.launchers.kubernetes.api import Api, ApiError, connect, explain
-from fsdp_jobs.launchers.kubernetes.labels import ALL_APPS, APP, ROLE, Names, new_app, node_of, pods_write_here
+from fsdp_jobs.launchers.kubernetes.labels import ALL_APPS, APP, ROLE, Names, app_of, node_of, pods_write_here
 from fsdp_jobs.launchers.kubernetes.machines import topology_labels
 from fsdp_jobs.launchers.kubernetes.manifests import WORKLOADS, files_objects, owned_by
 from fsdp_jobs.launchers.kubernetes.mirror import Mirror, pass_on_stop
@@ -131,6 +133,17 @@ class KubernetesLauncher(Launcher):
             raise
         return app_ids
 
+    def find(self, run: RunDir) -> str | None:
+        """Return the app id; delete the objects of an app that were not all created."""
+        config = load_config(run.config)
+        api = connect(cluster_of(config))
+        app = _App.of(f"{api.namespace}:{app_of(run.name, run.submission)}")
+        return _retried(app, partial(_find, app))
+
+    def cluster_of(self, app_id: str) -> str:
+        """Name the API's server, e.g. api.example.org:6443."""
+        return _server_of(_App.of(app_id).cluster.context, os.environ.get("KUBECONFIG", ""))
+
     def describe(self, app_ids: Sequence[str]) -> list[Description | None]:
         """Describe apps and copy what their pods have published; None for one that is gone.
 
@@ -169,11 +182,16 @@ def create_scheduler(session_name: str, **_kwargs: object) -> TorchxScheduler:
     return TorchxScheduler(KubernetesLauncher(), session_name)
 
 
+@cache
+def _server_of(context: str | None, _kubeconfig: str) -> str:
+    return urlsplit(connect(KubernetesClusterConfig(context=context)).where).netloc
+
+
 def _prepare(job: Job) -> KubernetesRequest:
     validate.validate_configuration(job.config)
     cluster = cluster_of(job.config)
     api = connect(cluster)
-    names = Names(new_app(job.run.name))
+    names = Names(app_of(job.run.name, job.submission))
     objects = WORKLOADS[cluster.workload].objects(job, names)
     validate.validate_with_cluster(api, job.config, objects)
     return KubernetesRequest(api.namespace, names, objects, job)
@@ -250,6 +268,17 @@ def _describe(app: _App, api: Api, jobs: list[Object], pods: list[Object]) -> De
         restarts=restarts,
         roles=[RoleStatus(role, [r for r in replicas if r.role == role]) for role in ("coordinator", "trainer")],
     )
+
+
+def _find(app: _App, api: Api) -> str | None:
+    """Return the id of an app that was created to the end."""
+    if (root := app.root(api, api.jobs(app.names.selector))) is None:
+        return None
+    last_is_there = root["kind"] != "Job" or api.read("batch/v1", "Job", app.names.nodes) is not None
+    if last_is_there and (app.cluster.queue is not None or not root["spec"].get("suspend")):
+        return app.app_id
+    api.delete(root)
+    return None
 
 
 def _kill(app: _App, api: Api) -> None:

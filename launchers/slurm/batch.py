@@ -19,7 +19,7 @@ from fsdp_jobs.launchers.slurm import client, node_test
 from fsdp_jobs.launchers.slurm.guard import reachable
 from fsdp_jobs.launchers.slurm.regrow import Companions
 from fsdp_jobs.launchers.slurm.steps import Commands, srun
-from fsdp_jobs.launchers.supervisor import Attempt, Process
+from fsdp_jobs.launchers.supervisor import Attempt, Process, is_superseded
 from fsdp_jobs.plan.topology import expand_hostlist
 from fsdp_jobs.run import events, log
 from fsdp_jobs.run.directory import RunDir
@@ -202,4 +202,6 @@ def _exclude(job_id: str, hosts: Sequence[str]) -> None:
 if __name__ == "__main__":
     log.configure()
     directory = RunDir(sys.argv[1])
+    if is_superseded(directory):
+        sys.exit(f"{directory.name} was submitted again since: this job leaves")
     sys.exit(Batch(directory, Commands.read(directory)).go())

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.launchers.state import State
+from fsdp_jobs.run.directory import RunDir
 
 _TIMEOUT_S = 60.0  # of a command
 _QUEUE_AGE_S = 1.0  # one answer of squeue serves for so long
@@ -82,6 +83,20 @@ class QueuedJob:
     nodes: str = ""  # hostlist
     batch_host: str = ""
     record: str = ""  # the controller's number for it; of an array's last task it is the array's, and means all of them
+    name: str = ""
+    comment: str = ""
+
+    @property
+    def tag(self) -> str:
+        """What `script.tag` put into its comment; empty for a job that is not ours."""
+        found = re.search(r"fsdp_jobs:(\S+)", self.comment)
+        return found[1] if found else ""
+
+    def is_of(self, run: RunDir) -> bool:
+        """Whether it is a run's newest submission: ids begin again when a cluster is set up anew."""
+        if self.tag or not self.name:
+            return not self.tag or self.tag.partition(".")[0] == run.submission
+        return run.name == self.name or run.name.startswith(f"{self.name}-")  # an array has its sweep's name
 
     @property
     def state(self) -> State:
@@ -99,9 +114,9 @@ def queue(fresh: bool = False) -> dict[str, QueuedJob]:
     Raises:
         SlurmError: there is no squeue, or no controller.
     """
-    argv = ("squeue", "--me", "--states=all", "--array", "--noheader", "--format=%i|%T|%r|%S|%N|%B|%A")
+    argv = ("squeue", "--me", "--states=all", "--array", "--noheader", "--format=%i|%T|%r|%S|%N|%B|%A|%j|%k")
     text = recent(*argv, max_age_s=0.0 if fresh else _QUEUE_AGE_S)
-    jobs = [QueuedJob(*fields) for line in text.splitlines() if len(fields := line.split("|")) == 7]
+    jobs = [QueuedJob(*fields) for line in text.splitlines() if len(fields := line.split("|", 8)) >= 7]
     return {job.id: job for job in jobs}
 
 
@@ -122,21 +137,24 @@ def jobs(job_ids: Sequence[str]) -> list[QueuedJob | None]:
         SlurmError: as `queue`.
     """
     known = queue()
+    if not known.keys() >= set(job_ids):  # it may be newer than the last answer
+        known = queue(fresh=True)
     return [known.get(job_id) or _accounted(job_id) for job_id in job_ids]
 
 
 def _accounted(job_id: str) -> QueuedJob | None:
     """Return a job from one sacct for all tasks of its array; None without accounting."""
-    columns = ("-X", "-n", "-P", "-j", job_id.partition("_")[0], "-o", "JobID,State,Start,NodeList")
+    columns = ("-X", "-n", "-P", "-j", job_id.partition("_")[0], "-o", "JobID,State,Start,NodeList,JobName,Comment")
     try:
         text = recent("sacct", *columns, max_age_s=_ACCOUNTING_AGE_S)
     except SlurmError:
         return None
-    records = [line.split("|") for line in text.splitlines() if line.startswith(f"{job_id}|")]
+    records = [[*line.split("|", 5), "", ""] for line in text.splitlines() if line.startswith(f"{job_id}|")]
     if not records:
         return None
-    _, state, start, nodes = records[-1]  # a requeued job has several; the last is the newest
-    return QueuedJob(job_id, state.split()[0], start=start, nodes=nodes)  # "CANCELLED by 1000"
+    _, state, start, nodes, name, comment, *_ = records[-1]  # a requeued job has several; the last is the newest
+    state = state.split()[0]  # "CANCELLED by 1000"
+    return QueuedJob(job_id, state, start=start, nodes=nodes, name=name, comment=comment)
 
 
 @dataclass

@@ -51,7 +51,7 @@ class SlurmRequest:
     @property
     def text(self) -> str:
         """The script for this job alone."""
-        return self.script.of_run(str(self.job.run.path.resolve()), self.job.app.name)
+        return self.script.of_run(str(self.job.run.path.resolve()), self.job.app.name, self.job.submission)
 
 
 class SlurmLauncher(Launcher):
@@ -77,20 +77,36 @@ class SlurmLauncher(Launcher):
         return requests
 
     def submit(self, requests: Sequence[SlurmRequest], parallelism: int, folder: Path | None) -> list[str]:
-        runs = [request.job.run for request in requests]
+        runs, scripts = [request.job.run for request in requests], [request.script for request in requests]
+        groups = submission.group_equal(scripts) if folder is not None else []
+        for number, group in enumerate(groups if folder is not None and submission.has_arrays() else []):
+            for task, index in enumerate(group):
+                requests[index].commands.place = f"{number}_{task}"
         with ThreadPoolExecutor(WRITES_AT_ONCE) as threads:
             list(threads.map(lambda request: request.commands.write(request.job.run), requests))
         if folder is None:
             _write_code(requests, None)
             ids = [submission.sbatch(request.job.run.submit / "slurm", request.text) for request in requests]
         else:
-            own = submission.new_folder(folder.resolve() / "slurm")
+            own = folder.resolve() / "slurm" / requests[0].job.submission
             _write_code(requests, own)
-            scripts = [request.script for request in requests]
-            ids = submission.submit_arrays(own, folder.name, scripts, runs, parallelism)
+            ids = submission.submit_arrays(own, folder.name, scripts, runs, groups, parallelism)
         for job_id, run in zip(ids, runs, strict=True):
             remember(self.name, job_id, run)
         return ids
+
+    def find(self, run: RunDir) -> str | None:
+        array, _, task = Commands.read(run).place.partition("_")
+        tag = f"{run.submission}.{array}" if array else run.submission
+        for job in client.queue(fresh=True).values():
+            if job.tag == tag and (not task or job.id.endswith(f"_{task}")):
+                remember(self.name, job.id, run)
+                return job.id
+        started = (e for e in events.newest_events(run) if isinstance(e, events.AttemptStarted))
+        return next((e.slurm_job for e in started if e.attempt >= run.first_attempt()), None)  # SLURM has forgotten it
+
+    def cluster_of(self, app_id: str) -> str:
+        return client.settings()["ClusterName"]
 
     def describe(self, app_ids: Sequence[str]) -> list[Description | None]:
         try:
@@ -98,14 +114,17 @@ class SlurmLauncher(Launcher):
         except client.SlurmError as e:
             which = app_ids[0] if len(app_ids) == 1 else f"{app_ids[0]} and {len(app_ids) - 1} more"
             raise BadInput([Problem(f"slurm_fsdp job {which}", str(e), "ask on a login node of its cluster")]) from e
-        return [_describe(app_id, job, run_of(self.name, app_id)) for app_id, job in zip(app_ids, jobs, strict=True)]
+        runs = [run_of(self.name, app_id) for app_id in app_ids]
+        return [_describe(app_id, job, run) for app_id, job, run in zip(app_ids, jobs, runs, strict=True)]
 
     def known(self) -> list[str]:
         return list(client.queue())
 
     def cancel(self, app_ids: Sequence[str]) -> None:
         queue = client.queue(fresh=True)
-        jobs = [queue[id] for id in app_ids if id in queue and queue[id].state.is_active]
+        runs = {id: run_of(self.name, id) for id in app_ids}
+        jobs = [queue[id] for id, run in runs.items() if id in queue and (run is None or queue[id].is_of(run))]
+        jobs = [job for job in jobs if job.state.is_active]
         running = [job for job in jobs if job.slurm_state == "RUNNING"]
         if running:  # first, or the batch step would have the ranks save
             client.call("scancel", "--signal=KILL", "--batch", *(job.signal_id for job in running))
@@ -114,7 +133,7 @@ class SlurmLauncher(Launcher):
             client.call("scancel", "--quiet", *(job.id for job in jobs))
             _wait_while(jobs, lambda job: job.state.is_active)
         for job in jobs:
-            if (run := run_of(self.name, job.id)) is not None:
+            if (run := runs[job.id]) is not None:
                 _record_cancel(run)
 
     def logs(self, app_id: str, role: str, node: int, follow: bool) -> Iterator[str]:
@@ -179,7 +198,8 @@ def _record_cancel(run: RunDir) -> None:
 
 
 def _describe(app_id: str, job: client.QueuedJob | None, run: RunDir | None) -> Description | None:
-    """Combine what SLURM and the run directory know of a job."""
+    """Combine what SLURM and the run directory know of a job; of another job with this id SLURM knows nothing here."""
+    job = job if job is None or run is None or job.is_of(run) else None
     if job is None and run is None:
         return None
     state, message = (job.state, _message(job)) if job else (State.FAILED, "SLURM has forgotten the job")

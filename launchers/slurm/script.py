@@ -15,6 +15,7 @@ from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.slurm.steps import Commands
 from fsdp_jobs.plan.plan import Plan
+from fsdp_jobs.run.env import SUBMISSION_ENV
 
 _BATCH = "fsdp_jobs.launchers.slurm.batch"
 _NODE_TEST = "fsdp_jobs.launchers.slurm.node_test"
@@ -88,15 +89,16 @@ class Script:
     brings_code: bool  # there is a copy of the code in the run directory
     margin_s: int = field(compare=False)
 
-    def of_run(self, run_dir: str, name: str) -> str:
-        """Render the script of one job."""
+    def of_run(self, run_dir: str, name: str, tag: str, after: str = "") -> str:
+        """Render the script of one job; `tag` and `after` as of an array."""
         output = f"--output={_literal(run_dir)}/submit/slurm-%j.out"
-        return self._text(name, [output], shlex.quote(run_dir))
+        return self._text(name, tag, [output, *_after(after)], shlex.quote(run_dir))
 
-    def of_array(self, links: Path, name: str, count: int, at_once: int, after: str, margin_s: int) -> str:
+    def of_array(self, links: Path, name: str, tag: str, count: int, at_once: int, after: str, margin_s: int) -> str:
         """Render the script of an array of jobs.
 
         Args:
+            tag: the id of the submission, for its processes and SLURM; an array's has its number after a dot.
             links: a folder in which link `<task>` leads to the run directory of that task.
             name: SLURM's for all of them.
             count: number of tasks.
@@ -107,12 +109,13 @@ class Script:
         options = [
             f"--array=0-{count - 1}{f'%{at_once}' if at_once else ''}",
             f"--output={_literal(str(links))}/%a/submit/slurm-%A_%a.out",
-            *([f"--dependency=afterany:{after}"] if after else []),
+            *_after(after),
         ]
         resolve = f'run=$(readlink -e {shlex.quote(str(links))}/"$SLURM_ARRAY_TASK_ID")'
-        return replace(self, margin_s=margin_s)._text(name, options, '"$run"', resolve)
+        return replace(self, margin_s=margin_s)._text(name, tag, options, '"$run"', resolve)
 
-    def _text(self, name: str, own: Sequence[str], run_dir: str, *first: str) -> str:
+    def _text(self, name: str, tag: str, own: Sequence[str], run_dir: str, *first: str) -> str:
+        comments = [o for o in (*self.resources, *self.extra) if o.startswith("--comment=")]
         options = [
             f"--job-name={name}",
             *self.resources,
@@ -122,8 +125,10 @@ class Script:
             "--no-kill",
             f"--signal=B:USR1@{self.margin_s}",
             *self.extra,
+            f"{' '.join(comments[-1:]) or '--comment='} fsdp_jobs:{tag}".replace("= ", "="),
         ]
         lines = ["#!/bin/bash", *(f"#SBATCH {_quote_option(o)}" for o in options), "set -e", *self.setup, *first]
+        lines += [f"export {SUBMISSION_ENV}={tag.partition('.')[0]}"]
         if self.brings_code:
             lines += [f"export PYTHONSAFEPATH=1 PYTHONPATH={run_dir}/code${{PYTHONPATH:+:$PYTHONPATH}}"]
         return "\n".join([*lines, f"exec {shlex.quote(self.python)} -m {_BATCH} {run_dir}", ""])
@@ -144,6 +149,10 @@ def script(job: Job, site: Site) -> Script:
         brings_code=bool(cluster.snapshot_mb),
         margin_s=site.margin_s,
     )
+
+
+def _after(job_id: str) -> list[str]:
+    return [f"--dependency=afterany:{job_id}"] if job_id else []
 
 
 def _literal(path: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,7 +33,23 @@ def sbatch(folder: Path, script: str) -> str:
         raise JobFailed(f"sbatch: {e}") from e
 
 
-def group_equal(scripts: Sequence[Script]) -> list[list[int]]:
+Groups = list[list[int]]  # indices of jobs with equal scripts
+
+
+def has_arrays() -> bool:
+    """Return whether this cluster has job arrays.
+
+    Raises:
+        SlurmError: there is no SLURM here.
+    """
+    return _largest_array() > 0
+
+
+def _largest_array() -> int:
+    return int(client.settings().get("MaxArraySize", "0"))
+
+
+def group_equal(scripts: Sequence[Script]) -> Groups:
     """Group the indices of equal scripts, no more of them together than an array may have tasks.
 
     Raises:
@@ -43,54 +58,49 @@ def group_equal(scripts: Sequence[Script]) -> list[list[int]]:
     equal: dict[Script, list[int]] = {}
     for index, script in enumerate(scripts):
         equal.setdefault(script, []).append(index)
-    most = int(client.settings()["MaxArraySize"]) or 1  # task ids are below it; 0: there are no arrays here
+    most = _largest_array() or 1  # task ids are below it
     return [indices[i : i + most] for indices in equal.values() for i in range(0, len(indices), most)]
 
 
-def new_folder(parent: Path) -> Path:
-    """Make the first of `parent`/0, `parent`/1, ... that is not there yet."""
-    for number in itertools.count():
-        try:
-            (parent / str(number)).mkdir(parents=True)
-        except FileExistsError:
-            continue
-        return parent / str(number)
-    raise AssertionError
-
-
 def submit_arrays(
-    folder: Path, name: str, scripts: Sequence[Script], runs: Sequence[RunDir], parallelism: int
+    folder: Path, name: str, scripts: Sequence[Script], runs: Sequence[RunDir], groups: Groups, parallelism: int
 ) -> list[str]:
     """Submit jobs as arrays, all or none.
 
     Args:
-        folder: of this submission alone; an array's links to its run directories are in it.
+        folder: of this submission alone, and named by its id; an array's links to its run directories are in it.
         name: SLURM's for the jobs.
         scripts: one per job.
         runs: one per job, with all that a batch step reads.
+        groups: of `group_equal`.
         parallelism: most jobs that run at once, 0 for no limit.
 
     Returns:
-        A job id for each, `<array>_<task>`.
+        A job id for each, `<array>_<task>`; `<job>` where there are no arrays.
 
     Raises:
         JobFailed: SLURM does not take one of the arrays.
     """
     ids = [""] * len(runs)
-    groups = group_equal(scripts)
     lanes = min(parallelism, len(groups)) or len(groups)  # arrays that may run at once; others come after them
     share, rest = divmod(parallelism, lanes)
     arrays: list[str] = []
     try:
         for number, group in enumerate(groups):
+            after = arrays[number - lanes] if number >= lanes else ""
+            tag = f"{folder.name}.{number}"
+            if not has_arrays():
+                run = runs[group[0]].path.resolve()
+                ids[group[0]] = sbatch(folder, scripts[group[0]].of_run(str(run), name, tag, after))
+                arrays.append(ids[group[0]])
+                continue
             links = folder / str(number)
-            links.mkdir()
+            links.mkdir(parents=True)
             for task, job in enumerate(group):
                 (links / str(task)).symlink_to(runs[job].path.resolve())
             at_once = share + (number % lanes < rest)
-            after = arrays[number - lanes] if number >= lanes else ""
             margin_s = max(scripts[job].margin_s for job in group)
-            text = scripts[group[0]].of_array(links, name, len(group), at_once, after, margin_s)
+            text = scripts[group[0]].of_array(links, name, tag, len(group), at_once, after, margin_s)
             arrays.append(sbatch(folder, text))
             for task, job in enumerate(group):
                 ids[job] = f"{arrays[-1]}_{task}"

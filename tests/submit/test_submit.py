@@ -12,6 +12,7 @@ import pytest
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.elastic.placement import known_places
+from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.submit import submit as submission
 
 
@@ -20,6 +21,15 @@ class _Launcher:
 
     def __init__(self, name: str, app_id: str = ""):
         self.name, self.app_id, self.cancelled = name, app_id, list[str]()
+
+    def find(self, run: RunDir) -> None:
+        return None
+
+    def describe(self, app_ids: Sequence[str]) -> list[None]:
+        return [None] * len(app_ids)
+
+    def cluster_of(self, app_id: str) -> str:
+        return "here"
 
     def submit(self, requests: Sequence[Any], parallelism: int, folder: Path | None) -> list[str]:
         if not self.app_id:
@@ -30,13 +40,20 @@ class _Launcher:
         self.cancelled += app_ids
 
 
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These launchers are as good as installed."""
+    known = submission.launcher_of
+    monkeypatch.setattr(submission, "launcher_of", lambda name: known(name) if "_" in name else _Launcher(name))
+
+
 def test_a_refused_submission_leaves_the_record_of_the_one_before(tmp_path: Path) -> None:
     configs = [compose_job([f"runs_dir={tmp_path}", f"name={name}", "nodes=1", "nproc_per_node=1"]) for name in "ab"]
     first, second = submission.prepare(configs)
     taking, refusing = _Launcher("taking", "7"), _Launcher("refusing")
     submission.submit([replace(first, launcher=taking)], [["steps=1"]])  # type: ignore[arg-type]
     before = first.run.job.read_text()
-    assert first.run.read_job()["handle"] == "taking://fsdp_jobs/7" and first.run.first_attempt() == 0
+    assert first.run.read_job()["handle"] == "taking://here/7" and first.run.first_attempt() == 0
     first.run.attempt(0).mkdir(parents=True)
     jobs = [replace(first, launcher=taking), replace(second, launcher=refusing)]  # type: ignore[arg-type]
     with pytest.raises(JobFailed):

@@ -18,7 +18,7 @@ import yaml
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.kubernetes import labels
-from fsdp_jobs.launchers.kubernetes.labels import Names, new_app
+from fsdp_jobs.launchers.kubernetes.labels import Names, app_of
 from fsdp_jobs.launchers.kubernetes.manifests import WORKLOADS, files_objects, owned_by
 from fsdp_jobs.launchers.kubernetes.scheduler import KubernetesRequest
 from fsdp_jobs.launchers.kubernetes.skeletons import merge, skeleton
@@ -62,7 +62,7 @@ CASES: dict[str, tuple[str, ...]] = {
 
 def objects_of(case: str, run: RunDir) -> list[dict[str, Any]]:
     config = compose_job([*COMMON, *CASES[case], "name=pretrain"])
-    job = Job(config, run, make_plan(config))
+    job = Job(config, run, make_plan(config), submission="250101120000-abc123")
     return WORKLOADS[config.cluster.workload].objects(job, Names("pretrain-abc123"))  # type: ignore[attr-defined]
 
 
@@ -182,7 +182,7 @@ def test_machines_that_failed_too_often_are_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["Llama 3!", "7b", "x" * 100, "a.b_c", "---"])
 def test_names_of_objects_are_labels_that_leave_room_for_pods(name: str) -> None:
-    app = new_app(name)
+    app = app_of(name, "250101000000-0a1b2c")
     assert app[0].isalpha() and app.replace("-", "a").isalnum() and app.islower() and not app.endswith("-")
     assert len(f"{app}-coordinator-0-0-xxxxx") <= 63
 

@@ -99,7 +99,7 @@ def test_files_are_brought_once_and_those_of_an_earlier_submission_go(
     write_atomic(run.shape, "of another model")
     write_atomic(run.stop_request, "cancelled")
     write_atomic(run.attempt(4) / "coordinator.log", "")
-    job = json.dumps({"handle": "of the one before", "first_attempt": 2})
+    job = json.dumps({"handle": "of the one before", "first_attempt": 2, "submission": "s", "pending": "x"})
     for name, text in (("config.yaml", "steps: 1"), ("plan.json", "{}"), ("job.json", job), ("token", "secret")):
         write_atomic(mounts / name, text)
     seed(run)
@@ -108,7 +108,10 @@ def test_files_are_brought_once_and_those_of_an_earlier_submission_go(
     assert run.token.stat().st_mode & 0o777 == 0o600
     assert not run.shape.exists() and not run.stop_request.exists()
     assert (pods_write_here(run, "x-1"), pods_write_here(run, "x-2")) == (True, False)
-    assert run.read_job() == {"first_attempt": 5}  # the claim has more attempts than the submit machine knows
+    assert run.read_job() == {
+        "first_attempt": 5,
+        "submission": "s",
+    }  # the claim has more attempts than the submit machine knows
     assert [json.loads(line)["event"] for line in run.events.read_text().splitlines()] == ["submitted"]
     write_atomic(mounts / "config.yaml", "steps: 2")
     seed(run)  # the token is the same: submission itself has written here, or this pod's predecessor

@@ -95,7 +95,7 @@ class SlurmJob(Watched):
     def submit(self, *args: str) -> str:
         done = self.lab.cli(self.folder, *args)
         assert done.returncode == 0, done.stdout + done.stderr
-        self.id = done.stdout.partition("slurm_fsdp://fsdp_jobs/")[2].split()[0]
+        self.id = done.stdout.partition("slurm_fsdp://lab/")[2].split()[0]
         return done.stdout
 
     def state(self) -> str:

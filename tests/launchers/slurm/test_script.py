@@ -73,7 +73,7 @@ def rendered(site: Site, overrides: list[str], run_dir: str = "/shared/runs/gold
         role.entrypoint = "/env/bin/python"
         role.env = {"OMP_NUM_THREADS": "1"}
     agent = shlex.join(commands(job, site).agent)
-    return f"{script(job, site).of_run(run_dir, job.app.name)}\n# agent: {agent}\n"
+    return f"{script(job, site).of_run(run_dir, job.app.name, '250101120000-0a1b2c')}\n# agent: {agent}\n"
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -35,8 +35,7 @@ def say(folder: Path, command: str, script: str) -> None:
 
 def submitted(folder: Path, scripts: list[Script], parallelism: int) -> list[str]:
     runs = [RunDir(folder / "runs" / str(i)) for i in range(len(scripts))]
-    (folder / "place").mkdir()
-    return submit_arrays(folder / "place", "grid", scripts, runs, parallelism)
+    return submit_arrays(folder / "place", "grid", scripts, runs, group_equal(scripts), parallelism)
 
 
 def values(folder: Path, option: str) -> list[str]:

@@ -89,7 +89,7 @@ def test_a_run_with_time_limits_hostile_words_and_a_secret(
     limits = ("cluster.time=1", "elastic.stop_grace_s=10")
     with slurm_job(lab, folder, "long", "nodes=1", *limits, hostile, setup, *ENDLESS) as job:
         job.until_attempt(0)
-        handle = f"slurm_fsdp://fsdp_jobs/{job.id}"
+        handle = f"slurm_fsdp://lab/{job.id}"
         assert "RUNNING" in torchx(lab, folder, "status", handle)
         shown = lab.on_login("scontrol", "show", "job", job.id)
         assert "Comment=it's; $(touch owned) #" in shown
@@ -99,11 +99,11 @@ def test_a_run_with_time_limits_hostile_words_and_a_secret(
 
         later = "cluster.extra=['--begin=now+1hour']"  # waits even while a time limit frees the nodes
         queued = lab.cli(folder, *ON_CPU, *TINY, "name=queued", "nodes=4", later)
-        waiting = queued.stdout.partition("slurm_fsdp://fsdp_jobs/")[2].split()[0]
+        waiting = queued.stdout.partition("slurm_fsdp://lab/")[2].split()[0]
         assert f"SLURM job {waiting} waits" in queued.stdout
         assert f"SLURM job {waiting} waits (" in lab.cli(folder, "status", "queued").stdout
-        assert "PENDING" in torchx(lab, folder, "status", f"slurm_fsdp://fsdp_jobs/{waiting}")
-        torchx(lab, folder, "cancel", f"slurm_fsdp://fsdp_jobs/{waiting}")
+        assert "PENDING" in torchx(lab, folder, "status", f"slurm_fsdp://lab/{waiting}")
+        torchx(lab, folder, "cancel", f"slurm_fsdp://lab/{waiting}")
         assert "stopped" in lab.cli(folder, "status", "queued").stdout
 
         job.until(lambda: job.run.last_attempt() == 2, "two time limits", 300)
@@ -113,7 +113,7 @@ def test_a_run_with_time_limits_hostile_words_and_a_secret(
         steps = max(job.losses()) + 5
         job.submit("resume", "long", f"steps={steps}", "cluster.time=null")
         job.until(lambda: job.state() == "COMPLETED", "the end", 150)
-        handle = f"slurm_fsdp://fsdp_jobs/{job.id}"
+        handle = f"slurm_fsdp://lab/{job.id}"
         assert "SUCCEEDED" in torchx(lab, folder, "status", handle)
         assert "resumed from step" in torchx(lab, folder, "log", f"{handle}/trainer/0")
         assert not list(tmp_path.rglob("owned"))

@@ -8,7 +8,9 @@
 #SBATCH --requeue
 #SBATCH --no-kill
 #SBATCH --signal=B:USR1@70
+#SBATCH --comment=fsdp_jobs:250101120000-0a1b2c
 set -e
+export FSDP_JOBS_SUBMISSION=250101120000-0a1b2c
 export PYTHONSAFEPATH=1 PYTHONPATH=/shared/runs/golden/code${PYTHONPATH:+:$PYTHONPATH}
 exec /env/bin/python -m fsdp_jobs.launchers.slurm.batch /shared/runs/golden
 

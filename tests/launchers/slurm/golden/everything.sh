@@ -24,9 +24,11 @@
 #SBATCH --signal=B:USR1@70
 #SBATCH --licenses=foo
 #SBATCH --nice=100
+#SBATCH --comment='it is ours; $HOME fsdp_jobs:250101120000-0a1b2c'
 set -e
 module load cuda/12.4
 source ~/env.sh
+export FSDP_JOBS_SUBMISSION=250101120000-0a1b2c
 export PYTHONSAFEPATH=1 PYTHONPATH=/shared/runs/golden/code${PYTHONPATH:+:$PYTHONPATH}
 exec /sw/python -m fsdp_jobs.launchers.slurm.batch /shared/runs/golden
 

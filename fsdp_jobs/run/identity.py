@@ -1,0 +1,93 @@
+"""Who a run belongs to: kept in its run directory, and wherever else its name must be nobody else's. No torch."""
+
+from __future__ import annotations
+
+import getpass
+import hashlib
+import json
+import os
+import secrets
+import socket
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from fsdp_jobs.config.errors import BadInput, Problem
+from fsdp_jobs.config.schema import JobConfig, training_values
+from fsdp_jobs.run.directory import RunDir, write_atomic
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A run's, the same through all its submissions."""
+
+    id: str
+    user: str
+    uid: int
+    host: str
+    directory: str  # on that host
+    training: str  # digest of the training configuration that the run began with
+
+    @property
+    def owner(self) -> str:
+        return f"{self.user} on {self.host} ({self.directory})"
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2)
+
+    @classmethod
+    def read(cls, file: Path) -> Identity | None:
+        """Read what `claim` wrote; None where there is nothing."""
+        try:
+            return cls(**json.loads(file.read_text()))
+        except FileNotFoundError:
+            return None
+
+    def check(self, file: Path) -> None:
+        """Check that whatever lies with `file` belongs to this run, or to nobody yet.
+
+        A user who has removed a run directory goes on in a new one of the same name and training configuration.
+
+        Raises:
+            BadInput: it is another run's; names its owner.
+        """
+        other = Identity.read(file)
+        if other is None or other.id == self.id:
+            return
+        if (other.user, other.host, other.training) != (self.user, self.host, self.training):
+            cure = f"another name=...; or, to continue that run from here, copy {file} into the run directory"
+            raise BadInput([Problem(str(file.parent), f"belongs to a run of {other.owner}", cure)])
+
+
+def identity_of(run: RunDir, config: JobConfig) -> Identity:
+    """Return a run's identity, or the one that it gets when this user submits it here now."""
+    return Identity.read(run.identity) or Identity(
+        id=secrets.token_hex(8),
+        user=getpass.getuser(),
+        uid=os.getuid(),
+        host=socket.gethostname(),
+        directory=str(run.path.resolve()),
+        training=hashlib.sha256(json.dumps(training_values(config), sort_keys=True, default=str).encode()).hexdigest(),
+    )
+
+
+def check_may_act(run: RunDir) -> None:
+    """Check that a run is this user's, who may then stop it or submit it again; root may act on every run.
+
+    Raises:
+        BadInput: it is another user's; names the owner.
+    """
+    try:
+        identity = Identity.read(run.identity)
+    except PermissionError:
+        identity = None
+        owner = f"user {run.identity.stat().st_uid}"
+    else:
+        owner = identity.owner if identity is not None else ""
+    if os.getuid() and owner and (identity is None or identity.uid != os.getuid()):
+        raise BadInput([Problem(f"run {run.name}", f"belongs to {owner}", "only its owner may stop or resume it")])
+
+
+def claim(file: Path, identity: Identity) -> None:
+    """Write whose run it is."""
+    if Identity.read(file) != identity:
+        write_atomic(file, identity.to_json()) if isinstance(file, Path) else file.write_text(identity.to_json())
