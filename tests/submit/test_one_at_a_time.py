@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,10 +11,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.config.errors import BadInput
+from fsdp_jobs.run.directory import RunDir, pending_in, runs_in
 from fsdp_jobs.run.events import AttemptStarted, read_events
 from fsdp_jobs.run.status import ENDED
-from tests.jobs import cli, environment
+from fsdp_jobs.submit.overview import Overview
+from fsdp_jobs.submit.submit import prepare, settle, submit
+from fsdp_jobs.submit.validate import composed
+from tests.jobs import environment
 
 pytestmark = pytest.mark.integration
 
@@ -24,11 +28,11 @@ ONE = ["name=one", "script=sleeps.py", "nodes=1", "nproc_per_node=1", "attach=fa
 # Kills itself before the n-th change it makes to files, and before or after each process that it starts.
 KILLER = """
 import os, signal, sys
-left, counts = int(sys.argv[1]), False
+left = int(sys.argv[1])
 def watch(event, args):
     global left
-    changes = event in ("os.rename", "os.remove", "os.mkdir", "os.symlink", "subprocess.Popen", "fcntl.flock")
-    if changes and not any(str(a).endswith((".pyc", "__pycache__")) for a in args):
+    changes = event in ("os.rename", "os.remove", "os.symlink", "subprocess.Popen", "fcntl.flock")
+    if changes and not any(".pyc" in str(a) for a in args):
         left -= 1
         if left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -85,26 +89,32 @@ def test_of_many_submissions_of_one_name_at_once_exactly_one_is_taken(folder: Pa
     assert len(supervisors(folder)) == 1
 
 
-def test_a_submission_that_is_killed_anywhere_leaves_one_job_or_none(folder: Path) -> None:
-    """Whatever was killed: `status` tells what is there, and the same command leads to exactly one job."""
+def test_a_submission_that_is_killed_anywhere_leaves_one_job_or_none(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever was killed, the next command knows what is there, and the same submission again leads to one job."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder / ".state"))
     run = RunDir(folder / "runs" / "one")
     fates = []
-    for number in range(1, 200):
+    for number in range(1, 100):
         killed = subprocess.run(
             [sys.executable, "-c", KILLER, str(number), *ONE], cwd=folder, env=environment(folder), capture_output=True
         )
-        shown = json.loads(cli(folder, "status", "--json").stdout)
-        running = supervisors(folder)
-        fates.append((killed.returncode, len(running), bool(shown)))
+        settle(pending_in("runs"))
+        shown, running = runs_in("runs"), supervisors(folder)
+        fates.append((killed.returncode, len(running), len(shown)))
         assert len(running) == len(shown), fates
-        again = cli(folder, *ONE)
-        assert again.returncode == (2 if running else 0), again.stdout + again.stderr
+        try:
+            submit(prepare(composed([ONE])), [ONE])
+        except BadInput as e:
+            assert running and "is in use by the live job" in str(e)
         assert len(supervisors(folder)) == 1, fates
-        (row,) = json.loads(cli(folder, "status", "--json").stdout)
-        assert row["handle"].endswith(run.submission) and row["state"] not in ENDED, row
+        (row,) = Overview().look(runs_in("runs"))
+        assert row.handle.endswith(run.submission) and row.state not in ENDED, row
         assert len(attempts(run)) <= 1, fates
         end_supervisors(folder)
-        subprocess.run(["rm", "-rf", run.path], check=True)
+        shutil.rmtree(run.path)
         if killed.returncode == 0:
             break
-    assert killed.returncode == 0 and len({fate[1:] for fate in fates}) == 2, fates
+    assert killed.returncode == 0 and {fate[1:] for fate in fates} == {(0, 0), (1, 1)}, fates

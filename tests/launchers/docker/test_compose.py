@@ -127,7 +127,7 @@ def test_the_slurm_profile_runs_a_job_through_the_slurm_launcher(slurm_cluster: 
     here = ("cluster=slurm", "hardware=cpu", "cluster.accelerator=cpu", "nodes=2", "nproc_per_node=1", "steps=40")
     job = ("python", "-m", "fsdp_jobs", *here, "name=job", "attach=true", *TINY, *_TASK)
     said = docker("exec", slurm_cluster, *job, timeout=300)
-    assert "submitted slurm_fsdp://fsdp_jobs/" in said and "job: done" in said, said
+    assert "submitted slurm_fsdp://compose/" in said and "job: done" in said, said
     hosts = watched.events("round_started")[-1]["hosts"]
     assert len(set(hosts)) == 2
     assert watched.losses() == pytest.approx(undisturbed(tmp_path, *_TASK, "steps=40"), rel=1e-5)
