@@ -1,35 +1,52 @@
 """Find, verify, commit and prune checkpoints. No torch.
 
 On a file system a checkpoint is the folder `step-<8 digits>` with a `manifest.json`. It is written as
-`step-<N>.<restart>.tmp` and renamed when every file is on disk: a name without a suffix is the only
-mark of completeness. One found damaged is renamed to `step-<N>.damaged`, for whoever wants to look.
+`step-<N>.<save>.tmp` and renamed when every file is on disk: a name without a suffix is the only
+mark of completeness. One found damaged is renamed to `step-<N>.damaged`, for whoever wants to look, and stays.
 
-In an object store, where folders cannot be renamed, it is written as `step-<N>.<restart>` and its manifest,
+In an object store, where folders cannot be renamed, it is written as `step-<N>.<save>` and its manifest,
 put there last, is the mark. In one found damaged the manifest is renamed to `manifest.json.damaged`.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import shutil
-import time
+import socket
 import zlib
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fsdp_jobs.config.errors import JobFailed
+from fsdp_jobs.run.env import HOST_ENV
+
 MANIFEST = "manifest.json"
 SHARDS = "shards.json"  # the manifest of a step whose shards are on the nodes' own disks
+METADATA = ".metadata"  # which tensor is where, as torch's DCP writes it
+NOT_FINITE = "its values were not finite when it was saved"
 _DAMAGED = f"{MANIFEST}.damaged"
+_REPLACED = ".replaced"  # suffix of a step while another save of it takes its place
 _NAME = re.compile(r"step-(\d{8,})")
 _NAME_IN_STORE = re.compile(r"step-(\d{8,})\.[\w-]+")
 
 
 def is_object_store(folder: Path) -> bool:
     return not isinstance(folder, Path)
+
+
+class CannotReadHere(JobFailed):
+    """This machine alone cannot read a checkpoint, or reads something else than others: its own failure."""
+
+    def __init__(self, path: Path, why: object):
+        machine = os.environ.get(HOST_ENV) or socket.gethostname()
+        cure = "check this machine's disk or mount; nothing was set aside"
+        super().__init__(f"{machine} cannot read {path}: {why}. {cure}.")
 
 
 @dataclass(frozen=True)
@@ -43,13 +60,23 @@ class Manifest:
     torch_version: str
     time: float  # when the save began, seconds since 1970
     files: dict[str, dict[str, int]]  # name -> {"bytes": size, "crc32": checksum}, without the manifest itself
+    finite: bool = True  # whether no value was NaN and no weight infinite
+
+    @property
+    def bytes(self) -> int:
+        return sum(f["bytes"] for f in self.files.values())
 
     def write(self, folder: Path, name: str = MANIFEST) -> None:
-        with (folder / name).open("w") as f:
-            json.dump(asdict(self), f, indent=1)
-            if not is_object_store(folder):
-                f.flush()
-                os.fsync(f.fileno())
+        """Write it whole into a folder that exists; in an object store, this is the commit."""
+        text = json.dumps(asdict(self), indent=1)
+        if is_object_store(folder):
+            (folder / name).write_text(text)
+            return
+        with (folder / f"{name}.part").open("w") as f:
+            f.write(text)
+            f.flush()
+            os.fsync(f.fileno())
+        (folder / f"{name}.part").rename(folder / name)
 
     @classmethod
     def read(cls, folder: Path, name: str = MANIFEST) -> Manifest:
@@ -58,9 +85,9 @@ class Manifest:
         return cls(**content)
 
 
-def folder_of(checkpoints: Path, step: int, restart: str) -> Path:
-    """Return the folder of a committed checkpoint, which in an object store names the restart too."""
-    return checkpoints / (f"step-{step:08d}" + (f".{restart}" if is_object_store(checkpoints) else ""))
+def folder_of(checkpoints: Path, step: int, save: str) -> Path:
+    """Return the folder of a committed checkpoint, which in an object store names the save too."""
+    return checkpoints / (f"step-{step:08d}" + (f".{save}" if is_object_store(checkpoints) else ""))
 
 
 def step_of(folder: Path) -> int:
@@ -79,77 +106,121 @@ def find_checkpoints(checkpoints: Path) -> list[Path]:
 
 def find_on_nodes(checkpoints: Path) -> list[Path]:
     """Return the steps that are on the nodes' own disks and not yet here, newest first."""
-    folders = [f.parent for f in checkpoints.glob(f"step-*/{SHARDS}") if not (f.parent / MANIFEST).exists()]
-    return _newest_first(folders)
+    committed = find_checkpoints(checkpoints)
+    return _newest_first([f.parent for f in checkpoints.glob(f"step-*/{SHARDS}") if f.parent not in committed])
 
 
 def _newest_first(folders: list[Path]) -> list[Path]:
     return sorted(folders, key=lambda f: (step_of(f), f.name), reverse=True)
 
 
-def missing_or_short(folder: Path) -> list[str]:
-    """List the faults of a checkpoint that names and sizes show; empty when it looks whole."""
-    try:
-        manifest = Manifest.read(folder)
-    except FileNotFoundError:
-        return [f"{MANIFEST} is missing"]
-    except (OSError, ValueError, TypeError) as e:
-        return [f"{MANIFEST} cannot be read: {e}"]
-    faults = []
-    for name, expected in manifest.files.items():
-        file = folder / name
-        if not file.is_file():
-            faults.append(f"{name} is missing")
-        elif file.stat().st_size != expected["bytes"]:
-            faults.append(f"{name} has {file.stat().st_size} bytes instead of {expected['bytes']}")
-    return faults
+def fault_of_manifest(folder: Path, name: str = MANIFEST) -> str | None:
+    """Say what is wrong with a manifest as this machine reads it; None for nothing.
 
-
-def damaged_files(folder: Path, manifest: Manifest, names: Iterable[str], patience_s: float = 0.0) -> list[str]:
-    """Read these files whole and say which differ from their checksums.
-
-    A file that is not there is waited for up to `patience_s`: on NFS a folder may appear late on other nodes.
+    Raises:
+        CannotReadHere: it is there, and cannot be read.
     """
-    faults = []
-    deadline = time.monotonic() + patience_s
+    try:
+        Manifest.read(folder, name)
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as e:
+        raise CannotReadHere(folder / name, e.strerror or e) from e
+    except (ValueError, TypeError) as e:
+        return f"{name} is damaged: {e}"
+    return None
+
+
+def faults_in(
+    folder: Path, manifest: Manifest, names: Iterable[str], contents: bool = True, from_disk: bool = False
+) -> dict[str, str]:
+    """Say of each of these files what is wrong with it as this machine reads it; whole ones are left out.
+
+    Args:
+        contents: compare checksums too, not sizes alone.
+        from_disk: not what the system's cache holds.
+
+    Raises:
+        CannotReadHere: a file is there, and cannot be read.
+    """
+    faults = {}
     for name in names:
-        while not (folder / name).exists() and time.monotonic() < deadline:
-            list(folder.parent.iterdir())  # makes an NFS client look again
-            time.sleep(0.5)
+        file, expected = folder / name, manifest.files[name]
         try:
-            if checksum(folder / name) != manifest.files[name]["crc32"]:
-                faults.append(f"{name} differs from its checksum")
+            size = file.stat().st_size
+            if size != expected["bytes"]:
+                faults[name] = f"{name} has {size} bytes instead of {expected['bytes']}"
+            elif contents and (value := checksum(file, from_disk)) != expected["crc32"]:
+                faults[name] = f"{name} differs from its checksum ({value:08x})"
+        except FileNotFoundError:
+            faults[name] = f"{name} is missing"
         except OSError as e:
-            faults.append(f"{name} cannot be read: {e.strerror}")
+            raise CannotReadHere(file, e.strerror or e) from e
     return faults
+
+
+def looks_damaged(folder: Path) -> list[str]:
+    """List the faults of a checkpoint that sizes and its metadata show, and whether it was finite; empty for none."""
+    if fault := fault_of_manifest(folder):
+        return [fault]
+    manifest = Manifest.read(folder)
+    faults = faults_in(folder, manifest, manifest.files, contents=False)
+    if not faults and METADATA in manifest.files:
+        faults = faults_in(folder, manifest, [METADATA])
+    return [*faults.values()] + ([] if manifest.finite else [NOT_FINITE])
 
 
 def verify(folder: Path) -> list[str]:
-    """List the faults of a checkpoint by reading all of it; empty when it is whole."""
-    faults = missing_or_short(folder)
+    """List the faults of a checkpoint by reading all of it; empty when it is whole.
+
+    Raises:
+        CannotReadHere: a file is there, and cannot be read.
+    """
+    faults = looks_damaged(folder)
     if faults:
         return faults
     manifest = Manifest.read(folder)
-    return damaged_files(folder, manifest, manifest.files)
+    return [*faults_in(folder, manifest, manifest.files).values()]
 
 
-def checksum(file: Path) -> int:
-    """Return the CRC-32 of a file's content."""
+def checksum(file: Path, from_disk: bool = False) -> int:
+    """Return the CRC-32 of a file's content, read from the disk and not from its cache if so wanted."""
     value = 0
     with file.open("rb") as f:
+        if from_disk and not is_object_store(file):
+            os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # drops clean pages
         while block := f.read(1 << 22):
             value = zlib.crc32(block, value)
     return value
 
 
 def commit(temporary: Path, final: Path, manifest: Manifest) -> None:
-    """Commit a written checkpoint: manifest, fsync of folders, rename."""
+    """Commit a written checkpoint: manifest, fsync of folders, rename. An older save of the step is replaced.
+
+    Raises:
+        OSError: a file is not there, or of another size than was reported.
+    """
+    if faults := faults_in(temporary, manifest, manifest.files, contents=False):
+        raise OSError(f"{temporary} is not whole: {'; '.join(faults.values())}")
     manifest.write(temporary)
-    (temporary / SHARDS).unlink(missing_ok=True)
     if temporary != final:
         fsync_folder(temporary)
+        replaced = temporary.with_suffix(_REPLACED)
+        with suppress(FileNotFoundError):
+            final.rename(replaced)
         temporary.rename(final)
         fsync_folder(final.parent)
+        remove(replaced)
+    (final / SHARDS).unlink(missing_ok=True)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder, with those above it, so that it is there after a crash."""
+    if is_object_store(folder) or folder.is_dir():
+        return
+    make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    fsync_folder(folder.parent)
 
 
 def fsync_folder(folder: Path) -> None:
@@ -161,26 +232,31 @@ def fsync_folder(folder: Path) -> None:
 
 
 def set_aside(folder: Path) -> None:
-    """Rename a damaged checkpoint so that nothing finds it again."""
+    """Rename a damaged checkpoint so that nothing finds it again; nothing of ours removes it."""
+    (folder / SHARDS).unlink(missing_ok=True)
     if is_object_store(folder):
         (folder / MANIFEST).rename(folder / _DAMAGED)
         return
-    aside = folder.with_name(f"{folder.name}.damaged")
-    if aside.exists():
-        shutil.rmtree(aside)
-    folder.rename(aside)
+    names = (f"{folder.name}.damaged" + (f"-{i}" if i else "") for i in itertools.count())
+    folder.rename(next(aside for aside in map(folder.with_name, names) if not aside.exists()))
 
 
 def prune(checkpoints: Path, keep: int) -> list[Path]:
     """Remove all but the newest `keep` whole checkpoints (0 keeps all). Returns what was removed.
 
-    Steps that never left the nodes' disks go when a newer one is whole.
+    Steps that never left the nodes' disks go when a newer one is whole, and those that were not finite when there is
+    a newer one like them.
+
+    Raises:
+        CannotReadHere: whether one is whole cannot be seen from here; nothing was removed.
     """
-    whole = [f for f in find_checkpoints(checkpoints) if not missing_or_short(f)]
+    faults = {folder: looks_damaged(folder) for folder in find_checkpoints(checkpoints)}
+    whole = [f for f, found in faults.items() if not found]
+    not_finite = [f for f, found in faults.items() if found == [NOT_FINITE]]
     for folder in find_on_nodes(checkpoints):
         if whole and step_of(folder) < step_of(whole[0]):
             remove(folder)
-    removed = whole[keep:] if keep else []
+    removed = whole[keep:] + not_finite[1:] if keep else []
     for folder in removed:  # never half a checkpoint that looks whole
         if is_object_store(folder):
             (folder / MANIFEST).unlink()
@@ -191,18 +267,22 @@ def prune(checkpoints: Path, keep: int) -> list[Path]:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder with all that is in it."""
+    """Remove a folder with all that is in it, if it is there."""
     if is_object_store(folder):
-        folder.fs.rm(folder.path, recursive=True)  # type: ignore[attr-defined]
+        with suppress(FileNotFoundError):
+            folder.fs.rm(folder.path, recursive=True)  # type: ignore[attr-defined]
     else:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def remove_unfinished(checkpoints: Path, since: int = 0) -> None:
-    """Remove what earlier restarts left half-written, except steps after `since` on the nodes' disks."""
+def remove_unfinished(checkpoints: Path) -> None:
+    """Remove what earlier restarts left half-written, except steps on the nodes' disks; undo half a replacement."""
     in_store = is_object_store(checkpoints)
+    for replaced in () if in_store else checkpoints.glob(f"step-*{_REPLACED}"):
+        with suppress(OSError):  # the new one is in its place
+            replaced.rename(folder_of(checkpoints, step_of(replaced), ""))
+        remove(replaced)
     for folder in checkpoints.glob("step-*" if in_store else "step-*.tmp"):
         finished = in_store and ((folder / MANIFEST).exists() or (folder / _DAMAGED).exists())
-        on_nodes = (folder / SHARDS).exists() and step_of(folder) > since
-        if not finished and not on_nodes:
+        if not finished and not (folder / SHARDS).exists():
             remove(folder)

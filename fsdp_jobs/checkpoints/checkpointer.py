@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -18,17 +20,18 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from torch.distributed.checkpoint.stateful import Stateful
 
 from fsdp_jobs.checkpoints import catalog
-from fsdp_jobs.checkpoints.catalog import MANIFEST, SHARDS, Manifest
+from fsdp_jobs.checkpoints.catalog import MANIFEST, NOT_FINITE, SHARDS, Manifest
 from fsdp_jobs.checkpoints.local_disks import LocalDisks
+from fsdp_jobs.checkpoints.ranks import Ranks
 from fsdp_jobs.checkpoints.state import State
-from fsdp_jobs.checkpoints.storage import CommittingWriter, SafeReader, SaveRequest
+from fsdp_jobs.checkpoints.storage import CommittingWriter, NotFinite, SafeReader, SaveRequest
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.config.keys import AUTO
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, checkpoints_of
-
+from fsdp_jobs.run.epoch import Epoch, Fenced
 
 class Checkpointer:
     """Saves and restores one run. Every method is called by every rank, in the same order."""
@@ -58,10 +61,12 @@ class Checkpointer:
         self.state = State(model, optimizer, others, device)
         self.samples = 0  # consumed since the run began: for the program to count, saved with the rest
         self.home = checkpoints_of(self.config, run)
-        self.rank = dist.get_rank()
+        self.epoch = Epoch.of_rank(self.home)
         self.group = dist.new_group(backend="gloo")  # the save's collectives must not meet the program's
+        self.ranks = Ranks(self.group)
+        self.rank = self.ranks.rank
         local_dir = self.config.local_dir
-        self.disks = LocalDisks(Path(local_dir) / run.name, self.group) if local_dir is not None else None
+        self.disks = LocalDisks(Path(local_dir) / run.name, self.ranks) if local_dir is not None else None
         on_cuda = device.type == "cuda"
         self.mode = self.config.async_mode
         if self.mode == AUTO:
@@ -77,6 +82,7 @@ class Checkpointer:
         self._written: Future[Any] | None = None
         self._request: SaveRequest | None = None
         self._may_upload = True
+        self._saves = 0
         optimizer.register_step_pre_hook(lambda *_: self.before_update())
 
     def is_due(self, step: int) -> bool:
@@ -108,15 +114,19 @@ class Checkpointer:
 
     def _begin(self, step: int, must_upload: bool) -> None:
         self.saved_at, begin = time.monotonic(), time.perf_counter()
+        self._saves += 1
         request = SaveRequest(
             checkpoints=self.home,
-            restart=self.restart,
+            save=f"{self.restart}-{self._saves}",
+            epoch=self.epoch,
             manifest=Manifest(
                 step, self.samples, self.layout.world_size, self.layout.mesh_shape, torch.__version__, time.time(), {}
             ),
             keep=self.config.keep,
             read_back=self.config.read_back,
             local=self.disks.folder if self.disks is not None else None,
+            buffers=self.state.buffers,
+            pid=os.getpid(),
         )
         if self.disks is not None:
             self._may_upload = self.disks.may_upload(must=must_upload)
@@ -182,27 +192,37 @@ class Checkpointer:
         """Take note of a copy to shared storage that has ended; with `wait`, when it has."""
         ended = self.disks.uploaded(wait) if self.disks is not None else None
         if ended is not None:
-            self._conclude(*ended)
+            self._conclude(*ended, copied=True)
 
-    def _conclude(self, request: SaveRequest, error: BaseException | None) -> None:
-        """Record that a save is on shared storage or, with an error, that it failed."""
+    def _conclude(self, request: SaveRequest, error: BaseException | None, copied: bool = False) -> None:
+        """Record that a save is on shared storage or, with an error, that it failed.
+
+        Raises:
+            Fenced: the round is over, and this rank with it.
+        """
         if error is None:
             self.failure, self.committed_step = None, request.step
             self._record(events.Checkpoint, request, request.final, MANIFEST)
             return
-        self.failure = f"checkpoint of step {request.step} failed: {_root_cause(error)}"
+        rank, cause = _root_cause(error)
+        if isinstance(cause, Fenced):
+            raise cause
+        where = f"rank {rank}: " if rank is not None else ""
+        self.failure = f"checkpoint of step {request.step} failed: {where}{type(cause).__name__}: {cause}"
+        self.failure += _cure(cause, self.home)
         if self.rank == 0:
             events.record(self.run, self.attempt, events.CheckpointFailed(request.step, self.failure))
-            catalog.remove_unfinished(request.checkpoints, max(0, self.committed_step))
             print(f"WARNING {self.failure}", flush=True)
+            if not copied and not isinstance(cause, NotFinite):
+                catalog.remove(request.temporary)
 
     def _record(
         self, kind: type[events.Checkpoint | events.CheckpointOnNodes], request: SaveRequest, folder: Path, name: str
     ) -> None:
         if self.rank == 0:
             manifest = Manifest.read(folder, name)
-            size = sum(f["bytes"] for f in manifest.files.values())
-            events.record(self.run, self.attempt, kind(request.step, size, round(time.time() - manifest.time, 3)))
+            took = round(time.time() - manifest.time, 3)
+            events.record(self.run, self.attempt, kind(request.step, manifest.bytes, took))
 
     def restore(self, otherwise: Callable[[], None] = lambda: None) -> int:
         """Load the newest whole checkpoint; without one call `otherwise`. Returns the step, 0 for none.
@@ -211,7 +231,8 @@ class Checkpointer:
         nodes have on their own disks is not read from shared storage.
 
         Raises:
-            JobFailed: the checkpoint is of another model.
+            JobFailed: the checkpoint is of another model, or the run has had checkpoints and none can be used.
+            CannotReadHere: this machine alone cannot read it.
         """
         loaded_from = self._restore_newest()
         step, world = max(0, self.committed_step), self.layout.world_size
@@ -225,50 +246,53 @@ class Checkpointer:
 
     def _restore_newest(self) -> str | None:
         """Return where the state was read from, None when there is no checkpoint."""
+        skipped: dict[str, list[str]] = {}
         if self.rank == 0:
-            self.home.mkdir(parents=True, exist_ok=True)
+            self.epoch.check()
+            catalog.make_folder(self.home)
             catalog.remove_unfinished(self.home)
         while True:
-            choice: list[Any] = self._newest() if self.rank == 0 else [None] * 4
-            dist.broadcast_object_list(choice, src=0, group=self.group)
-            name, faults, manifest, is_shared = choice
+            name, listed_in = self.ranks.from_rank_0(lambda: next(self._candidates(skipped), (None, "")))
             if name is None:
+                self.ranks.from_rank_0(lambda: self._begin_at_zero(skipped))
                 return None
-            folder = self.home / name
-            if manifest is not None:
-                shards = self.disks.holding(manifest) if self.disks is not None else None
-                if shards is not None:
-                    faults = catalog.damaged_files(folder, manifest, [".metadata"], patience_s=30.0)
-                elif is_shared:
-                    faults = self._damage(folder, manifest)
-                else:
-                    faults = ["these nodes' disks do not hold all of its shards"]
+            folder, shards = self.home / name, None
+            manifest, faults = self.ranks.examine(folder, listed_in)
+            if manifest is not None and not faults:
+                if listed_in == SHARDS and self.disks is not None:
+                    shards = self.disks.holding(manifest)
+                    faults = [] if shards is not None else ["these nodes' disks do not hold all of its shards"]
                 if not faults:
                     self._load(folder, manifest, shards)
                     return "storage" if shards is None else "local_dir"
+            skipped[name] = faults
             if self.rank == 0:
-                catalog.set_aside(folder) if is_shared else catalog.remove(folder)
-                events.record(self.run, self.attempt, events.CheckpointSkipped(folder.name, faults))
-                print(f"WARNING {folder.name} cannot be used; trying the one before: {'; '.join(faults)}", flush=True)
+                if listed_in == MANIFEST and faults != [NOT_FINITE]:
+                    self.epoch.check()
+                    catalog.set_aside(folder)
+                events.record(self.run, self.attempt, events.CheckpointSkipped(name, faults))
+                print(f"WARNING {name} cannot be used; trying the one before: {'; '.join(faults)}", flush=True)
 
-    def _newest(self) -> list[Any]:
-        """Return name, faults in names and sizes, manifest, and whether the shards are on shared storage."""
-        shared = next(iter(catalog.find_checkpoints(self.home)), None)
-        on_nodes = next(iter(catalog.find_on_nodes(self.home)), None) if self.disks is not None else None
-        if on_nodes is not None and (shared is None or catalog.step_of(on_nodes) > catalog.step_of(shared)):
-            return [on_nodes.name, [], Manifest.read(on_nodes, SHARDS), False]
-        if shared is None:
-            return [None, [], None, True]
-        faults = catalog.missing_or_short(shared)
-        return [shared.name, faults, None if faults else Manifest.read(shared), True]
+    def _candidates(self, skipped: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+        """Yield the names of checkpoints, newest first, and what lists their shards, which says where those are."""
+        found = [(f, MANIFEST) for f in catalog.find_checkpoints(self.home)]
+        found += [(f, SHARDS) for f in catalog.find_on_nodes(self.home)] if self.disks is not None else []
+        for folder, listed_in in sorted(found, key=lambda c: catalog.step_of(c[0]), reverse=True):
+            if folder.name not in skipped:
+                yield folder.name, listed_in
 
-    def _damage(self, folder: Path, manifest: Manifest) -> list[str]:
-        """List the files that differ from what was written; each rank reads its part of them."""
-        names = sorted(manifest.files)[self.rank :: self.layout.world_size]
-        own = catalog.damaged_files(folder, manifest, names, patience_s=30.0)
-        by_rank: list[list[str]] = [[] for _ in range(self.layout.world_size)]
-        dist.all_gather_object(by_rank, own, group=self.group)
-        return sorted({fault for faults in by_rank for fault in faults})
+    def _begin_at_zero(self, skipped: dict[str, list[str]]) -> None:
+        """Raises: JobFailed when this run was further once, unless the user wants it to begin again."""
+        kinds = (events.Checkpoint, events.Resumed)
+        steps = [e.step for e in events.newest_events(self.run) if isinstance(e, kinds)]
+        if not any(steps) or self.config.restart_from_zero:
+            return
+        reasons = [f"{name}: {'; '.join(faults)}" for name, faults in skipped.items()]
+        found = reasons or sorted(f.name for f in self.home.glob("step-*")) or ["nothing"]
+        raise JobFailed(
+            f"this run had a checkpoint of step {max(steps)}, and none that can be used is in {self.home} "
+            f"(found: {', '.join(found)}). Put one back, or begin again with checkpoint.restart_from_zero=true."
+        )
 
     def _load(self, folder: Path, manifest: Manifest, shards: Path | None) -> None:
         """Load a verified checkpoint; `shards` is this node's folder when it is on the nodes' own disks."""
@@ -293,13 +317,23 @@ class Checkpointer:
         if self.disks is not None:
             self.disks.close()
         if self.failure is not None:
-            raise JobFailed(f"{self.failure}. Free space under {self.home} and resume {self.run.name}.")
+            raise JobFailed(f"{self.failure} Then resume {self.run.name}.")
 
 
-def _root_cause(error: BaseException) -> str:
-    """Return the failure behind DCP's wrapping, with the rank it happened on."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        rank, (cause, _) = next(iter(failures.items()))
-        return f"rank {rank}: {type(cause).__name__}: {cause}"
-    return f"{type(error).__name__}: {error}"
+def _root_cause(error: BaseException) -> tuple[int | None, BaseException]:
+    """Return the rank and the failure behind DCP's wrapping."""
+    for rank, (cause, _) in getattr(error, "failures", {}).items():
+        return rank, cause
+    return None, error
+
+
+def _cure(cause: BaseException, home: Path) -> str:
+    """Return the sentence that says what helps against a failed save; only the end of one where nothing is known."""
+    number = getattr(cause, "errno", None)
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return f". Free space under {home}."
+    if number == errno.EROFS or isinstance(cause, PermissionError):
+        return f". Make {home} writable for this user."
+    if number in (errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO):
+        return f". Check the disk or mount of {home} on this rank's machine."
+    return "."

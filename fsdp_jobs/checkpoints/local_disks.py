@@ -10,32 +10,33 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
-from fsdp_jobs.checkpoints.catalog import SHARDS, Manifest, commit, damaged_files, prune
+from fsdp_jobs.checkpoints.catalog import SHARDS, CannotReadHere, Manifest, faults_in
+from fsdp_jobs.checkpoints.ranks import Ranks
 from fsdp_jobs.checkpoints.storage import SaveRequest
 
 _BLOCK = 1 << 24  # bytes copied or sent at once
-_COPIED = ".copied"  # suffix of the file by which a rank says that its shards are on shared storage
 _KEPT = 2  # newest steps that stay on a node's disk
+_SLOWEST_COPY = timedelta(hours=1)  # between the first rank's shards on shared storage and the last one's
 
 
 class LocalDisks:
     """One rank's access to its node's disk. Methods marked "All ranks" are called by all, in the same order."""
 
-    def __init__(self, folder: Path, group: dist.ProcessGroup):
-        self.folder, self.group = folder, group
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.node, self.leads = int(os.environ["GROUP_RANK"]), os.environ["LOCAL_RANK"] == "0"
+    def __init__(self, folder: Path, ranks: Ranks):
+        self.folder, self.ranks, self.rank = folder, ranks, ranks.rank
+        self.leads = os.environ["LOCAL_RANK"] == "0"
+        self._copying = Ranks(dist.new_group(backend="gloo", timeout=_SLOWEST_COPY))  # for the uploading threads
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="upload")
         self._upload: tuple[SaveRequest, Future[None]] | None = None
 
@@ -47,7 +48,7 @@ class LocalDisks:
         if must and self._upload is not None:
             self._upload[1].exception()
         busy = torch.tensor([int(self._upload is not None and not self._upload[1].done())])
-        dist.all_reduce(busy, dist.ReduceOp.MAX, group=self.group)
+        dist.all_reduce(busy, dist.ReduceOp.MAX, group=self.ranks.group)
         return not busy.item()
 
     def upload(self, request: SaveRequest) -> None:
@@ -62,37 +63,39 @@ class LocalDisks:
         return request, future.exception()
 
     def _copy(self, request: SaveRequest) -> None:
-        shards = Manifest.read(request.temporary, SHARDS)
-        error = ""
-        try:
+        """In a thread of every rank: copy this rank's shards, and commit when all have.
+
+        Raises:
+            CheckpointException: what kept which rank from it, on all of them.
+        """
+
+        def copy() -> None:
+            request.epoch.check()
+            shards = Manifest.read(request.temporary, SHARDS)
             for source in sorted(request.shards.glob(f"__{self.rank}_*.distcp")):
                 _copy_checked(source, request.temporary / source.name, shards.files[source.name]["crc32"])
-        except OSError as e:
-            error = f"rank {self.rank}: {type(e).__name__}: {e}"
-        (request.temporary / f"{self.rank}{_COPIED}").write_text(error)
-        if self.rank == 0:
-            self._commit(request, shards)
-        elif error:
-            raise OSError(error)
 
-    def _commit(self, request: SaveRequest, shards: Manifest) -> None:
-        reports = [request.temporary / f"{rank}{_COPIED}" for rank in range(self.world)]
-        while not all(r.exists() for r in reports):
-            time.sleep(0.05)  # a rank that died ends the round, and this thread with it
-        errors = [e for e in (r.read_text() for r in reports) if e]
-        if errors:
-            raise OSError("; ".join(errors))
-        for report in reports:
-            report.unlink()
-        commit(request.temporary, request.final, shards)
-        prune(request.checkpoints, request.keep)
+        def commit() -> None:
+            if self.rank == 0:
+                request.commit(Manifest.read(request.temporary, SHARDS))
+
+        for part in (copy, commit):
+            error: Exception | None = None
+            try:
+                part()
+            except Exception as e:
+                error = e
+            errors = enumerate(self._copying.gather(error))
+            if failures := {rank: (e, None) for rank, e in errors if e is not None}:
+                raise CheckpointException("copy", failures)  # type: ignore[arg-type]
 
     def tidy(self) -> None:
         """Remove old steps from this node's disk: all but the newest, and the one that is being copied."""
         if not self.leads:
             return
         uploading = self._upload[0].shards if self._upload is not None else None
-        for old in sorted(self.folder.glob("step-*"), reverse=True)[_KEPT:]:
+        by_age = sorted(self.folder.glob("step-*"), key=lambda f: f.stat().st_mtime, reverse=True)
+        for old in by_age[_KEPT:]:
             if old != uploading:
                 shutil.rmtree(old, ignore_errors=True)
 
@@ -100,22 +103,23 @@ class LocalDisks:
         """All ranks: this node's folder of a step if the nodes have every shard of it, undamaged; else None."""
         shards = {name for name in manifest.files if name.endswith(".distcp")}
         folder, held = self._best(manifest, shards) if self.leads else (None, set())
-        by_rank: list[Any] = [None] * self.world
-        dist.all_gather_object(by_rank, (self.node, folder, held), group=self.group)
+        by_rank = self.ranks.gather((self.ranks.node, folder, held))
         self._held = {rank: held for rank, (_, _, held) in enumerate(by_rank) if held}
         self._leaders = {node: rank for rank, (node, folder, _) in enumerate(by_rank) if folder is not None}
         if set().union(*self._held.values()) != shards:
             return None
-        return Path(by_rank[self._leaders[self.node]][1])
+        return Path(by_rank[self._leaders[self.ranks.node]][1])
 
     def _best(self, manifest: Manifest, shards: set[str]) -> tuple[str, set[str]]:
         """Return the folder here with most of a step's shards, and which it has; a new one if there is none."""
         best: tuple[str, set[str]] = (str(self.folder / f"step-{manifest.step:08d}.fetched"), set())
         for folder in self.folder.glob(f"step-{manifest.step:08d}.*"):
-            here = {name for name in shards if (folder / name).exists()}
-            damaged = {fault.partition(" ")[0] for fault in damaged_files(folder, manifest, here)}
-            if len(here - damaged) > len(best[1]):
-                best = str(folder), here - damaged
+            try:
+                here = shards - faults_in(folder, manifest, shards).keys()
+            except CannotReadHere:
+                continue  # this disk is as good as lost, and peers or shared storage have what was on it
+            if len(here) > len(best[1]):
+                best = str(folder), here
         return best
 
     def fetch(self, folder: Path, manifest: Manifest, state: dict[str, Any], metadata: Metadata) -> None:
@@ -125,8 +129,7 @@ class LocalDisks:
         stored = metadata.storage_data
         assert stored is not None
         wanted = {stored[item.storage_index].relative_path for item in planner.create_local_plan().items}
-        by_rank: list[Any] = [None] * self.world
-        dist.all_gather_object(by_rank, (self.node, wanted), group=self.group)
+        by_rank = self.ranks.gather((self.ranks.node, wanted))
         for name in sorted(set().union(*(names for _, names in by_rank))):
             source = min(rank for rank, held in self._held.items() if name in held)
             for node in sorted({node for node, names in by_rank if name in names}):
@@ -134,11 +137,11 @@ class LocalDisks:
                 if name in self._held.get(target, ()):
                     continue
                 if self.rank == source:
-                    _send(folder / name, target, self.group)
+                    _send(folder / name, target, self.ranks.group)
                 elif self.rank == target:
                     folder.mkdir(parents=True, exist_ok=True)
-                    _receive(folder / name, manifest.files[name]["bytes"], source, self.group)
-        dist.barrier(group=self.group)
+                    _receive(folder / name, manifest.files[name]["bytes"], source, self.ranks.group)
+        dist.barrier(group=self.ranks.group)
 
     def close(self) -> None:
         self._thread.shutdown()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import pickle
 import warnings
@@ -21,14 +20,32 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from fsdp_jobs.checkpoints.catalog import SHARDS, Manifest, checksum, commit, folder_of, is_object_store, prune
+from fsdp_jobs.checkpoints.catalog import (
+    METADATA,
+    NOT_FINITE,
+    SHARDS,
+    CannotReadHere,
+    Manifest,
+    checksum,
+    commit,
+    folder_of,
+    is_object_store,
+    make_folder,
+    prune,
+)
+from fsdp_jobs.run.epoch import Epoch
+from fsdp_jobs.run.processes import watch_parent
 
-_SUMS = ".sums.json"
+_REPORT = MetadataIndex("what a rank has written")
+
+
+class NotFinite(Exception):
+    """A state was saved, and is not one to go on from."""
 
 
 class _Checksummed(io.RawIOBase):
@@ -87,7 +104,7 @@ class _ChecksumFileSystem(FileSystem):
         return path
 
     def mkdir(self, path: str | os.PathLike[str]) -> None:
-        cast(Path, path).mkdir(parents=True, exist_ok=True)
+        """Leave it to the coordinator: a folder that was removed while others still wrote must not come back."""
 
     def exists(self, path: str | os.PathLike[str]) -> bool:
         return cast(Path, path).exists()
@@ -101,11 +118,14 @@ class SaveRequest:
     """One checkpoint to be written, the same on every rank."""
 
     checkpoints: Path
-    restart: str  # differs between restarts of a run, so that no two write into the same folder
+    save: str  # differs between saves of a run, so that no two write into the same folder
+    epoch: Epoch
     manifest: Manifest  # its files are known when all are written
     keep: int
     read_back: bool
     local: Path | None  # this run's folder on each node's own disk, if shards go there first
+    buffers: frozenset[str]  # tensors that may hold infinities, as masks do
+    pid: int  # of the rank
 
     @property
     def step(self) -> int:
@@ -113,17 +133,32 @@ class SaveRequest:
 
     @property
     def final(self) -> Path:
-        return folder_of(self.checkpoints, self.step, self.restart)
+        return folder_of(self.checkpoints, self.step, self.save)
 
     @property
     def temporary(self) -> Path:
         in_place = is_object_store(self.checkpoints)
-        return self.final if in_place else self.checkpoints / f"step-{self.step:08d}.{self.restart}.tmp"
+        return self.final if in_place else self.checkpoints / f"step-{self.step:08d}.{self.save}.tmp"
 
     @property
     def shards(self) -> Path:
         """The folder that ranks write their shards to."""
-        return self.temporary if self.local is None else self.local / f"step-{self.step:08d}.{self.restart}"
+        return self.temporary if self.local is None else self.local / f"step-{self.step:08d}.{self.save}"
+
+    def commit(self, manifest: Manifest) -> None:
+        """Commit on shared storage what `manifest` lists, and remove what is older than `keep` says.
+
+        Raises:
+            Fenced: the round is over.
+            OSError: what was reported is not what is there.
+        """
+        self.epoch.check()
+        commit(self.temporary, self.final, manifest)
+        try:
+            self.epoch.check()
+            prune(self.checkpoints, self.keep)
+        except (OSError, CannotReadHere, RuntimeError) as e:  # it is committed nevertheless
+            print(f"WARNING older checkpoints stay: {e}", flush=True)
 
 
 class CommittingWriter(FileSystemWriter):
@@ -136,49 +171,79 @@ class CommittingWriter(FileSystemWriter):
         self.fs: _ChecksumFileSystem = _ChecksumFileSystem()
         self.path = request.temporary
 
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Make the folder, once for all ranks, before any of them has a plan."""
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        watch_parent(self.request.pid)
+        if is_coordinator:
+            self.request.epoch.check()
+            make_folder(self.request.checkpoints)
+            if not is_object_store(self.request.temporary):
+                self.request.temporary.mkdir()
+
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's shard, read it back, and leave its checksums for DCP's coordinator.
+        """Write this rank's shard, and report its checksums and what in it is not finite.
 
         Raises:
-            OSError: what was read back differs from what was written.
+            OSError: with `read_back`, what was read back differs from what was written.
         """
-        self.request.shards.mkdir(parents=True, exist_ok=True)
+        if self.request.local is not None:
+            self.request.shards.mkdir(parents=True, exist_ok=True)
         self.path = self.request.shards
-        written = super().write_data(plan, planner)
-        written.wait()
+        written: Future[list[WriteResult]] = super().write_data(plan, planner)
         self.path = self.request.temporary
         if self.request.read_back:
             for name, expected in self.fs.sums.items():
-                self._read_back(self.request.shards / name, expected["crc32"])
-        prefix = plan.storage_data.prefix
-        (self.request.temporary / f"{prefix}{_SUMS}").write_text(json.dumps(self.fs.sums))
+                file = self.request.shards / name
+                if checksum(file, from_disk=True) != expected["crc32"]:
+                    raise OSError(f"{file}: what is on disk differs from what was written")
+        wrong = [i.index.fqn for i in plan.items if not self._is_finite(i.index.fqn, planner.resolve_data(i))]
+        written.value().append(WriteResult(_REPORT, 0, (self.fs.sums, wrong)))
         return written
+
+    def _is_finite(self, name: str, tensor: Any) -> bool:
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or not tensor.numel():
+            return True
+        ends = torch.stack(tensor.aminmax())  # NaN if there is one
+        return not bool((ends.isnan() if name in self.request.buffers else ~ends.isfinite()).any())
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=str(self.path), save_id=self.save_id)  # no path object: it is unpickled
 
-    @staticmethod
-    def _read_back(file: Path, expected: int) -> None:
-        if not is_object_store(file):
-            with file.open("rb") as f:  # drop the clean pages, so that the disk answers and not the cache
-                os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        if checksum(file) != expected:
-            raise OSError(f"{file}: what is on disk differs from what was written")
-
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit, on DCP's coordinator once every rank has written: metadata, manifest, fsync, rename, prune."""
+        """Commit, on DCP's coordinator once every rank has written: metadata, manifest, fsync, rename, prune.
+
+        Raises:
+            NotFinite: it is committed, and not one to go on from.
+            OSError: what the ranks have reported is not what the metadata needs.
+        """
+        files: dict[str, dict[str, int]] = {}
+        wrong: list[str] = []
+        for of_rank in results:
+            sums, not_finite = of_rank.pop().storage_data
+            files |= sums
+            wrong += not_finite
         super().finish(metadata, results)
-        request, files = self.request, {}
-        for sums in sorted(request.temporary.glob(f"*{_SUMS}")):
-            files.update(json.loads(sums.read_text()))
-            sums.unlink()
-        files[".metadata"] = self.fs.sums[".metadata.tmp"]
-        manifest = replace(request.manifest, files=files)
-        if request.local is not None:
-            manifest.write(request.temporary, SHARDS)
-            return
-        commit(request.temporary, request.final, manifest)
-        prune(request.checkpoints, request.keep)
+        files[METADATA] = self.fs.sums[f"{METADATA}.tmp"]
+        if lacking := lacking_in(files, metadata):
+            raise OSError(f"no rank has reported {lacking}")
+        manifest = replace(self.request.manifest, files=files, finite=not wrong)
+        if self.request.local is None:
+            self.request.commit(manifest)
+        else:
+            self.request.epoch.check()
+            manifest.write(self.request.temporary, SHARDS)
+        if wrong:
+            names = ", ".join(sorted(set(wrong))[:3])
+            raise NotFinite(f"{NOT_FINITE} ({names}); it is kept, and no resume begins with it")
+
+
+def lacking_in(files: dict[str, dict[str, int]], metadata: Metadata) -> str:
+    """Name the first file that the metadata needs and that is not listed, or too short; empty for none."""
+    for piece in (metadata.storage_data or {}).values():
+        if piece.offset + piece.length > files.get(piece.relative_path, {"bytes": -1})["bytes"]:
+            return f"{piece.relative_path}, of at least {piece.offset + piece.length} bytes"
+    return ""
 
 
 def _enum_member(enumeration: Any, name: str) -> Enum:

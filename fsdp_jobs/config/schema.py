@@ -176,6 +176,7 @@ class CheckpointConfig:
     local_dir: str | None = key(None, "a folder on each node's own disk: shards are written there first, then copied")
     async_mode: str = key(AUTO, "auto is thread on CPU and process on CUDA", choices=(AUTO, "off", "thread", "process"))
     read_back: bool = key(True, "each rank reads its file again and compares checksums before the commit")
+    restart_from_zero: bool = key(False, "a run that had checkpoints may begin again when none can be used")
 
 
 @dataclass

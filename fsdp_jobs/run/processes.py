@@ -9,8 +9,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import closing, suppress
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -33,6 +35,22 @@ def set_title(part: str) -> None:
     """Call this process of a job `fsdp_jobs: NAME PART` in `ps`; its environment in /proc stays readable."""
     os.environ["SPT_NOENV"] = "1"
     setproctitle.setproctitle(f"fsdp_jobs: {Path(os.environ[RUN_DIR_ENV]).name} {part}")
+
+
+@cache
+def watch_parent(pid: int) -> None:
+    """End this process soon after its parent `pid`, also where a thread of that one started it and has ended.
+
+    The kernel's death signal (`die_with_parent`) would come with the end of that thread.
+    """
+
+    def watch() -> None:
+        while os.getppid() == pid:
+            time.sleep(0.1)
+        os._exit(1)
+
+    if pid != os.getpid():
+        threading.Thread(target=watch, daemon=True, name="watch_parent").start()
 
 
 def free_port() -> int:

@@ -1,0 +1,98 @@
+"""What all ranks do together: tell each other, and judge a checkpoint that each of them reads a part of.
+
+Reading is not judging. A file is damaged when two readings agree on what is wrong with it, the second by a rank of
+another node where there is one. What one node alone cannot read, or reads otherwise, is that node's failure.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from fsdp_jobs.checkpoints import catalog
+from fsdp_jobs.checkpoints.catalog import METADATA, NOT_FINITE, SHARDS, CannotReadHere, Manifest
+from fsdp_jobs.checkpoints.storage import SafeReader, lacking_in
+
+_PATIENCE_S = 30.0  # until a file that another machine has written must be visible here, too
+
+
+class Ranks:
+    """The ranks of a group. Every method is called by all of them, in the same order."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.node = os.environ.get("GROUP_RANK", socket.gethostname())
+
+    def gather(self, own: Any) -> list[Any]:
+        """Return what each rank has, by rank."""
+        by_rank: list[Any] = [None] * self.world
+        dist.all_gather_object(by_rank, own, group=self.group)
+        return by_rank
+
+    def from_rank_0(self, answer: Callable[[], Any]) -> Any:
+        """Return what rank 0 answers; what it raises is raised there, and the others find that it has gone."""
+        answers = [answer() if self.rank == 0 else None]
+        dist.broadcast_object_list(answers, src=0, group=self.group)
+        return answers[0]
+
+    def examine(self, folder: Path, listed_in: str) -> tuple[Manifest | None, list[str]]:
+        """Read a checkpoint. Returns its manifest, and the faults that two readings agree on.
+
+        Args:
+            listed_in: the manifest's name; with `SHARDS`, the shards are elsewhere and not read.
+
+        Raises:
+            CannotReadHere: this machine alone cannot read it, or reads something else than the others.
+        """
+
+        def manifest_faults(names: list[str], **_: bool) -> dict[str, str]:
+            faults = {name: catalog.fault_of_manifest(folder, name) for name in names}
+            return {name: fault for name, fault in faults.items() if fault is not None}
+
+        faults = self._confirmed(folder, [listed_in] if self.rank == 0 else [], manifest_faults)
+        if faults:
+            return None, faults
+        manifest: Manifest = self.from_rank_0(lambda: Manifest.read(folder, listed_in))
+        if not manifest.finite:
+            return manifest, [NOT_FINITE]
+        files = [METADATA] if listed_in == SHARDS else sorted(manifest.files)
+        own = files[self.rank :: self.world]
+        faults = self._confirmed(folder, own, partial(catalog.faults_in, folder, manifest))
+        if not faults and (lacking := lacking_in(manifest.files, SafeReader(folder).read_metadata())):
+            faults = [f"{listed_in} does not list {lacking}"]
+        return manifest, faults
+
+    def _confirmed(self, folder: Path, own: list[str], read: Callable[..., dict[str, str]]) -> list[str]:
+        """Read files, each rank its own, and read again, elsewhere or from the disk, what seems damaged.
+
+        Args:
+            read: names -> faults by name.
+
+        Raises:
+            CannotReadHere: the other reading differs, and stays different.
+        """
+        seen = read(own)
+        first = self.gather((self.node, seen))
+        if not any(faults for _, faults in first):
+            return []
+        readers = [next((r for r, (n, _) in enumerate(first) if n != node), i) for i, (node, _) in enumerate(first)]
+        suspect = [name for i, (_, faults) in enumerate(first) if readers[i] == self.rank for name in faults]
+        again = self.gather(read(suspect, from_disk=True))
+        second = {name: fault for faults in again for name, fault in faults.items()}
+        deadline = time.monotonic() + _PATIENCE_S
+        for name in seen:
+            while read([name], from_disk=True).get(name) != second.get(name):
+                if time.monotonic() > deadline:
+                    other = second.get(name, "it is whole")
+                    raise CannotReadHere(folder / name, f"here {seen[name]}, in another reading {other}")
+                list(folder.parent.iterdir())  # makes an NFS client look again
+                time.sleep(0.5)
+        return sorted(second.values())
