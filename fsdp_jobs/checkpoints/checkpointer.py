@@ -33,6 +33,7 @@ from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, checkpoints_of
 from fsdp_jobs.run.epoch import Epoch, Fenced
 
+
 class Checkpointer:
     """Saves and restores one run. Every method is called by every rank, in the same order."""
 

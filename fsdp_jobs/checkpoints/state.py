@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import random
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
+    _get_fqns,
+    _init_optim_state,
+    set_model_state_dict,
 )
 from torch.distributed.checkpoint.stateful import Stateful
 
 from fsdp_jobs.config.errors import JobFailed
 
-_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+_VALUES = "values"  # what model and optimizer hold besides tensors
 
 
 class State:
@@ -31,27 +31,54 @@ class State:
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, others: Mapping[str, Stateful], device: torch.device
     ):
+        """Look at all of it once.
+
+        Raises:
+            TypeError: something in it cannot be saved.
+        """
         self.model, self.optimizer = model, optimizer
         self.others = {f"others.{name}": other for name, other in others.items()}
         self.random = {f"rng.{dist.get_rank()}": RandomState(device)}
-        self._live: dict[str, Tensor] = {}  # steps change these tensors in place, never their names
+        self._fqns: dict[str, str] = {}
+        self.buffers: frozenset[str] = frozenset()  # the tensors that a forward may change, by name
+        _, values = self.live()
+        for name, value in [*values.items(), *((name, o.state_dict()) for name, o in self.others.items())]:
+            _packed(name, value)
 
-    def live(self) -> dict[str, Tensor]:
-        """Return the tensors of model and optimizer by name, hyperparameters left out."""
-        state: dict[str, Tensor] = {}
-        seen: set[int] = set()  # tied weights have two names and are saved once
-        for name, value in get_model_state_dict(self.model).items():
-            if isinstance(value, Tensor) and id(value) not in seen:
-                seen.add(id(value))
-                state[f"model.{name}"] = value
-        optimizer_state = get_optimizer_state_dict(self.model, self.optimizer, options=_FLAT)
-        state |= {f"optim.{k}": v for k, v in cast(dict[str, Any], optimizer_state).items() if isinstance(v, Tensor)}
-        return state
+    def live(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the tensors of model and optimizer by name, and their other values; hyperparameters left out.
+
+        Raises:
+            TypeError: the optimizer has a state of something that is no parameter of the model.
+        """
+        parameters = [(self._fqn(n), p) for n, p in self.model.named_parameters(remove_duplicate=False)]
+        names: dict[Tensor, str] = {p: name for name, p in reversed(parameters)}  # a tied weight's first one
+        state = {self._fqn(name): value for name, value in self.model.state_dict().items()}
+        self.buffers = frozenset(state) - dict(parameters).keys()
+        for parameter, of_parameter in self.optimizer.state.items():
+            if parameter not in names:
+                raise TypeError("the optimizer has a state of what is no parameter of the model: it cannot be saved")
+            prefix = f"optim.state.{names[parameter].removeprefix('model.')}"
+            state |= {f"{prefix}.{key}": value for key, value in of_parameter.items()}
+        values = {k: v for k, v in state.items() if not isinstance(v, Tensor) or k.endswith("_extra_state")}
+        return {k: v for k, v in state.items() if k not in values}, values
+
+    def _fqn(self, name: str) -> str:
+        """Return the name of a member of the model without what wrappers have put into it."""
+        if name not in self._fqns:
+            self._fqns[name] = f"model.{next(iter(_get_fqns(self.model, name)))}"
+        return self._fqns[name]
 
     def to_save(self) -> dict[str, Tensor]:
-        """Return all that a checkpoint holds, as it is now."""
-        self._live = self._live or self.live()
-        return self._live | {name: _packed(o.state_dict()) for name, o in (self.others | self.random).items()}
+        """Return all that a checkpoint holds, as it is now; buffers copied, so that the next forward may change them.
+
+        Raises:
+            TypeError: a value is neither plain nor a tensor.
+        """
+        tensors, values = self.live()
+        tensors |= {name: tensors[name].clone() for name in self.buffers & tensors.keys()}
+        objects = {name: o.state_dict() for name, o in (self.others | self.random).items()}
+        return tensors | {name: _packed(name, value) for name, value in {_VALUES: values, **objects}.items()}
 
     def to_load(self, metadata: Metadata, checkpoint: str, same_world: bool) -> dict[str, Tensor]:
         """Return the tensors to read a checkpoint into, random states only at the same number of ranks.
@@ -59,19 +86,26 @@ class State:
         Raises:
             JobFailed: the checkpoint is of another model.
         """
-        state = self.live()
-        for name in self.others | (self.random if same_world else {}):
+        _init_optim_state(self.optimizer)
+        state, _ = self.live()
+        for name in [_VALUES, *self.others, *(self.random if same_world else ())]:
             saved = metadata.state_dict_metadata.get(name)
-            size = saved.size if isinstance(saved, TensorStorageMetadata) else 0
-            state[name] = torch.empty(size, dtype=torch.uint8)
+            if name != _VALUES or saved is not None:
+                size = saved.size if isinstance(saved, TensorStorageMetadata) else 0
+                state[name] = torch.empty(size, dtype=torch.uint8)
         _check_same_model(state, metadata.state_dict_metadata, checkpoint)
         return state
 
     def take(self, state: dict[str, Tensor]) -> None:
-        """Go on from what was read into the tensors of `to_load`; the model's are its own already."""
-        flat: dict[str, Any] = dict(get_optimizer_state_dict(self.model, self.optimizer, options=_FLAT))
-        flat |= {k.removeprefix("optim."): v for k, v in state.items() if k.startswith("optim.")}
-        set_optimizer_state_dict(self.model, self.optimizer, flat, options=_FLAT)
+        """Go on from what was read into the tensors of `to_load`; model's and optimizer's are their own already."""
+        values = _unpacked(state[_VALUES]) if _VALUES in state else {}
+        extra = {name.removeprefix("model."): v for name, v in values.items() if name.startswith("model.")}
+        if extra:
+            set_model_state_dict(self.model, extra, options=StateDictOptions(strict=False))
+        for name, parameter in self.model.named_parameters():
+            prefix = f"optim.state.{self._fqn(name).removeprefix('model.')}."
+            of_parameter = {n.removeprefix(prefix): v for n, v in values.items() if n.startswith(prefix)}
+            self.optimizer.state[parameter].update(of_parameter) if of_parameter else None
         for name, other in (self.others | self.random).items():
             if name in state:
                 other.load_state_dict(_unpacked(state[name]))
@@ -119,16 +153,22 @@ class RandomState:
             torch.cuda.set_rng_state(state["cuda"], self.device)
 
 
-def _packed(values: dict[str, Any]) -> Tensor:
+def _packed(name: str, values: Any) -> Tensor:
+    """Raises: TypeError for what could not be read back: neither plain values nor tensors."""
     file = io.BytesIO()
-    torch.save(values, file)
-    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+    try:
+        torch.save(values, file)
+        packed = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+        _unpacked(packed)
+    except Exception as e:
+        reason = str(e).strip().partition("\n")[0]
+        raise TypeError(f"{name} holds more than plain values and tensors, and cannot be saved: {reason}") from e
+    return packed
 
 
-def _unpacked(packed: Tensor) -> dict[str, Any]:
+def _unpacked(packed: Tensor) -> Any:
     """Raises: pickle.UnpicklingError for what is neither a plain value nor a tensor."""
-    values: dict[str, Any] = torch.load(io.BytesIO(packed.numpy().tobytes()), map_location="cpu", weights_only=True)
-    return values
+    return torch.load(io.BytesIO(packed.numpy().tobytes()), map_location="cpu", weights_only=True)
 
 
 def _check_same_model(state: dict[str, Tensor], saved: dict[str, Any], checkpoint: str) -> None:
@@ -140,6 +180,7 @@ def _check_same_model(state: dict[str, Tensor], saved: dict[str, Any], checkpoin
             wrong.append(f"{name} is not in it")
         elif tuple(there.size) != tuple(tensor.shape):
             wrong.append(f"{name} is {tuple(there.size)} there and {tuple(tensor.shape)} here")
+    wrong += [f"{name} is not here" for name in saved if name.startswith(("model.", "optim.")) and name not in state]
     if wrong:
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise JobFailed(

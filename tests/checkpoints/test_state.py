@@ -17,7 +17,7 @@ def _draw() -> list[float]:
 def test_random_numbers_go_on_where_they_were() -> None:
     _draw()  # one of a pair of normal numbers is kept for the next call: part of the state
     state = RandomState(torch.device("cpu"))
-    saved = _packed(state.state_dict())
+    saved = _packed("rng", state.state_dict())
     expected = _draw() + _draw()
     state.load_state_dict(_unpacked(saved))
     assert _draw() + _draw() == expected

@@ -64,7 +64,7 @@ def _garbage_manifest(newest: Path) -> None:
         (_no_manifest, "manifest.json is missing"),
         (_no_shard, "__0_0.distcp is missing"),
         (_flip_metadata, ".metadata differs from its checksum"),
-        (_garbage_manifest, "manifest.json cannot be read"),
+        (_garbage_manifest, "manifest.json is damaged"),
     ],
 )
 def test_a_damaged_checkpoint_is_named_and_passed_over(
@@ -82,13 +82,20 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(
     assert all(not catalog.verify(f) for f in catalog.find_checkpoints(run.checkpoints))
 
 
-def test_nothing_good_left_starts_again_and_says_so(trained: Path, tmp_path: Path) -> None:
+def test_nothing_good_left_begins_again_only_when_told_so(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained / "runs", tmp_path / "runs")
     run = RunDir(tmp_path / "runs" / "short")
     for folder in catalog.find_checkpoints(run.checkpoints):
         _flip(folder)
-    done = cli(tmp_path, "resume", "short", "steps=8")
+    for found in ("step-00000002: __0_0.distcp differs from its checksum", "step-00000006.damaged"):
+        done = cli(tmp_path, "resume", "short", "steps=8")
+        assert done.returncode == 1 and "user_error" in done.stdout, done.stdout + done.stderr
+        assert "this run had a checkpoint of step 6" in done.stdout and found in done.stdout
+        assert "checkpoint.restart_from_zero=true" in done.stdout
+    assert len(list(run.checkpoints.glob("*.damaged"))) == 3
+    done = cli(tmp_path, "resume", "short", "steps=8", "checkpoint.restart_from_zero=true")
     assert done.returncode == 0, done.stdout + done.stderr
+    assert len(list(run.checkpoints.glob("*.damaged"))) == 3
     assert [e["checkpoint"] for e in events_of(run, "checkpoint_skipped")] == [f"step-0000000{s}" for s in (6, 4, 2)]
     assert losses_of(run) == losses_of(RunDir(trained / "runs" / "straight"))
 
