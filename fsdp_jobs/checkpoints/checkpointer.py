@@ -264,7 +264,8 @@ class Checkpointer:
                     shards = self.disks.holding(manifest)
                     faults = [] if shards is not None else ["these nodes' disks do not hold all of its shards"]
                 if not faults:
-                    self._load(folder, manifest, shards)
+                    with self.ranks.reading(folder):
+                        self._load(folder, manifest, shards)
                     return "storage" if shards is None else "local_dir"
             skipped[name] = faults
             if self.rank == 0:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
 
 from fsdp_jobs.checkpoints import catalog
 from fsdp_jobs.checkpoints.catalog import METADATA, NOT_FINITE, SHARDS, CannotReadHere, Manifest
@@ -66,9 +68,30 @@ class Ranks:
         files = [METADATA] if listed_in == SHARDS else sorted(manifest.files)
         own = files[self.rank :: self.world]
         faults = self._confirmed(folder, own, partial(catalog.faults_in, folder, manifest))
-        if not faults and (lacking := lacking_in(manifest.files, SafeReader(folder).read_metadata())):
-            faults = [f"{listed_in} does not list {lacking}"]
+        if not faults:
+            with self.reading(folder):
+                lacking = lacking_in(manifest.files, SafeReader(folder).read_metadata())
+            faults = [f"{listed_in} does not list {lacking}"] if lacking else []
         return manifest, faults
+
+    @contextmanager
+    def reading(self, folder: Path) -> Iterator[None]:
+        """Blame a failure to read a checkpoint that is whole on the rank that has it; the others wait until it is gone.
+
+        Raises:
+            CannotReadHere: this rank has failed.
+        """
+        try:
+            yield
+        except OSError as e:
+            raise CannotReadHere(folder, e) from e
+        except CheckpointException as e:
+            own = e.failures.get(self.rank, (None, None))[0]
+            if isinstance(own, OSError):
+                raise CannotReadHere(folder, own) from e
+            if any(isinstance(cause, OSError) for cause, _ in e.failures.values()):
+                self.gather(None)
+            raise
 
     def _confirmed(self, folder: Path, own: list[str], read: Callable[..., dict[str, str]]) -> list[str]:
         """Read files, each rank its own, and read again, elsewhere or from the disk, what seems damaged.

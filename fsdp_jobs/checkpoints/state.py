@@ -40,13 +40,24 @@ class State:
         self.others = {f"others.{name}": other for name, other in others.items()}
         self.random = {f"rng.{dist.get_rank()}": RandomState(device)}
         self._fqns: dict[str, str] = {}
+        self._is_prepared = False
         self.buffers: frozenset[str] = frozenset()  # the tensors that a forward may change, by name
-        _, values = self.live()
+        _, values = self._live()
         for name, value in [*values.items(), *((name, o.state_dict()) for name, o in self.others.items())]:
             _packed(name, value)
 
     def live(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the tensors of model and optimizer by name, and their other values; hyperparameters left out.
+
+        An optimizer that has made no step gets the state that it would have before its first.
+        """
+        if not self._is_prepared:
+            _init_optim_state(self.optimizer)
+            self._is_prepared = True
+        return self._live()
+
+    def _live(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Look up what there is now.
 
         Raises:
             TypeError: the optimizer has a state of something that is no parameter of the model.
@@ -86,7 +97,6 @@ class State:
         Raises:
             JobFailed: the checkpoint is of another model.
         """
-        _init_optim_state(self.optimizer)
         state, _ = self.live()
         for name in [_VALUES, *self.others, *(self.random if same_world else ())]:
             saved = metadata.state_dict_metadata.get(name)

@@ -24,6 +24,8 @@ _OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|can't allocate memo
 # Errors of the machine and not of the program.
 _HARDWARE = re.compile(r"CUDA error|uncorrectable|\bECC\b|\bXid\b|cudaError|CUDA driver|no CUDA GPUs", re.IGNORECASE)
 
+_CANNOT_READ = "CannotReadHere"  # of a checkpoint that other nodes can read
+
 
 def speaks_of_lost_peer(text: str) -> bool:
     """Whether an error, in torch's and NCCL's words, is about a peer that has gone."""
@@ -60,12 +62,13 @@ class Failure:
 
     @property
     def may_be_the_machines(self) -> bool:
-        return self.exit_code < 0 or bool(_HARDWARE.search(self.error))
+        return self.exit_code < 0 or bool(_HARDWARE.search(self.error)) or self.error.startswith(_CANNOT_READ)
 
     @property
     def in_users_code(self) -> bool:
         """Whether the rank raised, or ended with an exit code of its own, and not because a peer had gone."""
-        return (bool(self.error) or self.exit_code > 0) and not self.is_victim
+        own = bool(self.error) or self.exit_code > 0
+        return own and not self.is_victim and not self.error.startswith(_CANNOT_READ)
 
     def describe(self) -> str:
         if self.exit_code < 0:

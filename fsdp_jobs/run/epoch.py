@@ -8,6 +8,7 @@ stops its ranks, and the next round does not begin before (C. Gray, D. Cheriton:
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import struct
@@ -106,8 +107,9 @@ class Lease:
         _UNTIL.pack_into(self._map, 0, until)
 
     def left_s(self) -> float:
-        """Return for how many seconds the ranks may go on, negative when they may not."""
-        return float(_UNTIL.unpack_from(self._map)[0]) - self.now()
+        """Return for how many seconds the ranks may go on, negative when they may not; without end before any `renew`."""
+        until = float(_UNTIL.unpack_from(self._map)[0])
+        return until - self.now() if until else math.inf
 
 
 @cache

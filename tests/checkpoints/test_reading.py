@@ -1,0 +1,157 @@
+"""Reading is not judging: a file is damaged when two nodes say so, and a node that cannot read is at fault itself."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pathlib
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from fsdp_jobs.checkpoints import catalog, ranks
+from fsdp_jobs.checkpoints.catalog import CannotReadHere
+from fsdp_jobs.config.errors import JobFailed
+from fsdp_jobs.elastic.failures import Failure
+from fsdp_jobs.run.directory import RunDir
+from tests.checkpoints.saving import run_to_the_end, save_steps, trained, value_of
+from tests.world import events_of, flip_byte, run_world
+
+
+def _saved(folder: str) -> None:
+    checkpoints = trained(folder)
+    save_steps(checkpoints, 2, 4)
+    checkpoints.close()
+
+
+def _resumed(folder: str) -> tuple[int, float]:
+    checkpoints = trained(folder, "0-1")
+    step = checkpoints.restore()
+    return step, value_of(checkpoints)
+
+
+def _with_sick_node(folder: str, sick: int, what: int | str, of: str) -> Any:
+    """Resume while one node cannot open files named `of` (an errno), does not see them, or reads other bytes."""
+    ranks._PATIENCE_S = 0.5
+    if dist.get_rank() == sick:
+        if what == "other bytes":
+            honest = catalog.checksum
+            catalog.checksum = lambda f, from_disk=False: honest(f, from_disk) ^ (1 if f.name.endswith(of) else 0)
+        else:
+            stat, opened = pathlib.Path.stat, pathlib.Path.open
+            number = errno.ENOENT if what == "not there" else what
+
+            def refuse(honest: Any) -> Any:
+                def call(self: Path, *args: Any, **kwargs: Any) -> Any:
+                    if self.name.endswith(of) and folder in str(self):
+                        raise OSError(number, os.strerror(number), str(self))
+                    return honest(self, *args, **kwargs)
+
+                return call
+
+            pathlib.Path.stat, pathlib.Path.open = refuse(stat), refuse(opened)  # type: ignore[method-assign]
+    try:
+        said = str(_resumed(folder))
+    except CannotReadHere as e:
+        said = f"{type(e).__name__}: {e}"
+    except RuntimeError:
+        said = "a peer has gone"
+    (Path(folder) / f"said-{dist.get_rank()}").write_text(said)
+    os._exit(7)  # as failed ranks do, so that the others notice
+
+
+@pytest.mark.parametrize(
+    ("what", "of"),
+    [
+        (errno.EIO, ".distcp"),
+        (errno.ESTALE, ".distcp"),
+        (errno.EACCES, ".metadata"),
+        (errno.EIO, "manifest.json"),
+        ("not there", ".distcp"),
+        ("other bytes", ".distcp"),
+    ],
+)
+def test_a_node_that_cannot_read_condemns_nothing(tmp_path: Path, what: int | str, of: str) -> None:
+    run_world(2, _saved, str(tmp_path))
+    sick = 0 if of == "manifest.json" else 1
+    run_to_the_end(2, _with_sick_node, str(tmp_path), sick, what, of)
+    said = [(tmp_path / f"said-{rank}").read_text() for rank in range(2)]
+    assert said[1 - sick] == "a peer has gone"
+    assert socket.gethostname() in said[sick] and of in said[sick] and str(tmp_path) in said[sick], said
+    blamed = Failure(sick, sick, 1, said[sick], 0.0)
+    assert blamed.may_be_the_machines and not blamed.in_users_code and not blamed.is_final
+
+    found = catalog.find_checkpoints(tmp_path / "checkpoints")
+    assert [f.name for f in found] == ["step-00000004", "step-00000002"]
+    assert all(catalog.verify(f) == [] for f in found)
+    assert not events_of(RunDir(tmp_path), "checkpoint_skipped")
+    assert run_world(2, _resumed, str(tmp_path)) == [(4, 4.0), (4, 4.0)]
+
+
+def _fails(folder: str, **keys: Any) -> str:
+    checkpoints = trained(folder, "0-2", **keys)
+    if dist.get_rank():
+        with pytest.raises(RuntimeError):  # rank 0 has gone
+            checkpoints.restore()
+        os._exit(0)
+    try:
+        checkpoints.restore()
+    except JobFailed as e:
+        (Path(folder) / "said").write_text(str(e))
+    os._exit(0)
+
+
+def test_what_two_nodes_read_as_damaged_is_set_aside_and_never_removed(tmp_path: Path) -> None:
+    run_world(2, _saved, str(tmp_path))
+    home = tmp_path / "checkpoints"
+    (home / "step-00000004.damaged").mkdir()
+    (home / "step-00000004.damaged" / "older").write_text("evidence")
+    flip_byte(home / "step-00000004" / "__1_0.distcp")
+    assert run_world(2, _resumed, str(tmp_path)) == [(2, 2.0), (2, 2.0)]
+    assert (home / "step-00000004.damaged" / "older").exists()
+    assert (home / "step-00000004.damaged-1" / "manifest.json").exists()
+    (home / "step-00000002" / "__0_0.distcp").unlink()
+    run_to_the_end(2, _fails, str(tmp_path))
+    said = (tmp_path / "said").read_text()
+    assert "a checkpoint of step 4" in said and "step-00000002: __0_0.distcp is missing" in said, said
+    assert "checkpoint.restart_from_zero=true" in said
+    assert run_world(1, _begun_again, str(tmp_path)) == [0]
+
+
+def _begun_again(folder: str) -> int:
+    return trained(folder, "0-3", restart_from_zero=True).restore()
+
+
+def _flip_once(folder: str) -> Any:
+    """Resume where the first reading of a file finds other bytes than are on the disk, as with a sick cache."""
+    honest, read = catalog.checksum, set[Path]()
+
+    def checksum(file: Path, from_disk: bool = False) -> int:
+        first = file not in read
+        read.add(file)
+        return honest(file, from_disk) ^ (1 if first else 0)
+
+    catalog.checksum = checksum
+    return _resumed(folder)
+
+
+def test_one_node_reads_again_before_it_judges(tmp_path: Path) -> None:
+    run_world(1, _saved, str(tmp_path))
+    assert run_world(1, _flip_once, str(tmp_path)) == [(4, 4.0)]
+    assert not events_of(RunDir(tmp_path), "checkpoint_skipped")
+
+
+def test_a_manifest_that_lists_less_than_the_metadata_needs_is_passed_over(tmp_path: Path) -> None:
+    run_world(2, _saved, str(tmp_path))
+    file = tmp_path / "checkpoints" / "step-00000004" / "manifest.json"
+    content = json.loads(file.read_text())
+    del content["files"]["__1_0.distcp"]
+    file.write_text(json.dumps(content))
+    (file.parent / "__1_0.distcp").unlink()
+    assert run_world(2, _resumed, str(tmp_path)) == [(2, 2.0), (2, 2.0)]
+    (skipped,) = events_of(RunDir(tmp_path), "checkpoint_skipped")
+    assert "manifest.json does not list __1_0.distcp" in skipped["why"][0]
