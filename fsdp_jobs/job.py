@@ -137,6 +137,7 @@ class _Job:
         self.agreement = _Agreement()
         self.stepped_at = time.monotonic()
         self.done = 0
+        self.skipped = 0  # steps in a row without an update
         self.request = Request.NONE  # what all ranks have agreed on
         self.was_signalled = False
         self.values: dict[str, Value] = {}  # for the next step's line
@@ -166,14 +167,19 @@ class _Job:
         """Write the newest step's line, if it is not yet written.
 
         Raises:
-            JobFailed: the loss is not a number, and `elastic.stop_on_nan_loss` is set.
+            JobFailed: the loss is not a number, and `elastic.stop_on_nan_loss` is set; or too many steps had no update.
         """
         line, self.line = self.line, None
-        if line is None or line.step % self.config.log_every_steps:
+        if line is None:
             return
         if line.copied is not None:
             line.copied.synchronize()
         values = {name: float(value) for name, value in line.values.items()}
+        self.count_skipped(line.step, values.get("grad_norm", 0.0))
+        if line.step % self.config.log_every_steps:
+            return
+        if self.skipped:
+            values["skipped_updates"] = self.skipped
         loss = values.get("loss", 0.0)
         if self.config.elastic.stop_on_nan_loss and not math.isfinite(loss):
             raise JobFailed(f"the loss of step {line.step} is {loss}: lower optim.lr, or check the data")
@@ -183,6 +189,21 @@ class _Job:
         elif self.rank == 0 and not self.launched:
             shown = [f"{name} {value:.6g}" for name, value in values.items()]
             print(f"step {line.step}", *shown, f"seconds {line.seconds:.3g}", sep="  ", flush=True)
+
+    def count_skipped(self, step: int, norm: float) -> None:
+        """Count the steps in a row whose gradient norm is not finite, so that there was no update.
+
+        Raises:
+            JobFailed: there are as many as `elastic.max_skipped_updates`.
+        """
+        self.skipped = 0 if math.isfinite(norm) else self.skipped + 1
+        if 0 < self.config.elastic.max_skipped_updates == self.skipped:
+            newest = self.checkpoints.committed_step if self.checkpoints is not None else -1
+            good = f"the newest finite checkpoint is of step {newest}" if newest >= 0 else "there is no checkpoint yet"
+            raise JobFailed(
+                f"the gradient norm of step {step} is {norm}, and {self.skipped} steps in a row had no update: "
+                f"lower optim.lr, or check the data; {good}"
+            )
 
     @property
     def is_leaving(self) -> bool:
@@ -350,10 +371,12 @@ def step(number: int, *, tokens: int = 0, flops: float = 0.0, last: bool = False
         tokens: of the step over all ranks, for the speed.
         flops: of the step over all ranks, for the MFU.
         last: there is nothing left to do but `finish`, whoever wants the job to leave.
-        values: of rank 0, for the metrics; `loss` is what reports and sweeps compare.
+        values: of rank 0, for the metrics; `loss` is what reports and sweeps compare. A `grad_norm` is the same on
+            every rank; steps where it is not finite count as steps without an update.
 
     Raises:
-        JobFailed: the loss is not a number, and `elastic.stop_on_nan_loss` is set.
+        JobFailed: the loss is not a number, and `elastic.stop_on_nan_loss` is set; or the gradient norm was not
+            finite for `elastic.max_skipped_updates` steps in a row.
     """
     job, checkpoints = _the_job(), _the_job().checkpoints
     agreed = job.agreement.result()

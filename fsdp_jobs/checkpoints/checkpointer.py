@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.checkpoint.stateful import Stateful
@@ -140,7 +140,7 @@ class Checkpointer:
             try:
                 dcp.save(state, storage_writer=writer, planner=self.planner, process_group=self.group)
                 self._written.set_result(None)
-            except Exception as e:
+            except (Exception, CheckpointException) as e:  # the second is none of the first
                 self._written.set_exception(e)
         else:
             kind = AsyncCheckpointerType.PROCESS if self.mode == "process" else AsyncCheckpointerType.THREAD

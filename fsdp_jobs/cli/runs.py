@@ -162,6 +162,8 @@ def _show_story(run: RunDir) -> None:
         console.print(f"{stamp}  {b.why}: {b.lost_steps} steps lost, {again}", soft_wrap=True)
     for host, why in run.excluded_hosts().items():
         console.print(f"{host} is excluded: {why}", soft_wrap=True)
+    if status.spikes:
+        console.print(f"loss     {len(status.spikes)} spikes, the last: {status.spikes[-1].sentence()}", soft_wrap=True)
     console.print(f"now      {status.doing}")
     if status.has_steps:
         console.print(f"goodput  {goodput_of(run)}")

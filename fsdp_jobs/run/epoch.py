@@ -107,7 +107,7 @@ class Lease:
         _UNTIL.pack_into(self._map, 0, until)
 
     def left_s(self) -> float:
-        """Return for how many seconds the ranks may go on, negative when they may not; without end before any `renew`."""
+        """Return for how many seconds the ranks may go on, negative when they may not; before any `renew`, for ever."""
         until = float(_UNTIL.unpack_from(self._map)[0])
         return until - self.now() if until else math.inf
 

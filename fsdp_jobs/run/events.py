@@ -202,6 +202,17 @@ class CheckpointSkipped(Event, style="red"):
         return f"{self.checkpoint} cannot be used: {'; '.join(self.why)}"
 
 
+class LossSpike(Event):
+    step: int
+    loss: float
+    mean: float  # of the steps before it
+    deviations: float  # standard deviations above that mean
+
+    def sentence(self) -> str:
+        above = f"{self.deviations:.0f} standard deviations above {self.mean:.4g}"
+        return f"loss spike at step {self.step}: {self.loss:.4g}, {above}"
+
+
 class StopRequested(Event, sentence="asked to stop ({why}): saving"):
     why: str
 

@@ -50,6 +50,7 @@ class RunStatus:
     furthest: int = 0  # step ever reached
     lost_steps: int = 0  # steps done again after failures
     breaks: list[Break] = field(default_factory=list)
+    spikes: list[events.LossSpike] = field(default_factory=list)
     reason: str = ""  # of the newest break or end
     doing: str = "waiting to be started"  # one sentence more than the state says
 
@@ -118,6 +119,8 @@ class RunStatus:
             case events.RoundBroken():
                 self.state, self.reason, self.doing = "recovering", event.why, "waiting for nodes"
                 self.breaks.append(Break(event.time, event.why, max(0, event.step - max(0, event.committed))))
+            case events.LossSpike():
+                self.spikes.append(event)
             case events.Waiting():
                 self.reason = self._waited_for = event.why
             case events.StopRequested():

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import math
+import statistics
 import time
+from collections import deque
 from typing import Any
 
 import torch
@@ -14,7 +17,7 @@ from fsdp_jobs.config.resolve import param_dtype, peak_flops
 from fsdp_jobs.config.schema import JobConfig, LlamaConfig
 from fsdp_jobs.plan.shapes import llama_shape
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.events import append_line
+from fsdp_jobs.run.events import LossSpike, append_line, record
 from fsdp_jobs.run.goodput import StepClock
 
 
@@ -36,6 +39,8 @@ class MetricsLog:
         self.peak = 0.0  # FLOP/s per device that MFU is a part of; a CPU has none
         if config.hardware.accelerator != "cpu":
             self.peak = peak_flops(config.hardware, param_dtype(config.fsdp, device.type))
+        self.spike = config.elastic.loss_spike
+        self.losses: deque[float] = deque(maxlen=100)  # of the newest steps
         self.steps = StepClock(run)
         self.tensorboard: Any = None
         if importlib.util.find_spec("tensorboard") is not None:
@@ -51,14 +56,15 @@ class MetricsLog:
             tokens, flops: of the step over all ranks.
             values: by name, with the seconds `step_s` and `checkpoint_stall_s`.
         """
+        self._watch(step, values.get("loss", math.nan))
         seconds = values["step_s"]
         rate = tokens / seconds
-        record = {"step": step, **values, "tokens_per_s": rate, "tokens_per_s_per_gpu": rate / self.world}
+        line = {"step": step, **values, "tokens_per_s": rate, "tokens_per_s_per_gpu": rate / self.world}
         if self.peak and flops:
-            record["mfu"] = flops / seconds / self.world / self.peak
+            line["mfu"] = flops / seconds / self.world / self.peak
         if torch.cuda.is_available():
-            record["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        rounded = {k: v if isinstance(v, int) else float(f"{v:.9g}") for k, v in record.items()}
+            line["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        rounded = {k: v if isinstance(v, int) else float(f"{v:.9g}") for k, v in line.items()}
         rounded |= {
             k: round(v, 4) for k, v in self.steps.add(step, values["step_s"], values["checkpoint_stall_s"]).items()
         }
@@ -66,6 +72,16 @@ class MetricsLog:
         if self.tensorboard is not None:
             for name, value in rounded.items():
                 self.tensorboard.add_scalar(name, value, step)
+
+    def _watch(self, step: int, loss: float) -> None:
+        """Record an event when a loss is far above those of the steps before it."""
+        if not math.isfinite(loss):
+            return
+        if self.spike and len(self.losses) >= 20:
+            mean, deviation = statistics.fmean(self.losses), statistics.stdev(self.losses)
+            if loss > mean + self.spike * deviation > mean:
+                record(self.run, self.attempt, LossSpike(step, loss, mean, (loss - mean) / deviation))
+        self.losses.append(loss)
 
     def close(self) -> None:
         if self.tensorboard is not None:

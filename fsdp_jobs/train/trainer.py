@@ -61,16 +61,20 @@ class Learner:
         """Clip the gradient's global 2-norm. Returns the norm before clipping, the same on every rank."""
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
-        limit = self.config.optim.grad_clip_norm or float("inf")
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
-        return (norm.full_tensor() if isinstance(norm, DTensor) else norm).detach()
+        parameters, limit = list(self.model.parameters()), self.config.optim.grad_clip_norm
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).detach()
+        if limit:
+            nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+        return norm
 
-    def update(self) -> None:
-        """Apply the gradients, unless one overflowed in fp16, and forget them."""
+    def update(self, norm: Tensor) -> None:
+        """Apply the gradients, unless their norm is not finite, and forget them. The host does not wait to see it."""
         if self.scaler is not None:
             self.scaler.step(self.optimizer)
             self.scaler.update()
         else:
+            self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined] # fused AdamW's switch
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -102,7 +106,7 @@ def main() -> int:
         rate = learning_rate(number - 1, config.optim, config.steps)
         set_learning_rate(optimizer, rate)
         grad_norm = learner.clip()
-        learner.update()
+        learner.update(grad_norm)
         checkpoints.samples += data.global_batch
         if scaler is not None:
             job.log(loss_scale=scaler.get_scale())
