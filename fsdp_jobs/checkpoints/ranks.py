@@ -70,7 +70,7 @@ class Ranks:
         faults = self._confirmed(folder, own, partial(catalog.faults_in, folder, manifest))
         if not faults:
             with self.reading(folder):
-                lacking = lacking_in(manifest.files, SafeReader(folder).read_metadata())
+                lacking = self.from_rank_0(lambda: lacking_in(manifest.files, SafeReader(folder).read_metadata()))
             faults = [f"{listed_in} does not list {lacking}"] if lacking else []
         return manifest, faults
 
@@ -118,4 +118,5 @@ class Ranks:
                     raise CannotReadHere(folder / name, f"here {seen[name]}, in another reading {other}")
                 list(folder.parent.iterdir())  # makes an NFS client look again
                 time.sleep(0.5)
+        self.gather(None)  # rank 0 may rename the folder from now on
         return sorted(second.values())
