@@ -254,6 +254,8 @@ def init() -> torch.device:
         if not _job.launched:
             signal.signal(signal.SIGTERM, _job.on_signal)
             signal.signal(signal.SIGUSR1, _job.on_signal)
+        elif signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent got it too, and asks all ranks to save
     return _job.device
 
 

@@ -173,7 +173,18 @@ class Agent(LocalElasticAgent):
         )
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        for w in worker_group.workers:
+            with suppress(OSError):
+                if ignores_sigterm(w.id):
+                    os.kill(w.id, signal.SIGKILL)
         self._shutdown(timeout=_STOP_RANKS_S)
+
+
+def ignores_sigterm(pid: int) -> bool:
+    """Whether a process ignores SIGTERM, as ranks on `fsdp_jobs.job` do."""
+    with open(f"/proc/{pid}/status") as f:
+        ignored = next((line.split()[1] for line in f if line.startswith("SigIgn:")), "0")
+    return bool(int(ignored, 16) >> (signal.SIGTERM - 1) & 1)
 
 
 def kills_for_memory() -> int:

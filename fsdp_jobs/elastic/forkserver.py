@@ -13,6 +13,7 @@ import multiprocessing.resource_tracker
 import multiprocessing.util
 import os
 import resource
+import signal
 from collections.abc import Sequence
 from itertools import pairwise
 from unittest.mock import patch
@@ -39,6 +40,7 @@ def _fork(_executable: str, arguments: Sequence[str], descriptors: Sequence[int]
     try:
         set_title("fork server")
         die_with_parent()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # to all processes of a node: a request to save
         if os.getppid() == agent:  # else it died before the line above
             kept = sorted({0, 1, 2, *descriptors})
             for low, high in pairwise([*kept, resource.getrlimit(resource.RLIMIT_NOFILE)[0]]):

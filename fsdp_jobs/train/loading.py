@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -14,6 +15,11 @@ from fsdp_jobs.config.schema import DataConfig
 from fsdp_jobs.run.processes import die_with_parent
 from fsdp_jobs.train.data import Samples, microbatches, microbatches_of_steps
 from fsdp_jobs.train.sources import Stream, StreamBatches, open_tokens
+
+
+def _begin_worker(_worker: int) -> None:
+    die_with_parent()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # to all processes of a node: the ranks are still saving
 
 
 def open_samples(data: DataConfig, seed: int) -> Samples | Stream:
@@ -62,7 +68,7 @@ def batches(
         # Forked from the rank, and killed with it. (A rank's own default would be to start a second fork server,
         # which imports torch once more.)
         multiprocessing_context="fork" if workers else None,
-        worker_init_fn=die_with_parent,
+        worker_init_fn=_begin_worker,
     )
     per_step = len(microbatches(0, data, rank, world))
     stream = cast(Iterator[tuple[Tensor, Tensor]], iter(loader))

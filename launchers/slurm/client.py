@@ -14,6 +14,7 @@ from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.launchers.state import State
 from fsdp_jobs.run.directory import RunDir
 
+_UP = ("idle", "mixed", "allocated", "completing")  # states of nodes that jobs can have, now or later
 _TIMEOUT_S = 60.0  # of a command
 _QUEUE_AGE_S = 1.0  # one answer of squeue serves for so long
 _ACCOUNTING_AGE_S = 10.0  # of an answer of sacct, which is asked for jobs that the controller has forgotten
@@ -164,7 +165,9 @@ class Partition:
     name: str
     default: bool
     time: str
+    default_time: str = ""
     nodes: int = 0
+    away: int = 0  # of these, nodes that no job can have now: down, drained, reserved
     cpus: int = 0
     gres: str = "(null)"
     memory_mb: int = 0
@@ -178,10 +181,11 @@ def partitions() -> list[Partition]:
         SlurmError: there is no SLURM here.
     """
     by_name: dict[str, Partition] = {}
-    for line in call("sinfo", "--noheader", "--format=%P|%D|%c|%G|%m|%l|%f").splitlines():
-        name, nodes, cpus, gres, memory_mb, limit, features = line.split("|")  # of a kind of node, in a state
-        partition = by_name.setdefault(name, Partition(name.rstrip("*"), name.endswith("*"), limit))
+    for line in call("sinfo", "--noheader", "--format=%P|%D|%c|%G|%m|%l|%f|%L|%T").splitlines():
+        name, nodes, cpus, gres, memory_mb, limit, features, default, state = line.split("|")  # of a kind, in a state
+        partition = by_name.setdefault(name, Partition(name.rstrip("*"), name.endswith("*"), limit, default))
         partition.nodes += int(nodes)
+        partition.away += int(nodes) if not state.startswith(_UP) or state.endswith("*") else 0
         partition.cpus = max(partition.cpus, int(cpus.rstrip("+")))
         partition.memory_mb = max(partition.memory_mb, int(memory_mb.rstrip("+")))
         partition.gres = partition.gres if gres == "(null)" else gres

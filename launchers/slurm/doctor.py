@@ -72,9 +72,10 @@ def _gpus(config: JobConfig, settings: dict[str, str]) -> Finding:
 
 
 def _preemption(settings: dict[str, str], partition: client.Partition | None, grace_s: float) -> Finding:
-    if settings.get("PreemptType", "preempt/none") == "preempt/none":
-        return Finding("preemption", "ok", "none on this cluster")
     shown = client.call("scontrol", "show", "partition", partition.name) if partition is not None else ""
+    mode = re.search(r"PreemptMode=(\w+)", shown)
+    if settings.get("PreemptType", "preempt/none") == "preempt/none" or (mode and mode[1] == "OFF"):
+        return Finding("preemption", "ok", "no job of this partition is preempted")
     grace = re.search(r"GraceTime=(\d+)", shown)
     seconds = int(grace[1]) if grace else 0
     if seconds < grace_s:

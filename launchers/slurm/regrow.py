@@ -73,6 +73,15 @@ class Companions:
                 logger.warning("%s", e)
 
 
+def _may_run(job_id: str) -> bool:
+    """Whether the job runs, as far as SLURM can say: the verdict decides while its controller is away."""
+    try:
+        return client.running(job_id) is not None
+    except client.SlurmError as e:
+        logger.warning("%s", e)
+        return True
+
+
 def fill_in(run: RunDir, node: int, job_id: str) -> int:
     """Run one agent until the attempt that it belongs to is over; return its exit code."""
     attempt, host = Attempt(run, int(os.environ[ATTEMPT_ENV])), os.environ["SLURMD_NODENAME"]
@@ -80,7 +89,7 @@ def fill_in(run: RunDir, node: int, job_id: str) -> int:
     def is_over() -> bool:
         return attempt.is_over() or run.last_attempt() != attempt.number
 
-    if is_over() or client.running(job_id) is None:
+    if is_over() or not _may_run(job_id):
         return 0
     argv = [*srun([host], int(os.environ["SLURM_CPUS_ON_NODE"])), *Commands.read(run).agent_of(node)]
     agent = attempt.start(f"node-{node}", argv, {**os.environ, HOST_ENV: host})
@@ -89,7 +98,7 @@ def fill_in(run: RunDir, node: int, job_id: str) -> int:
         time.sleep(_POLL_S)
         if time.monotonic() - looked_at > _QUEUE_S:
             looked_at = time.monotonic()
-            if client.running(job_id) is None:
+            if not _may_run(job_id):
                 return 0
     attempt.finish(_LEAVE_S)
     return int(agent.popen.returncode)

@@ -71,7 +71,7 @@ class SlurmLauncher(Launcher):
         problems = validate.check_count(len(requests))
         for group in submission.group_equal([request.script for request in requests]) if not problems else []:
             first = requests[group[0]]
-            problems += validate.check_with_slurm(first.job.config, first.text, first.script.margin_s, len(group))
+            problems += validate.check_with_slurm(first.job, first.text, first.script.margin_s, len(group))
         if problems:
             raise BadInput(problems)
         return requests
@@ -86,7 +86,7 @@ class SlurmLauncher(Launcher):
             list(threads.map(lambda request: request.commands.write(request.job.run), requests))
         if folder is None:
             _write_code(requests, None)
-            ids = [submission.sbatch(request.job.run.submit / "slurm", request.text) for request in requests]
+            ids = [submission.sbatch(request.text) for request in requests]
         else:
             own = folder.resolve() / "slurm" / requests[0].job.submission
             _write_code(requests, own)

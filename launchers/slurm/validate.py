@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import pwd
@@ -21,6 +20,7 @@ from fsdp_jobs.launchers.slurm import client
 from fsdp_jobs.launchers.slurm.script import cluster_of
 
 _IN_MEMORY = ("tmpfs", "ramfs")  # file systems that no other machine can have mounted
+_ABOUT_NODES = ("node configuration", "nodes are busy", "node not available", "nodes required")
 _LEAST_TRAINING_S = 30  # between the start of a job and its last save
 
 
@@ -53,8 +53,6 @@ def check(job: Job) -> None:
     if (kind := file_system(run.path)) in _IN_MEMORY:
         what = f"is on {kind}, in this machine's memory: the nodes cannot see it"
         problems.append(Problem(f"run directory {run.path}", what, "runs_dir=... on storage that the nodes share"))
-    if importlib.util.find_spec("submitit") is None:
-        problems.append(Problem("cluster=slurm", "submitit is not installed", "pip install 'fsdp_jobs[slurm]'"))
     if shutil.which("sbatch") is None:
         problems.append(no_slurm("sbatch is not on this machine's PATH"))
     if problems:
@@ -80,19 +78,69 @@ def _seconds(time: str) -> float:
     return 60 * first + second  # minutes[:seconds]
 
 
-def check_with_slurm(config: JobConfig, script: str, margin_s: int, count: int) -> list[Problem]:
-    """Let sbatch validate the script of one job or of an array of `count`; its answer in our keys."""
-    cluster = cluster_of(config)
-    if cluster.time is not None and _seconds(cluster.time) < margin_s + _LEAST_TRAINING_S:
-        what = f"the last save is requested {margin_s} s before the limit: no time is left to train in"
+def check_with_slurm(job: Job, script: str, margin_s: int, count: int) -> list[Problem]:
+    """Let sbatch validate the script of one job or of an array of `count`; its answer in our keys.
+
+    sbatch --test-only also refuses what only has to wait: for nodes that are down, drained or reserved now. That is
+    no problem as long as the partition's nodes, those included, have what the job needs.
+    """
+    config, cluster = job.config, cluster_of(job.config)
+    partition = client.partition(cluster.partition)
+    limit = cluster.time or (partition.default_time if partition is not None else "")
+    if _seconds(limit) < margin_s + _LEAST_TRAINING_S:
+        whose = "" if cluster.time else f" ({partition.name}'s default is {limit})" if partition is not None else ""
+        what = f"the last save is requested {margin_s} s before the limit{whose}: no time is left to train in"
         return [Problem(f"cluster.time={cluster.time}", what, "a longer limit, or a shorter elastic.stop_grace_s")]
+    if problems := _qos_problems(job, _seconds(limit)):
+        return problems
     try:
         array = [f"--array=0-{count - 1}"] if count > 1 else []
         client.call("sbatch", "--test-only", *array, stdin=script)
     except client.SlurmError as e:
-        limit = re.search(r"\w*MaxSubmit\w*", str(e))
-        return [_too_many(count, limit[0]) if limit else _translate(cluster, config, str(e))]
+        if found := re.search(r"\w*MaxSubmit\w*", str(e)):
+            return [_too_many(count, found[0])]
+        is_about_nodes = any(words in str(e).lower() for words in _ABOUT_NODES)
+        if not is_about_nodes or partition is None or not partition.away or not _can_hold(partition, job):
+            return [_translate(cluster, config, str(e))]
     return []
+
+
+def _can_hold(partition: client.Partition, job: Job) -> bool:
+    """Whether a partition's nodes, if all of them were up, have what a job asks for by our keys."""
+    cluster, trainer = cluster_of(job.config), job.role("trainer")
+    gpus = re.findall(r"gpu:(?:[^:,()]+:)?(\d+)", partition.gres)
+    mem = re.fullmatch(r"(\d+)([KMGT]?)", cluster.mem or "0", re.IGNORECASE)
+    mem_mb = int(mem[1]) * {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}[mem[2].upper()] if mem else 0
+    return (
+        (trainer.min_replicas or trainer.num_replicas) <= partition.nodes
+        and (cluster.cpus_per_task or trainer.resource.cpu) <= partition.cpus
+        and (not gpus or trainer.resource.gpu <= max(map(int, gpus)))
+        and mem_mb <= partition.memory_mb
+    )
+
+
+def _qos_problems(job: Job, limit_s: float) -> list[Problem]:
+    """Compare a job with the limits of the QOS that it names: sbatch lets a job wait for ever that breaks them."""
+    cluster, trainer = cluster_of(job.config), job.role("trainer")
+    if cluster.qos is None:
+        return []
+    try:
+        limits = client.call("sacctmgr", "-nP", "show", "qos", cluster.qos, "format=MaxWall,MaxTRES,MaxTRESPU,GrpTRES")
+    except client.SlurmError:
+        return []  # no accounting: no QOS either, or sbatch says more
+    wall, _, tres = limits.strip().partition("|")
+    nodes = trainer.min_replicas or trainer.num_replicas
+    cpus = cluster.cpus_per_task or trainer.resource.cpu
+    needs = {"node": nodes, "cpu": nodes * cpus, "gres/gpu": nodes * trainer.resource.gpu}
+    problems = []
+    if wall and limit_s > _seconds(wall):
+        what = f"QOS {cluster.qos} allows {wall}: SLURM would let the job wait for ever"
+        problems.append(Problem(f"cluster.time={cluster.time}", what, f"cluster.time={wall} or less, or another qos"))
+    for name, most in re.findall(r"([\w/]+)=(\d+)(?=[,|]|$)", tres):
+        if needs.get(name, 0) > int(most):
+            what = f"QOS {cluster.qos} allows {name}={most}, the job needs {needs[name]}: it would wait for ever"
+            problems.append(Problem(_sizes(cluster, job.config), what, "less, or another cluster.qos"))
+    return problems
 
 
 def check_count(count: int) -> list[Problem]:
@@ -155,12 +203,16 @@ _RULES: tuple[tuple[str, str, Callable[[SlurmClusterConfig], str]], ...] = (
 
 
 def _translate(cluster: SlurmClusterConfig, config: JobConfig, message: str) -> Problem:
-    answer = message.replace("allocation failure: ", "").replace("sbatch: ", "").replace("error: ", "").splitlines()[-1]
-    if answer.startswith("Try "):
-        answer = message.splitlines()[0].removeprefix("sbatch: ")
+    """Put sbatch's answer at our keys, with all that the site's own checks (job_submit.lua) have to say."""
+    lines = [re.sub(r"^sbatch: |error: |allocation failure: ", "", line) for line in message.splitlines()]
+    lines = [line for line in dict.fromkeys(lines) if line.strip() and not line.startswith("Try ")]
+    own = [line for line in lines if not re.search(r"Unspecified error|Batch job submission failed", line)]
+    answer = "; ".join(own or lines)
     for part, key, cure in _RULES:
         if part in answer.lower():
+            given = [option for option in cluster.extra if key and option.startswith(f"--{key}=")]
             where = f"cluster.{key}={getattr(cluster, key)}" if key else _sizes(cluster, config)
+            where = f"cluster.extra=[{given[-1]}]" if given else where
             return Problem(where, f"SLURM says: {answer}", cure(cluster))
     return Problem("sbatch --test-only", answer, "cluster.extra and the environment's SBATCH_* count too")
 

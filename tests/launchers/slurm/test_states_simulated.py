@@ -87,11 +87,12 @@ def test_a_job_that_nobody_knows_is_none(slurm: Path) -> None:
 
 def test_a_partition_is_the_sum_of_its_kinds_of_nodes_with_the_sizes_of_the_largest(slurm: Path) -> None:
     lines = [
-        "gpu*|2|96|gpu:8|1000+|1-00:00:00|h100",
-        "gpu*|3|128+|(null)|500|1-00:00:00|h100",
-        "cpu|1|4|(null)|8|1:00|x",
+        "gpu*|2|96|gpu:8|1000+|1-00:00:00|h100|1:00:00|idle",
+        "gpu*|3|128+|(null)|500|1-00:00:00|h100|1:00:00|idle",
+        "cpu|1|4|(null)|8|1:00|x|1:00|down*",
     ]
     say(slurm, "sinfo", queue(*lines))
     gpu, cpu = client.partitions()
     assert (gpu.name, gpu.nodes, gpu.cpus, gpu.gres, gpu.memory_mb) == ("gpu", 5, 128, "gpu:8", 1000)
+    assert (gpu.away, cpu.away) == (0, 1)
     assert client.partition(None) == gpu and client.partition("cpu") == cpu and client.partition("nope") is None
