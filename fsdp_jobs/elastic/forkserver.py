@@ -16,9 +16,10 @@ import resource
 import signal
 from collections.abc import Sequence
 from itertools import pairwise
-from unittest.mock import patch
 
 from fsdp_jobs.run.processes import die_with_parent, set_title
+
+_spawn = multiprocessing.util.spawnv_passfds
 
 
 def start(preload: str) -> None:
@@ -28,8 +29,11 @@ def start(preload: str) -> None:
     """
     multiprocessing.set_forkserver_preload([preload])
     multiprocessing.resource_tracker.ensure_running()  # an interpreter of its own, which outlives this process
-    with patch.object(multiprocessing.util, "spawnv_passfds", _fork):
+    multiprocessing.util.spawnv_passfds = _fork  # type: ignore[assignment]
+    try:
         multiprocessing.forkserver.ensure_running()
+    finally:
+        multiprocessing.util.spawnv_passfds = _spawn
 
 
 def _fork(_executable: str, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
@@ -38,6 +42,9 @@ def _fork(_executable: str, arguments: Sequence[str], descriptors: Sequence[int]
     if pid := os.fork():
         return pid
     try:
+        # Ranks start processes of their own, each by what it calls: as in a fresh interpreter, not as halfway here.
+        multiprocessing.util.spawnv_passfds = _spawn
+        multiprocessing.forkserver._forkserver.__init__()  # type: ignore[misc]
         set_title("fork server")
         die_with_parent()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # to all processes of a node: a request to save
