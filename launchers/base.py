@@ -151,7 +151,11 @@ class Launcher(ABC):
 
     @abstractmethod
     def cancel(self, app_ids: Sequence[str]) -> None:
-        """End jobs at once, without checkpoints; unknown and ended ones are left alone."""
+        """End jobs at once, without checkpoints; of one that has ended, whatever its end has left on the cluster."""
+
+    def replace_lost(self, app_id: str) -> str:
+        """Replace what of a live job is lost and its cluster does not replace; say what. Empty: nothing is."""
+        return ""
 
     @abstractmethod
     def logs(self, app_id: str, role: str, node: int, follow: bool) -> Iterator[str]:

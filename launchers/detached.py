@@ -17,7 +17,7 @@ from fsdp_jobs.launchers.queue import Queue, QueuedJob, leave, queue_of, withdra
 from fsdp_jobs.launchers.state import State
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.processes import recorded_process, start_detached
-from fsdp_jobs.run.verdict import Verdict
+from fsdp_jobs.run.verdict import Verdict, judge
 
 _CANCELS_AT_ONCE = 16
 _KILLED = Verdict("preempted", "stop", "killed on request, without a checkpoint")
@@ -126,10 +126,3 @@ def kill_supervisor(run: RunDir) -> bool:
     psutil.wait_procs(family, timeout=10)
     return True
 
-
-def judge(run: RunDir, verdict: Verdict) -> None:
-    """End a job whose coordinator could not, in the submission's newest attempt; a verdict that ended it stays."""
-    attempt = max(run.last_attempt(), run.first_attempt())
-    before = Verdict.read(run, attempt)
-    if before is None or before.decision == "requeue":  # what was to come next does not
-        verdict.close(run, attempt)

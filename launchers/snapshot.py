@@ -89,13 +89,14 @@ def _files(folder: Path) -> Iterator[Path]:
         return
     for path, folders, names in os.walk(folder):
         here = Path(path)
-        folders[:] = [f for f in folders if not f.startswith(".") and not _is_environment(here / f)]
+        folders[:] = [f for f in folders if not f.startswith(".") and not _is_no_code(here / f)]
         yield from (here / name for name in names if name.endswith(".py"))
 
 
-def _is_environment(folder: Path) -> bool:
-    """Whether a folder is a Python environment rather than somebody's code."""
-    return (folder / "pyvenv.cfg").exists() or (folder / "conda-meta").exists() or folder.name == "site-packages"
+def _is_no_code(folder: Path) -> bool:
+    """Whether a folder is a Python environment, a run or a sweep rather than somebody's code."""
+    marks = ("pyvenv.cfg", "conda-meta", "job.json", "sweep.yaml")
+    return folder.name == "site-packages" or any((folder / mark).exists() for mark in marks)
 
 
 def _package() -> Iterator[tuple[Path, Path]]:

@@ -86,7 +86,10 @@ def plan(args: list[str]) -> int:
     flags, rest = parser.parse_known_args(args)
     planned, _ = plan_of(_job_without_files(_overrides(rest)))
     if flags.svg:
-        Path(flags.svg).write_text(to_svg(planned))
+        try:
+            Path(flags.svg).write_text(to_svg(planned))
+        except OSError as e:
+            raise BadInput([Problem(f"--svg {flags.svg}", str(e.strerror), "a file in a folder that exists")]) from e
     if flags.json:
         sys.stdout.write(planned.to_json() + "\n")
     else:
@@ -98,6 +101,11 @@ def resume(args: list[str]) -> int:
     parser = runs.run_parser("resume")
     parser.add_argument("overrides", nargs="*", default=[], help="what changes: group=option, key=value")
     flags = parser.parse(args)
+    from fsdp_jobs.submit.submit import replace_lost
+
+    if replaced := replace_lost(flags.run.read_job()["handle"]):
+        console.print(replaced, markup=False)
+        return 0
     before = [o for o in flags.run.read_job()["overrides"] if key_of(o) not in ("attach", "dry_run")]
     here = [f"name={flags.run.name}", f"runs_dir={flags.run.path.parent}"]
     return _submit(merge_overrides(before, [*flags.overrides, *here]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -17,6 +18,13 @@ from fsdp_jobs.run.env import TRACEBACK_ENV
 from fsdp_jobs.run.verdict import EXIT_FAILED
 
 EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as of a shell
+_CANNOT_WRITE = {
+    errno.ENOSPC: "make room there, then repeat the command",
+    errno.EDQUOT: "make room in your quota, then repeat the command",
+    errno.EACCES: "only its owner may do that",
+    errno.EROFS: "choose another folder: runs_dir=...",
+}
 
 console = Console(highlight=False)
 errors = Console(stderr=True, highlight=False)
@@ -48,7 +56,7 @@ _VERBS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns 0; 1 when a job failed; 2 for bad input; 75 when a job was stopped to be requeued."""
+    """Run one command. Returns 0; 1 when a job failed; 2 for bad input; 130 for Ctrl-C; 75 when a job was stopped to be requeued."""
     args = list(sys.argv[1:] if argv is None else argv)
     verb = args.pop(0) if args and args[0] in _VERBS else "submit"
     if verb in ("submit", "plan") and ("--help" in args or "-h" in args):
@@ -65,9 +73,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except JobFailed as e:
         errors.print(str(e), style="red", markup=False, soft_wrap=True)
         return EXIT_FAILED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as e:
+        if e.errno not in _CANNOT_WRITE or e.filename is None:
+            raise
+        return _bad_input(BadInput([Problem(str(e.filename), str(e.strerror), _CANNOT_WRITE[e.errno])]))
 
 
 def _bad_input(error: BadInput) -> int:

@@ -194,9 +194,11 @@ def cancel(args: list[str]) -> int:
     parser.add_argument("--now", action="store_true", help="at once, without a checkpoint")
     flags = parser.parse(args)
     from fsdp_jobs.submit.stop import stop
-    from fsdp_jobs.submit.submit import describe, has_ended
+    from fsdp_jobs.submit.submit import describe, has_ended, kill
 
-    if has_ended(flags.run, *describe([flags.run.read_job()["handle"]])):
+    handle = flags.run.read_job()["handle"]
+    if has_ended(flags.run, *describe([handle])):
+        kill([handle])  # whatever its end has left
         console.print(f"{flags.run.name} is not running")
         return 0
     stop([flags.run], flags.now, lambda text: console.print(text, style="yellow"))

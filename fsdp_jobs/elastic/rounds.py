@@ -85,6 +85,9 @@ class Coordinator:
     def on_hello(self, agent: ConnectedAgent, round_: int, size: int, shard_group: int, now: float) -> None:
         """Take in an agent that connects for the first time, or again with ranks running in `round_`."""
         for other in [a for a in self.agents.values() if a.node == agent.node and a.id != agent.id]:
+            if other.in_round and self.stop_reason is not None and self.verdict is None:
+                agent.drop()  # until the other has saved, or is silent for too long: it asks again
+                return
             self.on_gone(other, f"node {other.node} was replaced", now)
         self.agents[agent.id] = agent
         if self.verdict is not None:

@@ -40,8 +40,10 @@ def write_atomic(path: Path, text: str, mode: int = 0o644) -> None:
             f.flush()
             os.fsync(f.fileno())
         temporary.replace(path)
-    except BaseException:
+    except BaseException as e:
         temporary.unlink(missing_ok=True)
+        if isinstance(e, OSError):
+            e.filename = str(path)  # a full disk does not name it
         raise
 
 
@@ -122,10 +124,6 @@ class RunDir:
 
     def node(self, attempt: int, node: int) -> Path:
         return self.attempt(attempt) / f"node-{node}"
-
-    def lease(self, node: int) -> Path:
-        """Return the file that a node's pod rewrites while it runs."""
-        return self.submit / f"node-{node}"
 
     def rank_log(self, attempt: int, node: int, rank: int) -> Path:
         return self.node(attempt, node) / f"rank-{rank}.log"

@@ -77,6 +77,14 @@ class Verdict:
         return verdict if verdict is not None and verdict.decision == "stop" else None
 
 
+def judge(run: RunDir, verdict: Verdict) -> None:
+    """End a job whose coordinator could not, in the submission's newest attempt; a verdict that ended it stays."""
+    attempt = max(run.last_attempt(), run.first_attempt())
+    before = Verdict.read(run, attempt)
+    if before is None or before.decision == "requeue":  # what was to come next does not
+        verdict.close(run, attempt)
+
+
 def _start_notification(run: RunDir, attempt: int) -> None:
     """Notify in a process of its own, which this one waits for at its exit: its end may end the container."""
     argv = [sys.executable, "-m", "fsdp_jobs.observe.notify", str(run.path), str(attempt)]

@@ -351,6 +351,11 @@ def kill(handles: Sequence[str]) -> None:
         launcher.cancel([_app_id_in(handle) for handle in group])
 
 
+def replace_lost(handle: str) -> str:
+    """Replace what of a live job is lost and its cluster does not replace; say what. Empty: nothing is."""
+    return launcher_of(_launcher_in(handle)).replace_lost(_app_id_in(handle))
+
+
 def ask_launchers(statuses: Sequence[RunStatus]) -> dict[str, Description]:
     """Return handle -> description of runs, with one question to each launcher."""
     handles = [str(status.run.read_job()["handle"]) for status in statuses]

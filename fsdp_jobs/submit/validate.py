@@ -51,12 +51,18 @@ def check_existing_run(config: JobConfig, run: RunDir) -> None:
     """Check that a configuration continues the training of the run, if there is one.
 
     Raises:
-        BadInput: the checkpoints are another run's; the run has more steps already, or was started with another
-            training configuration.
+        BadInput: the checkpoints are another run's, or cannot be listed; the run has more steps already, or was
+            started with another training configuration.
     """
     home = checkpoints_of(config.checkpoint, run)
-    identity_of(run, config).check(home / run.identity.name)
-    newest = next(iter(find_checkpoints(home)), None)
+    try:
+        identity_of(run, config).check(home / run.identity.name)
+        newest = next(iter(find_checkpoints(home)), None)
+    except BadInput:
+        raise
+    except Exception as e:  # whatever the client of an object store raises
+        where, what = f"checkpoint.dir={config.checkpoint.dir}", f"cannot be listed: {type(e).__name__}: {e}"
+        raise BadInput([Problem(where, what, "the store's client needs a network and credentials here, too")]) from e
     if newest is not None and not config.is_program and config.steps < (done := step_of(newest)):
         raise BadInput(
             [Problem(f"steps={config.steps}", f"run {run.name} is at step {done} already", f"steps above {done}")]

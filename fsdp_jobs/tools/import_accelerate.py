@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,6 +22,13 @@ def _is_true(value: Any) -> bool:
     return str(value).lower() in ("true", "yes", "1")
 
 
+def _is_number(value: Any) -> bool:
+    try:
+        return math.isfinite(float(value))
+    except (TypeError, ValueError):
+        return False
+
+
 def _names(value: Any) -> list[str] | None:
     return ([name.strip() for name in value.split(",")] if isinstance(value, str) else list(value)) if value else None
 
@@ -31,7 +39,7 @@ _OTHER_TRAINING = ("fp8_config", "deepspeed_config", "megatron_lm_config", "mpir
 
 # Accelerate's key -> our key, and how its value is converted; None sets nothing.
 _RENAMED: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "num_machines": ("nodes", int),
+    "num_machines": ("nodes", lambda v: int(float(v))),
     "use_cpu": ("cluster.accelerator", lambda v: "cpu" if _is_true(v) else None),
     "fsdp_offload_params": ("fsdp.cpu_offload", _is_true),
     "fsdp_transformer_layer_cls_to_wrap": ("model.wrap_classes", _names),
@@ -78,14 +86,16 @@ _UNAVAILABLE: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     "fsdp_ignored_modules": (bool, "every parameter is sharded here", "leave it out"),
 }
 
+_SP_KEYS = ("backend", "seq_length", "seq_length_is_variable", "attn_implementation")
+_PREFETCH_KEYS = ("fsdp_backward_prefetch", "fsdp_backward_prefetch_policy")  # the second is of older versions
+
 # Accelerate's key -> why it sets nothing
 _NOTES = {
     "compute_environment": "cluster= chooses where a job runs",
     "machine_rank": "the coordinator numbers the nodes",
     "main_process_ip": "the job's coordinator has an address of its own",
     "main_process_port": "the job's coordinator chooses a port",
-    "rdzv_backend": "the job's coordinator is the rendezvous",
-    "same_network": "the job's coordinator is the rendezvous",
+    **dict.fromkeys(("rdzv_backend", "same_network"), "the job's coordinator is the rendezvous"),
     "main_training_function": "a program is run as its main",
     "debug": "TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment checks collectives",
     "enable_cpu_affinity": "bind ranks by the cluster's own means, in SLURM --cpu-bind",
@@ -94,17 +104,13 @@ _NOTES = {
     "fsdp_state_dict_type": "checkpoints are sharded, and fsdp-jobs export makes one file of them",
     "fsdp_use_orig_params": "FSDP2 always does",
     "fsdp_sync_module_states": "all ranks always start with the same weights",
-    "fsdp_backward_prefetch": "FSDP2 gathers the next block before a block's backward in any case",
+    **dict.fromkeys(_PREFETCH_KEYS, "FSDP2 gathers the next block before a block's backward in any case"),
     "dynamo_mode": "torch.compile's default mode is used",
     "dynamo_use_fullgraph": "each block may break into graphs",
     "dynamo_use_dynamic": "torch.compile decides about dynamic shapes itself",
     "dynamo_use_regional_compilation": "fsdp.compile always compiles block by block",
-    "parallelism_config_cp_backend": "context parallelism is not used",
-    "parallelism_config_cp_comm_strategy": "context parallelism is not used",
-    "parallelism_config_sp_backend": "sequence parallelism is not used",
-    "parallelism_config_sp_seq_length": "sequence parallelism is not used",
-    "parallelism_config_sp_seq_length_is_variable": "sequence parallelism is not used",
-    "parallelism_config_sp_attn_implementation": "sequence parallelism is not used",
+    **{f"parallelism_config_cp_{key}": "context parallelism is not used" for key in ("backend", "comm_strategy")},
+    **{f"parallelism_config_sp_{key}": "sequence parallelism is not used" for key in _SP_KEYS},
 }
 
 _TOGETHER = (  # converted together with others
@@ -114,6 +120,7 @@ _TOGETHER = (  # converted together with others
     "parallelism_config_dp_replicate_size",
     "parallelism_config_dp_shard_size",
 )
+_NUMBERS = ("num_machines", "num_processes", "fsdp_version", "fsdp_min_num_params", *_SIZES, *_TOGETHER[3:])
 KNOWN = {*_RENAMED, *_CHOICES, *_UNAVAILABLE, *_NOTES, *_TOGETHER}
 
 
@@ -151,7 +158,9 @@ def read(path: Path) -> Imported:
     if not isinstance(content, dict):
         raise BadInput([Problem(str(path), "is not a configuration of Accelerate")])
     flat, result = dict(_flat(content)), Imported()
-    problems = [problem for key, value in flat.items() for problem in _convert(key, value, result)]
+    wrong = [key for key in _NUMBERS if flat.get(key) and not _is_number(flat[key])]
+    problems = [Problem(f"{key}: {flat.pop(key)}", "is not a number") for key in wrong]
+    problems += [problem for key, value in flat.items() for problem in _convert(key, value, result)]
     problems += _convert_ranks(flat, result)
     if str(flat.get("distributed_type", "FSDP")) == "FSDP":
         replicas, group = (int(flat.get(f"parallelism_config_dp_{kind}_size", 1)) for kind in ("replicate", "shard"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,6 +14,7 @@ from typing import Any
 
 import docker
 import yaml
+from docker.context import ContextAPI
 from docker.errors import APIError, DockerException, NotFound
 from docker.types import DeviceRequest, Mount
 from docker.utils import parse_bytes
@@ -29,23 +31,31 @@ from fsdp_jobs.plan.plan import Plan
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ADDRESS_ENV
 
+logger = logging.getLogger(__name__)
+
 RUN_LABEL = "fsdp_jobs.run.directory"
 _PORT = 29400  # in the job's own network: nothing is published
 _AGENT_BYTES = GIB // 2  # an agent and its fork server, which has imported torch
 
 
 def connect() -> docker.APIClient:
-    """Connect to the Docker daemon that DOCKER_HOST or the default socket names.
+    """Connect to the Docker daemon that the `docker` command uses: of DOCKER_HOST, DOCKER_CONTEXT or the chosen context.
 
     Raises:
-        BadInput: it does not answer, denies permission, or is another machine's.
+        BadInput: it does not answer, denies permission, or is another machine's; there is no such context.
     """
-    where = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
-    if not where.startswith(("unix://", "npipe://")):
+    key, where = "DOCKER_HOST", os.environ.get("DOCKER_HOST", "")
+    if not where:
+        name = os.environ.get("DOCKER_CONTEXT") or ContextAPI.get_current_context().Name
+        key, context = f"Docker context {name}", ContextAPI.get_context(name)
+        if context is None:
+            raise BadInput([Problem(f"DOCKER_CONTEXT={name}", "there is no such context", "docker context ls")])
+        where = context.Host
+    if not where.startswith(("unix://", "npipe://", "http+unix://")):
         what = "is another machine's Docker, but containers mount this machine's run directory"
-        raise BadInput([Problem(f"DOCKER_HOST={where}", what, "submit on that machine")])
+        raise BadInput([Problem(f"{key}={where}", what, "submit on that machine, or: docker context use default")])
     try:
-        return docker.APIClient(**docker.utils.kwargs_from_env(), version="auto", timeout=60)
+        return docker.APIClient(base_url=where, version="auto", timeout=60)
     except DockerException as e:
         what, cure = f"no Docker daemon answers: {e}", "start Docker Desktop, or: sudo systemctl start docker"
         if "PermissionError" in str(e):
@@ -117,10 +127,17 @@ def translate(job: Job, daemon: dict[str, Any], gpus: list[str]) -> DockerReques
     """
     config, run, cluster = job.config, RunDir(job.run.path.resolve()), cluster_of(job.config)
     code = take(Path.cwd(), run.path.parent, cluster.snapshot_mb) if cluster.snapshot_mb else None
+    mounts = list(_mounts(config, run))
+    sees_folder = any(Path.cwd().is_relative_to(to) for _, to, _ in mounts)
+    if config.is_program and not sees_folder:
+        logger.warning(
+            "containers see a copy of your code, not %s; the program works in %s. cluster.mounts=[%s:%s] shows them more",
+            *(Path.cwd(), run.path, Path.cwd(), Path.cwd()),
+        )
     rootless = any("rootless" in option for option in daemon.get("SecurityOptions") or [])
     common = {
         "user": "0:0" if rootless else f"{os.getuid()}:{os.getgid()}",  # root of a rootless daemon is its user
-        "working_dir": str(Path.cwd()),
+        "working_dir": str(Path.cwd() if sees_folder else run.path),
         "entrypoint": ["python"],
         "stop_timeout": int(config.elastic.stop_grace_s),
     }
@@ -130,7 +147,7 @@ def translate(job: Job, daemon: dict[str, Any], gpus: list[str]) -> DockerReques
         "tmpfs": {"/tmp": ""},
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges"],
-        "mounts": [Mount(to, source, type="bind", read_only=only) for source, to, only in _mounts(config, run)],
+        "mounts": [Mount(to, source, type="bind", read_only=only) for source, to, only in mounts],
     }
     python_path = {"PYTHONPATH": str(run.code)} if code is not None else {}
     prefix, size = prefix_of(run), job.plan.ranks_per_node

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fsdp_jobs.config.errors import BadInput
+from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.launchers.base import Job, TorchxScheduler, prepare_each
 from fsdp_jobs.launchers.detached import DetachedLauncher, kill_supervisor, start_supervisor, supervisor_of
 from fsdp_jobs.launchers.docker import containers, validate
@@ -74,12 +75,12 @@ class DockerLauncher(DetachedLauncher):
         return any(c["State"]["Running"] for c in containers.containers_of(containers.connect(), str(run.path)))
 
     def kill(self, run: RunDir, app_id: str) -> bool:
-        """End a job and remove its containers and network."""
-        if not self.is_alive(run, app_id):
-            return False
+        """End a job and remove its containers and network; of one that has ended, what no supervisor has removed."""
+        was_alive = self.is_alive(run, app_id)
         kill_supervisor(run)
-        containers.remove(containers.connect(), str(run.path))
-        return True
+        if was_alive or (_is_newest(run, app_id) and not containers.cluster_of(load_config(run.config)).keep):
+            containers.remove(containers.connect(), str(run.path))
+        return was_alive
 
 
 def create_scheduler(session_name: str, **_kwargs: object) -> TorchxScheduler:

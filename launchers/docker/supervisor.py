@@ -18,13 +18,14 @@ from docker.errors import APIError
 from requests.exceptions import RequestException
 
 from fsdp_jobs.config.errors import BadInput
+from fsdp_jobs.config.resolve import node_range
 from fsdp_jobs.config.schema import load_config
-from fsdp_jobs.launchers.detached import judge, supervisor_record
+from fsdp_jobs.launchers.detached import supervisor_record
 from fsdp_jobs.launchers.docker.containers import cluster_of, connect, containers_of, remove
 from fsdp_jobs.run import events, log
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.processes import record_this_process
-from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE, Verdict
+from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE, Verdict, judge
 
 _POLL_S = 0.5
 _RETRY_S = 2.0
@@ -41,6 +42,8 @@ class Supervisor:
     def __init__(self, run: RunDir):
         self.run, self.first = run, run.first_attempt()
         self._over_at: float | None = None
+        self._nodes = node_range(load_config(run.config).nodes)[1]
+        self._missed: set[str] = set()  # nodes whose container somebody has removed
 
     def poll(self, api: docker.APIClient) -> bool:
         """Restart what died. True when the job is over and its containers have stopped, or had time to."""
@@ -50,6 +53,11 @@ class Supervisor:
             self._over_at = time.monotonic()
         if self._over_at is not None:
             return len(stopped) == len(containers) or time.monotonic() - self._over_at > _LEAVE_S
+        names = {c["Config"]["Hostname"] for c in containers}
+        for name in {f"node-{i}" for i in range(self._nodes)} - names - self._missed:
+            self._missed.add(name)
+            why = f"the container of {name} was removed; fsdp-jobs cancel and resume {self.run.name} make a new one"
+            events.record(self.run, max(self.first, self.run.last_attempt()), events.Waiting(why))
         for container in stopped:
             exit_code = container["State"]["ExitCode"]
             if exit_code not in _LEFT:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import docker
-from docker.errors import DockerException, ImageNotFound
+from docker.errors import APIError, DockerException, ImageNotFound
 from docker.utils import parse_bytes
 
 from fsdp_jobs.config.clusters import DockerClusterConfig
@@ -47,9 +47,10 @@ def _inputs(cluster: DockerClusterConfig) -> Iterator[Problem]:
 def _image(api: docker.APIClient, cluster: DockerClusterConfig) -> Iterator[Problem]:
     try:
         api.inspect_image(cluster.image)
-    except ImageNotFound:
+    except (ImageNotFound, APIError) as e:
+        what = "this Docker has no such image" if isinstance(e, ImageNotFound) else str(e.explanation)
         cure = f"docker build -t {cluster.image} -f deploy/Dockerfile .   (in fsdp_jobs' checkout), or docker pull"
-        yield Problem(f"cluster.image={cluster.image}", "this Docker has no such image", cure)
+        yield Problem(f"cluster.image={cluster.image}", what, cure)
 
 
 def _sizes(job: Job, daemon: dict[str, Any]) -> Iterator[Problem]:

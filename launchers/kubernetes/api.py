@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,11 @@ from fsdp_jobs.launchers.kubernetes.skeletons import Object
 
 _TIMEOUT_S = (5, 30)  # to connect, to answer
 _ROLE = "ask for the role in deploy/kubernetes/base/rbac.yaml"
+_FORBIDDEN = {  # words of a message -> the cure; anything else is for an administrator to explain
+    "exceeded quota": "ask for fewer nodes, or less cluster.cpus or cluster.memory",
+    "violates PodSecurity": "cluster.pod_patch can set or remove the fields that it names",
+    '" cannot ': _ROLE,  # of RBAC: User "me" cannot create resource "jobs" ...
+}
 
 
 class ApiError(Exception):
@@ -47,7 +53,8 @@ def _api_errors() -> Iterator[None]:
             message = f"{e.status} {e.reason}"
         raise ApiError(e.status, message) from e
     except urllib3.exceptions.HTTPError as e:
-        raise ApiError(0, str(getattr(e, "reason", None) or e)) from e
+        why = str(getattr(e, "reason", None) or e)
+        raise ApiError(0, re.sub(r"^<.*?>: |^\w+\(.*?\): ", "", why)) from e  # without the connection's repr
 
 
 class Api:
@@ -204,8 +211,9 @@ def connect(cluster: KubernetesClusterConfig) -> Api:
             config.load_kube_config(os.environ.get("KUBECONFIG"), chosen["name"], configuration)
             namespace = chosen["context"].get("namespace", "default")
     except (config.ConfigException, yaml.YAMLError) as e:
+        file = os.environ.get("KUBECONFIG", "~/.kube/config")
         cure = "set KUBECONFIG to the file that the cluster's administrator gave you; kubectl get pods must work first"
-        raise BadInput([Problem("cluster=kubernetes", f"no usable kubeconfig: {e}", cure)]) from e
+        raise BadInput([Problem(f"KUBECONFIG={file}", f"no usable kubeconfig: {e}", cure)]) from e
     configuration.retries = False
     return Api(client.ApiClient(configuration), cluster.namespace or namespace, configuration.host)
 
@@ -218,12 +226,9 @@ def explain(api: Api, error: ApiError, doing: str) -> Problem:
     if error.status == 401:
         return Problem(api.where, "not authenticated: the token is wrong or has expired", "log in again")
     if error.status == 403:
-        forbidden = message.partition("is forbidden: ")[2]
-        if "exceeded quota" in message:
-            return Problem(namespace, forbidden, "ask for fewer nodes, or less cluster.cpus or cluster.memory")
-        if "violates PodSecurity" in message:
-            return Problem(namespace, forbidden, "cluster.pod_patch can set or remove the fields that it names")
-        return Problem(namespace, message, _ROLE)
+        for words, cure in _FORBIDDEN.items():
+            if words in message:
+                return Problem(namespace, message.partition("is forbidden: ")[2] or message, cure)
     if error.status == 404 and "namespaces" in message:
         return Problem(f"cluster.namespace={api.namespace}", "there is no such namespace", "kubectl get namespaces")
     if error.status in (400, 422):

@@ -3,33 +3,55 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from datetime import UTC, datetime
 
 from fsdp_jobs.launchers.kubernetes.api import Api, ApiError
-from fsdp_jobs.launchers.kubernetes.labels import QUEUE, ROLE, node_of
+from fsdp_jobs.launchers.kubernetes.labels import QUEUE, ROLE, RUN, node_of
 from fsdp_jobs.launchers.kubernetes.skeletons import Object
 from fsdp_jobs.launchers.state import State
 from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_REQUEUE, Verdict
 
 _JOB_NAME = "batch.kubernetes.io/job-name"
 _LATE_S = 30.0
+_ENDS = {  # of Jobs and JobSets by condition, of Volcano's jobs by phase
+    "Complete": State.DONE,
+    "Completed": State.DONE,
+    "Failed": State.FAILED,
+    "Terminated": State.FAILED,
+    "Aborted": State.STOPPED,
+}
 _STARTING = ("ContainerCreating", "PodInitializing")
 
 
 def state_of(root: Object, pods: list[Object]) -> State:
     """Return the job's state by the last verdict, the object that owns the others, and the pods."""
-    status, (_, verdict) = root.get("status", {}), verdict_of(pods)
-    held = {c["type"] for c in status.get("conditions", []) if c["status"] == "True"}
-    phase = status.get("state", {}).get("phase", "")  # Volcano's
+    _, verdict = verdict_of(pods)
     if verdict is not None and verdict.decision == "stop":  # the Job takes a moment to know
         return State.from_verdict(verdict)
-    if held & {"Complete", "Completed"} or phase == "Completed":
-        return State.DONE
-    if "Failed" in held or phase in ("Failed", "Terminated"):
-        return State.FAILED
-    if phase == "Aborted":
-        return State.STOPPED
+    if end := ends_of(root):
+        return _ENDS[next(iter(end))]
     return State.RUNNING if any(p["status"].get("phase") == "Running" for p in pods) else State.QUEUED
+
+
+def ends_of(body: Object) -> dict[str, str]:
+    """Return how a Job, JobSet or Volcano job has ended, with the time of it; empty while it has not."""
+    status = body.get("status", {})
+    known = {c["type"]: c.get("lastTransitionTime", "") for c in status.get("conditions", []) if c["status"] == "True"}
+    phase = status.get("state", {})  # Volcano's
+    known |= {phase["phase"]: phase.get("lastTransitionTime", "")} if "phase" in phase else {}
+    return {word: time for word, time in known.items() if word in _ENDS}
+
+
+def is_leaving(root: Object, pods: list[Object]) -> bool:
+    """Return whether a job has just ended and its nodes' pods end by themselves: all of them run, or have ended so."""
+    phases = {p["status"].get("phase") for p in pods if p["metadata"]["labels"].get(ROLE) == "trainer"}
+    is_recent = all(_seconds_since(time) < _LATE_S for time in ends_of(root).values() if time)
+    return is_recent and "Running" in phases and phases <= {"Running", "Succeeded"}
+
+
+def _seconds_since(time: str) -> float:
+    return (datetime.now(UTC) - datetime.fromisoformat(time)).total_seconds()
 
 
 def verdict_of(pods: list[Object]) -> tuple[int, Verdict | None]:
@@ -49,7 +71,7 @@ def why_waiting(api: Api, root: Object, jobs: list[Object], pods: list[Object]) 
         if body["spec"].get("suspend"):
             return _why_queued(api, body)
     for pod in pods:
-        if pod["status"].get("phase") in ("Pending", "Running", "Unknown", None) and (why := _why_pod(api, pod)):
+        if pod["status"].get("phase") in ("Pending", "Running", "Unknown", None) and (why := _why_pod(api, pod, root)):
             return why
     for job in jobs:
         spec, status = job["spec"], job.get("status", {})
@@ -57,7 +79,7 @@ def why_waiting(api: Api, root: Object, jobs: list[Object], pods: list[Object]) 
             name = job["metadata"]["name"]
             if warnings := [w for w in api.warnings("Job", name) if w.startswith("FailedCreate")]:
                 return f"pods of {name} are refused: {warnings[-1].partition(': ')[2]}"
-            if why := _why_failed(job, pods):
+            if why := why_failed(job, pods):
                 return why
     return ""
 
@@ -67,7 +89,7 @@ def is_lost(pod: Object) -> bool:
     deleted = pod["metadata"].get("deletionTimestamp")  # when its grace period ends
     if deleted is None or pod["status"].get("phase") in ("Succeeded", "Failed"):
         return False
-    return (datetime.now(UTC) - datetime.fromisoformat(deleted)).total_seconds() > _LATE_S
+    return _seconds_since(deleted) > _LATE_S
 
 
 def _why_queued(api: Api, body: Object) -> str:
@@ -90,16 +112,19 @@ def _why_queued(api: Api, body: Object) -> str:
     return f"waits in queue {queue}"
 
 
-def _why_pod(api: Api, pod: Object) -> str:
+def _why_pod(api: Api, pod: Object, root: Object) -> str:
     name, status = pod["metadata"]["name"], pod["status"]
-    if is_lost(pod) and pod["metadata"]["labels"].get(ROLE) == "coordinator":  # nodes are replaced by themselves
-        machine, cure = pod["spec"].get("nodeName", "?"), f"kubectl delete pod {name} --force"
-        return f"machine {machine} of pod {name} does not answer. If it is down for good: {cure}"
+    conditions = {c["type"]: c for c in status.get("conditions", [])}
+    is_coordinator = pod["metadata"]["labels"].get(ROLE) == "coordinator"  # nodes are replaced by themselves
+    if is_coordinator and (is_lost(pod) or _is_silent(pod, conditions)):
+        run = root["metadata"].get("annotations", {}).get(RUN, "NAME")
+        now = f"if it is down for good: fsdp-jobs resume {run}" if is_lost(pod) else "failures are not handled meanwhile"
+        return f"machine {pod['spec'].get('nodeName', '?')} of pod {name}, the coordinator's, does not answer; {now}"
     if "deletionTimestamp" in pod["metadata"]:
         return ""
-    for condition in status.get("conditions", []):
-        if condition["type"] == "PodScheduled" and condition["status"] == "False":
-            return f"pod {name} cannot be scheduled: {condition.get('message', condition.get('reason', ''))}"
+    scheduled = conditions.get("PodScheduled", {"status": "True"})
+    if scheduled["status"] == "False":
+        return f"pod {name} cannot be scheduled: {scheduled.get('message', scheduled.get('reason', ''))}"
     for container in status.get("containerStatuses", []):
         waiting = container.get("state", {}).get("waiting", {})
         reason = waiting.get("reason", "")
@@ -112,8 +137,14 @@ def _why_pod(api: Api, pod: Object) -> str:
     return ""
 
 
-def _why_failed(job: Object, pods: list[Object]) -> str:
-    """Return how a pod ended that has failed and has no successor yet; empty when there is none."""
+def _is_silent(pod: Object, conditions: Mapping[str, Object]) -> bool:
+    """Whether the kubelet of a running pod is silent: without probes only that makes it not ready."""
+    running = any("running" in c.get("state", {}) for c in pod["status"].get("containerStatuses", []))
+    return running and conditions.get("Ready", {}).get("status") == "False"
+
+
+def why_failed(job: Object, pods: list[Object]) -> str:
+    """Return how a pod of a Job ended that has failed and has no successor yet; empty when there is none."""
     own = [p for p in pods if p["metadata"]["labels"].get(_JOB_NAME) == job["metadata"]["name"]]
     for pod in {node_of(p): p for p in own}.values():  # the newest of each
         for container in pod["status"].get("containerStatuses", []):

@@ -11,7 +11,7 @@ from fsdp_jobs.config.resolve import node_range
 from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.kubernetes.labels import NODE, QUEUE, RUN, Names, job_files
 from fsdp_jobs.launchers.kubernetes.pods import cluster_of, coordinator_pod, node_pod
-from fsdp_jobs.launchers.kubernetes.skeletons import Object, fill, merge, skeleton, without_nulls
+from fsdp_jobs.launchers.kubernetes.skeletons import Object, fill, without_nulls
 
 _INDEX = "$(JOB_COMPLETION_INDEX)"  # the kubelet puts the pod's number here
 _MIN_PARALLELISM = "kueue.x-k8s.io/job-min-parallelism"
@@ -20,53 +20,49 @@ _COMPLETIONS_FOLLOW = "kueue.x-k8s.io/job-completions-equal-parallelism"
 
 def job_objects(job: Job, names: Names) -> list[Object]:
     """Translate for `workload=job`: two Jobs and a headless Service."""
-    cluster = cluster_of(job.config)
     low, high = node_range(job.config.nodes)
-    queue = {"metadata": {"labels": {QUEUE: cluster.queue}}}
-    elastic = {"metadata": {"annotations": {_MIN_PARALLELISM: str(low), _COMPLETIONS_FOLLOW: "true"}}}
-    in_service = {"spec": {"template": {"spec": {"subdomain": names.app}}}}
-    pods = {"spec": {"template": coordinator_pod(job, names), "ttlSecondsAfterFinished": _keep_s(job)}}
-    root = fill("job_coordinator", _metadata(job, names, names.app), pods, in_service, queue)
-    service = fill("service", _metadata(job, names, names.app), {"spec": {"selector": names.labels}})
-    queued: list[Object] = [queue, {"spec": {"suspend": True}}] if cluster.queue is not None else []
-    queued += [elastic] if cluster.queue is not None and low < high else []
-    pods = _nodes(job, node_pod(job, names, f"{names.app}-0.{names.app}", _INDEX))
-    owned = fill("job_nodes", _metadata(job, names, names.nodes), pods, in_service, *queued)
-    return [root, service, owned]
+    queue = cluster_of(job.config).queue
+    elastic = {_MIN_PARALLELISM: str(low), _COMPLETIONS_FOLLOW: "true"} if queue is not None and low < high else {}
+    coordinator, node = coordinator_pod(job, names), node_pod(job, names, f"{names.app}-0.{names.app}", _INDEX)
+    for template in (coordinator, node):
+        template["spec"]["subdomain"] = names.app
+    metadata = _metadata(job, names, names.app, queue)
+    root = fill("job_coordinator", metadata=metadata, template=coordinator, suspend=True, keep_s=_keep_s(job))
+    service = fill("service", metadata=_metadata(job, names, names.app), labels=names.labels)
+    metadata = _metadata(job, names, names.nodes, queue, **elastic)
+    return [root, service, _nodes(job, node, metadata=metadata, suspend=queue is not None or None)]
 
 
 def jobset_objects(job: Job, names: Names) -> list[Object]:
-    """Translate for `workload=jobset`: one JobSet, which brings its own Service."""
-    nodes = node_pod(job, names, f"{names.app}-coordinator-0-0.{names.app}", _INDEX)
-    coordinator = {"spec": {"template": coordinator_pod(job, names), "suspend": None}}  # the JobSet is suspended
-    jobs = {"coordinator": fill("job_coordinator", coordinator), "node": fill("job_nodes", _nodes(job, nodes))}
-    replicated = [
-        {"name": name, "template": {"metadata": {"labels": names.labels}, "spec": body["spec"]}}
-        for name, body in jobs.items()
+    """Translate for `workload=jobset`: one JobSet, which is suspended as a whole and brings its own Service."""
+    return [
+        fill(
+            "jobset",
+            metadata=_metadata(job, names, names.app, cluster_of(job.config).queue),
+            labels=names.labels,
+            keep_s=_keep_s(job),
+            coordinator=fill("job_coordinator", template=coordinator_pod(job, names))["spec"],
+            nodes=_nodes(job, node_pod(job, names, _in_gang(names), _INDEX))["spec"],
+        )
     ]
-    spec = {"replicatedJobs": replicated, "ttlSecondsAfterFinished": _keep_s(job)}
-    queue = {"metadata": {"labels": {QUEUE: cluster_of(job.config).queue}}}
-    return [fill("jobset", _metadata(job, names, names.app), {"spec": spec}, queue)]
 
 
 def volcano_objects(job: Job, names: Names) -> list[Object]:
     """Translate for `workload=volcano`: TorchX's job with these pods, a gang of the minimum of nodes."""
     cluster = cluster_of(job.config)
     made = app_to_resource(job.app, cluster.queue or "default", cluster.service_account, cluster.priority_class)
-    coordinator = f"{names.app}-coordinator-0-0.{names.app}"  # Volcano's plug-in `svc` makes the Service
     tasks: list[Object] = []
     for task in made["spec"]["tasks"]:
         role, _, replica = task["name"].rpartition("-")
         if role == "coordinator":
             template = coordinator_pod(job, names)
         else:
-            number = {"metadata": {"labels": {NODE: replica}}}
-            template = merge(node_pod(job, names, coordinator, replica), number)
-        tasks.append({**task, "template": template, **skeleton("volcano_tasks")[role]})
+            template = node_pod(job, names, _in_gang(names), replica)
+            template["metadata"]["labels"][NODE] = replica
+        tasks.append({**task, "template": template, **fill("volcano_tasks")[role]})
     low = sum(task.get("minAvailable", 1) for task in tasks)
-    spec = {"tasks": tasks, "minAvailable": low, "ttlSecondsAfterFinished": _keep_s(job)}
-    root: Object = {**made, **_metadata(job, names, names.app), "spec": {**made["spec"], **spec}}
-    return [without_nulls(root)]
+    spec = {**made["spec"], "tasks": tasks, "minAvailable": low, "ttlSecondsAfterFinished": _keep_s(job)}
+    return [without_nulls({**made, "metadata": _metadata(job, names, names.app), "spec": spec})]
 
 
 @dataclass(frozen=True)
@@ -95,12 +91,10 @@ WORKLOADS = {
 
 def files_objects(job: Job, names: Names) -> list[Object]:
     """Translate files of the run directory: a ConfigMap, and a Secret with the job's token."""
-    named, run = _metadata(job, names, names.files), job.run
+    metadata, run = _metadata(job, names, names.files), job.run
     files = {f.name: f.read_text() for f in job_files(run) if f.exists()}
-    return [
-        fill("config_map", named, {"data": files}),
-        fill("secret", named, {"stringData": {run.token.name: run.token.read_text()}}),
-    ]
+    secret = {run.token.name: run.token.read_text()}
+    return [fill("config_map", metadata=metadata, files=files), fill("secret", metadata=metadata, files=secret)]
 
 
 def owned_by(root: Object, body: Object) -> Object:
@@ -110,11 +104,16 @@ def owned_by(root: Object, body: Object) -> Object:
     return {**body, "metadata": {**body["metadata"], "ownerReferences": [owner]}}
 
 
-def _metadata(job: Job, names: Names, name: str) -> Object:
-    """Return the patch with an object's name, labels and annotations."""
+def _metadata(job: Job, names: Names, name: str, queue: str | None = None, **annotations: str) -> Object:
+    """Return an object's metadata; `queue` is that of Kueue, which is to admit it."""
     cluster = cluster_of(job.config)
-    labels, annotations = {**cluster.labels, **names.labels}, {**cluster.annotations, RUN: job.run.name}
-    return {"metadata": {"name": name, "labels": labels, "annotations": annotations}}
+    labels = {**cluster.labels, **names.labels, QUEUE: queue}
+    return {"name": name, "labels": labels, "annotations": {**cluster.annotations, RUN: job.run.name, **annotations}}
+
+
+def _in_gang(names: Names) -> str:
+    """Return the coordinator's host in the Service that JobSet and Volcano make."""
+    return f"{names.app}-coordinator-0-0.{names.app}"
 
 
 def _keep_s(job: Job) -> int:
@@ -122,8 +121,8 @@ def _keep_s(job: Job) -> int:
     return round(3600 * cluster_of(job.config).keep_hours)
 
 
-def _nodes(job: Job, template: Object) -> Object:
-    """Return the patch of the nodes' Job; an elastic one succeeds when its minimum of nodes has."""
+def _nodes(job: Job, template: Object, **values: object) -> Object:
+    """Return the nodes' Job; an elastic one succeeds when its minimum of nodes has."""
     low, high = node_range(job.config.nodes)
     enough = {"rules": [{"succeededCount": low}]} if low < high else None
-    return {"spec": {"completions": high, "parallelism": high, "template": template, "successPolicy": enough}}
+    return fill("job_nodes", nodes=high, template=template, success_policy=enough, **values)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from dataclasses import asdict, dataclass, field
 
 from fsdp_jobs.launchers.kubernetes.api import Api, ApiError
 from fsdp_jobs.launchers.kubernetes.conditions import is_lost
@@ -21,56 +20,48 @@ _PUBLISHED = re.compile(
 _OVERLAP_S = 5  # read again, so that no line falls between two requests
 
 
-@dataclass
-class Position:
-    """How far the logs have been read."""
-
-    offsets: dict[str, int] = field(default_factory=dict)  # file -> end of the last line copied
-    read_at: dict[str, float] = field(default_factory=dict)  # pod's uid -> seconds since 1970, on this machine
-    finished: list[str] = field(default_factory=list)  # uids of pods that have ended and were read to the end
-
-
 class Mirror:
     """Copies lines from pods' logs into the same files here, each once: pods may repeat themselves."""
 
     def __init__(self, run: RunDir):
         self.run = run
-        self.position = Position(**json.loads(run.mirrored.read_text())) if run.mirrored.exists() else Position()
+        known = json.loads(run.mirrored.read_text()) if run.mirrored.exists() else {}
+        self._offsets: dict[str, int] = known.get("offsets", {})  # file -> end of the last line copied
+        self._read_at: dict[str, float] = known.get("read_at", {})  # pod's uid -> seconds since 1970, on this machine
+        self._finished: list[str] = known.get("finished", [])  # uids of pods that have ended and were read to the end
 
     def pull(self, api: Api, pods: list[Object]) -> None:
         """Copy what the pods have published since the last time."""
-        before = json.dumps(asdict(self.position))
         for pod in pods:
             self._read(api, pod)
-        if json.dumps(asdict(self.position)) != before:
-            write_atomic(self.run.mirrored, json.dumps(asdict(self.position)))
+        position = {"offsets": self._offsets, "read_at": self._read_at, "finished": self._finished}
+        write_atomic(self.run.mirrored, json.dumps(position))
 
     def _read(self, api: Api, pod: Object) -> None:
-        metadata, position = pod["metadata"], self.position
-        uid, container = metadata["uid"], metadata["labels"][ROLE]
+        uid, container = pod["metadata"]["uid"], pod["metadata"]["labels"][ROLE]
         statuses = pod["status"].get("containerStatuses", [])
         states = {state for s in statuses if s["name"] == container for state in s.get("state", {})}
-        if uid in position.finished or is_lost(pod) or not states & {"running", "terminated"}:
+        if uid in self._finished or is_lost(pod) or not states & {"running", "terminated"}:
             return
         now = time.time()
-        since_s = max(1, int(now - position.read_at[uid]) + _OVERLAP_S) if uid in position.read_at else None
+        since_s = max(1, int(now - self._read_at[uid]) + _OVERLAP_S) if uid in self._read_at else None
         try:
-            for line in api.log(metadata["name"], container, since_s):
+            for line in api.log(pod["metadata"]["name"], container, since_s):
                 self._copy(line)
         except ApiError:
             return  # it has just gone, or its machine does not answer: read again the next time
-        position.read_at[uid] = now
+        self._read_at[uid] = now
         if "terminated" in states:
-            position.finished.append(uid)
+            self._finished.append(uid)
 
     def _copy(self, logged: str) -> None:
         published = _PUBLISHED.fullmatch(logged)
         if published is None:
             return
         name, end, line = published[1], int(published[2]), published[3]
-        if end <= self.position.offsets.get(name, 0):
+        if end <= self._offsets.get(name, 0):
             return
-        self.position.offsets[name] = end
+        self._offsets[name] = end
         file = self.run.path / name
         if file.suffix == ".json":
             write_atomic(file, line)

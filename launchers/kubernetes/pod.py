@@ -1,7 +1,6 @@
 """The program of a job's pods, around the attempts: `coordinator` or `node`. No client, no torch.
 
-The coordinator's pod brings what was submitted into the run directory and passes on a request to stop. A node's pod
-waits until the one it replaces has ended. Both publish in their logs what the run directory gets, a line of a file as
+The coordinator's pod brings what was submitted into the run directory and passes on a request to stop. Both publish in their logs what the run directory gets, a line of a file as
 `@<file>:<offset after the line> <line>`, so that a machine that cannot mount the claim can mirror it.
 """
 
@@ -14,8 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 
 from fsdp_jobs.config.errors import BadInput
@@ -32,12 +30,10 @@ from fsdp_jobs.launchers.kubernetes.labels import (
 from fsdp_jobs.run import events, log
 from fsdp_jobs.run.directory import RunDir, rank_logs, write_atomic
 from fsdp_jobs.run.identity import Identity
-from fsdp_jobs.run.tail import TIMES, follow_files
+from fsdp_jobs.run.tail import TIMES, Tail
 from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, Verdict
 
 _POLL_S = 0.5
-_HEARTBEAT_S = 2.0
-_LEASE_S = 6.0  # a pod without a heartbeat for so long has ended
 
 logger = logging.getLogger(__name__)
 
@@ -66,10 +62,7 @@ def coordinate(run: RunDir, app: str, argv: Sequence[str]) -> int:
             _leave_word(Verdict("user_error", "stop", str(e)), -1)
             return EXIT_FAILED
         write_atomic(run.written_by, app)
-    with Publisher(run) as publisher:
-        publisher.lines("*.jsonl")
-        publisher.repeat(publisher.whole_files)
-        publisher.repeat(lambda: _take_stop_request(run))
+    with CoordinatorsPublisher(run):
         code = attempts.main(argv)
     attempt = run.last_attempt()
     verdict = Verdict.read(run, attempt)
@@ -95,9 +88,8 @@ def follow(run: RunDir, app: str, argv: Sequence[str]) -> int:
     while not pods_write_here(run, app):
         time.sleep(_POLL_S)
     node = int(argv[argv.index("--node") + 1])
-    with Lease(run.lease(node)), Publisher(run) as publisher:
-        publisher.lines(rank_logs(node=node), since=run.last_attempt())
-        publisher.lines(f"attempts/*/node-{node}/{TIMES}", since=run.last_attempt())
+    since = max(0, run.last_attempt())
+    with Publisher(run, [rank_logs(node=node), f"attempts/*/node-{node}/{TIMES}"], since):
         code = attempts.main(argv)
     verdict = Verdict.read(run, run.last_attempt())
     return EXIT_DONE if verdict is not None and verdict.decision == "stop" else code
@@ -131,96 +123,62 @@ def seed(run: RunDir) -> None:
     write_atomic(run.token, token, mode=0o600)
 
 
-class Lease:
-    """Lets one pod at a time be a node: its replacement waits until the heartbeat has stopped.
+class Publisher(threading.Thread):
+    """Publishes in the pod's log what is new in the run directory, until the block is left."""
 
-    A pod that is being evicted saves for a while, and the cluster may start the next one before it has ended.
-    """
-
-    def __init__(self, file: Path):
-        self.file, self._released = file, threading.Event()
-        self._thread = threading.Thread(target=self._renew, daemon=True)
-
-    def __enter__(self) -> Lease:
-        heartbeat, since = "", time.monotonic()
-        with suppress(FileNotFoundError):  # released
-            while time.monotonic() - since < _LEASE_S:
-                if (newest := self.file.read_text()) != heartbeat:
-                    heartbeat, since = newest, time.monotonic()
-                time.sleep(_POLL_S)
-            logger.info("the pod before this one has had no heartbeat for %.0f s", _LEASE_S)
-        self._thread.start()
-        return self
-
-    def _renew(self) -> None:
-        while True:
-            self.file.write_text(str(time.time_ns()))
-            if self._released.wait(_HEARTBEAT_S):
-                self.file.unlink(missing_ok=True)
-                return
-
-    def __exit__(self, *_: object) -> None:
-        self._released.set()
-        self._thread.join()
-
-
-class Publisher:
-    """Publishes in the pod's log what is new in the run directory, from threads, until the block is left."""
-
-    def __init__(self, run: RunDir):
-        self.run = run
+    def __init__(self, run: RunDir, patterns: Sequence[str], since: int = 0):
+        """Publish each line of the files that match; of those under `attempts/` from attempt `since` on."""
+        super().__init__(daemon=True)
+        self.run_dir, self.patterns, self.since = run, patterns, since
         self._left = threading.Event()
-        self._threads: list[threading.Thread] = []
-        self._published: dict[Path, int] = {}  # whole file -> its time of modification
+        self._tails: dict[Path, Tail] = {}
 
     def __enter__(self) -> Publisher:
+        self.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._left.set()
-        for thread in self._threads:
-            thread.join()
+        self.join()
 
-    def lines(self, pattern: str, since: int = -1) -> None:
-        """Publish every line of the files that match; of those under `attempts/` from attempt `since` on."""
+    def run(self) -> None:
+        while not self._left.wait(_POLL_S):
+            self.publish()
+        self.publish()
+        for tail in self._tails.values():
+            if rest := tail.unfinished():
+                self.publish_line(tail.path, tail.offset + len(rest), rest)
 
-        def publish() -> None:
-            offsets: dict[Path, int] = {}
-            for file, line in follow_files(self.run.path, pattern, lambda: not self._left.is_set()):
-                offsets[file] = offsets.get(file, 0) + len(line.encode()) + 1
-                name = file.relative_to(self.run.path)
-                if name.parts[0] != "attempts" or int(name.parts[1]) >= since:
-                    publish_line(f"{name}:{offsets[file]}", line)
+    def publish(self) -> None:
+        """Publish what is new."""
+        for pattern in self.patterns:
+            for file in sorted(self.run_dir.path.glob(pattern)):
+                name = file.relative_to(self.run_dir.path)
+                if name.parts[0] != "attempts" or int(name.parts[1]) >= self.since:
+                    tail = self._tails.setdefault(file, Tail(file))
+                    for line in tail.lines():
+                        self.publish_line(file, tail.offset, line)
 
-        self._start(publish)
+    def publish_line(self, file: Path, position: int, line: bytes) -> None:
+        name = str(file.relative_to(self.run_dir.path)).encode()
+        os.write(sys.stdout.fileno(), b"@%s:%d %s\n" % (name, position, line))  # whole, whatever else writes there
 
-    def repeat(self, action: Callable[[], None]) -> None:
-        """Call `action` every half second, and once more at the end."""
 
-        def run() -> None:
-            while not self._left.wait(_POLL_S):
-                action()
-            action()
+class CoordinatorsPublisher(Publisher):
+    """Publishes the run's records and the small files that are replaced as a whole; takes a request to stop."""
 
-        self._start(run)
+    def __init__(self, run: RunDir):
+        super().__init__(run, ["*.jsonl"])
+        self._published: dict[Path, int] = {}  # whole file -> its time of modification
 
-    def whole_files(self) -> None:
-        """Publish the small files that are replaced as a whole, when they have changed, on one line."""
-        for file in (*self.run.verdicts(), self.run.excluded):
+    def publish(self) -> None:
+        super().publish()
+        for file in (*self.run_dir.verdicts(), self.run_dir.excluded):
             changed = file.stat().st_mtime_ns if file.exists() else 0
             if changed > self._published.get(file, 0):
                 self._published[file] = changed
-                content = json.dumps(json.loads(file.read_text()))
-                publish_line(f"{file.relative_to(self.run.path)}:{changed}", content)
-
-    def _start(self, target: Callable[[], None]) -> None:
-        thread = threading.Thread(target=target, daemon=True)
-        self._threads.append(thread)
-        thread.start()
-
-
-def publish_line(tag: str, line: str) -> None:
-    os.write(sys.stdout.fileno(), f"@{tag} {line}\n".encode())  # whole, whatever else writes there
+                self.publish_line(file, changed, json.dumps(json.loads(file.read_text())).encode())  # on one line
+        _take_stop_request(self.run_dir)
 
 
 def _take_stop_request(run: RunDir) -> None:

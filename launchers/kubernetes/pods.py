@@ -13,7 +13,7 @@ from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.app import RUN_DIR_KEY
 from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.kubernetes.labels import APP, COORDINATOR_PORT, ROLE, Names
-from fsdp_jobs.launchers.kubernetes.skeletons import Object, merge, skeleton
+from fsdp_jobs.launchers.kubernetes.skeletons import Object, fill, merge
 from fsdp_jobs.run import events
 from fsdp_jobs.run.env import ADDRESS_ENV, HOST_ENV
 
@@ -37,42 +37,32 @@ def node_pod(job: Job, names: Names, coordinator: str, node: str) -> Object:
         node: number of the node, or what the kubelet replaces by it: `$(JOB_COMPLETION_INDEX)`.
     """
     cluster, role = cluster_of(job.config), job.role("trainer")
-    amounts = _amounts(cluster, role)
     siblings = {"matchLabels": {APP: names.app, ROLE: "trainer"}}
-    spread = {  # a machine of its own, where there are enough
-        "maxSkew": 1,
-        "topologyKey": "kubernetes.io/hostname",
-        "whenUnsatisfiable": "ScheduleAnyway",
-        "labelSelector": siblings,
-    }
-    patch = {
-        "spec": {
-            "containers": [{"name": "trainer", "resources": {"requests": amounts, "limits": amounts}}],
-            "volumes": [{"name": "shm", "emptyDir": {"sizeLimit": cluster.shm}}],
-            "nodeSelector": cluster.node_selector or None,
-            "topologySpreadConstraints": [spread],
-            "affinity": _affinity(cluster, siblings, sorted(job.run.excluded_hosts())) or None,
-        }
-    }
+    own = fill(
+        "pod_trainer",
+        amounts=_amounts(cluster, role),
+        shm=cluster.shm,
+        node_selector=cluster.node_selector or None,
+        siblings=siblings,
+        affinity=_affinity(cluster, siblings, sorted(job.run.excluded_hosts())) or None,
+    )
     env = {ADDRESS_ENV: _field("status.podIP"), HOST_ENV: _field("spec.nodeName"), **_user_env(cluster)}
     arguments = ["node", names.app, _run_dir(job), f"{coordinator}:{COORDINATOR_PORT}"]
-    return _pod(job, names, role, [*arguments, "--", *_command(job, role, node)], env, patch)
+    template = _pod(job, names, role, [*arguments, "--", *_command(job, role, node)], env, own)
+    template["spec"]["tolerations"] += cluster.tolerations
+    if cluster.queue is not None and cluster.leaf_label and cluster.workload != "volcano":
+        template["metadata"].setdefault("annotations", {})[_KUEUE_TOPOLOGY] = cluster.leaf_label
+    return template
 
 
 def coordinator_pod(job: Job, names: Names) -> Object:
     """Translate the coordinator's role into the template of its pod."""
     cluster, role = cluster_of(job.config), job.role("coordinator")
     memory = f"{2 * role.resource.memMB}Mi"  # the process, and the one that restarts it
-    resources = {"requests": {"memory": memory}, "limits": {"memory": memory}}
-    files = [
-        {"name": "job", "configMap": {"name": names.files}},
-        {"name": "token", "secret": {"secretName": names.files}},
-    ]
-    patch = {"spec": {"containers": [{"name": "coordinator", "resources": resources}], "volumes": files}}
     webhook = (job.config.notify.webhook or "").removeprefix("env:")  # the coordinator notifies: it judges
     env = {name: value for name, value in _user_env(cluster).items() if name == webhook}
-    arguments = ["coordinator", names.app, _run_dir(job), str(COORDINATOR_PORT)]
-    return _pod(job, names, role, [*arguments, "--", *_command(job, role)], env, patch)
+    arguments = ["coordinator", names.app, _run_dir(job), str(COORDINATOR_PORT), "--", *_command(job, role)]
+    return _pod(job, names, role, arguments, env, fill("pod_coordinator", memory=memory, files=names.files))
 
 
 def _run_dir(job: Job) -> str:
@@ -81,50 +71,27 @@ def _run_dir(job: Job) -> str:
 
 
 def _pod(
-    job: Job, names: Names, role: Role, arguments: list[str], env: Mapping[str, Object], role_patch: Object
+    job: Job, names: Names, role: Role, arguments: list[str], env: Mapping[str, Object], own: Object
 ) -> Object:
-    """Fill the skeletons `pod` and `pod_<role>`; `cluster.pod_patch` comes last."""
+    """Fill the skeleton `pod` and merge what its role adds to it; `cluster.pod_patch` comes last."""
     cluster = cluster_of(job.config)
-    base = skeleton("pod")
-    base["spec"]["containers"][0]["name"] = role.name
-    is_node, user = role.name == "trainer", cluster.run_as_user
-    in_kueue = is_node and cluster.queue is not None and cluster.workload != "volcano"
-    together = {_KUEUE_TOPOLOGY: cluster.leaf_label} if in_kueue and cluster.leaf_label else {}
-    container: Object = {
-        "name": role.name,
-        "image": cluster.image,
+    specific = {
+        "role": role.name,
+        "labels": {**cluster.labels, **names.labels, ROLE: role.name},
+        "annotations": cluster.annotations or None,
+        "grace_s": _grace_s(job),
+        "fs_group_policy": None if cluster.fs_group is None else "OnRootMismatch",
         "command": ["python", "-m", "fsdp_jobs.launchers.kubernetes.pod", *arguments],
         "env": [{"name": k, **v} for k, v in {**_values({**role.env, "HOME": "/tmp"}), **env}.items()],
-        "volumeMounts": [{"name": "runs", "mountPath": cluster.mount_path}],
+        "pull_secrets": [{"name": name} for name in cluster.image_pull_secrets] or None,
     }
-    lost = [{**t, "tolerationSeconds": cluster.lost_after_s} for t in base["spec"]["tolerations"]]
-    common = {
-        "metadata": {
-            "labels": {**cluster.labels, **names.labels, ROLE: role.name},
-            "annotations": {**cluster.annotations, **together} or None,
-        },
-        "spec": {
-            "terminationGracePeriodSeconds": _grace_s(job),
-            "securityContext": {"runAsUser": user, "runAsGroup": user, **_group(cluster.fs_group)},
-            "containers": [container],
-            "volumes": [{"name": "runs", "persistentVolumeClaim": {"claimName": cluster.claim}}],
-            "tolerations": [*lost, *(cluster.tolerations if is_node else [])],
-            "serviceAccountName": cluster.service_account,
-            "priorityClassName": cluster.priority_class,
-            "imagePullSecrets": [{"name": name} for name in cluster.image_pull_secrets] or None,
-        },
-    }
+    base = fill("pod", **{**vars(cluster), **specific})
     patch = dict(cluster.pod_patch)
     if "containers" in patch:  # a patch of the other role's container is not for this pod
         others = {"coordinator", "trainer"} - {role.name}
         patch["containers"] = [c for c in patch["containers"] if c["name"] not in others]
-    template: Object = reduce(merge, [base, skeleton(f"pod_{role.name}"), common, role_patch, {"spec": patch}])
+    template: Object = reduce(merge, [base, own, {"spec": patch}])
     return template
-
-
-def _group(fs_group: int | None) -> Object:
-    """Return the fields of a security context that make a group own the volumes; none without a group."""
-    return {} if fs_group is None else {"fsGroup": fs_group, "fsGroupChangePolicy": "OnRootMismatch"}
 
 
 def _amounts(cluster: KubernetesClusterConfig, role: Role) -> dict[str, str]:
@@ -170,13 +137,10 @@ def _values(env: Mapping[str, str]) -> dict[str, Object]:
 
 
 def _user_env(cluster: KubernetesClusterConfig) -> dict[str, Object]:
-    return _values(cluster.env) | {name: _secret(reference) for name, reference in cluster.secret_env.items()}
+    pairs = {name: reference.split("/") for name, reference in cluster.secret_env.items()}
+    secrets = {n: {"valueFrom": {"secretKeyRef": {"name": secret, "key": key}}} for n, (secret, key) in pairs.items()}
+    return _values(cluster.env) | secrets
 
 
 def _field(path: str) -> Object:
     return {"valueFrom": {"fieldRef": {"fieldPath": path}}}
-
-
-def _secret(reference: str) -> Object:
-    secret, _, key = reference.partition("/")
-    return {"valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}

@@ -40,11 +40,12 @@ from fsdp_jobs.launchers.kubernetes.manifests import WORKLOADS, files_objects, o
 from fsdp_jobs.launchers.kubernetes.mirror import Mirror, pass_on_stop
 from fsdp_jobs.launchers.kubernetes.pods import cluster_of
 from fsdp_jobs.launchers.kubernetes.skeletons import Object
+from fsdp_jobs.launchers.state import State
 from fsdp_jobs.plan.sources import from_kubernetes
 from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, write_atomic
-from fsdp_jobs.run.verdict import Verdict
+from fsdp_jobs.run.verdict import Verdict, judge
 
 _RETRIED_FOR_S, _RETRY_S = 20.0, 2.0  # a cluster that does not answer
 _CANCELS_AT_ONCE = 16
@@ -165,6 +166,19 @@ class KubernetesLauncher(Launcher):
         with ThreadPoolExecutor(_CANCELS_AT_ONCE) as threads:
             list(threads.map(lambda app: _retried(app, partial(_kill, app)), map(_App.of, app_ids)))
 
+    def replace_lost(self, app_id: str) -> str:
+        """Give up a coordinator's pod on a machine that does not answer: the cluster waits for its end for ever."""
+        app = _App.of(app_id)
+
+        def replace(api: Api) -> str:
+            for pod in filter(conditions.is_lost, api.pods(f"{app.names.selector},{ROLE}=coordinator")):
+                api.patch(pod, {"metadata": {"finalizers": None}})  # the Job's, which it removes at the pod's end
+                api.delete(pod, gracePeriodSeconds="0")
+                return f"machine {pod['spec'].get('nodeName', '?')} is given up: a new coordinator takes over"
+            return ""
+
+        return _retried(app, replace)
+
     def logs(self, app_id: str, role: str, node: int, follow: bool) -> Iterator[str]:
         """Yield lines of the newest pod of a node, or of the coordinator, as `kubectl logs` shows them."""
         app = _App.of(app_id)
@@ -248,26 +262,27 @@ def _by_app(objects: list[Object]) -> dict[str, list[Object]]:
 
 
 def _describe(app: _App, api: Api, jobs: list[Object], pods: list[Object]) -> Description | None:
-    """Describe an app and copy what its pods have published; None when the cluster no longer has it."""
+    """Describe an app, copy what its pods have published, and end what its end has left; None when it is gone."""
     root = app.root(api, jobs)
     if root is None:
         return None
     state, (restarts, verdict) = conditions.state_of(root, pods), conditions.verdict_of(pods)
-    why = conditions.why_waiting(api, root, jobs, pods) if state.is_active else ""
-    if app.run is not None:
-        if why and why != _last_reason(app.run):
+    if app.run is not None and not pods_write_here(app.run, app.names.app):
+        Mirror(app.run).pull(api, pods)
+        pass_on_stop(app.run, api, pods)
+    if state.is_active:
+        why = conditions.why_waiting(api, root, jobs, pods)
+        if app.run is not None and why and why != _last_reason(app.run):
             events.record(app.run, app.run.last_attempt(), events.Waiting(why))
-        if not pods_write_here(app.run, app.names.app):
-            Mirror(app.run).pull(api, pods)
-            pass_on_stop(app.run, api, pods)
+    else:
+        why = verdict.reason if verdict is not None else conditions.why_failed(root, pods)
+        if app.run is not None and state is State.FAILED:  # else the pods have recorded how it ended
+            judge(app.run, verdict or Verdict("infrastructure", "stop", why))
+        if not conditions.is_leaving(root, pods):
+            _end_rest(api, root, jobs)
     replicas = [_replica(pod) for pod in pods]
-    return Description(
-        app_id=app.app_id,
-        state=state,
-        message=verdict.reason if verdict is not None and not state.is_active else why,
-        restarts=restarts,
-        roles=[RoleStatus(role, [r for r in replicas if r.role == role]) for role in ("coordinator", "trainer")],
-    )
+    roles = [RoleStatus(role, [r for r in replicas if r.role == role]) for role in ("coordinator", "trainer")]
+    return Description(app.app_id, state, why, restarts, roles)
 
 
 def _find(app: _App, api: Api) -> str | None:
@@ -282,15 +297,30 @@ def _find(app: _App, api: Api) -> str | None:
 
 
 def _kill(app: _App, api: Api) -> None:
-    pods = api.pods(app.names.selector)
-    root = app.root(api, api.jobs(app.names.selector))
-    if root is None or not conditions.state_of(root, pods).is_active:
+    """Delete the job and all its pods; of one that has ended, only what still runs or waits."""
+    pods, jobs = api.pods(app.names.selector), api.jobs(app.names.selector)
+    root = app.root(api, jobs)
+    if root is None:
         return
-    api.delete(root)
+    state = conditions.state_of(root, pods)
+    if not state.is_active:
+        _end_rest(api, root, jobs)
+        return
+    for body in (root, *jobs):
+        api.delete(body)
     for pod in pods:
         api.delete(pod, gracePeriodSeconds="0")
-    if app.run is not None and app.run.last_attempt() >= 0 and Verdict.read(app.run, app.run.last_attempt()) is None:
-        Verdict("preempted", "stop", "killed on request, without a checkpoint").close(app.run, app.run.last_attempt())
+    if app.run is not None:
+        reason = "killed on request, without a checkpoint"
+        reason = "cancelled while it waited" if state is State.QUEUED else reason
+        judge(app.run, Verdict("preempted", "stop", reason))
+
+
+def _end_rest(api: Api, root: Object, jobs: list[Object]) -> None:
+    """Delete the Jobs that a job's end has left: a failed owner deletes nothing, and pods that wait ask for machines."""
+    for job in jobs:
+        if job["metadata"]["uid"] != root["metadata"]["uid"] and not conditions.ends_of(job):
+            api.delete(job)
 
 
 def _retried(app: _App, action: Callable[[Api], _Answer]) -> _Answer:
@@ -311,7 +341,13 @@ def _retried(app: _App, action: Callable[[Api], _Answer]) -> _Answer:
 
 
 def _last_reason(run: RunDir) -> str:
-    return next((e.why for e in events.newest_events(run) if isinstance(e, events.Waiting)), "")
+    """Return what was last recorded as the reason to wait, unless the job has got further since."""
+    for event in events.newest_events(run):
+        if isinstance(event, events.Waiting):
+            return event.why
+        if isinstance(event, events.AttemptStarted | events.RoundStarted | events.RoundBroken):
+            break
+    return ""
 
 
 def _replica(pod: Object) -> ReplicaStatus:

@@ -1,10 +1,12 @@
-"""Objects from the YAML files beside this module: patches are merged in, what stays null is left out."""
+"""Objects from the YAML files beside this module: `$names` stand for values, what stays null is left out."""
 
 from __future__ import annotations
 
+import json
+from collections import defaultdict
 from collections.abc import Sequence
-from functools import reduce
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import yaml
@@ -12,15 +14,11 @@ import yaml
 Object = dict[str, Any]
 
 
-def skeleton(name: str) -> Object:
-    """Read `<name>.yaml`."""
-    content: Object = yaml.safe_load((Path(__file__).parent / f"{name}.yaml").read_text())
-    return content
-
-
-def fill(name: str, *patches: Object) -> Object:
-    """Merge patches, one after the other, into the skeleton of a name."""
-    filled: Object = without_nulls(reduce(merge, patches, skeleton(name)))
+def fill(name: str, **values: Any) -> Object:
+    """Read `<name>.yaml` with these values in place of `$names`; null for a name that has none."""
+    known = defaultdict(lambda: "null", {key: json.dumps(value) for key, value in values.items()})  # JSON is YAML
+    text = (Path(__file__).parent / f"{name}.yaml").read_text()
+    filled: Object = without_nulls(yaml.safe_load(Template(text).substitute(known)))
     return filled
 
 

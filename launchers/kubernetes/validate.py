@@ -145,14 +145,18 @@ def _claim_and_queue(api: Api, config: JobConfig, groups: dict[str, str]) -> Ite
 
 
 def _not_admitted(api: Api, objects: Sequence[Object]) -> Iterator[Problem]:
-    """Yield what the server refuses in a dry run of each object, and of a pod of each kind."""
+    """Yield what the server refuses in a dry run of each object, and of a pod of each kind; the same words once."""
+    said = set()
     for body in [*objects, *(p for o in objects for p in _pods_of(o))]:
+        name = body["metadata"]["name"]
         try:
             api.create(body, dry_run=True)
         except ApiError as e:
-            if body["kind"] == "Pod" and "cannot create resource" in e.message:
+            words = e.message.replace(name, "")
+            if words in said or (body["kind"] == "Pod" and "cannot create resource" in e.message):
                 continue  # this user may create Jobs only: what admission says of pods comes as events
-            yield explain(api, e, f"{body['kind']} {body['metadata']['name']}")
+            said.add(words)
+            yield explain(api, e, f"{body['kind']} {name}")
 
 
 def _pods_of(body: Object) -> Iterator[Object]:

@@ -127,6 +127,26 @@ def test_a_fenced_node_that_wakes_up_is_told_that_its_round_is_over(tmp_path: Pa
     assert cluster.last(b_again, "break")["round"] == 0  # type: ignore[index]
 
 
+def test_a_replacement_waits_for_the_node_that_still_saves_and_for_no_other(tmp_path: Path) -> None:
+    """A cluster may start the next pod of a node before an evicted one has ended, and one that it cannot reach."""
+    cluster = Cluster(tmp_path, "nodes=2", "elastic.join_window_s=0")
+    a, b = cluster.join(0), cluster.join(1)
+    cluster.later(0.2, a, b)
+    cluster.coordinator.on_stop("node 1 is told to end", cluster.now)
+    cluster.join(1, life="b", round_=-1)
+    assert not cluster.events("node_lost") and b in cluster.coordinator.agents.values()
+    cluster.later(11, a)  # b saves no longer: nothing is heard of it
+    assert [e["node"] for e in cluster.events("node_lost")] == [1]
+    new = cluster.join(1, life="c")
+    assert new in cluster.coordinator.agents.values()
+
+    cut_off = Cluster(tmp_path / "cut", "nodes=2", "elastic.join_window_s=0")
+    a, b = cut_off.join(0), cut_off.join(1)
+    cut_off.later(0.2, a, b)
+    new = cut_off.join(1, life="b")
+    assert new in cut_off.coordinator.agents.values() and b not in cut_off.coordinator.agents.values()
+
+
 def test_new_nodes_wait_until_the_ranks_have_saved_and_parked(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, "nodes=1:2", "elastic.join_window_s=0", "fsdp=full_shard")
     a = cluster.join(0)

@@ -48,6 +48,18 @@ def test_copies_what_is_on_disk_and_not_what_git_ignores(tmp_path: Path) -> None
     assert (copy / "train.py").read_text() == "changed later", "the next submission takes the place of the last one's"
 
 
+def test_without_git_earlier_runs_and_sweeps_are_no_code(tmp_path: Path) -> None:
+    work, copy = tmp_path / "work", tmp_path / "copy"
+    for name in ("train.py", "runs/a/job.json", "runs/a/code/train.py", "old/b/job.json", "old/b/code/train.py"):
+        (work / name).parent.mkdir(parents=True, exist_ok=True)
+        (work / name).write_text("{}")
+    (work / "sweeps/s/code-0").mkdir(parents=True)
+    for name in ("sweeps/s/sweep.yaml", "sweeps/s/code-0/train.py"):
+        (work / name).write_text("")
+    take(work, work / "runs", limit_mb=100).write(copy)
+    assert names(copy) == {"train.py"}
+
+
 def test_brings_this_package_along_so_that_the_copy_runs(tmp_path: Path) -> None:
     work, copy = tmp_path / "work", tmp_path / "copy"
     work.mkdir()

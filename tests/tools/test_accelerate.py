@@ -155,6 +155,49 @@ def test_what_cannot_be_had_is_named_and_the_rest_spoken_of(tmp_path: Path) -> N
         assert said in done.stderr
 
 
+OF_ITS_DOCUMENTATION = """
+compute_environment: LOCAL_MACHINE
+debug: false
+distributed_type: FSDP
+downcast_bf16: 'no'
+fsdp_config:
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_backward_prefetch_policy: BACKWARD_PRE
+  fsdp_forward_prefetch: false
+  fsdp_cpu_ram_efficient_loading: true
+  fsdp_offload_params: false
+  fsdp_sharding_strategy: FULL_SHARD
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_sync_module_states: true
+  fsdp_transformer_layer_cls_to_wrap: BertLayer
+  fsdp_use_orig_params: true
+machine_rank: 0
+main_training_function: main
+mixed_precision: bf16
+num_machines: 1
+num_processes: 2
+rdzv_backend: static
+same_network: true
+tpu_env: []
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: false
+"""
+
+
+def test_the_file_of_accelerates_documentation_is_taken_and_numbers_are_checked(tmp_path: Path) -> None:
+    file = tmp_path / "documented.yaml"
+    file.write_text(OF_ITS_DOCUMENTATION)
+    done = cli(tmp_path, "import-accelerate", str(file))
+    assert done.returncode == 0 and "fsdp.strategy=full_shard" in done.stdout, done.stderr
+    assert "fsdp_backward_prefetch_policy: FSDP2 gathers" in done.stderr
+    wrong = OF_ITS_DOCUMENTATION.replace("num_machines: 1", "num_machines: two")
+    file.write_text(wrong.replace("num_processes: 2", "num_processes: many"))
+    done = cli(tmp_path, "import-accelerate", str(file))
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "num_machines: two: is not a number" in done.stderr and "num_processes: many: is not" in done.stderr
+
+
 @pytest.mark.integration
 def test_our_trainer_and_accelerate_launch_train_the_same(tmp_path: Path) -> None:
     from benchmarks.against_accelerate import furthest, ours, prepare, theirs

@@ -26,12 +26,13 @@ def serve(folder: str, host: str, port: int, say: Callable[[str], None]) -> int:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-    except OSError as e:
-        raise BadInput([Problem(f"--host {host} --port {port}", str(e.strerror), "--port 0 takes a free one")]) from e
+    except (OSError, OverflowError) as e:
+        what = e.strerror if isinstance(e, OSError) else "a port is a number from 0 to 65535"
+        raise BadInput([Problem(f"--host {host} --port {port}", str(what), "--port 0 takes a free one")]) from e
     is_local = host in _LOCAL
     token = None if is_local else secrets.token_urlsafe(24)
     app = make_app(folder, ["127.0.0.1", "localhost", "[::1]"] if is_local else ["*"], token)
-    name = f"[{host}]" if ":" in host else host
+    name = {"0.0.0.0": "localhost", "::": "localhost"}.get(host, f"[{host}]" if ":" in host else host)
     say(f"http://{name}:{listener.getsockname()[1]}/" + ("" if token is None else f"?token={token}"))
     uvicorn.Server(uvicorn.Config(app, log_config=None, log_level="warning", lifespan="off")).run(sockets=[listener])
     return 0

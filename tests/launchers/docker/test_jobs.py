@@ -180,6 +180,31 @@ def test_a_stopped_node_stays_away_until_it_is_started_and_a_stopped_coordinator
         assert f"saved at step {saved}" in verdict.reason and saved == job.step()
 
 
+def test_what_nobody_restarts_is_named_and_cancel_leaves_nothing_even_without_a_supervisor(
+    image: str, tmp_path: Path
+) -> None:
+    task = ("nodes=2", "nproc_per_node=1", "steps=100000", *_SOON)
+    with docker_job(tmp_path, "alone", image, *task) as job:
+        job.until_step(5)
+        docker("rm", "--force", job.container("node-1"))
+        job.until(lambda: bool(job.events("waiting")), "the missing container is named")
+        assert "the container of node-1 was removed" in job.verb("status", "alone")
+        supervisor = supervisor_of(job.run)
+        assert supervisor is not None
+        supervisor.kill()
+        assert "alone stopped: cancelled" in job.verb("cancel", "alone")
+        assert job.left() == []
+    with docker_job(tmp_path, "twice", image, *task) as job:
+        job.until_step(5)
+        supervisor = supervisor_of(job.run)
+        assert supervisor is not None
+        supervisor.kill()
+        docker("stop", job.container("coordinator"))
+        job.until(lambda: bool(job.events("attempt_ended")), "the end of the job")
+        job.until(lambda: "is not running" in job.verb("cancel", "twice"), "that all have ended")
+        assert job.left() == [], "a cancel of what has ended removes what it has left"
+
+
 def test_a_container_that_cannot_start_says_why(image: str, tmp_path: Path) -> None:
     """An image in which Python does not work: no attempt begins, and the verdict has the container's words."""
     broken = "cluster.env={PYTHONPATH: /nowhere, PYTHONHOME: /nowhere}"

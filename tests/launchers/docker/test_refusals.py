@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,6 +80,29 @@ def test_names_that_are_taken(image: str, strangers: None, tmp_path: Path) -> No
     assert "docker rm -f fsdp-mine-node-1" in said
     assert "network fsdp-mine: exists already, of something other than this run" in said
     assert "docker network rm fsdp-mine" in said
+
+
+@pytest.mark.parametrize("name", ["Upper/Case", "a b", "x:y:z", "@"])
+def test_names_that_no_image_can_have(docker_daemon: None, tmp_path: Path, name: str) -> None:
+    assert f"cluster.image={name}: " in " ".join(refusal(tmp_path, f"cluster.image='{name}'").split())
+
+
+def test_the_chosen_context_names_the_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `docker context create` and `docker context use` write it."""
+    config = tmp_path / "docker"
+    chosen = config / "contexts" / "meta" / hashlib.sha256(b"far").hexdigest() / "meta.json"
+    chosen.parent.mkdir(parents=True)
+    chosen.write_text(json.dumps({"Name": "far", "Endpoints": {"docker": {"Host": "unix:///far/docker.sock"}}}))
+    (config / "config.json").write_text(json.dumps({"currentContext": "far"}))
+    monkeypatch.delenv("DOCKER_HOST", raising=False)
+    far = "Docker at unix:///far/docker.sock: no Docker daemon answers"
+    assert far in refusal(tmp_path, DOCKER_CONFIG=str(config))
+    (config / "config.json").write_text("{}")
+    assert far in refusal(tmp_path, DOCKER_CONFIG=str(config), DOCKER_CONTEXT="far")
+    gone = refusal(tmp_path, DOCKER_CONFIG=str(config), DOCKER_CONTEXT="gone")
+    assert "DOCKER_CONTEXT=gone: there is no such context" in gone
+    here = refusal(tmp_path, DOCKER_CONFIG=str(config), DOCKER_CONTEXT="far", DOCKER_HOST="unix:///nowhere.sock")
+    assert "Docker at unix:///nowhere.sock" in here, "as with the docker command, DOCKER_HOST comes first"
 
 
 def test_another_machines_docker(docker_daemon: None, tmp_path: Path) -> None:

@@ -128,10 +128,15 @@ class SimulatedApi:
             return [o for (kind, _), o in self.objects.items() if kind == f"{group}/{plural}"]
 
     def delete(self, body: Object, grace: int | None = None) -> None:
-        """Delete an object and what it owns. A pod goes when its processes have."""
+        """Delete an object and what it owns. A pod goes when its processes have, and no finalizer holds it.
+
+        Seen on Kubernetes 1.36: what has finalizers is only marked, however hard the deletion is forced.
+        """
         with self.lock:
-            if self.on_delete(body, grace):
-                self.objects = {k: o for k, o in self.objects.items() if o is not body}
+            if self.on_delete(body, grace) and not body["metadata"].get("finalizers"):
+                self.remove(body)
+            elif body["metadata"].get("finalizers"):
+                body["metadata"].setdefault("deletionTimestamp", now())
             uid = body["metadata"]["uid"]
             owned = [
                 o
@@ -140,6 +145,11 @@ class SimulatedApi:
             ]
             for one in owned:
                 self.delete(one, None)
+
+    def remove(self, body: Object) -> None:
+        """Forget an object."""
+        with self.lock:
+            self.objects = {k: o for k, o in self.objects.items() if o is not body}
 
     def warn(self, kind: str, name: str, reason: str, message: str) -> None:
         """Record a warning event about an object, once."""
@@ -186,6 +196,8 @@ class SimulatedApi:
             if stored is None:
                 raise Refused(404, f'{plural} "{name}" not found')
             if method == "PATCH":
+                if not isinstance(body, dict):
+                    raise Refused(400, "a merge patch is an object; a list is a JSON patch")
                 _merge(stored, body)
             elif method == "DELETE":
                 grace = (body or {}).get("gracePeriodSeconds", query.get("gracePeriodSeconds"))
@@ -225,7 +237,9 @@ def _field(body: Object, path: str) -> Any:
 def _merge(body: Object, patch: Object) -> None:
     """A JSON merge patch."""
     for key, value in patch.items():
-        if isinstance(value, dict):
+        if value is None:
+            body.pop(key, None)
+        elif isinstance(value, dict):
             _merge(body.setdefault(key, {}), value)
         else:
             body[key] = value

@@ -1,8 +1,9 @@
 """Simulated controllers and kubelets: Jobs make pods, pods are real processes in namespaces of this machine.
 
 What is like the real thing: Indexed Jobs with backoff limits, pod failure, replacement and success policies,
-suspension, deletion with grace, owners; pods with their own mounts, host name, PID 1, /dev/shm and exit codes;
-two machines that can be drained or lost. What is not: images, users, quantities, time scales. Needs root.
+suspension, deletion with grace, owners; and, as seen on Kubernetes 1.36, a forced deletion is SIGTERM and 2 s, an
+ended Job deletes nothing that it owns, and its pods are held by a finalizer until it has counted their end; pods
+with their own mounts, host name, PID 1, /dev/shm and exit codes; two machines that can be drained or lost. What is not: images, users, quantities, time scales. Needs root.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from tests.launchers.kubernetes.simulated_api import NAMESPACE, Object, Simulate
 
 INDEX = "batch.kubernetes.io/job-completion-index"
 JOB_NAME = "batch.kubernetes.io/job-name"
+TRACKING = "batch.kubernetes.io/job-tracking"
+_FORCED_S = 2.0  # between SIGTERM and SIGKILL of a forced deletion
 _BACKOFF_S = 0.5  # ten seconds and more on a real cluster
 _TICK_S = 0.1
 
@@ -160,8 +163,8 @@ class SimulatedCluster:
             )
             self.api.delete(pod)
 
-    def lose(self, name: str) -> None:
-        """A machine loses its power: nobody says so, and its pods never end."""
+    def lose(self, name: str, ago_s: float = 0) -> None:
+        """A machine loses its power: nobody says so, and its pods never end. They were given up so long ago."""
         with self.api.lock:
             self.machines[name].lost = True
             for pod in self.pods():
@@ -170,7 +173,7 @@ class SimulatedCluster:
                     process.was_killed = True
                     for child in psutil.Process(process.popen.pid).children():
                         child.kill()
-                    pod["metadata"]["deletionTimestamp"] = now()
+                    pod["metadata"]["deletionTimestamp"] = now(-ago_s)
 
     def find(self, name: str) -> None:
         """A lost machine has power again; its kubelet sees that the pods have gone."""
@@ -185,10 +188,15 @@ class SimulatedCluster:
     def _on_delete(self, body: Object, grace: int | None) -> bool:
         """Whether an object goes at once. A pod with processes is told to end first."""
         process = self.processes.get(body["metadata"]["uid"])
+        machine = self.machines.get(body.get("spec", {}).get("nodeName", ""))
+        if machine is not None and machine.lost:
+            body["metadata"].setdefault("deletionTimestamp", now())
+            body["metadata"]["deletionGracePeriodSeconds"] = grace
+            return grace == 0
         if process is None or process.popen.poll() is not None:
             return True
         if "deletionTimestamp" not in body["metadata"] or grace == 0:
-            seconds = body["spec"]["terminationGracePeriodSeconds"] if grace is None else grace
+            seconds = body["spec"]["terminationGracePeriodSeconds"] if grace is None else max(grace, _FORCED_S)
             body["metadata"]["deletionTimestamp"] = now(seconds)
             process.killed_at = time.monotonic() + seconds
             for child in psutil.Process(process.popen.pid).children():
@@ -332,11 +340,22 @@ class SimulatedCluster:
                 for pod in self.pods():
                     if pod["metadata"]["uid"] in self.processes:
                         self._tend(pod)
-                    elif "nodeName" not in pod["spec"]:
+                    elif "deletionTimestamp" not in pod["metadata"]:
                         self._schedule(pod)
-                    ended = pod["status"]["phase"] in ("Succeeded", "Failed")
-                    if ended and "deletionTimestamp" in pod["metadata"] and pod["metadata"]["uid"] in self._judged:
-                        self.api.objects.pop(("/pods", pod["metadata"]["name"]), None)
+                    self._let_go(pod)
+
+    def _let_go(self, pod: Object) -> None:
+        """Take the finalizer from a pod whose end its Job has counted, or whose Job is over; forget a deleted one."""
+        metadata = pod["metadata"]
+        owners = [j for j in self.api.all("batch", "jobs") if j["metadata"]["uid"] == metadata["ownerReferences"][0]["uid"]]
+        has_gone = metadata["uid"] not in self.processes or pod["status"]["phase"] in ("Succeeded", "Failed")
+        if "deletionTimestamp" in metadata and metadata["uid"] not in self.processes:
+            self._judged.add(metadata["uid"])  # it was never started
+        if metadata["uid"] in self._judged or not owners or self.finished(owners[0]):
+            metadata.pop("finalizers", None)
+        has_gone = has_gone or metadata.get("deletionGracePeriodSeconds") == 0
+        if has_gone and "deletionTimestamp" in metadata and "finalizers" not in metadata:
+            self.api.remove(pod)
 
     def _schedule(self, pod: Object) -> None:
         used = dict.fromkeys(self.machines, 0)
@@ -371,7 +390,7 @@ class SimulatedCluster:
         if self.finished(job):
             pass
         elif len(done) == spec["completions"] or any(len(done) >= n for n in enough):
-            job["status"]["conditions"] = [{"type": "Complete", "status": "True"}]
+            job["status"]["conditions"] = [{"type": "Complete", "status": "True", "lastTransitionTime": now()}]
         elif spec.get("suspend"):
             for pod in active:
                 self.api.delete(pod)
@@ -402,12 +421,16 @@ class SimulatedCluster:
             if matches and rule["action"] == "Ignore":
                 return
             if matches and rule["action"] == "FailJob":
-                job["status"]["conditions"] = [{"type": "Failed", "status": "True", "reason": "PodFailurePolicy"}]
+                self._fail(job, "PodFailurePolicy")
                 return
         place = f"{uid}/{index}" if "backoffLimitPerIndex" in spec else uid
         self._failures[place] = self._failures.get(place, 0) + 1
         if self._failures[place] > spec.get("backoffLimitPerIndex", spec.get("backoffLimit", 6)):
-            job["status"]["conditions"] = [{"type": "Failed", "status": "True", "reason": "BackoffLimitExceeded"}]
+            self._fail(job, "BackoffLimitExceeded")
+
+    def _fail(self, job: Object, reason: str) -> None:
+        failed = {"type": "Failed", "status": "True", "reason": reason, "lastTransitionTime": now()}
+        job["status"]["conditions"] = [failed]
 
     _made = 0
 
@@ -421,6 +444,7 @@ class SimulatedCluster:
             "labels": {**template["metadata"]["labels"], INDEX: index, JOB_NAME: name},
             "annotations": {**template["metadata"].get("annotations", {}), INDEX: index},
             "ownerReferences": [{"kind": "Job", "name": name, "uid": job["metadata"]["uid"]}],
+            "finalizers": [TRACKING],
             "sequence": self._made,  # not of a real pod: creation times are whole seconds
         }
         spec = {**template["spec"], "hostname": f"{name}-{index}"}

@@ -21,7 +21,7 @@ from fsdp_jobs.launchers.kubernetes import labels
 from fsdp_jobs.launchers.kubernetes.labels import Names, app_of
 from fsdp_jobs.launchers.kubernetes.manifests import WORKLOADS, files_objects, owned_by
 from fsdp_jobs.launchers.kubernetes.scheduler import KubernetesRequest
-from fsdp_jobs.launchers.kubernetes.skeletons import merge, skeleton
+from fsdp_jobs.launchers.kubernetes.skeletons import fill, merge
 from fsdp_jobs.plan.plan import make_plan
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE
@@ -202,16 +202,16 @@ def test_patches_are_merged_by_name() -> None:
 
 
 def test_skeletons_say_what_the_pods_program_says() -> None:
-    pod, coordinator = (skeleton(name)["spec"]["containers"][0] for name in ("pod", "pod_coordinator"))
+    pod, coordinator = (fill(name)["spec"]["containers"][0] for name in ("pod", "pod_coordinator"))
     assert pod["terminationMessagePath"] == labels.TERMINATION_LOG
     mounts = {m["name"]: m["mountPath"] for m in coordinator["volumeMounts"]}
     assert mounts == {"job": labels.JOB_FILES, "token": labels.TOKEN_FILES, "pod": labels.POD_INFO}
     assert [p["containerPort"] for p in coordinator["ports"]] == [labels.COORDINATOR_PORT]
-    assert [p["port"] for p in skeleton("service")["spec"]["ports"]] == [labels.COORDINATOR_PORT]
-    _, fails, requeues = skeleton("job_coordinator")["spec"]["podFailurePolicy"]["rules"]
+    assert [p["port"] for p in fill("service")["spec"]["ports"]] == [labels.COORDINATOR_PORT]
+    _, fails, requeues = fill("job_coordinator")["spec"]["podFailurePolicy"]["rules"]
     assert (fails["action"], fails["onExitCodes"]["values"]) == ("FailJob", [EXIT_FAILED])
     assert (requeues["action"], requeues["onExitCodes"]["values"]) == ("Ignore", [EXIT_REQUEUE])
-    policies = skeleton("volcano_tasks")["coordinator"]["policies"]
+    policies = fill("volcano_tasks")["coordinator"]["policies"]
     assert [p["exitCode"] for p in policies if p["action"] == "TerminateJob"] == [EXIT_FAILED]
 
 

@@ -1,10 +1,8 @@
-"""Publishing through pods' logs and mirroring it, and the lease that two pods must not hold at once."""
+"""Publishing through pods' logs and mirroring it."""
 
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import pytest
 from fsdp_jobs.launchers.kubernetes import pod
 from fsdp_jobs.launchers.kubernetes.labels import pods_write_here
 from fsdp_jobs.launchers.kubernetes.mirror import Mirror
-from fsdp_jobs.launchers.kubernetes.pod import Lease, Publisher, seed
+from fsdp_jobs.launchers.kubernetes.pod import CoordinatorsPublisher, Publisher, seed
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.events import append_line
 from fsdp_jobs.run.tail import read_json_lines
@@ -35,7 +33,9 @@ class Logs:
         return {"metadata": {"name": name, "uid": name, "labels": labels}, "status": {"containerStatuses": statuses}}
 
 
-def test_what_pods_publish_is_mirrored_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_pods_publish_is_mirrored_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     there, here = RunDir(tmp_path / "there"), RunDir(tmp_path / "here")
     there.node(1, 0).mkdir(parents=True)
     for step in range(1, 4):
@@ -44,10 +44,10 @@ def test_what_pods_publish_is_mirrored_once(tmp_path: Path, capfd: pytest.Captur
     append_line(there.events, {"event": "round_started"})
     there.rank_log(1, 0, 3).write_text("a line\n\n@odd: one\n")
     Verdict("done", "stop", "all steps are done").write(there, 1)
-    with Publisher(there) as publisher:
-        publisher.lines("*.jsonl")
-        publisher.lines("attempts/*/node-0/rank-*.log")
-        publisher.repeat(publisher.whole_files)
+    monkeypatch.setattr(pod, "POD_INFO", str(tmp_path))
+    (tmp_path / "annotations").touch()
+    with CoordinatorsPublisher(there), Publisher(there, ["attempts/*/node-0/rank-*.log"]):
+        pass
     published = capfd.readouterr().out.splitlines()
 
     logs = Logs()
@@ -64,30 +64,6 @@ def test_what_pods_publish_is_mirrored_once(tmp_path: Path, capfd: pytest.Captur
     assert {f.name for f in here.path.iterdir()} == known and not (tmp_path / "etc").exists()
     logs.lines.clear()
     Mirror(here).pull(logs, [logs.pod("first", "terminated"), logs.pod("second", "terminated")])  # type: ignore[arg-type]
-
-
-def test_a_pod_waits_for_the_lease_of_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("_HEARTBEAT_S", 0.2), ("_POLL_S", 0.1), ("_LEASE_S", 2.0)):
-        monkeypatch.setattr(pod, name, seconds)
-    file = tmp_path / "node-0"
-    taken = threading.Event()
-
-    def successor() -> None:
-        with Lease(file):
-            taken.set()
-
-    with Lease(file):
-        time.sleep(0.5)
-        thread = threading.Thread(target=successor)
-        thread.start()
-        assert not taken.wait(4)  # longer than a lease lasts without heartbeat
-    assert taken.wait(30)  # released
-    thread.join()
-    assert not file.exists()
-    file.write_text("a pod that was killed")
-    began = time.monotonic()
-    with Lease(file):
-        assert time.monotonic() - began >= 1.9
 
 
 def test_files_are_brought_once_and_those_of_an_earlier_submission_go(

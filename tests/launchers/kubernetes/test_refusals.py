@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,12 @@ from fsdp_jobs.elastic.placement import known_places
 from fsdp_jobs.launchers.kubernetes.scheduler import KubernetesLauncher
 from fsdp_jobs.launchers.state import State
 from fsdp_jobs.plan.plan import Plan
+from fsdp_jobs.run import events
+from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.processes import free_port
+from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.submit import submit as submission
+from tests.jobs import cli
 from tests.launchers.kubernetes.simulated_api import Object, Refused, SimulatedApi, now
 
 JOB = ("cluster=kubernetes", "cluster.image=registry.example/fsdp-jobs:1", "cluster.claim=runs", "name=x")
@@ -39,6 +44,12 @@ def refused(*overrides: str) -> str:
     with pytest.raises(BadInput) as raised:
         submission.prepare([compose_job([*JOB, *overrides])])
     return str(raised.value)
+
+
+def said_by(*args: str) -> str:
+    done = cli(Path.cwd(), *args, XDG_STATE_HOME=os.environ["XDG_STATE_HOME"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    return str(done.stdout)
 
 
 def _deny(*pairs: tuple[str, str]) -> Callable[[SimulatedApi], Any]:
@@ -90,6 +101,16 @@ CASES: dict[str, tuple[Callable[[SimulatedApi], Any], list[str], list[str]]] = {
         ["cluster.pod_patch={hostNetwork: true}"],
         ['violates PodSecurity "restricted:latest": hostNetwork', "cluster.pod_patch"],
     ),
+    "an administrator's rule": (
+        _refuse("Pod", 'admission webhook "policy.example" denied the request: images come from registry.example'),
+        [],
+        ['admission webhook "policy.example" denied the request: images come from registry.example'],
+    ),
+    "a namespace that is going": (
+        _refuse("Job", 'jobs.batch "x" is forbidden: unable to create new content because it is being terminated'),
+        [],
+        ["because it is being terminated"],
+    ),
     "unknown field": (
         lambda _: None,
         ["cluster.pod_patch={hostnetwork: true}"],
@@ -106,16 +127,19 @@ def test_a_job_that_the_simulated_cluster_would_not_take_is_not_submitted(api: S
     for word in words:
         assert word in said
     assert len(said.splitlines()) <= 12
+    assert ("rbac.yaml" in said) == (case == "permissions")
+    assert said.count("denied the request") <= 1, "not once for each kind of pod"
     created = [r for r in api.requests if r.startswith("POST") and "dry run" not in r and "accessreviews" not in r]
     assert not created and not Path("runs").exists()
 
 
 def test_no_kubeconfig_and_no_cluster(api: SimulatedApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
-    assert "no usable kubeconfig" in refused() and "KUBECONFIG" in refused()
+    assert f"KUBECONFIG={tmp_path / 'none'}: no usable kubeconfig" in refused()
     nobody = f"http://127.0.0.1:{free_port()}"
     monkeypatch.setenv("KUBECONFIG", str(api.write_kubeconfig(tmp_path / "other", server=nobody)))
-    assert f"{nobody}: the cluster's API does not answer" in refused()
+    assert f"{nobody}: the cluster's API does not answer: Failed to establish" in refused()
+    assert " object at 0x" not in refused()
 
 
 def test_what_was_created_is_deleted_when_a_part_is_refused_after_all(api: SimulatedApi) -> None:
@@ -283,8 +307,71 @@ class TestWaiting:
         assert "FailedMount: no such host: nfs" in self.said(app)[1]
 
     def test_a_coordinator_on_a_lost_machine(self, api: SimulatedApi, app: str) -> None:
-        self.put_pod(api, app, {"phase": "Running"}, "coordinator", deletionTimestamp=now(-90))
-        assert "machine m1 of pod" in self.said(app)[1] and "--force" in self.said(app)[1]
+        """What the cluster says of it until it gives the pod up was seen on Kubernetes 1.36."""
+        assert KubernetesLauncher().replace_lost(app) == ""
+        running = {"containerStatuses": [{"name": "coordinator", "state": {"running": {}}}]}
+        silent = {"phase": "Running", **running, "conditions": [{"type": "Ready", "status": "False"}]}
+        self.put_pod(api, app, silent, "coordinator")
+        state, why = self.said(app)
+        assert state is State.RUNNING and "machine m1 of pod" in why and "does not answer" in why and "resume" not in why
+        assert KubernetesLauncher().replace_lost(app) == "", "it may come back"
+        held = {"deletionTimestamp": now(-90), "finalizers": ["batch.kubernetes.io/job-tracking"]}
+        self.put_pod(api, app, silent, "coordinator", **held)
+        assert "if it is down for good: fsdp-jobs resume x" in self.said(app)[1]
+        resumed = said_by("resume", "x")
+        assert "machine m1 is given up: a new coordinator takes over" in resumed
+        assert not api.all("", "pods"), "the finalizer held it"
+
+    def test_what_a_pod_waits_for_is_said_again_when_the_next_attempt_waits_for_it(
+        self, api: SimulatedApi, app: str
+    ) -> None:
+        unscheduled = {"type": "PodScheduled", "status": "False", "message": "0/3 nodes: 3 Insufficient gpu"}
+        self.put_pod(api, app, {"phase": "Pending", "conditions": [unscheduled]})
+        self.put_pod(api, app, {"phase": "Running"}, "coordinator")
+        run = RunDir("runs/x")
+        for _ in range(2):
+            assert self.said(app)[0] is State.RUNNING
+            status = RunStatus(run)
+            status.update()
+            assert "3 Insufficient gpu" in status.reason
+            events.record(run, 0, events.AttemptStarted(2))  # mirrored from the coordinator's pod
+
+    def end(self, api: SimulatedApi, app: str, message: str) -> None:
+        """The coordinator's pod ends with 1, and so its Job fails."""
+        ended = {"exitCode": 1, "reason": "Error", "message": message}
+        statuses = [{"name": "coordinator", "state": {"terminated": ended}}]
+        self.put_pod(api, app, {"phase": "Failed", "containerStatuses": statuses}, "coordinator")
+        root = api.objects["batch/jobs", app.partition(":")[2]]
+        failed = {"type": "Failed", "status": "True", "reason": "PodFailurePolicy", "lastTransitionTime": now()}
+        root["status"]["conditions"] = [failed]
+
+    def test_the_reason_why_an_image_cannot_work_is_the_jobs(self, api: SimulatedApi, app: str) -> None:
+        self.end(api, app, "Traceback (most recent call last):\nModuleNotFoundError: No module named 'fsdp_jobs'\n")
+        state, why = self.said(app)
+        assert state is State.FAILED and "ended with 1 (Error): ModuleNotFoundError: No module named" in why
+        status = RunStatus(RunDir("runs/x"))
+        status.update()
+        assert status.state == "failed" and "ModuleNotFoundError" in status.reason
+
+    def test_the_end_of_a_job_ends_pods_that_wait(self, api: SimulatedApi, app: str) -> None:
+        """A Job that has failed deletes nothing that it owns, as seen on Kubernetes 1.36."""
+        self.put_pod(api, app, {"phase": "Pending"})
+        verdict = {"verdict": "preempted", "decision": "stop", "reason": "cancelled", "attempt": 0}
+        self.end(api, app, json.dumps(verdict))
+        assert self.said(app)[0] is State.STOPPED
+        assert [j["metadata"]["name"] for j in api.all("batch", "jobs")] == [app.partition(":")[2]]
+
+    def test_nodes_that_end_by_themselves_are_left_alone_but_not_for_ever(self, api: SimulatedApi, app: str) -> None:
+        self.put_pod(api, app, {"phase": "Running"})
+        self.end(api, app, json.dumps({"verdict": "user_error", "decision": "stop", "reason": "no", "attempt": 0}))
+        self.said(app)
+        assert len(api.all("batch", "jobs")) == 2
+        KubernetesLauncher().cancel([app])  # once more
+        assert len(api.all("batch", "jobs")) == 1
+
+    def test_a_job_that_is_cancelled_while_it_waits_is_stopped(self, api: SimulatedApi, app: str) -> None:
+        assert "x stopped: cancelled while it waited" in said_by("cancel", "x")
+        assert not api.all("batch", "jobs")
 
     def test_a_queue_that_has_no_room(self, api: SimulatedApi) -> None:
         _kueue(api)

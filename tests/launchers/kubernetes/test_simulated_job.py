@@ -65,6 +65,18 @@ def test_a_job_lives_through_what_happens_to_pods_on_a_simulated_cluster(
     assert job.rounds() == 2
 
     (coordinator,) = cluster.running("coordinator")
+    machine = coordinator["spec"]["nodeName"]
+    cluster.lose(machine, ago_s=60)  # nothing replaces its pod: a finalizer holds it, however hard it is deleted
+    cluster.api.delete(coordinator, 0)
+    job.until_true(lambda: bool(job.events("waiting")), "the reason")
+    assert "if it is down for good: fsdp-jobs resume life" in cli(tmp_path, "status", "life").stdout
+    replaced = cli(tmp_path, "resume", "life")
+    assert replaced.returncode == 0 and f"machine {machine} is given up" in replaced.stdout, replaced.stderr
+    job.until_true(lambda: len(job.events("adopted")) == 2, "the round is adopted once more")
+    job.until_true(lambda: job.metrics()[-1]["time"] > job.events("adopted")[-1]["time"], "training goes on")
+    cluster.find(machine)
+
+    (coordinator,) = cluster.running("coordinator")
     drained = coordinator["spec"]["nodeName"]
     cluster.drain(drained)  # the coordinator and a node are told to go: the job saves, and goes on elsewhere
     job.until_true(lambda: job.run.verdict(0).exists(), "the verdict")
