@@ -125,4 +125,3 @@ def kill_supervisor(run: RunDir) -> bool:
             process.kill()
     psutil.wait_procs(family, timeout=10)
     return True
-

@@ -56,7 +56,11 @@ _VERBS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns 0; 1 when a job failed; 2 for bad input; 130 for Ctrl-C; 75 when a job was stopped to be requeued."""
+    """Run one command.
+
+    Returns:
+        0; 1 when a job failed; 2 for bad input; 75 when a job was stopped to be requeued; 130 after Ctrl-C.
+    """
     args = list(sys.argv[1:] if argv is None else argv)
     verb = args.pop(0) if args and args[0] in _VERBS else "submit"
     if verb in ("submit", "plan") and ("--help" in args or "-h" in args):

@@ -39,7 +39,7 @@ _AGENT_BYTES = GIB // 2  # an agent and its fork server, which has imported torc
 
 
 def connect() -> docker.APIClient:
-    """Connect to the Docker daemon that the `docker` command uses: of DOCKER_HOST, DOCKER_CONTEXT or the chosen context.
+    """Connect to the Docker daemon of DOCKER_HOST, DOCKER_CONTEXT or the chosen context, as `docker` does.
 
     Raises:
         BadInput: it does not answer, denies permission, or is another machine's; there is no such context.
@@ -131,7 +131,7 @@ def translate(job: Job, daemon: dict[str, Any], gpus: list[str]) -> DockerReques
     sees_folder = any(Path.cwd().is_relative_to(to) for _, to, _ in mounts)
     if config.is_program and not sees_folder:
         logger.warning(
-            "containers see a copy of your code, not %s; the program works in %s. cluster.mounts=[%s:%s] shows them more",
+            "containers see a copy of your code, but not %s; the program works in %s. cluster.mounts=[%s:%s] mounts it",
             *(Path.cwd(), run.path, Path.cwd(), Path.cwd()),
         )
     rootless = any("rootless" in option for option in daemon.get("SecurityOptions") or [])

@@ -118,7 +118,9 @@ def _why_pod(api: Api, pod: Object, root: Object) -> str:
     is_coordinator = pod["metadata"]["labels"].get(ROLE) == "coordinator"  # nodes are replaced by themselves
     if is_coordinator and (is_lost(pod) or _is_silent(pod, conditions)):
         run = root["metadata"].get("annotations", {}).get(RUN, "NAME")
-        now = f"if it is down for good: fsdp-jobs resume {run}" if is_lost(pod) else "failures are not handled meanwhile"
+        now = (
+            f"if it is down for good: fsdp-jobs resume {run}" if is_lost(pod) else "failures are not handled meanwhile"
+        )
         return f"machine {pod['spec'].get('nodeName', '?')} of pod {name}, the coordinator's, does not answer; {now}"
     if "deletionTimestamp" in pod["metadata"]:
         return ""

@@ -1,7 +1,8 @@
 """The program of a job's pods, around the attempts: `coordinator` or `node`. No client, no torch.
 
-The coordinator's pod brings what was submitted into the run directory and passes on a request to stop. Both publish in their logs what the run directory gets, a line of a file as
-`@<file>:<offset after the line> <line>`, so that a machine that cannot mount the claim can mirror it.
+The coordinator's pod brings what was submitted into the run directory and passes on a request to stop. Both publish
+in their logs what the run directory gets, a line of a file as `@<file>:<offset after the line> <line>`, so that a
+machine that cannot mount the claim can mirror it.
 """
 
 from __future__ import annotations

@@ -70,9 +70,7 @@ def _run_dir(job: Job) -> str:
     return f"{cluster_of(job.config).mount_path.rstrip('/')}/{job.run.name}"
 
 
-def _pod(
-    job: Job, names: Names, role: Role, arguments: list[str], env: Mapping[str, Object], own: Object
-) -> Object:
+def _pod(job: Job, names: Names, role: Role, arguments: list[str], env: Mapping[str, Object], own: Object) -> Object:
     """Fill the skeleton `pod` and merge what its role adds to it; `cluster.pod_patch` comes last."""
     cluster = cluster_of(job.config)
     specific = {

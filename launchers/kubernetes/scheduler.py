@@ -317,7 +317,7 @@ def _kill(app: _App, api: Api) -> None:
 
 
 def _end_rest(api: Api, root: Object, jobs: list[Object]) -> None:
-    """Delete the Jobs that a job's end has left: a failed owner deletes nothing, and pods that wait ask for machines."""
+    """Delete the Jobs that the end has left: a failed owner deletes nothing, and pods that wait ask for machines."""
     for job in jobs:
         if job["metadata"]["uid"] != root["metadata"]["uid"] and not conditions.ends_of(job):
             api.delete(job)

@@ -3,7 +3,8 @@
 What is like the real thing: Indexed Jobs with backoff limits, pod failure, replacement and success policies,
 suspension, deletion with grace, owners; and, as seen on Kubernetes 1.36, a forced deletion is SIGTERM and 2 s, an
 ended Job deletes nothing that it owns, and its pods are held by a finalizer until it has counted their end; pods
-with their own mounts, host name, PID 1, /dev/shm and exit codes; two machines that can be drained or lost. What is not: images, users, quantities, time scales. Needs root.
+with their own mounts, host name, PID 1, /dev/shm and exit codes; two machines that can be drained or lost. What is
+not: images, users, quantities, time scales. Needs root.
 """
 
 from __future__ import annotations
@@ -347,7 +348,9 @@ class SimulatedCluster:
     def _let_go(self, pod: Object) -> None:
         """Take the finalizer from a pod whose end its Job has counted, or whose Job is over; forget a deleted one."""
         metadata = pod["metadata"]
-        owners = [j for j in self.api.all("batch", "jobs") if j["metadata"]["uid"] == metadata["ownerReferences"][0]["uid"]]
+        owners = [
+            j for j in self.api.all("batch", "jobs") if j["metadata"]["uid"] == metadata["ownerReferences"][0]["uid"]
+        ]
         has_gone = metadata["uid"] not in self.processes or pod["status"]["phase"] in ("Succeeded", "Failed")
         if "deletionTimestamp" in metadata and metadata["uid"] not in self.processes:
             self._judged.add(metadata["uid"])  # it was never started

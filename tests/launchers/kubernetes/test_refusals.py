@@ -313,7 +313,9 @@ class TestWaiting:
         silent = {"phase": "Running", **running, "conditions": [{"type": "Ready", "status": "False"}]}
         self.put_pod(api, app, silent, "coordinator")
         state, why = self.said(app)
-        assert state is State.RUNNING and "machine m1 of pod" in why and "does not answer" in why and "resume" not in why
+        assert (
+            state is State.RUNNING and "machine m1 of pod" in why and "does not answer" in why and "resume" not in why
+        )
         assert KubernetesLauncher().replace_lost(app) == "", "it may come back"
         held = {"deletionTimestamp": now(-90), "finalizers": ["batch.kubernetes.io/job-tracking"]}
         self.put_pod(api, app, silent, "coordinator", **held)
