@@ -108,7 +108,11 @@ def _beside_weights(model: HfConfig, target: Path) -> list[Path]:
 
 
 def _choose(run: RunDir, config: JobConfig, step: int | None) -> Path:
-    committed = catalog.find_checkpoints(checkpoints_of(config.checkpoint, run))
+    home = checkpoints_of(config.checkpoint, run)
+    committed = catalog.find_checkpoints(home)
+    if not committed and not config.cluster.shares_files:
+        cure = f"copy them to {home} with the pod of deploy/kubernetes/reader.yaml, then repeat the command"
+        raise BadInput([Problem(run.name, "its checkpoints are on the claim, not on this machine", cure)])
     steps = [catalog.step_of(f) for f in committed]
     if step is not None and step not in steps:
         others = f"one of {', '.join(map(str, steps)) or 'none'}"

@@ -15,6 +15,7 @@ from typing import Any
 import docker
 import yaml
 from docker.context import ContextAPI
+from docker.context.config import get_current_context_name
 from docker.errors import APIError, DockerException, NotFound
 from docker.types import DeviceRequest, Mount
 from docker.utils import parse_bytes
@@ -44,14 +45,14 @@ def connect() -> docker.APIClient:
     Raises:
         BadInput: it does not answer, denies permission, or is another machine's; there is no such context.
     """
-    key, where = "DOCKER_HOST", os.environ.get("DOCKER_HOST", "")
+    where, name = os.environ.get("DOCKER_HOST"), os.environ.get("DOCKER_CONTEXT") or get_current_context_name()
+    key = "DOCKER_HOST" if where else f"docker context {name}"
     if not where:
-        name = os.environ.get("DOCKER_CONTEXT") or ContextAPI.get_current_context().Name
-        key, context = f"Docker context {name}", ContextAPI.get_context(name)
+        context = ContextAPI.get_context(name)
         if context is None:
-            raise BadInput([Problem(f"DOCKER_CONTEXT={name}", "there is no such context", "docker context ls")])
-        where = context.Host
-    if not where.startswith(("unix://", "npipe://", "http+unix://")):
+            raise BadInput([Problem(f"Docker context {name}", "there is no such context", "docker context ls")])
+        where = str(context.Host).removeprefix("http+")
+    if not where.startswith(("unix://", "npipe://")):
         what = "is another machine's Docker, but containers mount this machine's run directory"
         raise BadInput([Problem(f"{key}={where}", what, "submit on that machine, or: docker context use default")])
     try:

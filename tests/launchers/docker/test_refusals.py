@@ -92,7 +92,7 @@ def test_the_chosen_context_names_the_daemon(tmp_path: Path, monkeypatch: pytest
     config = tmp_path / "docker"
     chosen = config / "contexts" / "meta" / hashlib.sha256(b"far").hexdigest() / "meta.json"
     chosen.parent.mkdir(parents=True)
-    chosen.write_text(json.dumps({"Name": "far", "Endpoints": {"docker": {"Host": "unix:///far/docker.sock"}}}))
+    chosen.write_text(json.dumps({"Name": "far", "Metadata": {}, "Endpoints": {"docker": {"Host": "unix:///far/docker.sock"}}}))
     (config / "config.json").write_text(json.dumps({"currentContext": "far"}))
     monkeypatch.delenv("DOCKER_HOST", raising=False)
     far = "Docker at unix:///far/docker.sock: no Docker daemon answers"
@@ -100,7 +100,7 @@ def test_the_chosen_context_names_the_daemon(tmp_path: Path, monkeypatch: pytest
     (config / "config.json").write_text("{}")
     assert far in refusal(tmp_path, DOCKER_CONFIG=str(config), DOCKER_CONTEXT="far")
     gone = refusal(tmp_path, DOCKER_CONFIG=str(config), DOCKER_CONTEXT="gone")
-    assert "DOCKER_CONTEXT=gone: there is no such context" in gone
+    assert "Docker context gone: there is no such context" in gone
     here = refusal(tmp_path, DOCKER_CONFIG=str(config), DOCKER_CONTEXT="far", DOCKER_HOST="unix:///nowhere.sock")
     assert "Docker at unix:///nowhere.sock" in here, "as with the docker command, DOCKER_HOST comes first"
 

@@ -408,6 +408,10 @@ class TestWaiting:
         assert len(lists) == 2, api.requests
         assert [submission.describe([h])[0].state for h in handles] == [d.state for d in described]
 
+    def test_export_says_where_the_checkpoints_are(self, api: SimulatedApi, app: str) -> None:
+        done = cli(Path.cwd(), "export", "x")
+        assert done.returncode == 2 and "copy them to runs/x/checkpoints with the pod of" in done.stderr, done.stderr
+
     def test_a_job_that_is_gone(self, api: SimulatedApi, app: str) -> None:
         KubernetesLauncher().cancel([app])
         assert KubernetesLauncher().describe([app]) == [None]
