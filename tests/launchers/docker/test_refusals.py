@@ -92,7 +92,9 @@ def test_the_chosen_context_names_the_daemon(tmp_path: Path, monkeypatch: pytest
     config = tmp_path / "docker"
     chosen = config / "contexts" / "meta" / hashlib.sha256(b"far").hexdigest() / "meta.json"
     chosen.parent.mkdir(parents=True)
-    chosen.write_text(json.dumps({"Name": "far", "Metadata": {}, "Endpoints": {"docker": {"Host": "unix:///far/docker.sock"}}}))
+    chosen.write_text(
+        json.dumps({"Name": "far", "Metadata": {}, "Endpoints": {"docker": {"Host": "unix:///far/docker.sock"}}})
+    )
     (config / "config.json").write_text(json.dumps({"currentContext": "far"}))
     monkeypatch.delenv("DOCKER_HOST", raising=False)
     far = "Docker at unix:///far/docker.sock: no Docker daemon answers"
