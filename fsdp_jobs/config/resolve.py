@@ -6,6 +6,8 @@ from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.keys import AUTO
 from fsdp_jobs.config.schema import FsdpConfig, HardwareConfig, JobConfig
 
+LOGITS_AT_ONCE = 2**27
+
 
 def accelerator(config: JobConfig) -> str:
     """Return cpu or cuda, for which the job is planned and its nodes are requested.
@@ -79,6 +81,19 @@ def param_dtype(fsdp: FsdpConfig, device: str) -> str:
 def output_dtype(fsdp: FsdpConfig) -> str | None:
     """Return the dtype that the model's output is cast to, None for no cast."""
     return None if fsdp.output_dtype == AUTO else fsdp.output_dtype
+
+
+def loss_chunk(fsdp: FsdpConfig, tokens: int, vocabulary: int) -> int:
+    """Return the tokens of a microbatch whose logits exist at once in the loss; 0: all of them.
+
+    A chunk has about 2^27 logits, at least 256 tokens. fp16's loss scaling and a cast of the output need whole logits.
+    """
+    is_possible = fsdp.param_dtype != "fp16" and output_dtype(fsdp) is None
+    if fsdp.chunked_loss is False or not vocabulary or not is_possible:
+        return 0
+    if fsdp.chunked_loss == AUTO and tokens * vocabulary <= LOGITS_AT_ONCE:
+        return 0
+    return max(256, LOGITS_AT_ONCE // vocabulary)
 
 
 def peak_flops(hardware: HardwareConfig, dtype: str) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from fsdp_jobs.config.resolve import param_dtype
+from fsdp_jobs.config.resolve import loss_chunk, param_dtype
 from fsdp_jobs.config.schema import DataConfig, FsdpConfig
 from fsdp_jobs.plan.layout import HYBRID, Layout
 from fsdp_jobs.plan.shapes import ModelShape
@@ -50,7 +50,7 @@ class Memory:
     reduction: int = 0  # whole gradients of the block at hand, and the reduce-scatter's input
     accumulation: int = 0  # whole gradients kept between microbatches
     activations: int = 0
-    logits: int = 0  # logits, loss and their gradients
+    logits: int = 0  # logits, loss and their gradients; with a chunked loss also its sums of the head's gradient
     reserve: int = 0  # context, communicator buffers, fragmentation
     host: int = 0  # host memory of this rank's offloaded state
 
@@ -82,8 +82,9 @@ def peak_memory(
         accelerator: cpu or cuda, for the dtype `auto` and for the reserve.
         microbatches: of one rank in one optimizer step.
     """
-    moments = _moments(shape, layout, fsdp, data, DTYPE_BYTES[param_dtype(fsdp, accelerator)], microbatches)
-    if accelerator == "cuda":
+    is_cuda = accelerator == "cuda"
+    moments = _moments(shape, layout, fsdp, data, DTYPE_BYTES[param_dtype(fsdp, accelerator)], microbatches, is_cuda)
+    if is_cuda:
         fixed = CUDA_CONTEXT + NCCL_PER_GROUP * (0 if layout.world_size == 1 else 2 if layout.strategy in HYBRID else 1)
         moments = [replace(m, reserve=fixed + int(FRAGMENTATION * m.tensors)) for m in moments]
     else:
@@ -92,7 +93,7 @@ def peak_memory(
 
 
 def _moments(
-    shape: ModelShape, layout: Layout, fsdp: FsdpConfig, data: DataConfig, b_p: int, microbatches: int
+    shape: ModelShape, layout: Layout, fsdp: FsdpConfig, data: DataConfig, b_p: int, microbatches: int, is_cuda: bool
 ) -> list[Memory]:
     group, b_r, b_m = layout.shard_group, DTYPE_BYTES[fsdp.reduce_dtype], master_bytes(fsdp)
     shard = shape.shard_numel(group)
@@ -120,18 +121,28 @@ def _moments(
     saved, head_saved, live = _activations(shape, fsdp, data, b_p)
     all_saved = saved * max(n, 1) + head_saved
     tokens = data.micro_batch * data.seq_len
+    # Whole logits: log-softmax, its gradient and the gradient of its input are fp32 each, and the logits live on.
     logits = tokens * shape.activations.vocab
+    made, in_loss_function, in_head_backward, afterwards = (logits * b for b in (b_p, b_p + 12, 2 * b_p, b_p))
+    if chunk := loss_chunk(fsdp, tokens, shape.activations.vocab if shape.activations.linear_head else 0):
+        # Inside the head's forward: a chunk's logits and log-softmax (CPUs widen the logits first), or its errors and
+        # its part of the head's gradient; that gradient's sums, fp32; the gradient of the hidden states.
+        weight = shape.activations.head_flops // 2
+        hidden, summed = tokens * shape.activations.block_input * b_p, weight * 4 if b_p < 4 else 0
+        at_once, widened = min(chunk, tokens) * shape.activations.vocab, 0 if is_cuda or b_p == 4 else 4
+        in_chunk = max(at_once * (b_p + 4 + widened), (at_once + weight) * b_p if summed else 0)
+        in_loss_function, in_loss = in_chunk + hidden + weight * 4, in_loss + head * group * b_p * (group > 1)
+        made, in_head_backward, afterwards = 0, summed + hidden, 0
 
     state = Memory("", parameters=shard * b_m, optimizer=shard * 2 * b_m, gradients=early)
     before = replace(state, accumulation=all_sums, activations=all_saved)
     moments = [
-        replace(before, moment="end of forward", gathered=in_forward, logits=logits * b_p),
-        # the logits; log-softmax, its gradient and the gradient of its input, fp32 each
-        replace(before, moment="loss", gathered=in_loss, logits=logits * (b_p + 12)),
-        replace(before, moment="backward of the head", gathered=in_head, logits=logits * 2 * b_p,
+        replace(before, moment="end of forward", gathered=in_forward, logits=made),
+        replace(before, moment="loss", gathered=in_loss, logits=in_loss_function),
+        replace(before, moment="backward of the head", gathered=in_head, logits=in_head_backward,
                 reduction=waiting + shape.head.numel * b_p),
         replace(before, moment="reduction of the head's gradients", gathered=in_head - head * group * b_p,
-                logits=logits * b_p, reduction=waiting + shape.head.numel * b_p + head_input),
+                logits=afterwards, reduction=waiting + shape.head.numel * b_p + head_input),
         replace(state, moment="optimizer step", gradients=shard * b_m),
     ]  # fmt: skip
 
@@ -146,7 +157,7 @@ def _moments(
             moment=name,
             gradients=max(early, (head + (k - 1) * block) * b_m),
             gathered=in_block,
-            logits=logits * b_p,
+            logits=afterwards,
             accumulation=max(0, all_sums - sums[shape.head] - (k - 1) * sums[shape.largest]),
         )
         reducing = waiting + (reduce_input if k > 1 else head_input)
@@ -170,7 +181,7 @@ def _moments(
             gradients=shard * b_m,
             reduction=shape.root.numel * b_p + max(root * group * b_r, reduce_input),
             gathered=root * group * b_p if reduce_input > root * group * b_r else 0,
-            logits=logits * b_p,
+            logits=afterwards,
             accumulation=sums[shape.root],
             activations=0 if n else all_saved,
         )

@@ -52,6 +52,7 @@ class Activations:
     head_saved: int = 0  # what the final norm and head keep
     head_saved_fp32: int = 0
     vocab: int = 0  # width of the logits; 0: unknown
+    linear_head: bool = False  # logits are a linear layer's output, unchanged: the loss can be made in chunks
     matmul_flops: int = 0  # forward FLOPs of a block's matmuls, attention's own excluded
     head_flops: int = 0  # forward FLOPs of the head
     attention_width: int = 0  # heads x head_dim: attention costs 4 x width x context FLOPs forward
@@ -157,6 +158,7 @@ def llama_activations(model: LlamaConfig, accelerator: str) -> Activations:
         head_saved=(1 if cpu else 2) * d,
         head_saved_fp32=(2 * d if cpu else 0) + 1,
         vocab=v,
+        linear_head=True,
         matmul_flops=2 * (2 * d * d + 2 * d * kv + 3 * d * f),
         head_flops=2 * d * v,
         attention_width=d,

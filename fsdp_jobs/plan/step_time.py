@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fsdp_jobs.config.resolve import peak_flops
+from fsdp_jobs.config.resolve import loss_chunk, peak_flops
 from fsdp_jobs.config.schema import DataConfig, FsdpConfig, HardwareConfig
 from fsdp_jobs.plan.collectives import Group
 from fsdp_jobs.plan.layout import Layout
@@ -26,6 +26,8 @@ ATTENTION_UNKNOWN = 0.45  # of the best large matmul, where `hardware.attention_
 
 # A logit is written in bf16 (2), widened (6), in log-softmax (8); two gradients (4, 12); narrowed (6).
 LOSS_BYTES = 38
+# In chunks: written (2), in log-softmax (6), in the exponential (8), narrowed (6), read by two matmuls (4).
+CHUNKED_LOSS_BYTES = 26
 UPDATE_PASSES = 7  # AdamW reads parameter, gradient, two moments and writes three of them
 CLIP_PASSES = 3  # the norm reads gradients, the clipping reads and writes them
 # ZeRO-Offload's AdamW on two sockets (Ren et al. 2021, arXiv:2101.06840, table 4): 2.6 s for 10 B parameters.
@@ -188,7 +190,11 @@ def _compute(
         "every_n": forward / max(1, fsdp.activation_checkpointing_every),
         "selective": passes * per_block,  # matmuls and attention are kept
     }[fsdp.activation_checkpointing]
-    head = 3 * tokens * a.head_flops / matmul_rate + tokens * a.vocab * LOSS_BYTES * per_byte
+    loss_bytes = tokens * a.vocab * LOSS_BYTES
+    if chunk := loss_chunk(fsdp, tokens, a.vocab if a.linear_head else 0):
+        sums = -(-tokens // chunk) * a.head_flops // 2 * (8 if b_p == 4 else 8 + 2 * b_p)
+        loss_bytes = tokens * a.vocab * CHUNKED_LOSS_BYTES + sums
+    head = 3 * tokens * a.head_flops / matmul_rate + loss_bytes * per_byte
 
     shard, block = shape.shard_numel(layout.shard_group), shape.largest.numel
     cast = b_m + b_p if b_m != b_p else 0

@@ -26,6 +26,7 @@ from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import JobConfig, load_config
 from fsdp_jobs.models.build import build_model, find_blocks, head_modules_of
 from fsdp_jobs.plan.shapes import Activations, ModelShape, Params, Unit, merged
+from fsdp_jobs.train.loss import linear_head_of
 
 MATMULS = ("mm", "addmm", "bmm", "baddbmm")
 ATTENTION = "_scaled_dot_product"
@@ -39,6 +40,7 @@ class _Counter(TorchDispatchMode):
         self.inside = False
         self.flops = {True: 0, False: 0}
         self.kept = self.moved = self.attention = 0
+        self.head_width = 128
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -52,6 +54,7 @@ class _Counter(TorchDispatchMode):
         elif name.startswith(ATTENTION):
             self.kept += first.numel() if self.inside else 0
             self.attention += first.numel()
+            self.head_width = first.shape[-1]
         elif self.inside and not func.is_view:
             self.moved += first.numel() + sum(a.numel() for a in args if isinstance(a, Tensor))
         return out
@@ -63,6 +66,7 @@ def activations_of(model: nn.Module, blocks: Sequence[nn.Module], seq_len: int) 
     parameters = {p.untyped_storage()._cdata for p in model.parameters()}
     saved: dict[int, tuple[Tensor, bool]] = {}  # the tensor is kept, so that its storage's address stays its own
     inputs: list[int] = []
+    made: list[Tensor] = []  # by the head
 
     def enter(_module: nn.Module, args: tuple[Any, ...]) -> None:
         counter.inside = True
@@ -80,6 +84,8 @@ def activations_of(model: nn.Module, blocks: Sequence[nn.Module], seq_len: int) 
     for block in blocks:
         block.register_forward_pre_hook(enter)
         block.register_forward_hook(leave)
+    if (head := linear_head_of(model)) is not None:
+        head.register_forward_hook(lambda _module, _args, out: made.append(out))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), counter:
         logits = model(torch.zeros((1, seq_len), dtype=torch.int64))
 
@@ -98,9 +104,11 @@ def activations_of(model: nn.Module, blocks: Sequence[nn.Module], seq_len: int) 
         block_peak=2 * widest,
         head_saved=elements(False) // seq_len,
         vocab=logits.shape[-1],
+        linear_head=len(made) == 1 and logits is made[0],
         matmul_flops=counter.flops[True] // each,
         head_flops=counter.flops[False] // seq_len,
         attention_width=counter.attention // each,
+        head_width=counter.head_width,
         elementwise=counter.moved // each,
     )
 

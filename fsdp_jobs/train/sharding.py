@@ -84,6 +84,9 @@ def sharded_model(config: JobConfig, layout: Layout, mesh: DeviceMesh, device: t
     with torch.device("meta" if fsdp.meta_init else "cpu"):
         torch.manual_seed(config.seed)
         model = build_model(config.model)
+        if fsdp.master_dtype != "fp32":
+            for parameter in model.parameters():  # buffers keep their dtype
+                parameter.data = parameter.data.to(torch.bfloat16)
     shard(model, find_blocks(model, config.model, fsdp), fsdp, layout, mesh, device)
     if fsdp.meta_init:
         model.to_empty(device="cpu" if fsdp.cpu_offload else device)

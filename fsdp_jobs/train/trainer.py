@@ -7,7 +7,6 @@ import time
 import torch
 import torch._dynamo  # FSDP and optimizers import it at their first use, which takes 0.7 s: once here, not in each rank
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -18,8 +17,8 @@ from fsdp_jobs.checkpoints.state import Hyperparameters
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_REQUEUE
-from fsdp_jobs.train.data import IGNORE
 from fsdp_jobs.train.loading import batches, check_same_data, open_samples
+from fsdp_jobs.train.loss import TokenLoss
 from fsdp_jobs.train.metrics import flops_per_token
 from fsdp_jobs.train.optim import build_optimizer, learning_rate, set_learning_rate
 from fsdp_jobs.train.sharding import compute_dtype, set_gradient_communication, sharded_model
@@ -33,8 +32,9 @@ class Learner:
         self.world = dist.get_world_size()
         self.tokens_per_step = config.data.global_batch * config.data.seq_len
         self.model = sharded_model(config, layout, mesh, device)
+        self.loss = TokenLoss(self.model, config.fsdp)
         torch.manual_seed(config.seed * 1_000_003 + dist.get_rank())
-        self.optimizer = build_optimizer(self.model, config.optim)
+        self.optimizer = build_optimizer(self.model, config.optim, config.fsdp.master_dtype)
         is_fp16 = compute_dtype(config.fsdp, device) == torch.float16
         self.scaler = torch.amp.GradScaler(device.type) if is_fp16 else None
 
@@ -50,8 +50,7 @@ class Learner:
             set_gradient_communication(self.model, self.layout, last=i == len(microbatches) - 1)
             tokens = tokens.to(self.device, non_blocking=True)
             labels = labels.to(self.device, non_blocking=True)
-            logits = self.model(tokens)
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+            loss = self.loss(tokens, labels)
             scaled = loss * scale
             (self.scaler.scale(scaled) if self.scaler is not None else scaled).backward()
             total += loss.detach()

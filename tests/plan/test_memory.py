@@ -25,10 +25,12 @@ from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.plan.memory import DTYPE_BYTES, GIB, Memory, peak_memory
 from fsdp_jobs.plan.shapes import ModelShape, Unit, llama_shape
 from fsdp_jobs.train import sharding
+from fsdp_jobs.train.loss import TokenLoss
 
 SMALL = LlamaConfig(vocab_size=4096, dim=256, n_layers=6, n_heads=8, n_kv_heads=4, ffn_dim=768)
 ODD = LlamaConfig(vocab_size=1003, dim=192, n_layers=4, n_heads=6, n_kv_heads=6, ffn_dim=509)
-FP32, BF16 = FsdpConfig(param_dtype="fp32"), FsdpConfig(param_dtype="bf16")
+FP32 = FsdpConfig(param_dtype="fp32", chunked_loss=False)
+BF16 = FsdpConfig(param_dtype="bf16", chunked_loss=False)
 SELECTIVE = replace(BF16, activation_checkpointing="selective")
 SEVENTY = LlamaConfig(vocab_size=128256, dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, ffn_dim=28672)
 
@@ -87,6 +89,8 @@ def tracked(
             blocks = sharding.find_blocks(model, model_config, fsdp)
             sharding.shard(model, blocks, fsdp, layout, mesh, cpu)
             optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+            chunked = TokenLoss(model, fsdp)
+            chunked.head = model.head[-1] if fsdp.chunked_loss is True else None  # type: ignore[index]
             tokens = torch.randint(0, model_config.vocab_size, (data.micro_batch, data.seq_len))
 
             def step(tracker: FSDPMemTracker | None) -> None:
@@ -95,6 +99,9 @@ def tracked(
                         tracker.reset_mod_stats()
                     last = i == microbatches - 1
                     sharding.set_gradient_communication(model, layout, last)
+                    if chunked.head is not None:
+                        chunked(tokens, tokens).backward()
+                        continue
                     logits = model(tokens)
                     loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten(), reduction="sum")
                     loss.backward()
@@ -152,6 +159,21 @@ CASES = {
         Layout("full_shard", 64, 64), data(4096, 1), 1,
     ),
 }  # fmt: skip
+
+
+ONE_BILLION = LlamaConfig(vocab_size=128256, dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, ffn_dim=8192)
+
+
+@pytest.mark.parametrize("head", ["whole", "chunked"])
+def test_one_billion_with_128k_words(head: str) -> None:
+    """The chunked loss takes gigabytes off the peak of a step, and the plan knows."""
+    fsdp = replace(BF16, activation_checkpointing="full", chunked_loss=head == "chunked")
+    layout, batch = Layout("full_shard", 8, 8), data(4096, 2)
+    measured = tracked(ONE_BILLION, fsdp, layout, batch, 1)["Total"]
+    predicted = peak_memory(llama_shape(ONE_BILLION, accelerator="cpu"), layout, fsdp, batch, "cpu", 1)
+    print(f"{head}: {measured / GIB:.2f} GiB tracked, {predicted.tensors / GIB:.2f} predicted, at {predicted.moment}")
+    assert predicted.tensors == pytest.approx(measured, rel=0.10)
+    assert (measured < 7 * GIB) is (head == "chunked")
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -4,6 +4,7 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
+#SBATCH --switches=1
 #SBATCH --output=/shared/runs/golden/submit/slurm-%j.out
 #SBATCH --open-mode=append
 #SBATCH --requeue

@@ -1,0 +1,103 @@
+"""Cross-entropy summed over tokens: of whole logits, or in chunks of tokens that never make all logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fsdp_jobs.config.resolve import loss_chunk
+from fsdp_jobs.config.schema import FsdpConfig
+from fsdp_jobs.models.build import head_modules_of
+from fsdp_jobs.train.data import IGNORE
+
+
+def linear_head_of(model: nn.Module) -> nn.Linear | None:
+    """Return the linear layer that makes the logits; None where a model names none."""
+    head = head_modules_of(model)
+    return head[-1] if head and isinstance(head[-1], nn.Linear) else None
+
+
+class TokenLoss:
+    """The loss of a model's microbatch. Chunks need a model whose output is that of its linear head, unchanged."""
+
+    def __init__(self, model: nn.Module, fsdp: FsdpConfig):
+        self.model, self.fsdp = model, fsdp
+        self.head = linear_head_of(model)
+
+    def __call__(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Return the cross-entropy of `labels` [batch, length], summed over those that are not ignored."""
+        if self.head is not None and (chunk := loss_chunk(self.fsdp, tokens.numel(), self.head.out_features)):
+            loss = self._chunked(self.head, tokens, labels, chunk)
+            if loss is not None:
+                return loss
+            self.head = None  # the model changes its logits (a soft cap, a scale)
+        logits = self.model(tokens)
+        return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+
+    def _chunked(self, head: nn.Linear, tokens: Tensor, labels: Tensor, chunk: int) -> Tensor | None:
+        """Have the head return the loss in place of logits: inside FSDP's hooks its weight is whole."""
+        losses: list[Tensor] = []
+
+        def forward(hidden: Tensor) -> Tensor:
+            losses.append(_ChunkedLoss.apply(hidden.flatten(0, -2), head.weight, head.bias, labels.flatten(), chunk))  # type: ignore[no-untyped-call]
+            return losses[-1]
+
+        head.__dict__["forward"] = forward  # in place of the class's
+        try:
+            out = self.model(tokens)
+        finally:
+            del head.__dict__["forward"]
+        return losses[0] if len(losses) == 1 and out is losses[0] else None
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Summed cross-entropy of a linear layer; gradients are made with the loss, from each chunk's logits."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, chunk: int) -> Tensor:
+        """Go through `hidden` [tokens, width] in chunks; logits are `weight`'s dtype, softmax and sums fp32."""
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        wants = ctx.needs_input_grad
+        grad_hidden = torch.empty_like(hidden) if wants[0] else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wants[2] else None
+        for start in range(0, len(hidden), chunk):
+            part, wanted = hidden[start : start + chunk], labels[start : start + chunk]
+            counts = (wanted != IGNORE).unsqueeze(1)
+            at = wanted.clamp(min=0).unsqueeze(1)
+            logits = F.linear(part, weight, bias)
+            scores = F.log_softmax(logits, dim=-1, dtype=torch.float32)
+            del logits
+            total -= (scores.gather(1, at) * counts).sum()
+            errors = scores.exp_().scatter_add_(1, at, -counts.float()).to(weight.dtype)
+            del scores
+            if grad_weight is not None:
+                rows = part * counts
+                if weight.dtype == torch.float32:
+                    grad_weight.addmm_(errors.T, rows)
+                else:
+                    grad_weight += errors.T @ rows
+            if grad_bias is not None:
+                grad_bias += (errors * counts).sum(0, dtype=torch.float32)
+            if grad_hidden is not None:
+                torch.mm(errors, weight, out=grad_hidden[start : start + len(part)]).mul_(counts)
+            del errors
+        ctx.gradients = grad_hidden, grad_weight, grad_bias
+        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        grad_hidden, grad_weight, grad_bias = ctx.gradients
+        ctx.gradients = None, None, None
+        (scale,) = grad_outputs
+        if grad_hidden is not None:
+            grad_hidden.mul_(scale)
+        if grad_weight is not None:
+            grad_weight = grad_weight.mul_(scale).to(ctx.dtypes[0])
+        if grad_bias is not None:
+            grad_bias = grad_bias.mul_(scale).to(ctx.dtypes[1])
+        return grad_hidden, grad_weight, grad_bias, None, None
