@@ -21,6 +21,7 @@ import psutil
 
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.schema import dump_config
+from fsdp_jobs.elastic.protocol import AGENT, proof
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV
 from fsdp_jobs.run.processes import free_port
@@ -33,8 +34,13 @@ async def agent(port: int, token: str, node: int, ranks: int, seconds: float) ->
     def send(kind: str, **content: object) -> None:
         writer.write((json.dumps({"kind": kind, **content}) + "\n").encode())
 
+    challenge = json.loads(await reader.readline())["nonce"]
+    send("answer", nonce="mine", proof=proof(token, AGENT, challenge, "mine"))
+    await reader.readline()  # the coordinator's proof
     identity = {"node": node, "host": f"node{node}", "address": f"node{node}", "nproc": ranks, "switches": []}
-    send("hello", token=token, agent=f"agent-{node}", ready=True, round=-1, size=0, shard_group=0, **identity)
+    no_round = {"round": -1, "epoch": 0, "size": 0, "shard_group": 0, "ended": False, "signal": ""}
+    local = writer.get_extra_info("sockname")[:2]
+    send("hello", agent=f"agent-{node}", ready=True, at=time.monotonic(), **{"from": local}, **no_round, **identity)
     received, end, step = 0, time.monotonic() + seconds, 0
 
     async def read() -> None:
@@ -46,7 +52,7 @@ async def agent(port: int, token: str, node: int, ranks: int, seconds: float) ->
     while time.monotonic() < end:
         await asyncio.sleep(1.0)
         step += 1
-        send("beat", ranks=[[step, 0, 1]] * ranks)
+        send("beat", ranks=[[step, 0, 1]] * ranks, at=time.monotonic())
     reading.cancel()
     writer.close()
     return received

@@ -32,7 +32,7 @@ from fsdp_jobs.checkpoints.state import Hyperparameters
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.config.resolve import accelerator_of_node
 from fsdp_jobs.config.schema import JobConfig, NoModelConfig, load_config
-from fsdp_jobs.elastic.rank_state import Phase, RankState, Request
+from fsdp_jobs.elastic.rank_state import SAVES_NOTHING, Phase, RankState, Request
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
@@ -160,7 +160,7 @@ class _Job:
     def report(self, phase: Phase) -> None:
         """Tell this node's agent how far this rank is."""
         if self.agreement.state is not None:
-            committed = self.checkpoints.committed_step if self.checkpoints is not None else -1
+            committed = self.checkpoints.committed_step if self.checkpoints is not None else SAVES_NOTHING
             self.agreement.state.report(self.done, committed, phase)
 
     def write_line(self) -> None:

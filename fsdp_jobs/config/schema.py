@@ -187,6 +187,9 @@ class ElasticConfig:
     max_failures_without_progress: int = key(3, "failures tolerated without a new checkpoint in between", at_least=0)
     heartbeat_interval_s: float = key(1.0, "seconds between an agent's heartbeats", at_least=0.1)
     heartbeat_timeout_s: float = key(10.0, "seconds of silence after which a node is lost", at_least=1)
+    lease_s: float = key(
+        0.0, "seconds without the coordinator after which a node stops its ranks; 0: twice the timeout", at_least=0
+    )
     join_window_s: float = key(20.0, "seconds that the first round waits for nodes above the minimum", at_least=0)
     wait_for_nodes_s: float = key(600.0, "seconds below the minimum of nodes until the attempt requeues", at_least=1)
     init_timeout_s: float = key(600.0, "process-group timeout until the first step is done, seconds", at_least=1)

@@ -33,7 +33,7 @@ from fsdp_jobs.elastic.log_times import LogTimes
 from fsdp_jobs.elastic.program import Program
 from fsdp_jobs.elastic.protocol import Message
 from fsdp_jobs.elastic.rank_logs import FLIGHT_RECORDER, RankLogs
-from fsdp_jobs.elastic.rank_state import Phase, RankState, make_folder
+from fsdp_jobs.elastic.rank_state import Phase, RankState, keep_temporaries_in, make_folder
 from fsdp_jobs.elastic.rendezvous import CoordinatorRendezvous
 from fsdp_jobs.elastic.tracker import TrackerProcess
 from fsdp_jobs.plan.sources import path_from_slurm
@@ -49,6 +49,8 @@ from fsdp_jobs.run.env import (
     RANK_STATE_ENV,
     RUN_DIR_ENV,
 )
+from fsdp_jobs.run.epoch import Lease
+from fsdp_jobs.run.processes import kill_families, raise_file_limit
 from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE, Verdict
 
 logger = logging.getLogger(__name__)
@@ -56,6 +58,7 @@ logger = logging.getLogger(__name__)
 _UNLIMITED = 1 << 30  # restarts: the coordinator counts, not the agent
 _MONITOR_S = 0.1
 _DUMP_S = 2.0  # for ranks to write their stacks
+_LOOK_S = 0.1  # between looks at the lease
 _STOP_RANKS_S = 5  # SIGTERM to SIGKILL, for ranks of a broken round: their state is in the checkpoint
 
 
@@ -69,13 +72,29 @@ class Agent(LocalElasticAgent):
         self._is_terminating = False  # silent ranks have been sent SIGTERM
         self._kills_for_memory = 0  # of this machine's kernel, before the round
         handler.on_dump, handler.on_stop = self._dump, self._note_stop
+        threading.Thread(target=self._keep_lease, name="lease", daemon=True).start()
 
     def _initialize_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
         self._kills_for_memory = kills_for_memory()
         super()._initialize_workers(worker_group, *args, **kwargs)
         self._tracker.begin_round(has_rank_0=self._handler.round["rank"] == 0)
 
+    def _keep_lease(self) -> None:
+        """Kill ranks that outlive this node's lease; when half of it is over, have them save what they can."""
+        has_asked, half_s = False, self._handler.lease_s / 2
+        while True:
+            time.sleep(_LOOK_S)
+            is_late = self._handler.lease.left_s() < half_s
+            if is_late and not has_asked:
+                self._handler.ask_to_save()
+            has_asked = is_late
+            if self._handler.is_cut_off() and self._handler.has_ranks:
+                pids = [w.id for w in self.get_worker_group().workers if isinstance(w.id, int)]
+                kill_families(pids)
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self._handler.is_cut_off():
+            return RunResult(state=WorkerState.HEALTHY)  # no failure to report; torch's agent begins a new round
         if self._is_stop_requested and not self._is_terminating:
             self._terminate_silent_ranks()
         if self._is_terminating and self._any_runs():
@@ -201,9 +220,9 @@ def run_agent(args: argparse.Namespace) -> int:
     run, attempt = RunDir(args.run_dir), int(os.environ[ATTEMPT_ENV])
     config = load_config(run.config)
     folder, _lock = make_folder()
+    keep_temporaries_in(folder)
     states = [RankState(folder, local_rank) for local_rank in range(args.nproc)]
     identity: Message = {
-        "token": run.token.read_text(),
         "node": args.node,
         "host": os.environ.get(HOST_ENV) or socket.gethostname(),
         "address": os.environ.get(ADDRESS_ENV) or socket.gethostname(),
@@ -213,13 +232,15 @@ def run_agent(args: argparse.Namespace) -> int:
         ),
         "agent": uuid.uuid4().hex,
     }
-    handler = CoordinatorRendezvous(os.environ[COORDINATOR_ENV], run.name, identity, states, config.elastic)
     os.environ |= {
         RANK_STATE_ENV: str(folder),
         RUN_DIR_ENV: str(run.path.resolve()),
         AGENT_PID_ENV: str(os.getpid()),
     }
-    entrypoint, entry_args = _entrypoint(config, run)
+    entrypoint, entry_args = _entrypoint(config, run)  # forks, so before there are threads
+    handler = CoordinatorRendezvous(
+        os.environ[COORDINATOR_ENV], run.token.read_text(), run.name, identity, states, Lease(folder), config.elastic
+    )
     spec = WorkerSpec(
         role="trainer",
         local_world_size=args.nproc,
@@ -291,6 +312,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--nproc", type=int, required=True, help="ranks to run here")
     args = parser.parse_args(argv)
     log.configure()
+    raise_file_limit()
     return run_agent(args)
 
 

@@ -10,7 +10,9 @@ import argparse
 import asyncio
 import hmac
 import json
+import logging
 import os
+import secrets
 import signal
 import sys
 import time
@@ -18,13 +20,24 @@ from contextlib import suppress
 
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.elastic.placement import ConnectedAgent
-from fsdp_jobs.elastic.protocol import Message
+from fsdp_jobs.elastic.protocol import AGENT, Message, proof
+from fsdp_jobs.elastic.protocol import COORDINATOR as COORDINATOR_SIDE
 from fsdp_jobs.elastic.rounds import Coordinator
 from fsdp_jobs.run import log
-from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.directory import RunDir, checkpoints_of
 from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV
+from fsdp_jobs.run.epoch import COORDINATOR, claim, newest
+from fsdp_jobs.run.processes import raise_file_limit
+from fsdp_jobs.run.verdict import EXIT_FAILED, Verdict
 
 _TICK_S = 0.1
+_FAREWELL_S = 30.0  # for agents to leave after the verdict
+_PROVE_S = 10.0  # for a new connection to prove that it knows the token
+_STRANGERS = 256  # connections that have not yet; the oldest makes room for a new one
+_REPORT_S = 60.0  # between two lines about those that could not
+_CHARGE_S = 5.0  # between two looks whether another coordinator has taken over
+
+logger = logging.getLogger(__name__)
 
 
 class Server:
@@ -32,72 +45,122 @@ class Server:
 
     def __init__(self, coordinator: Coordinator, token: str):
         self.coordinator, self.token = coordinator, token
+        self._strangers: dict[asyncio.StreamWriter, None] = {}  # oldest first
+        self._refused = 0
+        self._reported = -_REPORT_S
 
     async def serve(self, host: str, port: int) -> int:
         """Serve until the attempt is over. Returns its exit code."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             loop.add_signal_handler(number, self._on_signal, f"{signal.Signals(number).name} received")
+        charge = asyncio.create_task(self._keep_charge())
         async with await asyncio.start_server(self._agent, host, port):
-            while True:
+            while (exit_code := self._exit_code()) is None:
                 await asyncio.sleep(_TICK_S)
-                now = time.monotonic()
-                self.coordinator.tick(now)
-                verdict = self.coordinator.verdict
-                everyone_left = not self.coordinator.agents or now - self.coordinator.closed_at > 30
-                if verdict is not None and everyone_left:
-                    return verdict.exit_code_of_attempt
+                self.coordinator.tick(time.monotonic())
+        charge.cancel()
+        return exit_code
+
+    def _exit_code(self) -> int | None:
+        """Return the attempt's exit code when there is nothing left to do, also for a coordinator that was replaced."""
+        run, attempt, verdict = self.coordinator.run, self.coordinator.attempt, self.coordinator.verdict
+        if self.coordinator.is_superseded:
+            verdict = Verdict.read(run, attempt)
+            if verdict is None and run.last_attempt() > attempt:
+                return EXIT_FAILED
+        elif self.coordinator.agents and time.monotonic() - self.coordinator.closed_at <= _FAREWELL_S:
+            return None
+        return verdict.exit_code_of_attempt if verdict is not None else None
+
+    async def _keep_charge(self) -> None:
+        """Take charge of the run, and step back when another coordinator has: of this attempt, or of a later one."""
+        run, home = self.coordinator.run, checkpoints_of(self.coordinator.config.checkpoint, self.coordinator.run)
+        owner, number = f"attempt {self.coordinator.attempt} {secrets.token_hex()}", 0
+        while run.last_attempt() <= self.coordinator.attempt:
+            try:
+                if not number:
+                    number = await asyncio.to_thread(claim, home, COORDINATOR, owner)
+                    self.coordinator.on_charge(_CHARGE_S, time.monotonic())
+                elif await asyncio.to_thread(newest, home, COORDINATOR) > number:
+                    break
+            except Exception as e:  # whatever a store's client raises; the next round will say so, too
+                logger.warning("%s: %s: %s", home, type(e).__name__, e)
+            await asyncio.sleep(_CHARGE_S)
+        self.coordinator.on_superseded()
 
     def _on_signal(self, why: str) -> None:
         self.coordinator.on_stop(why, time.monotonic())
 
     async def _agent(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        def send(message: Message) -> None:
-            if not writer.is_closing():
-                writer.write((json.dumps(message) + "\n").encode())
-
-        agent: ConnectedAgent | None = None
-        with suppress(ConnectionError, ValueError, KeyError, asyncio.IncompleteReadError):
-            hello = json.loads(await asyncio.wait_for(reader.readline(), 10) or b"{}")
-            if not hmac.compare_digest(str(hello.get("token", "")), self.token):
-                writer.close()
-                return
-            agent = ConnectedAgent(
-                **{k: hello[k] for k in ("node", "host", "address", "nproc", "switches")},
-                send=send,
-                drop=writer.close,
-                heard=time.monotonic(),
-                id=hello["agent"],
-                ended=hello.get("ended", False),
-            )
-            running = hello["round"], hello["size"], hello["shard_group"]
-            self.coordinator.on_hello(agent, *running, time.monotonic())
-            if hello["ready"]:
-                self.coordinator.on_ready(agent, [], time.monotonic())
-            while line := await reader.readline():
-                self._dispatch(agent, json.loads(line))
-        if agent is not None:
-            why = f"node {agent.node} ({agent.host}) closed its connection: its agent is gone"
-            self.coordinator.on_gone(agent, why, time.monotonic())
+        agent, is_end = None, False
+        with suppress(OSError, ValueError, KeyError, TypeError, EOFError):  # what is not a message ends the connection
+            if await self._is_authentic(reader, writer):
+                hello = json.loads(await reader.readline())
+                agent = self._welcome(hello, writer)
+                if self.coordinator.on_hello(agent, hello, time.monotonic()):
+                    while line := await reader.readline():
+                        message = json.loads(line)
+                        _HANDLERS[message["kind"]](self.coordinator, agent, message, time.monotonic())
+                    # Only the kernel of a process that has died ends the connection without a word; unless something
+                    # in between, which the agent does not see from its own end, has taken both ends for itself.
+                    is_end = tuple(hello["from"]) == writer.get_extra_info("peername")[:2]
         writer.close()
+        if agent is not None and not (agent.is_away and is_end):
+            why = f"node {agent.node} ({agent.host}) closed its connection: its agent is gone"
+            self.coordinator.on_gone(agent, why, time.monotonic(), certain=is_end)
 
-    def _dispatch(self, agent: ConnectedAgent, message: Message) -> None:
-        now, kind = time.monotonic(), message["kind"]
-        if kind == "beat":
-            self.coordinator.on_beat(agent, message["ranks"], now)
-            agent.send({"kind": "alive"})
-        elif kind == "failed":
-            self.coordinator.on_failed(agent, message["failures"], now)
-        elif kind == "ready":
-            self.coordinator.on_ready(agent, message["failures"], now)
-        elif kind == "master":
-            self.coordinator.on_master(agent, message)
-        elif kind == "notice":
-            self.coordinator.on_stop(f"node {agent.node} received {message['signal']}", now)
-        elif kind == "stacks":
-            self.coordinator.on_stacks(message)
-        elif kind == "ended":
-            self.coordinator.on_ended(agent, now)
+    async def _is_authentic(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Challenge a new connection, and prove to it that this is the coordinator."""
+        if len(self._strangers) >= _STRANGERS:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.transport.abort()
+        self._strangers[writer] = None
+        challenge = secrets.token_hex()
+        try:
+            _send(writer, {"kind": "challenge", "nonce": challenge})
+            answer = json.loads(await asyncio.wait_for(reader.readline(), _PROVE_S))
+            nonce, theirs = str(answer["nonce"]), str(answer["proof"])
+            if hmac.compare_digest(theirs.encode(), proof(self.token, AGENT, challenge, nonce).encode()):
+                _send(writer, {"kind": "welcome", "proof": proof(self.token, COORDINATOR_SIDE, challenge, nonce)})
+                return True
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+        finally:
+            self._strangers.pop(writer, None)
+        self._refused += 1
+        if time.monotonic() - self._reported >= _REPORT_S:
+            peer = writer.get_extra_info("peername")
+            logger.warning("%d connections refused, the last from %s: no proof of the token", self._refused, peer)
+            self._refused, self._reported = 0, time.monotonic()
+        return False
+
+    def _welcome(self, hello: Message, writer: asyncio.StreamWriter) -> ConnectedAgent:
+        return ConnectedAgent(
+            **{k: hello[k] for k in ("node", "host", "address", "nproc", "switches", "ended")},
+            id=hello["agent"],
+            send=lambda message: _send(writer, message),
+            drop=writer.close,
+            heard=time.monotonic(),
+        )
+
+
+_HANDLERS = {
+    "beat": Coordinator.on_beat,
+    "failed": Coordinator.on_failed,
+    "ready": Coordinator.on_ready,
+    "master": Coordinator.on_master,
+    "notice": Coordinator.on_notice,
+    "stacks": Coordinator.on_stacks,
+    "ended": Coordinator.on_ended,
+    "away": Coordinator.on_away,
+}
+
+
+def _send(writer: asyncio.StreamWriter, message: Message) -> None:
+    if not writer.is_closing():
+        writer.write((json.dumps(message) + "\n").encode())
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -105,6 +168,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("run_dir")
     args = parser.parse_args(argv)
     log.configure()
+    raise_file_limit()
     run = RunDir(args.run_dir)
     coordinator = Coordinator(load_config(run.config), run, int(os.environ[ATTEMPT_ENV]), time.monotonic())
     server = Server(coordinator, run.token.read_text())

@@ -40,7 +40,7 @@ class Failure:
     rank: int
     exit_code: int  # negative: killed by that signal
     error: str  # "ExceptionClass: message", or empty
-    time: float  # seconds since 1970
+    time: float  # seconds since 1970, by the clock of its node
     step: int = -1  # steps it had done
 
     @property
@@ -91,13 +91,13 @@ def find_cause(failures: list[Failure], culprit: int | None, broken_why: str, st
     """Find the failure that most likely broke a round: no victim of another, then the earliest.
 
     Args:
-        failures: reports of ranks.
+        failures: reports of ranks, as they arrived: clocks of different machines are not compared.
         culprit: the node that was lost, or that held the others up.
         broken_why: the first sign that the round was broken.
         stalled: the round was broken because no rank advanced.
     """
     real = [f for f in failures if not f.is_request]
-    first = min(real, key=lambda f: (f.is_victim, f.time)) if real and not stalled else None
+    first = min(real, key=lambda f: f.is_victim) if real and not stalled else None
     if first is None or first.is_victim or (culprit is not None and not first.error):
         return Cause(broken_why, node=culprit)  # any failures are consequences: the cause died with its node
     return Cause(first.describe(), first, first.node if first.may_be_the_machines else None)

@@ -35,7 +35,8 @@ class ConnectedAgent:
     id: str  # of its process
     send: Callable[[Message], None]
     drop: Callable[[], None]
-    heard: float  # monotonic time of its last message
+    heard: float  # monotonic time of its last sign of life
+    is_away: bool = False  # it has said that the end of this connection will not be its own
     ready: bool = False
     in_round: bool = False
     ended: bool = False

@@ -1,18 +1,25 @@
 """The agent's link to the coordinator: JSON lines over TCP, reconnecting. No torch.
 
+First both prove that they know the job's token, which does not travel (`proof`):
+    coordinator  challenge  nonce
+    agent        answer     nonce, proof of both nonces
+    coordinator  welcome    proof of both nonces
 Agent to coordinator:
-    hello   token, node, host, address, nproc, switches, agent, ready, round, size, shard_group, ended
-            (agent: id of the process; ready: no ranks run here; round, size, shard_group: what they run in,
-            -1, 0, 0 when none do; ended: they have finished)
-    beat    ranks: [[step, committed, phase], ...]
+    hello   node, host, address, nproc, switches, agent, ready, round, epoch, size, shard_group, ended, signal, from, at
+            (agent: id of the process; ready: no ranks run here; round, epoch, size, shard_group: what they run in,
+            -1, 0, 0, 0 when none do; ended: they have finished; signal: to stop, that came while there was no
+            connection; from: the agent's end of the connection; at: when it was sent, by the agent's clock)
+    beat    ranks: [[step, committed, phase], ...], at
     failed  failures: [...]     ranks here have failed, and the others are being stopped
-    ready   failures: [...]     no ranks run here; wants to be in the next round (failures: not reported yet)
+    ready   failures: [...], at    no ranks run here; wants to be in the next round (failures: not reported yet)
     master  round, store, port  from the head of a round: where its store is, and a port for rank 0
     notice  signal              this node received a signal to stop
     stacks  node, ranks: [...]          the state of its ranks, after a dump
     ended                       all ranks of this node have finished
+    away                        this connection will be closed, and not because the agent ends
 Coordinator to agent:
-    round   round, rank, size, layout   this node has this rank of `size`
+    alive   at                          answers hello, beat and ready; with `at`, the node's lease runs from then
+    round   round, epoch, rank, size, layout   this node has this rank of `size`
     start   round, host, store, port    the head's answer, to everyone else
     break   round, why                  stop the ranks and send `ready`
     dump                                write the ranks' stacks and answer with `stacks`
@@ -22,16 +29,33 @@ Coordinator to agent:
 
 from __future__ import annotations
 
+import hmac
 import json
+import logging
+import secrets
 import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import IO, Any
 
 from fsdp_jobs.config.schema import ElasticConfig
+from fsdp_jobs.run.epoch import Lease
 
 Message = dict[str, Any]
+AGENT, COORDINATOR = "agent", "coordinator"  # who proves
+
+logger = logging.getLogger(__name__)
+
+
+def proof(token: str, side: str, challenge: str, answer: str) -> str:
+    """Prove, as one side of a connection, that the token is known; the nonces are the coordinator's and the agent's."""
+    return hmac.new(token.encode(), f"{side} {challenge} {answer}".encode(), "sha256").hexdigest()
+
+
+def lease_s(elastic: ElasticConfig) -> float:
+    """Return for how many seconds the coordinator's answer lets ranks run: `elastic.lease_s`, or its default."""
+    return elastic.lease_s or 2 * elastic.heartbeat_timeout_s
 
 
 class Link:
@@ -40,34 +64,35 @@ class Link:
     def __init__(
         self,
         address: str,
+        token: str,
         hello: Callable[[], Message],
         ranks: Callable[[], list[list[int]]],
         on_message: Callable[[Message], None],
         elastic: ElasticConfig,
     ):
         host, _, port = address.rpartition(":")
-        self._address = (host, int(port))
+        self._address, self._token = (host, int(port)), token
         self._hello, self._ranks, self._on_message, self._elastic = hello, ranks, on_message, elastic
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
         self._closed = threading.Event()
+        self.local = ("", 0)  # address and port of this end
         threading.Thread(target=self._run, name="coordinator-link", daemon=True).start()
         threading.Thread(target=self._send_beats, name="beats", daemon=True).start()
 
     def send(self, kind: str, **content: Any) -> bool:
         """Send one message; False without a connection (the next hello repeats what matters)."""
-        line = (json.dumps({"kind": kind, **content}) + "\n").encode()
         with self._lock:
             if self._socket is None:
                 return False
             try:
-                self._socket.sendall(line)
+                self._socket.sendall(_line({"kind": kind, **content}))
                 return True
             except OSError:
                 return False
 
     def beat(self) -> None:
-        self.send("beat", ranks=self._ranks())
+        self.send("beat", ranks=self._ranks(), at=Lease.now())
 
     def _send_beats(self) -> None:
         while not self._closed.wait(self._elastic.heartbeat_interval_s):
@@ -81,21 +106,42 @@ class Link:
                     self._socket.shutdown(socket.SHUT_RDWR)
 
     def _run(self) -> None:
-        while not self._closed.is_set():
+        while not self._closed.wait(0.2):
             try:
                 connection = socket.create_connection(self._address, timeout=5)
             except OSError:
-                self._closed.wait(0.2)
                 continue
-            with connection:
+            with connection, suppress(OSError, ValueError, KeyError), connection.makefile("r") as lines:
                 connection.settimeout(self._elastic.heartbeat_timeout_s)  # the coordinator answers every beat
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._prove(connection, lines)
+                self.local = connection.getsockname()[:2]
                 with self._lock:
+                    connection.sendall(_line({"kind": "hello", "from": self.local, "at": Lease.now(), **self._hello()}))
                     self._socket = connection
-                self.send("hello", **self._hello())
-                with suppress(OSError, ValueError), connection.makefile("r") as lines:
+                try:
                     for line in lines:
                         self._on_message(json.loads(line))
-                with self._lock:
-                    self._socket = None
-            self._closed.wait(0.2)
+                finally:
+                    self.send("away")
+                    with self._lock:
+                        self._socket = None
+
+    def _prove(self, connection: socket.socket, lines: IO[str]) -> None:
+        """Prove to the coordinator that this is an agent of the job, and have it prove that it is the coordinator.
+
+        Raises:
+            ValueError, KeyError: it is not.
+        """
+        challenge, answer = str(json.loads(lines.readline())["nonce"]), secrets.token_hex()
+        mine = proof(self._token, AGENT, challenge, answer)
+        connection.sendall(_line({"kind": "answer", "nonce": answer, "proof": mine}))
+        theirs = str(json.loads(lines.readline())["proof"])
+        if not hmac.compare_digest(theirs, proof(self._token, COORDINATOR, challenge, answer)):
+            logger.warning("who answers at %s:%d does not know this job's token", *self._address)
+            self._closed.wait(self._elastic.heartbeat_interval_s)
+            raise ValueError("not the coordinator")
+
+
+def _line(message: Message) -> bytes:
+    return (json.dumps(message) + "\n").encode()

@@ -14,7 +14,7 @@ from fsdp_jobs.elastic import accelerate_env
 from fsdp_jobs.elastic.rendezvous import CoordinatorRendezvous
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.env import LAYOUT_ENV, LOG_ENV, ROUND_ENV, STACKS_ENV
+from fsdp_jobs.run.env import EPOCH_ENV, LAYOUT_ENV, LOG_ENV, ROUND_ENV, STACKS_ENV
 
 FLIGHT_RECORDER = "nccl-trace-rank-"  # NCCL's record of collectives: the rank is appended
 
@@ -46,6 +46,7 @@ class RankLogs(LogsSpecs):
                 STACKS_ENV: str(self.stacks(rank)),
                 LAYOUT_ENV: self.handler.round["layout"],
                 ROUND_ENV: str(self.handler.round["round"]),
+                EPOCH_ENV: str(self.handler.round["epoch"]),
                 "TORCHELASTIC_RESTART_COUNT": str(self.handler.round["round"]),  # the same on every node
                 "TORCH_FR_DUMP_TEMP_FILE": f"{self.run.node(self.attempt, self.node)}/{FLIGHT_RECORDER}",
                 "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{self.folder}/{FLIGHT_RECORDER}",

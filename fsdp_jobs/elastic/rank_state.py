@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import mmap
+import multiprocessing
 import os
 import shutil
 import struct
@@ -13,6 +14,8 @@ from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
 from typing import IO, NamedTuple
+
+SAVES_NOTHING = -2  # in place of the newest checkpoint's step: the rank has nothing to save with
 
 _REPORT = struct.Struct("<dqqi")  # time of writing, step, committed step, phase
 _REQUEST = struct.Struct("<i")
@@ -41,7 +44,7 @@ class Request(IntEnum):
 class Report(NamedTuple):
     time: float  # seconds since 1970, 0.0 before the first report
     step: int  # steps done
-    committed: int  # step of the newest checkpoint that the rank knows, -1 for none
+    committed: int  # step of the newest checkpoint that the rank knows, -1 for none, or SAVES_NOTHING
     phase: int
 
 
@@ -85,7 +88,18 @@ def make_folder() -> tuple[Path, IO[str]]:
         with suppress(OSError), old.open("w") as lock:  # another user's, or one in use, stays
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(old.parent)
+            for semaphore in shm.glob(f"sem.{old.parent.name}-*"):
+                semaphore.unlink(missing_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=_FOLDERS, dir=base))
     lock = (folder / "lock").open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)
     return folder, lock
+
+
+def keep_temporaries_in(folder: Path) -> None:
+    """Let multiprocessing keep sockets in an agent's folder, and name semaphores after it, also in its ranks.
+
+    Both outlive a process that is killed; here the next agent finds them.
+    """
+    settings = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    settings |= {"tempdir": str(folder), "semprefix": f"/{folder.name}"}

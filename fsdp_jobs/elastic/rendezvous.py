@@ -15,9 +15,10 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from fsdp_jobs.config.schema import ElasticConfig
-from fsdp_jobs.elastic.protocol import Link, Message
-from fsdp_jobs.elastic.rank_state import Phase, RankState, Request
+from fsdp_jobs.elastic.protocol import Link, Message, lease_s
+from fsdp_jobs.elastic.rank_state import SAVES_NOTHING, Phase, RankState, Request
 from fsdp_jobs.plan.layout import Layout
+from fsdp_jobs.run.epoch import Lease
 from fsdp_jobs.run.processes import free_port
 
 
@@ -27,12 +28,15 @@ class CoordinatorRendezvous(RendezvousHandler):
     def __init__(
         self,
         coordinator: str,
+        token: str,
         run_name: str,
         identity: Message,
         states: list[RankState],
+        lease: Lease,
         elastic: ElasticConfig,
     ):
         self.identity, self.states, self.run_name = identity, states, run_name
+        self.lease, self.lease_s = lease, lease_s(elastic)
         self.on_dump: Callable[[], None] = lambda: None
         self.on_stop: Callable[[], None] = lambda: None
         self._changed = threading.Condition()
@@ -45,7 +49,8 @@ class CoordinatorRendezvous(RendezvousHandler):
         self._ended = False
         self._failures: list[Message] = []
         self._store: TCPStore | None = None
-        self._link = Link(coordinator, self._hello, self._reports, self._receive, elastic)
+        self._signal = ""  # to stop, that came while there was no coordinator
+        self._link = Link(coordinator, token, self._hello, self._reports, self._receive, elastic)
 
     @property
     def round(self) -> Message:
@@ -54,19 +59,24 @@ class CoordinatorRendezvous(RendezvousHandler):
 
     def _hello(self) -> Message:
         running = self._running_round if self._running_round > self._broken else -1
-        size, group = 0, 0
+        in_round: Message = {"round": -1, "epoch": 0, "size": 0, "shard_group": 0}
         if self._round is not None and running >= 0:
-            size, group = self._round["size"], Layout.from_json(self._round["layout"]).shard_group
-        in_round = {"round": running, "size": size, "shard_group": group}
-        return {**self.identity, "ready": self._waiting, **in_round, "ended": self._ended}
+            in_round = {key: self._round[key] for key in ("round", "epoch", "size")}
+            in_round["shard_group"] = Layout.from_json(self._round["layout"]).shard_group
+        more = {"ready": self._waiting, "ended": self._ended, "signal": self._signal}
+        return {**self.identity, **in_round, **more}
 
     def _reports(self) -> list[list[int]]:
         reports = [state.read() for state in self.states]
-        return [[r.step, r.committed, r.phase] if r.time else [-1, -1, Phase.STARTING] for r in reports]
+        return [[r.step, r.committed, r.phase] if r.time else [-1, SAVES_NOTHING, Phase.STARTING] for r in reports]
 
     def _receive(self, message: Message) -> None:
         with self._changed:
             kind = message["kind"]
+            if kind == "alive":
+                if message["at"] is not None:
+                    self.lease.renew(message["at"] + self.lease_s)
+                return
             if kind == "round":
                 self._round, self._start, self._waiting = message, None, False
             elif kind == "start":
@@ -89,6 +99,7 @@ class CoordinatorRendezvous(RendezvousHandler):
     def notice(self, name: str) -> None:
         """Pass on a signal to stop; without a coordinator the ranks here tell the others."""
         if not self._link.send("notice", signal=name):
+            self._signal = name
             self._request(Request.STOP)
 
     def _request(self, request: Request) -> None:
@@ -110,7 +121,7 @@ class CoordinatorRendezvous(RendezvousHandler):
                 failures, self._failures = self._failures, []
                 for state in self.states:
                     state.clear()
-            self._link.send("ready", failures=failures)
+            self._link.send("ready", failures=failures, at=Lease.now())
             with self._changed:
                 self._changed.wait_for(lambda: self._round is not None or self.end is not None)
                 if self.end is not None:
@@ -140,6 +151,22 @@ class CoordinatorRendezvous(RendezvousHandler):
                 return None
         self._store = store
         return RendezvousInfo(store, rank, size, RendezvousStoreInfo(host, port))
+
+    def is_cut_off(self) -> bool:
+        """Whether this node's lease has run out, and so its round is over for it."""
+        if self.lease.left_s() < 0:
+            self._broken = max(self._broken, self._running_round)
+            return True
+        return False
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether this node is in a round, be it one that is over."""
+        return self._running_round >= 0
+
+    def ask_to_save(self) -> None:
+        """Let ranks save once more, before it is too late."""
+        self._request(Request.SAVE)
 
     def num_nodes_waiting(self) -> int:
         """Return 1 when the running round is over and its ranks must be stopped."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from fsdp_jobs.elastic.protocol import Message
 
-FLOOR_S = 60.0
-PROGRAMS_FLOOR_S = 1800.0  # a user's program may evaluate or do other long work between steps
+_FLOOR_S = 60.0
+_PROGRAMS_FLOOR_S = 1800.0  # a user's program may evaluate or do other long work between steps
 _STEPS = 20  # step times without a step that are a stall, unless the user sets a time
 _ANSWERS_S = 4.0  # for agents to send the state of their ranks
 
@@ -18,7 +18,7 @@ class StallWatch:
     """Watches one round. `timeout_s` is the user's, 0 for a multiple of the measured step time."""
 
     timeout_s: float
-    floor_s: float
+    is_program: bool  # a user's
     _step: int | None = None  # the slowest rank's, None before the first report
     _since: float = 0.0
     _step_s: float = 0.0  # measured, the slowest of the newest few
@@ -28,7 +28,7 @@ class StallWatch:
 
     def limit_s(self) -> float:
         """Return the seconds without a step that are a stall."""
-        return self.timeout_s or max(self.floor_s, _STEPS * self._step_s)
+        return self.timeout_s or max(_PROGRAMS_FLOOR_S if self.is_program else _FLOOR_S, _STEPS * self._step_s)
 
     def see(self, slowest: int, first_step: int, now: float) -> bool:
         """Note the slowest rank's step; True when it has not advanced for too long.

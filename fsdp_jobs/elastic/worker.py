@@ -20,10 +20,13 @@ from types import TracebackType
 
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
 from fsdp_jobs.elastic.program import Program
-from fsdp_jobs.elastic.rank_state import Phase, RankState, Request
+from fsdp_jobs.elastic.rank_state import SAVES_NOTHING, Phase, RankState, Request
 from fsdp_jobs.run.env import AGENT_PID_ENV, LOG_ENV, PROGRAM_ENV, RANK_STATE_ENV, STACKS_ENV
+from fsdp_jobs.run.epoch import Lease
 from fsdp_jobs.run.processes import die_with_parent, set_title
 from fsdp_jobs.run.verdict import EXIT_REQUEUE
+
+_LOOK_S = 0.25  # between looks at the lease
 
 
 def enter() -> None:
@@ -48,10 +51,20 @@ def _write_stacks_on_request() -> None:
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
 
 
+def _die_with_lease() -> None:
+    """Kill this process when its node's lease has run out: also when its agent stands still, and cannot."""
+    lease = Lease(os.environ[RANK_STATE_ENV])
+    while (left := lease.left_s()) > 0:
+        time.sleep(min(left, _LOOK_S))
+    print("no answer from the coordinator for too long: this rank must not run any more", file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def run_program() -> None:
     """Run a rank's Python program in the surroundings that `python program.py` or `python -m program` would give it."""
     enter()
     _write_stacks_on_request()
+    threading.Thread(target=_die_with_lease, name="lease", daemon=True).start()
     program = Program.from_json(os.environ.pop(PROGRAM_ENV))
     set_title(f"rank {os.environ['RANK']}/{os.environ['WORLD_SIZE']} {Path(program.what).name}")
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -72,7 +85,7 @@ def run_program() -> None:
     if exit_code:
         os._exit(exit_code)
     if not state.read().time:
-        state.report(-1, -1, Phase.DONE)  # the process stays until all of its node's have ended
+        state.report(-1, SAVES_NOTHING, Phase.DONE)  # the process stays until all of its node's have ended
 
 
 def _park(state: RankState) -> None:

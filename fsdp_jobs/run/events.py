@@ -14,14 +14,15 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, dataclass_transform
 
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.tail import Tail, newest_json_lines, read_json_lines
+from fsdp_jobs.run.epoch import Fenced, check_lease
+from fsdp_jobs.run.tail import Tail, json_objects, newest_json_lines, read_json_lines
 
 _CHECKPOINT = b'"event": "checkpoint",'
 
@@ -236,6 +237,7 @@ class AttemptEnded(Event):
     reason: str
     step: int | None = None
     committed: int | None = None
+    leases: int | None = None  # nodes whose ranks might still run; None: no coordinator has told
 
     @property
     def style(self) -> str:
@@ -258,10 +260,12 @@ class TrackingFailed(Event, sentence="{tracker} does not get the metrics: {why}"
 def append_line(path: Path, record: dict[str, Any]) -> None:
     """Append one JSON line, whole, among writers on several nodes: under a lock where the file system has them.
 
-    A record that the disk has no room for is dropped with a warning: a job must not fail because of its own log.
+    A record that the disk has no room for is dropped with a warning: a job must not fail because of its own log. So is
+    one of a rank whose node has no lease any more: another round may be writing.
     """
     line = (json.dumps(record) + "\n").encode()
     try:
+        check_lease()
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             with suppress(OSError):  # some shared file systems have no locks; O_APPEND alone has to do there
@@ -272,8 +276,9 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         finally:
             os.close(descriptor)
-    except OSError as e:
-        logger.warning("OSError: %s; not recorded in %s", e.strerror, path)  # a rank's log shows no level
+    except (OSError, Fenced) as e:
+        why = f"OSError: {e.strerror}" if isinstance(e, OSError) else e
+        logger.warning("%s; not recorded in %s", why, path)  # a rank's log shows no level
 
 
 def record(run: RunDir, attempt: int, event: Event) -> None:
@@ -281,18 +286,27 @@ def record(run: RunDir, attempt: int, event: Event) -> None:
     append_line(run.events, replace(event, time=time.time(), attempt=attempt).to_record())
 
 
+def parse_events(records: Iterable[dict[str, Any]]) -> Iterator[Event]:
+    """Make events of lines; what lacks the fields of its kind is skipped."""
+    for record in records:
+        try:
+            yield Event.parse(record)
+        except (KeyError, TypeError) as e:
+            logger.warning("not an event: %s: %s", e, record)
+
+
 def read_events(run: RunDir) -> Iterator[Event]:
     """Yield every event of a run, oldest first."""
-    return map(Event.parse, read_json_lines(run.events))
+    return parse_events(read_json_lines(run.events))
 
 
 def newest_events(run: RunDir) -> Iterator[Event]:
     """Yield a run's events, newest first, without reading more of them than that takes."""
-    return map(Event.parse, newest_json_lines(run.events))
+    return parse_events(newest_json_lines(run.events))
 
 
 def seldom_events(events: Tail) -> Iterator[Event]:
     """Yield new events without checkpoints that another one follows: a long run has thousands of those."""
-    for line, following in itertools.pairwise(itertools.chain(events.lines(), [b""])):
-        if not (_CHECKPOINT in line and _CHECKPOINT in following):
-            yield Event.parse(json.loads(line))
+    pairs = itertools.pairwise(itertools.chain(events.lines(), [b""]))
+    lines = (line for line, following in pairs if not (_CHECKPOINT in line and _CHECKPOINT in following))
+    return parse_events(json_objects(lines, events.path))

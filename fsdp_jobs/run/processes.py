@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import closing, suppress
 from functools import cache
 from pathlib import Path
@@ -29,6 +31,23 @@ def die_with_parent(_worker: int = 0) -> None:
     """Ask the kernel to kill this process when its parent dies (Linux; elsewhere nothing happens)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def raise_file_limit(most: int = 1 << 20) -> None:
+    """Let this process and those that it starts open as many files as the system allows, up to `most`."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft = most if hard == resource.RLIM_INFINITY else min(hard, most)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def kill_families(pids: Iterable[int]) -> None:
+    """Kill processes and their children at once; those that have gone already are no error."""
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            for member in [process, *process.children(recursive=True)]:
+                with suppress(psutil.NoSuchProcess):
+                    member.kill()
 
 
 def set_title(part: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.events import Event, seldom_events
+from fsdp_jobs.run.events import Event, parse_events, seldom_events
 from fsdp_jobs.run.tail import Tail
 
 ENDED = ("done", "stopped", "failed")
@@ -61,7 +61,7 @@ class RunStatus:
 
     def update(self) -> list[Event]:
         """Read what is new, and return the new events."""
-        return self._read(map(Event.parse, self._events.records()))
+        return self._read(parse_events(self._events.records()))
 
     def glance(self) -> None:
         """Read only what the present state and speed depend on, which is much less of a long run; losses stay out."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import heapq
 import itertools
 import json
+import logging
 import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ TIMES = "log-times.jsonl"  # beside ranks' logs: {rank: [bytes, by when they wer
 _BLOCK = 1 << 16  # bytes read at once
 _LONGEST_LINE = 1 << 20  # bytes; longer lines come in parts
 _ERROR = re.compile(r"Error\b|Exception|CRITICAL|FATAL|WARNING|Killed|Segmentation fault")
+
+logger = logging.getLogger(__name__)
 
 
 class Tail:
@@ -52,7 +55,7 @@ class Tail:
 
     def records(self) -> Iterator[dict[str, Any]]:
         """Yield the objects of new lines of a .jsonl file."""
-        return map(json.loads, self.lines())
+        return json_objects(self.lines(), self.path)
 
     def unfinished(self) -> bytes:
         """Return the last line when its end has not been written."""
@@ -67,6 +70,22 @@ class Tail:
                 f.seek(-but, os.SEEK_END)
                 f.readline()
                 self.offset = f.tell()
+
+
+def json_objects(lines: Iterable[bytes], file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects that lines of a .jsonl file hold; lines that a crash has torn are skipped and counted."""
+    bad = 0
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if isinstance(record, dict):
+            yield record
+        else:
+            bad += 1
+    if bad:
+        logger.warning("%s: %d lines that hold no record are skipped", file, bad)
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -99,12 +118,7 @@ def lines_backwards(path: Path) -> Iterator[bytes]:
 
 def newest_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of a .jsonl file, the newest first; a last line that is still being written is left out."""
-    for i, line in enumerate(lines_backwards(path)):
-        try:
-            yield json.loads(line)
-        except ValueError:
-            if i:
-                raise
+    return json_objects(lines_backwards(path), path)
 
 
 def last_lines(file: Path, count: int) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.elastic.placement import ConnectedAgent
-from fsdp_jobs.elastic.rank_state import Phase, Request
+from fsdp_jobs.elastic.rank_state import SAVES_NOTHING, Phase, Request
 from fsdp_jobs.elastic.rounds import Coordinator
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.tail import read_json_lines
@@ -29,12 +29,19 @@ class Cluster:
         self.received: dict[str, list[dict[str, Any]]] = {}
 
     def join(
-        self, node: int, life: str = "a", round_: int = -1, size: int = 0, switches: tuple[str, ...] = ()
+        self,
+        node: int,
+        life: str = "a",
+        round_: int = -1,
+        size: int = 0,
+        switches: tuple[str, ...] = (),
+        host: str = "",
+        signal: str = "",
     ) -> ConnectedAgent:
         inbox = self.received.setdefault(f"{node}{life}", [])
         member = ConnectedAgent(
             node=node,
-            host=f"node{node}",
+            host=host or f"node{node}",
             address=f"node{node}",
             nproc=2,
             switches=list(switches),
@@ -43,10 +50,20 @@ class Cluster:
             drop=lambda: None,
             heard=self.now,
         )
-        self.coordinator.on_hello(member, round_, size, 2, self.now)
-        if round_ < 0:
-            self.coordinator.on_ready(member, [], self.now)
+        running = {"round": round_, "epoch": 1 if round_ >= 0 else 0, "size": size, "shard_group": 2}
+        hello = {**running, "ready": round_ < 0, "signal": signal, "at": self.now}
+        self.is_taken = self.coordinator.on_hello(member, hello, self.now)
         return member
+
+    def ready(self, member: ConnectedAgent, *failures: dict[str, Any]) -> None:
+        self.coordinator.on_ready(member, {"failures": list(failures), "at": self.now}, self.now)
+
+    def ended(self, member: ConnectedAgent) -> None:
+        self.coordinator.on_ended(member, {}, self.now)
+
+    def closed(self, member: ConnectedAgent) -> None:
+        """Its process has died, and the kernel has closed its connection."""
+        self.coordinator.on_gone(member, "closed", self.now, certain=True)
 
     def later(
         self, seconds: float, *beating: ConnectedAgent, step: int = 1, committed: int = -1, phase: int = 1
@@ -56,7 +73,7 @@ class Cluster:
             self.now += 0.1
             for member in beating:
                 ranks = [[step, committed, phase]] * 2 if member.in_round else []
-                self.coordinator.on_beat(member, ranks, self.now)
+                self.coordinator.on_beat(member, {"ranks": ranks, "at": self.now}, self.now)
             self.coordinator.tick(self.now)
 
     def last(self, member: ConnectedAgent, kind: str) -> dict[str, Any] | None:
@@ -100,10 +117,10 @@ def test_a_dead_agent_breaks_the_round_at_once_and_a_silent_one_after_its_timeou
     cluster = Cluster(tmp_path, "nodes=1:3", "elastic.join_window_s=0", "fsdp=full_shard")
     a, b, c = cluster.join(0), cluster.join(1), cluster.join(2)
     cluster.later(0.2, a, b, c)
-    cluster.coordinator.on_gone(c, "closed", cluster.now)
+    cluster.closed(c)
     assert cluster.last(a, "break") is not None and cluster.last(b, "break") is not None
     for member in (a, b):
-        cluster.coordinator.on_ready(member, [], cluster.now)
+        cluster.ready(member)
     cluster.later(3, a, b)
     assert cluster.last(a, "round")["size"] == 2  # type: ignore[index]
     silent_since = cluster.now
@@ -120,9 +137,11 @@ def test_a_fenced_node_that_wakes_up_is_told_that_its_round_is_over(tmp_path: Pa
     a, b = cluster.join(0), cluster.join(1)
     cluster.later(0.2, a, b)
     cluster.later(11, a)
-    cluster.coordinator.on_ready(a, [], cluster.now)
-    cluster.later(2, a)
-    assert cluster.coordinator.round == 1
+    cluster.ready(a)
+    cluster.later(8, a)
+    assert cluster.coordinator.round.number == 0, "its ranks may run until its lease ends"
+    cluster.later(6, a)
+    assert cluster.coordinator.round.number == 1
     b_again = cluster.join(1, round_=0, size=2)
     assert cluster.last(b_again, "break")["round"] == 0  # type: ignore[index]
 
@@ -134,7 +153,7 @@ def test_a_replacement_waits_for_the_node_that_still_saves_and_for_no_other(tmp_
     cluster.later(0.2, a, b)
     cluster.coordinator.on_stop("node 1 is told to end", cluster.now)
     cluster.join(1, life="b", round_=-1)
-    assert not cluster.events("node_lost") and b in cluster.coordinator.agents.values()
+    assert not cluster.is_taken and not cluster.events("node_lost") and b in cluster.coordinator.agents.values()
     cluster.later(11, a)  # b saves no longer: nothing is heard of it
     assert [e["node"] for e in cluster.events("node_lost")] == [1]
     new = cluster.join(1, life="c")
@@ -143,6 +162,9 @@ def test_a_replacement_waits_for_the_node_that_still_saves_and_for_no_other(tmp_
     cut_off = Cluster(tmp_path / "cut", "nodes=2", "elastic.join_window_s=0")
     a, b = cut_off.join(0), cut_off.join(1)
     cut_off.later(0.2, a, b)
+    cut_off.join(1, life="b")
+    assert not cut_off.is_taken, "the other has just been heard of"
+    cut_off.later(4, a)
     new = cut_off.join(1, life="b")
     assert new in cut_off.coordinator.agents.values() and b not in cut_off.coordinator.agents.values()
 
@@ -157,7 +179,7 @@ def test_new_nodes_wait_until_the_ranks_have_saved_and_parked(tmp_path: Path) ->
     assert cluster.last(a, "break") is None
     cluster.later(1, a, b, step=7, committed=7, phase=int(Phase.PARKED))
     assert cluster.last(a, "break") is not None
-    cluster.coordinator.on_ready(a, [], cluster.now)
+    cluster.ready(a)
     cluster.later(2, a, b)
     assert cluster.last(b, "round")["size"] == 2  # type: ignore[index]
     assert cluster.verdict is None
@@ -192,8 +214,8 @@ def test_when_failures_end_the_job(tmp_path: Path, errors: list[str], verdict: s
         victim = _failure(
             0, 0, "RuntimeError: Connection closed by peer", time=0.5
         )  # earlier, and no cause all the same
-        cluster.coordinator.on_ready(b, [failure], cluster.now)
-        cluster.coordinator.on_ready(a, [victim], cluster.now)
+        cluster.ready(b, failure)
+        cluster.ready(a, victim)
     cluster.later(3, a, b)
     assert cluster.verdict is not None, cluster.events("round_broken")
     assert cluster.verdict.verdict == verdict and cluster.verdict.rank == 2
@@ -205,7 +227,7 @@ def test_progress_renews_the_budget(tmp_path: Path) -> None:
     a = cluster.join(0)
     for i in range(6):
         cluster.later(1.5, a, step=i * 10, committed=i * 10)
-        cluster.coordinator.on_ready(a, [_failure(0, 0, exit_code=-9)], cluster.now)
+        cluster.ready(a, _failure(0, 0, exit_code=-9))
     cluster.later(3, a, committed=60)
     assert cluster.verdict is None
 
@@ -217,7 +239,7 @@ def test_a_stop_request_saves_everywhere_and_is_judged_preempted(tmp_path: Path)
     cluster.coordinator.on_stop("SIGTERM received", cluster.now)
     assert cluster.last(b, "request") == {"kind": "request", "request": int(Request.STOP)}
     for member in (a, b):
-        cluster.coordinator.on_ready(member, [_failure(member.node, 0, exit_code=75)], cluster.now)
+        cluster.ready(member, _failure(member.node, 0, exit_code=75))
     cluster.later(2, a, b)
     assert cluster.verdict is not None
     assert (cluster.verdict.verdict, cluster.verdict.decision) == ("preempted", "requeue")
@@ -227,10 +249,10 @@ def test_a_restarted_coordinator_adopts_the_running_round(tmp_path: Path) -> Non
     cluster = Cluster(tmp_path, "nodes=2")
     a, b = cluster.join(0, round_=4, size=2), cluster.join(1, round_=4, size=2)
     cluster.later(15, a, b)
-    assert cluster.coordinator.round == 4 and cluster.coordinator.running
+    assert cluster.coordinator.round.number == 4 and cluster.coordinator.round.running
     assert cluster.last(a, "break") is None and cluster.last(b, "break") is None
     for member in (a, b):
-        cluster.coordinator.on_ended(member, cluster.now)
+        cluster.ended(member)
     assert cluster.verdict is not None and cluster.verdict.verdict == "done"
 
 
@@ -238,7 +260,7 @@ def fails(cluster: Cluster, members: list[ConnectedAgent], node: int, error: str
     """A rank of a node fails in the running round, and everyone comes back."""
     failure = _failure(node, node * 2, error, exit_code=1 if error else -9)
     for member in members:
-        cluster.coordinator.on_ready(member, [failure] if member.node == node else [], cluster.now)
+        cluster.ready(member, *[failure] if member.node == node else [])
 
 
 def test_a_machine_that_fails_repeatedly_is_done_without_and_taken_back_later(tmp_path: Path) -> None:
@@ -297,17 +319,17 @@ def test_ranks_that_run_out_of_memory_stop_the_job_with_what_would_fit(tmp_path:
 
 def test_ranks_that_left_on_request_while_there_was_no_coordinator_were_preempted(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, "nodes=2")
-    members = [cluster.join(0, round_=0, size=2), cluster.join(1, round_=0, size=2)]
+    members = [cluster.join(n, round_=0, size=2, signal="SIGTERM" if n else "") for n in range(2)]
     for member in members:
-        cluster.coordinator.on_ready(member, [_failure(member.node, member.node, exit_code=75)], cluster.now)
+        cluster.ready(member, _failure(member.node, member.node, exit_code=75))
     cluster.later(3, *members)
     assert cluster.verdict is not None
     assert (cluster.verdict.verdict, cluster.verdict.decision) == ("preempted", "requeue")
-    assert "received a signal to stop" in cluster.verdict.reason
+    assert "node 1 received SIGTERM" in cluster.verdict.reason
 
 
 PROGRAM = ("script=train.py", "elastic.join_window_s=1")
-SILENCE = {"step": -1, "phase": int(Phase.STARTING)}
+SILENCE = {"step": -1, "committed": SAVES_NOTHING, "phase": int(Phase.STARTING)}
 
 
 def test_a_program_that_says_nothing_is_broken_off_for_new_nodes(tmp_path: Path) -> None:
@@ -318,7 +340,7 @@ def test_a_program_that_says_nothing_is_broken_off_for_new_nodes(tmp_path: Path)
     b = cluster.join(1)
     cluster.later(1, a, b, **SILENCE)
     assert cluster.last(a, "break") is not None
-    cluster.coordinator.on_ready(a, [], cluster.now)
+    cluster.ready(a)
     cluster.later(2, a, b, **SILENCE)
     assert [e["nodes"] for e in cluster.events("round_started")] == [[0], [0, 1]]
     assert cluster.events("round_started")[-1]["shard_group"] == 4, "full_shard over all there are"
@@ -330,11 +352,11 @@ def test_a_program_that_says_nothing_leaves_node_by_node(tmp_path: Path) -> None
     a, b = cluster.join(0), cluster.join(1)
     cluster.later(3, a, b, **SILENCE)
     cluster.coordinator.on_stop("node 0 received SIGTERM", cluster.now)
-    cluster.coordinator.on_failed(a, [_failure(0, 0, exit_code=-15, step=-1)], cluster.now)
-    cluster.coordinator.on_ready(a, [], cluster.now)
+    cluster.coordinator.on_failed(a, {"failures": [_failure(0, 0, exit_code=-15, step=-1)]}, cluster.now)
+    cluster.ready(a)
     cluster.later(20, a, b, **SILENCE)
     assert cluster.verdict is None and cluster.last(b, "break") is None, "the other is still saving"
-    cluster.coordinator.on_ended(b, cluster.now)
+    cluster.ended(b)
     cluster.later(1, a, b, **SILENCE)
     assert cluster.verdict is not None
     assert (cluster.verdict.verdict, cluster.verdict.decision) == ("preempted", "requeue")
@@ -355,7 +377,7 @@ def test_long_lives_are_a_silent_programs_progress(
         for member in members:
             member.heard = cluster.now
             failed = [_failure(1, 2, f"ValueError: {'x' * (i % errors)}", step=-1)] if member.node else []
-            cluster.coordinator.on_ready(member, failed, cluster.now)
+            cluster.ready(member, *failed)
         cluster.later(1.5, *members, **SILENCE)
         if cluster.verdict is not None:
             break
@@ -369,7 +391,7 @@ def test_an_exit_code_without_a_word_is_the_programs(tmp_path: Path) -> None:
         cluster.later(2, *members, **SILENCE)
         for member in members:
             failed = [_failure(1, 2, exit_code=3, step=-1)] if member.node else []
-            cluster.coordinator.on_ready(member, failed, cluster.now)
+            cluster.ready(member, *failed)
     cluster.later(2, *members, **SILENCE)
     assert cluster.verdict is not None
     assert cluster.verdict.verdict == "user_error" and "exit code 3; the same twice in a row" in cluster.verdict.reason
@@ -385,3 +407,140 @@ def test_agents_whose_ranks_had_finished_tell_a_new_coordinator(tmp_path: Path) 
     b.ended = True
     cluster.later(1, a, b, **SILENCE)
     assert cluster.verdict is not None and cluster.verdict.verdict == "done"
+
+
+def test_no_round_begins_while_a_silent_nodes_lease_runs(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=1", "elastic.heartbeat_timeout_s=4", "elastic.lease_s=12")
+    a = cluster.join(0)
+    cluster.later(1, a)
+    answered = [m["at"] for m in cluster.received[a.id] if m["kind"] == "alive"][-1]
+    replacement = cluster.join(0, life="b", host="other")
+    assert not cluster.is_taken, "the one that it replaces may be well"
+    cluster.later(5)
+    replacement = cluster.join(0, life="b", host="other")
+    cluster.later(answered + 12 - cluster.now, replacement)
+    assert cluster.last(replacement, "round") is None
+    cluster.later(2, replacement)
+    begun = cluster.last(replacement, "round")
+    assert begun is not None and (begun["round"], begun["epoch"]) == (1, 2)
+    assert "waiting until no rank" in cluster.events("waiting")[0]["why"]
+
+
+def test_a_node_that_comes_back_before_its_lease_ends_is_not_waited_for(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=2", "elastic.heartbeat_timeout_s=4", "elastic.lease_s=60")
+    a, b = cluster.join(0), cluster.join(1)
+    cluster.later(1, a, b)
+    cluster.later(5, a)
+    cluster.ready(a)
+    back = cluster.join(1, round_=0, size=2)
+    assert cluster.last(back, "break") is not None
+    cluster.ready(back)
+    cluster.later(2, a, back)
+    assert cluster.last(back, "round")["round"] == 1  # type: ignore[index]
+
+
+def test_ranks_of_a_round_that_is_over_get_no_longer_lease(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=2")
+    a, b = cluster.join(0), cluster.join(1)
+    cluster.later(1, a, b)
+    assert cluster.last(b, "alive")["at"] == pytest.approx(cluster.now)  # type: ignore[index]
+    cluster.closed(a)
+    cluster.later(0.5, b)
+    assert cluster.last(b, "alive") == {"kind": "alive", "at": None}
+
+
+def test_a_restarted_coordinator_waits_for_nodes_that_it_does_not_see(tmp_path: Path) -> None:
+    first = Cluster(tmp_path, "nodes=1", "elastic.lease_s=20")
+    first.later(1, first.join(0))
+    for host, waits in (("node0", False), ("other", True)):
+        cluster = Cluster(tmp_path, "nodes=1", "elastic.lease_s=20")
+        cluster.later(1)
+        cluster.coordinator.on_charge(5.0, cluster.now)
+        replacement = cluster.join(0, life="b", host=host)
+        cluster.later(24, replacement)
+        assert (cluster.last(replacement, "round") is None) == waits
+        cluster.later(5, replacement)
+        assert cluster.last(replacement, "round") is not None
+
+
+def test_a_coordinator_that_was_replaced_writes_and_decides_nothing(tmp_path: Path) -> None:
+    old, new = Cluster(tmp_path, "nodes=1"), Cluster(tmp_path, "nodes=1")
+    a = old.join(0)
+    old.later(1, a)
+    b = new.join(0, life="b", host="node0")
+    new.later(1, b)
+    assert new.last(b, "round")["epoch"] == 2  # type: ignore[index]
+    old.ready(a, _failure(0, 0, exit_code=-9))
+    before = old.run.events.read_text()
+    old.later(2, a)
+    assert old.coordinator.is_superseded, "a newer round has begun"
+    recorded = old.run.events.read_text()
+    assert "round_started" not in recorded.removeprefix(before)
+    old.coordinator.on_stop("SIGTERM", old.now)
+    old.later(70)
+    assert old.run.events.read_text() == recorded and old.verdict is None and not old.coordinator.agents
+
+
+def test_a_store_that_cannot_be_written_is_said_and_ends_the_attempt_in_time(tmp_path: Path) -> None:
+    (tmp_path / "home").write_text("no folder")
+    place = f"checkpoint.dir={tmp_path / 'home'}"
+    cluster = Cluster(tmp_path, "nodes=1", place, "elastic.wait_for_nodes_s=10")
+    a = cluster.join(0)
+    cluster.later(3, a)
+    (waiting,) = cluster.events("waiting")
+    assert "checkpoint.dir" in waiting["why"] and "cannot be written" in waiting["why"]
+    cluster.later(9, a)
+    assert cluster.verdict is not None and "cannot be written" in cluster.verdict.reason
+    assert not cluster.events("round_started")
+
+
+def test_a_coordinator_that_loses_several_machines_at_once_blames_none(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=3", "elastic.exclude_after=1")
+    a, b, c = (cluster.join(n) for n in range(3))
+    cluster.later(1, a, b, c)
+    cluster.later(0.5, a, b)
+    cluster.later(12, a)
+    (broken,) = cluster.events("round_broken")
+    assert broken["why"] == "the coordinator lost 2 of 3 nodes at once" and "blamed" not in broken
+    assert not cluster.run.excluded_hosts()
+
+
+def test_a_coordinator_that_stood_still_has_not_heard_less_of_its_agents(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=2")
+    a, b = cluster.join(0), cluster.join(1)
+    cluster.later(1, a, b)
+    cluster.now += 30
+    cluster.later(5)
+    cluster.later(1, a, b)
+    assert not cluster.events("node_lost")
+
+
+def test_the_first_cause_is_the_first_that_arrived(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=2")
+    a, b = cluster.join(0), cluster.join(1)
+    cluster.later(1, a, b)
+    cluster.ready(b, _failure(1, 2, exit_code=-9, time=5000.0))
+    cluster.ready(a, _failure(0, 0, exit_code=-9, time=100.0))  # of a machine whose clock is behind
+    cluster.later(2, a, b)
+    assert "rank 2 on node 1" in cluster.events("round_broken")[0]["why"]
+
+
+def test_a_stop_file_that_cannot_be_read_is_a_warning(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=1")
+    a = cluster.join(0)
+    cluster.run.stop_request.mkdir()
+    cluster.later(2, a)
+    assert cluster.verdict is None and not cluster.events("stop_requested")
+    assert "stop cannot be read" in cluster.events("waiting")[0]["why"]
+    assert len(cluster.events("waiting")) < 3, "said once"
+
+
+def test_torn_lines_do_not_keep_a_coordinator_from_starting(tmp_path: Path) -> None:
+    first = Cluster(tmp_path, "nodes=1")
+    a = first.join(0)
+    first.later(1, a)
+    with first.run.events.open("ab") as f:
+        f.write(b'{"time": 1.0, "event": "chec\n\xff\x00\n[1]\n{"event": "checkpoint"}\n{"a": 1}\n')
+        f.write(b'{"time": 2.0, "event": "checkpoint", "attempt": 0, "step": 7}\n')
+    cluster = Cluster(tmp_path, "nodes=1")
+    assert cluster.coordinator.committed == 7 and cluster.coordinator.round.number == 0

@@ -114,6 +114,7 @@ def test_a_running_job_and_its_fault_are_seen_in_chromium(browser: Any, tmp_path
     recorded_run(tmp_path / "runs", "hostile")
     with job(tmp_path, "watched", "steps=4000", "checkpoint.every_steps=20") as running, dashboard(tmp_path) as address:
         running.until(lambda: bool(running.events("checkpoint")), "a checkpoint")
+        assert "?token=" in address, "other users of this machine"
         page.goto(address)
         row = page.locator("tr", has_text="watched")
         before = row.inner_text(timeout=30_000)
@@ -131,7 +132,7 @@ def test_a_running_job_and_its_fault_are_seen_in_chromium(browser: Any, tmp_path
             "first => !document.body.innerText.includes(first)", arg=first, timeout=60_000
         )  # the loss moves
         page.screenshot(path=str(tmp_path / "dashboard.png"), full_page=True)
-        page.goto(f"{address}runs/hostile")
+        page.goto(address.partition("?")[0] + "runs/hostile")  # the browser has the token by now
         page.wait_for_selector("text=Failures", timeout=60_000)
         assert "alert('x')" in page.inner_text("main")
     assert not complaints

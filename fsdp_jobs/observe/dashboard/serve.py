@@ -1,4 +1,4 @@
-"""Serve the dashboard: on this machine alone, or elsewhere with a token."""
+"""Serve the dashboard to whoever has its token: a login node has other users."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def serve(folder: str, host: str, port: int, say: Callable[[str], None]) -> int:
         what = e.strerror if isinstance(e, OSError) else "a port is a number from 0 to 65535"
         raise BadInput([Problem(f"--host {host} --port {port}", str(what), "--port 0 takes a free one")]) from e
     is_local = host in _LOCAL
-    token = None if is_local else secrets.token_urlsafe(24)
+    token = secrets.token_urlsafe(24)
     app = make_app(folder, ["127.0.0.1", "localhost", "[::1]"] if is_local else ["*"], token)
     name = {"0.0.0.0": "localhost", "::": "localhost"}.get(host, f"[{host}]" if ":" in host else host)
-    say(f"http://{name}:{listener.getsockname()[1]}/" + ("" if token is None else f"?token={token}"))
+    say(f"http://{name}:{listener.getsockname()[1]}/?token={token}")
     uvicorn.Server(uvicorn.Config(app, log_config=None, log_level="warning", lifespan="off")).run(sockets=[listener])
     return 0
