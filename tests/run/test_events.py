@@ -14,7 +14,15 @@ from fsdp_jobs.run.tail import Tail
 KINDS = (
     *("submitted", "attempt_started", "round_started", "adopted", "round_broken", "node_lost", "stalled"),
     *("machine_excluded", "process_restarted", "given_up", "taken_away", "node_asked_for", "resumed", "checkpoint"),
-    *("checkpoint_on_nodes", "checkpoint_failed", "checkpoint_skipped", "loss_spike", "stop_requested", "waiting", "done"),
+    *(
+        "checkpoint_on_nodes",
+        "checkpoint_failed",
+        "checkpoint_skipped",
+        "loss_spike",
+        "stop_requested",
+        "waiting",
+        "done",
+    ),
     *("attempt_ended", "notify_failed", "tracking_failed"),
 )
 
