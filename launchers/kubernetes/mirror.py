@@ -73,11 +73,8 @@ class Mirror:
 
 def pass_on_stop(run: RunDir, api: Api, pods: list[Object]) -> None:
     """Annotate the coordinator's pod with a request to stop that was made here."""
-    if not run.stop_request.exists():
-        return
-    for pod in pods:
+    for pod in pods if run.stop_request.exists() else ():
         live = pod["status"].get("phase") in ("Pending", "Running")
-        annotated = STOP in pod["metadata"].get("annotations", {})
-        if live and not annotated and pod["metadata"]["labels"][ROLE] == "coordinator":
-            reason = run.stop_request.read_text() or "cancelled"
-            api.patch(pod, {"metadata": {"annotations": {STOP: reason}}})
+        is_new = STOP not in pod["metadata"].get("annotations", {})
+        if live and is_new and pod["metadata"]["labels"][ROLE] == "coordinator":
+            api.patch(pod, {"metadata": {"annotations": {STOP: run.stop_request.read_text() or "cancelled"}}})

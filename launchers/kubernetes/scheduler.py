@@ -45,6 +45,7 @@ from fsdp_jobs.plan.sources import from_kubernetes
 from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.verdict import Verdict, judge
 
 _RETRIED_FOR_S, _RETRY_S = 20.0, 2.0  # a cluster that does not answer
@@ -226,9 +227,7 @@ def _create(request: KubernetesRequest) -> str:
         for body in files_objects(job, request.names):
             api.create(owned_by(owner, body))
         if cluster.queue is None and root["spec"].get("suspend"):
-            api.patch(
-                root, {"spec": {"suspend": False}}
-            )  # now: the coordinator is scheduled before the nodes take all machines
+            api.patch(root, {"spec": {"suspend": False}})  # before the nodes take all machines
         for body in owned:
             api.create(owned_by(owner, body))
     except ApiError as e:
@@ -272,7 +271,7 @@ def _describe(app: _App, api: Api, jobs: list[Object], pods: list[Object]) -> De
         pass_on_stop(app.run, api, pods)
     if state.is_active:
         why = conditions.why_waiting(api, root, jobs, pods)
-        if app.run is not None and why and why != _last_reason(app.run):
+        if app.run is not None and why and why != _reason_known(app.run):
             events.record(app.run, app.run.last_attempt(), events.Waiting(why))
     else:
         why = verdict.reason if verdict is not None else conditions.why_failed(root, pods)
@@ -289,7 +288,7 @@ def _find(app: _App, api: Api) -> str | None:
     """Return the id of an app that was created to the end."""
     if (root := app.root(api, api.jobs(app.names.selector))) is None:
         return None
-    last_is_there = root["kind"] != "Job" or api.read("batch/v1", "Job", app.names.nodes) is not None
+    last_is_there = root["apiVersion"] != "batch/v1" or api.read("batch/v1", "Job", app.names.nodes) is not None
     if last_is_there and (app.cluster.queue is not None or not root["spec"].get("suspend")):
         return app.app_id
     api.delete(root)
@@ -306,8 +305,7 @@ def _kill(app: _App, api: Api) -> None:
     if not state.is_active:
         _end_rest(api, root, jobs)
         return
-    for body in (root, *jobs):
-        api.delete(body)
+    api.delete(root)
     for pod in pods:
         api.delete(pod, gracePeriodSeconds="0")
     if app.run is not None:
@@ -318,7 +316,7 @@ def _kill(app: _App, api: Api) -> None:
 
 def _end_rest(api: Api, root: Object, jobs: list[Object]) -> None:
     """Delete the Jobs that the end has left: a failed owner deletes nothing, and pods that wait ask for machines."""
-    for job in jobs:
+    for job in jobs if root["apiVersion"] == "batch/v1" else ():  # the operators of the other kinds do it
         if job["metadata"]["uid"] != root["metadata"]["uid"] and not conditions.ends_of(job):
             api.delete(job)
 
@@ -340,14 +338,11 @@ def _retried(app: _App, action: Callable[[Api], _Answer]) -> _Answer:
         time.sleep(_RETRY_S)
 
 
-def _last_reason(run: RunDir) -> str:
-    """Return what was last recorded as the reason to wait, unless the job has got further since."""
-    for event in events.newest_events(run):
-        if isinstance(event, events.Waiting):
-            return event.why
-        if isinstance(event, events.AttemptStarted | events.RoundStarted | events.RoundBroken):
-            break
-    return ""
+def _reason_known(run: RunDir) -> str:
+    """Return the reason that `status` gives already."""
+    status = RunStatus(run)
+    status.glance()
+    return status.reason
 
 
 def _replica(pod: Object) -> ReplicaStatus:

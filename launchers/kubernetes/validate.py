@@ -15,18 +15,13 @@ from fsdp_jobs.launchers.kubernetes.pods import cluster_of
 from fsdp_jobs.launchers.kubernetes.skeletons import Object
 
 _KUEUE = "kueue.x-k8s.io"
-_NEEDED = [
-    ("create", "", "services"),
-    ("create", "", "configmaps"),
-    ("create", "", "secrets"),
-    ("get", "", "persistentvolumeclaims"),
-    ("list", "", "pods"),
-    ("patch", "", "pods"),
-    ("delete", "", "pods"),
-    ("get", "", "pods/log"),
-    ("list", "", "events"),
-    ("list", "batch", "jobs"),
-]
+_NEEDED = {  # verb -> resources, of the core API
+    "create": ("services", "configmaps", "secrets"),
+    "get": ("persistentvolumeclaims", "pods/log"),
+    "list": ("pods", "events"),
+    "patch": ("pods",),
+    "delete": ("pods",),
+}
 
 
 def validate_configuration(config: JobConfig) -> None:
@@ -93,8 +88,9 @@ def _findings(what: str, problems: Sequence[Problem], ok: str) -> Iterator[Findi
 def needed_permissions(workload: str) -> list[tuple[str, str, str]]:
     """Return (verb, API group, resource) of everything that submitting, following and cancelling takes."""
     root = WORKLOADS[workload]
+    core = [(verb, "", resource) for verb, resources in _NEEDED.items() for resource in resources]
     own = [(verb, root.group, root.resource) for verb in ("create", "get", "patch", "delete")]
-    return list(dict.fromkeys([*_NEEDED, *own]))
+    return [*core, ("list", "batch", "jobs"), *own]
 
 
 def _wrong_keys(config: JobConfig) -> Iterator[Problem]:
