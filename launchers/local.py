@@ -18,15 +18,15 @@ from dataclasses import dataclass, field
 from torchx.specs import macros
 
 from fsdp_jobs.config.clusters import LocalClusterConfig
+from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import load_config
-from fsdp_jobs.launchers.base import Job, TorchxScheduler
+from fsdp_jobs.launchers.base import Job, TorchxScheduler, prepare_each
 from fsdp_jobs.launchers.detached import DetachedLauncher, kill_supervisor, start_supervisor, supervisor_record
-from fsdp_jobs.launchers.queue import visible_gpus
 from fsdp_jobs.launchers.supervisor import Attempt, Process
 from fsdp_jobs.run import events, log
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.env import ADDRESS_ENV, ATTEMPT_ENV, COORDINATOR_ENV
-from fsdp_jobs.run.processes import free_port, record_this_process
+from fsdp_jobs.run.processes import free_port, record_this_process, visible_gpus
 from fsdp_jobs.run.verdict import Verdict
 
 _LEAVE_S = 20.0  # for processes to end after their attempt's verdict
@@ -61,7 +61,16 @@ class LocalLauncher(DetachedLauncher):
 
     def prepare(self, jobs: Sequence[Job]) -> list[LocalRequest]:
         gpus = visible_gpus()
-        return [_request(job, gpus) for job in jobs]
+
+        def one(job: Job) -> LocalRequest:
+            nodes, ranks = len(job.plan.nodes) + len(job.plan.spares), job.plan.ranks_per_node
+            if job.config.cluster.accelerator == "cuda" and len(gpus) < nodes * ranks:
+                what = f"{nodes} x {ranks} ranks need a GPU each; this machine shows {len(gpus)}"
+                cure = "fewer nodes= or nproc_per_node=, or cluster.accelerator=auto, which then takes the CPU"
+                raise BadInput([Problem("cluster.accelerator=cuda", what, cure)])
+            return _request(job, gpus)
+
+        return prepare_each(one, jobs)
 
     def stage(self, request: LocalRequest, app_id: str) -> None:
         _write_commands(RunDir(request.run_dir), request.commands)

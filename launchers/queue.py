@@ -11,7 +11,6 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
-import os
 import sys
 import time
 from collections import Counter
@@ -23,7 +22,7 @@ from pathlib import Path
 from fsdp_jobs.launchers.base import QueueableLauncher, launcher_of
 from fsdp_jobs.run import log
 from fsdp_jobs.run.directory import RunDir, write_atomic
-from fsdp_jobs.run.processes import record_this_process, recorded_process, start_detached
+from fsdp_jobs.run.processes import record_this_process, recorded_process, start_detached, visible_gpus
 from fsdp_jobs.run.verdict import Verdict
 
 _POLL_S = 0.2
@@ -175,14 +174,6 @@ def _launcher(job: QueuedJob) -> QueueableLauncher:
     launcher = launcher_of(job.launcher)
     assert isinstance(launcher, QueueableLauncher)
     return launcher
-
-
-def visible_gpus() -> list[str]:
-    """Return ids of the NVIDIA GPUs that this process may use: CUDA_VISIBLE_DEVICES, or all that the driver lists."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        return [gpu for gpu in chosen.split(",") if gpu]
-    return [str(i) for i, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*"))]
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
 """Four ranks on one GPU over gloo, 2 replicas x 2 shards: NCCL refuses ranks that share a device. For gpu.py."""
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+os.environ["CUDA_VISIBLE_DEVICES"] = "0"  # the launcher hides a GPU that there is not for every rank
 torch.cuda.set_device(0)
 dist.init_process_group("gloo")
 torch.manual_seed(0)

@@ -21,7 +21,7 @@ def program_problems(config: JobConfig, files: bool) -> Iterator[Problem]:
         yield Problem(f"module={module}", f"script={script} is given, too", "one of the two")
     if not config.is_program:
         if config.script_args:
-            yield Problem(f"script_args={config.script_args}", "there is no program to give them to", "script=train.py")
+            yield Problem(f"script_args={config.script_args}", "the trainer takes no arguments", "script=train.py")
         if isinstance(config.model, NoModelConfig):
             yield Problem("model=none", "the trainer needs a model", "script=train.py, or another model")
         return

@@ -1,4 +1,4 @@
-"""Processes and ports of this machine. No torch."""
+"""Processes, ports and GPUs of this machine. No torch."""
 
 from __future__ import annotations
 
@@ -77,6 +77,14 @@ def free_port() -> int:
     with closing(socket.socket()) as s:
         s.bind(("", 0))
         return int(s.getsockname()[1])
+
+
+def visible_gpus() -> list[str]:
+    """Return ids of the NVIDIA GPUs that this process may use: CUDA_VISIBLE_DEVICES, or all that the driver lists."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [gpu for gpu in chosen.split(",") if gpu]
+    return [str(i) for i, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*"))]
 
 
 def start_detached(module: str, folder: Path, record: Path, log: Path) -> None:

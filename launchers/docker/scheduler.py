@@ -11,8 +11,9 @@ from fsdp_jobs.launchers.base import Job, TorchxScheduler, prepare_each
 from fsdp_jobs.launchers.detached import DetachedLauncher, kill_supervisor, start_supervisor, supervisor_of
 from fsdp_jobs.launchers.docker import containers, validate
 from fsdp_jobs.launchers.docker.containers import DockerRequest
-from fsdp_jobs.launchers.queue import queue_of, visible_gpus
+from fsdp_jobs.launchers.queue import queue_of
 from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.processes import visible_gpus
 from fsdp_jobs.run.verdict import Verdict
 
 

@@ -40,7 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["module=pkg.deeper"], ("there is no such module here", "as for python -m")),
         (["module=pkg.deep.er"], ("there is no such module here", "")),
         (["script=train.py", "script_args=--name 'half"], ("no closing quotation", "close the quote")),
-        (["script_args=--lr 1"], ("there is no program to give them to", "script=train.py")),
+        (["script_args=--lr 1"], ("the trainer takes no arguments", "script=train.py")),
         (["model=none"], ("the trainer needs a model", "script=train.py")),
         (["script=train.py", "fsdp.shard_group=3"], ("cannot be formed", "")),
     ],
