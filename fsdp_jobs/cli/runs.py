@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from fsdp_jobs.config.errors import BadInput, Problem, nearest
+from fsdp_jobs.config.errors import BadInput, JobFailed, Problem, nearest
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.run.directory import RunDir, find_run, pending_in, rank_logs, runs_in
 from fsdp_jobs.run.goodput import goodput_of
@@ -193,12 +193,15 @@ def cancel(args: list[str]) -> int:
     parser = run_parser("cancel")
     parser.add_argument("--now", action="store_true", help="at once, without a checkpoint")
     flags = parser.parse(args)
+    from fsdp_jobs.run.identity import check_may_act
     from fsdp_jobs.submit.stop import stop
     from fsdp_jobs.submit.submit import describe, has_ended, kill
 
+    check_may_act(flags.run)
     handle = flags.run.read_job()["handle"]
     if has_ended(flags.run, *describe([handle])):
-        kill([handle])  # whatever its end has left
+        with suppress(BadInput, JobFailed):  # its launcher does not answer here
+            kill([handle])  # whatever its end has left
         console.print(f"{flags.run.name} is not running")
         return 0
     stop([flags.run], flags.now, lambda text: console.print(text, style="yellow"))

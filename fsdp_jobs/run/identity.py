@@ -70,20 +70,22 @@ def identity_of(run: RunDir, config: JobConfig) -> Identity:
     )
 
 
+def owner_of(run: RunDir) -> str | None:
+    """Return whose run it is, for the user; None when it is this user's own, or nobody's yet."""
+    try:
+        identity = Identity.read(run.identity)
+    except PermissionError:
+        return f"user {run.identity.stat().st_uid}"
+    return None if identity is None or identity.uid == os.getuid() else identity.owner
+
+
 def check_may_act(run: RunDir) -> None:
     """Check that a run is this user's, who may then stop it or submit it again; root may act on every run.
 
     Raises:
         BadInput: it is another user's; names the owner.
     """
-    try:
-        identity = Identity.read(run.identity)
-    except PermissionError:
-        identity = None
-        owner = f"user {run.identity.stat().st_uid}"
-    else:
-        owner = identity.owner if identity is not None else ""
-    if os.getuid() and owner and (identity is None or identity.uid != os.getuid()):
+    if os.getuid() and (owner := owner_of(run)) is not None:
         raise BadInput([Problem(f"run {run.name}", f"belongs to {owner}", "only its owner may stop or resume it")])
 
 

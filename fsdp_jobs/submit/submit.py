@@ -40,7 +40,7 @@ from fsdp_jobs.plan.sources import from_yaml
 from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, checkpoints_of, run_dir_of, write_atomic
-from fsdp_jobs.run.identity import check_may_act, claim, identity_of
+from fsdp_jobs.run.identity import check_may_act, claim, identity_of, owner_of
 from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit.validate import check_existing_run, validate
@@ -333,9 +333,14 @@ def activity_of(run: RunDir, said_at: float = -math.inf) -> Callable[[], bool]:
 
 def has_ended(run: RunDir, job: Description) -> bool:
     """Whether a run's newest submission has ended: by its launcher's description, else its verdict."""
-    if job.state is not State.SILENT:
-        return not job.state.is_active
-    return Verdict.final(run) is not None
+    if _is_silent(run, job):
+        return Verdict.final(run) is not None
+    return not job.state.is_active
+
+
+def _is_silent(run: RunDir, job: Description) -> bool:
+    """Whether a launcher tells nothing of a job: it does not answer, or knows only jobs of this user."""
+    return job.state is State.SILENT or (job.state is State.UNKNOWN and owner_of(run) is not None)
 
 
 def kill(handles: Sequence[str]) -> None:
@@ -367,8 +372,8 @@ def state_of(status: RunStatus, job: Description | None) -> tuple[str, str]:
     status.update()  # the launcher may have fetched more of the record
     if status.ended or job is None or job.state is State.RUNNING:
         return status.state, status.reason
-    if job.state is State.SILENT:
-        return status.state, job.message
+    if _is_silent(status.run, job):
+        return status.state, job.message if job.state is State.SILENT else f"of {owner_of(status.run)}"
     if job.state is State.QUEUED:
         return State.QUEUED.value, job.message
     state = State.STOPPED if job.state is State.STOPPED else State.FAILED

@@ -227,6 +227,6 @@ def _end(run: RunDir, job: client.QueuedJob | None, state: State, message: str) 
     verdict = Verdict.read(run, run.last_attempt())
     if verdict is None or state is State.STOPPED:
         return state, message
-    if verdict.decision == "requeue":
+    if verdict.decision == "requeue" and job is not None:
         return State.FAILED, f"{message}, and was not requeued; {verdict.reason}"
     return State.from_verdict(verdict), verdict.reason

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import os
+import pwd
+import secrets
 import shutil
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 from fsdp_jobs.config.errors import BadInput
-from fsdp_jobs.run.directory import RunDir, pending_in, runs_in
+from fsdp_jobs.run.directory import RunDir, pending_in, runs_in, write_atomic
 from fsdp_jobs.run.events import AttemptStarted, read_events
 from fsdp_jobs.run.status import ENDED
 from fsdp_jobs.submit.overview import Overview
 from fsdp_jobs.submit.submit import prepare, settle, submit
 from fsdp_jobs.submit.validate import composed
-from tests.jobs import environment
+from tests.jobs import cli, environment
 
 pytestmark = pytest.mark.integration
 
@@ -65,6 +71,13 @@ def end_supervisors(folder: Path) -> None:
     for process in family:
         process.kill()
     psutil.wait_procs(family, timeout=10)
+
+
+def until(true: Callable[[], bool], what: str, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.05)
 
 
 def attempts(run: RunDir) -> list[AttemptStarted]:
@@ -118,3 +131,84 @@ def test_a_submission_that_is_killed_anywhere_leaves_one_job_or_none(
         if killed.returncode == 0:
             break
     assert killed.returncode == 0 and {fate[1:] for fate in fates} == {(0, 0), (1, 1)}, fates
+
+
+@pytest.fixture
+def users(folder: Path) -> Iterator[tuple[str, str]]:
+    """Two users of a group, which may write everything under the folder."""
+    if os.getuid():
+        pytest.skip("needs root, to make users")
+    names = tuple(f"fsdp{secrets.token_hex(3)}" for _ in range(2))
+    subprocess.run(["groupadd", names[0]], check=True)
+    try:
+        for name in names:
+            subprocess.run(["useradd", "--no-create-home", "--gid", names[0], name], check=True)
+        folder.chmod(0o2777)
+        for parent in folder.parents[:2]:
+            parent.chmod(0o755)
+        yield names  # type: ignore[misc]
+    finally:
+        for name in names:
+            subprocess.run(["userdel", name], check=False)
+        subprocess.run(["groupdel", names[0]], check=False)
+
+
+def as_user(folder: Path, user: str, umask: str, *args: str) -> subprocess.CompletedProcess[str]:
+    """`fsdp-jobs ARGS` of an ordinary user, who may read the interpreter wherever it is."""
+    may_read = ["--inh-caps=-all,+dac_read_search", "--ambient-caps=-all,+dac_read_search"]
+    under = ["setpriv", f"--reuid={user}", f"--regid={pwd.getpwnam(user).pw_gid}", "--clear-groups", *may_read]
+    shell = [*under, "bash", "-c", f'umask {umask}; exec "$@"', "-"]
+    home = folder / user
+    if not home.exists():
+        home.mkdir()
+        shutil.chown(home, user)
+    return cli(folder, *args, under=shell, XDG_STATE_HOME=str(home), HOME=str(home))
+
+
+def test_another_user_is_told_whose_run_it_is_and_harms_nothing(folder: Path, users: tuple[str, str]) -> None:
+    owner, other = users
+    assert as_user(folder, owner, "007", *ONE).returncode == 0
+    run = RunDir(folder / "runs" / "one")
+    for command in (["cancel", "one"], ["cancel", "one", "--now"], ["resume", "one"], ONE):
+        done = as_user(folder, other, "077", *command)
+        assert done.returncode == 2 and f"run one: belongs to {owner} on " in done.stderr, done.stdout + done.stderr
+    assert not run.stop_request.exists() and len(supervisors(folder)) == 1
+    (row,) = json.loads(as_user(folder, other, "077", "status", "--json").stdout)
+    assert row["state"] not in ENDED and row["reason"].startswith(f"of {owner} on "), row
+    cancelled = as_user(folder, owner, "077", "cancel", "one", "--now")
+    assert "one stopped: killed on request" in cancelled.stdout, cancelled.stdout + cancelled.stderr
+
+
+def test_a_name_of_somebody_else_on_shared_checkpoint_storage_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = [*ONE, f"checkpoint.dir={folder}/shared"]
+    assert cli(folder, *shared).returncode == 0
+    elsewhere = [*shared[:1], f"script={folder}/sleeps.py", *shared[2:], f"runs_dir={folder}/others"]
+    identity = folder / "shared" / "one" / "identity.json"
+    whose = json.loads(identity.read_text())
+    identity.write_text(json.dumps({**whose, "user": "alice", "host": "login7"}))  # the id is of this run
+    assert "is in use by the live job" in cli(folder, *shared).stderr
+    refused = cli(folder, *elsewhere)
+    assert refused.returncode == 2, refused.stdout + refused.stderr
+    assert f"belongs to a run of alice on login7 ({folder}/runs/one)" in refused.stderr
+    assert "another name=..." in refused.stderr and not (folder / "others" / "one" / "job.json").exists()
+
+
+def test_a_run_on_another_machine_is_told_from_its_directory_and_not_started_twice(folder: Path) -> None:
+    """Its handle names a host that is not this one: two login nodes with one home."""
+    assert cli(folder, *ONE).returncode == 0
+    run = RunDir(folder / "runs" / "one")
+    until(lambda: bool(attempts(run)), "the first attempt")
+    job = run.read_job()
+    here = f"//{socket.gethostname()}/"
+    write_atomic(run.job, json.dumps({**job, "handle": job["handle"].replace(here, "//other/")}))
+    (row,) = json.loads(cli(folder, "status", "--json").stdout)
+    assert row["state"] not in ENDED and "is on other, and this machine asks" in row["reason"], row
+    resumed = cli(folder, "resume", "one")
+    assert resumed.returncode == 2 and "may be in use by the job local_fsdp://other/" in resumed.stderr, resumed.stderr
+    killed = cli(folder, "cancel", "one", "--now")
+    assert killed.returncode == 2 and "is on other" in killed.stderr, killed.stdout + killed.stderr
+    assert len(supervisors(folder)) == 1 and len(attempts(run)) == 1
+    write_atomic(run.job, json.dumps({**job, "handle": job["handle"].replace(here, "//fsdp_jobs/")}))
+    assert "one stopped" in cli(folder, "cancel", "one", "--now").stdout, "handles of before named no cluster"

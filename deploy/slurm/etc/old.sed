@@ -1,4 +1,5 @@
 # A site with an old configuration: edits of slurm.conf.
+s|^ClusterName=.*|ClusterName=old|
 s|^SelectType=.*|SelectType=select/linear|
 /^SelectTypeParameters/d
 s|^TopologyPlugin=.*|TopologyPlugin=topology/none|
