@@ -60,6 +60,8 @@ class Checkpointer:
         self.run, self.config, self.layout = run, config.checkpoint, layout
         self.attempt, self.restart, self.on_restored = attempt, restart, on_restored
         self.state = State(model, optimizer, others, device)
+        minutes = self.config.every_minutes
+        self.every_s: float = run.planned_interval_s() if minutes == AUTO else minutes * 60  # 0: steps alone count
         self.samples = 0  # consumed since the run began: for the program to count, saved with the rest
         self.home = checkpoints_of(self.config, run)
         self.epoch = Epoch.of_rank(self.home)
@@ -92,8 +94,7 @@ class Checkpointer:
 
     def is_overdue(self) -> bool:
         """Whether `checkpoint.every_minutes` asks for a save; rank 0's clock decides."""
-        minutes = self.config.every_minutes
-        return self.rank == 0 and minutes > 0 and time.monotonic() - self.saved_at >= minutes * 60
+        return self.rank == 0 and 0 < self.every_s <= time.monotonic() - self.saved_at
 
     def save(self, step: int, block: bool = False) -> None:
         """Save the state after `step` steps, while the next ones run or, with `block`, before this returns.

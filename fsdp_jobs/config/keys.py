@@ -55,5 +55,7 @@ def value_problems(config: Any, prefix: str = "", unread: tuple[str, ...] = ()) 
                 shown = f"[{item}]" if isinstance(value, list) else item
                 hint = nearest(str(item), map(str, choices))
                 yield Problem(f"{name}={shown}", f"allowed: {', '.join(map(str, choices))}", hint)
-        if least is not None and value < least:
+        if least is not None and value != AUTO and not isinstance(value, int | float):
+            yield Problem(f"{name}={value}", "must be a number")
+        elif least is not None and value != AUTO and value < least:
             yield Problem(f"{name}={value}", f"must be at least {least:g}")

@@ -39,6 +39,7 @@ class HardwareConfig:
     memory_gb_s: float = key(0.0, "device memory bandwidth, GB/s; 0: elementwise work is not counted")
     host_memory_gib: float = key(0.0, "host memory per node, GiB; 0: offload is not checked against it")
     host_gb_s: float = key(0.0, "GB/s per GPU to host memory, one direction; 0: offload's traffic is not counted")
+    failures_per_1000_node_days: float = key(4.0, "of nodes that stop a job; for its goodput", at_least=0)
     gpus_per_node: int = key(8, "devices per node; with `nproc_per_node=auto` ranks per node", at_least=1)
     nvlink_domain: int = key(8, "GPUs connected by NVLink or its like; may span nodes", at_least=1)
     intra_node_gb_s: float = key(0.0, "GB/s per GPU, one direction, inside the domain")
@@ -171,7 +172,7 @@ class CheckpointConfig:
     """When the job is saved, and what is kept."""
 
     every_steps: int = key(20, "steps between two saves; 0 is off", at_least=0)
-    every_minutes: float = key(0.0, "minutes since the last save; 0 is off", at_least=0)
+    every_minutes: Any = key(0.0, "minutes since the last save; 0 is off, auto the plan's best interval", at_least=0)
     keep: int = key(3, "newest complete checkpoints that stay; 0 keeps all", at_least=0)
     dir: str | None = key(None, "folder or URL (`s3://`, `gs://`) with a folder per run; null: in the run directory")
     local_dir: str | None = key(None, "a folder on each node's own disk: shards are written there first, then copied")

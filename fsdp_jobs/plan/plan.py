@@ -12,6 +12,7 @@ from fsdp_jobs.config.keys import AUTO
 from fsdp_jobs.config.resolve import backend, node_range, ranks_per_node
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.plan.choose import Choice, Option, choose, choose_without_shape, usable_bytes
+from fsdp_jobs.plan.goodput import Expected, expect
 from fsdp_jobs.plan.grouping import place
 from fsdp_jobs.plan.layout import HYBRID, Layout
 from fsdp_jobs.plan.memory import Memory, size
@@ -20,6 +21,7 @@ from fsdp_jobs.plan.shapes import ModelShape, shape_of
 from fsdp_jobs.plan.step_time import StepTime
 from fsdp_jobs.plan.topology import Node, Topology
 from fsdp_jobs.plan.traffic import Traffic
+from fsdp_jobs.run.goodput import Costs
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class Plan:
     considered: tuple[Considered, ...]
     reasons: tuple[str, ...]
     remedies: tuple[Remedy, ...]
+    expected: Expected
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -84,6 +87,7 @@ class Plan:
             "time": d["time"] and StepTime(**d["time"]),
             "traffic": {b: Traffic(**t) for b, t in d["traffic"].items()},
             "considered": tuple(Considered(**c) for c in d["considered"]),
+            "expected": Expected(**d["expected"]),
             "remedies": tuple(Remedy(tuple(r["overrides"]), r["result"]) for r in d["remedies"]),
         }
         lists = {k: tuple(d[k]) for k in ("nodes", "leaves", "spares", "reasons")}
@@ -96,6 +100,7 @@ def make_plan(
     nodes: int | None = None,
     shape: ModelShape | None = None,
     seek_remedies: bool = True,
+    costs: Costs | None = None,
 ) -> Plan:
     """Decide how the job is sharded.
 
@@ -105,6 +110,7 @@ def make_plan(
         nodes: how many of them take part; without it the job's maximum, or all of a smaller topology.
         shape: the model's, where the configuration does not give it (custom models, probed).
         seek_remedies: find settings that make a job fit that does not; each try is a plan of its own.
+        costs: of checkpoints and restarts, measured on this run.
 
     Raises:
         BadInput: a shard group that cannot be formed, or a topology with too few nodes or GPUs.
@@ -114,12 +120,12 @@ def make_plan(
     check_sharding(config, topology)
     shape = shape or shape_of(config)
     if shape is None:
-        return _plan(config, topology, None, choose_without_shape(config, topology), notes)
+        return _plan(config, topology, None, choose_without_shape(config, topology), notes, costs)
     choice = choose(config, shape, topology)
     low, high = node_range(config.nodes)
     if choice.fits and low < min(high, len(topology.nodes)):
         notes.append(_at_minimum(config, shape, topology, low))
-    plan = _plan(config, topology, shape, choice, notes)
+    plan = _plan(config, topology, shape, choice, notes, costs)
     return plan if plan.fits or not seek_remedies else replace(plan, remedies=tuple(remedies(config, shape, topology)))
 
 
@@ -201,7 +207,12 @@ def _at_minimum(config: JobConfig, shape: ModelShape, topology: Topology, low: i
 
 
 def _plan(
-    config: JobConfig, topology: Topology, shape: ModelShape | None, choice: Choice, notes: Sequence[str]
+    config: JobConfig,
+    topology: Topology,
+    shape: ModelShape | None,
+    choice: Choice,
+    notes: Sequence[str],
+    costs: Costs | None = None,
 ) -> Plan:
     placement, option = choice.placement, choice.option
     used = [topology.nodes[i] for i in placement.used]
@@ -226,6 +237,9 @@ def _plan(
         considered=tuple(_considered(o, why, taken=o == option) for o, why in choice.considered),
         reasons=(*notes, *choice.reasons),
         remedies=(),
+        expected=expect(
+            config, len(used), option.memory if option else None, option.time.step if option else None, costs
+        ),
     )
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.events import seldom_events
 from fsdp_jobs.run.table import duration
-from fsdp_jobs.run.tail import Tail, newest_json_lines
+from fsdp_jobs.run.tail import Tail, newest_json_lines, read_json_lines
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,33 @@ class Goodput:
             f"checkpoints {self.stall_s:.1f}s, lost {self.lost_s:.1f}s, queue {duration(self.queue_s)}, "
             f"starting and restarting {duration(self.start_s)}"
         )
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What failures and checkpoints have cost on a run, in seconds."""
+
+    stall_s: float  # that steps waited, per checkpoint
+    write_s: float  # from the beginning of a save to its commit
+    restart_s: float  # from a failure to the next step; 0: nothing has failed yet
+
+
+def costs_of(run: RunDir) -> Costs | None:
+    """Return the median costs of a run; None before its first checkpoint."""
+    writes, broken, restarts = [], list[float](), []
+    for event in seldom_events(Tail(run.events)):
+        if isinstance(event, events.Checkpoint):
+            writes.append(event.seconds)
+        elif isinstance(event, events.RoundBroken):
+            broken.append(event.time)
+    newest = next(newest_json_lines(run.metrics), None)
+    if not writes or newest is None:
+        return None
+    steps = iter(read_json_lines(run.metrics) if broken else [])
+    for moment in broken:
+        after = next((r["time"] for r in steps if r.get("time", 0.0) > moment), None)
+        restarts += [] if after is None else [after - moment]
+    return Costs(newest.get("stall_s", 0.0) / len(writes), median(writes), median(restarts) if restarts else 0.0)
 
 
 class StepClock:

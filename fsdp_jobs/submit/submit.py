@@ -40,6 +40,7 @@ from fsdp_jobs.plan.sources import from_yaml
 from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, checkpoints_of, run_dir_of, write_atomic
+from fsdp_jobs.run.goodput import costs_of
 from fsdp_jobs.run.identity import check_may_act, claim, identity_of, owner_of
 from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.verdict import Verdict
@@ -60,15 +61,18 @@ class Prepared(Job):
     record: dict[str, Any]  # what job.json said when it was validated
 
 
-def plan_of(config: JobConfig) -> tuple[Plan, ModelShape | None]:
+def plan_of(config: JobConfig, run: RunDir | None = None) -> tuple[Plan, ModelShape | None]:
     """Plan a configuration; also return the shape that a custom model was measured to have.
+
+    What checkpoints and restarts have cost on `run`, the run that it continues, is in the predicted goodput.
 
     Raises:
         BadInput: a custom model that cannot be built, a bad topology file, an impossible sharding, no such launcher.
     """
     shape = probe(config) if isinstance(config.model, CustomModelConfig | HfConfig) else None
     topology = _topology(config)
-    return make_plan(config, topology, None if topology is None else node_range(config.nodes)[1], shape), shape
+    nodes = None if topology is None else node_range(config.nodes)[1]
+    return make_plan(config, topology, nodes, shape, costs=None if run is None else costs_of(run)), shape
 
 
 def _topology(config: JobConfig) -> Topology | None:
@@ -97,7 +101,7 @@ def prepare(configs: Sequence[JobConfig]) -> list[Prepared]:
             run = _open(config, [job.run for job in planned])
             records[run.path] = run.read_job()
             _check_free(run)
-            planned.append(Job(config, run, *plan_of(config), submission))
+            planned.append(Job(config, run, *plan_of(config, run), submission))
         except BadInput as e:
             problems += e.problems
     prepared: dict[Path, Prepared] = {}

@@ -51,7 +51,7 @@ def test_many_nodes_are_condensed() -> None:
 
 
 def test_what_does_not_fit_says_what_would() -> None:
-    made = plan(1, "model=llama3_8b", "fsdp.accumulate_unsharded=true")
+    made = plan(1, "model=llama3_8b", "fsdp.accumulate_unsharded=true", "fsdp.chunked_loss=false")
     text = render_text(made, 120)
     assert text.startswith("DOES NOT FIT")
     assert "What would make it fit" in text

@@ -26,7 +26,7 @@ from fsdp_jobs.plan.memory import GIB
 from fsdp_jobs.plan.plan import Plan
 from fsdp_jobs.plan.render import to_svg as plan_to_svg
 from fsdp_jobs.run.directory import RunDir, write_atomic
-from fsdp_jobs.run.goodput import goodput_of
+from fsdp_jobs.run.goodput import Goodput, goodput_of
 from fsdp_jobs.run.status import RunStatus
 
 _MAX_PICTURES = 6  # newest rounds that are drawn
@@ -53,7 +53,7 @@ def content_of(run: RunDir) -> dict[str, Any]:
         "config": load_config(run.config),
         "goodput": goodput,
         "charts": to_svgs(charts(history, goodput, plan)),
-        "comparison": list(_comparison(plan, history.newest())) if plan is not None else [],
+        "comparison": list(_comparison(plan, history.newest(), goodput)) if plan is not None else [],
         "rounds": list(_rounds(plan, history)) if plan is not None else [],
         "yaml": run.config.read_text(),
         "environment": _environment(run.read_job()),
@@ -66,8 +66,16 @@ def _plan_of(run: RunDir) -> Plan | None:
     return Plan.from_json(run.plan.read_text()) if run.plan.exists() else None
 
 
-def _comparison(plan: Plan, records: list[dict[str, Any]]) -> Iterator[tuple[str, str, str, str]]:
+def _comparison(plan: Plan, records: list[dict[str, Any]], goodput: Goodput) -> Iterator[tuple[str, str, str, str]]:
     """Yield (quantity, planned, measured, measured / planned) of what was planned and has been measured."""
+    if goodput.wall_s:
+        planned = plan.expected.goodput
+        yield (
+            "goodput",
+            f"{planned:.1%}",
+            f"{goodput.fraction:.1%}",
+            f"{goodput.fraction / planned:.2f}" if planned else "-",
+        )
     if plan.time is None or plan.memory is None:
         return
     for what, planned, key, form in (
