@@ -17,11 +17,9 @@ from fsdp_jobs.launchers.queue import Queue, QueuedJob, leave, queue_of, withdra
 from fsdp_jobs.launchers.state import State
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.processes import recorded_process, start_detached
-from fsdp_jobs.run.verdict import Verdict, judge
+from fsdp_jobs.run.verdict import KILLED, WITHDRAWN, Verdict, judge
 
 _CANCELS_AT_ONCE = 16
-_KILLED = Verdict("preempted", "stop", "killed on request, without a checkpoint")
-_WITHDRAWN = Verdict("preempted", "stop", "cancelled while it waited")
 
 
 class DetachedLauncher(QueueableLauncher):
@@ -55,8 +53,10 @@ class DetachedLauncher(QueueableLauncher):
 
     def find(self, run: RunDir) -> str | None:
         app_id = _app_id(run)
-        has_begun = run.last_attempt() >= run.first_attempt()
-        return app_id if has_begun or queue_of(run, app_id) is not None or self.is_alive(run, app_id) else None
+        if (queue := queue_of(run, app_id)) is not None:
+            queue.start()
+            return app_id
+        return app_id if run.last_attempt() >= run.first_attempt() or self.is_alive(run, app_id) else None
 
     def describe(self, app_ids: Sequence[str]) -> list[Description | None]:
         return [self._describe(app_id) for app_id in app_ids]
@@ -84,9 +84,9 @@ class DetachedLauncher(QueueableLauncher):
         if run is None:
             return
         if withdraw(run, app_id):
-            judge(run, _WITHDRAWN)
+            judge(run, WITHDRAWN)
         elif self.kill(run, app_id):
-            judge(run, _KILLED)
+            judge(run, KILLED)
 
     def logs(self, app_id: str, role: str, node: int, follow: bool) -> Iterator[str]:
         run = run_of(self.name, app_id)

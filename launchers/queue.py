@@ -23,10 +23,9 @@ from fsdp_jobs.launchers.base import QueueableLauncher, launcher_of
 from fsdp_jobs.run import log
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.processes import record_this_process, recorded_process, start_detached, visible_gpus
-from fsdp_jobs.run.verdict import Verdict
+from fsdp_jobs.run.verdict import Verdict, judge
 
 _POLL_S = 0.2
-_RECORDED_S = 120.0  # a job whose handle is not recorded so long after was left behind by a command that died
 
 logger = logging.getLogger(__name__)
 
@@ -47,11 +46,6 @@ class QueuedJob:
     def is_queued(self) -> bool:
         return queue_of(self.run, self.app_id) is not None
 
-    @property
-    def is_recorded(self) -> bool:
-        """Whether its run directory tells of the submission: otherwise the same command may submit it once more."""
-        return str(self.run.read_job().get("handle")).endswith(f"/{self.app_id}")
-
 
 class Queue:
     """The jobs of one sweep, in the order in which they are started."""
@@ -71,14 +65,18 @@ class Queue:
     def add(self, jobs: Sequence[QueuedJob], parallelism: int) -> None:
         """Let jobs wait behind those that do already, and start the process that starts them."""
         with self.locked():
-            for job in jobs:
-                marker = {"app_id": job.app_id, "folder": str(self.folder.resolve())}
-                write_atomic(_marker(job.run), json.dumps(marker))
             again = {job.run_dir for job in jobs}
             known = [job for job in self.read()[1] if job.run_dir not in again] + list(jobs)
             content = {"parallelism": parallelism, "jobs": [asdict(job) for job in known]}
             write_atomic(self.folder / "queue.json", json.dumps(content, indent=1))
-            start_detached("fsdp_jobs.launchers.queue", self.folder, self.process_file, self.folder / "queue.log")
+            for job in jobs:  # after the list: who has one is started
+                marker = {"app_id": job.app_id, "folder": str(self.folder.resolve())}
+                write_atomic(_marker(job.run), json.dumps(marker))
+            self.start()
+
+    def start(self) -> None:
+        """Start the process that starts the jobs, unless it runs."""
+        start_detached("fsdp_jobs.launchers.queue", self.folder, self.process_file, self.folder / "queue.log")
 
     def why_waiting(self) -> str | None:
         """Return what a job waits for; None when the process that would start it has ended."""
@@ -143,11 +141,9 @@ def serve(folder: Path) -> None:
             running = [job for job in started if _is_alive(job)]
             ended |= {job.app_id for job in started if job not in running}
             for job in queued:
-                if len(running) < parallelism and job.is_recorded:
+                if len(running) < parallelism:
                     _start(job, running)
                     running.append(job)
-                elif not job.is_recorded and time.time() > _marker(job.run).stat().st_mtime + _RECORDED_S:
-                    leave(job.run)
         time.sleep(_POLL_S)
 
 
@@ -162,7 +158,7 @@ def _start(job: QueuedJob, running: Sequence[QueuedJob]) -> None:
             launcher.start(run, job.app_id)
     except Exception as e:  # the machine is not as it was at submission
         logger.exception("%s could not be started", run.path)
-        Verdict("infrastructure", "stop", f"could not be started: {e}").close(run, run.first_attempt())
+        judge(run, Verdict("infrastructure", "stop", f"could not be started: {e}"))
     leave(run)
 
 

@@ -288,7 +288,7 @@ class NetnsJob(Job):
         submission.submit([replace(prepared, launcher=_Nobody())], [self.overrides])  # type: ignore[arg-type]
         self.config, self.plan, self.run = config, prepared.plan, prepared.run
         self.run = RunDir(prepared.run.path.resolve())
-        self.roles = {r.name: r for r in to_app(config, self.run, ranks_per_node(config)).roles}
+        self.roles = {r.name: r for r in to_app(config, self.run, ranks_per_node(config), "").roles}
         self.attempt = -1
         self.started: dict[str, subprocess.Popen[bytes]] = {}  # by machine
         self.keep: set[str] = set()

@@ -77,6 +77,10 @@ class Verdict:
         return verdict if verdict is not None and verdict.decision == "stop" else None
 
 
+KILLED = Verdict("preempted", "stop", "killed on request, without a checkpoint")
+WITHDRAWN = Verdict("preempted", "stop", "cancelled while it waited")
+
+
 def judge(run: RunDir, verdict: Verdict) -> None:
     """End a job whose coordinator could not, in the submission's newest attempt; a verdict that ended it stays."""
     attempt = max(run.last_attempt(), run.first_attempt())

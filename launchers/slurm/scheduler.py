@@ -31,7 +31,7 @@ from fsdp_jobs.launchers.state import State
 from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.verdict import Verdict
+from fsdp_jobs.run.verdict import KILLED, WITHDRAWN, Verdict, judge
 
 _CANCEL_S = 15.0  # for SLURM to act on scancel
 
@@ -134,7 +134,7 @@ class SlurmLauncher(Launcher):
             _wait_while(jobs, lambda job: job.state.is_active)
         for job in jobs:
             if (run := runs[job.id]) is not None:
-                _record_cancel(run)
+                judge(run, KILLED if job in running else WITHDRAWN)
 
     def logs(self, app_id: str, role: str, node: int, follow: bool) -> Iterator[str]:
         run = run_of(self.name, app_id)
@@ -184,17 +184,6 @@ def _wait_while(jobs: Sequence[client.QueuedJob], unchanged: Callable[[client.Qu
         if not any(job.id in queue and unchanged(queue[job.id]) for job in jobs):
             break
         time.sleep(0.2)
-
-
-def _record_cancel(run: RunDir) -> None:
-    """Record that a job was ended from outside, unless its verdict already says how it ended."""
-    attempt = run.last_attempt()
-    verdict = Verdict.read(run, attempt) if attempt >= 0 else None
-    if attempt < run.first_attempt() or (verdict is not None and verdict.decision == "requeue"):
-        reason = "cancelled while it waited in the queue"
-        events.record(run, attempt, events.AttemptEnded("preempted", "stop", reason))
-    elif verdict is None:
-        Verdict("preempted", "stop", "killed on request, without a checkpoint").close(run, attempt)
 
 
 def _describe(app_id: str, job: client.QueuedJob | None, run: RunDir | None) -> Description | None:

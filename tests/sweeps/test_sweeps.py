@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -114,17 +113,15 @@ class _Started:
 def test_a_queued_job_is_started_or_withdrawn_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue, "start_detached", lambda *_: None)
     waiting = queue.Queue(tmp_path / "sweeps" / "s")
-    names = ("a", "b", "broken", "killed", "gone", "unrecorded")
+    names = ("a", "b", "broken", "killed", "gone")
     runs = {name: RunDir(tmp_path / "runs" / name) for name in names}
     jobs = [queue.QueuedJob("local_fsdp", str(run.path), f"{name}-1") for name, run in runs.items()]
     waiting.add(jobs, parallelism=9)
     assert waiting.why_waiting() is None, "no process would start them"
     for name, run in runs.items():
-        if name != "unrecorded":
-            run.job.write_text(json.dumps({"handle": f"local_fsdp://fsdp_jobs/{name}-1", "first_attempt": 0}))
+        run.job.write_text(json.dumps({"handle": f"local_fsdp://fsdp_jobs/{name}-1", "first_attempt": 0}))
     assert not queue.withdraw(runs["gone"], "gone-0") and queue.withdraw(runs["gone"], "gone-1")
     assert not queue.withdraw(runs["gone"], "gone-1")
-    os.utime(runs["unrecorded"].submit / "queued.json", (0, 0))  # its command died as it submitted
 
     launcher = _Started(alive=["killed-1"])  # an earlier queue was killed right after it started that one
     monkeypatch.setattr(queue, "_launcher", lambda _: launcher)
@@ -134,7 +131,6 @@ def test_a_queued_job_is_started_or_withdrawn_once(tmp_path: Path, monkeypatch: 
     assert launcher.alive == {"killed-1", "a-1", "b-1"} and not any(job.is_queued for job in jobs)
     verdict = Verdict.read(runs["broken"], 0)
     assert verdict is not None and verdict.reason == "could not be started: no such image"
-    assert not runs["unrecorded"].verdict(0).exists(), "the same command submits it again"
 
 
 @pytest.mark.parametrize(
