@@ -47,6 +47,28 @@ def environment(folder: Path, **env: str) -> dict[str, str]:
     }
 
 
+# Kills itself before the n-th change it makes to files that the pattern names, or before it starts such a process.
+_KILLER = """
+import os, signal, sys
+left, pattern = int(sys.argv[1]), sys.argv[2]
+def watch(event, args):
+    global left
+    changes = event in ("os.rename", "os.remove", "os.symlink", "subprocess.Popen", "fcntl.flock")
+    if changes and pattern in str(args) and ".pyc" not in str(args):
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+from fsdp_jobs.cli.main import main
+sys.addaudithook(watch)
+sys.exit(main(sys.argv[3:]))
+"""
+
+
+def killed_at(number: int, pattern: str = "") -> list[str]:
+    """The start of a `fsdp-jobs` command that is killed at its n-th change of files, or start of a process."""
+    return [sys.executable, "-c", _KILLER, str(number), pattern]
+
+
 class Watched:
     """A run seen from its directory, by a test."""
 

@@ -34,6 +34,14 @@ from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.verdict import KILLED, WITHDRAWN, Verdict, judge
 
 _CANCEL_S = 15.0  # for SLURM to act on scancel
+_REASONS = {  # beginnings of the words in squeue's REASON
+    "QOS": "a limit of its QOS, see sacctmgr show qos; one of each job is never met by waiting",
+    "Assoc": "a limit of your account, see sacctmgr show assoc",
+    "PartitionTimeLimit": "cluster.time is above the partition's limit: it will not start",
+    "PartitionNodeLimit": "it asks for more nodes than the partition allows: it will not start",
+    "ReqNodeNotAvail": "nodes are down, drained or reserved",
+    "PartitionConfig": "the partition does not allow it now: fewer nodes, less time, or wait",
+}
 
 
 @dataclass
@@ -199,10 +207,18 @@ def _describe(app_id: str, job: client.QueuedJob | None, run: RunDir | None) -> 
     return Description(app_id, state, message, max(0, run.last_attempt() - run.first_attempt()))
 
 
+def _meaning(reason: str) -> str:
+    """Return SLURM's word for why a job waits, with what it means where the word does not say it."""
+    for prefix, meaning in _REASONS.items():
+        if reason.startswith(prefix):
+            return f"{reason}: {meaning}"
+    return reason
+
+
 def _message(job: client.QueuedJob) -> str:
     if job.state is State.QUEUED:
         when = f"starts about {job.start.replace('T', ' ')}" if job.start not in ("", "N/A") else "start not known yet"
-        why = f" ({job.reason})" if job.reason != "None" else ""  # SLURM has not looked at it yet
+        why = f" ({_meaning(job.reason)})" if job.reason != "None" else ""  # SLURM has not looked at it yet
         return f"SLURM job {job.id} waits{why}; {when}"
     return f"SLURM job {job.id} is {job.slurm_state}" + (f" on {job.nodes}" if job.nodes else "")
 

@@ -24,28 +24,12 @@ from fsdp_jobs.run.status import ENDED
 from fsdp_jobs.submit.overview import Overview
 from fsdp_jobs.submit.submit import prepare, settle, submit
 from fsdp_jobs.submit.validate import composed
-from tests.jobs import cli, environment
+from tests.jobs import cli, environment, killed_at
 
 pytestmark = pytest.mark.integration
 
 SLEEPS = "import time; time.sleep(600)"
 ONE = ["name=one", "script=sleeps.py", "nodes=1", "nproc_per_node=1", "attach=false", "cluster.restart_nodes=false"]
-
-# Kills itself before the n-th change it makes to files, and before or after each process that it starts.
-KILLER = """
-import os, signal, sys
-left = int(sys.argv[1])
-def watch(event, args):
-    global left
-    changes = event in ("os.rename", "os.remove", "os.symlink", "subprocess.Popen", "fcntl.flock")
-    if changes and not any(".pyc" in str(a) for a in args):
-        left -= 1
-        if left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-from fsdp_jobs.cli.main import main
-sys.addaudithook(watch)
-sys.exit(main(sys.argv[2:]))
-"""
 
 
 @pytest.fixture
@@ -111,9 +95,7 @@ def test_a_submission_that_is_killed_anywhere_leaves_one_job_or_none(
     run = RunDir(folder / "runs" / "one")
     fates = []
     for number in range(1, 100):
-        killed = subprocess.run(
-            [sys.executable, "-c", KILLER, str(number), *ONE], cwd=folder, env=environment(folder), capture_output=True
-        )
+        killed = subprocess.run([*killed_at(number), *ONE], cwd=folder, env=environment(folder), capture_output=True)
         settle(pending_in("runs"))
         shown, running = runs_in("runs"), supervisors(folder)
         fates.append((killed.returncode, len(running), len(shown)))
@@ -212,3 +194,23 @@ def test_a_run_on_another_machine_is_told_from_its_directory_and_not_started_twi
     assert len(supervisors(folder)) == 1 and len(attempts(run)) == 1
     write_atomic(run.job, json.dumps({**job, "handle": job["handle"].replace(here, "//fsdp_jobs/")}))
     assert "one stopped" in cli(folder, "cancel", "one", "--now").stdout, "handles of before named no cluster"
+
+
+def test_a_sweep_whose_command_is_killed_as_it_records_its_jobs_starts_each_once(folder: Path) -> None:
+    (folder / "quick.py").write_text("print('done')")
+    sweep = [
+        "--multirun",
+        "name=g",
+        "script=quick.py",
+        "nodes=1",
+        "nproc_per_node=1",
+        "seed=1,2",
+        "sweep.parallelism=2",
+    ]
+    command = [*killed_at(3, "job.json"), *sweep]  # two intents come first
+    assert subprocess.run(command, cwd=folder, env=environment(folder), capture_output=True).returncode == -9
+    runs = [RunDir(folder / "runs" / f"g-{i:03d}") for i in range(2)]
+    assert all(run.pending_launcher == "local_fsdp" for run in runs)
+    again = cli(folder, *sweep, "sweep.wait=true")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert [len(attempts(run)) for run in runs] == [1, 1] and all(run.pending_launcher is None for run in runs)

@@ -1,4 +1,4 @@
-"""One real SLURM cluster for all tests of this folder."""
+"""Real SLURM clusters for all tests of this folder, one of each profile."""
 
 import os
 from collections.abc import Iterator
@@ -9,12 +9,22 @@ import pytest
 from tests.launchers.slurm.lab import Lab, why_not
 
 
-@pytest.fixture(scope="session")
-def lab() -> Iterator[Lab]:
+def _running(profile: str) -> Iterator[Lab]:
     if why_not():
         pytest.skip(why_not())
-    made = Lab(Path(f"/tmp/fsdp_jobs-slurm-{os.getpid()}"))  # the path of a socket must be short
-    made.do("up")
+    made = Lab(Path(f"/tmp/fsdp_jobs-slurm-{profile}-{os.getpid()}"), profile)  # the path of a socket must be short
+    made.up()
     yield made
     made.do("down")
     assert not made.folder.exists()
+
+
+@pytest.fixture(scope="session")
+def lab() -> Iterator[Lab]:
+    yield from _running("default")
+
+
+@pytest.fixture(scope="session")
+def old() -> Iterator[Lab]:
+    """Whole nodes, no accounting, no GPUs counted, no arrays, and no cgroups."""
+    yield from _running("old")

@@ -37,8 +37,8 @@ def why_not() -> str:
 class Lab:
     """A running cluster: node1 and node2 under leaf1, node3 and node4 under leaf2, a login node."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, profile: str = "default"):
+        self.folder, self.profile = folder, profile
         self._env = {**os.environ, "FSDP_JOBS_SLURM": str(folder)}
         self._crashed: set[str] = set()
 
@@ -46,6 +46,9 @@ class Lab:
         done = subprocess.run([CLUSTER, *verb], env=self._env, capture_output=True, text=True, timeout=120)
         assert not check or done.returncode == 0, f"{verb}: {done.stdout}{done.stderr}"
         return done.stdout
+
+    def up(self) -> None:
+        self.do("up", self.profile)
 
     def on_login(self, *command: str) -> str:
         return self.do("run", "login", *command)
@@ -95,7 +98,7 @@ class SlurmJob(Watched):
     def submit(self, *args: str) -> str:
         done = self.lab.cli(self.folder, *args)
         assert done.returncode == 0, done.stdout + done.stderr
-        self.id = done.stdout.partition("slurm_fsdp://lab/")[2].split()[0]
+        self.id = done.stdout.partition("submitted slurm_fsdp://")[2].split()[0].partition("/")[2]
         return done.stdout
 
     def state(self) -> str:

@@ -1,0 +1,159 @@
+"""Sites that differ, and their bad days: nodes and controllers away, limits, old configurations, two clusters."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.events import AttemptStarted, read_events
+from tests.jobs import cli, environment, killed_at
+from tests.launchers.slurm.lab import CLUSTER, Lab, slurm_job
+from tests.launchers.slurm.test_jobs import ENDLESS
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+
+ONE = ["name=one", "script=sleeps.py", "nodes=1", "nproc_per_node=1", "attach=false"]
+ONE += ["cluster=slurm", "cluster.accelerator=cpu", "hardware=cpu"]
+DRY = [*ONE, "dry_run=true"]
+
+
+@pytest.fixture
+def folder(lab: Lab, tmp_path: Path) -> Iterator[Path]:
+    (tmp_path / "sleeps.py").write_text("import time; time.sleep(600)")
+    yield tmp_path
+    lab.do("run", "login", "scancel", "--user=root", check=False)
+    lab.wait_idle()
+
+
+def queued(lab: Lab) -> list[str]:
+    return lab.on_login("squeue", "-h", "-o", "%i", "-t", "PENDING,RUNNING").split()
+
+
+@pytest.mark.parametrize("count", [8, pytest.param(50, marks=pytest.mark.soak)])
+def test_of_many_submissions_of_one_name_at_once_exactly_one_is_taken(lab: Lab, folder: Path, count: int) -> None:
+    command = [str(CLUSTER), "run", "login", *killed_at(0), *ONE]
+    env = environment(folder, FSDP_JOBS_SLURM=str(lab.folder))
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    commands = [subprocess.Popen(command, cwd=folder, env=env, **piped) for _ in range(count)]  # type: ignore[call-overload]
+    said = [process.communicate()[0] for process in commands]
+    assert sorted(process.returncode for process in commands) == [0] + [2] * (count - 1), "\n".join(said)
+    assert sum("is in use by the live job slurm_fsdp://lab/" in text for text in said) == count - 1, "\n".join(said)
+    assert len(queued(lab)) == 1
+
+
+@pytest.mark.parametrize(("pattern", "number", "jobs"), [("--parsable", 1, 0), ("job.json", 2, 1)])
+def test_a_submission_that_is_killed_beside_sbatch_is_found_again(
+    lab: Lab, folder: Path, pattern: str, number: int, jobs: int
+) -> None:
+    """Once right before sbatch, once after it and before the answer is recorded."""
+    env = environment(folder, FSDP_JOBS_SLURM=str(lab.folder))
+    command = [str(CLUSTER), "run", "login", *killed_at(number, pattern), *ONE]
+    killed = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+    assert killed.returncode not in (0, 2), killed.stdout + killed.stderr
+    run = RunDir(folder / "runs" / "one")
+    assert run.pending_launcher == "slurm_fsdp" and len(queued(lab)) == jobs
+    rows = json.loads(lab.cli(folder, "status", "--json").stdout)
+    assert [row["handle"] for row in rows] == [f"slurm_fsdp://lab/{id}" for id in queued(lab)]
+    again = lab.cli(folder, *ONE)
+    assert again.returncode == (2 if jobs else 0), again.stdout + again.stderr
+    assert len(queued(lab)) == 1 and run.read_job()["handle"].endswith(f"/{queued(lab)[0]}")
+
+
+def test_a_job_whose_submission_is_not_the_runs_leaves_at_once(lab: Lab, folder: Path) -> None:
+    later = "cluster.extra=['--hold']"
+    assert lab.cli(folder, *ONE, later).returncode == 0
+    run, (held,) = RunDir(folder / "runs" / "one"), queued(lab)
+    run.job.write_text(json.dumps({**run.read_job(), "submission": "another"}))
+    status = lab.cli(folder, "status", "one").stdout
+    assert f"SLURM job {held}" not in status, "another job has that id"
+    lab.cli(folder, "cancel", "one", "--now")
+    assert queued(lab) == [held], "it is not this run's"
+    lab.on_login("scontrol", "release", held)
+    for _ in range(300):
+        if not queued(lab):
+            break
+        subprocess.run(["sleep", "0.2"], check=True)
+    assert not queued(lab) and not [e for e in read_events(run) if isinstance(e, AttemptStarted)]
+    assert "was submitted again since: this job leaves" in (run.submit / f"slurm-{held}.out").read_text()
+
+
+def test_nodes_that_are_away_are_waited_for_and_what_no_node_has_is_refused(lab: Lab, folder: Path) -> None:
+    for away, reason in (("node4", "DRAIN"), ("node[1-4]", "DOWN")):
+        lab.on_login("scontrol", "update", f"nodename={away}", f"state={reason}", "reason=test")
+        try:
+            done = lab.cli(folder, *DRY, "nodes=4")
+            assert done.returncode == 0, done.stdout + done.stderr
+            for never in ("nodes=5", "cluster.cpus_per_task=3", "cluster.mem=99G"):
+                done = lab.cli(folder, *DRY, never)
+                assert done.returncode == 2 and "partition main has 4 nodes" in done.stderr, done.stdout + done.stderr
+        finally:
+            lab.do("run", "login", "scontrol", "update", f"nodename={away}", "state=resume", check=False)  # may be back
+
+
+def test_limits_that_can_never_be_met_are_said_at_submission(lab: Lab, folder: Path) -> None:
+    lab.on_login("sacctmgr", "-i", "add", "qos", "tiny", "MaxWall=10", "MaxTRESPerJob=node=1")
+    lab.on_login("sacctmgr", "-i", "modify", "user", "where", "name=root", "set", "qos+=tiny")
+    done = lab.cli(folder, *DRY, "nodes=2", "cluster.qos=tiny", "cluster.time=30")
+    assert done.returncode == 2
+    assert "cluster.time=30: QOS tiny allows 00:10:00" in done.stderr
+    assert "QOS tiny allows node=1, the job needs 2" in done.stderr
+    assert lab.cli(folder, *DRY, "cluster.qos=tiny", "cluster.time=9").returncode == 0
+    done = lab.cli(folder, *DRY, "cluster.extra=['--qos=nope']")
+    assert "cluster.extra=[--qos=nope]: SLURM says: Invalid qos" in done.stderr
+    lab.on_login("scontrol", "update", "partitionname=urgent", "defaulttime=1")
+    done = lab.cli(folder, *DRY, "cluster.partition=urgent")
+    assert done.returncode == 2 and "(urgent's default is 1:00): no time is left to train in" in done.stderr
+
+
+def test_a_controller_that_is_away_silences_nothing_and_harms_nothing(lab: Lab, folder: Path) -> None:
+    with slurm_job(lab, folder, "away", "nodes=1", *ENDLESS) as job:
+        job.until_attempt(0)
+        job.progress(5)
+        lab.do("run", "ctl", "pkill", "slurmctld")
+        try:
+            (row,) = json.loads(lab.cli(folder, "status", "--json").stdout)
+            assert row["state"] == "running" and row["step"] > 0, row
+            assert "its launcher does not answer: " in row["reason"] and "Unable to contact" in row["reason"], row
+            under = [str(CLUSTER), "run", "login", "env", "PATH=/nowhere"]
+            nowhere = cli(folder, "status", "away", under=under, FSDP_JOBS_SLURM=str(lab.folder))
+            assert "is not on this machine's PATH" in nowhere.stdout, nowhere.stdout + nowhere.stderr
+            refused = lab.cli(folder, "resume", "away")
+            assert refused.returncode == 2 and "may be in use by the job" in refused.stderr, refused.stderr
+            cancelled = lab.cli(folder, "cancel", "away")
+            assert cancelled.returncode == 0 and "away stopped: cancelled; saved at step" in cancelled.stdout
+        finally:
+            lab.do("run", "ctl", "slurmctld")
+
+
+def test_an_old_site_trains_saves_sweeps_and_forgets(lab: Lab, old: Lab, folder: Path) -> None:
+    """Nothing of a user's environment is exported, scancel signals every process, and two clusters have one home."""
+    os.environ["SBATCH_EXPORT"] = "NONE"
+    try:
+        with slurm_job(old, folder, "aged", "nodes=2", *ENDLESS) as job:
+            job.until_attempt(0)
+            job.progress(5)
+            assert job.run.read_job()["handle"] == f"slurm_fsdp://old/{job.id}"
+            elsewhere = lab.cli(folder, "status", "aged").stdout
+            assert f"{job.id} is on old, and this machine asks lab: ask there" in elsewhere
+            for verb in (["cancel", "aged", "--now"], ["resume", "aged"]):
+                refused = lab.cli(folder, *verb)
+                assert refused.returncode == 2 and "is on old" in refused.stderr, refused.stdout + refused.stderr
+            assert job.state() == "RUNNING" and not job.run.stop_request.exists()
+            old.on_login("scancel", job.id)
+            job.until(lambda: bool(job.events("attempt_ended")), "the end of the attempt")
+            (ended,) = job.events("attempt_ended")
+            assert ended["verdict"] == "preempted" and ended["committed"] == ended["step"] > 0, job.story()
+            job.until(lambda: "aged  stopped" in old.cli(folder, "status", "aged").stdout, "the end of the job")
+        sweep = ["--multirun", "name=grid", "cluster=slurm", "cluster.accelerator=cpu", "hardware=cpu", "nodes=1"]
+        (folder / "quick.py").write_text("print('done')")
+        sweep += ["script=quick.py", "nproc_per_node=1", "seed=1,2", "sweep.wait=true"]
+        done = old.cli(folder, *sweep)
+        assert done.returncode == 0, done.stdout + done.stderr
+    finally:
+        del os.environ["SBATCH_EXPORT"]
