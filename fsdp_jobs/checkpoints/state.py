@@ -171,8 +171,7 @@ def _packed(name: str, values: Any) -> Tensor:
         packed = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
         _unpacked(packed)
     except Exception as e:
-        reason = str(e).strip().partition("\n")[0]
-        raise TypeError(f"{name} holds more than plain values and tensors, and cannot be saved: {reason}") from e
+        raise TypeError(f"{name} holds more than plain values and tensors, and cannot be saved") from e
     return packed
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from fsdp_jobs.checkpoints import catalog
@@ -198,6 +199,28 @@ def test_training_goes_on_while_the_disk_stands_still(freezing_disk: Path, tmp_p
         assert not slow.events("round_broken") and not slow.events("checkpoint_failed")
         assert sum(e["seconds"] >= 1 for e in slow.events("checkpoint")) >= 2, slow.events("checkpoint")
         assert all(not catalog.verify(f) for f in catalog.find_checkpoints(freezing_disk / "slow"))
+
+
+def test_no_save_outlives_its_ranks(freezing_disk: Path, tmp_path: Path) -> None:
+    given = ("steps=4000", "checkpoint.every_steps=5", "checkpoint.async_mode=process", "model.dim=128")
+    with job(tmp_path, "gone", *given, f"checkpoint.dir={freezing_disk}", nodes="1") as gone:
+        home = freezing_disk / "gone"
+        gone.until(lambda: bool(gone.events("checkpoint")), "a first checkpoint")
+        gone.until(lambda: any(home.glob("*.tmp")), "a save under way")
+        subprocess.run(["fsfreeze", "--freeze", freezing_disk], check=True)
+        ranks = gone.ranks(0)
+        savers = [process for rank in ranks for process in rank.children()]
+        assert len(savers) >= len(ranks), "each rank has a process that saves"
+        before = {f.name for f in catalog.find_checkpoints(home)}
+        supervisor = gone.supervisor()
+        assert supervisor is not None
+        for process in [supervisor, *supervisor.children(), *ranks]:
+            process.kill()
+        time.sleep(1)
+        subprocess.run(["fsfreeze", "--unfreeze", freezing_disk], check=True)
+        _, alive = psutil.wait_procs(savers, timeout=20)
+        assert not alive, [process.cmdline() for process in alive]
+        assert {f.name for f in catalog.find_checkpoints(home)} == before
 
 
 def test_what_is_in_a_checkpoint_is_never_executed(tmp_path: Path) -> None:
