@@ -1,4 +1,4 @@
-"""Killed at any point of a save, a commit, a prune, an upload or a resume: nothing is lost, and nothing half is trusted.
+"""Killed at any point of a save, commit, prune, upload or resume: nothing is lost, and nothing half is trusted.
 
 python -m pytest -n0 -s -m "soak" tests/checkpoints/test_crash.py    # every point; the other tests take a sample
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +100,7 @@ def _strike(tmp_path: Path, place: str, action: str, fault: str, every: int) -> 
     calm.mkdir(parents=True)
     assert run_to_the_end(1, _act, str(calm), place, action, None, "kill") == [0], list(calm.iterdir())
     points = json.loads((calm / "points").read_text())
-    folders = []
+    folders, struck = [], {}
     for at in range(0, len(points), every):
         if fault == "half" and points[at] != "write":
             continue
@@ -110,11 +109,10 @@ def _strike(tmp_path: Path, place: str, action: str, fault: str, every: int) -> 
         (code,) = run_to_the_end(1, _act, str(folder), place, action, at, fault)
         assert code == (-9 if fault in ("kill", "half") else 0) or (folder / "said").exists(), (at, points[at], code)
         folders.append(str(folder))
+        struck[str(folder)] = f"{folder.parent.name} {points[at]}"
     run_to_the_end(1, _check, folders, place, action, seconds=600)
     wrong = json.loads(Path(folders[0], "wrong").read_text())
-    return len(folders), {
-        f"{Path(f).parent.name} {points[int(f.split('-')[-1].split('/')[0])]}": w for f, w in wrong.items()
-    }
+    return len(folders), {struck[folder]: what for folder, what in wrong.items()}
 
 
 @pytest.mark.parametrize(
@@ -136,13 +134,11 @@ def test_a_sample_of_all_crashes_loses_nothing(tmp_path: Path, place: str, actio
 @pytest.mark.soak
 @pytest.mark.parametrize("place", PLACES)
 def test_no_crash_at_any_point_loses_anything(tmp_path: Path, store: dict[str, str], place: str) -> None:  # noqa: F811
-    table, all_wrong = Counter[str](), dict[str, str]()
+    all_wrong: dict[str, str] = {}
     for action in ACTIONS:
         for fault in FAULTS:
             struck, wrong = _strike(tmp_path / action / fault, place, action, fault, 1)
-            table[f"{place:<10} {action:<8} {fault:<7}"] = struck
             all_wrong |= wrong
-            print(
-                f"{place:<10} {action:<8} {fault:<7} {struck:>4} points, {len(wrong)} lost or half trusted", flush=True
-            )
+            row = f"| {place:<9} | {action:<7} | {fault:<6} |"
+            print(f"{row} {struck:>4} points | {len(wrong)} lost or half trusted |", flush=True)
     assert not all_wrong, all_wrong
