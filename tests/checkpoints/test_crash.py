@@ -118,12 +118,12 @@ def _strike(tmp_path: Path, place: str, action: str, fault: str, every: int) -> 
 @pytest.mark.parametrize(
     ("place", "action", "fault", "every"),
     [
-        ("disk", "save", "kill", 9),
-        ("disk", "replace", "kill", 9),
-        ("disk", "resume", "kill", 6),
-        ("local_dir", "save", "kill", 11),
-        ("disk", "save", "ENOSPC", 14),
-        ("local_dir", "save", "EIO", 16),
+        ("disk", "save", "kill", 29),
+        ("disk", "replace", "kill", 41),
+        ("disk", "resume", "kill", 37),
+        ("local_dir", "save", "kill", 37),
+        ("disk", "save", "ENOSPC", 53),
+        ("local_dir", "save", "EIO", 61),
     ],
 )
 def test_a_sample_of_all_crashes_loses_nothing(tmp_path: Path, place: str, action: str, fault: str, every: int) -> None:
