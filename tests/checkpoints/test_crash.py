@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def _check(folders: list[str], place: str, action: str) -> None:
                 wrong[folder] = f"step {told} was recorded, and step {step} is what a resume finds"
             elif value_of(again) != float(step):
                 wrong[folder] = f"step {step} holds {value_of(again)}"
-            elif len(whole) < KEEP:
+            elif len(whole) < (1 if action == "resume" else KEEP):  # of two, one was damaged on purpose
                 wrong[folder] = f"only {[f.name for f in whole]} are whole"
             else:
                 save_steps(again, 10)
@@ -100,30 +101,33 @@ def _strike(tmp_path: Path, place: str, action: str, fault: str, every: int) -> 
     calm.mkdir(parents=True)
     assert run_to_the_end(1, _act, str(calm), place, action, None, "kill") == [0], list(calm.iterdir())
     points = json.loads((calm / "points").read_text())
-    folders, struck = [], {}
+    struck = {}
     for at in range(0, len(points), every):
-        if fault == "half" and points[at] != "write":
-            continue
-        folder = tmp_path / f"{place}-{action}-{fault}-{at}" / "run"
-        folder.mkdir(parents=True)
-        (code,) = run_to_the_end(1, _act, str(folder), place, action, at, fault)
-        assert code == (-9 if fault in ("kill", "half") else 0) or (folder / "said").exists(), (at, points[at], code)
-        folders.append(str(folder))
-        struck[str(folder)] = f"{folder.parent.name} {points[at]}"
+        if fault != "half" or points[at] == "write":
+            folder = tmp_path / f"{place}-{action}-{fault}-{at}" / "run"
+            folder.mkdir(parents=True)
+            struck[str(folder)] = at
+    with ThreadPoolExecutor(3) as several:
+        given = [(1, _act, folder, place, action, at, fault) for folder, at in struck.items()]
+        codes = several.map(lambda one: run_to_the_end(*one), given)
+        for (folder, at), (code,) in zip(struck.items(), codes, strict=True):
+            killed = fault in ("kill", "half")
+            assert code == (-9 if killed else 0) or Path(folder, "said").exists(), (at, points[at], code)
+    folders = list(struck)
     run_to_the_end(1, _check, folders, place, action, seconds=600)
     wrong = json.loads(Path(folders[0], "wrong").read_text())
-    return len(folders), {struck[folder]: what for folder, what in wrong.items()}
+    return len(folders), {f"{Path(f).parent.name} {points[struck[f]]}": what for f, what in wrong.items()}
 
 
 @pytest.mark.parametrize(
     ("place", "action", "fault", "every"),
     [
-        ("disk", "save", "kill", 29),
-        ("disk", "replace", "kill", 41),
-        ("disk", "resume", "kill", 37),
-        ("local_dir", "save", "kill", 37),
-        ("disk", "save", "ENOSPC", 53),
-        ("local_dir", "save", "EIO", 61),
+        ("disk", "save", "kill", 17),
+        ("disk", "replace", "kill", 23),
+        ("disk", "resume", "kill", 23),
+        ("local_dir", "save", "kill", 23),
+        ("disk", "save", "ENOSPC", 31),
+        ("local_dir", "save", "EIO", 37),
     ],
 )
 def test_a_sample_of_all_crashes_loses_nothing(tmp_path: Path, place: str, action: str, fault: str, every: int) -> None:
