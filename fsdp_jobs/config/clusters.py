@@ -16,6 +16,7 @@ class ClusterConfig:
     launcher: str = key("???", "the TorchX scheduler that submits; set by the option")
     topology: str | None = key(None, "file with the switch of each node ([docs/planning.md](planning.md#topology))")
     accelerator: str = key(AUTO, "auto: cuda if a node has a GPU for each rank", choices=(AUTO, "cpu", "cuda"))
+    replaces_nodes: ClassVar[bool] = False  # one by one: a node that is told to end is no sign for the others
     shares_files: ClassVar[bool] = True  # paths in the configuration name the same files here and on the nodes
     shares_environment: ClassVar[bool] = False  # ranks get the environment of the submitting process
 
@@ -99,6 +100,7 @@ class SlurmClusterConfig(ClusterConfig):
 class KubernetesClusterConfig(ClusterConfig):
     """Pods of the cluster that the kubeconfig names. Quantities as Kubernetes takes them: 500m, 16Gi."""
 
+    replaces_nodes: ClassVar[bool] = True
     shares_files: ClassVar[bool] = False
     launcher: str = "kubernetes_fsdp"
     accelerator: str = "cuda"

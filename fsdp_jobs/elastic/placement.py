@@ -37,6 +37,7 @@ class ConnectedAgent:
     drop: Callable[[], None]
     heard: float  # monotonic time of its last sign of life
     is_away: bool = False  # it has said that the end of this connection will not be its own
+    is_leaving: bool = False  # it was told to end, and another one will be this node
     ready: bool = False
     in_round: bool = False
     ended: bool = False

@@ -160,7 +160,7 @@ class Coordinator:
             self._leases.hold(agent.id, now)  # an answer may have reached it just before
             agent.send({"kind": "break", "round": number, "why": "a newer round runs without this node"})
         if message["signal"]:
-            self.on_stop(f"node {agent.node} received {message['signal']}", now)
+            self.on_notice(agent, message, now)
         if message["ready"]:
             self.on_ready(agent, {"failures": [], "at": message["at"]}, now)
         else:
@@ -221,6 +221,12 @@ class Coordinator:
                     other.send({**message, "kind": "start", "host": agent.address})
 
     def on_notice(self, agent: ConnectedAgent, message: Message, now: float) -> None:
+        """Stop the job at a node's signal; where nodes are replaced one by one, save and go on without that node."""
+        agent.is_leaving = self.config.cluster.replaces_nodes
+        if agent.is_leaving and not all(a.is_leaving for a in self.agents.values()):
+            if agent.in_round and self.round.running and self.round.requested is Request.NONE:
+                self._request(Request.PARK)
+            return
         self.on_stop(f"node {agent.node} received {message['signal']}", now)
 
     def on_stacks(self, agent: ConnectedAgent, message: Message, now: float) -> None:
@@ -402,8 +408,11 @@ class Coordinator:
 
     def _turn_away_excluded(self) -> None:
         ready = self.agents.ready()
+        for agent in [a for a in ready if a.is_leaving]:
+            agent.send({"kind": "end", "exit_code": EXIT_REQUEUE, "why": "this node was told to end"})
+            del self.agents[agent.id]
         excluded = self.run.excluded_hosts() if ready else {}
-        for agent in [a for a in ready if a.host in excluded]:
+        for agent in [a for a in ready if a.host in excluded and not a.is_leaving]:
             self._exclusion = f"{agent.host} is excluded: {excluded[agent.host]}"
             agent.send({"kind": "end", "exit_code": EXIT_REQUEUE, "why": self._exclusion})
             del self.agents[agent.id]
@@ -478,7 +487,9 @@ class Coordinator:
                 self._request(Request.PARK)
             current.not_needed |= new
         if current.requested is Request.PARK and (self.agents.are_parked() or not current.has_reports):
-            self._break(f"{len(waiting)} more nodes join", now)
+            leaving = sorted(a.node for a in self.agents.values() if a.is_leaving)
+            told = f"nodes {leaving} were told to end" if leaving else f"{len(waiting)} more nodes join"
+            self._break(told, now)
 
     def _request(self, request: Request) -> None:
         self.round.requested = request

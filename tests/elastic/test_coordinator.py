@@ -185,6 +185,50 @@ def test_new_nodes_wait_until_the_ranks_have_saved_and_parked(tmp_path: Path) ->
     assert cluster.verdict is None
 
 
+def test_where_nodes_are_replaced_the_notice_of_one_ends_its_part_alone(tmp_path: Path) -> None:
+    """A forced deletion of a pod is SIGTERM and 2 s, as seen on Kubernetes 1.36: no preemption of the job."""
+    pods = ("cluster=kubernetes", "cluster.accelerator=cpu", "hardware=cpu", "nodes=2", "elastic.join_window_s=0")
+    cluster = Cluster(tmp_path, *pods)
+    a, b = cluster.join(0), cluster.join(1)
+    for member in (a, b):
+        cluster.ready(member)
+    cluster.later(1, a, b)
+    cluster.coordinator.on_notice(b, {"signal": "SIGTERM"}, cluster.now)
+    assert cluster.last(a, "request") == {"kind": "request", "request": int(Request.PARK)}
+    assert not cluster.events("stop_requested")
+    cluster.later(1, a, b, step=7, committed=7, phase=int(Phase.PARKED))
+    assert cluster.last(a, "break") is not None
+    for member in (a, b):
+        cluster.ready(member)
+    cluster.later(2, a)
+    assert cluster.last(b, "end")["exit_code"] == 75 and cluster.verdict is None  # type: ignore[index]
+    assert "nodes [1] were told to end" in cluster.events("round_broken")[-1]["why"]
+    new = cluster.join(1, life="b")
+    cluster.ready(new)
+    cluster.later(2, a, new)
+    assert cluster.last(new, "round")["size"] == 2 and cluster.verdict is None  # type: ignore[index]
+
+    for member in (a, new):  # all of it is taken away
+        cluster.coordinator.on_notice(member, {"signal": "SIGTERM"}, cluster.now)
+    cluster.later(1, a, new, step=9, committed=9, phase=int(Phase.PARKED))
+    assert cluster.verdict is not None and cluster.verdict.verdict == "preempted"
+
+    killed = Cluster(tmp_path / "killed", *pods)
+    a, b = killed.join(0), killed.join(1)
+    for member in (a, b):
+        killed.ready(member)
+    killed.later(1, a, b)
+    killed.coordinator.on_notice(b, {"signal": "SIGTERM"}, killed.now)
+    killed.later(1, a, b)
+    killed.closed(b)  # before anything was saved
+    killed.later(0.2, a)
+    killed.ready(a)
+    new = killed.join(1, life="b")
+    killed.ready(new)
+    killed.later(5, a, new)
+    assert killed.last(new, "round")["size"] == 2 and killed.verdict is None  # type: ignore[index]
+
+
 def test_below_the_minimum_the_job_waits_then_leaves_to_be_requeued(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, "nodes=2", "elastic.wait_for_nodes_s=30")
     a = cluster.join(0)

@@ -223,11 +223,12 @@ def test_a_drained_machine_is_a_collective_save(cluster: Cluster, folder: Path) 
     with running(cluster, folder, "drain") as job:
         machine = cluster.node(job, 1).spec.node_name
         with cluster.drained(machine):
-            job.until_advanced(2)
+            rounds = job.rounds()
+            job.until_advanced(rounds + 1)
             assert machine not in job.events("round_started")[-1]["hosts"]
-        verdict = Verdict.read(job.run, 0)
-        assert verdict is not None and verdict.verdict == "preempted"
-        assert job.events("resumed")[-1]["step"] == job.events("checkpoint")[-1]["step"]
+        resumed = job.events("resumed")[-1]
+        saved = [e["step"] for e in job.events("checkpoint") if e["time"] < resumed["time"]]
+        assert resumed["step"] == saved[-1]
 
 
 def test_preemption_by_priority_is_a_collective_save(cluster: Cluster, folder: Path) -> None:
@@ -239,9 +240,7 @@ def test_preemption_by_priority_is_a_collective_save(cluster: Cluster, folder: P
         with running(cluster, folder, "preempt", f"cluster.priority_class={low}") as job:
             machine = cluster.node(job, 1).spec.node_name
             _crowd_out(cluster, machine, high)
-            job.until_true(lambda: job.run.verdict(0).exists(), "the verdict")
-            verdict = Verdict.read(job.run, 0)
-            assert verdict is not None and (verdict.verdict, verdict.decision) == ("preempted", "requeue")
+            job.until_true(lambda: bool(job.events("round_broken") or job.events("stop_requested")), "the notice")
             cluster.core.delete_namespaced_pod("crowd", cluster.namespace, grace_period_seconds=0)
             job.until_advanced(2)
     finally:
