@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from fsdp_jobs.config.errors import BadInput, Problem
@@ -23,11 +22,8 @@ def doctor(config: JobConfig, console: Console) -> int:
     states = []
     for finding in launcher_of(config.cluster.launcher).examine(config):
         states.append(finding.state)
-        row = Table.grid(padding=(0, 2))
-        row.add_column(width=7)
-        row.add_column(width=14)
-        row.add_row(Text(finding.state, style=_STYLES[finding.state]), finding.what, Text(finding.fact))
-        console.print(row)
+        state = (f"{finding.state:9}", _STYLES[finding.state])
+        console.print(Text.assemble(state, f"{finding.what:16}{finding.fact}"), soft_wrap=True)
         if finding.cure:
             console.print(Text(f"{'':25}-> {finding.cure}"), soft_wrap=True)
     if not states:

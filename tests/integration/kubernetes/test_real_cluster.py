@@ -222,8 +222,8 @@ def test_a_deleted_coordinator_saves_and_the_next_attempt_resumes(cluster: Clust
 def test_a_drained_machine_is_a_collective_save(cluster: Cluster, folder: Path) -> None:
     with running(cluster, folder, "drain") as job:
         machine = cluster.node(job, 1).spec.node_name
+        rounds = job.rounds()
         with cluster.drained(machine):
-            rounds = job.rounds()
             job.until_advanced(rounds + 1)
             assert machine not in job.events("round_started")[-1]["hosts"]
         resumed = job.events("resumed")[-1]
@@ -243,6 +243,8 @@ def test_preemption_by_priority_is_a_collective_save(cluster: Cluster, folder: P
             job.until_true(lambda: bool(job.events("round_broken") or job.events("stop_requested")), "the notice")
             cluster.core.delete_namespaced_pod("crowd", cluster.namespace, grace_period_seconds=0)
             job.until_advanced(2)
+            resumed = job.events("resumed")[-1]
+            assert resumed["step"] == [e["step"] for e in job.events("checkpoint") if e["time"] < resumed["time"]][-1]
     finally:
         for name in (low, high):
             scheduling.delete_priority_class(name)
