@@ -226,6 +226,7 @@ class SimulatedCluster:
             if source is not None:
                 mounts.append(f"{source}:{mount['mountPath']}")
         env = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": ""}
+        env["PYTHONPATH"] = str(Path(__file__).parents[3])  # the image has this checkout
         for variable in container["env"]:
             value = variable.get("value")
             if value is None:
