@@ -9,6 +9,7 @@ they go on training, through as many attempts as it takes.
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
 from typing import Any
@@ -30,6 +31,7 @@ from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE, Verdict, judge
 _POLL_S = 0.5
 _RETRY_S = 2.0
 _LEAVE_S = 40.0  # containers that still run so long after the job's end are removed running
+_MISSED_S = 5.0  # after the loss of a node has been recorded
 _NO_DAEMON_S = 600.0  # a daemon that has been away for so long does not come back
 _LEFT = (EXIT_FAILED, EXIT_REQUEUE)  # of a container that gave up, or was told to stop: it is not restarted
 
@@ -43,7 +45,7 @@ class Supervisor:
         self.run, self.first = run, run.first_attempt()
         self._over_at: float | None = None
         self._nodes = node_range(load_config(run.config).nodes)[1]
-        self._missed: set[str] = set()  # nodes whose container somebody has removed
+        self._missed: dict[str, float] = {}  # node whose container somebody has removed -> since when
 
     def poll(self, api: docker.APIClient) -> bool:
         """Restart what died. True when the job is over and its containers have stopped, or had time to."""
@@ -54,10 +56,11 @@ class Supervisor:
         if self._over_at is not None:
             return len(stopped) == len(containers) or time.monotonic() - self._over_at > _LEAVE_S
         names = {c["Config"]["Hostname"] for c in containers}
-        for name in {f"node-{i}" for i in range(self._nodes)} - names - self._missed:
-            self._missed.add(name)
-            why = f"the container of {name} was removed; fsdp-jobs cancel and resume {self.run.name} make a new one"
-            events.record(self.run, max(self.first, self.run.last_attempt()), events.Waiting(why))
+        for name in {f"node-{i}" for i in range(self._nodes)} - names:
+            if time.monotonic() - self._missed.setdefault(name, time.monotonic()) > _MISSED_S:
+                self._missed[name] = math.inf  # told
+                why = f"the container of {name} was removed; fsdp-jobs cancel and resume {self.run.name} make a new one"
+                events.record(self.run, max(self.first, self.run.last_attempt()), events.Waiting(why))
         for container in stopped:
             exit_code = container["State"]["ExitCode"]
             if exit_code not in _LEFT:

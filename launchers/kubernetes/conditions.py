@@ -116,14 +116,14 @@ def _why_pod(api: Api, pod: Object, root: Object) -> str:
     name, status = pod["metadata"]["name"], pod["status"]
     conditions = {c["type"]: c for c in status.get("conditions", [])}
     is_coordinator = pod["metadata"]["labels"].get(ROLE) == "coordinator"  # nodes are replaced by themselves
-    if is_coordinator and (is_lost(pod) or _is_silent(pod, conditions)):
+    silent = f"machine {pod['spec'].get('nodeName', '?')} of pod {name}, the coordinator's, does not answer"
+    if is_coordinator and is_lost(pod):
         run = root["metadata"].get("annotations", {}).get(RUN, "NAME")
-        now = (
-            f"if it is down for good: fsdp-jobs resume {run}" if is_lost(pod) else "failures are not handled meanwhile"
-        )
-        return f"machine {pod['spec'].get('nodeName', '?')} of pod {name}, the coordinator's, does not answer; {now}"
+        return f"{silent}; if it is down for good: fsdp-jobs resume {run}"
     if "deletionTimestamp" in pod["metadata"]:
         return ""
+    if is_coordinator and _is_silent(pod, conditions):
+        return f"{silent}; failures are not handled meanwhile"
     scheduled = conditions.get("PodScheduled", {"status": "True"})
     if scheduled["status"] == "False":
         return f"pod {name} cannot be scheduled: {scheduled.get('message', scheduled.get('reason', ''))}"

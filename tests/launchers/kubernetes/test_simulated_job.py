@@ -63,7 +63,7 @@ def test_a_job_lives_through_what_happens_to_pods_on_a_simulated_cluster(
     cluster.lose(lost)  # nobody says that its pod has ended, and yet there is another one
     job.until_advanced(rounds + 1)
     assert lost not in job.events("round_started")[-1]["hosts"]
-    assert [p["status"]["phase"] for p in cluster.pods() if p["spec"]["nodeName"] == lost] == ["Running"]
+    assert {p["status"]["phase"] for p in cluster.pods() if p["spec"]["nodeName"] == lost} == {"Running"}
     cluster.find(lost)
 
     rounds = job.rounds()
