@@ -38,7 +38,7 @@ async def agent(port: int, token: str, node: int, ranks: int, seconds: float) ->
     send("answer", nonce="mine", proof=proof(token, AGENT, challenge, "mine"))
     await reader.readline()  # the coordinator's proof
     identity = {"node": node, "host": f"node{node}", "address": f"node{node}", "nproc": ranks, "switches": []}
-    no_round = {"round": -1, "epoch": 0, "size": 0, "shard_group": 0, "ended": False, "signal": ""}
+    no_round = {"attempt": 0, "round": -1, "epoch": 0, "size": 0, "shard_group": 0, "ended": False, "signal": ""}
     local = writer.get_extra_info("sockname")[:2]
     send("hello", agent=f"agent-{node}", ready=True, at=time.monotonic(), **{"from": local}, **no_round, **identity)
     received, end, step = 0, time.monotonic() + seconds, 0

@@ -302,10 +302,11 @@ class NetnsJob(Job):
         for name in [CONTROL, *(nodes or self.fabric.nodes)]:
             self.start_process(name)
 
-    def start_process(self, name: str) -> None:
-        """Start the coordinator (on `control`) or a node's agent."""
+    def start_process(self, name: str, number: int | None = None) -> None:
+        """Start the coordinator (on `control`) or a node's agent, as node `number`; by default, the machine's."""
         is_node = name != CONTROL
-        number = self.fabric.nodes.index(name) if is_node else 0
+        if number is None:
+            number = self.fabric.nodes.index(name) if is_node else 0
         role = macros.Values(img_root="", app_id=self.name, replica_id=str(number), rank0_env="").apply(
             self.roles["trainer" if is_node else "coordinator"]
         )

@@ -223,6 +223,7 @@ def run_agent(args: argparse.Namespace) -> int:
     keep_temporaries_in(folder)
     states = [RankState(folder, local_rank) for local_rank in range(args.nproc)]
     identity: Message = {
+        "attempt": attempt,
         "node": args.node,
         "host": os.environ.get(HOST_ENV) or socket.gethostname(),
         "address": os.environ.get(ADDRESS_ENV) or socket.gethostname(),

@@ -64,7 +64,7 @@ class Server:
 
     def _exit_code(self) -> int | None:
         """Return the attempt's exit code when there is nothing left to do, also for a coordinator that was replaced."""
-        run, attempt, verdict = self.coordinator.run, self.coordinator.attempt, self.coordinator.verdict
+        run, attempt, verdict = self.coordinator.run, self.coordinator.number, self.coordinator.verdict
         if self.coordinator.is_superseded:
             verdict = Verdict.read(run, attempt)
             if verdict is None and run.last_attempt() > attempt:
@@ -76,8 +76,8 @@ class Server:
     async def _keep_charge(self) -> None:
         """Take charge of the run, and step back when another coordinator has: of this attempt, or of a later one."""
         run, home = self.coordinator.run, checkpoints_of(self.coordinator.config.checkpoint, self.coordinator.run)
-        owner, number = f"attempt {self.coordinator.attempt} {secrets.token_hex()}", 0
-        while run.last_attempt() <= self.coordinator.attempt:
+        owner, number = f"attempt {self.coordinator.number} {secrets.token_hex()}", 0
+        while run.last_attempt() <= self.coordinator.number:
             try:
                 if not number:
                     number = await asyncio.to_thread(claim, home, COORDINATOR, owner)

@@ -5,7 +5,8 @@ First both prove that they know the job's token, which does not travel (`proof`)
     agent        answer     nonce, proof of both nonces
     coordinator  welcome    proof of both nonces
 Agent to coordinator:
-    hello   node, host, address, nproc, switches, agent, ready, round, epoch, size, shard_group, ended, signal, from, at
+    hello   attempt, node, host, address, nproc, switches, agent, ready, round, epoch, size, shard_group, ended, signal,
+            from, at
             (agent: id of the process; ready: no ranks run here; round, epoch, size, shard_group: what they run in,
             -1, 0, 0, 0 when none do; ended: they have finished; signal: to stop, that came while there was no
             connection; from: the agent's end of the connection; at: when it was sent, by the agent's clock)

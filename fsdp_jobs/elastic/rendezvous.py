@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 
 from torch.distributed import TCPStore
@@ -20,6 +23,8 @@ from fsdp_jobs.elastic.rank_state import SAVES_NOTHING, Phase, RankState, Reques
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run.epoch import Lease
 from fsdp_jobs.run.processes import free_port
+
+logger = logging.getLogger(__name__)
 
 
 class CoordinatorRendezvous(RendezvousHandler):
@@ -136,8 +141,11 @@ class CoordinatorRendezvous(RendezvousHandler):
         number, rank, size = (self.round[key] for key in ("round", "rank", "size"))
         timeout = timedelta(seconds=60)
         if rank == 0:
-            store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timeout)
             host, port = str(self.identity["address"]), free_port()
+            with self._listener(host) as listener:
+                at = (host, listener.getsockname()[1])
+                descriptor = listener.detach()
+            store = TCPStore(*at, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=descriptor)
             self._link.send("master", round=number, store=store.port, port=port)
         else:
             with self._changed:
@@ -151,6 +159,18 @@ class CoordinatorRendezvous(RendezvousHandler):
                 return None
         self._store = store
         return RendezvousInfo(store, rank, size, RendezvousStoreInfo(host, port))
+
+    def _listener(self, host: str) -> socket.socket:
+        """Listen for the round's store where other nodes look for it: at this node's address, not at all of them."""
+        own = self._link.local[0]
+        with suppress(OSError):  # no name of this machine's, as behind a translated address
+            named = socket.gethostbyname(host)
+            # Some machines know their own name by a loopback address, which other machines do not.
+            if named.startswith("127.") and not own.startswith("127."):
+                named = own
+            return socket.create_server((named, 0))
+        logger.warning("%s is no address of this machine: the round's store listens at all of them", host)
+        return socket.create_server(("", 0))
 
     def is_cut_off(self) -> bool:
         """Whether this node's lease has run out, and so its round is over for it."""

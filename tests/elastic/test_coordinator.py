@@ -37,6 +37,7 @@ class Cluster:
         switches: tuple[str, ...] = (),
         host: str = "",
         signal: str = "",
+        attempt: int = 0,
     ) -> ConnectedAgent:
         inbox = self.received.setdefault(f"{node}{life}", [])
         member = ConnectedAgent(
@@ -51,7 +52,7 @@ class Cluster:
             heard=self.now,
         )
         running = {"round": round_, "epoch": 1 if round_ >= 0 else 0, "size": size, "shard_group": 2}
-        hello = {**running, "ready": round_ < 0, "signal": signal, "at": self.now}
+        hello = {**running, "attempt": attempt, "ready": round_ < 0, "signal": signal, "at": self.now}
         self.is_taken = self.coordinator.on_hello(member, hello, self.now)
         return member
 
@@ -588,3 +589,10 @@ def test_torn_lines_do_not_keep_a_coordinator_from_starting(tmp_path: Path) -> N
         f.write(b'{"time": 2.0, "event": "checkpoint", "attempt": 0, "step": 7}\n')
     cluster = Cluster(tmp_path, "nodes=1")
     assert cluster.coordinator.committed == 7 and cluster.coordinator.round.number == 0
+
+
+def test_an_agent_of_an_attempt_that_is_over_is_ended_and_not_adopted(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=1")
+    late = cluster.join(0, round_=3, size=1, attempt=-1)
+    assert not cluster.is_taken and cluster.last(late, "end")["exit_code"] == 75  # type: ignore[index]
+    assert not cluster.events("adopted") and not cluster.coordinator.agents

@@ -26,6 +26,7 @@ from fsdp_jobs.run.processes import free_port, raise_file_limit
 from fsdp_jobs.run.tail import read_json_lines
 
 HELLO = {
+    "attempt": 0,
     "node": 0,
     "host": "here",
     "address": "here",

@@ -1,0 +1,182 @@
+"""What is known of an attempt and its rounds, and what follows from a round that is over. No torch, no network."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field, replace
+
+from fsdp_jobs.config.schema import JobConfig
+from fsdp_jobs.elastic.failures import Budget, Failure, Machines, find_cause
+from fsdp_jobs.elastic.fencing import Leases
+from fsdp_jobs.elastic.placement import Agents, ConnectedAgent, RoundPlanner
+from fsdp_jobs.elastic.rank_state import Request
+from fsdp_jobs.elastic.stall import StallWatch
+from fsdp_jobs.run import events
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.tail import last_lines
+from fsdp_jobs.run.verdict import Verdict
+
+_LONG_ROUND_S = 600.0  # a round of a program that saves nothing and lasted so long counts as progress
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Round:
+    """What is known of a round; before the first, and while none is formed, of one that is over."""
+
+    watch: StallWatch
+    number: int = -1
+    epoch: int = 0  # the number over all attempts of the run
+    size: int = 0  # nodes
+    shard_group: int = 0  # 0 before the first
+    hosts: dict[int, str] = field(default_factory=dict)  # node -> machine
+    head: ConnectedAgent | None = None
+    began_at: float = 0.0
+    first_step: int = 0  # that it began with
+    running: bool = False
+    has_reports: bool = False  # some rank has reported a step
+    saves: bool = False  # some rank has something to save with
+    requested: Request = Request.NONE
+    not_needed: set[str] = field(default_factory=set)  # ids of agents that would not put more nodes to work
+    broken_at: float | None = None  # until it is judged
+    broken_why: str = ""
+    failures: list[Failure] = field(default_factory=list)
+    lost: set[int] = field(default_factory=set)  # nodes
+    culprit: int | None = None  # node on which the others waited, or that was lost alone
+
+    def was_long(self, now: float) -> bool:
+        return not self.saves and now - self.began_at > _LONG_ROUND_S
+
+    @property
+    def stops_by_signal(self) -> bool:
+        """Whether the ranks were asked to stop and can only be told by a signal: none has ever reported."""
+        return self.requested is Request.STOP and not self.has_reports
+
+
+class Attempt:
+    """An attempt as its coordinator knows it."""
+
+    def __init__(self, config: JobConfig, run: RunDir, number: int):
+        """Read what coordinators before this one have recorded."""
+        self.config, self.run, self.number = config, run, number
+        self.elastic = config.elastic
+        self.agents = Agents()
+        self.round = Round(self._new_watch())
+        self.verdict: Verdict | None = None
+        self.closed_at = 0.0
+        self.is_superseded = False  # another coordinator has taken over: nothing is recorded or decided any more
+        self.stop_reason: str | None = None
+        self.committed = -1
+        self.step = 0
+        self.planner = RoundPlanner(config, run)
+        self.budget = Budget(config.elastic.max_failures_without_progress, run)
+        self.machines = Machines(run, config.elastic.exclude_after, config.elastic.exclude_for_s)
+        self._leases = Leases(config.elastic)
+        self._warned = ""  # what was last warned of
+        may_run: set[tuple[int, str]] = set()  # node and machine, since an earlier coordinator
+        for event in events.read_events(run):
+            if event.attempt == number and event.round is not None:
+                self.round.number = max(self.round.number, event.round)
+            match event:
+                case events.Checkpoint():
+                    self.committed = event.step
+                case events.RoundStarted():
+                    may_run = set(zip(event.nodes, event.hosts, strict=True))
+                case events.AttemptEnded(leases=0):
+                    may_run = set()
+        self._leases.expect(may_run)
+
+    def _new_watch(self) -> StallWatch:
+        return StallWatch(self.elastic.stall_timeout_s, self.config.is_program)
+
+    def _record(self, event: events.Event) -> None:
+        if not self.is_superseded:
+            events.record(self.run, self.number, replace(event, round=self.round.number))
+            logger.info("%s", event.sentence() or event.kind)
+
+    def _warn(self, why: str) -> None:
+        """Warn of something that goes on, once, where the user looks."""
+        if why != self._warned:
+            self._warned = why
+            self._record(events.Waiting(why))
+
+    def on_superseded(self) -> None:
+        """Stop deciding: agents get no more answers, so their leases run out."""
+        logger.error("another coordinator of %s has taken over: this one decides nothing more", self.run.name)
+        self.is_superseded = True
+        for agent in self.agents.values():
+            agent.drop()
+        self.agents.clear()
+
+    def _judge(self, now: float) -> None:
+        """Decide, from what is known of a broken round, whether another one follows."""
+        broken = self.round
+        broken.broken_at = None
+        failures, was_parked = broken.failures, broken.requested is Request.PARK
+        if failures and all(f.is_request for f in failures) and not was_parked and self.stop_reason is None:
+            if not broken.was_long(now):  # by itself, and it may do so again
+                self._close(self.budget.requeue(failures[0].describe()), now)
+                return
+            self.stop_reason = failures[0].describe()
+        if self.stop_reason is not None:
+            self._close(self._preempted(), now)
+            return
+        if was_parked:
+            self._record(events.RoundBroken(broken.broken_why, self.step, self.committed))
+            return
+        stalled = broken.watch.has_stalled
+        self._look_for_lost(now)
+        cause = find_cause(failures, broken.culprit, broken.broken_why, stalled)
+        machine = broken.hosts.get(cause.node) if cause.node is not None else None
+        self._record(events.RoundBroken(cause.why, self.step, self.committed, blamed=machine))
+        verdict = self.budget.judge(cause, self.committed, stalled, broken.was_long(now))
+        if verdict is not None:
+            if cause.failure is not None and cause.failure.is_out_of_memory:
+                verdict.reason += f". {self.planner.what_would_fit(broken.size)}"
+            self._close(verdict, now)
+        elif machine is not None and len(set(broken.hosts.values())) > 1:
+            reason = self.machines.blame(machine, cause.why)
+            if reason is not None:
+                self._record(events.MachineExcluded(machine, reason))
+
+    def _look_for_lost(self, now: float) -> None:
+        """Blame a node that was lost alone; who loses several machines at once is cut off itself, or their network is.
+
+        The others' silence has not lasted as long as the first one's.
+        """
+        broken, silence_s = self.round, self.elastic.heartbeat_timeout_s / 2
+        lost = broken.lost | {a.node for a in self.agents.in_round() if now - a.heard > silence_s}
+        if broken.lost and len({broken.hosts.get(node) for node in lost}) > 1:
+            broken.broken_why = f"the coordinator lost {len(lost)} of {broken.size} nodes at once"
+        elif broken.lost and broken.culprit is None:
+            broken.culprit = min(lost)
+
+    def _done(self) -> Verdict:
+        return Verdict("done", "stop", f"all {self.step} steps are done" if self.step else "the program has ended")
+
+    def _preempted(self) -> Verdict:
+        if self.committed >= 0:
+            saved = f"saved at step {self.committed}"
+        elif self.round.size and not self.round.has_reports and not self.round.saves:
+            saved = "the program received SIGTERM"
+        else:
+            saved = "nothing was saved yet"
+        decision = "stop" if self.run.stop_request.exists() else "requeue"
+        return Verdict("preempted", decision, f"{self.stop_reason}; {saved}")
+
+    def _close(self, verdict: Verdict, now: float) -> None:
+        if self.is_superseded:
+            return
+        self.verdict, self.closed_at, self.round.running = verdict, now, False
+        if verdict.rank is not None and verdict.node is not None:
+            verdict.last_lines = last_lines(self.run.rank_log(self.number, verdict.node, verdict.rank), 20)
+        leases = self._leases.running(now)
+        details = {"round": self.round.number, "step": self.step, "committed": self.committed}
+        verdict.close(self.run, self.number, **details, leases=leases)
+        for agent in self.agents.values():
+            self._send_end(agent)
+
+    def _send_end(self, agent: ConnectedAgent) -> None:
+        assert self.verdict is not None
+        agent.send({"kind": "end", "exit_code": self.verdict.exit_code_of_attempt, "why": self.verdict.reason})
