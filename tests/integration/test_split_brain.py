@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -52,7 +52,12 @@ def job_on_node1(fabric: Fabric, folder: Path, *overrides: str) -> Iterator[Netn
 
 
 def ranks_on(fabric: Fabric, machine: str) -> list[psutil.Process]:
-    return [p for p in fabric.processes(machine) if any(" rank " in word for word in p.cmdline())]
+    found = []
+    for process in fabric.processes(machine):
+        with suppress(psutil.Error):  # it has ended
+            if any(" rank " in word for word in process.cmdline()):
+                found.append(process)
+    return found
 
 
 def written_in_turn(job: NetnsJob) -> None:
