@@ -1,4 +1,4 @@
-"""How long planning takes, and how much memory, at three cluster sizes: python benchmarks/plan_scale.py"""
+"""How long planning and regrouping take, and how much memory, by size: python benchmarks/plan_scale.py"""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-SIZES = (128, 512, 2048, 10_000)  # nodes of 8 GPUs, leaves of 16 nodes, blocks of 8 leaves
+SIZES = (128, 512, 2048, 5000, 10_000)  # nodes of 8 GPUs, leaves of 16 nodes, blocks of 8 leaves
 
 
 def peak_mib() -> float:
@@ -21,9 +21,9 @@ def peak_mib() -> float:
 
 
 def measure(nodes: int) -> None:
-    """Plan once in this process and print: nodes, ranks, seconds, peak MiB, the choice."""
+    """Plan once in this process and print: nodes, ranks, seconds, seconds to regroup, peak MiB, the choice."""
     from fsdp_jobs.config.hydra import compose_job
-    from fsdp_jobs.plan.plan import make_plan
+    from fsdp_jobs.plan.plan import make_plan, regroup
     from fsdp_jobs.plan.topology import Node, Topology
 
     config = compose_job(
@@ -40,14 +40,18 @@ def measure(nodes: int) -> None:
     )
     started = time.perf_counter()
     places = (Node(f"node{i + 1}", (f"block{i // 128}", f"leaf{i // 16}")) for i in range(nodes))
-    plan = make_plan(config, Topology.of(places))
+    topology = Topology.of(places)
+    plan = make_plan(config, topology)
     plan.to_json()
     seconds = time.perf_counter() - started
+    started = time.perf_counter()
+    regroup(config, topology.nodes[: -nodes // 100], plan.layout.shard_group)  # one node in a hundred is lost
+    again = time.perf_counter() - started
     assert "torch" not in sys.modules
     peak = peak_mib()
     layout = plan.layout
     choice = f"{layout.strategy} over {layout.shard_group}"
-    print(f"{nodes:>7} {layout.world_size:>7} {seconds:>9.3f} {peak:>8.0f}   {choice}")
+    print(f"{nodes:>7} {layout.world_size:>7} {seconds:>9.3f} {again:>9.3f} {peak:>8.0f}   {choice}")
 
 
 def main() -> None:
@@ -57,7 +61,7 @@ def main() -> None:
     if only:
         measure(only)
         return
-    print(f"{'nodes':>7} {'ranks':>7} {'seconds':>9} {'peak MiB':>8}   choice")
+    print(f"{'nodes':>7} {'ranks':>7} {'seconds':>9} {'regroup':>9} {'peak MiB':>8}   choice")
     for size in SIZES:  # a process each, so that peaks do not add up
         subprocess.run([sys.executable, __file__, "--nodes", str(size)], check=True)
 
