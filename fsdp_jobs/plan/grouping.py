@@ -68,11 +68,9 @@ def place(topology: Topology, group: int, per_node: int, nvlink_domain: int) -> 
         filled = sum(size // count * count for size in sizes)
         if filled < total // count * count:
             continue  # filling straight through, or a larger unit, leaves fewer spares
-        used = [
-            first + i
-            for first, size in zip(accumulate(sizes, initial=0), sizes, strict=False)
-            for i in range(size // count * count)
-        ]
+        used: list[int] = []
+        for first, size in zip(accumulate(sizes, initial=0), sizes, strict=False):
+            used.extend(range(first, first + size // count * count))
         return _with_spares(topology, group, count, used, level)
     return None  # never reached: `all` is a level
 
@@ -80,15 +78,14 @@ def place(topology: Topology, group: int, per_node: int, nvlink_domain: int) -> 
 def _straight(topology: Topology, group: int, per_node: int) -> Placement:
     """Place consecutive ranks over all nodes: groups are neither whole nodes nor even parts of one."""
     nodes = topology.nodes
-    paths = [n.switch_path for n in nodes]
+    leaf = topology.leaf_numbers
     starts = range(0, len(nodes) * per_node, group)
-    crossing = sum(paths[s // per_node] != paths[(s + group - 1) // per_node] for s in starts)
+    crossing = sum(leaf[s // per_node] != leaf[(s + group - 1) // per_node] for s in starts)
     return Placement(group, tuple(range(len(nodes))), (), "all", crossing)
 
 
 def _with_spares(topology: Topology, group: int, count: int, used: list[int], level: str) -> Placement:
-    paths = [topology.nodes[i].switch_path for i in used]
-    crossing = sum(paths[i] != paths[i + count - 1] for i in range(0, len(used), count))
-    kept = set(used)
-    spares = tuple(i for i in range(len(topology.nodes)) if i not in kept)
+    leaf, total = topology.leaf_numbers, len(topology.nodes)
+    crossing = sum(leaf[used[i]] != leaf[used[i + count - 1]] for i in range(0, len(used), count))
+    spares = tuple(sorted(set(range(total)).difference(used))) if len(used) < total else ()
     return Placement(group, tuple(used), spares, level, crossing)

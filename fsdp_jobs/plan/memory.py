@@ -61,12 +61,15 @@ class Memory:
 
     @property
     def total(self) -> int:
-        return sum(self.parts().values())
+        return sum(getattr(self, name) for name in _PARTS)
 
     def parts(self) -> dict[str, int]:
         """Return the device's parts by name, largest first; they add up to `total`."""
-        sizes = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("moment", "host")}
+        sizes = {name: getattr(self, name) for name in _PARTS}
         return dict(sorted(sizes.items(), key=lambda item: -item[1]))
+
+
+_PARTS = tuple(f.name for f in fields(Memory) if f.name not in ("moment", "host"))
 
 
 def peak_memory(

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from itertools import groupby
 
 
+@lru_cache(maxsize=1 << 16)
 def natural_key(name: str) -> tuple[tuple[bool, int, str], ...]:
     """Return a sort key under which node2 comes before node10."""
     parts = re.findall(r"\d+|\D+", name)
@@ -38,6 +40,7 @@ class Topology:
     """The nodes in topology order. Make one with `Topology.of`, which sorts."""
 
     nodes: tuple[Node, ...]
+    _units: dict[tuple[str, int], list[int]] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(cls, nodes: Iterable[Node]) -> Topology:
@@ -76,6 +79,12 @@ class Topology:
                 leaf; `all` is the whole.
             domain_nodes: nodes of one NVLink domain where nodes do not name theirs (NVL72: 18 x 4 GPUs).
         """
+        known = self._units.get((level, domain_nodes))
+        if known is None:
+            known = self._units[level, domain_nodes] = self._count(level, domain_nodes)
+        return known
+
+    def _count(self, level: str, domain_nodes: int) -> list[int]:
         if level == "all":
             return [len(self.nodes)]
         if level == "domain":
@@ -86,10 +95,22 @@ class Topology:
 
     def levels(self, domain_nodes: int = 1) -> list[str]:
         """List the levels that hold more than one node, innermost first: domain, leaf, switch-1, ..., all."""
-        has_domains = domain_nodes > 1 or any(n.nvlink for n in self.nodes)
-        depth = max((len(n.switch_path) for n in self.nodes), default=0)
-        switches = ["leaf", *(f"switch-{k}" for k in range(1, depth))] if depth else []
-        return [*(["domain"] if has_domains else []), *switches, "all"]
+        switches = ["leaf", *(f"switch-{k}" for k in range(1, self._depth))] if self._depth else []
+        return [*(["domain"] if domain_nodes > 1 or self._names_domains else []), *switches, "all"]
+
+    @cached_property
+    def _depth(self) -> int:
+        return max((len(n.switch_path) for n in self.nodes), default=0)
+
+    @cached_property
+    def _names_domains(self) -> bool:
+        return any(n.nvlink for n in self.nodes)
+
+    @cached_property
+    def leaf_numbers(self) -> list[int]:
+        """Number the leaf switches, and return each node's."""
+        numbers: dict[tuple[str, ...], int] = {}
+        return [numbers.setdefault(n.switch_path, len(numbers)) for n in self.nodes]
 
     def _domains(self, domain_nodes: int) -> list[int]:
         sizes = []

@@ -46,7 +46,7 @@ SITUATIONS = (
     ),
     Situation(
         "8B, 1 node of H100", f"nodes=1 hardware=h100 model=llama3_8b data.micro_batch=1 data.global_batch=64 {FULL}",
-        "shards over the node", "128 GB of fp32 states do not fit on one GPU; over NVLink a node is as fast as its parts",
+        "shards over the node", "128 GB of fp32 states do not fit on one GPU; NVLink makes a node as fast as parts",
         lambda p: p.fits and group(p) == 8,
     ),
     Situation(
