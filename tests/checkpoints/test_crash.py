@@ -97,7 +97,7 @@ def _check(folders: list[str], place: str, action: str) -> None:
 
 def _strike(tmp_path: Path, place: str, action: str, fault: str, every: int) -> tuple[int, dict[str, str]]:
     """Strike at every n-th point of an action. Returns how many points were struck, and what was wrong after which."""
-    calm = tmp_path / "calm" / "run"
+    calm = tmp_path / f"{place}-{action}-{fault}-calm" / "run"
     calm.mkdir(parents=True)
     assert run_to_the_end(1, _act, str(calm), place, action, None, "kill") == [0], list(calm.iterdir())
     points = json.loads((calm / "points").read_text())
