@@ -96,7 +96,7 @@ def export(run: RunDir, config: JobConfig, file_format: str, step: int | None, o
 
 def _beside_weights(model: HfConfig, target: Path) -> list[Path]:
     """Copy what a model's folder holds besides weights: configuration, generation settings, tokenizer."""
-    described = transformers().AutoConfig.from_pretrained(model.name_or_path, dtype="float32")
+    described = transformers().AutoConfig.from_pretrained(model.name_or_path, dtype="float32", trust_remote_code=False)
     described.save_pretrained(target)
     written = [target / "config.json"]
     for file in sorted(folder_of(model, weights=False).iterdir()):

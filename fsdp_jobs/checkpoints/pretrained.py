@@ -229,7 +229,10 @@ def _by_transformers(model: nn.Module, config: ModelConfig) -> None:
     missing: list[Any] = [[]]
     if dist.get_rank() == 0:
         library = transformers().AutoModelForCausalLM
-        whole, info = library.from_pretrained(config.name_or_path, dtype=torch.float32, output_loading_info=True)
+        safe = {"weights_only": True, "trust_remote_code": False}
+        whole, info = library.from_pretrained(
+            config.name_or_path, dtype=torch.float32, output_loading_info=True, **safe
+        )
         missing, state = [sorted(info["missing_keys"])], whole.state_dict()
     dist.broadcast_object_list(missing, src=0)
     if missing[0]:

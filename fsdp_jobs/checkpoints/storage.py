@@ -256,21 +256,45 @@ def _enum_member(enumeration: Any, name: str) -> Enum:
 class _MetadataUnpickler(pickle.Unpickler):
     """Loads the classes DCP's metadata is made of, and nothing else."""
 
+    _METADATA: ClassVar = {
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+        *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+    }
     _ALLOWED: ClassVar = {
+        *((dcp_metadata.__name__, name) for name in _METADATA),
         ("torch", "Size"),
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
         ("torch.serialization", "_get_layout"),
         ("pathlib", "PosixPath"),
     }
 
+    def load(self) -> Any:
+        """Load, and take back what a crafted file has set on a class itself.
+
+        Raises:
+            pickle.UnpicklingError: something else than these classes, or an attribute of one of them, was in it.
+        """
+        self._before: dict[type, dict[str, Any]] = {}
+        try:
+            return super().load()
+        finally:
+            for kind, before in self._before.items():
+                changed = [name for name, value in vars(kind).items() if before.get(name, self) is not value]
+                for name in changed:
+                    setattr(kind, name, before[name]) if name in before else delattr(kind, name)
+                if changed:
+                    raise pickle.UnpicklingError(f"{kind.__name__}.{changed[0]} is not allowed to be set by metadata")
+
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        is_metadata = module == dcp_metadata.__name__ and isinstance(getattr(dcp_metadata, name, None), type)
         if (module, name) == ("builtins", "getattr"):
             return _enum_member
-        if is_dtype or is_metadata or (module, name) in self._ALLOWED:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a checkpoint's metadata")
+        if not is_dtype and (module, name) not in self._ALLOWED:
+            raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a checkpoint's metadata")
+        found = super().find_class(module, name)
+        if isinstance(found, type):
+            self._before.setdefault(found, dict(vars(found)))
+        return found
 
 
 class SafeReader(FileSystemReader):

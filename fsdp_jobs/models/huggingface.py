@@ -39,9 +39,9 @@ def build_hf(config: HfConfig) -> nn.Module:
         ValueError: it does not hold a causal language model.
     """
     library = transformers()
-    described = library.AutoConfig.from_pretrained(config.name_or_path)
+    described = library.AutoConfig.from_pretrained(config.name_or_path, trust_remote_code=False)
     described.use_cache = False
-    model: nn.Module = library.AutoModelForCausalLM.from_config(described, dtype=torch.float32)
+    model: nn.Module = library.AutoModelForCausalLM.from_config(described, dtype=torch.float32, trust_remote_code=False)
     model.register_forward_hook(_logits)
     return model
 

@@ -55,7 +55,7 @@ def tokenizer_of(data: DataConfig) -> Tokenize:
     except ImportError as e:
         raise BadInput([Problem(where, str(e), "pip install 'fsdp_jobs[hf]', on the nodes")]) from e
     try:
-        tokenizer = AutoTokenizer.from_pretrained(data.tokenizer)
+        tokenizer = AutoTokenizer.from_pretrained(data.tokenizer, trust_remote_code=False)
     except (OSError, ValueError) as e:
         raise BadInput([Problem(where, str(e).splitlines()[0], "bytes, a folder, or a name on the hub")]) from e
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]

@@ -6,7 +6,7 @@ import io
 import pickle
 
 import pytest
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorProperties
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, MetadataIndex, TensorProperties
 
 from fsdp_jobs.checkpoints.storage import _MetadataUnpickler
 
@@ -29,3 +29,16 @@ def test_getattr_reaches_nothing_but_members(name: str) -> None:
     for owner in (TensorProperties, _MEM_FORMAT_ENCODING):
         with pytest.raises((pickle.UnpicklingError, KeyError)):
             _MetadataUnpickler(io.BytesIO(pickle.dumps(_Call(owner, name)))).load()
+
+
+def test_metadata_sets_nothing_on_a_class() -> None:
+    honest = dict(vars(MetadataIndex))
+    name = b"__reduce__"  # BUILD with slots calls setattr, whatever it is on the stack
+    text = (
+        pickle.PROTO + b"\x02" + b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n" + pickle.NONE
+        + pickle.EMPTY_DICT + pickle.SHORT_BINUNICODE + bytes([len(name)]) + name + pickle.NONE + pickle.SETITEM
+        + pickle.TUPLE2 + pickle.BUILD + pickle.STOP
+    )  # fmt: skip
+    with pytest.raises(pickle.UnpicklingError, match=r"MetadataIndex\.__reduce__ is not allowed"):
+        _MetadataUnpickler(io.BytesIO(text)).load()
+    assert dict(vars(MetadataIndex)) == honest
