@@ -73,6 +73,7 @@ class Attempt:
         self.budget = Budget(config.elastic.max_failures_without_progress, run)
         self.machines = Machines(run, config.elastic.exclude_after, config.elastic.exclude_for_s)
         self._leases = Leases(config.elastic)
+        self._may_adopt = True  # no round was formed or broken yet: this may replace a coordinator that died
         self._warned = ""  # what was last warned of
         may_run: set[tuple[int, str]] = set()  # node and machine, since an earlier coordinator
         for event in events.read_events(run):
@@ -108,6 +109,31 @@ class Attempt:
         for agent in self.agents.values():
             agent.drop()
         self.agents.clear()
+
+    def _request(self, request: Request) -> None:
+        self.round.requested = request
+        self.agents.send("request", request=int(request))
+
+    def _watch_for_stall(self, now: float) -> None:
+        current, slowest = self.round, self.agents.slowest_step()
+        if current.watch.asked_at is not None:
+            if current.watch.settled(len(self.agents.in_round()), now):
+                why, current.culprit = current.watch.blame(now)
+                self._record(events.Stalled(why))
+                self._break(why, now)
+        elif slowest is None or current.requested is not Request.NONE:
+            return
+        elif current.watch.see(slowest, current.first_step, now):
+            current.watch.asked_at, current.watch.answers = now, []
+            self.agents.send("dump")
+
+    def _break(self, why: str, now: float) -> None:
+        """End the running round: every agent stops its ranks and becomes ready again."""
+        if not self.round.running:
+            return
+        self.round.running, self.round.broken_at, self.round.broken_why = False, now, why
+        self._may_adopt = False
+        self.agents.send("break", round=self.round.number, why=why)
 
     def _judge(self, now: float) -> None:
         """Decide, from what is known of a broken round, whether another one follows."""

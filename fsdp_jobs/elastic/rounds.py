@@ -35,7 +35,6 @@ class Coordinator(Attempt):
         self.formation = Formation(config.elastic, *node_range(config.nodes), now)
         self._epochs = Epochs(checkpoints_of(config.checkpoint, run), number)
         self._stop_by = 0.0
-        self._may_adopt = True  # no round was formed or broken yet: this may replace a coordinator that died
         self._exclusion = ""  # of the newest machine that was turned away
         self._ticked = now
 
@@ -247,26 +246,6 @@ class Coordinator(Attempt):
             self._maybe_grow(now)
             self._watch_for_stall(now)
 
-    def _watch_for_stall(self, now: float) -> None:
-        current, slowest = self.round, self.agents.slowest_step()
-        if current.watch.asked_at is not None:
-            if current.watch.settled(len(self.agents.in_round()), now):
-                why, current.culprit = current.watch.blame(now)
-                self._record(events.Stalled(why))
-                self._break(why, now)
-        elif slowest is None or current.requested is not Request.NONE:
-            return
-        elif current.watch.see(slowest, current.first_step, now):
-            current.watch.asked_at, current.watch.answers = now, []
-            self.agents.send("dump")
-
-    def _break(self, why: str, now: float) -> None:
-        """End the running round: every agent stops its ranks and becomes ready again."""
-        if not self.round.running:
-            return
-        self.round.running, self.round.broken_at, self.round.broken_why, self._may_adopt = False, now, why, False
-        self.agents.send("break", round=self.round.number, why=why)
-
     def _maybe_form(self, now: float) -> None:
         """Form a round when enough nodes are ready; requeue the attempt when they do not come."""
         self._turn_away_excluded()
@@ -365,7 +344,3 @@ class Coordinator(Attempt):
             leaving = sorted(a.node for a in self.agents.values() if a.is_leaving)
             told = f"nodes {leaving} were told to end" if leaving else f"{len(waiting)} more nodes join"
             self._break(told, now)
-
-    def _request(self, request: Request) -> None:
-        self.round.requested = request
-        self.agents.send("request", request=int(request))
