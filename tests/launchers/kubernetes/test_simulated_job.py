@@ -16,6 +16,7 @@ from tests.world import TINY
 
 pytestmark = [
     pytest.mark.integration,
+    pytest.mark.timeout(900),
     pytest.mark.skipif(bool(why_not()), reason=why_not()),
 ]
 
@@ -104,7 +105,7 @@ def test_a_job_lives_through_what_happens_to_pods_on_a_simulated_cluster(
     saved = job.events("checkpoint")[-1]["step"]
 
     steps = f"steps={saved + 5}"
-    again = cli(tmp_path, "resume", "life", steps, "attach=true", timeout=180)
+    again = cli(tmp_path, "resume", "life", steps, "attach=true", timeout=400)
     assert again.returncode == 0 and f"resumed from the checkpoint of step {saved}" in again.stdout, again.stdout
     assert "life: done" in again.stdout
     (new,) = [j for j in cluster.api.all("batch", "jobs") if j["spec"]["completions"] == 1 and j is not root]
