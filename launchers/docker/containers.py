@@ -128,17 +128,17 @@ def translate(job: Job, daemon: dict[str, Any], gpus: list[str]) -> DockerReques
     """
     config, run, cluster = job.config, RunDir(job.run.path.resolve()), cluster_of(job.config)
     code = take(Path.cwd(), run.path.parent, cluster.snapshot_mb) if cluster.snapshot_mb else None
-    mounts = list(_mounts(config, run))
-    sees_folder = any(Path.cwd().is_relative_to(to) for _, to, _ in mounts)
-    if config.is_program and not sees_folder:
+    mounts, folder = list(_mounts(config, run)), Path.cwd()
+    if config.is_program and not any(folder.is_relative_to(to) for _, to, _ in mounts):
+        folder = run.path
         logger.warning(
             "containers see a copy of your code, but not %s; the program works in %s. cluster.mounts=[%s:%s] mounts it",
-            *(Path.cwd(), run.path, Path.cwd(), Path.cwd()),
+            *(Path.cwd(), folder, Path.cwd(), Path.cwd()),
         )
     rootless = any("rootless" in option for option in daemon.get("SecurityOptions") or [])
     common = {
         "user": "0:0" if rootless else f"{os.getuid()}:{os.getgid()}",  # root of a rootless daemon is its user
-        "working_dir": str(Path.cwd() if sees_folder else run.path),
+        "working_dir": str(folder),
         "entrypoint": ["python"],
         "stop_timeout": int(config.elastic.stop_grace_s),
     }

@@ -77,9 +77,11 @@ class DockerLauncher(DetachedLauncher):
 
     def kill(self, run: RunDir, app_id: str) -> bool:
         """End a job and remove its containers and network; of one that has ended, what no supervisor has removed."""
+        if not _is_newest(run, app_id):
+            return False
         was_alive = self.is_alive(run, app_id)
         kill_supervisor(run)
-        if was_alive or (_is_newest(run, app_id) and not containers.cluster_of(load_config(run.config)).keep):
+        if was_alive or not containers.cluster_of(load_config(run.config)).keep:
             containers.remove(containers.connect(), str(run.path))
         return was_alive
 

@@ -143,12 +143,16 @@ class Publisher(threading.Thread):
         self.join()
 
     def run(self) -> None:
-        while not self._left.wait(_POLL_S):
-            self.publish()
-        self.publish()
-        for tail in self._tails.values():
-            if rest := tail.unfinished():
-                self.publish_line(tail.path, tail.offset + len(rest), rest)
+        has_left = False
+        while not has_left:
+            has_left = self._left.wait(_POLL_S)
+            try:
+                self.publish()
+                for tail in self._tails.values() if has_left else ():
+                    if rest := tail.unfinished():
+                        self.publish_line(tail.path, tail.offset + len(rest), rest)
+            except (OSError, ValueError) as e:  # the claim may be away for a while
+                logger.warning("not published, to be repeated: %s", e)
 
     def publish(self) -> None:
         """Publish what is new."""

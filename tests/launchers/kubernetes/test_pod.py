@@ -14,7 +14,7 @@ from fsdp_jobs.launchers.kubernetes.mirror import Mirror
 from fsdp_jobs.launchers.kubernetes.pod import CoordinatorsPublisher, Publisher, seed
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.events import append_line
-from fsdp_jobs.run.tail import read_json_lines
+from fsdp_jobs.run.tail import Tail, read_json_lines
 from fsdp_jobs.run.verdict import Verdict
 
 
@@ -64,6 +64,25 @@ def test_what_pods_publish_is_mirrored_once(
     assert {f.name for f in here.path.iterdir()} == known and not (tmp_path / "etc").exists()
     logs.lines.clear()
     Mirror(here).pull(logs, [logs.pod("first", "terminated"), logs.pod("second", "terminated")])  # type: ignore[arg-type]
+
+
+def test_a_claim_that_is_away_for_a_while_ends_no_publishing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, away = RunDir(tmp_path), [True]
+
+    def sick(self: Tail, until: float = 1e18) -> Iterator[bytes]:
+        if away:
+            away.clear()
+            raise OSError(5, "Input/output error")
+        yield from whole(self, until)
+
+    whole = Tail.lines
+    monkeypatch.setattr(Tail, "lines", sick)
+    append_line(run.metrics, {"step": 1})
+    with Publisher(run, ["*.jsonl"]) as publisher:
+        publisher.join(2 * pod._POLL_S)
+    assert '@metrics.jsonl:12 {"step": 1}' in capfd.readouterr().out and not away
 
 
 def test_files_are_brought_once_and_those_of_an_earlier_submission_go(
