@@ -47,6 +47,14 @@ def write_atomic(path: Path, text: str, mode: int = 0o644) -> None:
         raise
 
 
+def user_name() -> str:
+    """Return this user's name, or the number where the system has no name for it, as in many containers."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
+
+
 def try_lock(file: IO[str]) -> bool:
     """Lock an open file for as long as it is open, here or in a process that inherits it; False when another has it.
 
@@ -187,7 +195,7 @@ class RunDir:
                     raise BadInput([Problem(f"run {self.name}", f"another command submits it: {lock.read()}", cure)])
                 time.sleep(0.05)
             lock.truncate(0)
-            lock.write(f"process {os.getpid()} of {getpass.getuser()} on {socket.gethostname()}")
+            lock.write(f"process {os.getpid()} of {user_name()} on {socket.gethostname()}")
             lock.flush()
             yield
 

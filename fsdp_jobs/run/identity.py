@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import hashlib
 import json
 import os
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import JobConfig, training_values
-from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.directory import RunDir, user_name, write_atomic
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def identity_of(run: RunDir, config: JobConfig) -> Identity:
     """Return a run's identity, or the one that it gets when this user submits it here now."""
     return Identity.read(run.identity) or Identity(
         id=secrets.token_hex(8),
-        user=getpass.getuser(),
+        user=user_name(),
         uid=os.getuid(),
         host=socket.gethostname(),
         directory=str(run.path.resolve()),

@@ -246,8 +246,9 @@ def _write(job: Prepared, overrides: Sequence[str]) -> None:
     run.stop_request.unlink(missing_ok=True)
     identity = identity_of(run, job.config)
     claim(run.identity, identity)
-    if "://" in str(job.config.checkpoint.dir) or job.config.cluster.shares_files:
-        claim(checkpoints_of(job.config.checkpoint, run) / run.identity.name, identity)
+    if (elsewhere := job.config.checkpoint.dir) is not None and ("://" in elsewhere or Path(elsewhere).is_dir()):
+        with suppress(OSError):  # it may be for the nodes alone
+            claim(checkpoints_of(job.config.checkpoint, run) / run.identity.name, identity)
     steps = None if job.config.is_program else job.config.steps  # only the program knows how many it will do
     record = {**run.read_job(), "overrides": list(overrides), "first_attempt": run.last_attempt() + 1}
     record |= {"nodes": str(job.config.nodes), "steps": steps}

@@ -161,10 +161,26 @@ def test_another_user_is_told_whose_run_it_is_and_harms_nothing(folder: Path, us
     assert "one stopped: killed on request" in cancelled.stdout, cancelled.stdout + cancelled.stderr
 
 
+def test_a_user_without_a_name_may_submit(folder: Path) -> None:
+    """As in many containers; and checkpoints may go where only the nodes can write."""
+    if os.getuid():
+        pytest.skip("needs root, to become another user")
+    folder.chmod(0o777)
+    for parent in folder.parents[:2]:
+        parent.chmod(0o755)
+    may_read = ["--inh-caps=-all,+dac_read_search", "--ambient-caps=-all,+dac_read_search"]
+    nameless = ["env", "--unset=USER", "--unset=LOGNAME", "--unset=LNAME", "--unset=USERNAME"]
+    under = ["setpriv", "--reuid=54321", "--regid=54321", "--clear-groups", *may_read, *nameless]
+    done = cli(folder, *ONE, "checkpoint.dir=/only/on/nodes", under=under, HOME=str(folder))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((folder / "runs" / "one" / "identity.json").read_text())["user"] == "54321"
+
+
 def test_a_name_of_somebody_else_on_shared_checkpoint_storage_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared = [*ONE, f"checkpoint.dir={folder}/shared"]
+    (folder / "shared").mkdir()
     assert cli(folder, *shared).returncode == 0
     elsewhere = [*shared[:1], f"script={folder}/sleeps.py", *shared[2:], f"runs_dir={folder}/others"]
     identity = folder / "shared" / "one" / "identity.json"
