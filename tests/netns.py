@@ -269,6 +269,9 @@ class _Nobody:
     def submit(self, requests: Sequence[Any], parallelism: int, folder: Path | None) -> list[str]:
         return ["test"]
 
+    def cluster_of(self, app_id: str) -> str:
+        return "netns"
+
 
 class NetnsJob(Job):
     """A job whose nodes are a fabric's, submitted by the project's own functions and started by the test.
