@@ -1,0 +1,74 @@
+"""What is left of a job in Docker, and who removes it: the daemon is simulated, its containers are only described."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.config.schema import dump_config
+from fsdp_jobs.launchers.docker import containers, supervisor
+from fsdp_jobs.launchers.docker.scheduler import DockerLauncher
+from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.status import RunStatus
+from tests.recorded import recorded_run
+
+
+class Daemon:
+    """In the place of a Docker client."""
+
+    def __init__(self, **running: bool):
+        self.running = {name.replace("_", "-"): state for name, state in running.items()}
+        self.removed: list[str] = []
+
+    def containers(self, **_: Any) -> list[dict[str, Any]]:
+        return [{"Id": name} for name in self.running]
+
+    def inspect_container(self, name: str) -> dict[str, Any]:
+        state = {"Running": self.running[name], "ExitCode": 75}
+        return {"Id": name, "State": state, "Config": {"Hostname": name}}
+
+    def remove_container(self, name: str, **_: Any) -> None:
+        del self.running[name]
+        self.removed.append(name)
+
+    def networks(self, **_: Any) -> list[dict[str, Any]]:
+        return []
+
+
+def docker_run(folder: Path, *overrides: str) -> RunDir:
+    run = recorded_run(folder, "left")
+    write_atomic(run.config, dump_config(compose_job(["cluster=docker", "name=left", "nodes=2", *overrides])))
+    request = {"run_dir": str(run.path), "prefix": "fsdp-left", "image": "i", "containers": [], "pass_env": []}
+    write_atomic(run.submit / "containers.json", json.dumps({**request, "app_id": "left-1"}))
+    return run
+
+
+def test_a_container_that_somebody_removed_is_named_once_its_loss_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_MISSED_S", 0.2)
+    run = docker_run(tmp_path)
+    run.events.write_text("".join(run.events.read_text().splitlines(keepends=True)[:-1]))  # it has not ended
+    watching = supervisor.Supervisor(run)
+    for _ in range(6):
+        assert not watching.poll(Daemon(coordinator=True, node_0=True))
+        time.sleep(0.1)
+    status = RunStatus(run)
+    assert len([e for e in status.update() if e.kind == "waiting"]) == 1
+    assert "the container of node-1 was removed" in status.reason
+
+
+@pytest.mark.parametrize(("app_id", "keep", "left"), [("left-1", False, 0), ("left-1", True, 2), ("left-0", False, 2)])
+def test_a_cancel_of_what_has_ended_removes_what_no_supervisor_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, app_id: str, keep: bool, left: int
+) -> None:
+    daemon = Daemon(coordinator=False, node_0=False)
+    monkeypatch.setattr(containers, "connect", lambda: daemon)
+    run = docker_run(tmp_path, f"cluster.keep={keep}")
+    assert not DockerLauncher().kill(run, app_id), "it had ended"
+    assert len(daemon.running) == left, "of its own submission, unless the user keeps them"
