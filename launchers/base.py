@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -246,13 +246,18 @@ class TorchxScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
         return filter_regex(regex, lines) if regex else lines
 
 
+@cache
+def _factories() -> dict[str, Any]:
+    return get_scheduler_factories()  # reads what every installed package says of itself
+
+
 def launcher_of(name: str) -> Launcher:
     """Return the launcher that is installed under a name.
 
     Raises:
         BadInput: there is none, or it is another project's TorchX scheduler.
     """
-    factories = get_scheduler_factories()
+    factories = _factories()
     scheduler = factories[name](SESSION) if name in factories else None
     if not isinstance(scheduler, TorchxScheduler):
         ours = ", ".join(sorted(known for known in factories if known.endswith("_fsdp")))
