@@ -248,7 +248,7 @@ class TorchxScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
 
 @cache
 def _factories() -> dict[str, Any]:
-    return get_scheduler_factories()  # reads what every installed package says of itself
+    return dict(get_scheduler_factories())  # reads what every installed package says of itself
 
 
 def launcher_of(name: str) -> Launcher:
