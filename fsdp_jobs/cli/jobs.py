@@ -77,7 +77,8 @@ def _submit(overrides: Sequence[str]) -> int:
 def plan(args: list[str]) -> int:
     if _among(args, _PRINTING):
         return _print_by_hydra(args)
-    from fsdp_jobs.plan.render import render, to_svg
+    from fsdp_jobs.pages.plan_svg import to_svg
+    from fsdp_jobs.plan.render import render
     from fsdp_jobs.submit.submit import plan_of
 
     parser = argparse.ArgumentParser(prog="fsdp-jobs plan", add_help=False, allow_abbrev=False)

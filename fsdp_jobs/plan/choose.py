@@ -206,9 +206,9 @@ def _best(config: JobConfig, options: list[Option]) -> tuple[Option, str]:
     if config.fsdp.objective == "memory":
         best = min(fitting, key=lambda o: (o.memory.total, o.time.step, *order(o)))
         decided = f"takes the least memory of the {_count(fitting)} that fit"
-        if best.time.step > NEAR * fastest.time.step:
-            slower = best.time.step / fastest.time.step - 1
-            decided += f" (fsdp.objective=memory); {fastest.name} is predicted to be {slower:.0%} faster"
+        decided += (
+            f" (fsdp.objective=memory; {fastest.name} would be {best.time.step / fastest.time.step - 1:.0%} faster)"
+        )
     else:
         near = [o for o in fitting if o.time.step <= NEAR * fastest.time.step]
         best = min(near, key=order)
@@ -250,16 +250,13 @@ def _excess(config: JobConfig, o: Option) -> str:
     hardware, exceeded = config.hardware, []
     if (over := o.memory.total - usable_bytes(hardware)) > 0:
         name, most = next(iter(o.memory.parts().items()))
-        exceeded.append(f"{size(over)} over {_usable(hardware)}, {size(most)} of it {name}")
+        usable = f"the {size(usable_bytes(hardware))} usable per GPU (hardware.memory_gib={hardware.memory_gib:g})"
+        exceeded.append(f"{size(over)} over {usable}, {size(most)} of it {name}")
     if not _host_fits(config, o.memory):
         needed = o.memory.host * ranks_per_node(config)
         what = f"offloading takes {size(needed)} of host memory per node, of which 95% may be filled"
         exceeded.append(f"{what} (hardware.host_memory_gib={hardware.host_memory_gib:g})")
     return "; ".join(exceeded)
-
-
-def _usable(hardware: HardwareConfig) -> str:
-    return f"the {size(usable_bytes(hardware))} usable per GPU (hardware.memory_gib={hardware.memory_gib:g})"
 
 
 def _host_fits(config: JobConfig, memory: Memory) -> bool:

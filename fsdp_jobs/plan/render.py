@@ -1,10 +1,8 @@
-"""Show a plan: nodes and ranks by shard group, tables, reasons; in a terminal and as SVG."""
+"""Show a plan in a terminal: nodes and ranks by shard group, tables, reasons."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from html import escape
 from itertools import groupby
 
 from rich import box
@@ -16,17 +14,13 @@ from rich.text import Text
 from fsdp_jobs.plan.memory import Memory, size
 from fsdp_jobs.plan.plan import Plan
 
-TERMINAL = ("cyan", "magenta", "green", "yellow", "blue", "red")
-SVG = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")  # Paul Tol's bright scheme
-# More nodes are condensed: one row per leaf switch.
-MOST_NODES_LISTED = 16  # in a terminal
-MOST_NODES_DRAWN = 64  # in the SVG
+COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
+MOST_NODES_LISTED = 16  # more are condensed: one row per leaf switch
 MOST_OPTIONS_SHOWN = 10
-CELL, LINE = 22, 26  # pixels of a rank's square, and from one row to the next
 
 
 @dataclass(frozen=True)
-class _Row:
+class Row:
     """One drawn line: consecutive nodes under one leaf switch, and their ranks by shard group."""
 
     leaf: str  # empty when the row above is under the same
@@ -41,7 +35,7 @@ def render(plan: Plan) -> RenderableType:
     if plan.memory is not None:
         head.append("FITS  " if plan.fits else "DOES NOT FIT  ", "bold green" if plan.fits else "bold red")
         parts += [_memory(plan, plan.memory), Text(), *_options(plan), Text()]
-    head.append(_title(plan), "bold").append(f"\n{_summary(plan)}\n{plan.expected}\n")
+    head.append(title_of(plan), "bold").append(f"\n{summary_of(plan)}\n{plan.expected}\n")
     parts.append(Text("\n".join(f"- {r}" for r in plan.reasons)))
     if plan.remedies:
         lines = [f"- {' '.join(r.overrides)}   ({r.result})" for r in plan.remedies]
@@ -59,7 +53,7 @@ def render_text(plan: Plan, width: int = 100) -> str:
     return captured.get()
 
 
-def _title(plan: Plan) -> str:
+def title_of(plan: Plan) -> str:
     layout, nodes = plan.layout, len(plan.nodes)
     replicas = f"{layout.replicas} replica{'s' if layout.replicas > 1 else ''}"
     where = f"{nodes} node{'s' if nodes > 1 else ''} x {plan.ranks_per_node} ranks"
@@ -67,7 +61,7 @@ def _title(plan: Plan) -> str:
     return f"{layout.strategy}: {replicas} x shard group of {layout.shard_group}, {where}{spares}"
 
 
-def _summary(plan: Plan) -> str:
+def summary_of(plan: Plan) -> str:
     time = plan.time
     if time is None:
         return f"on {plan.hardware}; memory and speed are not known: the model is the program's"
@@ -78,7 +72,7 @@ def _summary(plan: Plan) -> str:
     )
 
 
-def _rows(plan: Plan, most: int) -> list[_Row]:
+def rows_of(plan: Plan, most: int) -> list[Row]:
     """Give each node a row; each leaf switch when there are more than `most` nodes."""
     by_leaf = groupby(range(len(plan.nodes)), plan.leaves.__getitem__ if len(plan.nodes) > most else None)
     rows, above = [], ""
@@ -88,7 +82,7 @@ def _rows(plan: Plan, most: int) -> list[_Row]:
         low, high = first * plan.ranks_per_node, (last + 1) * plan.ranks_per_node - 1
         groups = range(low // group, high // group + 1)
         runs = [(g, max(low, g * group), min(high, (g + 1) * group - 1)) for g in groups]
-        rows.append(_Row("" if leaf == above else leaf, names, runs))
+        rows.append(Row("" if leaf == above else leaf, names, runs))
         above = leaf
     return rows
 
@@ -105,7 +99,7 @@ def _nodes(plan: Plan) -> Table:
         pad_edge=False,
         padding=(0, 2, 0, 0),
     )
-    rows, most = _rows(plan, MOST_NODES_LISTED), MOST_NODES_LISTED
+    rows, most = rows_of(plan, MOST_NODES_LISTED), MOST_NODES_LISTED
     for i, row in enumerate(rows):
         if len(rows) <= most or not most // 2 <= i < len(rows) - most // 4:
             table.add_row(row.leaf, row.nodes, _ranks(plan, row))
@@ -117,19 +111,19 @@ def _nodes(plan: Plan) -> Table:
     return table
 
 
-def _ranks(plan: Plan, row: _Row) -> Text:
+def _ranks(plan: Plan, row: Row) -> Text:
     text, runs = Text(), row.runs
     if plan.layout.strategy == "no_shard":
-        return text.append(f"{_span(runs[0][1], runs[-1][2])} each hold everything", TERMINAL[0])
+        return text.append(f"{span(runs[0][1], runs[-1][2])} each hold everything", COLOURS[0])
     for i, (group, first, last) in enumerate(runs):
         if len(runs) <= 5 or i < 3 or i == len(runs) - 1:
-            text.append(f"[{group}: {_span(first, last)}]", TERMINAL[group % len(TERMINAL)]).append(" ")
+            text.append(f"[{group}: {span(first, last)}]", COLOURS[group % len(COLOURS)]).append(" ")
         elif i == 3:
             text.append(f".. {len(runs) - 4} more .. ", "dim")
     return text
 
 
-def _span(first: int, last: int) -> str:
+def span(first: int, last: int) -> str:
     return f"{first}" if first == last else f"{first}-{last}"
 
 
@@ -178,53 +172,3 @@ def _options(plan: Plan) -> tuple[Table, Table]:
         table.add_row(c.name, *map(size, sizes), f"{c.tokens_per_s:,.0f}", style=style)
         why.add_row(c.name, Text(c.why, "bold" if c.taken else ""))
     return table, why
-
-
-def to_svg(plan: Plan) -> str:
-    """Draw nodes and ranks coloured by shard group, in one file without references."""
-    condensed = len(plan.nodes) > MOST_NODES_DRAWN
-    rows = _rows(plan, MOST_NODES_DRAWN)
-    left, top = 100 + 7 * max(len(row.nodes) for row in rows), 64
-    width = left + (700 if condensed else max(520, plan.ranks_per_node * CELL)) + 20
-    bottom = top + LINE * len(rows)
-    summary = _summary(plan)
-    if plan.memory is not None:
-        fits = "fits" if plan.fits else "does not fit"
-        summary = f"{fits}: {size(plan.memory.total)} of {size(plan.usable_bytes)} per GPU; {summary}"
-    out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + 56}"'
-        f' width="{width}" height="{bottom + 56}" font-family="sans-serif" font-size="12">',
-        f'<rect width="{width}" height="{bottom + 56}" fill="white"/>',
-        _svg_text(12, 24, _title(plan), 'font-size="16" font-weight="bold"'),
-        _svg_text(12, 44, summary, 'fill="#555"'),
-    ]
-    for y, row in zip(range(top, bottom, LINE), rows, strict=True):
-        out += [_svg_text(12, y + 15, row.leaf, 'fill="#555"'), _svg_text(84, y + 15, row.nodes)]
-        out += _stripes(row, left, y) if condensed else _squares(row, left, y)
-    if plan.spares:
-        names = ", ".join(plan.spares[:6]) + (", ..." if len(plan.spares) > 6 else "")
-        out.append(_svg_text(84, bottom + 15, f"spare: {names}", 'fill="#777"'))
-    return "\n".join([*out, "</svg>", ""])
-
-
-def _svg_text(x: float, y: int, text: str, style: str = "") -> str:
-    return f'<text x="{x}" y="{y}" {style}>{escape(text)}</text>'
-
-
-def _squares(row: _Row, x: int, y: int) -> Iterator[str]:
-    """Draw a square per rank."""
-    side = CELL - 2
-    for group, first, last in row.runs:
-        for rank in range(first, last + 1):
-            at, colour = x + (rank - row.runs[0][1]) * CELL, SVG[group % len(SVG)]
-            yield f'<rect x="{at}" y="{y}" width="{side}" height="{side}" rx="3" fill="{colour}"/>'
-            yield _svg_text(at + side / 2, y + 14, f"{rank}", 'font-size="9" fill="white" text-anchor="middle"')
-
-
-def _stripes(row: _Row, x: int, y: int) -> Iterator[str]:
-    """Draw a stripe per shard group."""
-    drawn = row.runs[:48]
-    for i, (group, _, _) in enumerate(drawn):
-        yield f'<rect x="{x + 9 * i}" y="{y}" width="8" height="{CELL - 4}" fill="{SVG[group % len(SVG)]}"/>'
-    text = f"ranks {_span(row.runs[0][1], row.runs[-1][2])}, {len(row.runs)} groups"
-    yield _svg_text(x + 9 * len(drawn) + 8, y + 14, text, 'fill="#555"')

@@ -95,16 +95,14 @@ class Topology:
 
     def levels(self, domain_nodes: int = 1) -> list[str]:
         """List the levels that hold more than one node, innermost first: domain, leaf, switch-1, ..., all."""
-        switches = ["leaf", *(f"switch-{k}" for k in range(1, self._depth))] if self._depth else []
-        return [*(["domain"] if domain_nodes > 1 or self._names_domains else []), *switches, "all"]
+        depth, names_domains = self._depth
+        switches = ["leaf", *(f"switch-{k}" for k in range(1, depth))] if depth else []
+        return [*(["domain"] if domain_nodes > 1 or names_domains else []), *switches, "all"]
 
     @cached_property
-    def _depth(self) -> int:
-        return max((len(n.switch_path) for n in self.nodes), default=0)
-
-    @cached_property
-    def _names_domains(self) -> bool:
-        return any(n.nvlink for n in self.nodes)
+    def _depth(self) -> tuple[int, bool]:
+        """Return the most switches above a node, and whether nodes name NVLink domains."""
+        return max((len(n.switch_path) for n in self.nodes), default=0), any(n.nvlink for n in self.nodes)
 
     @cached_property
     def leaf_numbers(self) -> list[int]:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsdp_jobs.cli.jobs import plan as plan_command
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.schema import JobConfig, LlamaConfig
@@ -380,3 +381,19 @@ def test_sixteen_thousand_ranks_are_planned_at_once_and_without_torch() -> None:
     assert int(ranks) == 16384
     assert float(seconds) < 1.0
     assert float(mib) < 200
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_a_plan_that_does_not_fit_exits_with_1(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    one_node = ["nodes=1", "hardware=a100_80", "data=synthetic", "data.micro_batch=1", "data.global_batch=8"]
+    assert plan_command([*one_node, "model=llama2_70b", *flags]) == 1
+    assert plan_command([*one_node, "model=llama_1b", "data.seq_len=512", *flags]) == 0
+    capsys.readouterr()
+
+
+def test_what_does_not_fit_names_the_limits_that_it_hits() -> None:
+    overrides = ("nodes=1", "hardware=a100_80", "model=llama2_70b", *SYNTHETIC, "data.global_batch=8")
+    device = make_plan(job(*overrides)).reasons[0]
+    assert "hardware.memory_gib=79.1" in device and "host_memory_gib" not in device
+    host = make_plan(job(*overrides, "fsdp.cpu_offload=true", "fsdp.activation_checkpointing=full")).reasons[0]
+    assert "hardware.host_memory_gib=1024" in host and "hardware.memory_gib" not in host

@@ -21,10 +21,10 @@ from fsdp_jobs.observe.report.charts import charts
 from fsdp_jobs.observe.report.history import History
 from fsdp_jobs.pages.charts import to_svgs
 from fsdp_jobs.pages.page import render
+from fsdp_jobs.pages.plan_svg import to_svg as plan_to_svg
 from fsdp_jobs.plan.layout import HYBRID, Layout
 from fsdp_jobs.plan.memory import GIB
 from fsdp_jobs.plan.plan import Plan
-from fsdp_jobs.plan.render import to_svg as plan_to_svg
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.goodput import Goodput, goodput_of
 from fsdp_jobs.run.status import RunStatus
