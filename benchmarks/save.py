@@ -53,10 +53,10 @@ def worker(folder: Path, saves: int, overrides: list[str]) -> None:
         """As the trainer does it: the state may be staged until just before the update."""
         tokens, labels = samples[number * 4 + rank]
         learner.backward([(tokens[None], labels[None])])
-        learner.update()
+        learner.update(learner.clip())
 
     step(0)  # gives the optimizer its state
-    state_bytes = sum(t.numel() * t.element_size() for t in checkpoints.state.live().values())
+    state_bytes = sum(t.numel() * t.element_size() for t in checkpoints.state.live()[0].values())
     seconds: dict[str, list[float]] = {"dd": [], "dcp": [], "ours": [], "stall": []}
 
     def timed(what: str, began: float) -> None:
@@ -72,7 +72,7 @@ def worker(folder: Path, saves: int, overrides: list[str]) -> None:
         dist.barrier()
         timed("dd", began)
         began = time.perf_counter()
-        dcp.save(checkpoints.state.live(), checkpoint_id=folder / f"plain-{i}")
+        dcp.save(checkpoints.state.live()[0], checkpoint_id=folder / f"plain-{i}")
         timed("dcp", began)
         began = time.perf_counter()
         checkpoints.save(2 * i + 1, block=True)
