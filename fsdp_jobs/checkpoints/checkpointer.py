@@ -213,10 +213,10 @@ class Checkpointer:
         self.failure = f"checkpoint of step {request.step} failed: {where}{type(cause).__name__}: {cause}"
         self.failure += _cure(cause, self.home)
         if self.rank == 0:
+            if not copied and not isinstance(cause, NotFinite):
+                catalog.remove(request.temporary)  # first: the disk that is full may be that of event and log, too
             events.record(self.run, self.attempt, events.CheckpointFailed(request.step, self.failure))
             print(f"WARNING {self.failure}", flush=True)
-            if not copied and not isinstance(cause, NotFinite):
-                catalog.remove(request.temporary)
 
     def _record(
         self, kind: type[events.Checkpoint | events.CheckpointOnNodes], request: SaveRequest, folder: Path, name: str
