@@ -172,7 +172,10 @@ def submit(
         folder: of the sweep, for launchers' files; None for a job by itself.
 
     Returns:
-        Handles, `scheduler://session/id`, in order.
+        Handles, `scheduler://cluster/id`, in order.
+
+    Raises:
+        BadInput, JobFailed: another command was faster, or a launcher refuses; nothing of these jobs is left.
     """
     with ExitStack() as locks, ThreadPoolExecutor(WRITES_AT_ONCE) as threads:
         _raise_limit_of_files()

@@ -87,9 +87,9 @@ class SlurmLauncher(Launcher):
     def submit(self, requests: Sequence[SlurmRequest], parallelism: int, folder: Path | None) -> list[str]:
         runs, scripts = [request.job.run for request in requests], [request.script for request in requests]
         groups = submission.group_equal(scripts) if folder is not None else []
-        for number, group in enumerate(groups if folder is not None and submission.has_arrays() else []):
+        for number, group in enumerate(groups):
             for task, index in enumerate(group):
-                requests[index].commands.place = f"{number}_{task}"
+                requests[index].commands.place = f"{number}_{task if submission.has_arrays() else ''}"
         with ThreadPoolExecutor(WRITES_AT_ONCE) as threads:
             list(threads.map(lambda request: request.commands.write(request.job.run), requests))
         if folder is None:

@@ -86,7 +86,9 @@ def check_with_slurm(job: Job, script: str, margin_s: int, count: int) -> list[P
     """
     config, cluster = job.config, cluster_of(job.config)
     partition = client.partition(cluster.partition)
-    limit = cluster.time or (partition.default_time if partition is not None else "")
+    elsewhere = [option for option in cluster.extra if option.startswith(("--time", "-t", "--partition", "-p"))]
+    is_default = partition is not None and not elsewhere and "SBATCH_TIMELIMIT" not in os.environ
+    limit = cluster.time or (partition.default_time if partition is not None and is_default else "")
     if _seconds(limit) < margin_s + _LEAST_TRAINING_S:
         whose = "" if cluster.time else f" ({partition.name}'s default is {limit})" if partition is not None else ""
         what = f"the last save is requested {margin_s} s before the limit{whose}: no time is left to train in"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fsdp_jobs.launchers.slurm import client
 from fsdp_jobs.launchers.slurm.scheduler import SlurmLauncher
+from fsdp_jobs.launchers.slurm.steps import Commands
 from fsdp_jobs.launchers.state import State
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.verdict import Verdict
@@ -96,3 +98,20 @@ def test_a_partition_is_the_sum_of_its_kinds_of_nodes_with_the_sizes_of_the_larg
     assert (gpu.name, gpu.nodes, gpu.cpus, gpu.gres, gpu.memory_mb) == ("gpu", 5, 128, "gpu:8", 1000)
     assert (gpu.away, cpu.away) == (0, 1)
     assert client.partition(None) == gpu and client.partition("cpu") == cpu and client.partition("nope") is None
+
+
+def test_a_job_is_found_by_the_submission_in_its_comment_and_is_nobody_elses(slurm: Path) -> None:
+    """Alone, as a task of an array, and as a job of a sweep where there are no arrays."""
+    comments = {"4": "new", "5_0": "new.0", "5_1": "new.0", "6": "new.1", "7": "old", "8_1": "old.0"}
+    lines = [f"{id}|RUNNING|None|N/A|node1|node1|{id}|a|by me fsdp_jobs:{tag}" for id, tag in comments.items()]
+    say(slurm, "squeue", queue(*lines))
+    known_run(slurm, "4", None)
+    run = RunDir(slurm / "runs" / "a")
+    run.job.write_text(json.dumps({"first_attempt": 1, "submission": "new"}))
+    commands = Commands([], [], [], {}, max_nodes=1, regrow=False, exclude=[], submit=[])
+    for place, job_id in (("", "4"), ("0_1", "5_1"), ("1_", "6"), ("2_0", None)):
+        replace(commands, place=place).write(run)
+        assert SlurmLauncher().find(run) == job_id
+    assert state("4") is State.RUNNING
+    run.job.write_text(json.dumps({"first_attempt": 0, "submission": "newer"}))
+    assert state("4") is State.FAILED, "ids begin again: this job is another run's"
