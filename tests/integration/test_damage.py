@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -14,7 +15,7 @@ import pytest
 
 from fsdp_jobs.checkpoints import catalog
 from fsdp_jobs.run.directory import RunDir
-from tests.jobs import cli, job
+from tests.jobs import Watched, cli, job
 from tests.world import TINY, events_of, flip_byte, losses_of
 
 pytestmark = pytest.mark.integration
@@ -183,6 +184,10 @@ def freezing_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", mount], check=True)
 
 
+def _has_saved(run: Watched, times: int) -> bool:
+    return len(run.events("checkpoint")) >= times
+
+
 def test_training_goes_on_while_the_disk_stands_still(freezing_disk: Path, tmp_path: Path) -> None:
     often = "checkpoint.every_steps=10"
     with job(tmp_path, "calm", "steps=80", often, nodes="1") as calm:
@@ -190,6 +195,8 @@ def test_training_goes_on_while_the_disk_stands_still(freezing_disk: Path, tmp_p
     with job(tmp_path, "slow", "steps=80", often, f"checkpoint.dir={freezing_disk}", nodes="1") as slow:
         for freeze_at in (5, 35):
             slow.until_step(freeze_at)
+            # A save that is not over yet would be waited for by the next one.
+            slow.until(partial(_has_saved, slow, freeze_at // 10), "the save before")
             subprocess.run(["fsfreeze", "--freeze", freezing_disk], check=True)
             slow.until_step(freeze_at + 12)  # the save between these steps hangs, and nobody waits for it
             time.sleep(1)
