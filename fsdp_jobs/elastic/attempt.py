@@ -75,7 +75,7 @@ class Attempt:
         self._leases = Leases(config.elastic)
         self._may_adopt = True  # no round was formed or broken yet: this may replace a coordinator that died
         self._warned = ""  # what was last warned of
-        may_run: set[tuple[int, str]] = set()  # node and machine, since an earlier coordinator
+        may_run: set[str] = set()  # machines, since an earlier coordinator
         for event in events.read_events(run):
             if event.attempt == number and event.round is not None:
                 self.round.number = max(self.round.number, event.round)
@@ -83,7 +83,7 @@ class Attempt:
                 case events.Checkpoint():
                     self.committed = event.step
                 case events.RoundStarted():
-                    may_run = set(zip(event.nodes, event.hosts, strict=True))
+                    may_run = set(event.hosts)
                 case events.AttemptEnded(leases=0):
                     may_run = set()
         self._leases.expect(may_run)

@@ -23,7 +23,7 @@ class Leases(dict[str, float]):
     def __init__(self, elastic: ElasticConfig):
         super().__init__()
         self._elastic = elastic
-        self._unseen: set[tuple[int, str]] = set()
+        self._unseen: set[str] = set()
 
     def hold(self, agent: str, now: float) -> None:
         """Note that an agent with ranks has been answered."""
@@ -37,15 +37,15 @@ class Leases(dict[str, float]):
         """Note that an agent's ranks have ended."""
         self.pop(agent, None)
 
-    def expect(self, places: set[tuple[int, str]]) -> None:
-        """Note nodes and machines where ranks may run for an earlier coordinator."""
-        self._unseen = places
-        if places:
+    def expect(self, hosts: set[str]) -> None:
+        """Note machines where ranks may run for an earlier coordinator."""
+        self._unseen = hosts
+        if hosts:
             self[_BEFORE] = inf  # until `on_charge`
 
-    def saw(self, node: int, host: str) -> None:
-        """Note that the agent of this machine has told what runs there."""
-        self._unseen.discard((node, host))
+    def saw(self, host: str) -> None:
+        """Note that an agent of this machine has connected: who else runs there is not cut off, and connects, too."""
+        self._unseen.discard(host)
         if not self._unseen:
             self.surrender(_BEFORE)
 

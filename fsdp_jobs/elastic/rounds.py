@@ -58,7 +58,7 @@ class Coordinator(Attempt):
                 return False  # it asks again
             self.on_gone(other, f"node {other.node} was silent and has been replaced", now)
         self.agents[agent.id] = agent
-        self._leases.saw(agent.node, agent.host)
+        self._leases.saw(agent.host)
         current, number = self.round, message["round"]
         if self.verdict is not None:
             self._send_end(agent)
