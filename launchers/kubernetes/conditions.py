@@ -123,7 +123,7 @@ def _why_pod(api: Api, pod: Object, root: Object) -> str:
     if "deletionTimestamp" in pod["metadata"]:
         return ""
     if is_coordinator and _is_silent(pod, conditions):
-        return f"{silent}; failures are not handled meanwhile"
+        return f"{silent}; without it training stops after elastic.lease_s"
     scheduled = conditions.get("PodScheduled", {"status": "True"})
     if scheduled["status"] == "False":
         return f"pod {name} cannot be scheduled: {scheduled.get('message', scheduled.get('reason', ''))}"
