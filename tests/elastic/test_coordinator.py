@@ -596,3 +596,13 @@ def test_an_agent_of_an_attempt_that_is_over_is_ended_and_not_adopted(tmp_path: 
     late = cluster.join(0, round_=3, size=1, attempt=-1)
     assert not cluster.is_taken and cluster.last(late, "end")["exit_code"] == 75  # type: ignore[index]
     assert not cluster.events("adopted") and not cluster.coordinator.agents
+
+
+def test_a_killed_job_resumed_with_fewer_nodes_on_its_machine_waits_for_nobody(tmp_path: Path) -> None:
+    first = Cluster(tmp_path, "nodes=2")
+    first.later(1, first.join(0, host="vm"), first.join(1, host="vm"))
+    assert first.events("round_started")
+    resumed = Cluster(tmp_path, "nodes=1")
+    a = resumed.join(0, life="b", host="vm")
+    resumed.later(1, a)
+    assert resumed.last(a, "round") is not None
