@@ -40,7 +40,9 @@ class StochasticAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update every parameter that has a gradient, as `torch.optim.AdamW` does."""
+        """Update every parameter that has a gradient, as `torch.optim.AdamW` does; none if `found_inf` is set."""
+        if bool(getattr(self, "found_inf", False)):
+            return None
         for number, group in enumerate(self.param_groups):
             beta1, beta2 = group["betas"]
             for index, parameter in enumerate(group["params"]):

@@ -134,6 +134,15 @@ def test_small_updates_reach_bf16_weights_with_stochastic_rounding_only() -> Non
     assert descend("bf16") == 1.0
 
 
+def test_a_gradient_that_is_not_finite_changes_no_bf16_weight() -> None:
+    model = nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
+    optimizer, before = build_optimizer(model, OptimConfig(), "bf16_stochastic"), model.weight.detach().clone()
+    optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
+    model.weight.grad = torch.full_like(model.weight, float("nan"))
+    optimizer.step()
+    assert torch.equal(model.weight, before)
+
+
 def test_the_arithmetic_is_that_of_adamw() -> None:
     def weights(kind: Any, dtype: torch.dtype) -> Tensor:
         torch.manual_seed(3)
