@@ -61,6 +61,7 @@ def _manifests(folder: Path) -> dict[int, Manifest]:
         (math.nan, ["fsdp.cpu_offload=true"]),
         (math.nan, ["fsdp=no_shard"]),
         (math.inf, ["fsdp.param_dtype=fp16"]),
+        (math.nan, ["fsdp.master_dtype=bf16_stochastic"]),
     ],
 )
 def test_one_bad_gradient_skips_one_update(tmp_path: Path, value: float, overrides: list[str]) -> None:
