@@ -259,15 +259,17 @@ class Checkpointer:
                 self.ranks.from_rank_0(lambda: self._begin_at_zero(skipped))
                 return None
             folder, shards = self.home / name, None
-            manifest, faults = self.ranks.examine(folder, listed_in)
+            manifest, faults = self.ranks.examine(folder, listed_in, shards=self.disks is None)
             if manifest is not None and not faults:
-                if listed_in == SHARDS and self.disks is not None:
-                    shards = self.disks.holding(manifest)
-                    faults = [] if shards is not None else ["these nodes' disks do not hold all of its shards"]
-                if not faults:
-                    with self.ranks.reading(folder):
-                        self._load(folder, manifest, shards)
-                    return "storage" if shards is None else "local_dir"
+                if self.disks is not None and (shards := self.disks.holding(manifest)) is None:
+                    if listed_in == MANIFEST:
+                        manifest, faults = self.ranks.examine(folder, listed_in, shards=True)
+                    else:
+                        faults = ["these nodes' disks do not hold all of its shards"]
+            if manifest is not None and not faults:
+                with self.ranks.reading(folder):
+                    self._load(folder, manifest, shards)
+                return "storage" if shards is None else "local_dir"
             skipped[name] = faults
             if self.rank == 0:
                 if listed_in == MANIFEST and faults != [NOT_FINITE]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
 from fsdp_jobs.checkpoints import catalog
-from fsdp_jobs.checkpoints.catalog import METADATA, NOT_FINITE, SHARDS, CannotReadHere, Manifest
+from fsdp_jobs.checkpoints.catalog import METADATA, NOT_FINITE, CannotReadHere, Manifest
 from fsdp_jobs.checkpoints.storage import SafeReader, lacking_in
 
 _PATIENCE_S = 30.0  # until a file that another machine has written must be visible here, too
@@ -45,11 +45,12 @@ class Ranks:
         dist.broadcast_object_list(answers, src=0, group=self.group)
         return answers[0]
 
-    def examine(self, folder: Path, listed_in: str) -> tuple[Manifest | None, list[str]]:
+    def examine(self, folder: Path, listed_in: str, shards: bool) -> tuple[Manifest | None, list[str]]:
         """Read a checkpoint. Returns its manifest, and the faults that two readings agree on.
 
         Args:
-            listed_in: the manifest's name; with `SHARDS`, the shards are elsewhere and not read.
+            listed_in: the manifest's name.
+            shards: read them, too, and not the metadata alone.
 
         Raises:
             CannotReadHere: this machine alone cannot read it, or reads something else than the others.
@@ -65,7 +66,7 @@ class Ranks:
         manifest: Manifest = self.from_rank_0(lambda: Manifest.read(folder, listed_in))
         if not manifest.finite:
             return manifest, [NOT_FINITE]
-        files = [METADATA] if listed_in == SHARDS else sorted(manifest.files)
+        files = sorted(manifest.files) if shards else [METADATA]
         own = files[self.rank :: self.world]
         faults = self._confirmed(folder, own, partial(catalog.faults_in, folder, manifest))
         if not faults:
