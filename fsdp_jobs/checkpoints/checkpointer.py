@@ -260,12 +260,12 @@ class Checkpointer:
                 return None
             folder, shards = self.home / name, None
             manifest, faults = self.ranks.examine(folder, listed_in, shards=self.disks is None)
-            if manifest is not None and not faults:
-                if self.disks is not None and (shards := self.disks.holding(manifest)) is None:
-                    if listed_in == MANIFEST:
-                        manifest, faults = self.ranks.examine(folder, listed_in, shards=True)
-                    else:
-                        faults = ["these nodes' disks do not hold all of its shards"]
+            if manifest is not None and not faults and self.disks is not None:
+                shards = self.disks.holding(manifest)
+                if shards is None and listed_in == MANIFEST:
+                    manifest, faults = self.ranks.examine(folder, listed_in, shards=True)
+                elif shards is None:
+                    faults = ["these nodes' disks do not hold all of its shards"]
             if manifest is not None and not faults:
                 with self.ranks.reading(folder):
                     self._load(folder, manifest, shards)
