@@ -5,18 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.launchers.slurm import client
 from fsdp_jobs.launchers.slurm.script import Script
 from fsdp_jobs.run.directory import RunDir
 
 
-def sbatch(script: str) -> str:
-    """Submit a script and return SLURM's job id.
+def sbatch(folder: Path, script: str) -> str:
+    """Submit a script by submitit, and return SLURM's job id; the script stays as `folder`/<id>_submission.sh.
 
     Raises:
-        JobFailed: SLURM does not take it.
+        JobFailed: SLURM does not take it; with all that sbatch and the site's plugins say.
     """
-    return client.call("sbatch", "--parsable", stdin=script).strip().partition(";")[0]
+    from submitit.core.utils import FailedJobError
+    from submitit.slurm.slurm import SlurmExecutor
+
+    class Executor(SlurmExecutor):
+        """Submits a finished script: there is no function to pickle; srun and signals are the batch step's."""
+
+        def _make_submission_file_text(self, command: str, uid: str) -> str:
+            return command
+
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        return str(Executor(folder)._submit_command(script).job_id)
+    except (FailedJobError, OSError) as e:
+        raise JobFailed(f"sbatch: {e}") from e
 
 
 Groups = list[list[int]]  # indices of jobs with equal scripts
@@ -77,7 +91,7 @@ def submit_arrays(
             tag = f"{folder.name}.{number}"
             if not has_arrays():
                 run = runs[group[0]].path.resolve()
-                ids[group[0]] = sbatch(scripts[group[0]].of_run(str(run), name, tag, after))
+                ids[group[0]] = sbatch(folder, scripts[group[0]].of_run(str(run), name, tag, after))
                 arrays.append(ids[group[0]])
                 continue
             links = folder / str(number)
@@ -87,8 +101,7 @@ def submit_arrays(
             at_once = share + (number % lanes < rest)
             margin_s = max(scripts[job].margin_s for job in group)
             text = scripts[group[0]].of_array(links, name, tag, len(group), at_once, after, margin_s)
-            (folder / f"{number}.sh").write_text(text)
-            arrays.append(sbatch(text))
+            arrays.append(sbatch(folder, text))
             for task, job in enumerate(group):
                 ids[job] = f"{arrays[-1]}_{task}"
     except BaseException:
