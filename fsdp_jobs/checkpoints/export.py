@@ -81,22 +81,23 @@ def export(run: RunDir, config: JobConfig, file_format: str, step: int | None, o
         file_of |= dict.fromkeys(tensors, name)
     written = [target / name for name in dict.fromkeys(file_of.values())]
     described: dict[str, Any] = {}
+    dtype = str(next(iter(saved.values())).properties.dtype).removeprefix("torch.")
     if len(groups) > 1:
         total = sum(_bytes(entry) for entry in saved.values())
         described["model.safetensors.index.json"] = {"metadata": {"total_size": total}, "weight_map": file_of}
     if isinstance(config.model, LlamaConfig):
-        described["config.json"] = _hf_config(config.model, config.data.seq_len)
+        described["config.json"] = _hf_config(config.model, config.data.seq_len, dtype)
     for name, content in described.items():
         write_atomic(target / name, json.dumps(content, indent=1))
         written.append(target / name)
     if isinstance(config.model, HfConfig):
-        written += _beside_weights(config.model, target)
+        written += _beside_weights(config.model, target, dtype)
     return written
 
 
-def _beside_weights(model: HfConfig, target: Path) -> list[Path]:
+def _beside_weights(model: HfConfig, target: Path, dtype: str) -> list[Path]:
     """Copy what a model's folder holds besides weights: configuration, generation settings, tokenizer."""
-    described = transformers().AutoConfig.from_pretrained(model.name_or_path, dtype="float32", trust_remote_code=False)
+    described = transformers().AutoConfig.from_pretrained(model.name_or_path, dtype=dtype, trust_remote_code=False)
     described.save_pretrained(target)
     written = [target / "config.json"]
     for file in sorted(folder_of(model, weights=False).iterdir()):
@@ -155,7 +156,7 @@ def _hf_name(name: str) -> str:
     return name
 
 
-def _hf_config(model: LlamaConfig, seq_len: int) -> dict[str, Any]:
+def _hf_config(model: LlamaConfig, seq_len: int, dtype: str) -> dict[str, Any]:
     content: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -170,7 +171,7 @@ def _hf_config(model: LlamaConfig, seq_len: int) -> dict[str, Any]:
         "tie_word_embeddings": model.tie_embeddings,
         "max_position_embeddings": max(seq_len, 8192),
         "hidden_act": "silu",
-        "torch_dtype": "float32",
+        "torch_dtype": dtype,
     }
     if model.rope_scaling_factor > 1.0:
         content["rope_scaling"] = {

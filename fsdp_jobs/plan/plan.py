@@ -72,7 +72,7 @@ class Plan:
     considered: tuple[Considered, ...]
     reasons: tuple[str, ...]
     remedies: tuple[Remedy, ...]
-    expected: Expected
+    expected: Expected | None  # None: of a plan.json from before it was predicted
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -87,7 +87,7 @@ class Plan:
             "time": d["time"] and StepTime(**d["time"]),
             "traffic": {b: Traffic(**t) for b, t in d["traffic"].items()},
             "considered": tuple(Considered(**c) for c in d["considered"]),
-            "expected": Expected(**d["expected"]),
+            "expected": Expected(**d["expected"]) if "expected" in d else None,
             "remedies": tuple(Remedy(tuple(r["overrides"]), r["result"]) for r in d["remedies"]),
         }
         lists = {k: tuple(d[k]) for k in ("nodes", "leaves", "spares", "reasons")}

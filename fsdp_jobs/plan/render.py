@@ -35,7 +35,7 @@ def render(plan: Plan) -> RenderableType:
     if plan.memory is not None:
         head.append("FITS  " if plan.fits else "DOES NOT FIT  ", "bold green" if plan.fits else "bold red")
         parts += [_memory(plan, plan.memory), Text(), *_options(plan), Text()]
-    head.append(title_of(plan), "bold").append(f"\n{summary_of(plan)}\n{plan.expected}\n")
+    head.append(title_of(plan), "bold").append(f"\n{summary_of(plan)}\n{plan.expected or ''}\n")
     parts.append(Text("\n".join(f"- {r}" for r in plan.reasons)))
     if plan.remedies:
         lines = [f"- {' '.join(r.overrides)}   ({r.result})" for r in plan.remedies]

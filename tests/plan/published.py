@@ -1,6 +1,6 @@
 """Training speeds that others published, and what is needed to plan the same jobs.
 
-Of llm-foundry's 209 rows every fifth is here; the rest was looked at in sum only.
+Of llm-foundry's 209 rows every fifth is here; the constants were set with all of them in view, none for a single row.
 """
 
 from __future__ import annotations

@@ -116,8 +116,7 @@ def _one_rank_overflows() -> tuple[float, float, bool, bool]:
     if dist.get_rank() == 1:
         weight.grad.to_local()[0, 0] = float("inf")
     before, scale = weight.to_local().clone(), learner.scaler.get_scale()
-    learner.clip()
-    learner.update()
+    learner.update(learner.clip())
     after = learner.scaler.get_scale()
     return scale, after, torch.equal(before, weight.to_local()), True
 
