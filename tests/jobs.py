@@ -23,6 +23,18 @@ from tests.world import TINY
 ROOT = Path(__file__).parent.parent
 
 
+class Nobody:
+    """In a launcher's place when a test starts the processes itself."""
+
+    name = "nobody"
+
+    def submit(self, requests: Sequence[Any], parallelism: int, folder: Path | None) -> list[str]:
+        return ["by-hand"]
+
+    def cluster_of(self, app_id: str) -> str:
+        return "here"
+
+
 def cli(
     folder: Path, *args: str, timeout: float = 120, under: Sequence[str] = (), **env: str
 ) -> subprocess.CompletedProcess[str]:

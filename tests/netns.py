@@ -31,7 +31,7 @@ from fsdp_jobs.run.env import ADDRESS_ENV, ATTEMPT_ENV, COORDINATOR_ENV
 from fsdp_jobs.run.processes import die_with_parent
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit import submit as submission
-from tests.jobs import ROOT, Job
+from tests.jobs import ROOT, Job, Nobody
 from tests.world import TINY
 
 CONTROL = "control"  # the machine beside the nodes, on the spine: the coordinator runs there
@@ -261,18 +261,6 @@ def _children(pid: int) -> list[int]:
     return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-class _Nobody:
-    """In a launcher's place when a test starts the processes itself."""
-
-    name = "netns"
-
-    def submit(self, requests: Sequence[Any], parallelism: int, folder: Path | None) -> list[str]:
-        return ["test"]
-
-    def cluster_of(self, app_id: str) -> str:
-        return "netns"
-
-
 class NetnsJob(Job):
     """A job whose nodes are a fabric's, submitted by the project's own functions and started by the test.
 
@@ -288,7 +276,7 @@ class NetnsJob(Job):
         self.overrides = [o for o in given if o.partition("=")[0] not in keys] + list(overrides)
         config = compose_job(self.overrides)
         (prepared,) = submission.prepare([config])
-        submission.submit([replace(prepared, launcher=_Nobody())], [self.overrides])  # type: ignore[arg-type]
+        submission.submit([replace(prepared, launcher=Nobody())], [self.overrides])  # type: ignore[arg-type]
         self.config, self.plan, self.run = config, prepared.plan, prepared.run
         self.run = RunDir(prepared.run.path.resolve())
         self.roles = {r.name: r for r in to_app(config, self.run, ranks_per_node(config), "").roles}

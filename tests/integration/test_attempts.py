@@ -6,10 +6,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -19,7 +18,7 @@ from fsdp_jobs.run.env import ADDRESS_ENV
 from fsdp_jobs.run.processes import free_port
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit import submit as submission
-from tests.jobs import ROOT, Watched
+from tests.jobs import ROOT, Nobody, Watched
 from tests.world import TINY
 
 pytestmark = pytest.mark.integration
@@ -32,7 +31,7 @@ class Containers(Watched):
         config = compose_job([f"runs_dir={folder}", "name=loop", "nodes=2", "nproc_per_node=1", *TINY, *overrides])
         (prepared,) = submission.prepare([config])
         super().__init__(prepared.run)
-        submission.submit([replace(prepared, launcher=_Nobody())], [[]])  # type: ignore[arg-type]
+        submission.submit([replace(prepared, launcher=Nobody())], [[]])  # type: ignore[arg-type]
         self.port = free_port()
         self.started: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -53,13 +52,6 @@ class Containers(Watched):
     def command(self, name: str) -> psutil.Process:
         (child,) = psutil.Process(self.started[name].pid).children()
         return child
-
-
-class _Nobody:
-    name = "nobody"
-
-    def submit(self, requests: Sequence[Any], parallelism: int, folder: Path | None) -> list[str]:
-        return ["by-hand"]
 
 
 @pytest.fixture
