@@ -57,6 +57,7 @@ class DockerLauncher(DetachedLauncher):
 
     def find(self, run: RunDir) -> str | None:
         """Return the app id; start the supervisor of a job whose containers all exist, remove those of another."""
+        run = RunDir(run.path.resolve())  # containers are labelled with the whole path
         app_id = super().find(run)
         if app_id is None or supervisor_of(run) or queue_of(run, app_id) or Verdict.final(run):
             return app_id

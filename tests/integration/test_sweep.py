@@ -102,7 +102,7 @@ def test_a_sweep_goes_on_after_its_queue_and_a_job_were_killed(sweep: Sweep, tmp
 
 
 def test_two_people_submit_a_sweep_at_once_and_wait_for_a_job_that_fails(sweep: Sweep, tmp_path: Path) -> None:
-    own = ["elastic.stop_on_nan_loss=true", "optim.warmup_steps=0", "optim.grad_clip_norm=0", "steps=6"]
+    own = ["elastic.max_skipped_updates=1", "optim.warmup_steps=0", "optim.grad_clip_norm=0", "steps=6"]
     command = [sys.executable, "-m", "fsdp_jobs", "--multirun", "name=try", *SMALL, *own, "optim.lr=1e-3,1e30"]
     command += ["sweep.wait=true", "sweep.parallelism=2"]
     env = environment(tmp_path, CUDA_VISIBLE_DEVICES="3,5")  # as if there were GPUs
