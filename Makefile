@@ -8,7 +8,7 @@ BENCHMARKS ?= plan_scale overhead against_accelerate save coordinator traffic re
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-PYTEST = $(BIN)/python -m pytest --numprocesses=2 --no-loadscope-reorder
+PYTEST = $(BIN)/python -m pytest --numprocesses=3 --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help

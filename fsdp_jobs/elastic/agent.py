@@ -237,6 +237,7 @@ def run_agent(args: argparse.Namespace) -> int:
         RANK_STATE_ENV: str(folder),
         RUN_DIR_ENV: str(run.path.resolve()),
         AGENT_PID_ENV: str(os.getpid()),
+        "TORCH_ELASTIC_WORKER_IDENTICAL": "1",  # every node has as many ranks, so agents need no store to number them
     }
     entrypoint, entry_args = _entrypoint(config, run)  # forks, so before there are threads
     handler = CoordinatorRendezvous(
@@ -270,9 +271,9 @@ def run_agent(args: argparse.Namespace) -> int:
         while not handler.num_nodes_waiting() and not run.verdict(attempt).exists():
             time.sleep(_MONITOR_S)  # until the round is broken or the attempt is over
     handler.shutdown()
-    shutil.rmtree(folder, ignore_errors=True)
     log_times.close()
     tracker.close()
+    shutil.rmtree(folder, ignore_errors=True)  # last: events are recorded under the lease that is in it
     if handler.end is not None:
         return int(handler.end["exit_code"])
     if (verdict := Verdict.read(run, attempt)) is not None:

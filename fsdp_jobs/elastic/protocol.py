@@ -13,7 +13,7 @@ Agent to coordinator:
     beat    ranks: [[step, committed, phase], ...], at
     failed  failures: [...]     ranks here have failed, and the others are being stopped
     ready   failures: [...], at    no ranks run here; wants to be in the next round (failures: not reported yet)
-    master  round, store, port  from the head of a round: where its store is, and a port for rank 0
+    master  round, port       from the head of a round: the port at which its ranks meet
     notice  signal              this node received a signal to stop
     stacks  node, ranks: [...]          the state of its ranks, after a dump
     ended                       all ranks of this node have finished
@@ -21,7 +21,7 @@ Agent to coordinator:
 Coordinator to agent:
     alive   at                          answers hello, beat and ready; with `at`, the node's lease runs from then
     round   round, epoch, rank, size, layout   this node has this rank of `size`
-    start   round, host, store, port    the head's answer, to everyone else
+    start   round, host, port   the head's answer, to everyone else
     break   round, why                  stop the ranks and send `ready`
     dump                                write the ranks' stacks and answer with `stacks`
     request request                     for the states of the ranks

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-import socket
 import threading
 from collections.abc import Callable
-from contextlib import suppress
-from datetime import timedelta
 
-from torch.distributed import TCPStore
+from torch.distributed import HashStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousGracefulExitError,
     RendezvousHandler,
@@ -23,8 +19,6 @@ from fsdp_jobs.elastic.rank_state import SAVES_NOTHING, Phase, RankState, Reques
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run.epoch import Lease
 from fsdp_jobs.run.processes import free_port
-
-logger = logging.getLogger(__name__)
 
 
 class CoordinatorRendezvous(RendezvousHandler):
@@ -53,7 +47,6 @@ class CoordinatorRendezvous(RendezvousHandler):
         self._running_round = -1
         self._ended = False
         self._failures: list[Message] = []
-        self._store: TCPStore | None = None
         self._signal = ""  # to stop, that came while there was no coordinator
         self._link = Link(coordinator, token, self._hello, self._reports, self._receive, elastic)
 
@@ -137,40 +130,22 @@ class CoordinatorRendezvous(RendezvousHandler):
                 return info
 
     def _join(self) -> RendezvousInfo | None:
-        """Open the round's store on its first node, connect to it elsewhere; None if the round is already over."""
+        """Say where ranks meet on the round's first node, learn it elsewhere; None if the round is already over.
+
+        torch's agents would compare their numbers of ranks in a store of this round. Here every node has as many
+        (`TORCH_ELASTIC_WORKER_IDENTICAL`): one that dies now would hold the others until the store's timeout.
+        """
         number, rank, size = (self.round[key] for key in ("round", "rank", "size"))
-        timeout = timedelta(seconds=60)
         if rank == 0:
             host, port = str(self.identity["address"]), free_port()
-            with self._listener(host) as listener:
-                at = (host, listener.getsockname()[1])
-                descriptor = listener.detach()
-            store = TCPStore(*at, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=descriptor)
-            self._link.send("master", round=number, store=store.port, port=port)
+            self._link.send("master", round=number, port=port)
         else:
             with self._changed:
                 self._changed.wait_for(lambda: self._start or self.end or self._broken >= number)
                 if self._start is None:
                     return None
                 host, port = self._start["host"], self._start["port"]
-            try:
-                store = TCPStore(host, self._start["store"], is_master=False, timeout=timeout)
-            except RuntimeError:
-                return None
-        self._store = store
-        return RendezvousInfo(store, rank, size, RendezvousStoreInfo(host, port))
-
-    def _listener(self, host: str) -> socket.socket:
-        """Listen for the round's store where other nodes look for it: at this node's address, not at all of them."""
-        own = self._link.local[0]
-        with suppress(OSError):  # no name of this machine's, as behind a translated address
-            named = socket.gethostbyname(host)
-            # Some machines know their own name by a loopback address, which other machines do not.
-            if named.startswith("127.") and not own.startswith("127."):
-                named = own
-            return socket.create_server((named, 0))
-        logger.warning("%s is no address of this machine: the round's store listens at all of them", host)
-        return socket.create_server(("", 0))
+        return RendezvousInfo(HashStore(), rank, size, RendezvousStoreInfo(host, port))
 
     def is_cut_off(self) -> bool:
         """Whether this node's lease has run out, and so its round is over for it."""
