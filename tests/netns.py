@@ -388,11 +388,16 @@ class NetnsJob(Job):
 
 
 @contextmanager
-def netns_job(fabric: Fabric, folder: Path, name: str, *overrides: str, **kwargs: Any) -> Iterator[NetnsJob]:
-    """A started job on a fabric; killed at the end if it is still there, and crashed nodes booted for the next one."""
+def netns_job(
+    fabric: Fabric, folder: Path, name: str, *overrides: str, on: Sequence[str] = (), **kwargs: Any
+) -> Iterator[NetnsJob]:
+    """A job started on all machines of a fabric, or some.
+
+    At the end it is killed if it is still there, and crashed nodes are booted for the next one.
+    """
     made = NetnsJob(fabric, folder, name, *overrides, **kwargs)
     try:
-        made.start()
+        made.start(*on)
         yield made
     finally:
         made.kill()

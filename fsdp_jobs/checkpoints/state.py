@@ -60,7 +60,7 @@ class State:
         """Look up what there is now.
 
         Raises:
-            TypeError: the optimizer has a state of something that is no parameter of the model.
+            TypeError: the optimizer holds state of a tensor that the model does not have.
         """
         parameters = [(self._fqn(n), p) for n, p in self.model.named_parameters(remove_duplicate=False)]
         names: dict[Tensor, str] = {p: name for name, p in reversed(parameters)}  # a tied weight's first one
@@ -68,7 +68,9 @@ class State:
         self.buffers = frozenset(state) - dict(parameters).keys()
         for parameter, of_parameter in self.optimizer.state.items():
             if parameter not in names:
-                raise TypeError("the optimizer has a state of what is no parameter of the model: it cannot be saved")
+                raise TypeError(
+                    "the optimizer holds state of a tensor that is not a parameter of the model: it cannot be saved"
+                )
             prefix = f"optim.state.{names[parameter].removeprefix('model.')}"
             state |= {f"{prefix}.{key}": value for key, value in of_parameter.items()}
         values = {k: v for k, v in state.items() if not isinstance(v, Tensor) or k.endswith("_extra_state")}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import resource
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -42,6 +41,7 @@ from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, checkpoints_of, run_dir_of, write_atomic
 from fsdp_jobs.run.goodput import costs_of
 from fsdp_jobs.run.identity import check_may_act, claim, identity_of, owner_of
+from fsdp_jobs.run.processes import raise_file_limit
 from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit.validate import check_existing_run, validate
@@ -178,7 +178,7 @@ def submit(
         BadInput, JobFailed: another command was faster, or a launcher refuses; nothing of these jobs is left.
     """
     with ExitStack() as locks, ThreadPoolExecutor(WRITES_AT_ONCE) as threads:
-        _raise_limit_of_files()
+        raise_file_limit()  # each run of a sweep has a lock
         for job in sorted(jobs, key=lambda job: job.run.path):  # in one order: two commands cannot wait for each other
             locks.enter_context(job.run.locked())
             _adopt(job.run)
@@ -201,13 +201,6 @@ def submit(
                 _write_or_remove(job.run.job, text)
             raise
         return list(threads.map(lambda job: _record(job.run, job.launcher, app_ids[job.run.path]), jobs))
-
-
-def _raise_limit_of_files() -> None:
-    """Allow as many open files as the system does: each run of a sweep has a lock."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def settle(runs: Iterable[RunDir]) -> None:

@@ -46,7 +46,7 @@ from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.status import RunStatus
-from fsdp_jobs.run.verdict import Verdict, judge
+from fsdp_jobs.run.verdict import KILLED, WITHDRAWN, Verdict, judge
 
 _RETRIED_FOR_S, _RETRY_S = 20.0, 2.0  # a cluster that does not answer
 _CANCELS_AT_ONCE = 16
@@ -309,9 +309,7 @@ def _kill(app: _App, api: Api) -> None:
     for pod in pods:
         api.delete(pod, gracePeriodSeconds="0")
     if app.run is not None:
-        reason = "killed on request, without a checkpoint"
-        reason = "cancelled while it waited" if state is State.QUEUED else reason
-        judge(app.run, Verdict("preempted", "stop", reason))
+        judge(app.run, WITHDRAWN if state is State.QUEUED else KILLED)
 
 
 def _end_rest(api: Api, root: Object, jobs: list[Object]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import psutil
@@ -17,7 +17,7 @@ import pytest
 from fsdp_jobs.checkpoints import catalog
 from fsdp_jobs.run.directory import write_atomic
 from fsdp_jobs.run.tail import read_json_lines
-from tests.netns import Fabric, NetnsJob, needs_netns
+from tests.netns import Fabric, NetnsJob, needs_netns, netns_job
 
 pytestmark = [pytest.mark.integration, needs_netns, pytest.mark.timeout(240)]
 
@@ -37,18 +37,8 @@ def fabric() -> Iterator[Fabric]:
         yield two
 
 
-@contextmanager
-def job_on_node1(fabric: Fabric, folder: Path, *overrides: str) -> Iterator[NetnsJob]:
-    made = NetnsJob(fabric, folder, "cut", *OVERRIDES, *overrides)
-    try:
-        made.start("node1")
-        yield made
-    finally:
-        made.kill()
-        for node in fabric.nodes:
-            if node not in fabric.machines:
-                fabric.boot(node)
-            fabric.heal(node)
+def job_on_node1(fabric: Fabric, folder: Path, *overrides: str) -> AbstractContextManager[NetnsJob]:
+    return netns_job(fabric, folder, "cut", *OVERRIDES, *overrides, on=["node1"])
 
 
 def ranks_on(fabric: Fabric, machine: str) -> list[psutil.Process]:
