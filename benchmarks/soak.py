@@ -1,10 +1,11 @@
 """Kills at random moments of a job on four nodes, also while it saves and while it recovers.
 
-    python benchmarks/soak.py [--kills 8] [--seed N]
+    python benchmarks/soak.py [--kills 8] [--seed N] [overrides]
+    python benchmarks/soak.py --kills 50 checkpoint.async_mode=process checkpoint.local_dir=/dev/shm/fast
 
 Each kill is of a rank, an agent, a whole node or the coordinator; what died is started again, as a cluster would.
 The run must end with the losses of an undisturbed one, to the bit. Exit code 1 when it does not. Nodes are network
-namespaces: needs root.
+namespaces with a /dev/shm each: needs root.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def moment(job: NetnsJob, when: str, step: int, since: float) -> None:
             job.until(lambda: list(job.run.checkpoints.glob("*.tmp")) or over(), "a save", 120)
 
 
-def soak(fabric: Fabric, folder: Path, kills: int, seed: int) -> list[str]:
+def soak(fabric: Fabric, folder: Path, kills: int, seed: int, changes: list[str]) -> list[str]:
     """Run undisturbed, then with kills; returns what is wrong with the second run's end."""
     steps = STEPS_A_KILL * (kills + 1)
     overrides = [
@@ -72,8 +73,9 @@ def soak(fabric: Fabric, folder: Path, kills: int, seed: int) -> list[str]:
         f"data.global_batch={BATCH}",
         "fsdp=full_shard",
         "elastic.exclude_after=0",
+        "elastic.heartbeat_timeout_s=5",
+        *changes,
     ]
-    overrides += ["elastic.heartbeat_timeout_s=5"]
     with netns_job(fabric, folder, "undisturbed", *overrides) as calm:
         calm.wait(120 + steps)
         expected = calm.losses()
@@ -121,6 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=8)
     parser.add_argument("--seed", type=int, default=None, help="default: a new one each time, printed")
+    parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
     if why_not():
         sys.exit(why_not())
@@ -128,7 +131,7 @@ def main() -> None:
     print(f"{time.strftime('%Y-%m-%d')}, {len(NODES)} nodes of one rank, seed {seed}", flush=True)
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, Fabric(NODES) as fabric:
-        wrong = soak(fabric, Path(folder), args.kills, seed)
+        wrong = soak(fabric, Path(folder), args.kills, seed, args.overrides)
     print(f"{time.monotonic() - began:.0f} s: {'; '.join(wrong) or 'the losses are the undisturbed ones, to the bit'}")
     sys.exit(1 if wrong else 0)
 
