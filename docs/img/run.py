@@ -19,7 +19,6 @@ from rich.console import Console
 from rich.text import Text
 
 from fsdp_jobs.cli.follow import progress_line
-from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.events import Submitted, read_events
 from fsdp_jobs.run.status import RunStatus
@@ -47,7 +46,7 @@ def main() -> None:
             target.write_text("".join(json.dumps(record) + "\n" for record in until(source, moment)))
         status = RunStatus(cut)
         status.update()
-        happened, config = list(read_events(cut)), load_config(cut.config)
+        happened = list(read_events(cut))
     console = Console(record=True, width=WIDTH, force_terminal=True, highlight=False, file=io.StringIO())
     for event in happened:
         if isinstance(event, Submitted):
@@ -56,7 +55,7 @@ def main() -> None:
             stamp = time.strftime("%H:%M:%S", time.localtime(event.time))
             console.print(Text.assemble((f"{stamp} ", "dim"), (sentence, event.style)))
     status.committed_at += time.time() - moment  # ages are counted to now
-    console.print(progress_line(status, config))
+    console.print(progress_line(status))
     title = f"python -m fsdp_jobs name={recorded.name} fsdp=hybrid_shard"
     drawn = console.export_svg(title=title)
     svg = re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL)  # the reader's own fonts, none from the net

@@ -25,7 +25,7 @@ _REFRESH_S = 0.25
 _PLAIN_EVERY_S = 5.0  # between progress lines where there is no terminal to redraw
 
 
-def _progress_line(status: RunStatus) -> Table:
+def progress_line(status: RunStatus) -> Table:
     """Draw one live line: state, bar, and the words of `_progress_words`."""
     table = Table.grid(padding=(0, 2))
     bar = ProgressBar(status.steps, status.step, width=24)
@@ -64,7 +64,7 @@ class Follower:
         with Live(console=self.console, refresh_per_second=8, transient=True) if is_live else nullcontext() as live:
             while not self._turn(active):
                 if live is not None:
-                    live.update(_progress_line(self.status))
+                    live.update(progress_line(self.status))
                 elif time.monotonic() - shown_at > _PLAIN_EVERY_S and self.status.step != shown_step:
                     self.console.print("  ".join([self.status.state, *_progress_words(self.status)]), soft_wrap=True)
                     shown_at, shown_step = time.monotonic(), self.status.step

@@ -10,13 +10,20 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fsdp_jobs.cli import runs
+from fsdp_jobs.cli.follow import Follower, summary
+from fsdp_jobs.cli.runs import run_parser
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
 from fsdp_jobs.config.groups import CONF_DIR
 from fsdp_jobs.config.hydra import compose_job, key_of, merge_overrides, register_schemas, search_path
 from fsdp_jobs.config.schema import JobConfig
+from fsdp_jobs.launchers.state import State
+from fsdp_jobs.pages.plan_svg import to_svg
+from fsdp_jobs.plan.render import render
 from fsdp_jobs.run.directory import write_atomic
 from fsdp_jobs.run.verdict import EXIT_FAILED
+from fsdp_jobs.submit import submit as submission
+from fsdp_jobs.submit.submitted import activity_of, describe, kill, replace_lost
+from fsdp_jobs.submit.validate import composed, validate
 
 # Hydra's own flags: with one of these the command line is Hydra's.
 _MULTIRUN = ("--multirun", "-m")
@@ -37,12 +44,6 @@ def submit(args: list[str]) -> int:
 
 
 def _submit(overrides: Sequence[str]) -> int:
-    from fsdp_jobs.cli.follow import Follower, summary
-    from fsdp_jobs.launchers.state import State
-    from fsdp_jobs.plan.render import render
-    from fsdp_jobs.submit import submit as submission
-    from fsdp_jobs.submit.validate import composed
-
     (config,) = composed([overrides])
     (job,) = submission.prepare([config])
     console.print(render(job.plan))
@@ -53,13 +54,13 @@ def _submit(overrides: Sequence[str]) -> int:
     follower = Follower(job.run, console) if config.attach else None
     (handle,) = submission.submit([job], [overrides])
     console.print(f"submitted {handle}\nrun directory {job.run.path}", markup=False, soft_wrap=True)
-    (described,) = submission.describe([handle])
+    (described,) = describe([handle])
     if described.state is State.QUEUED:
         console.print(described.message, markup=False, soft_wrap=True)
     if follower is None:
         console.print(f"follow with: fsdp-jobs logs -f {job.run.name}", markup=False)
         return 0
-    active = submission.activity_of(job.run, time.monotonic())
+    active = activity_of(job.run, time.monotonic())
     try:
         follower.follow(active)
     except KeyboardInterrupt:
@@ -68,7 +69,7 @@ def _submit(overrides: Sequence[str]) -> int:
         try:
             follower.follow(active)
         except KeyboardInterrupt:
-            submission.kill([handle])
+            kill([handle])
             follower.status.update()
     summary(follower.status, console)
     return 0 if follower.status.state in ("done", "stopped") else EXIT_FAILED
@@ -77,15 +78,11 @@ def _submit(overrides: Sequence[str]) -> int:
 def plan(args: list[str]) -> int:
     if _among(args, _PRINTING):
         return _print_by_hydra(args)
-    from fsdp_jobs.pages.plan_svg import to_svg
-    from fsdp_jobs.plan.render import render
-    from fsdp_jobs.submit.submit import plan_of
-
     parser = argparse.ArgumentParser(prog="fsdp-jobs plan", add_help=False, allow_abbrev=False)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--svg", metavar="FILE")
     flags, rest = parser.parse_known_args(args)
-    planned, _ = plan_of(_job_without_files(_overrides(rest)))
+    planned, _ = submission.plan_of(_job_without_files(_overrides(rest)))
     if flags.svg:
         try:
             Path(flags.svg).write_text(to_svg(planned))
@@ -99,11 +96,9 @@ def plan(args: list[str]) -> int:
 
 
 def resume(args: list[str]) -> int:
-    parser = runs.run_parser("resume")
+    parser = run_parser("resume")
     parser.add_argument("overrides", nargs="*", default=[], help="what changes: group=option, key=value")
     flags = parser.parse(args)
-    from fsdp_jobs.submit.submit import replace_lost
-
     if replaced := replace_lost(flags.run.read_job()["handle"]):
         console.print(replaced, markup=False)
         return 0
@@ -153,8 +148,6 @@ def _job_without_files(overrides: Sequence[str]) -> JobConfig:
     Raises:
         BadInput: with what is wrong with overrides, and with what the good ones make, all at once.
     """
-    from fsdp_jobs.submit.validate import composed, validate
-
     (config,) = composed([overrides], files=False)
     validate(config, files=False)
     return config

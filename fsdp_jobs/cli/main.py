@@ -38,10 +38,7 @@ _VERBS = {
     "logs": ("cli.runs:logs", "what ranks print: logs NAME [-f] [--rank R] [--node I] [--attempt K] [--errors]"),
     "cancel": ("cli.runs:cancel", "save a checkpoint and stop: cancel NAME [--now]"),
     "report": ("cli.runs:report", "a run's curves, faults, goodput and plan as an HTML file: report NAME [--png]"),
-    "sweep": (
-        "sweeps.verbs:sweep",
-        "jobs of a --multirun: sweep status|resume|retry-failed|cancel|best|report NAME",
-    ),
+    "sweep": ("sweeps.verbs:sweep", "jobs of a --multirun: sweep status|resume|retry-failed|cancel|best|report NAME"),
     "dashboard": ("cli.runs:dashboard", "all runs live in a browser: dashboard [--port P] [--host ADDRESS]"),
     "list": ("cli.runs:list_runs", "all runs: the same as status without a name"),
     "resume": ("cli.jobs:resume", "continue a run, changed or not: resume NAME [overrides]"),

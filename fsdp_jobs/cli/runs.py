@@ -10,8 +10,8 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import compress
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.live import Live
@@ -19,14 +19,16 @@ from rich.text import Text
 
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem, nearest
 from fsdp_jobs.config.schema import load_config
+from fsdp_jobs.launchers.base import run_of
 from fsdp_jobs.run.directory import RunDir, find_run, pending_in, rank_logs, runs_in
 from fsdp_jobs.run.goodput import goodput_of
+from fsdp_jobs.run.identity import check_may_act
 from fsdp_jobs.run.status import ENDED, RunStatus
 from fsdp_jobs.run.table import table_lines
 from fsdp_jobs.run.tail import follow_files, label, looks_like_error
-
-if TYPE_CHECKING:
-    from fsdp_jobs.submit.overview import RunSummary
+from fsdp_jobs.submit.overview import Overview, RunSummary
+from fsdp_jobs.submit.stop import stop
+from fsdp_jobs.submit.submitted import activity_of, describe, has_ended, kill, settle
 
 console = Console(highlight=False, markup=False)  # what runs and launchers say is shown as it is
 
@@ -43,23 +45,18 @@ def existing_run(name: str, runs_dir: str) -> RunDir:
     if "://" in name:
         return _run_of_handle(name)
     run = find_run(runs_dir, name)
+    settle([run])
+    if run.is_submitted:
+        return run
+    what = f"there is no such run under {runs_dir}/"
+    cure = nearest(name, [r.name for r in runs_in(runs_dir)]) or "fsdp-jobs list"
     if run.pending_launcher is not None:
-        from fsdp_jobs.submit.submit import settle
-
-        settle([run])
-    if run.pending_launcher is not None and not run.is_submitted:
         what = "is being submitted, or was when that command died, and its launcher does not say whether it has it"
-        raise BadInput([Problem(name, what, "try again")])
-    if not run.is_submitted:
-        names = [r.name for r in runs_in(runs_dir)]
-        what = f"there is no such run under {runs_dir}/"
-        raise BadInput([Problem(name, what, nearest(name, names) or "fsdp-jobs list")])
-    return run
+        cure = "try again"
+    raise BadInput([Problem(name, what, cure)])
 
 
 def _run_of_handle(handle: str) -> RunDir:
-    from fsdp_jobs.launchers.base import run_of
-
     launcher, _, app = handle.partition("://")
     run = run_of(launcher.removesuffix("_fsdp"), app.rpartition("/")[2])
     if run is None or run.read_job().get("handle") != handle:
@@ -102,21 +99,20 @@ def status(args: list[str]) -> int:
     how.add_argument("--watch", action="store_true", help="go on until all have ended, or Ctrl-C")
     how.add_argument("--json", action="store_true", help="a list of objects, for scripts")
     flags = parser.parse(args)
-    from fsdp_jobs.submit.overview import Overview
-    from fsdp_jobs.submit.submit import settle
-
     if flags.name is None:
         settle(pending_in(flags.runs_dir))
     runs = runs_in(flags.runs_dir) if flags.name is None else [flags.run]
+    overview = Overview()
+    rows = overview.look(runs)
     if flags.json:
-        sys.stdout.write(json.dumps([asdict(row) for row in Overview().look(runs)]) + "\n")
+        sys.stdout.write(json.dumps([asdict(row) for row in rows]) + "\n")
     elif not runs:
         console.print(f"no runs under {flags.runs_dir}/")
     elif flags.watch:
-        with suppress(KeyboardInterrupt):
-            _watch(runs, named=flags.name is not None)
+        is_shown = [flags.name is not None or row.state not in ENDED for row in rows]
+        _watch(overview, list(compress(runs, is_shown)))
     else:
-        sys.stdout.write(_table(Overview().look(runs), console.width if console.is_terminal else None) + "\n")
+        sys.stdout.write(_table(rows, console.width if console.is_terminal else None) + "\n")
         if flags.name is not None:
             _show_story(runs[0])
     return 0
@@ -133,19 +129,14 @@ def _table(rows: Sequence[RunSummary], width: int | None) -> str:
     return "\n".join(table_lines(list(cells[0]), [list(row.values()) for row in cells], _NUMBERS, width))
 
 
-def _watch(runs: Sequence[RunDir], named: bool) -> None:
-    """Show the table again and again; runs that had ended before are left out, unless the user named one."""
-    from fsdp_jobs.submit.overview import Overview
-
-    overview = Overview()
-    rows = overview.look(runs)
-    live = [run for run, row in zip(runs, rows, strict=True) if named or row.state not in ENDED]
-    if not live:
+def _watch(overview: Overview, runs: Sequence[RunDir]) -> None:
+    """Show the table again and again, until all of these runs have ended or the user has seen enough."""
+    if not runs:
         console.print("all runs have ended")
         return
-    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as shown:
+    with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False, vertical_overflow="crop") as shown:
         while True:
-            rows = overview.look(live)
+            rows = overview.look(runs)
             shown.update(Text(_table(rows, console.width)), refresh=True)
             if all(row.state in ENDED for row in rows):
                 return
@@ -177,8 +168,6 @@ def logs(args: list[str]) -> int:
     parser.add_argument("--attempt", type=int)
     parser.add_argument("--errors", action="store_true", help="only lines that look like an error")
     flags = parser.parse(args)
-    from fsdp_jobs.submit.submit import activity_of
-
     active = activity_of(flags.run)
     pattern = rank_logs(flags.attempt, flags.node, flags.rank)
     # the launcher is asked once in any case: it may have to fetch the logs
@@ -193,10 +182,6 @@ def cancel(args: list[str]) -> int:
     parser = run_parser("cancel")
     parser.add_argument("--now", action="store_true", help="at once, without a checkpoint")
     flags = parser.parse(args)
-    from fsdp_jobs.run.identity import check_may_act
-    from fsdp_jobs.submit.stop import stop
-    from fsdp_jobs.submit.submit import describe, has_ended, kill
-
     check_may_act(flags.run)
     handle = flags.run.read_job()["handle"]
     if has_ended(flags.run, *describe([handle])):

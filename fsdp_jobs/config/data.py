@@ -13,24 +13,21 @@ from fsdp_jobs.config.schema import DataConfig, HfConfig, JobConfig
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 _TOKEN_BYTES = {"uint16": 2, "uint32": 4}
+_TOKENIZED = ("text", "hf_dataset")
+_READ_FROM_PATH = ("tokens", *_TOKENIZED)
 
 
 def data_problems(config: JobConfig, files: bool) -> Iterator[Problem]:
     """Check the keys of `data` against each other and against the model; with `files`, the data itself."""
     data, vocab = config.data, getattr(config.model, "vocab_size", 0)
-    look = files and config.cluster.shares_files
-    if data.kind == "tokens" and files:
+    if data.kind in _READ_FROM_PATH and files:
         if data.path is None:
-            yield Problem("data.path", "data=tokens reads a file of token ids", "data.path=FILE")
-        elif look:
-            yield from _token_file(data, Path(data.path))
-    elif data.kind == "synthetic" and data.tokens <= data.seq_len:
-        yield Problem(f"data.tokens={data.tokens}", f"one sample needs {data.seq_len + 1}")
-    elif data.kind in ("text", "hf_dataset"):
-        if files and data.path is None:
             yield Problem("data.path", f"data={data.kind} needs to know what to read", "data.path=PATH")
-        elif look and data.path is not None:
-            yield from _documents(data, data.path)
+        elif config.cluster.shares_files:
+            yield from (_token_file if data.kind == "tokens" else _documents)(data, Path(data.path))
+    if data.kind == "synthetic" and data.tokens <= data.seq_len:
+        yield Problem(f"data.tokens={data.tokens}", f"one sample needs {data.seq_len + 1}")
+    if data.kind in _TOKENIZED:
         yield from _libraries(data)
         yield from _tokenizer(data)
     if vocab and data.vocab_size > vocab:
@@ -41,8 +38,8 @@ def data_problems(config: JobConfig, files: bool) -> Iterator[Problem]:
 def input_paths(config: JobConfig) -> Iterator[Path]:
     """Yield the files and folders of this machine that ranks read: data, tokenizer, weights; not names on the hub."""
     data = config.data
-    named = [data.path if data.kind in ("tokens", "text", "hf_dataset") else None, config.init_from]
-    if data.kind in ("text", "hf_dataset") and data.tokenizer != "bytes":
+    named = [data.path if data.kind in _READ_FROM_PATH else None, config.init_from]
+    if data.kind in _TOKENIZED and data.tokenizer != "bytes":
         named.append(data.tokenizer)
     if isinstance(config.model, HfConfig):
         named.append(config.model.name_or_path)
@@ -96,10 +93,10 @@ def _highest_token(path: Path, dtype: str) -> int | None:
     return max(int(tokens[s : s + 4096].max()) for s in starts)
 
 
-def _documents(data: DataConfig, path: str) -> Iterator[Problem]:
-    if data.kind == "text" and not text_files(path):
+def _documents(data: DataConfig, path: Path) -> Iterator[Problem]:
+    if data.kind == "text" and not text_files(str(path)):
         yield Problem(f"data.path={path}", "there is no such file", "a file, a folder or a glob")
-    elif data.kind == "hf_dataset" and not Path(path).exists() and not HUB_NAME.fullmatch(path):
+    elif data.kind == "hf_dataset" and not path.exists() and not HUB_NAME.fullmatch(str(path)):
         yield Problem(f"data.path={path}", "there is no such file", "a folder, a file or a name on the hub")
 
 
@@ -116,24 +113,20 @@ def _libraries(data: DataConfig) -> Iterator[Problem]:
 
 
 def _tokenizer(data: DataConfig) -> Iterator[Problem]:
+    where, folder, ids = f"data.tokenizer={data.tokenizer}", Path(data.tokenizer), 0
     if data.tokenize is not None:
         package = data.tokenize.partition(".")[0]
         if "." not in data.tokenize or (package not in ("", ".") and importlib.util.find_spec(package) is None):
             yield Problem(f"data.tokenize={data.tokenize}", "cannot be imported", "my_package.my_module.function")
-        return
-    where, ids = f"data.tokenizer={data.tokenizer}", 256
-    if data.tokenizer != "bytes":
-        folder = Path(data.tokenizer)
-        if not folder.is_dir():
-            if not HUB_NAME.fullmatch(data.tokenizer):
-                yield Problem(where, "there is no such folder", "bytes, a folder, or a name on the hub")
-            return
-        if not any(folder.glob("*token*")) and not any(folder.glob("*.model")):
-            yield Problem(where, "the folder holds no tokenizer", "a folder with tokenizer.json")
-            return
-        if not (folder / "tokenizer.json").is_file():
-            return
+    elif data.tokenizer == "bytes":
+        ids = 256
+    elif not folder.is_dir():
+        if not HUB_NAME.fullmatch(data.tokenizer):
+            yield Problem(where, "there is no such folder", "bytes, a folder, or a name on the hub")
+    elif (folder / "tokenizer.json").is_file():
         ids = _number_of_ids((folder / "tokenizer.json").read_text())
+    elif not any(folder.glob("*token*")) and not any(folder.glob("*.model")):
+        yield Problem(where, "the folder holds no tokenizer", "a folder with tokenizer.json")
     if ids > data.vocab_size:
         yield Problem(f"data.vocab_size={data.vocab_size}", f"{where} has {ids} ids", f"data.vocab_size={ids}")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -22,6 +22,7 @@ from yaml import YAMLError
 
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
 from fsdp_jobs.config.groups import CONF_DIR, groups
+from fsdp_jobs.config.keys import dotted
 from fsdp_jobs.config.schema import SCHEMAS, JobConfig
 
 # Hydra takes plugins from the package hydra_plugins alone. Under these names sweeps/hydra_launcher.py provides ours.
@@ -54,15 +55,9 @@ def hydra_here() -> Iterator[None]:
         yield
 
 
-def keys_of(config: DictConfig, prefix: str = "") -> list[str]:
+def keys_of(config: DictConfig) -> list[str]:
     """Return all dotted keys of a configuration, groups included: `optim`, `optim.lr`, ..."""
-    keys = []
-    for name in map(str, config):
-        keys.append(f"{prefix}{name}")
-        child = config._get_node(name)
-        if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
-            keys += keys_of(child, f"{prefix}{name}.")
-    return keys
+    return [key for key, _ in dotted(cast(dict[str, Any], OmegaConf.to_container(config)))]
 
 
 def key_of(override: str) -> str:
@@ -139,16 +134,11 @@ def _as_hydra_reads(overrides: Sequence[str]) -> list[str]:
 def _quoted(override: str) -> str:
     """Make one quoted text of a value, unless Hydra reads it as one text, or as values of a sweep, already."""
     key, _, value = override.partition("=")
-    try:
+    with suppress(HydraException):
         parsed = OverridesParser.create().parse_override(override)
-        if parsed.is_sweep_override():
-            is_hydras = value.startswith(("choice(", "range(", "interval("))
-        else:
-            is_hydras = isinstance(parsed.value(), str)
-    except HydraException:
-        is_hydras = False
-    if is_hydras:
-        return override
+        is_of_a_sweep = parsed.is_sweep_override()
+        if value.startswith(("choice(", "range(", "interval(")) if is_of_a_sweep else isinstance(parsed.value(), str):
+            return override
     escaped = value.replace("\\'", "\\\\'").replace("'", "\\'")
     return f"{key}='{escaped}'"
 
@@ -188,7 +178,7 @@ class _Composer:
             elif override.is_sweep_override():
                 if not sweep:
                     problems.append(Problem(text, "names several values", "add --multirun to run each of them"))
-            elif self._is_choice(override):
+            elif override.key_or_group in self.options or override.key_or_group.startswith(("hydra.", "hydra/")):
                 choices.append(text)
             else:
                 values.append((text, override))
@@ -221,9 +211,6 @@ class _Composer:
             return override
         what = f"there is no {group} of that name; there are {', '.join(options)}"
         return Problem(text, what, nearest(option, options))
-
-    def _is_choice(self, override: Override) -> bool:
-        return override.key_or_group in self.options or override.key_or_group.startswith(("hydra.", "hydra/"))
 
     def _set(self, config: DictConfig, keys: list[str], text: str, override: Override) -> Problem | None:
         key = override.key_or_group

@@ -33,6 +33,14 @@ def metadata(schema: type, name: str) -> Mapping[str, Any]:
     return next((f.metadata for f in declared if f is not None and f.metadata), {})
 
 
+def dotted(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield all dotted keys of nested mappings with their values, groups included: `optim`, `optim.lr`, ..."""
+    for name, value in tree.items():
+        yield f"{prefix}{name}", value
+        if isinstance(value, dict):
+            yield from dotted(value, f"{prefix}{name}.")
+
+
 def value_problems(config: Any, prefix: str = "", unread: tuple[str, ...] = ()) -> Iterator[Problem]:
     """Check each value of a configuration, or of one of its groups, against the bounds of its key.
 

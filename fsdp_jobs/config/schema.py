@@ -9,13 +9,12 @@ combinations make sense; the tables of docs/configuration.md are generated from 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, cast
 
 from fsdp_jobs.config.clusters import CLUSTERS, ClusterConfig
-from fsdp_jobs.config.keys import AUTO, key
+from fsdp_jobs.config.keys import AUTO, dotted, key
 
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
 DTYPES = ("fp32", "bf16", "fp16")
@@ -287,17 +286,12 @@ PROGRAM_KEYS = ("script", "module", "script_args")
 SCHEMAS: tuple[tuple[str | None, str, type], ...] = (
     (None, "job_schema", JobConfig),
     *(("cluster", f"{name}_schema", node) for name, node in CLUSTERS.items()),
-    ("model", "llama_schema", LlamaConfig),
-    ("model", "custom_schema", CustomModelConfig),
-    ("model", "hf_schema", HfConfig),
-    ("model", "none_schema", NoModelConfig),
-    ("fsdp", "fsdp_schema", FsdpConfig),
-    ("data", "data_schema", DataConfig),
-    ("optim", "optim_schema", OptimConfig),
-    ("checkpoint", "checkpoint_schema", CheckpointConfig),
-    ("elastic", "elastic_schema", ElasticConfig),
-    ("hardware", "hardware_schema", HardwareConfig),
-    ("tracking", "tracking_schema", TrackingConfig),
+    *(("model", f"{node.kind}_schema", node) for node in (LlamaConfig, CustomModelConfig, HfConfig, NoModelConfig)),
+    *(
+        (group.name, f"{group.name}_schema", cast(type, group.default_factory))
+        for group in fields(JobConfig)
+        if group.name in ("fsdp", "data", "optim", "checkpoint", "elastic", "hardware", "tracking")
+    ),
 )
 
 
@@ -324,10 +318,9 @@ def load_config(path: Path) -> JobConfig:
     content = cast(DictConfig, OmegaConf.load(path))
     typed = OmegaConf.structured(JobConfig)
     for group, discriminator in (("model", "kind"), ("cluster", "launcher")):
-        chosen = content[group][discriminator]
-        for schema_group, _, node in SCHEMAS:
-            if schema_group == group and getattr(node, discriminator) == chosen:
-                typed[group] = OmegaConf.structured(node)
+        nodes = {getattr(node, discriminator): node for schema_group, _, node in SCHEMAS if schema_group == group}
+        if (chosen := content[group][discriminator]) in nodes:
+            typed[group] = OmegaConf.structured(nodes[chosen])
     return cast(JobConfig, OmegaConf.to_object(OmegaConf.merge(typed, content)))
 
 
@@ -342,13 +335,5 @@ def plain_values(path: Path) -> dict[str, Any]:
 def training_values(config: JobConfig) -> dict[str, Any]:
     """Return dotted key -> value of everything that the trained weights depend on."""
     names = tuple(f"{name}." for name in (PROGRAM_KEYS if config.is_program else TRAINING_KEYS))
-    values = _leaves(asdict(config))
+    values = ((key, value) for key, value in dotted(asdict(config)) if not isinstance(value, dict))
     return {k: v for k, v in values if f"{k}.".startswith(names) and k not in NOT_TRAINING_KEYS}
-
-
-def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fsdp_jobs.config.errors import BadInput, Problem
+from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.keys import AUTO
 from fsdp_jobs.config.resolve import accelerator, backend, param_dtype, ranks_per_node
 from fsdp_jobs.config.schema import HardwareConfig, JobConfig
-from fsdp_jobs.plan.grouping import Placement, group_sizes, place
-from fsdp_jobs.plan.layout import HYBRID, Layout
+from fsdp_jobs.plan.grouping import Grouping, Placement
+from fsdp_jobs.plan.layout import HYBRID, WHOLE, Layout, only_group
 from fsdp_jobs.plan.memory import DTYPE_BYTES, GIB, MARGIN, Memory, peak_memory, size
 from fsdp_jobs.plan.shapes import ModelShape
 from fsdp_jobs.plan.step_time import StepTime, step_time
@@ -19,6 +19,8 @@ from fsdp_jobs.plan.traffic import BACKENDS, Traffic, node_traffic, ring_bytes
 from fsdp_jobs.run.env import LAYOUT_ENV
 
 NEAR = 1.03  # steps this close to the shortest count as equally fast
+# what decides among those, one after the other
+_ORDER = ("sends the fewest bytes between nodes", "takes the least memory", "has the smallest shard group")
 WORTH_REGROUPING = 1.1  # tokens/s relative to the held group size that justify changing it
 
 
@@ -56,10 +58,6 @@ class Choice:
     option: Option | None = None
     considered: Sequence[tuple[Option, str]] = ()
 
-    @property
-    def fits(self) -> bool:
-        return self.option is None or self.option.fits
-
 
 def usable_bytes(hardware: HardwareConfig) -> int:
     """Return the device bytes that a plan may fill: the memory less the margin."""
@@ -72,68 +70,72 @@ def price(config: JobConfig, shape: ModelShape, strategy: str, placement: Placem
     `fsdp.accumulate_unsharded=auto` keeps whole gradients between microbatches where they fit and save time.
     """
     setting = config.fsdp.accumulate_unsharded
-    if setting != AUTO:
-        return _price(config, shape, strategy, placement, bool(setting))
-    sharded = _price(config, shape, strategy, placement, False)
-    if sharded.microbatches == 1 or placement.group == 1 or config.fsdp.objective == "memory":
+    sharded = _price(config, shape, strategy, placement, unsharded=setting != AUTO and bool(setting))
+    is_free = setting == AUTO and sharded.microbatches > 1 and placement.group > 1
+    if not is_free or config.fsdp.objective == "memory":
         return sharded
-    unsharded = _price(config, shape, strategy, placement, True)
+    unsharded = _price(config, shape, strategy, placement, unsharded=True)
     return unsharded if unsharded.fits and unsharded.time.step < sharded.time.step else sharded
 
 
 def _price(config: JobConfig, shape: ModelShape, strategy: str, placement: Placement, unsharded: bool) -> Option:
-    fsdp, hardware, per_node, device = config.fsdp, config.hardware, ranks_per_node(config), accelerator(config)
+    fsdp, per_node, device = config.fsdp, ranks_per_node(config), accelerator(config)
     layout = Layout(strategy, len(placement.used) * per_node, placement.group, unsharded)
-    dtype = param_dtype(fsdp, device)
     per_rank = -(-config.data.global_batch // layout.world_size)  # samples of the busiest rank in a step
-    data = replace(config.data, micro_batch=min(config.data.micro_batch, per_rank))
-    microbatches = -(-per_rank // data.micro_batch)
-    memory = peak_memory(shape, layout, fsdp, data, device, microbatches)
-    rings = {b: ring_bytes(shape, layout, fsdp, DTYPE_BYTES[dtype], microbatches, b) for b in BACKENDS}
-    ring, in_domain = rings[backend(config)], placement.inside == "domain"
+    config = replace(config, data=replace(config.data, micro_batch=min(config.data.micro_batch, per_rank)))
+    microbatches = -(-per_rank // config.data.micro_batch)
+    memory = peak_memory(shape, layout, fsdp, config.data, device, microbatches)
+    param_bytes = DTYPE_BYTES[param_dtype(fsdp, device)]
+    rings = {b: ring_bytes(shape, layout, fsdp, param_bytes, microbatches, b) for b in BACKENDS}
     return Option(
         layout=layout,
         placement=placement,
         microbatches=microbatches,
         memory=memory,
-        fits=memory.total <= usable_bytes(hardware) and _host_fits(config, memory),
+        fits=memory.total <= usable_bytes(config.hardware) and _host_fits(config, memory),
         traffic={b: node_traffic(r, layout, per_node) for b, r in rings.items()},
-        time=step_time(
-            shape, layout, fsdp, data, hardware, ring, per_node, dtype, in_domain, backend(config) == "nccl"
-        ),
+        time=step_time(config, shape, layout, rings[backend(config)], in_domain=placement.inside == "domain"),
     )
 
 
-def _strategies(group: int, world: int) -> tuple[str, ...]:
-    """Return the strategies that differ from each other at this group size."""
-    if group == 1:
-        return ("no_shard",)
-    return ("full_shard", "shard_grad_op") if group == world else HYBRID
+def options_of(
+    config: JobConfig, shape: ModelShape, grouping: Grouping, strategy: str = AUTO, group: int | str = AUTO
+) -> list[Option]:
+    """Price every strategy on every group size, smaller groups first; auto is all that are worth considering.
+
+    Raises:
+        BadInput: at run time, with fewer nodes than the group needs.
+    """
+    fixed, least = only_group(strategy, grouping.world), 2 if strategy in HYBRID and grouping.world > 1 else 1
+    sizes = [s for s in grouping.sizes() if s >= least] if group == AUTO else [int(group)]
+    options = []
+    for placement in filter(None, map(grouping.place, [fixed] if fixed else sizes)):
+        # a group that the user asked for remains a hybrid when it takes all nodes but the spares
+        world = len(placement.used) * grouping.per_node if group == AUTO else grouping.world
+        differing = ("no_shard",) if placement.group == 1 else WHOLE if placement.group == world else HYBRID
+        names = differing if strategy == AUTO else (strategy,)
+        options += [price(config, shape, name, placement) for name in names]
+    if not options:
+        raise BadInput([grouping.impossible(group)])
+    return options
 
 
-def all_options(config: JobConfig, shape: ModelShape, topology: Topology) -> list[Option]:
-    """Price every strategy on every group size worth considering, smaller groups first."""
-    per_node, domain = ranks_per_node(config), config.hardware.nvlink_domain
-    return [
-        price(config, shape, strategy, p)
-        for group in group_sizes(topology, per_node, domain)
-        if (p := place(topology, group, per_node, domain))
-        for strategy in _strategies(p.group, len(p.used) * per_node)
-    ]
-
-
-def choose(config: JobConfig, shape: ModelShape, topology: Topology, previous_group: int | None = None) -> Choice:
+def choose(
+    config: JobConfig, shape: ModelShape | None, topology: Topology, previous_group: int | None = None
+) -> Choice:
     """Choose the option for this topology; what the user configured, or the previous group size, comes first.
 
     Of the options that fit, `fsdp.objective=speed` takes the shortest predicted step; among those within 3% of it,
     the fewest bytes between nodes, then the least memory, then the smallest group. `memory` takes the least memory.
     """
-    options = all_options(config, shape, topology)
+    grouping, strategy, group = Grouping(config, topology), config.fsdp.strategy, config.fsdp.shard_group
+    if shape is None:
+        return _choose_without_shape(grouping, strategy, group)
+    options = options_of(config, shape, grouping)
     unrestricted, _ = _best(config, options)
-    allowed = _allowed(config, shape, topology, options)
+    allowed = options if strategy == group == AUTO else options_of(config, shape, grouping, strategy, group)
     best, reason = _best(config, allowed)
-    is_size_free = config.fsdp.shard_group == AUTO and config.fsdp.strategy in (AUTO, *HYBRID)
-    if previous_group is not None and is_size_free:
+    if previous_group is not None and group == AUTO and strategy in (AUTO, *HYBRID):
         best, reason = _held(config, allowed, best, reason, previous_group)
     reasons = [reason]
     if len(allowed) < len(options) and unrestricted.name != best.name:
@@ -144,47 +146,37 @@ def choose(config: JobConfig, shape: ModelShape, topology: Topology, previous_gr
     considered = [(o, taken if o == best else _why_not(o, best, config)) for o in options]
     if best.placement.crossing:
         reasons.append(f"{best.placement.crossing} of {best.layout.replicas} shard groups cross a leaf switch.")
-    if best.spares:
-        reasons.append(_spares_sentence([topology.nodes[i].name for i in best.placement.spares]))
+    reasons += _spares_sentence(grouping, best.placement)
     return Choice(best.layout, best.placement, reasons, best, considered)
 
 
-def choose_without_shape(config: JobConfig, topology: Topology) -> Choice:
+def _choose_without_shape(grouping: Grouping, strategy: str, group: int | str) -> Choice:
     """Choose the layout of a program whose model is not known, by the topology and the configuration alone.
 
     `auto` is full_shard over all ranks: it takes the least memory, and uses any number of nodes. A hybrid's group
     is one node unless the user says otherwise.
     """
-    per_node, domain = ranks_per_node(config), config.hardware.nvlink_domain
-    world = len(topology.nodes) * per_node
-    strategy, group = config.fsdp.strategy, config.fsdp.shard_group
-    is_free = (strategy, group) == (AUTO, AUTO)
-    basis = "The model is not known, so memory comes first" if is_free else "As configured"
+    per_node, world = grouping.per_node, grouping.world
+    basis = "The model is not known, so memory comes first" if strategy == group == AUTO else "As configured"
     if strategy == AUTO:
         strategy = "no_shard" if group == 1 else "full_shard" if group in (AUTO, world) else "hybrid_shard"
-    if strategy == "no_shard":
-        group = 1
-    elif strategy not in HYBRID:
-        group = world
-    elif group == AUTO:
-        group = per_node
-    placement = place(topology, group, per_node, domain)
+    size = only_group(strategy, world) or (per_node if group == AUTO else int(group))
+    placement = grouping.place(size)
     if placement is None:  # at run time, with fewer nodes than the group needs
-        strategy, placement = "full_shard", place(topology, world, per_node, domain)
+        strategy, placement = "full_shard", grouping.place(world)
         assert placement is not None
     layout = Layout(strategy, len(placement.used) * per_node, placement.group)
     over = f"over {layout.shard_group} ranks" if layout.shard_group > 1 else "on every rank"
     node = ", a node" if layout.strategy in HYBRID and layout.shard_group == per_node else ""
-    reasons = [f"{basis}: {layout.strategy} {over}{node}. The program finds it in {LAYOUT_ENV}."]
-    if placement.spares:
-        reasons.append(_spares_sentence([topology.nodes[i].name for i in placement.spares]))
-    return Choice(layout, placement, reasons)
+    reason = f"{basis}: {layout.strategy} {over}{node}. The program finds it in {LAYOUT_ENV}."
+    return Choice(layout, placement, [reason, *_spares_sentence(grouping, placement)])
 
 
-def _spares_sentence(names: list[str]) -> str:
+def _spares_sentence(grouping: Grouping, placement: Placement) -> list[str]:
+    names = [grouping.topology.nodes[i].name for i in placement.spares]
     listed = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-    completes = "completes no shard group and stands by as a spare"
-    return f"{listed} " + (completes if len(names) == 1 else "complete no shard group and stand by as spares") + "."
+    one, many = "completes no shard group and stands by as a spare", "complete no shard group and stand by as spares"
+    return [f"{listed} {one if len(names) == 1 else many}."] if names else []
 
 
 def _between(config: JobConfig, option: Option) -> float:
@@ -205,33 +197,21 @@ def _best(config: JobConfig, options: list[Option]) -> tuple[Option, str]:
     fastest = min(fitting, key=lambda o: (o.time.step, *order(o)))
     if config.fsdp.objective == "memory":
         best = min(fitting, key=lambda o: (o.memory.total, o.time.step, *order(o)))
-        decided = f"takes the least memory of the {_count(fitting)} that fit"
-        decided += (
-            f" (fsdp.objective=memory; {fastest.name} would be {best.time.step / fastest.time.step - 1:.0%} faster)"
-        )
+        faster = f"{fastest.name} would be {best.time.step / fastest.time.step - 1:.0%} faster"
+        decided = f"takes the least memory of the {_count(fitting)} that fit (fsdp.objective=memory; {faster})"
     else:
-        near = [o for o in fitting if o.time.step <= NEAR * fastest.time.step]
-        best = min(near, key=order)
+        best, *others = near = sorted((o for o in fitting if o.time.step <= NEAR * fastest.time.step), key=order)
         decided = f"has the shortest predicted step of the {_count(fitting)} that fit"
-        others = [o for o in near if o is not best]
         if others and best is not fastest:
-            second = min(others, key=order)
-            if _between(config, best) < _between(config, second):
-                what = "sends the fewest bytes between nodes"
-            elif best.memory.total < second.memory.total:
-                what = "takes the least memory"
-            else:
-                what = "has the smallest shard group"
+            better = zip(_ORDER, order(best)[:3], order(others[0])[:3], strict=True)
+            what = next((criterion for criterion, least, second in better if least < second), _ORDER[-1])
             decided = f"{what} of the {_count(near)} within {NEAR - 1:.0%} of the shortest predicted step"
-    return best, f"{best.name} {decided}: {_need(config, best)}{_where(best)}."
+    need = f"{size(best.memory.total)} of {size(usable_bytes(config.hardware))} usable per GPU"
+    return best, f"{best.name} {decided}: {need}{_where(best)}."
 
 
 def _count(options: list[Option]) -> str:
     return f"{len(options)} option{'s' if len(options) > 1 else ''}"
-
-
-def _need(config: JobConfig, o: Option) -> str:
-    return f"{size(o.memory.total)} of {size(usable_bytes(config.hardware))} usable per GPU"
 
 
 def _where(o: Option) -> str:
@@ -262,33 +242,6 @@ def _excess(config: JobConfig, o: Option) -> str:
 def _host_fits(config: JobConfig, memory: Memory) -> bool:
     host = config.hardware.host_memory_gib * GIB
     return not host or memory.host * ranks_per_node(config) <= host * (1 - MARGIN)
-
-
-def _allowed(config: JobConfig, shape: ModelShape, topology: Topology, options: list[Option]) -> list[Option]:
-    """Return the options that the configured strategy and shard group leave.
-
-    Raises:
-        BadInput: none; at run time there may be fewer nodes than the group needs.
-    """
-    strategy, group = config.fsdp.strategy, config.fsdp.shard_group
-    if strategy == AUTO and group == AUTO:
-        return options
-    per_node, domain = ranks_per_node(config), config.hardware.nvlink_domain
-    world = len(topology.nodes) * per_node
-    sizes = sorted({o.layout.shard_group for o in options}) if group == AUTO else [group]
-    if strategy == AUTO:
-        names = _strategies(group, world)
-    else:
-        names = (strategy,)
-        if strategy not in HYBRID:
-            sizes = [1 if strategy == "no_shard" else world]
-        elif group == AUTO and world > 1:
-            sizes = [s for s in sizes if s > 1]
-    allowed = [price(config, shape, n, p) for g in sizes if (p := place(topology, g, per_node, domain)) for n in names]
-    if not allowed:
-        where = f"fsdp.shard_group={group}"
-        raise BadInput([Problem(where, f"cannot be formed on {len(topology.nodes)} nodes x {per_node} ranks")])
-    return allowed
 
 
 def _held(

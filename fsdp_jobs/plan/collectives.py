@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import log2
 
+from fsdp_jobs.config.schema import HardwareConfig
+
 _NVLS_US, _NVLS_TREE_US = 25.0, 20.9  # inside a node; each step of the tree between nodes
 _NVLS_RANKS = 5  # NCCL takes NVLS from 5 GPUs on (H200; ML Engineering, network, SHARP)
 _PAT_SHARE, _PAT_US, _PAT_RANK_US = 0.75, 8.0, 2.8
@@ -42,13 +44,11 @@ _PROTOCOLS = (
 class Group:
     """The ranks of a collective, and the links between them."""
 
+    hardware: HardwareConfig
     ranks: int
     nodes: int  # that the group spans; 1 where NVLink connects all of it
     seconds_per_byte: float  # that a rank sends around the ring
-    intra_us: float  # a step of a Simple ring inside a node
-    inter_us: float  # and between nodes
-    nvls_seconds_per_byte: float = 0.0  # of an all-reduce inside a node, as a ring's; 0: no NVLS
-    is_nccl: bool = True  # gloo runs plain rings
+    is_nccl: bool  # gloo runs plain rings
 
     def gather(self, sent: float) -> float:
         """Return seconds of an all-gather or reduce-scatter in which each rank of a ring sends `sent` bytes."""
@@ -56,7 +56,8 @@ class Group:
             return 0.0
         times = list(self._rings(sent, 1))
         if self.is_nccl and self.nodes == self.ranks > 2:
-            latency = _PAT_US + log2(self.nodes) * self.inter_us / 3.5 + self.ranks * _PAT_RANK_US
+            network_us = log2(self.nodes) * self.hardware.inter_node_latency_us / 3.5
+            latency = _PAT_US + network_us + self.ranks * _PAT_RANK_US
             times.append(latency * 1e-6 + sent * self.seconds_per_byte / _PAT_SHARE)
         return min(times)
 
@@ -67,26 +68,26 @@ class Group:
         times = list(self._rings(sent, 2))
         if not self.is_nccl:
             return min(times)
-        per_node = self.ranks / self.nodes
+        per_node, hardware = self.ranks / self.nodes, self.hardware
         for p in _PROTOCOLS if self.nodes > 1 else ():
-            hops = (per_node - 1) * p.tree_intra * self.intra_us + log2(self.nodes) * p.tree_inter * self.inter_us
+            hops = (per_node - 1) * p.tree_intra * hardware.intra_node_latency_us
+            hops += log2(self.nodes) * p.tree_inter * hardware.inter_node_latency_us
             times.append((p.base_us + 2 * hops) * 1e-6 + self._transfer(sent, p.tree_share, p))
-        if self.nvls_seconds_per_byte and per_node >= _NVLS_RANKS:
-            if self.nodes == 1:
-                times.append(_NVLS_US * 1e-6 + sent * self.nvls_seconds_per_byte)
-            else:
-                latency = _NVLS_US + 2 * log2(self.nodes) * _NVLS_TREE_US
-                slower = max(self.seconds_per_byte, self.nvls_seconds_per_byte)
-                times.append(latency * 1e-6 + sent * slower)
+        if hardware.nvls_gb_s and per_node >= _NVLS_RANKS:
+            latency = _NVLS_US + 2 * log2(self.nodes) * _NVLS_TREE_US
+            slower = max(1 / (hardware.nvls_gb_s * 1e9), self.seconds_per_byte if self.nodes > 1 else 0.0)
+            times.append(latency * 1e-6 + sent * slower)
         return min(times)
 
     def _rings(self, sent: float, passes: int) -> Iterator[float]:
         """Yield the seconds of a ring by protocol."""
-        steps, inter_steps = passes * (self.ranks - 1), passes * (self.nodes - 1)
+        steps, inter_steps, hardware = passes * (self.ranks - 1), passes * (self.nodes - 1), self.hardware
         for p in _PROTOCOLS if self.is_nccl else _PROTOCOLS[:1]:
-            intra_us = max(p.ring_intra * self.intra_us, p.overhead_us if self.nodes > 1 else 0.0)
+            intra_us = max(p.ring_intra * hardware.intra_node_latency_us, p.overhead_us if self.nodes > 1 else 0.0)
             inter = p.tree_inter if self.nodes == self.ranks else p.ring_inter
-            latency = p.base_us + (steps - inter_steps) * intra_us + inter_steps * inter * self.inter_us
+            latency = (
+                p.base_us + (steps - inter_steps) * intra_us + inter_steps * inter * hardware.inter_node_latency_us
+            )
             yield latency * 1e-6 + self._transfer(sent, p.ring_share, p)
 
     def _transfer(self, sent: float, share: float, protocol: _Protocol) -> float:

@@ -59,15 +59,8 @@ def expect(
     configured = [best_s if minutes == AUTO else minutes * 60] if minutes else []
     configured += [steps * step_s] if steps and step_s else []
     every_s = min(configured, default=0.0)
-    return Expected(
-        mtbf_s=mtbf_s,
-        stall_s=stall_s,
-        restart_s=restart_s,
-        measured=costs is not None,
-        best_s=best_s,
-        every_s=every_s,
-        goodput=goodput(every_s or best_s, stall_s, restart_s, mtbf_s),
-    )
+    kept = goodput(every_s or best_s, stall_s, restart_s, mtbf_s)
+    return Expected(mtbf_s, stall_s, restart_s, costs is not None, best_s, every_s, kept)
 
 
 def best_interval(stall_s: float, mtbf_s: float) -> float:

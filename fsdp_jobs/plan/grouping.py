@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
+from fsdp_jobs.config.errors import Problem
+from fsdp_jobs.config.resolve import ranks_per_node
+from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.plan.topology import Topology
 
 
@@ -25,67 +29,57 @@ def divisors(n: int) -> list[int]:
     return sorted({*low, *(n // d for d in low)})
 
 
-def group_sizes(topology: Topology, per_node: int, nvlink_domain: int) -> list[int]:
-    """List the shard group sizes, in ranks, that are worth considering, ascending.
+class Grouping:
+    """The ways to group a job's ranks on these nodes."""
 
-    Parts of an NVLink domain or of a node; whole nodes that divide a domain, a leaf switch, a higher
-    switch or the whole; and powers of two of nodes, which fill a large odd number of nodes except a few spares.
-    """
-    total = len(topology.nodes)
-    within = {d for d in divisors(per_node) if nvlink_domain % d == 0 or d == per_node}
-    node_counts = {2**k for k in range(total.bit_length()) if 2**k <= total}
-    for level in topology.levels(domain_nodes(per_node, nvlink_domain)):
-        for size in set(topology.units(level, domain_nodes(per_node, nvlink_domain))):
-            node_counts.update(divisors(size))
-    return sorted(within | {per_node * k for k in node_counts})
+    def __init__(self, config: JobConfig, topology: Topology):
+        self.topology = topology
+        self.per_node = ranks_per_node(config)
+        self.world = len(topology.nodes) * self.per_node
+        self._domain = config.hardware.nvlink_domain  # ranks
+        self._units = topology.units(max(1, self._domain // self.per_node))
 
+    def sizes(self) -> list[int]:
+        """List the shard group sizes, in ranks, that are worth considering, ascending.
 
-def domain_nodes(per_node: int, nvlink_domain: int) -> int:
-    """Return the whole nodes that one NVLink domain spans; 1 when it is no larger than a node."""
-    return max(1, nvlink_domain // per_node)
+        Parts of an NVLink domain or of a node; whole nodes that divide a domain, a leaf switch, a higher
+        switch or the whole; and powers of two of nodes, which fill a large odd number of nodes except a few spares.
+        """
+        within = {d for d in divisors(self.per_node) if self._domain % d == 0 or d == self.per_node}
+        node_counts = {2**k for k in range(len(self.topology.nodes).bit_length())}
+        node_counts.update(*map(divisors, {size for sizes in self._units.values() for size in sizes}))
+        return sorted(within | {self.per_node * k for k in node_counts})
 
+    def place(self, group: int) -> Placement | None:
+        """Place groups of `group` ranks; None when they cannot be formed.
 
-def place(topology: Topology, group: int, per_node: int, nvlink_domain: int) -> Placement | None:
-    """Place groups of `group` ranks on these nodes; None when they cannot be formed.
-
-    The level is the innermost one with a unit that holds a whole group. When filling unit by unit leaves more
-    spares than filling straight through, groups are laid straight and some cross.
-    """
-    total = len(topology.nodes)
-    if per_node % group == 0:
-        inside = "domain" if nvlink_domain % group == 0 else "node"
-        return Placement(group, tuple(range(total)), (), inside, 0)
-    if group % per_node:
-        return _straight(topology, group, per_node) if total * per_node % group == 0 else None
-    count = group // per_node
-    if count > total:
+        The level is the innermost one whose units, filled one by one, leave no more spares than filling straight
+        through does: where a larger unit leaves fewer, some groups cross.
+        """
+        total, nodes = len(self.topology.nodes), range(len(self.topology.nodes))
+        if self.per_node % group == 0:
+            return self._placement(group, nodes, "domain" if self._domain % group == 0 else "node")
+        if group % self.per_node:  # neither whole nodes nor even parts of one
+            return self._placement(group, nodes, "all") if self.world % group == 0 else None
+        count = group // self.per_node
+        for level, sizes in self._units.items() if count <= total else ():
+            if sum(size // count * count for size in sizes) == total // count * count:
+                starts = zip(accumulate(sizes, initial=0), sizes, strict=False)
+                filled = (range(first, first + size // count * count) for first, size in starts)
+                return self._placement(group, list(chain.from_iterable(filled)), level)
         return None
-    spans = domain_nodes(per_node, nvlink_domain)
-    for level in topology.levels(spans):
-        sizes = topology.units(level, spans)
-        if max(sizes) < count:
-            continue
-        filled = sum(size // count * count for size in sizes)
-        if filled < total // count * count:
-            continue  # filling straight through, or a larger unit, leaves fewer spares
-        used: list[int] = []
-        for first, size in zip(accumulate(sizes, initial=0), sizes, strict=False):
-            used.extend(range(first, first + size // count * count))
-        return _with_spares(topology, group, count, used, level)
-    return None  # never reached: `all` is a level
 
+    def impossible(self, group: int | str) -> Problem:
+        """Say that groups of this size cannot be formed, with the nearest sizes that can."""
+        divides = (g for g in range(1, self.world + 1) if self.per_node % g == 0 or g % self.per_node == 0)
+        near = sorted(sorted(divides, key=lambda g: abs(g - int(group)))[:4])
+        what = f"cannot be formed on {len(self.topology.nodes)} nodes x {self.per_node} ranks"
+        return Problem(f"fsdp.shard_group={group}", what, f"nearest sizes: {', '.join(map(str, near))}")
 
-def _straight(topology: Topology, group: int, per_node: int) -> Placement:
-    """Place consecutive ranks over all nodes: groups are neither whole nodes nor even parts of one."""
-    nodes = topology.nodes
-    leaf = topology.leaf_numbers
-    starts = range(0, len(nodes) * per_node, group)
-    crossing = sum(leaf[s // per_node] != leaf[(s + group - 1) // per_node] for s in starts)
-    return Placement(group, tuple(range(len(nodes))), (), "all", crossing)
-
-
-def _with_spares(topology: Topology, group: int, count: int, used: list[int], level: str) -> Placement:
-    leaf, total = topology.leaf_numbers, len(topology.nodes)
-    crossing = sum(leaf[used[i]] != leaf[used[i + count - 1]] for i in range(0, len(used), count))
-    spares = tuple(sorted(set(range(total)).difference(used))) if len(used) < total else ()
-    return Placement(group, tuple(used), spares, level, crossing)
+    def _placement(self, group: int, used: Sequence[int], inside: str) -> Placement:
+        nodes, per_node = self.topology.nodes, self.per_node
+        leaf = [nodes[i].switch_path for i in used]
+        firsts = range(0, len(used) * per_node, group) if per_node % group else ()  # ranks
+        crossing = sum(leaf[first // per_node] != leaf[(first + group - 1) // per_node] for first in firsts)
+        spares = sorted(set(range(len(nodes))).difference(used)) if len(used) < len(nodes) else ()
+        return Placement(group, tuple(used), tuple(spares), inside, crossing)

@@ -9,7 +9,13 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
+WHOLE = ("full_shard", "shard_grad_op")  # one shard group: the world
 HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
+
+
+def only_group(strategy: str, world: int) -> int | None:
+    """Return the one shard group that a strategy has over `world` ranks; None where its size may be chosen."""
+    return 1 if strategy == "no_shard" else world if strategy in WHOLE else None
 
 
 @dataclass(frozen=True)

@@ -164,38 +164,28 @@ def _moments(
             accumulation=max(0, all_sums - sums[shape.head] - (k - 1) * sums[shape.largest]),
         )
         reducing = waiting + (reduce_input if k > 1 else head_input)
+        first, whole = reducing + shape.largest.largest_param * b_p, reducing + shape.largest.numel * b_p
         return [
-            replace(
-                at,
-                activations=saved * (n - k + 1) + live,
-                reduction=reducing + shape.largest.largest_param * b_p,
-            ),
-            replace(at, activations=saved * (n - k), reduction=reducing + shape.largest.numel * b_p),
+            replace(at, activations=saved * (n - k + 1) + live, reduction=first),
+            replace(at, activations=saved * (n - k), reduction=whole),
         ]
 
     if n:
         moments += backward(1, "backward of the last block")
     if n > 1:
         moments += backward(2, "backward of the last block but one") + backward(n, "backward of the first block")
-    moments.append(
-        replace(
-            state,
-            moment="reduction of the root's gradients",
-            gradients=shard * b_m,
-            reduction=shape.root.numel * b_p + max(root * group * b_r, reduce_input),
-            gathered=root * group * b_p if reduce_input > root * group * b_r else 0,
-            logits=afterwards,
-            accumulation=sums[shape.root],
-            activations=0 if n else all_saved,
-        )
-    )
-    return [_offloaded(m) for m in moments] if fsdp.cpu_offload else moments
-
-
-def _offloaded(m: Memory) -> Memory:
-    """Move parameters, reduced gradients and optimizer state to pinned host memory (CPUOffloadPolicy)."""
-    host = 2 * m.parameters + m.optimizer
-    return replace(m, parameters=0, gradients=0, optimizer=0, host=host)
+    root_input = root * group * b_r
+    moments += [
+        replace(state, moment="reduction of the root's gradients", gradients=shard * b_m, logits=afterwards,
+                gathered=root * group * b_p if reduce_input > root_input else 0,
+                reduction=shape.root.numel * b_p + max(root_input, reduce_input),
+                accumulation=sums[shape.root], activations=0 if n else all_saved),
+    ]  # fmt: skip
+    if not fsdp.cpu_offload:
+        return moments
+    # CPUOffloadPolicy keeps parameters, reduced gradients and optimizer state in pinned host memory.
+    host = 2 * state.parameters + state.optimizer
+    return [replace(m, parameters=0, gradients=0, optimizer=0, host=host) for m in moments]
 
 
 def _activations(shape: ModelShape, fsdp: FsdpConfig, data: DataConfig, b_p: int) -> tuple[int, int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -11,10 +11,10 @@ from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.keys import AUTO
 from fsdp_jobs.config.resolve import backend, node_range, ranks_per_node
 from fsdp_jobs.config.schema import JobConfig
-from fsdp_jobs.plan.choose import Choice, Option, choose, choose_without_shape, usable_bytes
+from fsdp_jobs.plan.choose import Option, choose, usable_bytes
 from fsdp_jobs.plan.goodput import Expected, expect
-from fsdp_jobs.plan.grouping import place
-from fsdp_jobs.plan.layout import HYBRID, Layout
+from fsdp_jobs.plan.grouping import Grouping
+from fsdp_jobs.plan.layout import HYBRID, Layout, only_group
 from fsdp_jobs.plan.memory import Memory, size
 from fsdp_jobs.plan.remedies import Remedy, remedies
 from fsdp_jobs.plan.shapes import ModelShape, shape_of
@@ -72,7 +72,7 @@ class Plan:
     considered: tuple[Considered, ...]
     reasons: tuple[str, ...]
     remedies: tuple[Remedy, ...]
-    expected: Expected | None  # None: of a plan.json from before it was predicted
+    expected: Expected
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -87,7 +87,7 @@ class Plan:
             "time": d["time"] and StepTime(**d["time"]),
             "traffic": {b: Traffic(**t) for b, t in d["traffic"].items()},
             "considered": tuple(Considered(**c) for c in d["considered"]),
-            "expected": Expected(**d["expected"]) if "expected" in d else None,
+            "expected": Expected(**d["expected"]),
             "remedies": tuple(Remedy(tuple(r["overrides"]), r["result"]) for r in d["remedies"]),
         }
         lists = {k: tuple(d[k]) for k in ("nodes", "leaves", "spares", "reasons")}
@@ -101,6 +101,7 @@ def make_plan(
     shape: ModelShape | None = None,
     seek_remedies: bool = True,
     costs: Costs | None = None,
+    previous_group: int | None = None,
 ) -> Plan:
     """Decide how the job is sharded.
 
@@ -111,22 +112,50 @@ def make_plan(
         shape: the model's, where the configuration does not give it (custom models, probed).
         seek_remedies: find settings that make a job fit that does not; each try is a plan of its own.
         costs: of checkpoints and restarts, measured on this run.
+        previous_group: as for `regroup`.
 
     Raises:
         BadInput: a shard group that cannot be formed, or a topology with too few nodes or GPUs.
     """
-    needed = (nodes, nodes) if nodes else node_range(config.nodes)
-    topology, notes = _settled(config, topology or Topology.flat(needed[1], ranks_per_node(config)), *needed)
-    check_sharding(config, topology)
-    shape = shape or shape_of(config)
-    if shape is None:
-        return _plan(config, topology, None, choose_without_shape(config, topology), notes, costs)
-    choice = choose(config, shape, topology)
     low, high = node_range(config.nodes)
-    if choice.fits and low < min(high, len(topology.nodes)):
-        notes.append(_at_minimum(config, shape, topology, low))
-    plan = _plan(config, topology, shape, choice, notes, costs)
-    return plan if plan.fits or not seek_remedies else replace(plan, remedies=tuple(remedies(config, shape, topology)))
+    least, most = (nodes, nodes) if nodes else (low, high)
+    topology, notes = _settled(config, topology or Topology.flat(most, ranks_per_node(config)), least, most)
+    if previous_group is None and (problems := list(sharding_problems(config, topology))):
+        raise BadInput(problems)
+    shape = shape or shape_of(config)
+    choice = choose(config, shape, topology, previous_group)
+    placement, option = choice.placement, choice.option
+    found: Sequence[Remedy] = ()
+    if option is not None and shape is not None:
+        if not option.fits and seek_remedies:
+            found = remedies(config, shape, topology)
+        elif option.fits and previous_group is None and low < min(high, len(topology.nodes)):
+            notes.append(_at_minimum(config, shape, topology, low))
+    used = [topology.nodes[i] for i in placement.used]
+    memory, time = (option.memory, option.time) if option else (None, None)
+    return Plan(
+        model=config.model.kind,
+        parameters=shape.numel if shape else 0,
+        hardware=config.hardware.name,
+        backend=backend(config),
+        layout=choice.layout,
+        ranks_per_node=ranks_per_node(config),
+        nodes=tuple(n.name for n in used),
+        leaves=tuple(n.switch_path[-1] if n.switch_path else "" for n in used),
+        spares=tuple(topology.nodes[i].name for i in placement.spares),
+        inside=placement.inside,
+        crossing=placement.crossing,
+        microbatches=option.microbatches if option else 0,
+        fits=option is None or option.fits,
+        memory=memory,
+        usable_bytes=usable_bytes(config.hardware),
+        traffic=option.traffic if option else {},
+        time=time,
+        considered=tuple(_considered(o, why, taken=o == option) for o, why in choice.considered),
+        reasons=(*notes, *choice.reasons),
+        remedies=tuple(found),
+        expected=expect(config, len(used), memory, time.step if time else None, costs),
+    )
 
 
 def regroup(config: JobConfig, present: Sequence[Node], previous_group: int, shape: ModelShape | None = None) -> Plan:
@@ -141,11 +170,8 @@ def regroup(config: JobConfig, present: Sequence[Node], previous_group: int, sha
         previous_group: ranks of a shard group until now.
         shape: as for `make_plan`.
     """
-    topology, notes = _settled(config, Topology.of(present), len(present), len(present))
-    shape = shape or shape_of(config)
-    if shape is None:
-        return _plan(config, topology, None, choose_without_shape(config, topology), notes)
-    return _plan(config, topology, shape, choose(config, shape, topology, previous_group), notes)
+    topology = Topology.of(present)
+    return make_plan(config, topology, len(present), shape, seek_remedies=False, previous_group=previous_group)
 
 
 def _settled(config: JobConfig, topology: Topology, low: int, high: int) -> tuple[Topology, list[str]]:
@@ -159,42 +185,29 @@ def _settled(config: JobConfig, topology: Topology, low: int, high: int) -> tupl
     if few:
         what = f"{len(few)} nodes have fewer GPUs, {few[0].name} has {few[0].gpus}"
         raise BadInput([Problem(f"nproc_per_node={per_node}", what, f"nproc_per_node={min(n.gpus for n in few)}")])
-    unknown = [n for n in topology.nodes if not n.switch_path]
-    if not unknown or len(unknown) == len(topology.nodes):
+    unknown = [n.name for n in topology.nodes if not n.switch_path]
+    if len(unknown) in (0, len(topology.nodes)):
         return topology, []
-    known = [n for n in topology.nodes if n.switch_path]
-    alone = [replace(n, switch_path=(f"leaf-of-{n.name}",)) for n in unknown]
-    names = ", ".join(n.name for n in unknown[:5]) + (", ..." if len(unknown) > 5 else "")
-    return Topology.of([*known, *alone]), [
-        f"Warning: the switches of {names} are unknown; each counts as its own leaf switch."
-    ]
+    names = ", ".join(unknown[:5]) + (", ..." if len(unknown) > 5 else "")
+    alone = Topology.of(replace(n, switch_path=n.switch_path or (f"leaf-of-{n.name}",)) for n in topology.nodes)
+    return alone, [f"Warning: the switches of {names} are unknown; each counts as its own leaf switch."]
 
 
-def check_sharding(config: JobConfig, topology: Topology) -> None:
-    """Check that the configured sharding can be formed on these nodes.
-
-    Raises:
-        BadInput: it cannot.
-    """
-    strategy, group = config.fsdp.strategy, config.fsdp.shard_group
-    per_node = ranks_per_node(config)
-    world = len(topology.nodes) * per_node
+def sharding_problems(config: JobConfig, topology: Topology) -> Iterator[Problem]:
+    """Yield why the configured sharding cannot be formed on these nodes."""
+    strategy, group, grouping = config.fsdp.strategy, config.fsdp.shard_group, Grouping(config, topology)
+    where, world = f"fsdp.shard_group={group}", grouping.world
     if strategy in HYBRID and world == 1:
-        raise BadInput([Problem(f"fsdp.strategy={strategy}", "a hybrid needs at least 2 ranks", "fsdp=no_shard")])
-    if group == AUTO:
+        yield Problem(f"fsdp.strategy={strategy}", "a hybrid needs at least 2 ranks", "fsdp=no_shard")
+    elif group == AUTO:
         return
-    where = f"fsdp.shard_group={group}"
-    if not isinstance(group, int) or group < 1:
-        raise BadInput([Problem(where, "must be auto or a number of ranks", f"fsdp.shard_group={per_node}")])
-    fixed = {"no_shard": 1, "full_shard": world, "shard_grad_op": world}.get(strategy, group)
-    if fixed != group:
+    elif not isinstance(group, int) or group < 1:
+        yield Problem(where, "must be auto or a number of ranks", f"fsdp.shard_group={grouping.per_node}")
+    elif (fixed := only_group(strategy, world) or group) != group:
         what = f"{strategy} over {world} ranks always has a shard group of {fixed}"
-        raise BadInput([Problem(where, what, "leave shard_group=auto, or choose fsdp=hybrid_shard")])
-    if place(topology, group, per_node, config.hardware.nvlink_domain) is None:
-        what = f"cannot be formed on {len(topology.nodes)} nodes x {per_node} ranks"
-        sizes = [g for g in range(1, world + 1) if (per_node % g == 0 or g % per_node == 0) and g <= world]
-        near = sorted(sorted(sizes, key=lambda g: abs(g - group))[:4])
-        raise BadInput([Problem(where, what, f"nearest sizes: {', '.join(map(str, near))}")])
+        yield Problem(where, what, "leave shard_group=auto, or choose fsdp=hybrid_shard")
+    elif grouping.place(group) is None:
+        yield grouping.impossible(group)
 
 
 def _at_minimum(config: JobConfig, shape: ModelShape, topology: Topology, low: int) -> str:
@@ -204,43 +217,6 @@ def _at_minimum(config: JobConfig, shape: ModelShape, topology: Topology, low: i
         return f"At the minimum of {low} nodes it still fits: {option.name}."
     over = size(option.memory.total - usable_bytes(config.hardware))
     return f"At the minimum of {low} nodes it does NOT fit: {option.name} is {over} over."
-
-
-def _plan(
-    config: JobConfig,
-    topology: Topology,
-    shape: ModelShape | None,
-    choice: Choice,
-    notes: Sequence[str],
-    costs: Costs | None = None,
-) -> Plan:
-    placement, option = choice.placement, choice.option
-    used = [topology.nodes[i] for i in placement.used]
-    return Plan(
-        model=config.model.kind,
-        parameters=shape.numel if shape else 0,
-        hardware=config.hardware.name,
-        backend=backend(config),
-        layout=choice.layout,
-        ranks_per_node=ranks_per_node(config),
-        nodes=tuple(n.name for n in used),
-        leaves=tuple(n.switch_path[-1] if n.switch_path else "" for n in used),
-        spares=tuple(topology.nodes[i].name for i in placement.spares),
-        inside=placement.inside,
-        crossing=placement.crossing,
-        microbatches=option.microbatches if option else 0,
-        fits=choice.fits,
-        memory=option.memory if option else None,
-        usable_bytes=usable_bytes(config.hardware),
-        traffic=option.traffic if option else {},
-        time=option.time if option else None,
-        considered=tuple(_considered(o, why, taken=o == option) for o, why in choice.considered),
-        reasons=(*notes, *choice.reasons),
-        remedies=(),
-        expected=expect(
-            config, len(used), option.memory if option else None, option.time.step if option else None, costs
-        ),
-    )
 
 
 def _considered(o: Option, why: str, taken: bool) -> Considered:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Column, Table
 from rich.text import Text
@@ -35,7 +36,7 @@ def render(plan: Plan) -> RenderableType:
     if plan.memory is not None:
         head.append("FITS  " if plan.fits else "DOES NOT FIT  ", "bold green" if plan.fits else "bold red")
         parts += [_memory(plan, plan.memory), Text(), *_options(plan), Text()]
-    head.append(title_of(plan), "bold").append(f"\n{summary_of(plan)}\n{plan.expected or ''}\n")
+    head.append(title_of(plan), "bold").append(f"\n{summary_of(plan)}\n{plan.expected}\n")
     parts.append(Text("\n".join(f"- {r}" for r in plan.reasons)))
     if plan.remedies:
         lines = [f"- {' '.join(r.overrides)}   ({r.result})" for r in plan.remedies]
@@ -43,14 +44,6 @@ def render(plan: Plan) -> RenderableType:
     elif not plan.fits:
         parts.append(Text("No setting of this job and no number of nodes up to 4,096 was found to make it fit.", "red"))
     return Group(*parts)
-
-
-def render_text(plan: Plan, width: int = 100) -> str:
-    """Render the whole plan as plain text."""
-    console = Console(width=width, no_color=True, highlight=False)
-    with console.capture() as captured:
-        console.print(render(plan))
-    return captured.get()
 
 
 def title_of(plan: Plan) -> str:
@@ -87,18 +80,14 @@ def rows_of(plan: Plan, most: int) -> list[Row]:
     return rows
 
 
+def _titled(title: str, *columns: Column | str, **style: Any) -> Table:
+    return Table(*columns, title=title, title_justify="left", pad_edge=False, **style)
+
+
 def _nodes(plan: Plan) -> Table:
     """List the nodes with their ranks, coloured by shard group."""
-    table = Table(
-        Column("leaf" if any(plan.leaves) else "", style="dim"),
-        "nodes",
-        "ranks in shard groups",
-        title="Nodes and ranks by shard group",
-        title_justify="left",
-        box=None,
-        pad_edge=False,
-        padding=(0, 2, 0, 0),
-    )
+    columns = (Column("leaf" if any(plan.leaves) else "", style="dim"), "nodes", "ranks in shard groups")
+    table = _titled("Nodes and ranks by shard group", *columns, box=None, padding=(0, 2, 0, 0))
     rows, most = rows_of(plan, MOST_NODES_LISTED), MOST_NODES_LISTED
     for i, row in enumerate(rows):
         if len(rows) <= most or not most // 2 <= i < len(rows) - most // 4:
@@ -128,16 +117,8 @@ def span(first: int, last: int) -> str:
 
 
 def _memory(plan: Plan, memory: Memory) -> Table:
-    table = Table(
-        "part",
-        Column("size", justify="right"),
-        Column("of usable", justify="right"),
-        "",
-        title=f"Peak memory per GPU: {memory.moment}",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )
+    sizes = (Column(name, justify="right") for name in ("size", "of usable"))
+    table = _titled(f"Peak memory per GPU: {memory.moment}", "part", *sizes, "", box=box.SIMPLE_HEAD)
     usable = max(1, plan.usable_bytes)
     for name, value in memory.parts().items():
         if value:
@@ -153,15 +134,9 @@ def _memory(plan: Plan, memory: Memory) -> Table:
 def _options(plan: Plan) -> tuple[Table, Table]:
     """Table the option taken, then those that fit, fastest first, then the rest by memory; and the reasons."""
     numbers = (Column(name, justify="right", no_wrap=True) for name in ("memory", "within", "between", "tokens/s"))
-    table = Table(
-        Column("option", no_wrap=True),
-        *numbers,
-        title=f"Options considered ({len(plan.considered)}); bytes that a node sends per step over {plan.backend}",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
+    title = f"Options considered ({len(plan.considered)}); bytes that a node sends per step over {plan.backend}"
+    columns = (Column("option", no_wrap=True), *numbers)
+    table = _titled(title, *columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     why = Table.grid(padding=(0, 2))
     ordered = sorted(
         plan.considered, key=lambda c: (not c.taken, not c.fits, -c.tokens_per_s if c.fits else c.memory_bytes)

@@ -25,7 +25,6 @@ KUBERNETES_LABELS = (
     ("topology.kubernetes.io/region", "topology.kubernetes.io/zone"),
 )
 NVLINK_LABELS = ("nvidia.com/gpu.clique", "network.topology.nvidia.com/accelerator")
-GPU_COUNT_LABEL = "nvidia.com/gpu.count"
 
 
 def from_yaml(text: str, gpus: int = 8) -> Topology:
@@ -153,6 +152,5 @@ def from_kubernetes(labels: Mapping[str, Mapping[str, str]], gpus: int = 8) -> T
         if family and not path:
             path = (f"leaf-of-{name}",)
         nvlink = next((of[label] for label in NVLINK_LABELS if label in of), "")
-        count = of.get(GPU_COUNT_LABEL, "")
-        nodes.append(Node(name, path, int(count) if count.isdigit() else gpus, nvlink))
+        nodes.append(Node(name, path, gpus, nvlink))
     return Topology.of(nodes)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fsdp_jobs.config.resolve import loss_chunk, peak_flops
-from fsdp_jobs.config.schema import DataConfig, FsdpConfig, HardwareConfig
+from fsdp_jobs.config.resolve import accelerator, backend, loss_chunk, param_dtype, peak_flops, ranks_per_node
+from fsdp_jobs.config.schema import HardwareConfig, JobConfig
 from fsdp_jobs.plan.collectives import Group
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.plan.memory import DTYPE_BYTES, master_bytes
@@ -60,23 +60,17 @@ class _Compute:
     update: float  # clipping and AdamW
 
 
-def _group(hardware: HardwareConfig, ranks: int, per_node: int, intra: float, inter: float, is_nccl: bool) -> Group:
+def _group(config: JobConfig, ranks: int, intra: float, inter: float) -> Group:
     """Describe a group of `ranks` ranks, of which each node's make `intra` and `inter` hops of a ring.
 
     NCCL opens one ring per network card, so a node's edge carries its share of every rank's bytes at the
     sum of the cards' bandwidths.
     """
+    hardware, per_node = config.hardware, ranks_per_node(config)
     seconds_intra = 1 / (hardware.intra_node_gb_s * 1e9) if intra and hardware.intra_node_gb_s else 0.0
     seconds_inter = inter / per_node / (hardware.inter_node_gb_s * 1e9) if hardware.inter_node_gb_s else 0.0
-    return Group(
-        ranks=ranks,
-        nodes=max(2, round(ranks * inter / (inter + intra))) if inter else 1,
-        seconds_per_byte=max(seconds_intra, seconds_inter),
-        intra_us=hardware.intra_node_latency_us,
-        inter_us=hardware.inter_node_latency_us,
-        nvls_seconds_per_byte=1 / (hardware.nvls_gb_s * 1e9) if hardware.nvls_gb_s and is_nccl else 0.0,
-        is_nccl=is_nccl,
-    )
+    nodes = max(2, round(ranks * inter / (inter + intra))) if inter else 1
+    return Group(hardware, ranks, nodes, max(seconds_intra, seconds_inter), backend(config) == "nccl")
 
 
 def _beside(compute: float, communication: float) -> float:
@@ -84,31 +78,20 @@ def _beside(compute: float, communication: float) -> float:
     return max(communication, compute + CONTENTION * min(compute, communication))
 
 
-def step_time(
-    shape: ModelShape,
-    layout: Layout,
-    fsdp: FsdpConfig,
-    data: DataConfig,
-    hardware: HardwareConfig,
-    ring: RingBytes,
-    ranks_per_node: int,
-    param_dtype: str,
-    in_domain: bool = False,
-    is_nccl: bool = True,
-) -> StepTime:
+def step_time(config: JobConfig, shape: ModelShape, layout: Layout, ring: RingBytes, in_domain: bool) -> StepTime:
     """Predict one optimizer step of `ring.gathers` microbatches on every rank.
 
     Forward hides the gather of the next block behind a block; backward hides the gather and the previous
     block's reduction. The first gather, the last reduction and the root's are exposed. With `in_domain`, a shard
     group's nodes reach each other over NVLink.
     """
-    n = max(1, shape.n_blocks)
-    c = _compute(shape, layout, fsdp, data, hardware, param_dtype, ranks_per_node)
-    s_intra, s_inter, r_intra, r_inter = hops(layout, ranks_per_node)
+    fsdp, data, hardware = config.fsdp, config.data, config.hardware
+    n, dtype = max(1, shape.n_blocks), param_dtype(fsdp, accelerator(config))
+    c = _compute(config, shape, layout, dtype)
+    s_intra, s_inter, r_intra, r_inter = hops(layout, ranks_per_node(config))
     if in_domain:
         s_intra, s_inter = s_intra + s_inter, 0.0
-    near = _group(hardware, layout.shard_group, ranks_per_node, s_intra, s_inter, is_nccl)
-    far = _group(hardware, layout.replicas, ranks_per_node, r_intra, r_inter, is_nccl)
+    near, far = _group(config, layout.shard_group, s_intra, s_inter), _group(config, layout.replicas, r_intra, r_inter)
 
     shard = shape.shard_numel(layout.shard_group)
     in_blocks = sum(b.shard_numel(layout.shard_group) * b.count for b in shape.blocks)
@@ -140,7 +123,6 @@ def step_time(
     busy = ring.gathers * (root_gather + n * (gather + gather_again)) + ring.reductions * (n * reduce + root_reduce)
     busy += n * all_reduce + root_all_reduce
     tokens = data.global_batch * data.seq_len / layout.world_size  # a rank's mean; the busiest sets the time
-    peak = peak_flops(hardware, param_dtype)
     return StepTime(
         compute=compute,
         communication=busy,
@@ -148,7 +130,7 @@ def step_time(
         step=step,
         tokens_per_s=tokens * layout.world_size / step,
         tokens_per_s_per_rank=tokens / step,
-        mfu=shape.flops_per_token(data.seq_len) * tokens / step / peak,
+        mfu=shape.flops_per_token(data.seq_len) * tokens / step / peak_flops(hardware, dtype),
     )
 
 
@@ -160,18 +142,11 @@ def attention_rate(hardware: HardwareConfig, best_rate: float, head_width: int, 
     return longest * min(1.0, by_width) * by_length * ATTENTION_IN_STEP
 
 
-def _compute(
-    shape: ModelShape,
-    layout: Layout,
-    fsdp: FsdpConfig,
-    data: DataConfig,
-    hardware: HardwareConfig,
-    param_dtype: str,
-    ranks_per_node: int,
-) -> _Compute:
+def _compute(config: JobConfig, shape: ModelShape, layout: Layout, dtype: str) -> _Compute:
+    fsdp, data, hardware = config.fsdp, config.data, config.hardware
     a, tokens = shape.activations, data.micro_batch * data.seq_len
-    b_m, b_p, b_r = master_bytes(fsdp), DTYPE_BYTES[param_dtype], DTYPE_BYTES[fsdp.reduce_dtype]
-    best_rate = peak_flops(hardware, param_dtype) * hardware.matmul_efficiency
+    b_m, b_p, b_r = master_bytes(fsdp), DTYPE_BYTES[dtype], DTYPE_BYTES[fsdp.reduce_dtype]
+    best_rate = peak_flops(hardware, dtype) * hardware.matmul_efficiency
     matmul_rate = best_rate * LAYER_MATMUL
     per_byte = 1 / (hardware.memory_gb_s * 1e9) if hardware.memory_gb_s else 0.0
 
@@ -200,7 +175,7 @@ def _compute(
     cast = b_m + b_p if b_m != b_p else 0
     update = shard * (UPDATE_PASSES + CLIP_PASSES) * b_m * per_byte
     if fsdp.cpu_offload:
-        update = shard * ranks_per_node * (UPDATE_PASSES + CLIP_PASSES) * b_m / HOST_UPDATE_BYTES_PER_S
+        update = shard * ranks_per_node(config) * (UPDATE_PASSES + CLIP_PASSES) * b_m / HOST_UPDATE_BYTES_PER_S
     return _Compute(
         forward=forward,
         backward=backward,

@@ -7,9 +7,10 @@ topology order, so that neighbours in the list are neighbours on the network.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 
 
@@ -30,17 +31,11 @@ class Node:
     nvlink: str = ""
 
 
-def _order(node: Node) -> tuple[object, ...]:
-    path = tuple(natural_key(s) for s in node.switch_path)
-    return (path, natural_key(node.nvlink), natural_key(node.name))
-
-
 @dataclass(frozen=True)
 class Topology:
     """The nodes in topology order. Make one with `Topology.of`, which sorts."""
 
     nodes: tuple[Node, ...]
-    _units: dict[tuple[str, int], list[int]] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(cls, nodes: Iterable[Node]) -> Topology:
@@ -49,70 +44,44 @@ class Topology:
         Raises:
             ValueError: two nodes of one name.
         """
-        ordered = tuple(sorted(nodes, key=_order))
-        seen: set[str] = set()
-        for node in ordered:
-            if node.name in seen:
-                raise ValueError(f"node {node.name} is named twice")
-            seen.add(node.name)
+
+        def order(node: Node) -> tuple[object, ...]:
+            return tuple(map(natural_key, node.switch_path)), natural_key(node.nvlink), natural_key(node.name)
+
+        ordered = tuple(sorted(nodes, key=order))
+        if twice := [name for name, count in Counter(n.name for n in ordered).items() if count > 1]:
+            raise ValueError(f"node {twice[0]} is named twice")
         return cls(ordered)
 
     @classmethod
-    def flat(cls, nodes: int | Sequence[str], gpus: int = 8) -> Topology:
-        """Put all nodes under one switch: given by number (node1, node2, ...) or by name."""
-        names = [f"node{i + 1}" for i in range(nodes)] if isinstance(nodes, int) else nodes
-        return cls.of(Node(n, (), gpus) for n in names)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(n.name for n in self.nodes)
+    def flat(cls, nodes: int, gpus: int = 8) -> Topology:
+        """Put nodes named node1, node2, ... under one switch."""
+        return cls.of(Node(f"node{i + 1}", (), gpus) for i in range(nodes))
 
     def first(self, count: int) -> Topology:
         """Return the first `count` nodes in topology order."""
         return Topology(self.nodes[:count])
 
-    def units(self, level: str, domain_nodes: int = 1) -> list[int]:
-        """Return the sizes, in nodes, of the consecutive units of a level, in topology order.
+    def units(self, domain_nodes: int = 1) -> dict[str, list[int]]:
+        """Return the levels, innermost first, with the sizes in nodes of their consecutive units in topology order.
+
+        `domain` (NVLink domains), where any spans nodes; `leaf`, and `switch-K` for the switches K levels above a
+        leaf, where switches are known; and `all`, the whole.
 
         Args:
-            level: `domain` (NVLink domains), `leaf`, or `switch-K` for the switches K levels above a
-                leaf; `all` is the whole.
             domain_nodes: nodes of one NVLink domain where nodes do not name theirs (NVL72: 18 x 4 GPUs).
         """
-        known = self._units.get((level, domain_nodes))
-        if known is None:
-            known = self._units[level, domain_nodes] = self._count(level, domain_nodes)
-        return known
-
-    def _count(self, level: str, domain_nodes: int) -> list[int]:
-        if level == "all":
-            return [len(self.nodes)]
-        if level == "domain":
-            return self._domains(domain_nodes)
-        above = 0 if level == "leaf" else int(level.removeprefix("switch-"))
-        switches = groupby(self.nodes, key=lambda n: n.switch_path[: max(0, len(n.switch_path) - above)])
-        return [len(list(nodes)) for _, nodes in switches]
-
-    def levels(self, domain_nodes: int = 1) -> list[str]:
-        """List the levels that hold more than one node, innermost first: domain, leaf, switch-1, ..., all."""
-        depth, names_domains = self._depth
-        switches = ["leaf", *(f"switch-{k}" for k in range(1, depth))] if depth else []
-        return [*(["domain"] if domain_nodes > 1 or names_domains else []), *switches, "all"]
-
-    @cached_property
-    def _depth(self) -> tuple[int, bool]:
-        """Return the most switches above a node, and whether nodes name NVLink domains."""
-        return max((len(n.switch_path) for n in self.nodes), default=0), any(n.nvlink for n in self.nodes)
-
-    @cached_property
-    def leaf_numbers(self) -> list[int]:
-        """Number the leaf switches, and return each node's."""
-        numbers: dict[tuple[str, ...], int] = {}
-        return [numbers.setdefault(n.switch_path, len(numbers)) for n in self.nodes]
+        units: dict[str, list[int]] = {}
+        if domain_nodes > 1 or any(n.nvlink for n in self.nodes):
+            units["domain"] = self._domains(domain_nodes)
+        for above in range(max((len(n.switch_path) for n in self.nodes), default=0)):
+            switches = groupby(n.switch_path[: max(0, len(n.switch_path) - above)] for n in self.nodes)
+            units[f"switch-{above}" if above else "leaf"] = [len(list(under)) for _, under in switches]
+        return {**units, "all": [len(self.nodes)]}
 
     def _domains(self, domain_nodes: int) -> list[int]:
         sizes = []
-        for (_, nvlink), run in groupby(self.nodes, key=lambda n: (n.switch_path, n.nvlink)):
+        for (_, nvlink), run in groupby((n.switch_path, n.nvlink) for n in self.nodes):
             count = len(list(run))
             size = count if nvlink else domain_nodes
             sizes += [min(size, count - first) for first in range(0, count, size)]
@@ -125,21 +94,19 @@ def expand_hostlist(text: str) -> list[str]:
     Raises:
         ValueError: an open bracket or a range that runs backwards.
     """
-    names: list[str] = []
-    for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text.strip()):
-        names += _expand(item.strip())
     if text.count("[") != text.count("]"):
         raise ValueError(f"hostlist {text}: a bracket is open")
-    return names
+    items = (item.strip() for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text.strip()))
+    return [name for item in items if item for name in _expand(item)]
 
 
 def _expand(item: str) -> list[str]:
-    match = re.search(r"\[([^\]]*)\]", item)
-    if match is None:
-        return [item] if item else []
-    head, tail = item[: match.start()], _expand(item[match.end() :]) or [""]
+    head, bracket, rest = item.partition("[")
+    if not bracket:
+        return [item]
+    ranges, _, tail = rest.partition("]")
     values: list[str] = []
-    for part in match.group(1).split(","):
+    for part in ranges.split(","):
         low, dash, high = part.strip().partition("-")
         if not low.isdigit() or (dash and not high.isdigit()):
             raise ValueError(f"hostlist {item}: {part} is neither a number nor low-high")
@@ -147,4 +114,4 @@ def _expand(item: str) -> list[str]:
             raise ValueError(f"hostlist {item}: {part} runs backwards")
         width = len(low) if low.startswith("0") else 0
         values += [str(v).zfill(width) for v in range(int(low), int(high if dash else low) + 1)]
-    return [f"{head}{v}{t}" for v in values for t in tail]
+    return [f"{head}{v}{t}" for v in values for t in _expand(tail)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fsdp_jobs.config.schema import FsdpConfig
-from fsdp_jobs.plan.layout import HYBRID, Layout
+from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.plan.memory import DTYPE_BYTES
 from fsdp_jobs.plan.shapes import ModelShape
 
@@ -20,25 +20,19 @@ BACKENDS = ("nccl", "gloo")
 
 @dataclass(frozen=True)
 class RingBytes:
-    """What one rank sends in a step, in bytes, by collective; the shard ring and the replica ring apart."""
+    """What one rank sends to its neighbour in a ring, in bytes, by collective."""
 
     gather_forward: float  # per microbatch
     gather_backward: float  # per microbatch
     reduce: float  # per reduction over the shard group
-    all_reduce: float  # per reduction over the replicas
+    all_reduce: float  # over the replicas, once a step
     gathers: int  # microbatches in a step
     reductions: int  # shard-group reductions in a step
-    all_reductions: int  # replica reductions in a step
 
     @property
     def shard_ring(self) -> float:
         """Return the bytes a rank sends to its neighbour in the shard group in a step."""
         return (self.gather_forward + self.gather_backward) * self.gathers + self.reduce * self.reductions
-
-    @property
-    def replica_ring(self) -> float:
-        """Return the bytes a rank sends to its neighbour among the replicas in a step."""
-        return self.all_reduce * self.all_reductions
 
 
 @dataclass(frozen=True)
@@ -50,12 +44,7 @@ class Traffic:
 
 
 def ring_bytes(
-    shape: ModelShape,
-    layout: Layout,
-    fsdp: FsdpConfig,
-    param_bytes: int,
-    microbatches: int,
-    backend: str = "nccl",
+    shape: ModelShape, layout: Layout, fsdp: FsdpConfig, param_bytes: int, microbatches: int, backend: str = "nccl"
 ) -> RingBytes:
     """Count what one rank sends in a step, by collective.
 
@@ -69,15 +58,13 @@ def ring_bytes(
     blocks = sum(b.shard_numel(group) * b.count for b in shape.blocks)
     ring = group - 1  # each rank passes on this many shards
     reduce_cost = 2 if backend == "gloo" else 1
-    all_reduce = 2 * (replicas - 1) / replicas * shard * b_r
     return RingBytes(
         gather_forward=ring * shard * param_bytes,
         gather_backward=ring * blocks * param_bytes if layout.reshard_after_forward else 0,
         reduce=ring * shard * b_r * reduce_cost,
-        all_reduce=all_reduce if layout.strategy in (*HYBRID, "no_shard") else 0,
+        all_reduce=2 * (replicas - 1) / replicas * shard * b_r,
         gathers=microbatches,
         reductions=1 if layout.accumulate_unsharded or group == 1 else microbatches,
-        all_reductions=1,
     )
 
 
@@ -91,10 +78,10 @@ def hops(layout: Layout, ranks_per_node: int) -> tuple[float, float, float, floa
     """
     group, per_node = layout.shard_group, ranks_per_node
     nodes = -(-layout.world_size // per_node)
-    if group == 1 or (group <= per_node and per_node % group == 0):
+    if per_node % group == 0:
         shard_inter = 0.0
     elif group % per_node == 0:
-        shard_inter = 1.0 if group > per_node else 0.0
+        shard_inter = 1.0
     else:
         touched = [(g * group + group - 1) // per_node - g * group // per_node + 1 for g in range(layout.replicas)]
         shard_inter = sum(t for t in touched if t > 1) / nodes
@@ -109,6 +96,6 @@ def node_traffic(ring: RingBytes, layout: Layout, ranks_per_node: int) -> Traffi
     """Count the bytes that each node sends in a step when ranks are in topology order."""
     s_intra, s_inter, r_intra, r_inter = hops(layout, ranks_per_node)
     return Traffic(
-        intra_node=s_intra * ring.shard_ring + r_intra * ring.replica_ring,
-        inter_node=s_inter * ring.shard_ring + r_inter * ring.replica_ring,
+        intra_node=s_intra * ring.shard_ring + r_intra * ring.all_reduce,
+        inter_node=s_inter * ring.shard_ring + r_inter * ring.all_reduce,
     )

@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdp_jobs.launchers.base import Description
+from fsdp_jobs.launchers.state import State
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.goodput import Goodput, goodput_of
+from fsdp_jobs.run.identity import owner_of
 from fsdp_jobs.run.status import ENDED, RunStatus, steps_done
 from fsdp_jobs.run.table import ago, duration
-from fsdp_jobs.submit.submit import ask_launchers, state_of
+from fsdp_jobs.submit.submitted import describe, is_silent
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,12 @@ class RunSummary:
             "checkpoint": ago(self.checkpoint_age_s),
             "reason": self.reason,
         }
+
+
+def ask_launchers(statuses: Sequence[RunStatus]) -> dict[str, Description]:
+    """Return handle -> description of runs, with one question to each launcher."""
+    handles = [str(status.run.read_job()["handle"]) for status in statuses]
+    return dict(zip(handles, describe(handles), strict=True))
 
 
 class Overview:
@@ -104,3 +112,16 @@ def _summary(status: RunStatus, answers: Mapping[str, Description], goodput: Goo
         goodput=goodput.fraction if goodput.useful_s else None,
         reason=reason,
     )
+
+
+def state_of(status: RunStatus, job: Description | None) -> tuple[str, str]:
+    """Return state and reason of a run by its own record and its launcher's description; None if it was not asked."""
+    status.update()  # the launcher may have fetched more of the record
+    if status.ended or job is None or job.state is State.RUNNING:
+        return status.state, status.reason
+    if is_silent(status.run, job):
+        return status.state, job.message if job.state is State.SILENT else f"of {owner_of(status.run)}"
+    if job.state is State.QUEUED:
+        return State.QUEUED.value, job.message
+    state = State.STOPPED if job.state is State.STOPPED else State.FAILED
+    return state.value, job.message or "its launcher no longer runs it: resume it"

@@ -9,7 +9,7 @@ from fsdp_jobs.config.schema import plain_values
 from fsdp_jobs.launchers.state import State
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.identity import check_may_act
-from fsdp_jobs.submit.submit import describe, has_ended, kill
+from fsdp_jobs.submit.submitted import describe, has_ended, kill
 
 
 def stop(runs: Sequence[RunDir], now: bool, say: Callable[[str], None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from fsdp_jobs.checkpoints.catalog import find_checkpoints, step_of
 from fsdp_jobs.config.errors import BadInput, Problem
@@ -10,7 +11,7 @@ from fsdp_jobs.config.hydra import compose_jobs
 from fsdp_jobs.config.resolve import node_range, ranks_per_node
 from fsdp_jobs.config.schema import JobConfig, load_config, training_values
 from fsdp_jobs.config.validate import config_problems
-from fsdp_jobs.plan.plan import check_sharding
+from fsdp_jobs.plan.plan import sharding_problems
 from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.run.directory import RunDir, checkpoints_of
 from fsdp_jobs.run.identity import identity_of
@@ -87,10 +88,5 @@ def _sharding_problems(config: JobConfig) -> Iterator[Problem]:
         sizes, per_node = node_range(config.nodes), ranks_per_node(config)
     except BadInput:
         return  # validated with the configuration
-    problems: dict[str, Problem] = {}
-    for nodes in sizes:
-        try:
-            check_sharding(config, Topology.flat(nodes, per_node))
-        except BadInput as e:
-            problems = {p.where: p for p in e.problems} | problems
-    yield from problems.values()
+    found = (sharding_problems(config, Topology.flat(nodes, per_node)) for nodes in reversed(sizes))
+    yield from {problem.where: problem for problem in chain.from_iterable(found)}.values()

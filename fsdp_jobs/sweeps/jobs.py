@@ -14,6 +14,7 @@ from fsdp_jobs.run.status import ENDED
 from fsdp_jobs.run.tail import newest_json_lines
 from fsdp_jobs.submit import submit as submission
 from fsdp_jobs.submit.overview import Overview
+from fsdp_jobs.submit.submitted import settle
 from fsdp_jobs.submit.validate import composed
 from fsdp_jobs.sweeps.identity import canonical, identity, is_of_the_command
 from fsdp_jobs.sweeps.table import NEW, Row, Sweep
@@ -25,7 +26,7 @@ _SLOWEST_POLL_S = 15.0
 def refresh(sweep: Sweep, rows: Sequence[Row]) -> None:
     """Bring rows up to date from their run directories, and from launchers where jobs have not ended."""
     submitted = []
-    submission.settle([sweep.run_of(row) for row in rows])
+    settle([sweep.run_of(row) for row in rows])
     for row in rows:
         if sweep.run_of(row).is_submitted:
             submitted.append(row)

@@ -21,6 +21,7 @@ from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.tail import newest_json_lines, read_json_lines
 from fsdp_jobs.submit import submit as submission
+from fsdp_jobs.submit.submitted import is_active, kill
 
 FAULTS = {
     "kill_node": "SIGKILL to a node's agent; its ranks die with it",
@@ -103,7 +104,7 @@ def rehearse(config: JobConfig, fault: str, say: Callable[[str], None]) -> Outco
         _wait_until(lambda: _has_ended(run), handle, "the job did not end")
         return _judge(run, injected_at)
     finally:
-        submission.kill([handle])
+        kill([handle])
 
 
 def _inject(run: RunDir, fault: str, heartbeat_timeout_s: float) -> None:
@@ -128,7 +129,7 @@ def _inject(run: RunDir, fault: str, heartbeat_timeout_s: float) -> None:
 def _corrupt_checkpoint(job: submission.Prepared, handle: str, say: Callable[[str], None]) -> float:
     """Stop the job, flip a bit of its newest checkpoint, and resume it; return when it was resumed."""
     write_atomic(job.run.stop_request, "rehearsal")
-    _wait_until(lambda: not submission.is_active(handle), None, "the job did not stop")
+    _wait_until(lambda: not is_active(handle), None, "the job did not stop")
     newest = catalog.find_checkpoints(job.run.checkpoints)[0]
     shard = max(newest.glob("*.distcp"), key=lambda f: f.stat().st_size)
     with shard.open("r+b") as f:
@@ -180,7 +181,7 @@ def _wait_until(condition: Callable[[], bool], handle: str | None, problem: str)
     """
     deadline = time.monotonic() + _TIMEOUT_S
     while not condition():
-        has_ended = handle is not None and not submission.is_active(handle)
+        has_ended = handle is not None and not is_active(handle)
         if (has_ended and not condition()) or time.monotonic() > deadline:
             raise JobFailed(f"{problem} within {_TIMEOUT_S:.0f} s; fsdp-jobs logs shows why")
         time.sleep(0.05)

@@ -15,9 +15,9 @@ from fsdp_jobs.launchers.docker import containers
 from fsdp_jobs.launchers.slurm.script import Site, script
 from fsdp_jobs.pages.plan_svg import to_svg
 from fsdp_jobs.plan.plan import Plan, make_plan
-from fsdp_jobs.plan.render import render_text
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.submit.validate import check_existing_run, validate
+from tests.plan.shown import render_text
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ def sent_by_place(ring: RingBytes, shard_groups: Sequence[Sequence[int]], places
     """
     sent = dict.fromkeys(places, 0.0)
     replica_rings = [list(ranks) for ranks in zip(*shard_groups, strict=True)]
-    for rings, amount in ((shard_groups, ring.shard_ring), (replica_rings, ring.replica_ring)):
+    for rings, amount in ((shard_groups, ring.shard_ring), (replica_rings, ring.all_reduce)):
         for members in rings:
             ordered = sorted(members)
             for here, there in zip(ordered, [*ordered[1:], ordered[0]], strict=True):

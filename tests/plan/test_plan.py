@@ -67,8 +67,8 @@ def check_partition(plan: Plan, topology: Topology) -> None:
     ranks = [r for g in groups for r in range(g.first_rank, g.last_rank + 1)]
     assert ranks == list(range(plan.layout.world_size))
     assert {g.last_rank - g.first_rank + 1 for g in groups} == {size}
-    assert sorted((*plan.nodes, *plan.spares)) == sorted(topology.names)
-    place = {name: i for i, name in enumerate(topology.names)}
+    place = {node.name: i for i, node in enumerate(topology.nodes)}
+    assert sorted((*plan.nodes, *plan.spares)) == sorted(place)
     places = [place[n] for n in plan.nodes]
     assert places == sorted(places)
     for g in groups:  # the nodes of a group are neighbours
@@ -147,7 +147,7 @@ def test_a_slow_network_keeps_shard_groups_in_their_nodes() -> None:
 @given(LEAVES, PER_NODE, MEMORY, st.randoms(use_true_random=False))
 def test_names_of_nodes_do_not_matter(sizes: list[int], per_node: int, memory: float, random: object) -> None:
     topology = leaves(sizes, per_node)
-    names = list(topology.names)
+    names = [node.name for node in topology.nodes]
     random.shuffle(names)  # type: ignore[attr-defined]
     renamed = Topology.of(replace(n, name=name) for n, name in zip(topology.nodes, names, strict=True))
     one, two = (on(sized(memory, per_node), t) for t in (topology, renamed))
@@ -345,7 +345,7 @@ class TestRegroup:
     def test_an_unknown_node_is_its_own_leaf(self) -> None:
         plan = regroup(self.config, [*leaves([4, 3], 4).nodes, Node("stranger", (), 4)], 8)
         assert plan.reasons[0].startswith("Warning: the switches of stranger are unknown")
-        assert set(plan.nodes) | set(plan.spares) == {*leaves([4, 3], 4).names, "stranger"}
+        assert set(plan.nodes) | set(plan.spares) == {*(node.name for node in leaves([4, 3], 4).nodes), "stranger"}
 
     def test_a_users_group_that_the_nodes_left_cannot_form_is_an_error_that_names_it(self) -> None:
         with pytest.raises(BadInput, match=r"fsdp\.shard_group=16: cannot be formed on 3 nodes x 4 ranks"):

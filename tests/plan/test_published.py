@@ -7,7 +7,8 @@ from statistics import median
 
 import pytest
 
-from fsdp_jobs.plan.choose import all_options
+from fsdp_jobs.plan.choose import options_of
+from fsdp_jobs.plan.grouping import Grouping
 from fsdp_jobs.plan.plan import Plan, make_plan
 from fsdp_jobs.plan.shapes import shape_of
 from fsdp_jobs.plan.topology import Topology
@@ -81,7 +82,7 @@ def test_compiling_and_recomputing_move_the_prediction_the_right_way() -> None:
 
 def test_each_strategy_of_a_row_is_priced() -> None:
     config = job(ROWS[0])
-    options = all_options(config, shape_of(config), Topology.flat(8))
+    options = options_of(config, shape_of(config), Grouping(config, Topology.flat(8)))
     assert all(o.time.step >= o.time.compute > 0 for o in options)
     assert all(0 < o.time.mfu < 1 for o in options)
 

@@ -10,10 +10,11 @@ import pytest
 
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.pages.plan_svg import to_svg
+from fsdp_jobs.plan.memory import size
 from fsdp_jobs.plan.plan import Plan, make_plan
-from fsdp_jobs.plan.render import render_text, size
 from fsdp_jobs.plan.topology import Node, Topology
 from tests.plan.groups import groups_of
+from tests.plan.shown import render_text
 
 BASE = ["hardware=h100", "data=synthetic", "data.seq_len=4096", "data.micro_batch=1", "data.global_batch=2048"]
 

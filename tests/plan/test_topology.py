@@ -19,12 +19,16 @@ switches:
 """
 
 
+def names(topology: Topology) -> tuple[str, ...]:
+    return tuple(node.name for node in topology.nodes)
+
+
 def paths(topology: Topology) -> dict[str, tuple[str, ...]]:
     return {n.name: n.switch_path for n in topology.nodes}
 
 
 def test_names_sort_as_people_count() -> None:
-    assert Topology.flat(["node10", "node2", "node1"]).names == ("node1", "node2", "node10")
+    assert names(Topology.of(map(Node, ["node10", "node2", "node1"]))) == ("node1", "node2", "node10")
 
 
 def test_two_nodes_of_one_name() -> None:
@@ -33,7 +37,7 @@ def test_two_nodes_of_one_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "names"),
+    ("text", "expanded"),
     [
         ("node1", ["node1"]),
         ("node[1-3,07],login", ["node1", "node2", "node3", "node07", "login"]),
@@ -41,8 +45,8 @@ def test_two_nodes_of_one_name() -> None:
         ("r[1-2]n[1-2]", ["r1n1", "r1n2", "r2n1", "r2n2"]),
     ],
 )
-def test_hostlists(text: str, names: list[str]) -> None:
-    assert expand_hostlist(text) == names
+def test_hostlists(text: str, expanded: list[str]) -> None:
+    assert expand_hostlist(text) == expanded
 
 
 @pytest.mark.parametrize("text", ["node[3-1]", "node[1-", "node[x]"])
@@ -53,11 +57,10 @@ def test_bad_hostlists(text: str) -> None:
 
 def test_a_file() -> None:
     topology = from_yaml(FILE)
-    assert topology.names == ("node1", "node2", "node3", "node10", "node4", "node5")
+    assert names(topology) == ("node1", "node2", "node3", "node10", "node4", "node5")
     assert topology.nodes[0] == Node("node1", ("spine1", "leaf1"), 4)
-    assert topology.units("leaf") == [2, 2, 2]
-    assert topology.units("switch-1") == [4, 2]
-    assert topology.levels() == ["leaf", "switch-1", "all"]
+    assert topology.units() == {"leaf": [2, 2, 2], "switch-1": [4, 2], "all": [6]}
+    assert list(topology.units()) == ["leaf", "switch-1", "all"], "innermost first"
 
 
 def test_a_file_that_names_a_node_twice() -> None:
@@ -95,7 +98,7 @@ SwitchName=spine Level=1 LinkSpeed=1 Nodes=node[1-4] Switches=leaf[1-2]
 def test_scontrol_tree() -> None:
     topology = from_scontrol(SCONTROL, gpus=2)
     assert paths(topology)["node3"] == ("spine", "leaf2")
-    assert topology.units("leaf") == [2, 2]
+    assert topology.units()["leaf"] == [2, 2]
     assert topology.nodes[0].gpus == 2
 
 
@@ -131,24 +134,24 @@ def test_kubernetes_labels() -> None:
     leaf, spine = "network.topology.nvidia.com/leaf", "network.topology.nvidia.com/spine"
     topology = from_kubernetes(
         {
-            "a": {leaf: "l2", spine: "s1", "nvidia.com/gpu.count": "4", "nvidia.com/gpu.clique": "c0.1"},
+            "a": {leaf: "l2", spine: "s1", "nvidia.com/gpu.clique": "c0.1"},
             "b": {leaf: "l1", spine: "s1", "topology.kubernetes.io/zone": "z"},
             "c": {},
         }
     )
     assert paths(topology) == {"b": ("s1", "l1"), "a": ("s1", "l2"), "c": ("leaf-of-c",)}
-    assert {n.name: (n.gpus, n.nvlink) for n in topology.nodes}["a"] == (4, "c0.1")
+    assert {n.name: n.nvlink for n in topology.nodes} == {"a": "c0.1", "b": "", "c": ""}
 
 
 def test_kubernetes_without_labels_is_flat() -> None:
-    assert from_kubernetes({"a": {}, "b": {}}).levels() == ["all"]
+    assert from_kubernetes({"a": {}, "b": {}}).units() == {"all": [2]}
 
 
 def test_names_of_digits_stay_as_they_are_written() -> None:
-    assert from_yaml("switches:\n  1: [007, 010]").names == ("007", "010")
+    assert names(from_yaml("switches:\n  1: [007, 010]")) == ("007", "010")
 
 
 def test_nvlink_domains_that_span_nodes() -> None:
     named = from_yaml("switches:\n  leaf: n[1-4]\nnvlink:\n  rack1: n[1-2]\n  rack2: n[3-4]")
-    assert named.units("domain") == [2, 2]
-    assert Topology.flat(40).units("domain", 18) == [18, 18, 4]
+    assert named.units()["domain"] == [2, 2]
+    assert Topology.flat(40).units(18)["domain"] == [18, 18, 4]

@@ -103,7 +103,7 @@ def test_groups_that_straddle_nodes(nodes: int, group: int, factor: int) -> None
         return
     layout = Layout("full_shard" if group == world else "hybrid_shard", world, group)
     ring = ring_bytes(PLAIN, layout, FP32, 4, factor)
-    shard_only = type(ring)(ring.gather_forward, ring.gather_backward, ring.reduce, 0.0, factor, 1, 1)
+    shard_only = replace(ring, all_reduce=0.0, gathers=factor, reductions=1)
     counted = sum(sent_by_place(shard_only, rows(world, group), ordered(nodes, per_node)).values())
     assert node_traffic(shard_only, layout, per_node).inter_node * nodes == pytest.approx(counted)
 
@@ -114,7 +114,7 @@ def test_accumulation_gathers_each_time_and_reduces_once() -> None:
     four = ring_bytes(shape, layout, FP32, 4, 4)
     eager = ring_bytes(shape, replace(layout, accumulate_unsharded=False), FP32, 4, 4)
     assert four.shard_ring - four.reduce == 4 * (one.shard_ring - one.reduce)
-    assert four.reduce == one.reduce and four.replica_ring == one.replica_ring
+    assert four.reduce == one.reduce and four.all_reduce == one.all_reduce
     assert eager.shard_ring - four.shard_ring == 3 * one.reduce
 
 

@@ -22,7 +22,8 @@ from fsdp_jobs.run.directory import RunDir, pending_in, runs_in, write_atomic
 from fsdp_jobs.run.events import AttemptStarted, read_events
 from fsdp_jobs.run.status import ENDED
 from fsdp_jobs.submit.overview import Overview
-from fsdp_jobs.submit.submit import prepare, settle, submit
+from fsdp_jobs.submit.submit import prepare, submit
+from fsdp_jobs.submit.submitted import settle
 from fsdp_jobs.submit.validate import composed
 from tests.jobs import cli, environment, killed_at
 

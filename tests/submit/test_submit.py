@@ -14,6 +14,7 @@ from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.elastic.placement import known_places
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.submit import submit as submission
+from fsdp_jobs.submit import submitted
 
 
 class _Launcher:
@@ -44,7 +45,8 @@ class _Launcher:
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """These launchers are as good as installed."""
     known = submission.launcher_of
-    monkeypatch.setattr(submission, "launcher_of", lambda name: known(name) if "_" in name else _Launcher(name))
+    for module in (submission, submitted):
+        monkeypatch.setattr(module, "launcher_of", lambda name: known(name) if "_" in name else _Launcher(name))
 
 
 def test_a_refused_submission_leaves_the_record_of_the_one_before(tmp_path: Path) -> None:

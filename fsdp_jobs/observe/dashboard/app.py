@@ -30,8 +30,7 @@ from fsdp_jobs.pages.page import render
 from fsdp_jobs.run.directory import RunDir, find_run, rank_logs, runs_in
 from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.tail import label, last_lines
-from fsdp_jobs.submit.overview import Overview
-from fsdp_jobs.submit.submit import ask_launchers
+from fsdp_jobs.submit.overview import Overview, ask_launchers
 
 _ASK_EVERY_S = 5.0
 _LOG_LINES = 60  # of each rank

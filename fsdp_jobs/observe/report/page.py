@@ -68,7 +68,7 @@ def _plan_of(run: RunDir) -> Plan | None:
 
 def _comparison(plan: Plan, records: list[dict[str, Any]], goodput: Goodput) -> Iterator[tuple[str, str, str, str]]:
     """Yield (quantity, planned, measured, measured / planned) of what was planned and has been measured."""
-    if goodput.wall_s and plan.expected is not None:
+    if goodput.wall_s:
         planned = plan.expected.goodput
         yield (
             "goodput",

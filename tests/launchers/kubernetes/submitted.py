@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.submit import submit as submission
+from fsdp_jobs.submit.submitted import describe
 from tests.jobs import Watched
 
 
@@ -20,7 +20,7 @@ class Submitted(Watched):
     def until_true(self, true: Callable[[], bool], what: str, seconds: float = 180) -> None:
         def asked() -> bool:
             time.sleep(0.5)  # a user does not ask more often
-            submission.describe([self.run.read_job()["handle"]])
+            describe([self.run.read_job()["handle"]])
             return true()
 
         self.until(asked, what, seconds)

@@ -21,6 +21,7 @@ from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.processes import free_port
 from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.submit import submit as submission
+from fsdp_jobs.submit.submitted import describe
 from tests.jobs import cli
 from tests.launchers.kubernetes.simulated_api import Object, Refused, SimulatedApi, now
 
@@ -402,11 +403,11 @@ class TestWaiting:
         self.put_pod(api, handles[0].rpartition("/")[2], {"phase": "Running"})
         KubernetesLauncher().cancel([handles[2].rpartition("/")[2]])
         api.requests.clear()
-        described = submission.describe(handles)
+        described = describe(handles)
         assert [d.state for d in described] == [State.RUNNING, State.QUEUED, State.UNKNOWN]
         lists = [r for r in api.requests if r.endswith(("/pods", "/jobs"))]
         assert len(lists) == 2, api.requests
-        assert [submission.describe([h])[0].state for h in handles] == [d.state for d in described]
+        assert [describe([h])[0].state for h in handles] == [d.state for d in described]
 
     def test_export_says_where_the_checkpoints_are(self, api: SimulatedApi, app: str) -> None:
         done = cli(Path.cwd(), "export", "x")

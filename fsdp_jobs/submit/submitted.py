@@ -1,0 +1,158 @@
+"""Jobs that were submitted: find them again, ask their launchers about them, end them. No torch, no Hydra.
+
+Every function takes many jobs: their launchers are asked once for all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+from torchx.specs import make_app_handle, parse_app_handle
+
+from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
+from fsdp_jobs.launchers.base import SESSION, Description, Launcher, launcher_of
+from fsdp_jobs.launchers.state import State
+from fsdp_jobs.run import events
+from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.identity import owner_of
+from fsdp_jobs.run.verdict import Verdict
+
+_Item = TypeVar("_Item")
+
+_ASK_EVERY_S = 2.0  # between two questions to a launcher about the same job
+
+
+def grouped(items: Iterable[_Item], launcher: Callable[[_Item], str]) -> dict[str, list[_Item]]:
+    """Return name of a launcher -> the items that it gives, in order."""
+    groups: dict[str, list[_Item]] = {}
+    for item in items:
+        groups.setdefault(launcher(item), []).append(item)
+    return groups
+
+
+def settle(runs: Iterable[RunDir]) -> None:
+    """Find out what became of submissions whose commands died before they could record it."""
+    for run in runs:
+        if run.pending_launcher is not None:
+            with suppress(BadInput, JobFailed), run.locked(wait_s=0):  # another command is at it, or nobody answers
+                adopt(run)
+
+
+def adopt(run: RunDir) -> None:
+    """Record the job that a command left behind when it died, if its launcher has it. The run must be locked.
+
+    Raises:
+        BadInput, JobFailed: the launcher does not answer.
+    """
+    if (name := run.pending_launcher) is not None:
+        launcher = launcher_of(name)
+        record(run, launcher, launcher.find(run))
+
+
+def record(run: RunDir, launcher: Launcher, app_id: str | None) -> str:
+    """Add the handle of the newest submission to job.json, and return it; None: its launcher has not got the job."""
+    job = {key: value for key, value in run.read_job().items() if key != "pending"}
+    if app_id is None:
+        write_atomic(run.job, json.dumps(job, indent=2))
+        return ""
+    handle = str(make_app_handle(launcher.name, launcher.cluster_of(app_id), app_id))
+    write_atomic(run.job, json.dumps({**job, "handle": handle, "submitted": time.time()}, indent=2))
+    events.record(run, run.last_attempt(), events.Submitted(handle))
+    return handle
+
+
+def describe(handles: Sequence[str]) -> list[Description]:
+    """Describe jobs, in order, with one question to each launcher.
+
+    The state is UNKNOWN when the launcher has no job of that id, and SILENT when it cannot be asked here and now; the
+    message says why. This never fails: what run directories tell is told in any case.
+    """
+    described: dict[str, Description] = {}
+    for name, group in grouped(handles, _launcher_in).items():
+        try:
+            launcher = launcher_of(name)
+            silent = {handle: why for handle in group if (why := _elsewhere(launcher, handle))}
+            here = [handle for handle in group if handle not in silent]
+            answers = launcher.describe([_app_id_in(handle) for handle in here])
+            unknown = "its launcher no longer knows the job: resume it"
+            for handle, answer in zip(here, answers, strict=True):
+                described[handle] = answer or Description(_app_id_in(handle), State.UNKNOWN, unknown)
+        except (BadInput, JobFailed) as e:
+            silent = dict.fromkeys(group, f"its launcher does not answer: {' '.join(str(e).split())}")
+        described |= {handle: Description(_app_id_in(handle), State.SILENT, why) for handle, why in silent.items()}
+    return [described[handle] for handle in handles]
+
+
+def _elsewhere(launcher: Launcher, handle: str) -> str | None:
+    """Return why a job cannot be asked for here: it is on another cluster than a command here reaches."""
+    _, session, app_id = parse_app_handle(handle)
+    if session == SESSION or session == (here := launcher.cluster_of(app_id)):
+        return None
+    return f"{app_id} is on {session}, and this machine asks {here}: ask there"
+
+
+def _launcher_in(handle: str) -> str:
+    return str(parse_app_handle(handle)[0])
+
+
+def _app_id_in(handle: str) -> str:
+    return str(parse_app_handle(handle)[2])
+
+
+def is_active(handle: str) -> bool:
+    """Return whether a job runs or is queued."""
+    return describe([handle])[0].state.is_active
+
+
+def activity_of(run: RunDir, said_at: float = -math.inf) -> Callable[[], bool]:
+    """Return a function that says whether a run's job is active, by what its launcher said in the last 2 seconds.
+
+    Args:
+        run: whose job was active.
+        said_at: when its launcher said so, on the monotonic clock.
+    """
+    active = True
+
+    def ask() -> bool:
+        nonlocal said_at, active
+        if active and time.monotonic() - said_at > _ASK_EVERY_S:
+            active = not has_ended(run, *describe([run.read_job()["handle"]]))
+            said_at = time.monotonic()
+        return active
+
+    return ask
+
+
+def has_ended(run: RunDir, job: Description) -> bool:
+    """Whether a run's newest submission has ended: by its launcher's description, else its verdict."""
+    if is_silent(run, job):
+        return Verdict.final(run) is not None
+    return not job.state.is_active
+
+
+def is_silent(run: RunDir, job: Description) -> bool:
+    """Whether a launcher tells nothing of a job: it does not answer, or knows only jobs of this user."""
+    return job.state is State.SILENT or (job.state is State.UNKNOWN and owner_of(run) is not None)
+
+
+def kill(handles: Sequence[str]) -> None:
+    """End jobs at once, without checkpoints.
+
+    Raises:
+        BadInput, JobFailed: a launcher does not answer, or the job is on another cluster.
+    """
+    for name, group in grouped(handles, _launcher_in).items():
+        launcher = launcher_of(name)
+        if problems := [Problem(handle, why) for handle in group if (why := _elsewhere(launcher, handle))]:
+            raise BadInput(problems)
+        launcher.cancel([_app_id_in(handle) for handle in group])
+
+
+def replace_lost(handle: str) -> str:
+    """Replace what of a live job is lost and its cluster does not replace; say what. Empty: nothing is."""
+    return launcher_of(_launcher_in(handle)).replace_lost(_app_id_in(handle))

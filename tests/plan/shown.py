@@ -1,0 +1,16 @@
+"""A plan as the terminal shows it."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from fsdp_jobs.plan.plan import Plan
+from fsdp_jobs.plan.render import render
+
+
+def render_text(plan: Plan, width: int = 100) -> str:
+    """Render the whole plan as plain text."""
+    console = Console(width=width, no_color=True, highlight=False)
+    with console.capture() as captured:
+        console.print(render(plan))
+    return captured.get()
