@@ -15,7 +15,6 @@ from rich.text import Text
 from fsdp_jobs.elastic.failures import speaks_of_lost_peer
 from fsdp_jobs.plan.plan import Plan
 from fsdp_jobs.run.directory import RunDir, rank_logs
-from fsdp_jobs.run.goodput import goodput_of
 from fsdp_jobs.run.status import RunStatus, steps_done
 from fsdp_jobs.run.table import ago, duration
 from fsdp_jobs.run.tail import Logs, looks_like_error
@@ -117,7 +116,7 @@ def _facts(status: RunStatus) -> Iterator[tuple[str, str]]:
         took = f"{', '.join(recoveries)} until {then}"
         yield "recoveries", f"{len(recoveries)}: {took}; {status.lost_steps} steps repeated"
     if status.has_steps:
-        yield "goodput", str(goodput_of(run))
+        yield "goodput", str(status.goodput)
     if status.tokens_per_s and run.plan.exists():
         planned = Plan.from_json(run.plan.read_text()).time
         beside = f", {planned.tokens_per_s:,.0f} planned" if planned is not None else ""

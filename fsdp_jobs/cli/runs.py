@@ -21,7 +21,6 @@ from fsdp_jobs.config.errors import BadInput, JobFailed, Problem, nearest
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.launchers.base import run_of
 from fsdp_jobs.run.directory import RunDir, find_run, pending_in, rank_logs, runs_in
-from fsdp_jobs.run.goodput import goodput_of
 from fsdp_jobs.run.identity import check_may_act
 from fsdp_jobs.run.status import ENDED, RunStatus
 from fsdp_jobs.run.table import table_lines
@@ -157,7 +156,7 @@ def _show_story(run: RunDir) -> None:
         console.print(f"loss     {len(status.spikes)} spikes, the last: {status.spikes[-1].sentence()}", soft_wrap=True)
     console.print(f"now      {status.doing}")
     if status.has_steps:
-        console.print(f"goodput  {goodput_of(run)}")
+        console.print(f"goodput  {status.goodput}")
 
 
 def logs(args: list[str]) -> int:

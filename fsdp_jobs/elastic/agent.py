@@ -18,13 +18,16 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import psutil
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fsdp_jobs.config.schema import JobConfig, load_config
 from fsdp_jobs.elastic import forkserver, worker
@@ -33,23 +36,14 @@ from fsdp_jobs.elastic.log_times import LogTimes
 from fsdp_jobs.elastic.program import Program
 from fsdp_jobs.elastic.protocol import Message
 from fsdp_jobs.elastic.rank_logs import FLIGHT_RECORDER, RankLogs
-from fsdp_jobs.elastic.rank_state import Phase, RankState, keep_temporaries_in, make_folder
+from fsdp_jobs.elastic.rank_state import Phase, Request, keep_temporaries_in, make_folder
 from fsdp_jobs.elastic.rendezvous import CoordinatorRendezvous
 from fsdp_jobs.elastic.tracker import TrackerProcess
 from fsdp_jobs.plan.sources import path_from_slurm
 from fsdp_jobs.run import log
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.env import (
-    ADDRESS_ENV,
-    AGENT_PID_ENV,
-    ATTEMPT_ENV,
-    COORDINATOR_ENV,
-    HOST_ENV,
-    PROGRAM_ENV,
-    RANK_STATE_ENV,
-    RUN_DIR_ENV,
-)
-from fsdp_jobs.run.epoch import Lease
+from fsdp_jobs.run.env import ADDRESS_ENV, AGENT_PID_ENV, ATTEMPT_ENV, HOST_ENV, RANK_STATE_ENV, RUN_DIR_ENV
+from fsdp_jobs.run.epoch import LOOK_S
 from fsdp_jobs.run.processes import kill_families, raise_file_limit
 from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE, Verdict
 
@@ -58,7 +52,6 @@ logger = logging.getLogger(__name__)
 _UNLIMITED = 1 << 30  # restarts: the coordinator counts, not the agent
 _MONITOR_S = 0.1
 _DUMP_S = 2.0  # for ranks to write their stacks
-_LOOK_S = 0.1  # between looks at the lease
 _STOP_RANKS_S = 5  # SIGTERM to SIGKILL, for ranks of a broken round: their state is in the checkpoint
 
 
@@ -67,11 +60,10 @@ class Agent(LocalElasticAgent):
 
     def __init__(self, spec: WorkerSpec, logs: RankLogs, handler: CoordinatorRendezvous, tracker: TrackerProcess):
         super().__init__(spec, logs, start_method="forkserver")
-        self._handler, self._logs, self._tracker = handler, logs, tracker
-        self._is_stop_requested = False
+        self._handler, self._logs, self._tracker, self._node = handler, logs, tracker, handler.identity["node"]
         self._is_terminating = False  # silent ranks have been sent SIGTERM
         self._kills_for_memory = 0  # of this machine's kernel, before the round
-        handler.on_dump, handler.on_stop = self._dump, self._note_stop
+        handler.on_dump = self._dump
         threading.Thread(target=self._keep_lease, name="lease", daemon=True).start()
 
     def _initialize_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
@@ -81,38 +73,35 @@ class Agent(LocalElasticAgent):
 
     def _keep_lease(self) -> None:
         """Kill ranks that outlive this node's lease; when half of it is over, have them save what they can."""
-        has_asked, half_s = False, self._handler.lease_s / 2
+        has_asked = False
         while True:
-            time.sleep(_LOOK_S)
-            is_late = self._handler.lease.left_s() < half_s
+            time.sleep(LOOK_S)
+            is_late = self._handler.lease.left_s() < self._handler.lease_s / 2
             if is_late and not has_asked:
-                self._handler.ask_to_save()
+                self._handler.request(Request.SAVE)
             has_asked = is_late
-            if self._handler.is_cut_off() and self._handler.has_ranks:
-                pids = [w.id for w in self.get_worker_group().workers if isinstance(w.id, int)]
-                kill_families(pids)
+            if self._handler.is_cut_off() and self._handler.running_round >= 0:
+                kill_families(w.id for w in self.get_worker_group().workers if isinstance(w.id, int))
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._handler.is_cut_off():
             return RunResult(state=WorkerState.HEALTHY)  # no failure to report; torch's agent begins a new round
-        if self._is_stop_requested and not self._is_terminating:
+        if self._handler.is_stop_requested and not self._is_terminating:
             self._terminate_silent_ranks()
         if self._is_terminating and self._any_runs():
             return RunResult(state=WorkerState.HEALTHY)  # torch's would signal again as soon as the first has ended
         result: RunResult = super()._monitor_workers(worker_group)
         is_leaving = any(state.read().phase == Phase.LEAVING for state in self._handler.states)
         if result.state == WorkerState.SUCCEEDED and is_leaving:
-            workers = worker_group.workers
-            self._handler.failed([self._report(w.global_rank, w.local_rank, EXIT_REQUEUE) for w in workers])
+            left = [(w.global_rank, self._step(w.local_rank)) for w in worker_group.workers]
+            now = time.time()
+            self._handler.failed([asdict(Failure(self._node, r, EXIT_REQUEUE, "", now, step)) for r, step in left])
             return RunResult(state=WorkerState.FAILED)
         if result.state == WorkerState.FAILED:
             self._handler.failed([self._describe(rank, failure) for rank, failure in result.failures.items()])
         elif result.state == WorkerState.SUCCEEDED:
             self._handler.ended()
         return result
-
-    def _note_stop(self) -> None:
-        self._is_stop_requested = True  # acted upon when there are ranks
 
     def _terminate_silent_ranks(self) -> None:
         """Send SIGTERM, as torchrun does, to ranks that have never reported and so read no requests."""
@@ -137,32 +126,22 @@ class Agent(LocalElasticAgent):
 
     def _step(self, local_rank: int) -> int:
         """Return the steps that a rank has reported, -1 before its first report."""
-        report = self._handler.states[local_rank].read()
-        return report.step if report.time else -1
+        return self._handler.states[local_rank].read().step
 
     def _exit_barrier(self) -> None:
         """Skip torch's barrier: the ranks of programs may end hours apart, and the coordinator knows when all have."""
 
-    def _report(
-        self, rank: int, local_rank: int, exit_code: int, error: str = "", ended_at: float | None = None
-    ) -> Message:
-        node, step = self._handler.identity["node"], self._step(local_rank)
-        return asdict(Failure(node, rank, exit_code, error, ended_at or time.time(), step))
-
-    def _describe(self, rank: int, failure: Any) -> Message:
+    def _describe(self, rank: int, failure: ProcessFailure) -> Message:
         """Report a failed rank with the first line of its exception, from torch elastic's error file."""
-        error, ended_at = "", None
-        if isinstance(failure.error_file_data, dict):
-            content = failure.error_file_data.get("message", "")
-            text = content.get("message", "") if isinstance(content, dict) else str(content)
-            error = text.strip().splitlines()[0][:500] if text.strip() else ""
-            with suppress(KeyError, TypeError, ValueError):
-                ended_at = float(content["extraInfo"]["timestamp"])
-        if failure.exitcode < 0:
-            error = ""
-            if failure.exitcode == -signal.SIGKILL and kills_for_memory() > self._kills_for_memory:
-                error = "OutOfMemoryError: the kernel killed it because memory had run out"
-        return self._report(rank, failure.local_rank, failure.exitcode, error, ended_at)
+        error = ""
+        if failure.exitcode == -signal.SIGKILL and kills_for_memory() > self._kills_for_memory:
+            error = "OutOfMemoryError: the kernel killed it because memory had run out"
+        elif failure.exitcode >= 0 and Path(failure.error_file).exists():
+            content = failure.error_file_data["message"]
+            text = content["message"] if isinstance(content, dict) else str(content)
+            error = next(iter(text.strip().splitlines()), "")[:500]
+        step = self._step(failure.local_rank)
+        return asdict(Failure(self._node, rank, failure.exitcode, error, failure.timestamp, step))
 
     def _dump(self) -> None:
         """Make every rank write its stacks, and report which did."""
@@ -221,7 +200,6 @@ def run_agent(args: argparse.Namespace) -> int:
     config = load_config(run.config)
     folder, _lock = make_folder()
     keep_temporaries_in(folder)
-    states = [RankState(folder, local_rank) for local_rank in range(args.nproc)]
     identity: Message = {
         "attempt": attempt,
         "node": args.node,
@@ -240,9 +218,7 @@ def run_agent(args: argparse.Namespace) -> int:
         "TORCH_ELASTIC_WORKER_IDENTICAL": "1",  # every node has as many ranks, so agents need no store to number them
     }
     entrypoint, entry_args = _entrypoint(config, run)  # forks, so before there are threads
-    handler = CoordinatorRendezvous(
-        os.environ[COORDINATOR_ENV], run.token.read_text(), run.name, identity, states, Lease(folder), config.elastic
-    )
+    handler = CoordinatorRendezvous(config.elastic, run, identity, folder)
     spec = WorkerSpec(
         role="trainer",
         local_world_size=args.nproc,
@@ -253,40 +229,31 @@ def run_agent(args: argparse.Namespace) -> int:
         monitor_interval=_MONITOR_S,
     )
     tracker, log_times = TrackerProcess(config, run, attempt, args.node), LogTimes(run.node(attempt, args.node))
-    agent = Agent(spec, RankLogs(config, run, attempt, args.node, folder, handler), handler, tracker)
-    results: list[RunResult | None] = []
-
-    def work() -> None:
-        try:
-            results.append(agent.run())
-        except BaseException:
-            logger.exception("the agent failed")
-
-    # In a thread, so that torch leaves the signal handlers to this function.
-    thread = threading.Thread(target=work, name="elastic-agent")
+    agent = Agent(spec, RankLogs(config, handler, folder), handler, tracker)
     _handle_signals(handler)
-    thread.start()
-    thread.join()
-    if results and results[0] is not None and not results[0].is_failed():
+    ran = ThreadPoolExecutor(1, "elastic-agent").submit(agent.run)  # a thread: torch leaves signals to this function
+    if error := ran.exception():
+        logger.error("the agent failed", exc_info=error)
+    elif (result := ran.result()) is not None and not result.is_failed():
         while not handler.num_nodes_waiting() and not run.verdict(attempt).exists():
             time.sleep(_MONITOR_S)  # until the round is broken or the attempt is over
     handler.shutdown()
     log_times.close()
     tracker.close()
     shutil.rmtree(folder, ignore_errors=True)  # last: events are recorded under the lease that is in it
-    if handler.end is not None:
+    if handler.end:
         return int(handler.end["exit_code"])
     if (verdict := Verdict.read(run, attempt)) is not None:
         return verdict.exit_code_of_attempt
     if handler.num_nodes_waiting():
         return EXIT_REQUEUE  # ranks here finished, another node's failed: the launcher starts the agent again
-    return 0 if results else EXIT_FAILED
+    return EXIT_FAILED if error else 0
 
 
 def _entrypoint(config: JobConfig, run: RunDir) -> tuple[Callable[[], None] | str, tuple[str, ...]]:
     """What ranks are started with. What is Python is forked from a process that imports torch while we wait."""
     program = Program.of(config, run)
-    os.environ[PROGRAM_ENV] = program.to_json()
+    program.to_environment()
     if not program.is_python:
         return sys.executable, ("-m", "fsdp_jobs.elastic.worker")
     forkserver.start(program.preload)

@@ -62,7 +62,7 @@ class Attempt:
         self.config, self.run, self.number = config, run, number
         self.elastic = config.elastic
         self.agents = Agents()
-        self.round = Round(self._new_watch())
+        self.round = Round(StallWatch(config))
         self.verdict: Verdict | None = None
         self.closed_at = 0.0
         self.is_superseded = False  # another coordinator has taken over: nothing is recorded or decided any more
@@ -70,13 +70,13 @@ class Attempt:
         self.committed = -1
         self.step = 0
         self.planner = RoundPlanner(config, run)
-        self.budget = Budget(config.elastic.max_failures_without_progress, run)
-        self.machines = Machines(run, config.elastic.exclude_after, config.elastic.exclude_for_s)
-        self._leases = Leases(config.elastic)
+        history = list(events.read_events(run))
+        self.budget = Budget(self.elastic.max_failures_without_progress, history)
+        self.machines = Machines(run, self.elastic.exclude_after, self.elastic.exclude_for_s, history)
         self._may_adopt = True  # no round was formed or broken yet: this may replace a coordinator that died
         self._warned = ""  # what was last warned of
         may_run: set[str] = set()  # machines, since an earlier coordinator
-        for event in events.read_events(run):
+        for event in history:
             if event.attempt == number and event.round is not None:
                 self.round.number = max(self.round.number, event.round)
             match event:
@@ -86,10 +86,7 @@ class Attempt:
                     may_run = set(event.hosts)
                 case events.AttemptEnded(leases=0):
                     may_run = set()
-        self._leases.expect(may_run)
-
-    def _new_watch(self) -> StallWatch:
-        return StallWatch(self.elastic.stall_timeout_s, self.config.is_program)
+        self.leases = Leases(self.elastic, may_run)
 
     def _record(self, event: events.Event) -> None:
         if not self.is_superseded:
@@ -197,7 +194,7 @@ class Attempt:
         self.verdict, self.closed_at, self.round.running = verdict, now, False
         if verdict.rank is not None and verdict.node is not None:
             verdict.last_lines = last_lines(self.run.rank_log(self.number, verdict.node, verdict.rank), 20)
-        leases = self._leases.running(now)
+        leases = self.leases.running(now)
         details = {"round": self.round.number, "step": self.step, "committed": self.committed}
         verdict.close(self.run, self.number, **details, leases=leases)
         for agent in self.agents.values():

@@ -19,9 +19,9 @@ import time
 from contextlib import suppress
 
 from fsdp_jobs.config.schema import load_config
+from fsdp_jobs.elastic import protocol
 from fsdp_jobs.elastic.placement import ConnectedAgent
-from fsdp_jobs.elastic.protocol import AGENT, Message, proof
-from fsdp_jobs.elastic.protocol import COORDINATOR as COORDINATOR_SIDE
+from fsdp_jobs.elastic.protocol import AGENT, Message, line, proof
 from fsdp_jobs.elastic.rounds import Coordinator
 from fsdp_jobs.run import log
 from fsdp_jobs.run.directory import RunDir, checkpoints_of
@@ -81,7 +81,7 @@ class Server:
             try:
                 if not number:
                     number = await asyncio.to_thread(claim, home, COORDINATOR, owner)
-                    self.coordinator.on_charge(_CHARGE_S, time.monotonic())
+                    self.coordinator.leases.on_charge(_CHARGE_S, time.monotonic())
                 elif await asyncio.to_thread(newest, home, COORDINATOR) > number:
                     break
             except Exception as e:  # whatever a store's client raises; the next round will say so, too
@@ -99,8 +99,8 @@ class Server:
                 hello = json.loads(await reader.readline())
                 agent = self._welcome(hello, writer)
                 if self.coordinator.on_hello(agent, hello, time.monotonic()):
-                    while line := await reader.readline():
-                        message = json.loads(line)
+                    while received := await reader.readline():
+                        message = json.loads(received)
                         _HANDLERS[message["kind"]](self.coordinator, agent, message, time.monotonic())
                     # Only the kernel of a process that has died ends the connection without a word; unless something
                     # in between, which the agent does not see from its own end, has taken both ends for itself.
@@ -123,7 +123,7 @@ class Server:
             answer = json.loads(await asyncio.wait_for(reader.readline(), _PROVE_S))
             nonce, theirs = str(answer["nonce"]), str(answer["proof"])
             if hmac.compare_digest(theirs.encode(), proof(self.token, AGENT, challenge, nonce).encode()):
-                _send(writer, {"kind": "welcome", "proof": proof(self.token, COORDINATOR_SIDE, challenge, nonce)})
+                _send(writer, {"kind": "welcome", "proof": proof(self.token, protocol.COORDINATOR, challenge, nonce)})
                 return True
         except (OSError, ValueError, KeyError, TypeError):
             pass
@@ -146,21 +146,13 @@ class Server:
         )
 
 
-_HANDLERS = {
-    "beat": Coordinator.on_beat,
-    "failed": Coordinator.on_failed,
-    "ready": Coordinator.on_ready,
-    "master": Coordinator.on_master,
-    "notice": Coordinator.on_notice,
-    "stacks": Coordinator.on_stacks,
-    "ended": Coordinator.on_ended,
-    "away": Coordinator.on_away,
-}
+_KINDS = ("beat", "failed", "ready", "master", "notice", "stacks", "ended", "away")  # of messages, after hello
+_HANDLERS = {kind: getattr(Coordinator, f"on_{kind}") for kind in _KINDS}
 
 
 def _send(writer: asyncio.StreamWriter, message: Message) -> None:
     if not writer.is_closing():
-        writer.write((json.dumps(message) + "\n").encode())
+        writer.write(line(message))
 
 
 def main(argv: list[str] | None = None) -> int:

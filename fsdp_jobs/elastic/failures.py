@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,12 +107,12 @@ def find_cause(failures: list[Failure], culprit: int | None, broken_why: str, st
 class Budget:
     """Counts failures in a row without a new checkpoint between them, and attempts that ended so."""
 
-    def __init__(self, most: int, run: RunDir):
+    def __init__(self, most: int, history: Iterable[events.Event]):
         self.most = most
         self.count = 0
         self._committed = -1
         self._attempts = 0
-        for event in events.read_events(run):
+        for event in history:
             match event:
                 case events.Submitted() | events.Checkpoint():
                     self._attempts = 0
@@ -163,11 +164,11 @@ class Budget:
 class Machines:
     """Counts failures by machine, over all attempts; one that fails repeatedly is excluded for a while."""
 
-    def __init__(self, run: RunDir, most: int, for_s: float):
+    def __init__(self, run: RunDir, most: int, for_s: float, history: Iterable[events.Event]):
         """`most` failures within `for_s` seconds exclude a machine for as long; 0 excludes none."""
         self.run, self.most, self.for_s = run, most, for_s
         self._failures: dict[str, list[float]] = {}  # host -> seconds since 1970
-        for event in events.read_events(run):
+        for event in history:
             if isinstance(event, events.RoundBroken) and event.blamed:
                 self._failures.setdefault(event.blamed, []).append(event.time)
 

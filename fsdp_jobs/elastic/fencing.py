@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from math import inf
 from pathlib import Path
@@ -11,53 +12,38 @@ from fsdp_jobs.config.schema import ElasticConfig
 from fsdp_jobs.elastic.protocol import lease_s
 from fsdp_jobs.run.epoch import ROUND, Fenced, claim
 
-_MARGIN = 1.05, 1.0  # of a lease: for clocks of different speed (a factor), and for killing ranks (seconds)
-_BEFORE = "before"  # in place of an agent's id: those that an earlier coordinator may have left running
+_CLOCKS, _KILL_S = 1.05, 1.0  # added to a lease: for clocks of different speed (a factor), and for killing ranks
 _CLAIM_S = 0.2  # to wait for a claim: longer than a file system takes, shorter than anybody would notice
 _AGAIN_S = 5.0
 
 
 class Leases(dict[str, float]):
-    """Until when the ranks of an agent, by its id, may run; agents whose ranks are known to have ended are not here."""
+    """Until when ranks may run that are not known to have ended: of an agent, by its id, or on an unseen machine.
 
-    def __init__(self, elastic: ElasticConfig):
-        super().__init__()
-        self._elastic = elastic
-        self._unseen: set[str] = set()
+    A machine is unseen when ranks may run there for an earlier coordinator, and no agent has connected from it yet:
+    who is cut off does not connect.
+    """
+
+    def __init__(self, elastic: ElasticConfig, unseen: Iterable[str]):
+        super().__init__(dict.fromkeys(unseen, inf))  # until `on_charge`
+        self._lasts_s = _CLOCKS * lease_s(elastic) + _KILL_S
 
     def hold(self, agent: str, now: float) -> None:
         """Note that an agent with ranks has been answered."""
-        self[agent] = self._end(now)
+        self[agent] = now + self._lasts_s
 
-    def _end(self, now: float) -> float:
-        factor, seconds = _MARGIN
-        return now + factor * lease_s(self._elastic) + seconds
-
-    def surrender(self, agent: str) -> None:
-        """Note that an agent's ranks have ended."""
-        self.pop(agent, None)
-
-    def expect(self, hosts: set[str]) -> None:
-        """Note machines where ranks may run for an earlier coordinator."""
-        self._unseen = hosts
-        if hosts:
-            self[_BEFORE] = inf  # until `on_charge`
-
-    def saw(self, host: str) -> None:
-        """Note that an agent of this machine has connected: who else runs there is not cut off, and connects, too."""
-        self._unseen.discard(host)
-        if not self._unseen:
-            self.surrender(_BEFORE)
+    def surrender(self, holder: str) -> None:
+        """Note that an agent's ranks have ended, or that a machine has been seen."""
+        self.pop(holder, None)
 
     def on_charge(self, late_s: float, now: float) -> None:
         """Note that earlier coordinators give no more answers `late_s` from now."""
-        if _BEFORE in self:
-            self[_BEFORE] = self._end(now) + late_s
+        self.update({holder: now + late_s + self._lasts_s for holder, end in self.items() if end == inf})
 
     def running(self, now: float) -> int:
         """Count the leases that have not run out."""
-        for agent in [agent for agent, end in self.items() if end <= now]:
-            del self[agent]
+        for holder in [holder for holder, end in self.items() if end <= now]:
+            del self[holder]
         return len(self)
 
 

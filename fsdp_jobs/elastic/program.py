@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.env import PROGRAM_ENV
 
 TRAINER = "fsdp_jobs.train"  # the module that ranks run when the job names no program
 
@@ -43,9 +45,11 @@ class Program:
         """The module with the imports that such a process has done already."""
         return f"{TRAINER}.trainer" if self.what == TRAINER else "fsdp_jobs.job"
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
+    def to_environment(self) -> None:
+        """Hand it on to the ranks that this process starts."""
+        os.environ[PROGRAM_ENV] = json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Program:
-        return cls(**json.loads(text))
+    def from_environment(cls) -> Program:
+        """Take what the agent has handed on."""
+        return cls(**json.loads(os.environ.pop(PROGRAM_ENV)))

@@ -8,7 +8,7 @@ Agent to coordinator:
     hello   attempt, node, host, address, nproc, switches, agent, ready, round, epoch, size, shard_group, ended, signal,
             from, at
             (agent: id of the process; ready: no ranks run here; round, epoch, size, shard_group: what they run in,
-            -1, 0, 0, 0 when none do; ended: they have finished; signal: to stop, that came while there was no
+            `NO_ROUND` when none do; ended: they have finished; signal: to stop, that came while there was no
             connection; from: the agent's end of the connection; at: when it was sent, by the agent's clock)
     beat    ranks: [[step, committed, phase], ...], at
     failed  failures: [...]     ranks here have failed, and the others are being stopped
@@ -20,7 +20,7 @@ Agent to coordinator:
     away                        this connection will be closed, and not because the agent ends
 Coordinator to agent:
     alive   at                          answers hello, beat and ready; with `at`, the node's lease runs from then
-    round   round, epoch, rank, size, layout   this node has this rank of `size`
+    round   round, epoch, rank, size, shard_group, layout   this node has this rank of `size`
     start   round, host, port   the head's answer, to everyone else
     break   round, why                  stop the ranks and send `ready`
     dump                                write the ranks' stacks and answer with `stacks`
@@ -45,6 +45,7 @@ from fsdp_jobs.run.epoch import Lease
 
 Message = dict[str, Any]
 AGENT, COORDINATOR = "agent", "coordinator"  # who proves
+NO_ROUND: Message = {"round": -1, "epoch": 0, "size": 0, "shard_group": 0}  # what `hello` says when no ranks run
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class Link:
             if self._socket is None:
                 return False
             try:
-                self._socket.sendall(_line({"kind": kind, **content}))
+                self._socket.sendall(line({"kind": kind, **content}))
                 return True
             except OSError:
                 return False
@@ -118,11 +119,11 @@ class Link:
                 self._prove(connection, lines)
                 self.local = connection.getsockname()[:2]
                 with self._lock:
-                    connection.sendall(_line({"kind": "hello", "from": self.local, "at": Lease.now(), **self._hello()}))
+                    connection.sendall(line({"kind": "hello", "from": self.local, "at": Lease.now(), **self._hello()}))
                     self._socket = connection
                 try:
-                    for line in lines:
-                        self._on_message(json.loads(line))
+                    for message in lines:
+                        self._on_message(json.loads(message))
                 finally:
                     self.send("away")
                     with self._lock:
@@ -136,7 +137,7 @@ class Link:
         """
         challenge, answer = str(json.loads(lines.readline())["nonce"]), secrets.token_hex()
         mine = proof(self._token, AGENT, challenge, answer)
-        connection.sendall(_line({"kind": "answer", "nonce": answer, "proof": mine}))
+        connection.sendall(line({"kind": "answer", "nonce": answer, "proof": mine}))
         theirs = str(json.loads(lines.readline())["proof"])
         if not hmac.compare_digest(theirs, proof(self._token, COORDINATOR, challenge, answer)):
             logger.warning("who answers at %s:%d does not know this job's token", *self._address)
@@ -144,5 +145,6 @@ class Link:
             raise ValueError("not the coordinator")
 
 
-def _line(message: Message) -> bytes:
+def line(message: Message) -> bytes:
+    """Return a message as it is sent."""
     return (json.dumps(message) + "\n").encode()

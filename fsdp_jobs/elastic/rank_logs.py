@@ -13,7 +13,6 @@ from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.elastic import accelerate_env
 from fsdp_jobs.elastic.rendezvous import CoordinatorRendezvous
 from fsdp_jobs.plan.layout import Layout
-from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import EPOCH_ENV, LAYOUT_ENV, LOG_ENV, ROUND_ENV, STACKS_ENV
 
 FLIGHT_RECORDER = "nccl-trace-rank-"  # NCCL's record of collectives: the rank is appended
@@ -22,13 +21,11 @@ FLIGHT_RECORDER = "nccl-trace-rank-"  # NCCL's record of collectives: the rank i
 class RankLogs(LogsSpecs):
     """Gives each rank its log, error file and layout through its environment; a rank redirects its own output."""
 
-    def __init__(
-        self, config: JobConfig, run: RunDir, attempt: int, node: int, folder: Path, handler: CoordinatorRendezvous
-    ):
+    def __init__(self, config: JobConfig, handler: CoordinatorRendezvous, folder: Path):
         """`folder` holds this node's rank states, error files and pipes."""
         super().__init__()
-        self.config, self.run, self.attempt, self.node = config, run, attempt, node
-        self.folder, self.handler = folder, handler
+        self.config, self.run, self.handler, self.folder = config, handler.run, handler, folder
+        self.attempt, self.node = handler.identity["attempt"], handler.identity["node"]
 
     def stacks(self, rank: int) -> Path:
         return self.run.stacks(self.attempt, self.node, rank)
@@ -36,6 +33,7 @@ class RankLogs(LogsSpecs):
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         error_files = {}
         policy = self._policy(len(envs)) if self.config.is_program else {}  # the trainer shards by the layout itself
+        current = self.handler.round
         for local_rank, env in envs.items():
             error_files[local_rank] = str(self.folder / f"error-{local_rank}.json")
             Path(error_files[local_rank]).unlink(missing_ok=True)
@@ -44,10 +42,10 @@ class RankLogs(LogsSpecs):
                 "TORCHELASTIC_ERROR_FILE": error_files[local_rank],
                 LOG_ENV: str(self.run.rank_log(self.attempt, self.node, rank)),
                 STACKS_ENV: str(self.stacks(rank)),
-                LAYOUT_ENV: self.handler.round["layout"],
-                ROUND_ENV: str(self.handler.round["round"]),
-                EPOCH_ENV: str(self.handler.round["epoch"]),
-                "TORCHELASTIC_RESTART_COUNT": str(self.handler.round["round"]),  # the same on every node
+                LAYOUT_ENV: current["layout"],
+                ROUND_ENV: str(current["round"]),
+                EPOCH_ENV: str(current["epoch"]),
+                "TORCHELASTIC_RESTART_COUNT": str(current["round"]),  # the same on every node
                 "TORCH_FR_DUMP_TEMP_FILE": f"{self.run.node(self.attempt, self.node)}/{FLIGHT_RECORDER}",
                 "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{self.folder}/{FLIGHT_RECORDER}",
             } | policy

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import fcntl
-import mmap
 import multiprocessing
-import os
 import shutil
 import struct
 import tempfile
@@ -14,6 +12,8 @@ from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
 from typing import IO, NamedTuple
+
+from fsdp_jobs.run.epoch import shared_memory
 
 SAVES_NOTHING = -2  # in place of the newest checkpoint's step: the rank has nothing to save with
 
@@ -43,7 +43,7 @@ class Request(IntEnum):
 
 class Report(NamedTuple):
     time: float  # seconds since 1970, 0.0 before the first report
-    step: int  # steps done
+    step: int  # steps done, -1 before the first report
     committed: int  # step of the newest checkpoint that the rank knows, -1 for none, or SAVES_NOTHING
     phase: int
 
@@ -52,13 +52,7 @@ class RankState:
     """One rank's map. The rank writes reports and reads requests; the agent does the reverse."""
 
     def __init__(self, folder: Path | str, local_rank: int):
-        path = Path(folder) / str(local_rank)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            os.ftruncate(descriptor, _SIZE)
-            self._map = mmap.mmap(descriptor, _SIZE)
-        finally:
-            os.close(descriptor)
+        self._map = shared_memory(Path(folder) / str(local_rank), _SIZE)
 
     def report(self, step: int, committed: int, phase: Phase) -> None:
         _REPORT.pack_into(self._map, 0, time.time(), step, committed, phase)
@@ -75,6 +69,7 @@ class RankState:
     def clear(self) -> None:
         """Forget report and request, for a new process of the rank."""
         self._map[:] = bytes(_SIZE)
+        _REPORT.pack_into(self._map, 0, 0.0, -1, SAVES_NOTHING, Phase.STARTING)
 
 
 def make_folder() -> tuple[Path, IO[str]]:

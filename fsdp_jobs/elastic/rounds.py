@@ -18,6 +18,7 @@ from fsdp_jobs.elastic.fencing import Epochs
 from fsdp_jobs.elastic.placement import ConnectedAgent, Formation
 from fsdp_jobs.elastic.protocol import Message
 from fsdp_jobs.elastic.rank_state import SAVES_NOTHING, Request
+from fsdp_jobs.elastic.stall import StallWatch
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, checkpoints_of
 from fsdp_jobs.run.epoch import Fenced
@@ -38,10 +39,6 @@ class Coordinator(Attempt):
         self._exclusion = ""  # of the newest machine that was turned away
         self._ticked = now
 
-    def on_charge(self, late_s: float, now: float) -> None:
-        """Note that this coordinator is known to be the newest; one that it replaces notices within `late_s`."""
-        self._leases.on_charge(late_s, now)
-
     def on_hello(self, agent: ConnectedAgent, message: Message, now: float) -> bool:
         """Take in an agent that connects, maybe with ranks running.
 
@@ -58,26 +55,19 @@ class Coordinator(Attempt):
                 return False  # it asks again
             self.on_gone(other, f"node {other.node} was silent and has been replaced", now)
         self.agents[agent.id] = agent
-        self._leases.saw(agent.host)
+        self.leases.surrender(agent.host)
         current, number = self.round, message["round"]
         if self.verdict is not None:
             self._send_end(agent)
         elif number >= 0 and self._may_adopt and not current.running and number >= current.number:
-            self.round = replace(  # adopt: the coordinator was restarted
-                current,
-                number=number,
-                epoch=message["epoch"],
-                size=message["size"],
-                shard_group=message["shard_group"],
-                running=True,
-                began_at=now,
-            )
+            known = {key: message[key] for key in ("epoch", "size", "shard_group")}  # the coordinator was restarted
+            self.round = replace(current, number=number, running=True, began_at=now, **known)
             self._take_into_round(agent, now)
             self._record(events.Adopted(self.round.size))
         elif number >= 0 and number == current.number and current.running:
             self._take_into_round(agent, now)
         elif number >= 0:
-            self._leases.hold(agent.id, now)  # an answer may have reached it just before
+            self.leases.hold(agent.id, now)  # an answer may have reached it just before
             agent.send({"kind": "break", "round": number, "why": "a newer round runs without this node"})
         if message["signal"]:
             self.on_notice(agent, message, now)
@@ -89,7 +79,7 @@ class Coordinator(Attempt):
 
     def _take_into_round(self, agent: ConnectedAgent, now: float) -> None:
         agent.in_round, self.round.hosts[agent.node] = True, agent.host
-        self._leases.hold(agent.id, now)
+        self.leases.hold(agent.id, now)
 
     def _answer(self, agent: ConnectedAgent, message: Message, now: float) -> None:
         """Answer a sign of life; ranks of a round that is over are left to their lease."""
@@ -97,7 +87,7 @@ class Coordinator(Attempt):
         may_run = agent.in_round and self.round.running and not agent.ended
         agent.send({"kind": "alive", "at": message["at"] if may_run or agent.ready else None})
         if may_run:
-            self._leases.hold(agent.id, now)
+            self.leases.hold(agent.id, now)
 
     def on_beat(self, agent: ConnectedAgent, message: Message, now: float) -> None:
         agent.ranks = message["ranks"]
@@ -110,7 +100,7 @@ class Coordinator(Attempt):
 
     def on_ready(self, agent: ConnectedAgent, message: Message, now: float) -> None:
         """Note that an agent has no ranks running and wants to be in the next round."""
-        self._leases.surrender(agent.id)
+        self.leases.surrender(agent.id)
         self.on_failed(agent, message, now)
         if agent.in_round and not self.round.stops_by_signal:
             self._break(f"node {agent.node} left the round", now)
@@ -154,7 +144,7 @@ class Coordinator(Attempt):
 
     def on_ended(self, agent: ConnectedAgent, message: Message, now: float) -> None:
         agent.ended = True
-        self._leases.surrender(agent.id)
+        self.leases.surrender(agent.id)
         if self.agents.have_ended() and self.verdict is None and not self.round.stops_by_signal:
             self._close(self._done(), now)  # after a signal `_watch_round` does
 
@@ -172,7 +162,7 @@ class Coordinator(Attempt):
         del self.agents[agent.id]
         agent.drop()
         if certain:
-            self._leases.surrender(agent.id)
+            self.leases.surrender(agent.id)
         if agent.in_round and not agent.ended and self.verdict is None:
             self._record(events.NodeLost(agent.node, agent.host, why))
             self.round.lost.add(agent.node)
@@ -252,7 +242,7 @@ class Coordinator(Attempt):
         ready = self.agents.ready()
         are_all_ready = len(ready) == len(self.agents)  # the others are still stopping their ranks
         if self.formation.is_complete(len(ready), are_all_ready, self.round.number < 0, now):
-            if self._leases.running(now):
+            if self.leases.running(now):
                 self._warn("waiting until no rank of the round before can run any more")
             else:
                 self._form(ready, now)
@@ -299,32 +289,32 @@ class Coordinator(Attempt):
         self._may_adopt, self._warned = False, ""
         self.step = max(0, self.committed)
         self.round = Round(
-            self._new_watch(),
+            StallWatch(self.config),
             number=self.round.number + 1,
             epoch=epoch,
             size=len(chosen),
             shard_group=layout.shard_group,
-            hosts={a.node: a.host for a in chosen},
             head=chosen[0],
             began_at=now,
             first_step=self.step,
             running=True,
         )
-        message = {"kind": "round", "round": self.round.number, "epoch": epoch, "size": len(chosen)}
+        in_round = {"round": self.round.number, "epoch": epoch, "size": len(chosen), "shard_group": layout.shard_group}
         for rank, agent in enumerate(chosen):
             agent.ready, agent.ended, agent.ranks = False, False, []
             self._take_into_round(agent, now)
-            agent.send({**message, "rank": rank, "layout": layout.to_json()})
-        started = events.RoundStarted(
-            nodes=[a.node for a in chosen],
-            hosts=[a.host for a in chosen],
-            strategy=layout.strategy,
-            shard_group=layout.shard_group,
-            world_size=layout.world_size,
-            spares=[by_name[name].node for name in plan.spares],
-            why=list(plan.reasons),
+            agent.send({"kind": "round", **in_round, "rank": rank, "layout": layout.to_json()})
+        self._record(
+            events.RoundStarted(
+                nodes=[a.node for a in chosen],
+                hosts=[a.host for a in chosen],
+                strategy=layout.strategy,
+                shard_group=layout.shard_group,
+                world_size=layout.world_size,
+                spares=[by_name[name].node for name in plan.spares],
+                why=list(plan.reasons),
+            )
         )
-        self._record(started)
 
     def _maybe_grow(self, now: float) -> None:
         """Take in nodes that came after the round had started, once the ranks have saved and parked.

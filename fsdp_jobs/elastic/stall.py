@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.elastic.protocol import Message
 
 _FLOOR_S = 60.0
@@ -15,10 +16,9 @@ _ANSWERS_S = 4.0  # for agents to send the state of their ranks
 
 @dataclass
 class StallWatch:
-    """Watches one round. `timeout_s` is the user's, 0 for a multiple of the measured step time."""
+    """Watches one round."""
 
-    timeout_s: float
-    is_program: bool  # a user's
+    config: JobConfig
     _step: int | None = None  # the slowest rank's, None before the first report
     _since: float = 0.0
     _step_s: float = 0.0  # measured, the slowest of the newest few
@@ -28,7 +28,8 @@ class StallWatch:
 
     def limit_s(self) -> float:
         """Return the seconds without a step that are a stall."""
-        return self.timeout_s or max(_PROGRAMS_FLOOR_S if self.is_program else _FLOOR_S, _STEPS * self._step_s)
+        floor_s = _PROGRAMS_FLOOR_S if self.config.is_program else _FLOOR_S
+        return self.config.elastic.stall_timeout_s or max(floor_s, _STEPS * self._step_s)
 
     def see(self, slowest: int, first_step: int, now: float) -> bool:
         """Note the slowest rank's step; True when it has not advanced for too long.

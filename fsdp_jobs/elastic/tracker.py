@@ -13,6 +13,7 @@ from contextlib import suppress
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.tail import Tail
 
 FLUSH_S = 10.0  # for the tracker process to send the rest after its standard input has ended
 _MODULE = "fsdp_jobs.observe.trackers.send"
@@ -64,9 +65,5 @@ class TrackerProcess:
 
 def unsent_lines(run: RunDir) -> int:
     """Count the lines of metrics.jsonl that the tracker does not have."""
-    if not run.metrics.exists():
-        return 0
     offset = json.loads(run.tracking.read_text())["offset"] if run.tracking.exists() else 0
-    with run.metrics.open("rb") as f:
-        f.seek(offset)
-        return sum(line.endswith(b"\n") for line in f)
+    return sum(1 for _ in Tail(run.metrics, offset).lines())

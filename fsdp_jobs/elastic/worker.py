@@ -21,12 +21,10 @@ from types import TracebackType
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
 from fsdp_jobs.elastic.program import Program
 from fsdp_jobs.elastic.rank_state import SAVES_NOTHING, Phase, RankState, Request
-from fsdp_jobs.run.env import AGENT_PID_ENV, LOG_ENV, PROGRAM_ENV, RANK_STATE_ENV, STACKS_ENV
-from fsdp_jobs.run.epoch import Lease
+from fsdp_jobs.run.env import AGENT_PID_ENV, LOG_ENV, RANK_STATE_ENV, STACKS_ENV
+from fsdp_jobs.run.epoch import LOOK_S, Lease
 from fsdp_jobs.run.processes import die_with_parent, set_title
 from fsdp_jobs.run.verdict import EXIT_REQUEUE
-
-_LOOK_S = 0.25  # between looks at the lease
 
 
 def enter() -> None:
@@ -55,7 +53,7 @@ def _die_with_lease() -> None:
     """Kill this process when its node's lease has run out: also when its agent stands still, and cannot."""
     lease = Lease(os.environ[RANK_STATE_ENV])
     while (left := lease.left_s()) > 0:
-        time.sleep(min(left, _LOOK_S))
+        time.sleep(min(left, LOOK_S))
     print("no answer from the coordinator for too long: this rank must not run any more", file=sys.stderr, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -65,7 +63,7 @@ def run_program() -> None:
     enter()
     _write_stacks_on_request()
     threading.Thread(target=_die_with_lease, name="lease", daemon=True).start()
-    program = Program.from_json(os.environ.pop(PROGRAM_ENV))
+    program = Program.from_environment()
     set_title(f"rank {os.environ['RANK']}/{os.environ['WORLD_SIZE']} {Path(program.what).name}")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     multiprocessing.set_start_method(None, force=True)  # Python's own default again
@@ -108,21 +106,18 @@ def _run(program: Program) -> int:
             raise BadInput([Problem(f"script={program.what}", "there is no such file on this node")])
         else:
             runpy.run_path(program.what, run_name="__main__")
-    except SystemExit as e:
-        if e.code is None or isinstance(e.code, int):
-            return (e.code or 0) & 0xFF
-        print(e.code, file=sys.stderr)
-        get_error_handler().record_exception(e)
-        return 1
-    except (BadInput, JobFailed) as e:  # says what to do by itself
-        get_error_handler().record_exception(e)
-        print(f"{type(e).__name__}: {e}", file=sys.stderr)
-        return 1
+        return 0
     except BaseException as e:
+        if isinstance(e, SystemExit) and (e.code is None or isinstance(e.code, int)):
+            return (e.code or 0) & 0xFF
         get_error_handler().record_exception(e)
-        sys.excepthook(type(e), e.with_traceback(_of_program(e.__traceback__)), e.__traceback__)
+        if isinstance(e, SystemExit):
+            print(e.code, file=sys.stderr)
+        elif isinstance(e, BadInput | JobFailed):  # says what to do by itself
+            print(f"{type(e).__name__}: {e}", file=sys.stderr)
+        else:
+            sys.excepthook(type(e), e.with_traceback(_of_program(e.__traceback__)), e.__traceback__)
         return 1
-    return 0
 
 
 def _of_program(trace: TracebackType | None) -> TracebackType | None:
@@ -136,7 +131,7 @@ if __name__ == "__main__":
     enter()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # it may not know this request for its stacks
-    executable = Program.from_json(os.environ.pop(PROGRAM_ENV))
+    executable = Program.from_environment()
     try:
         os.execv(executable.what, [executable.what, *executable.args])
     except OSError as e:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from fsdp_jobs.run.env import EPOCH_ENV, RANK_STATE_ENV
 
+LOOK_S = 0.1  # between two looks at a lease
 ROUND, COORDINATOR = "round", "coordinator"  # what is numbered: rounds fence writers, coordinators each other
 _UNTIL = struct.Struct("<d")
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # goes on while the machine is suspended
@@ -85,17 +86,22 @@ def _create(marker: Path, owner: str) -> bool:
     return True
 
 
+def shared_memory(file: Path, size: int) -> mmap.mmap:
+    """Map a file of a node's processes into memory; the first of them creates it."""
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        os.ftruncate(descriptor, size)
+        return mmap.mmap(descriptor, size)
+    finally:
+        os.close(descriptor)
+
+
 class Lease:
     """Until when this node's ranks may run and write: 8 bytes of memory, which its agent renews and its ranks read."""
 
     def __init__(self, folder: Path | str):
         """`folder` is that of the node's rank states."""
-        descriptor = os.open(Path(folder) / "lease", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            os.ftruncate(descriptor, _UNTIL.size)
-            self._map = mmap.mmap(descriptor, _UNTIL.size)
-        finally:
-            os.close(descriptor)
+        self._map = shared_memory(Path(folder) / "lease", _UNTIL.size)
 
     @staticmethod
     def now() -> float:

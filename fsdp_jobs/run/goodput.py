@@ -8,9 +8,8 @@ from typing import Any
 
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.events import seldom_events
 from fsdp_jobs.run.table import duration
-from fsdp_jobs.run.tail import Tail, newest_json_lines, read_json_lines
+from fsdp_jobs.run.tail import newest_json_lines, read_json_lines
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Costs:
 def costs_of(run: RunDir) -> Costs | None:
     """Return the median costs of a run; None before its first checkpoint."""
     writes, broken, restarts = [], list[float](), []
-    for event in seldom_events(Tail(run.events)):
+    for event in events.read_events(run):
         if isinstance(event, events.Checkpoint):
             writes.append(event.seconds)
         elif isinstance(event, events.RoundBroken):
@@ -103,26 +102,3 @@ class StepClock:
         if newest is not None:
             done = newest.get("useful_s", 0.0) + newest.get("stall_s", 0.0)
             self.lost_s = newest.get("lost_s", 0.0) + max(0.0, done - self.useful_s - self.stall_s)
-
-
-def goodput_of(run: RunDir) -> Goodput:
-    """Measure a run up to what it recorded last."""
-    newest = next(newest_json_lines(run.metrics), {})
-    wall = queue = 0.0
-    begun: float | None = None  # of the present submission
-    waiting: float | None = None  # since when it has been in the queue
-    last = 0.0
-    for event in seldom_events(Tail(run.events)):
-        match event:
-            case events.Submitted():
-                wall += last - begun if begun is not None else 0.0
-                begun = waiting = event.time
-            case events.AttemptStarted() if waiting is not None:
-                queue += event.time - waiting
-                waiting = None
-            case events.AttemptEnded(decision="requeue"):
-                waiting = event.time
-        last = event.time
-    wall += max(last, newest.get("time", 0.0)) - begun if begun is not None else 0.0
-    useful, stall, lost = (newest.get(key, 0.0) for key in ("useful_s", "stall_s", "lost_s"))
-    return Goodput(wall, useful, stall, lost, queue, max(0.0, wall - useful - stall - lost - queue))

@@ -11,6 +11,7 @@ from typing import Any
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.events import Event, parse_events, seldom_events
+from fsdp_jobs.run.goodput import Goodput
 from fsdp_jobs.run.tail import Tail
 
 ENDED = ("done", "stopped", "failed")
@@ -58,6 +59,10 @@ class RunStatus:
         self._events, self._metrics = Tail(self.run.events), Tail(self.run.metrics)
         self._in_round = False  # a step recorded outside of a round is the last of a broken one
         self._waited_for = ""
+        self._newest: dict[str, Any] = {}  # line of metrics.jsonl
+        self._last = self._before_s = self._queue_s = 0.0  # time of the newest event; seconds of earlier submissions
+        self._begun: float | None = None  # when the present submission was
+        self._queued: float | None = None  # since when it has been in the queue
 
     def update(self) -> list[Event]:
         """Read what is new, and return the new events."""
@@ -81,6 +86,7 @@ class RunStatus:
         return new
 
     def _measure(self, record: dict[str, Any]) -> None:
+        self._newest = record
         if self._in_round:
             self._recover(record.get("time", 0.0))
         self.furthest = max(self.furthest, self.step)
@@ -108,9 +114,13 @@ class RunStatus:
             self._in_round = False
         match event:
             case events.Submitted():
+                self._before_s += self._last - self._begun if self._begun is not None else 0.0
+                self._begun = self._queued = event.time
                 self.steps = self.run.read_job().get("steps")
                 self.state, self.reason, self.doing = "submitted", "", "waiting to be started"
             case events.AttemptStarted():
+                self._queue_s += event.time - self._queued if self._queued is not None else 0.0
+                self._queued = None
                 self.state, self.reason, self.doing = "starting", "", "waiting for nodes"
             case events.RoundStarted():
                 self._start_round(event)
@@ -126,10 +136,12 @@ class RunStatus:
             case events.StopRequested():
                 self.state, self.reason, self.doing = "saving", event.why, "saving before it stops"
             case events.AttemptEnded(decision="requeue"):
+                self._queued = event.time
                 self.state, self.reason, self.doing = "starting", event.reason, "waiting to be restarted"
             case events.AttemptEnded():
                 self.state = {"done": "done", "preempted": "stopped"}.get(event.verdict, "failed")
                 self.reason, self.doing = event.reason, "nothing: it has ended"
+        self._last = event.time
 
     def _start_round(self, event: events.RoundStarted) -> None:
         self._in_round = True
@@ -145,6 +157,16 @@ class RunStatus:
     @property
     def ended(self) -> bool:
         return self.state in ENDED
+
+    @property
+    def goodput(self) -> Goodput:
+        """Return where the time of all attempts went, up to what was recorded last."""
+        newest, wall = self._newest, self._before_s
+        if self._begun is not None:
+            wall += max(self._last, newest.get("time", 0.0)) - self._begun
+        useful, stall, lost = (newest.get(key, 0.0) for key in ("useful_s", "stall_s", "lost_s"))
+        start = max(0.0, wall - useful - stall - lost - self._queue_s)
+        return Goodput(wall, useful, stall, lost, self._queue_s, start)
 
     @property
     def has_steps(self) -> bool:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from fsdp_jobs.launchers.base import Description
 from fsdp_jobs.launchers.state import State
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.goodput import Goodput, goodput_of
 from fsdp_jobs.run.identity import owner_of
 from fsdp_jobs.run.status import ENDED, RunStatus, steps_done
 from fsdp_jobs.run.table import ago, duration
@@ -68,7 +67,6 @@ class Overview:
     def __init__(self, ask: Callable[[Sequence[RunStatus]], Mapping[str, Description]] = ask_launchers):
         self._ask = ask
         self._statuses: dict[str, RunStatus] = {}
-        self._final: dict[str, Goodput] = {}  # of runs that have ended: read once, until they are resumed
 
     def look(self, runs: Sequence[RunDir]) -> list[RunSummary]:
         """Sum up every run as it is now, in the order given."""
@@ -78,22 +76,13 @@ class Overview:
                 self._statuses[run.name] = RunStatus(run)
                 self._statuses[run.name].glance()
             statuses.append(self._statuses[run.name])
-            if statuses[-1].update():
-                self._final.pop(run.name, None)
+            statuses[-1].update()
         answers = self._ask([status for status in statuses if not status.ended])
-        return [_summary(status, answers, self._goodput(status)) for status in statuses]
-
-    def _goodput(self, status: RunStatus) -> Goodput:
-        name = status.run.name
-        if not status.ended:
-            return goodput_of(status.run)
-        if name not in self._final:
-            self._final[name] = goodput_of(status.run)
-        return self._final[name]
+        return [_summary(status, answers) for status in statuses]
 
 
-def _summary(status: RunStatus, answers: Mapping[str, Description], goodput: Goodput) -> RunSummary:
-    job = status.run.read_job()
+def _summary(status: RunStatus, answers: Mapping[str, Description]) -> RunSummary:
+    job, goodput = status.run.read_job(), status.goodput
     state, reason = state_of(status, answers.get(job["handle"]))
     return RunSummary(
         run=status.run.name,

@@ -21,7 +21,7 @@ from fsdp_jobs.submit.stop import stop
 from fsdp_jobs.submit.validate import composed
 from fsdp_jobs.sweeps import jobs
 from fsdp_jobs.sweeps.show import counts, number, show_status, show_submitted
-from fsdp_jobs.sweeps.table import Row, Sweep, find_sweep, locked, read_sweep
+from fsdp_jobs.sweeps.table import Sweep, find_sweep, locked, read_sweep
 
 console = Console(highlight=False, markup=False)  # what runs and launchers say is shown as it is
 
@@ -54,16 +54,11 @@ def _status(sweep: Sweep, flags: argparse.Namespace) -> int:
     return 0
 
 
-def _resume(sweep: Sweep, _: argparse.Namespace) -> int:
-    return _submit(sweep, [row for row in sweep.jobs if row.state != "done" and not row.is_active])
-
-
-def _retry_failed(sweep: Sweep, _: argparse.Namespace) -> int:
-    return _submit(sweep, [row for row in sweep.jobs if row.state == "failed"])
-
-
-def _submit(sweep: Sweep, rows: list[Row]) -> int:
-    """Submit rows again, each into its own run directory."""
+def _resume(sweep: Sweep, flags: argparse.Namespace) -> int:
+    """Submit rows again that are neither done nor active, or only those that failed, each into its own run directory."""
+    rows = [row for row in sweep.jobs if row.state != "done" and not row.is_active]
+    if flags.action == "retry-failed":
+        rows = [row for row in rows if row.state == "failed"]
     configs = composed([sweep.overrides_of(row) for row in rows])
     jobs.submit(sweep, {row.run: config for row, config in zip(rows, configs, strict=True)})
     if rows:
@@ -121,7 +116,7 @@ def _report(sweep: Sweep, _: argparse.Namespace) -> int:
 _ACTIONS: dict[str, tuple[Callable[[Sweep, argparse.Namespace], int], bool]] = {
     "status": (_status, False),
     "resume": (_resume, True),
-    "retry-failed": (_retry_failed, True),
+    "retry-failed": (_resume, True),
     "cancel": (_cancel, True),
     "best": (_best, False),
     "report": (_report, False),

@@ -178,7 +178,7 @@ def test_what_a_closed_connection_proves(tmp_path: Path) -> None:
                 pass
             return stranger
 
-        leases = server.coordinator._leases
+        leases = server.coordinator.leases
         dead = enters("dead", 0)
         dead.lines.close()
         dead.socket.close()  # as the kernel does when the process dies

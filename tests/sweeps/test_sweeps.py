@@ -17,10 +17,9 @@ from fsdp_jobs.config.schema import dump_config
 from fsdp_jobs.launchers import queue
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.verdict import Verdict
-from fsdp_jobs.sweeps.charts import Scale
 from fsdp_jobs.sweeps.identity import canonical, name_for
 from fsdp_jobs.sweeps.jobs import last_value
-from fsdp_jobs.sweeps.report import write_sweep_report
+from fsdp_jobs.sweeps.report import Scale, write_sweep_report
 from fsdp_jobs.sweeps.table import Row, Sweep, read_sweep
 from tests.jobs import cli, environment
 from tests.observe.test_report import _Page

@@ -26,7 +26,7 @@ from fsdp_jobs.plan.layout import HYBRID, Layout
 from fsdp_jobs.plan.memory import GIB
 from fsdp_jobs.plan.plan import Plan
 from fsdp_jobs.run.directory import RunDir, write_atomic
-from fsdp_jobs.run.goodput import Goodput, goodput_of
+from fsdp_jobs.run.goodput import Goodput
 from fsdp_jobs.run.status import RunStatus
 
 _MAX_PICTURES = 6  # newest rounds that are drawn
@@ -36,7 +36,7 @@ def write_report(run: RunDir, pngs: bool = False) -> list[Path]:
     """Write `report.html`, with `pngs` also each chart as a file, into the run directory; return the files."""
     written = [run.report]
     write_atomic(written[0], render(__package__, "report.html.j2", **content_of(run)))
-    for name, _, figure in charts(History.of(run), goodput_of(run), _plan_of(run)) if pngs else ():
+    for name, _, figure in charts(History.of(run), _status_of(run).goodput, _plan_of(run)) if pngs else ():
         written.append(run.chart(name))
         figure.savefig(written[-1], dpi=200)
         plt.close(figure)
@@ -45,8 +45,8 @@ def write_report(run: RunDir, pngs: bool = False) -> list[Path]:
 
 def content_of(run: RunDir) -> dict[str, Any]:
     """Collect what the template `run.html.j2` shows, charts drawn."""
-    status, history, goodput, plan = RunStatus(run), History.of(run), goodput_of(run), _plan_of(run)
-    status.update()
+    status, history, plan = _status_of(run), History.of(run), _plan_of(run)
+    goodput = status.goodput
     return {
         "name": run.name,
         "status": status,
@@ -60,6 +60,12 @@ def content_of(run: RunDir) -> dict[str, Any]:
         "strftime": time.strftime,
         "localtime": time.localtime,
     }
+
+
+def _status_of(run: RunDir) -> RunStatus:
+    status = RunStatus(run)
+    status.update()
+    return status
 
 
 def _plan_of(run: RunDir) -> Plan | None:
