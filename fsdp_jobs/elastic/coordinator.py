@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.elastic import protocol
@@ -97,7 +98,14 @@ class Server:
         with suppress(OSError, ValueError, KeyError, TypeError, EOFError):  # what is not a message ends the connection
             if await self._is_authentic(reader, writer):
                 hello = json.loads(await reader.readline())
-                agent = self._welcome(hello, writer)
+                identity = {k: hello[k] for k in ("node", "host", "address", "nproc", "switches", "ended")}
+                agent = ConnectedAgent(
+                    **identity,
+                    id=hello["agent"],
+                    send=partial(_send, writer),
+                    drop=writer.close,
+                    heard=time.monotonic(),
+                )
                 if self.coordinator.on_hello(agent, hello, time.monotonic()):
                     while received := await reader.readline():
                         message = json.loads(received)
@@ -135,15 +143,6 @@ class Server:
             logger.warning("%d connections refused, the last from %s: no proof of the token", self._refused, peer)
             self._refused, self._reported = 0, time.monotonic()
         return False
-
-    def _welcome(self, hello: Message, writer: asyncio.StreamWriter) -> ConnectedAgent:
-        return ConnectedAgent(
-            **{k: hello[k] for k in ("node", "host", "address", "nproc", "switches", "ended")},
-            id=hello["agent"],
-            send=lambda message: _send(writer, message),
-            drop=writer.close,
-            heard=time.monotonic(),
-        )
 
 
 _KINDS = ("beat", "failed", "ready", "master", "notice", "stacks", "ended", "away")  # of messages, after hello

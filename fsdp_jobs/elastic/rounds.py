@@ -238,7 +238,7 @@ class Coordinator(Attempt):
 
     def _maybe_form(self, now: float) -> None:
         """Form a round when enough nodes are ready; requeue the attempt when they do not come."""
-        self._turn_away_excluded()
+        self._turn_away()
         ready = self.agents.ready()
         are_all_ready = len(ready) == len(self.agents)  # the others are still stopping their ranks
         if self.formation.is_complete(len(ready), are_all_ready, self.round.number < 0, now):
@@ -250,15 +250,15 @@ class Coordinator(Attempt):
             missing = f"{len(ready)} of at least {self.formation.min_nodes} nodes after {wait_s:.0f} s"
             self._close(self.budget.requeue("; ".join(filter(None, [missing, self._exclusion]))), now)
 
-    def _turn_away_excluded(self) -> None:
+    def _turn_away(self) -> None:
+        """End ready agents whose node was told to end, or whose machine is excluded."""
         ready = self.agents.ready()
-        for agent in [a for a in ready if a.is_leaving]:
-            agent.send({"kind": "end", "exit_code": EXIT_REQUEUE, "why": "this node was told to end"})
-            del self.agents[agent.id]
         excluded = self.run.excluded_hosts() if ready else {}
-        for agent in [a for a in ready if a.host in excluded and not a.is_leaving]:
-            self._exclusion = f"{agent.host} is excluded: {excluded[agent.host]}"
-            agent.send({"kind": "end", "exit_code": EXIT_REQUEUE, "why": self._exclusion})
+        for agent in [a for a in ready if a.is_leaving or a.host in excluded]:
+            why = "this node was told to end"
+            if not agent.is_leaving:
+                why = self._exclusion = f"{agent.host} is excluded: {excluded[agent.host]}"
+            agent.send({"kind": "end", "exit_code": EXIT_REQUEUE, "why": why})
             del self.agents[agent.id]
 
     def _next_epoch(self, now: float) -> int | None:
@@ -284,44 +284,29 @@ class Coordinator(Attempt):
         epoch = self._next_epoch(now)
         if epoch is None:
             return
-        layout, chosen = plan.layout, [by_name[name] for name in plan.nodes]
+        layout, chosen, number = plan.layout, [by_name[name] for name in plan.nodes], self.round.number + 1
         self._epochs.use()
         self._may_adopt, self._warned = False, ""
         self.step = max(0, self.committed)
+        known: Message = {"epoch": epoch, "size": len(chosen), "shard_group": layout.shard_group}
         self.round = Round(
-            StallWatch(self.config),
-            number=self.round.number + 1,
-            epoch=epoch,
-            size=len(chosen),
-            shard_group=layout.shard_group,
-            head=chosen[0],
-            began_at=now,
-            first_step=self.step,
-            running=True,
+            StallWatch(self.config), number, **known, head=chosen[0], began_at=now, first_step=self.step, running=True
         )
-        in_round = {"round": self.round.number, "epoch": epoch, "size": len(chosen), "shard_group": layout.shard_group}
         for rank, agent in enumerate(chosen):
             agent.ready, agent.ended, agent.ranks = False, False, []
             self._take_into_round(agent, now)
-            agent.send({"kind": "round", **in_round, "rank": rank, "layout": layout.to_json()})
-        self._record(
-            events.RoundStarted(
-                nodes=[a.node for a in chosen],
-                hosts=[a.host for a in chosen],
-                strategy=layout.strategy,
-                shard_group=layout.shard_group,
-                world_size=layout.world_size,
-                spares=[by_name[name].node for name in plan.spares],
-                why=list(plan.reasons),
-            )
-        )
+            agent.send({"kind": "round", "round": number, **known, "rank": rank, "layout": layout.to_json()})
+        nodes, hosts = [a.node for a in chosen], [a.host for a in chosen]
+        spares, why = [by_name[name].node for name in plan.spares], list(plan.reasons)
+        sharding = (layout.strategy, layout.shard_group, layout.world_size)
+        self._record(events.RoundStarted(nodes, hosts, *sharding, spares, why))
 
     def _maybe_grow(self, now: float) -> None:
         """Take in nodes that came after the round had started, once the ranks have saved and parked.
 
         Ranks that report nothing are stopped for them at once, as torchrun does.
         """
-        self._turn_away_excluded()
+        self._turn_away()
         current, waiting = self.round, self.agents.ready()
         new = {a.id for a in waiting} - current.not_needed
         is_silent = not current.has_reports and now - current.began_at > self.elastic.join_window_s

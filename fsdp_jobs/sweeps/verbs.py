@@ -55,7 +55,7 @@ def _status(sweep: Sweep, flags: argparse.Namespace) -> int:
 
 
 def _resume(sweep: Sweep, flags: argparse.Namespace) -> int:
-    """Submit rows again that are neither done nor active, or only those that failed, each into its own run directory."""
+    """Submit rows again that are neither done nor active, or only the failed ones, each into its own run directory."""
     rows = [row for row in sweep.jobs if row.state != "done" and not row.is_active]
     if flags.action == "retry-failed":
         rows = [row for row in rows if row.state == "failed"]
