@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from math import inf
 from pathlib import Path
+from typing import Any, TypeVar
 
 from fsdp_jobs.config.schema import ElasticConfig
 from fsdp_jobs.elastic.protocol import lease_s
 from fsdp_jobs.run.epoch import ROUND, Fenced, claim
 
+T = TypeVar("T")
 _CLOCKS, _KILL_S = 1.05, 1.0  # added to a lease: for clocks of different speed (a factor), and for killing ranks
-_CLAIM_S = 0.2  # to wait for a claim: longer than a file system takes, shorter than anybody would notice
-_AGAIN_S = 5.0
+_SOON_S = 0.02  # what takes a thread no longer is waited for: nobody notices
+_PATIENCE_S = 5.0  # with a store that does not answer, and between two claims of which the first has failed
+
+
+def begin(thread: ThreadPoolExecutor, work: Callable[..., T], *args: Any) -> Future[T]:
+    """Begin work for which agents must not wait, in a thread; it may be done at once."""
+    begun = thread.submit(work, *args)
+    wait([begun], _SOON_S)
+    return begun
 
 
 class Leases(dict[str, float]):
@@ -55,7 +64,7 @@ class Epochs:
         self.problem = ""  # why there is none yet
         self._claims = ThreadPoolExecutor(1, "claims")
         self._claim: Future[int] | None = None
-        self._again_at = -inf
+        self._patient_until = -inf
 
     def next(self, last: int, now: float) -> int | None:
         """Return the number for the round after `last` (0: not known), always the same until `use`.
@@ -66,20 +75,21 @@ class Epochs:
             Fenced: another coordinator has claimed one after `last`.
         """
         if self._claim is None:
-            if now < self._again_at:
+            if now < self._patient_until:
                 return None
-            owner = f"attempt {self.attempt} {uuid.uuid4().hex}"
-            self._claim = self._claims.submit(claim, self.home, ROUND, owner, last or None)
-        if not wait([self._claim], _CLAIM_S).done:
-            self.problem = f"checkpoint.dir: {self.home} does not answer"
+            owner, self._patient_until = f"attempt {self.attempt} {uuid.uuid4().hex}", now + _PATIENCE_S
+            self._claim = begin(self._claims, claim, self.home, ROUND, owner, last or None)
+        if not self._claim.done():
+            if now > self._patient_until:
+                self.problem = f"checkpoint.dir: {self.home} does not answer"
             return None
         error = self._claim.exception()
         if error is None or isinstance(error, Fenced):
             return self._claim.result()
-        self._claim, self._again_at = None, now + _AGAIN_S
+        self._claim, self._patient_until = None, now + _PATIENCE_S
         self.problem = f"checkpoint.dir: {self.home} cannot be written: {type(error).__name__}: {error}"
         return None
 
     def use(self) -> None:
         """Begin a round with the number."""
-        self._claim, self.problem = None, ""
+        self._claim, self._patient_until, self.problem = None, -inf, ""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.resolve import node_range, ranks_per_node
 from fsdp_jobs.config.schema import ElasticConfig, JobConfig
+from fsdp_jobs.elastic.fencing import begin
 from fsdp_jobs.elastic.protocol import Message
 from fsdp_jobs.elastic.rank_state import Phase
 from fsdp_jobs.plan.plan import Plan, make_plan, regroup
@@ -42,6 +44,11 @@ class ConnectedAgent:
     in_round: bool = False
     ended: bool = False
     ranks: list[list[int]] = field(default_factory=list)  # [step, committed, phase] per local rank; -1: no report
+
+    @property
+    def name(self) -> str:
+        """Return what plans call its node."""
+        return f"{self.host}/{self.node}"
 
 
 def known_places(run: RunDir) -> dict[str, Node]:
@@ -116,9 +123,14 @@ class RoundPlanner:
         self.max_nodes = node_range(config.nodes)[1]
         self.shape = ModelShape.from_json(run.shape.read_text()) if run.shape.exists() else None
         self.places = known_places(run)
+        self._thread = ThreadPoolExecutor(1, "plan")
+        self._question: object = None  # what is planned
+        self._answer: Future[Plan] = Future()
 
-    def plan(self, ready: Sequence[ConnectedAgent], shard_group: int) -> tuple[Plan, dict[str, ConnectedAgent]]:
-        """Plan with at most `max_nodes` of these; return the plan and the agents by its names of nodes.
+    def plan(self, agents: Sequence[ConnectedAgent], shard_group: int) -> Plan | None:
+        """Plan with at most `max_nodes` of these, in a thread; None while it is at work, so ask again.
+
+        A plan for other agents than these, as they were before, is thrown away.
 
         Args:
             shard_group: of the round before, 0 for the first.
@@ -126,23 +138,29 @@ class RoundPlanner:
         Raises:
             BadInput: a sharding that cannot be formed on these nodes.
         """
-        by_name = {f"{a.host}/{a.node}": a for a in sorted(ready, key=lambda a: a.node)[: self.max_nodes]}
-        present = [self._place(name, a) for name, a in by_name.items()]
-        if shard_group:
-            return regroup(self.config, present, shard_group, self.shape), by_name
-        return make_plan(self.config, Topology.of(present), shape=self.shape, seek_remedies=False), by_name
+        present = tuple(self._place(agent) for agent in sorted(agents, key=lambda a: a.node)[: self.max_nodes])
+        if self._question != (present, shard_group):
+            self._answer.cancel()
+            self._question, self._answer = (present, shard_group), begin(self._thread, self._plan, present, shard_group)
+        return self._answer.result() if self._answer.done() else None
 
-    def usable_nodes(self, agents: Sequence[ConnectedAgent], shard_group: int) -> int:
-        """Count the nodes among these that a round would use: spares alone complete no group."""
+    def _plan(self, present: Sequence[Node], shard_group: int) -> Plan:
+        if shard_group:
+            return regroup(self.config, present, shard_group, self.shape)
+        return make_plan(self.config, Topology.of(present), shape=self.shape, seek_remedies=False)
+
+    def usable_nodes(self, agents: Sequence[ConnectedAgent], shard_group: int) -> int | None:
+        """Count the nodes among these that a round would use: spares alone complete no group. None: ask again."""
         try:
-            return len(self.plan(agents, shard_group)[0].nodes)
+            plan = self.plan(agents, shard_group)
         except BadInput:
             return 0
+        return None if plan is None else len(plan.nodes)
 
-    def _place(self, name: str, agent: ConnectedAgent) -> Node:
+    def _place(self, agent: ConnectedAgent) -> Node:
         """Locate a node: as `known_places` says, else as its cluster's environment does."""
-        known = self.places.get(agent.host) or Node(name, tuple(agent.switches))
-        return replace(known, name=name, gpus=agent.nproc)
+        known = self.places.get(agent.host) or Node(agent.name, tuple(agent.switches))
+        return replace(known, name=agent.name, gpus=agent.nproc)
 
     def what_would_fit(self, nodes: int) -> str:
         """Say what to change when ranks run out of memory: the plan's remedies."""

@@ -268,22 +268,23 @@ class Coordinator(Attempt):
         except Fenced:
             self.on_superseded()
             return None
-        if epoch is None:
+        if epoch is None and self._epochs.problem:
             self._warn(self._epochs.problem)
             if now - self.formation.since > self.elastic.wait_for_nodes_s:
                 self._close(self.budget.requeue(self._epochs.problem), now)
         return epoch
 
     def _form(self, ready: list[ConnectedAgent], now: float) -> None:
-        """Plan with the ready nodes, and give each its ranks in topology order."""
+        """Plan with the ready nodes, and give each its ranks in topology order; until both are there, do nothing."""
         try:
-            plan, by_name = self.planner.plan(ready, self.round.shard_group)
+            plan = self.planner.plan(ready, self.round.shard_group)
         except BadInput as e:
             self._close(Verdict("user_error", "stop", "; ".join(map(str, e.problems))), now)
             return
         epoch = self._next_epoch(now)
-        if epoch is None:
+        if plan is None or epoch is None:
             return
+        by_name = {a.name: a for a in ready}
         layout, chosen, number = plan.layout, [by_name[name] for name in plan.nodes], self.round.number + 1
         self._epochs.use()
         self._may_adopt, self._warned = False, ""
@@ -312,9 +313,10 @@ class Coordinator(Attempt):
         is_silent = not current.has_reports and now - current.began_at > self.elastic.join_window_s
         may_grow = is_silent or self.step > current.first_step
         if new and current.size < self.formation.max_nodes and current.requested is Request.NONE and may_grow:
-            if self.planner.usable_nodes([*self.agents.in_round(), *waiting], current.shard_group) > current.size:
+            usable = self.planner.usable_nodes([*self.agents.in_round(), *waiting], current.shard_group)
+            if usable is not None and usable > current.size:
                 self._request(Request.PARK)
-            current.not_needed |= new
+            current.not_needed |= new if usable is not None else set()
         if current.requested is Request.PARK and (self.agents.are_parked() or not current.has_reports):
             leaving = sorted(a.node for a in self.agents.values() if a.is_leaving)
             told = f"nodes {leaving} were told to end" if leaving else f"{len(waiting)} more nodes join"
