@@ -1,12 +1,13 @@
 """The job's control process on the network. No torch.
 
+    python -m fsdp_jobs.elastic.coordinator RUN_DIR
+
 Ranks that train do not need it: when this process dies they continue, and a new one adopts the round from the
 agents' hellos.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import hmac
 import json
@@ -154,13 +155,10 @@ def _send(writer: asyncio.StreamWriter, message: Message) -> None:
         writer.write(line(message))
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="The control process of one attempt.")
-    parser.add_argument("run_dir")
-    args = parser.parse_args(argv)
+def main(run_dir: str) -> int:
     log.configure()
     raise_file_limit()
-    run = RunDir(args.run_dir)
+    run = RunDir(run_dir)
     coordinator = Coordinator(load_config(run.config), run, int(os.environ[ATTEMPT_ENV]), time.monotonic())
     server = Server(coordinator, run.token.read_text())
     port = os.environ[COORDINATOR_ENV].rpartition(":")[2]
@@ -168,4 +166,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

@@ -66,10 +66,14 @@ class Failure:
         return self.exit_code < 0 or bool(_HARDWARE.search(self.error)) or self.error.startswith(_CANNOT_READ)
 
     @property
-    def in_users_code(self) -> bool:
-        """Whether the rank raised, or ended with an exit code of its own, and not because a peer had gone."""
-        own = bool(self.error) or self.exit_code > 0
-        return own and not self.is_victim and not self.error.startswith(_CANNOT_READ)
+    def signature(self) -> tuple[int, int, str] | None:
+        """Return what is equal for the same failure of the user's code; None for one that is not its own.
+
+        Its own: the rank raised, or ended with an exit code, and not because a peer had gone.
+        """
+        if not (self.error or self.exit_code > 0) or self.is_victim or self.error.startswith(_CANNOT_READ):
+            return None
+        return self.step, self.exit_code, re.sub(r"[0-9]+", "0", self.error)  # addresses and sizes differ
 
     def describe(self) -> str:
         if self.exit_code < 0:
@@ -129,10 +133,8 @@ class Budget:
             stalled: nothing failed, but no rank advanced.
             was_long: the round lasted long enough to count as progress, unless it ended like the one before.
         """
-        failure, why, signature = cause.failure, cause.why, None
-        if failure is not None and failure.in_users_code:
-            error = re.sub(r"[0-9]+", "0", failure.error)  # addresses and sizes differ
-            signature = (failure.step, failure.exit_code, error)
+        failure, why = cause.failure, cause.why
+        signature = failure.signature if failure is not None else None
         again = signature is not None and signature == self._last_signature
         if committed > self._committed or (was_long and not again):
             self._committed, self.count = committed, 0
@@ -146,12 +148,11 @@ class Budget:
                 same = "the same error at the same step twice" if failure.step >= 0 else "the same twice in a row"
                 return Verdict("user_error", "stop", f"{why}; {same}", **details)
             self._last_signature = signature or self._last_signature
-        if self.count > self.most:
-            reason = f"{self.count} failures without a new checkpoint; the last: {why}"
-            kind = "user_error" if failure is not None and failure.in_users_code else "infrastructure"
-            kind = "stalled" if stalled else kind
-            return Verdict(kind, "stop", reason, **details)
-        return None
+        if self.count <= self.most:
+            return None
+        kind = "stalled" if stalled else "user_error" if signature is not None else "infrastructure"
+        reason = f"{self.count} failures without a new checkpoint; the last: {why}"
+        return Verdict(kind, "stop", reason, **details)
 
     def requeue(self, why: str) -> Verdict:
         """Return the verdict on an attempt that the cluster ended: another one, unless they lead nowhere."""

@@ -56,7 +56,8 @@ class Event:
 
     def sentence(self) -> str | None:
         """Tell a user what happened; None where another event tells it."""
-        return None if self._template is None else self._template.format_map(vars(self))
+        shown = {key: "; ".join(value) if isinstance(value, list) else value for key, value in vars(self).items()}
+        return None if self._template is None else self._template.format_map(shown)
 
     @classmethod
     def parse(cls, record: dict[str, Any]) -> Event:
@@ -145,14 +146,11 @@ class GivenUp(Event, sentence="{process} is not restarted: {why}"):
     why: str
 
 
-class TakenAway(Event):
+class TakenAway(Event, sentence="the cluster removed the machines of {process} from the job: {hosts}"):
     """The cluster has ended a process together with its machines."""
 
     process: str
     hosts: list[str]
-
-    def sentence(self) -> str:
-        return f"the cluster removed {', '.join(self.hosts)} from the job, which ran {self.process}"
 
 
 class NodeAskedFor(Event, sentence="SLURM job {slurm_job} will replace node {node}"):
@@ -195,23 +193,19 @@ class CheckpointFailed(Event, sentence="{error}", style="red"):
     error: str
 
 
-class CheckpointSkipped(Event, style="red"):
+class CheckpointSkipped(Event, sentence="{checkpoint} cannot be used: {why}", style="red"):
     checkpoint: str  # name of its folder
     why: list[str]
 
-    def sentence(self) -> str:
-        return f"{self.checkpoint} cannot be used: {'; '.join(self.why)}"
+
+_SPIKE = "loss spike at step {step}: {loss:.4g}, {deviations:.0f} standard deviations above {mean:.4g}"
 
 
-class LossSpike(Event):
+class LossSpike(Event, sentence=_SPIKE):
     step: int
     loss: float
     mean: float  # of the steps before it
     deviations: float  # standard deviations above that mean
-
-    def sentence(self) -> str:
-        above = f"{self.deviations:.0f} standard deviations above {self.mean:.4g}"
-        return f"loss spike at step {self.step}: {self.loss:.4g}, {above}"
 
 
 class StopRequested(Event, sentence="asked to stop ({why}): saving"):
@@ -231,7 +225,7 @@ class Done(Event):
     samples: int
 
 
-class AttemptEnded(Event):
+class AttemptEnded(Event, sentence="{verdict}: {reason}"):
     verdict: str
     decision: str
     reason: str
@@ -242,9 +236,6 @@ class AttemptEnded(Event):
     @property
     def style(self) -> str:
         return "green" if self.verdict == "done" else "red"
-
-    def sentence(self) -> str:
-        return f"{self.verdict}: {self.reason}"
 
 
 class NotifyFailed(Event, sentence="notify.{way} failed: {why}"):
