@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import time
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -168,16 +169,15 @@ class Machines:
     def __init__(self, run: RunDir, most: int, for_s: float, history: Iterable[events.Event]):
         """`most` failures within `for_s` seconds exclude a machine for as long; 0 excludes none."""
         self.run, self.most, self.for_s = run, most, for_s
-        self._failures: dict[str, list[float]] = {}  # host -> seconds since 1970
+        self._failures = defaultdict[str, list[float]](list)  # host -> seconds since 1970
         for event in history:
             if isinstance(event, events.RoundBroken) and event.blamed:
-                self._failures.setdefault(event.blamed, []).append(event.time)
+                self._failures[event.blamed].append(event.time)
 
     def blame(self, host: str, why: str) -> str | None:
         """Note a failure; returns the reason when it is the one that excludes the machine."""
         now = time.time()
-        recent = [t for t in [*self._failures.get(host, []), now] if t > now - self.for_s]
-        self._failures[host] = recent
+        recent = self._failures[host] = [t for t in [*self._failures[host], now] if t > now - self.for_s]
         if not self.most or len(recent) < self.most:
             return None
         reason = f"{len(recent)} failures within {self.for_s:.0f} s; the last: {why}"

@@ -78,20 +78,16 @@ class Link:
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self.local = ("", 0)  # address and port of this end
         threading.Thread(target=self._run, name="coordinator-link", daemon=True).start()
         threading.Thread(target=self._send_beats, name="beats", daemon=True).start()
 
     def send(self, kind: str, **content: Any) -> bool:
         """Send one message; False without a connection (the next hello repeats what matters)."""
-        with self._lock:
-            if self._socket is None:
-                return False
-            try:
+        with self._lock, suppress(OSError):
+            if self._socket is not None:
                 self._socket.sendall(line({"kind": kind, **content}))
                 return True
-            except OSError:
-                return False
+        return False
 
     def beat(self) -> None:
         self.send("beat", ranks=self._ranks(), at=Lease.now())
@@ -117,9 +113,9 @@ class Link:
                 connection.settimeout(self._elastic.heartbeat_timeout_s)  # the coordinator answers every beat
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self._prove(connection, lines)
-                self.local = connection.getsockname()[:2]
+                local = connection.getsockname()[:2]
                 with self._lock:
-                    connection.sendall(line({"kind": "hello", "from": self.local, "at": Lease.now(), **self._hello()}))
+                    connection.sendall(line({"kind": "hello", "from": local, "at": Lease.now(), **self._hello()}))
                     self._socket = connection
                 try:
                     for message in lines:

@@ -44,11 +44,6 @@ def enter() -> None:
     os.close(descriptor)
 
 
-def _write_stacks_on_request() -> None:
-    stacks = open(os.environ[STACKS_ENV], "a")  # noqa: SIM115 - stays open for as long as the rank lives
-    faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
-
-
 def _die_with_lease() -> None:
     """Kill this process when its node's lease has run out: also when its agent stands still, and cannot."""
     lease = Lease(os.environ[RANK_STATE_ENV])
@@ -61,7 +56,8 @@ def _die_with_lease() -> None:
 def run_program() -> None:
     """Run a rank's Python program in the surroundings that `python program.py` or `python -m program` would give it."""
     enter()
-    _write_stacks_on_request()
+    stacks = open(os.environ[STACKS_ENV], "a")  # noqa: SIM115 - stays open for as long as the rank lives
+    faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
     threading.Thread(target=_die_with_lease, name="lease", daemon=True).start()
     program = Program.from_environment()
     set_title(f"rank {os.environ['RANK']}/{os.environ['WORLD_SIZE']} {Path(program.what).name}")

@@ -176,6 +176,4 @@ def _contradictions(config: DictConfig, swept: Sequence[str]) -> Iterator[Proble
         what = f"{sweeper._target_.rpartition('.')[2]} chooses the next jobs by the results of the last ones"
         yield Problem("sweep.wait=false", what, "sweep.wait=true")
     elif sweep.wait and config.dry_run:
-        yield Problem(
-            "dry_run=true", "submits nothing, so sweep.wait has no results", "sweep.wait=false shows the jobs"
-        )
+        yield Problem("dry_run=true", "submits nothing: sweep.wait has no results", "sweep.wait=false shows the jobs")
