@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from fsdp_jobs.run.directory import RunDir, write_atomic
-from fsdp_jobs.run.goodput import goodput_of
 from fsdp_jobs.run.status import RunStatus
 from tests.jobs import cli, environment, job
 from tests.recorded import add_line, recorded_run
@@ -58,7 +57,7 @@ def test_a_glance_sees_what_reading_everything_sees(tmp_path: Path) -> None:
     for key in ("state", "attempt", "nodes", "step", "loss", "committed", "committed_at", "reason", "doing"):
         assert getattr(glanced, key) == getattr(read, key), key
     assert glanced.tokens_per_s == pytest.approx(read.tokens_per_s) and glanced.step_s == pytest.approx(read.step_s)
-    assert goodput_of(run).wall_s == 4000.0 - 100.0
+    assert glanced.goodput == read.goodput and read.goodput.wall_s == 4000.0 - 100.0
 
 
 PLACED = {"strategy": "full_shard", "shard_group": 2, "world_size": 2, "nodes": [0, 1], "hosts": ["a", "b"]}
