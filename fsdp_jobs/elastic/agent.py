@@ -32,10 +32,9 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from fsdp_jobs.config.schema import JobConfig, load_config
 from fsdp_jobs.elastic import forkserver, worker
 from fsdp_jobs.elastic.failures import Failure
-from fsdp_jobs.elastic.log_times import LogTimes
 from fsdp_jobs.elastic.program import Program
 from fsdp_jobs.elastic.protocol import Message
-from fsdp_jobs.elastic.rank_logs import FLIGHT_RECORDER, RankLogs
+from fsdp_jobs.elastic.rank_logs import FLIGHT_RECORDER, LogTimes, RankLogs
 from fsdp_jobs.elastic.rank_state import Phase, Request, keep_temporaries_in, make_folder
 from fsdp_jobs.elastic.rendezvous import CoordinatorRendezvous
 from fsdp_jobs.elastic.tracker import TrackerProcess

@@ -1,8 +1,11 @@
-"""Environment, logs and error files of a node's ranks, as torch's agent asks for them."""
+"""Environment, logs and error files of a node's ranks, as torch's agent asks for them; when the logs were written."""
 
 from __future__ import annotations
 
+import json
 import os
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -14,7 +17,9 @@ from fsdp_jobs.elastic import accelerate_env
 from fsdp_jobs.elastic.rendezvous import CoordinatorRendezvous
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run.env import EPOCH_ENV, LAYOUT_ENV, LOG_ENV, ROUND_ENV, STACKS_ENV
+from fsdp_jobs.run.tail import TIMES
 
+_EVERY_S = 1.0  # between two looks at the lengths of logs
 FLIGHT_RECORDER = "nccl-trace-rank-"  # NCCL's record of collectives: the rank is appended
 
 
@@ -61,3 +66,34 @@ class RankLogs(LogsSpecs):
     @property
     def root_log_dir(self) -> str:
         return str(self.run.attempt(self.attempt))
+
+
+class LogTimes:
+    """A thread that records how long a node's rank logs are, beside them, so that lines of all nodes can be ordered."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._known: dict[str, tuple[int, float]] = {}
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="log-times", daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._over.wait(_EVERY_S):
+            self._note()
+        self._note()
+
+    def _note(self) -> None:
+        """Append a line with the sizes that have changed, and when each file was last written to."""
+        with suppress(OSError):  # a full disk, or a file that has just gone: only the order of lines suffers
+            stats = {f.stem.removeprefix("rank-"): f.stat() for f in self._folder.glob("rank-*.log")}
+            sizes = {rank: (stat.st_size, round(stat.st_mtime, 3)) for rank, stat in stats.items() if stat.st_size}
+            changed = {rank: written for rank, written in sizes.items() if written != self._known.get(rank)}
+            if changed:
+                with (self._folder / TIMES).open("a") as f:
+                    f.write(json.dumps(changed) + "\n")
+                self._known |= changed
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join(_EVERY_S)

@@ -8,12 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torch.distributed import HashStore
-from torch.distributed.elastic.rendezvous import (
-    RendezvousGracefulExitError,
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousStoreInfo,
-)
+from torch.distributed.elastic import rendezvous
 
 from fsdp_jobs.config.schema import ElasticConfig
 from fsdp_jobs.elastic.protocol import NO_ROUND, Link, Message, lease_s
@@ -24,7 +19,7 @@ from fsdp_jobs.run.epoch import Lease
 from fsdp_jobs.run.processes import free_port
 
 
-class CoordinatorRendezvous(RendezvousHandler):
+class CoordinatorRendezvous(rendezvous.RendezvousHandler):
     """torch elastic's rendezvous handler over the link to the coordinator."""
 
     def __init__(self, elastic: ElasticConfig, run: RunDir, identity: Message, folder: Path):
@@ -93,7 +88,7 @@ class CoordinatorRendezvous(RendezvousHandler):
             state.request(request)
         self.is_stop_requested |= request is Request.STOP
 
-    def next_rendezvous(self) -> RendezvousInfo:
+    def next_rendezvous(self) -> rendezvous.RendezvousInfo:
         """Wait until this node is part of a round.
 
         Raises:
@@ -110,13 +105,13 @@ class CoordinatorRendezvous(RendezvousHandler):
             with self._changed:
                 self._changed.wait_for(lambda: self.round or self.end)
                 if self.end:
-                    raise RendezvousGracefulExitError(self.end["why"])
+                    raise rendezvous.RendezvousGracefulExitError(self.end["why"])
             info = self._join()
             if info is not None:
                 self.running_round = self.round["round"]
                 return info
 
-    def _join(self) -> RendezvousInfo | None:
+    def _join(self) -> rendezvous.RendezvousInfo | None:
         """Say where ranks meet on the round's first node, learn it elsewhere; None if the round is already over.
 
         torch's agents would compare their numbers of ranks in a store of this round. Here every node has as many
@@ -132,7 +127,8 @@ class CoordinatorRendezvous(RendezvousHandler):
                 if not self._start:
                     return None
                 host, port = self._start["host"], self._start["port"]
-        return RendezvousInfo(HashStore(), rank, size, RendezvousStoreInfo(host, port))
+        meeting = rendezvous.RendezvousStoreInfo(host, port)
+        return rendezvous.RendezvousInfo(HashStore(), rank, size, meeting)
 
     def is_cut_off(self) -> bool:
         """Whether this node's lease has run out, and so its round is over for it."""

@@ -314,9 +314,11 @@ class Coordinator(Attempt):
         may_grow = is_silent or self.step > current.first_step
         if new and current.size < self.formation.max_nodes and current.requested is Request.NONE and may_grow:
             usable = self.planner.usable_nodes([*self.agents.in_round(), *waiting], current.shard_group)
-            if usable is not None and usable > current.size:
+            if usable is None:
+                return  # ask again
+            if usable > current.size:
                 self._request(Request.PARK)
-            current.not_needed |= new if usable is not None else set()
+            current.not_needed |= new
         if current.requested is Request.PARK and (self.agents.are_parked() or not current.has_reports):
             leaving = sorted(a.node for a in self.agents.values() if a.is_leaving)
             told = f"nodes {leaving} were told to end" if leaving else f"{len(waiting)} more nodes join"

@@ -47,11 +47,6 @@ class Verdict:
         """Return whether the error, and so the reason, says what the user has to change."""
         return self.error.startswith(FINAL_ERRORS)
 
-    @property
-    def notify_on(self) -> str:
-        """The word of the key notify.on for this verdict."""
-        return self.decision if self.decision == "requeue" else self.verdict
-
     def write(self, run: RunDir, attempt: int) -> None:
         write_atomic(run.verdict(attempt), json.dumps(asdict(self), indent=2))
 
@@ -61,7 +56,8 @@ class Verdict:
         ended = events.AttemptEnded(self.verdict, self.decision, self.reason, **details)
         events.record(run, attempt, ended)
         settings = plain_values(run.config).get("notify") if run.config.exists() else None
-        if settings and (settings["command"] or settings["webhook"]) and self.notify_on in settings["on"]:
+        word = "requeue" if self.decision == "requeue" else self.verdict
+        if settings and (settings["command"] or settings["webhook"]) and word in settings["on"]:
             _start_notification(run, attempt)
 
     @classmethod
