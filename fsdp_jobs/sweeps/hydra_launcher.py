@@ -14,6 +14,7 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import HydraException
 from hydra.plugins.launcher import Launcher
+from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from rich.console import Console
@@ -61,12 +62,22 @@ def multirun(overrides: Sequence[str]) -> int:
     return len(failed)
 
 
-class GridSweeper(BasicSweeper):
-    """Launch all combinations of the values that are named, as one batch or several."""
+class GridSweeper(Sweeper):
+    """Launch all combinations of the values that are named, as one batch or several.
+
+    No subclass of `BasicSweeper`: Hydra's search for plugins loads that module again, and its `super()` fails then.
+    """
+
+    def __init__(self, max_batch_size: int | None, params: dict[str, str] | None):
+        self.max_batch_size, self.params = max_batch_size, params or {}
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self.launcher = Plugins.instance().instantiate_launcher(hydra_context, task_function, config)
 
     def sweep(self, arguments: list[str]) -> list[Sequence[JobReturn]]:
         assert self.launcher is not None
-        parsed = OverridesParser.create().parse_overrides([*self._parse_config(), *arguments])
+        given = [*(f"{key}={value}" for key, value in self.params.items()), *arguments]
+        parsed = OverridesParser.create().parse_overrides(given)
         returns: list[Sequence[JobReturn]] = []
         for batch in BasicSweeper.split_arguments(parsed, self.max_batch_size):
             if not batch:
