@@ -87,15 +87,10 @@ def _price(config: JobConfig, shape: ModelShape, strategy: str, placement: Place
     memory = peak_memory(shape, layout, fsdp, config.data, device, microbatches)
     param_bytes = DTYPE_BYTES[param_dtype(fsdp, device)]
     rings = {b: ring_bytes(shape, layout, fsdp, param_bytes, microbatches, b) for b in BACKENDS}
-    return Option(
-        layout=layout,
-        placement=placement,
-        microbatches=microbatches,
-        memory=memory,
-        fits=memory.total <= usable_bytes(config.hardware) and _host_fits(config, memory),
-        traffic={b: node_traffic(r, layout, per_node) for b, r in rings.items()},
-        time=step_time(config, shape, layout, rings[backend(config)], in_domain=placement.inside == "domain"),
-    )
+    fits = memory.total <= usable_bytes(config.hardware) and _host_fits(config, memory)
+    traffic = {b: node_traffic(r, layout, per_node) for b, r in rings.items()}
+    time = step_time(config, shape, layout, rings[backend(config)], in_domain=placement.inside == "domain")
+    return Option(layout, placement, microbatches, memory, fits, traffic, time)
 
 
 def options_of(

@@ -155,14 +155,9 @@ def _moments(
         A block's backward begins with all of its activations and its first weight's gradient, and ends with
         all of its gradients and none of its activations.
         """
-        at = replace(
-            state,
-            moment=name,
-            gradients=max(early, (head + (k - 1) * block) * b_m),
-            gathered=in_block,
-            logits=afterwards,
-            accumulation=max(0, all_sums - sums[shape.head] - (k - 1) * sums[shape.largest]),
-        )
+        reduced = max(early, (head + (k - 1) * block) * b_m)
+        left = max(0, all_sums - sums[shape.head] - (k - 1) * sums[shape.largest])
+        at = replace(state, moment=name, gradients=reduced, gathered=in_block, logits=afterwards, accumulation=left)
         reducing = waiting + (reduce_input if k > 1 else head_input)
         first, whole = reducing + shape.largest.largest_param * b_p, reducing + shape.largest.numel * b_p
         return [

@@ -47,15 +47,10 @@ def check_initial_weights(config: JobConfig) -> None:
 
 def _ask(question: str, config: JobConfig, where: str) -> str:
     """Get the probe's answer, as JSON; BadInput with the last line of what it wrote when it fails."""
-    same = replace(  # for jobs that differ in anything else
-        config,
-        name=None,
-        seed=0,
-        steps=1,
-        fsdp=FsdpConfig(wrap=config.fsdp.wrap, min_num_params=config.fsdp.min_num_params),
-        data=DataConfig(kind=config.data.kind, seq_len=config.data.seq_len),
-        optim=OptimConfig(),
-    )
+    # jobs that differ in anything else have the same answer
+    fsdp = FsdpConfig(wrap=config.fsdp.wrap, min_num_params=config.fsdp.min_num_params)
+    data = DataConfig(kind=config.data.kind, seq_len=config.data.seq_len)
+    same = replace(config, name=None, seed=0, steps=1, fsdp=fsdp, data=data, optim=OptimConfig())
     answer = _run_probe(question, dump_config(same))
     if answer.returncode:
         last = (answer.stderr.strip() or "no message").splitlines()[-1]

@@ -148,9 +148,7 @@ def from_kubernetes(labels: Mapping[str, Mapping[str, str]], gpus: int = 8) -> T
     family = next((row for row in KUBERNETES_LABELS if any(label in of for of in labels.values() for label in row)), ())
     nodes = []
     for name, of in labels.items():
-        path = tuple(of[label] for label in family if label in of)
-        if family and not path:
-            path = (f"leaf-of-{name}",)
+        path = tuple(of[label] for label in family if label in of) or ((f"leaf-of-{name}",) if family else ())
         nvlink = next((of[label] for label in NVLINK_LABELS if label in of), "")
         nodes.append(Node(name, path, gpus, nvlink))
     return Topology.of(nodes)

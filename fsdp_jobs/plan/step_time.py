@@ -176,12 +176,7 @@ def _compute(config: JobConfig, shape: ModelShape, layout: Layout, dtype: str) -
     update = shard * (UPDATE_PASSES + CLIP_PASSES) * b_m * per_byte
     if fsdp.cpu_offload:
         update = shard * ranks_per_node(config) * (UPDATE_PASSES + CLIP_PASSES) * b_m / HOST_UPDATE_BYTES_PER_S
-    return _Compute(
-        forward=forward,
-        backward=backward,
-        head=head,
-        gathered=block * (2 * b_p if layout.shard_group > 1 else cast) * per_byte,
-        reduced=block * (b_p + b_r) * per_byte if layout.shard_group > 1 else 0.0,
-        accumulated=block * (b_p + 2 * b_r) * per_byte,
-        update=update,
-    )
+    gathered = block * (2 * b_p if layout.shard_group > 1 else cast) * per_byte
+    reduced = block * (b_p + b_r) * per_byte if layout.shard_group > 1 else 0.0
+    accumulated = block * (b_p + 2 * b_r) * per_byte
+    return _Compute(forward, backward, head, gathered, reduced, accumulated, update)

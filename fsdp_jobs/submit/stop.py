@@ -31,19 +31,19 @@ def stop(runs: Sequence[RunDir], now: bool, say: Callable[[str], None]) -> None:
     queued = [run for run, state in zip(runs, states, strict=True) if state is State.QUEUED]
     kill([handles[run.name] for run in reversed(queued)])  # the last first: none of them is started meanwhile
     running = [run for run in runs if run not in queued]
-    waiting = running if not now else []
+    waiting = list(running) if not now else []
     deadlines: dict[str, float] = {}
     for run in waiting:
         write_atomic(run.stop_request, "cancelled")
         deadlines[run.name] = time.monotonic() + plain_values(run.config)["elastic"]["stop_grace_s"]
     while waiting:
-        for run, job in zip(waiting, describe([handles[run.name] for run in waiting]), strict=True):
+        for run, job in zip(tuple(waiting), describe([handles[run.name] for run in waiting]), strict=True):
             if has_ended(run, job):
-                waiting = [other for other in waiting if other is not run]
+                waiting.remove(run)
                 if job.state is State.SILENT:  # there is nobody to ask for its leftovers
                     running.remove(run)
             elif time.monotonic() > deadlines[run.name]:
                 say(f"{run.name} has not stopped in time: killing it")
-                waiting = [other for other in waiting if other is not run]
+                waiting.remove(run)
         time.sleep(0.2)
     kill([handles[run.name] for run in running])

@@ -65,9 +65,8 @@ def check_existing_run(config: JobConfig, run: RunDir) -> None:
         where, what = f"checkpoint.dir={config.checkpoint.dir}", f"cannot be listed: {type(e).__name__}: {e}"
         raise BadInput([Problem(where, what, "the store's client needs a network and credentials here, too")]) from e
     if newest is not None and not config.is_program and config.steps < (done := step_of(newest)):
-        raise BadInput(
-            [Problem(f"steps={config.steps}", f"run {run.name} is at step {done} already", f"steps above {done}")]
-        )
+        what = f"run {run.name} is at step {done} already"
+        raise BadInput([Problem(f"steps={config.steps}", what, f"steps above {done}")])
     if not run.config.exists() or config.allow_config_change:
         return
     before, now = training_values(load_config(run.config)), training_values(config)

@@ -60,84 +60,80 @@ class Published:
     per_node: int = 8
 
 
-def _foundry(
-    model: str,
-    hardware: str,
-    gpus: int,
-    seq: int,
-    micro: int,
-    accum: int,
-    full: bool,
-    t: float,
-    pure: bool = False,
-    zero2: bool = False,
-) -> Published:
-    kept, strategy = "full" if full else "none", "shard_grad_op" if zero2 else "full_shard"
-    return Published(
-        f"mpt {model}", hardware, gpus, seq, micro, accum, kept, False, t, FOUNDRY, pure=pure, strategy=strategy
-    )
+# model, GPU, GPUs, tokens per sample, microbatch, microbatches, recomputation, tokens/s a GPU; what else
+_FOUNDRY_ROWS = """\
+70b  h100      512   2048    8   1  full     1007
+30b  h100      128   2048    8   1  full     2199
+7b   h100      256   2048    6   1  none    10119
+1b   h100      512   2048   12   1  none    39837  zero2
+70b  h100       64   2048    8   4  full     1039
+70b  h100       32   2048    2  16  full      882
+30b  h100        8   8192    1  21  full     1384
+30b  h100        8   4096    1  21  full     1802
+30b  h100       32   2048   14   3  full     2308
+30b  h100        8   1024    6  21  full     2084
+13b  h100        8   4096   10   3  full     4717
+13b  h100       64   2048    2   1  none     4800
+13b  h100       32   2048    2   1  none     4811
+7b   h100        8  32768    2   2  full     3318
+7b   h100        8   4096   16   2  full     8611
+7b   h100        8   2048    6   1  none    10643
+3b   h100        8  65536    1   2  full     3262
+3b   h100       64   2048    6   3  none    22525
+1b   h100        8  65536    1   2  full     5506
+1b   h100       64   2048   20   1  none    44402
+1b   h100        8    512   56   4  none    52275
+760m h100       32   2048   24   1  none    67971
+70b  a100_80    64   2048    8   4  full      410  pure
+70b  a100_80    32   2048    2  16  full      373  pure
+30b  a100_80     8   4096    1  21  full      814
+30b  a100_80     8   2048    3  21  full      916
+30b  a100_80     8   1024    6  21  full      946
+13b  a100_80     8   4096   10   3  full     2060
+13b  a100_80     8   2048    2   3  none     2262
+7b   a100_80     8  16384    4   2  full     2453
+7b   a100_80     8   4096   16   2  full     3684
+7b   a100_80     8   2048    6   2  none     4641
+3b   a100_80     8  65536    1   2  full     1767
+3b   a100_80     8   2048   10   2  none    10811
+1b   a100_80     8  16384    2   4  none     9956
+1b   a100_80     8   2048   14   4  none    20513
+1b   a100_80     8    512   56   4  none    23148
+760m a100_80     8   4096   12   2  none    27351
+350m a100_80     8  32768    2   2  none    13652
+350m a100_80     8   1024   64   2  none    64813
+125m a100_80     8   8192    8   2  none    90392
+125m a100_80     8    512  128   2  none   165681
+13b  a100_40     8   8192    1  16  full     1407  pure
+13b  a100_40    64   2048   16   1  full     1976  pure
+13b  a100_40    16   2048   10   1  full     1993  pure
+7b   a100_40     8   8192    3   4  full     2887  pure
+7b   a100_40   128   2048   18   1  full     3623  pure
+7b   a100_40    16   2048   16   1  full     3645  pure
+3b   a100_40     8  16384    2   8  full     4465  pure
+3b   a100_40    32   2048    6   1  none     9914  pure
+1b   a100_40     8  32768    1   4  full     5095  pure
+1b   a100_40    64   2048   10   1  none    19001  pure
+1b   a100_40     8    512   32   8  none    21782  pure
+760m a100_40   128   2048   12   1  none    28940  pure
+760m a100_40     8   1024   24   4  none    33422  pure
+350m a100_40     8   4096    8   4  none    46833  pure
+350m a100_40     8   2048   16   4  none    55995  pure
+125m a100_40     8   8192    5   3  none    86858  pure
+125m a100_40    16   2048   26   1  none   130535  pure
+"""
+
+
+def _foundry(row: str) -> Published:
+    model, hardware, gpus, seq_len, micro_batch, accumulate, checkpointing, speed, *more = row.split()
+    sizes = map(int, (gpus, seq_len, micro_batch, accumulate))
+    strategy = "shard_grad_op" if "zero2" in more else "full_shard"
+    job = (f"mpt {model}", hardware, *sizes, checkpointing, False, float(speed), FOUNDRY)
+    return Published(*job, pure="pure" in more, strategy=strategy)
 
 
 ROWS = (
-    _foundry("70b", "h100", 512, 2048, 8, 1, True, 1007),
-    _foundry("30b", "h100", 128, 2048, 8, 1, True, 2199),
-    _foundry("7b", "h100", 256, 2048, 6, 1, False, 10119),
-    _foundry("1b", "h100", 512, 2048, 12, 1, False, 39837, zero2=True),
-    _foundry("70b", "h100", 64, 2048, 8, 4, True, 1039),
-    _foundry("70b", "h100", 32, 2048, 2, 16, True, 882),
-    _foundry("30b", "h100", 8, 8192, 1, 21, True, 1384),
-    _foundry("30b", "h100", 8, 4096, 1, 21, True, 1802),
-    _foundry("30b", "h100", 32, 2048, 14, 3, True, 2308),
-    _foundry("30b", "h100", 8, 1024, 6, 21, True, 2084),
-    _foundry("13b", "h100", 8, 4096, 10, 3, True, 4717),
-    _foundry("13b", "h100", 64, 2048, 2, 1, False, 4800),
-    _foundry("13b", "h100", 32, 2048, 2, 1, False, 4811),
-    _foundry("7b", "h100", 8, 32768, 2, 2, True, 3318),
-    _foundry("7b", "h100", 8, 4096, 16, 2, True, 8611),
-    _foundry("7b", "h100", 8, 2048, 6, 1, False, 10643),
-    _foundry("3b", "h100", 8, 65536, 1, 2, True, 3262),
-    _foundry("3b", "h100", 64, 2048, 6, 3, False, 22525),
-    _foundry("1b", "h100", 8, 65536, 1, 2, True, 5506),
-    _foundry("1b", "h100", 64, 2048, 20, 1, False, 44402),
-    _foundry("1b", "h100", 8, 512, 56, 4, False, 52275),
-    _foundry("760m", "h100", 32, 2048, 24, 1, False, 67971),
-    _foundry("70b", "a100_80", 64, 2048, 8, 4, True, 410, pure=True),
-    _foundry("70b", "a100_80", 32, 2048, 2, 16, True, 373, pure=True),
-    _foundry("30b", "a100_80", 8, 4096, 1, 21, True, 814),
-    _foundry("30b", "a100_80", 8, 2048, 3, 21, True, 916),
-    _foundry("30b", "a100_80", 8, 1024, 6, 21, True, 946),
-    _foundry("13b", "a100_80", 8, 4096, 10, 3, True, 2060),
-    _foundry("13b", "a100_80", 8, 2048, 2, 3, False, 2262),
-    _foundry("7b", "a100_80", 8, 16384, 4, 2, True, 2453),
-    _foundry("7b", "a100_80", 8, 4096, 16, 2, True, 3684),
-    _foundry("7b", "a100_80", 8, 2048, 6, 2, False, 4641),
-    _foundry("3b", "a100_80", 8, 65536, 1, 2, True, 1767),
-    _foundry("3b", "a100_80", 8, 2048, 10, 2, False, 10811),
-    _foundry("1b", "a100_80", 8, 16384, 2, 4, False, 9956),
-    _foundry("1b", "a100_80", 8, 2048, 14, 4, False, 20513),
-    _foundry("1b", "a100_80", 8, 512, 56, 4, False, 23148),
-    _foundry("760m", "a100_80", 8, 4096, 12, 2, False, 27351),
-    _foundry("350m", "a100_80", 8, 32768, 2, 2, False, 13652),
-    _foundry("350m", "a100_80", 8, 1024, 64, 2, False, 64813),
-    _foundry("125m", "a100_80", 8, 8192, 8, 2, False, 90392),
-    _foundry("125m", "a100_80", 8, 512, 128, 2, False, 165681),
-    _foundry("13b", "a100_40", 8, 8192, 1, 16, True, 1407, pure=True),
-    _foundry("13b", "a100_40", 64, 2048, 16, 1, True, 1976, pure=True),
-    _foundry("13b", "a100_40", 16, 2048, 10, 1, True, 1993, pure=True),
-    _foundry("7b", "a100_40", 8, 8192, 3, 4, True, 2887, pure=True),
-    _foundry("7b", "a100_40", 128, 2048, 18, 1, True, 3623, pure=True),
-    _foundry("7b", "a100_40", 16, 2048, 16, 1, True, 3645, pure=True),
-    _foundry("3b", "a100_40", 8, 16384, 2, 8, True, 4465, pure=True),
-    _foundry("3b", "a100_40", 32, 2048, 6, 1, False, 9914, pure=True),
-    _foundry("1b", "a100_40", 8, 32768, 1, 4, True, 5095, pure=True),
-    _foundry("1b", "a100_40", 64, 2048, 10, 1, False, 19001, pure=True),
-    _foundry("1b", "a100_40", 8, 512, 32, 8, False, 21782, pure=True),
-    _foundry("760m", "a100_40", 128, 2048, 12, 1, False, 28940, pure=True),
-    _foundry("760m", "a100_40", 8, 1024, 24, 4, False, 33422, pure=True),
-    _foundry("350m", "a100_40", 8, 4096, 8, 4, False, 46833, pure=True),
-    _foundry("350m", "a100_40", 8, 2048, 16, 4, False, 55995, pure=True),
-    _foundry("125m", "a100_40", 8, 8192, 5, 3, False, 86858, pure=True),
-    _foundry("125m", "a100_40", 16, 2048, 26, 1, False, 130535, pure=True),
+    *map(_foundry, _FOUNDRY_ROWS.splitlines()),
     # torchtitan's selective checkpointing runs half of the matmuls again: every second block does as much
     Published("llama3 8b", "h100", 8, 8192, 2, 1, "every_n", False, 5762, TITAN_H100),
     Published("llama3 8b", "h100", 8, 8192, 2, 1, "every_n", True, 6667, TITAN_H100),
