@@ -101,8 +101,9 @@ def options_of(
     Raises:
         BadInput: at run time, with fewer nodes than the group needs.
     """
-    fixed, least = only_group(strategy, grouping.world), 2 if strategy in HYBRID and grouping.world > 1 else 1
+    least = 2 if strategy in HYBRID and grouping.world > 1 else 1
     sizes = [s for s in grouping.sizes() if s >= least] if group == AUTO else [int(group)]
+    fixed = only_group(strategy, grouping.world)
     options = []
     for placement in filter(None, map(grouping.place, [fixed] if fixed else sizes)):
         # a group that the user asked for remains a hybrid when it takes all nodes but the spares
@@ -155,8 +156,8 @@ def _choose_without_shape(grouping: Grouping, strategy: str, group: int | str) -
     basis = "The model is not known, so memory comes first" if strategy == group == AUTO else "As configured"
     if strategy == AUTO:
         strategy = "no_shard" if group == 1 else "full_shard" if group in (AUTO, world) else "hybrid_shard"
-    size = only_group(strategy, world) or (per_node if group == AUTO else int(group))
-    placement = grouping.place(size)
+    wanted = only_group(strategy, world) or (per_node if group == AUTO else int(group))
+    placement = grouping.place(wanted)
     if placement is None:  # at run time, with fewer nodes than the group needs
         strategy, placement = "full_shard", grouping.place(world)
         assert placement is not None

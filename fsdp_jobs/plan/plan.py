@@ -81,7 +81,8 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         """Read what `to_json` wrote."""
         d: dict[str, Any] = json.loads(text)
-        objects = {
+        d |= {k: tuple(d[k]) for k in ("nodes", "leaves", "spares", "reasons")}
+        d |= {
             "layout": Layout(**d["layout"]),
             "memory": d["memory"] and Memory(**d["memory"]),
             "time": d["time"] and StepTime(**d["time"]),
@@ -90,8 +91,7 @@ class Plan:
             "expected": Expected(**d["expected"]),
             "remedies": tuple(Remedy(tuple(r["overrides"]), r["result"]) for r in d["remedies"]),
         }
-        lists = {k: tuple(d[k]) for k in ("nodes", "leaves", "spares", "reasons")}
-        return cls(**{**d, **objects, **lists})
+        return cls(**d)
 
 
 def make_plan(

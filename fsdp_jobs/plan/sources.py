@@ -51,9 +51,8 @@ def from_yaml(text: str, gpus: int = 8) -> Topology:
         raise BadInput([Problem("topology file", " ".join(str(e).split()))]) from e
     if not isinstance(root, dict):
         raise BadInput([Problem("topology file", "is not a mapping", "begin with `switches:`")])
-    problems = [
-        Problem(_where(key), "there is no such key", nearest(key, FILE_KEYS)) for key in root if key not in FILE_KEYS
-    ]
+    unknown = (key for key in root if key not in FILE_KEYS)
+    problems = [Problem(_where(key), "there is no such key", nearest(key, FILE_KEYS)) for key in unknown]
     count = root.get("gpus_per_node", str(gpus))
     if not isinstance(count, str) or not count.isdigit() or int(count) < 1:
         problems.append(Problem(f"{_where('gpus_per_node')}={count}", "is not a number of at least 1"))
