@@ -36,8 +36,8 @@ def worker(folder: Path, saves: int, overrides: list[str]) -> None:
     from fsdp_jobs.config.hydra import compose_job
     from fsdp_jobs.plan.plan import make_plan
     from fsdp_jobs.run.directory import RunDir
-    from fsdp_jobs.train.loading import open_samples
     from fsdp_jobs.train.sharding import build_mesh
+    from fsdp_jobs.train.sources import open_samples
     from fsdp_jobs.train.trainer import Learner
 
     config = compose_job([*JOB, *overrides])

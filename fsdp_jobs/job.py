@@ -28,11 +28,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from fsdp_jobs.checkpoints.checkpointer import Checkpointer
-from fsdp_jobs.checkpoints.state import Hyperparameters
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.config.resolve import accelerator_of_node
 from fsdp_jobs.config.schema import JobConfig, NoModelConfig, load_config
 from fsdp_jobs.elastic.rank_state import SAVES_NOTHING, Phase, RankState, Request
+from fsdp_jobs.models.build import find_blocks
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
@@ -42,50 +42,10 @@ from fsdp_jobs.train import sharding
 from fsdp_jobs.train.data import ElasticSampler
 from fsdp_jobs.train.metrics import MetricsLog
 
-__all__ = [
-    "Checkpointer",
-    "ElasticSampler",
-    "checkpointer",
-    "config",
-    "device",
-    "finish",
-    "init",
-    "layout",
-    "log",
-    "mesh",
-    "set_timeout",
-    "shard",
-    "should_stop",
-    "step",
-]
+__all__ = ["Checkpointer", "ElasticSampler", "checkpointer", "config", "device", "finish", "init", "layout", "log"]
+__all__ += ["mesh", "set_timeout", "shard", "should_stop", "step"]
 
 Value = float | Tensor
-
-
-class _Agreement:
-    """What all ranks do next: the maximum of their requests, computed beside a step at no cost to it."""
-
-    def __init__(self) -> None:
-        self.group = dist.new_group(backend="gloo")
-        folder = os.environ.get(RANK_STATE_ENV)
-        self.state = RankState(folder, int(os.environ["LOCAL_RANK"])) if folder else None
-        self._value = torch.zeros(1, dtype=torch.int32)
-        self._work: dist.Work | None = None
-
-    def begin(self, request: Request) -> None:
-        """Send off what this rank was requested, by its agent or otherwise; `result` gets the answer."""
-        if self.state is not None:
-            request = max(request, self.state.requested())
-            if request is Request.SAVE:
-                self.state.request(Request.NONE)  # done once; the others stay until the ranks have ended
-        self._value.fill_(int(request))
-        self._work = dist.all_reduce(self._value, dist.ReduceOp.MAX, group=self.group, async_op=True)
-
-    def result(self) -> Request:
-        """Return what was agreed: the same on every rank."""
-        assert self._work is not None
-        self._work.wait()
-        return Request(int(self._value.item()))
 
 
 @dataclass
@@ -122,19 +82,18 @@ class _Job:
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, timeout=timedelta(seconds=self.config.elastic.init_timeout_s))
         self.rank, world = dist.get_rank(), dist.get_world_size()
-        self.layout = Layout("full_shard", world, world)
-        restart = [uuid.uuid4().hex]
-        if self.launched:
-            self.layout = Layout.from_json(os.environ[LAYOUT_ENV])
-            restart = [f"{os.environ[ATTEMPT_ENV]}-{os.environ[ROUND_ENV]}"]
+        env = os.environ
+        self.layout = Layout.from_json(env[LAYOUT_ENV]) if self.launched else Layout("full_shard", world, world)
+        restart = [f"{env[ATTEMPT_ENV]}-{env[ROUND_ENV]}" if self.launched else uuid.uuid4().hex]
         dist.broadcast_object_list(restart, src=0)
-        self.attempt, self.restart = int(os.environ.get(ATTEMPT_ENV, "0")), restart[0]
+        self.attempt, self.restart = int(env.get(ATTEMPT_ENV, "0")), restart[0]
         self.mesh: DeviceMesh | None = None
         self.checkpoints: Checkpointer | None = None
         self.metrics: MetricsLog | None = None
         if self.launched and self.rank == 0:
             self.metrics = MetricsLog(self.run, self.attempt, self.config, self.device)
-        self.agreement = _Agreement()
+        folder = env.get(RANK_STATE_ENV)
+        self.rank_state = RankState(folder, int(env["LOCAL_RANK"])) if folder else None
         self.stepped_at = time.monotonic()
         self.done = 0
         self.skipped = 0  # steps in a row without an update
@@ -143,12 +102,25 @@ class _Job:
         self.values: dict[str, Value] = {}  # for the next step's line
         self.line: _Line | None = None  # of the newest step
         self.report(Phase.STARTING)
+        self.agreement_group = dist.new_group(backend="gloo")
+        self._requests = torch.zeros(1, dtype=torch.int32)
         self.begin_agreement()
 
     def begin_agreement(self) -> None:
+        """Send off what this rank was requested; `agreed` gets what all ranks do, without cost to the step between."""
         is_overdue = self.checkpoints is not None and self.checkpoints.is_overdue()
-        own = Request.SAVE if is_overdue else Request.NONE
-        self.agreement.begin(Request.STOP if self.was_signalled else own)
+        request = Request.STOP if self.was_signalled else Request.SAVE if is_overdue else Request.NONE
+        if self.rank_state is not None:
+            request = max(request, self.rank_state.requested())
+            if request is Request.SAVE:
+                self.rank_state.request(Request.NONE)  # done once; the others stay until the ranks have ended
+        self._requests.fill_(int(request))
+        self._agreeing = dist.all_reduce(self._requests, dist.ReduceOp.MAX, group=self.agreement_group, async_op=True)
+
+    def agreed(self) -> Request:
+        """Return the highest of all ranks' requests."""
+        self._agreeing.wait()
+        return Request(int(self._requests.item()))
 
     def on_signal(self, *_signal: object) -> None:
         self.was_signalled = True
@@ -159,9 +131,9 @@ class _Job:
 
     def report(self, phase: Phase) -> None:
         """Tell this node's agent how far this rank is."""
-        if self.agreement.state is not None:
+        if self.rank_state is not None:
             committed = self.checkpoints.committed_step if self.checkpoints is not None else SAVES_NOTHING
-            self.agreement.state.report(self.done, committed, phase)
+            self.rank_state.report(self.done, committed, phase)
 
     def write_line(self) -> None:
         """Write the newest step's line, if it is not yet written.
@@ -298,11 +270,9 @@ def shard(model: nn.Module, blocks: Sequence[type[nn.Module]] = ()) -> nn.Module
     job = _the_job()
     if not any(p.is_meta for p in model.parameters()):
         sharding.make_equal(model)
-    names = [b.__name__ for b in blocks]
-    units = sharding.blocks_of_program(model, names, job.config)
-    if blocks and not units:
-        raise ValueError(f"the model has no {' and no '.join(names)}")
-    sharding.shard(model, units, job.config.fsdp, job.layout, mesh(), job.device)
+    fsdp = job.config.fsdp
+    units = find_blocks(model, job.config.model, fsdp, [b.__name__ for b in blocks])
+    sharding.shard(model, units, fsdp, job.layout, mesh(), job.device)
     return model
 
 
@@ -322,16 +292,7 @@ def checkpointer(model: nn.Module, optimizer: torch.optim.Optimizer, **others: S
             raise TypeError(f"{name} is a {type(other).__name__} without state_dict and load_state_dict")
     job = _the_job()
     job.checkpoints = Checkpointer(
-        job.run,
-        job.config,
-        job.layout,
-        model,
-        optimizer,
-        {"hyperparameters": Hyperparameters(optimizer), **others},
-        job.device,
-        job.attempt,
-        job.restart,
-        job.on_restored,
+        job.run, job.config, job.layout, model, optimizer, others, job.device, job.attempt, job.restart, job.on_restored
     )
     return job.checkpoints
 
@@ -341,7 +302,7 @@ def set_timeout(seconds: float) -> None:
 
     At first it is `elastic.init_timeout_s`.
     """
-    for group in (None, _the_job().agreement.group):
+    for group in (None, _the_job().agreement_group):
         _set_pg_timeout(timedelta(seconds=seconds), group)
 
 
@@ -381,7 +342,7 @@ def step(number: int, *, tokens: int = 0, flops: float = 0.0, last: bool = False
             finite for `elastic.max_skipped_updates` steps in a row.
     """
     job, checkpoints = _the_job(), _the_job().checkpoints
-    agreed = job.agreement.result()
+    agreed = job.agreed()
     job.request = Request.NONE if last else max(job.request, agreed)
     job.done = number
     now = time.monotonic()
@@ -433,7 +394,7 @@ def finish() -> bool:
             job.checkpoints.save(job.done, block=True)
         job.checkpoints.close()
         samples = job.checkpoints.samples
-    job.agreement.result()  # all ranks have saved: who leaves now ends the round for the others
+    job.agreed()  # all ranks have saved: who leaves now ends the round for the others
     job.report(Phase.LEAVING if job.is_leaving else Phase.DONE)
     if job.rank == 0 and not job.is_leaving:
         events.record(job.run, job.attempt, events.Done(job.done, samples))

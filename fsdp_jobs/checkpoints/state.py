@@ -12,12 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    _get_fqns,
-    _init_optim_state,
-    set_model_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, _get_fqns, _init_optim_state, set_model_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
 from fsdp_jobs.config.errors import JobFailed
@@ -37,6 +32,7 @@ class State:
             TypeError: something in it cannot be saved.
         """
         self.model, self.optimizer = model, optimizer
+        others = {"hyperparameters": Hyperparameters(optimizer), **others}
         self.others = {f"others.{name}": other for name, other in others.items()}
         self.random = {f"rng.{dist.get_rank()}": RandomState(device)}
         self._fqns: dict[str, str] = {}
@@ -68,9 +64,7 @@ class State:
         self.buffers = frozenset(state) - dict(parameters).keys()
         for parameter, of_parameter in self.optimizer.state.items():
             if parameter not in names:
-                raise TypeError(
-                    "the optimizer holds state of a tensor that is not a parameter of the model: it cannot be saved"
-                )
+                raise TypeError("the optimizer holds state of a tensor that is no parameter: it cannot be saved")
             prefix = f"optim.state.{names[parameter].removeprefix('model.')}"
             state |= {f"{prefix}.{key}": value for key, value in of_parameter.items()}
         values = {k: v for k, v in state.items() if not isinstance(v, Tensor) or k.endswith("_extra_state")}
@@ -102,15 +96,14 @@ class State:
         state, _ = self.live()
         for name in [_VALUES, *self.others, *(self.random if same_world else ())]:
             saved = metadata.state_dict_metadata.get(name)
-            if name != _VALUES or saved is not None:
-                size = saved.size if isinstance(saved, TensorStorageMetadata) else 0
-                state[name] = torch.empty(size, dtype=torch.uint8)
+            size = saved.size if isinstance(saved, TensorStorageMetadata) else 0
+            state[name] = torch.empty(size, dtype=torch.uint8)
         _check_same_model(state, metadata.state_dict_metadata, checkpoint)
         return state
 
     def take(self, state: dict[str, Tensor]) -> None:
         """Go on from what was read into the tensors of `to_load`; model's and optimizer's are their own already."""
-        values = _unpacked(state[_VALUES]) if _VALUES in state else {}
+        values = _unpacked(state[_VALUES])
         extra = {name.removeprefix("model."): v for name, v in values.items() if name.startswith("model.")}
         if extra:
             set_model_state_dict(self.model, extra, options=StateDictOptions(strict=False))
@@ -145,22 +138,16 @@ class RandomState:
 
     def state_dict(self) -> dict[str, Any]:
         generator, keys, *rest = np.random.get_state(legacy=True)
-        version, words, gauss = random.getstate()
-        state = {
-            "torch": torch.get_rng_state(),
-            "numpy": (generator, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
-            "python": (version, torch.tensor(words), gauss),
-        }
+        numpy = (generator, np.asarray(keys).tolist(), *rest)
+        state = {"torch": torch.get_rng_state(), "numpy": numpy, "python": random.getstate()}
         if self.device.type == "cuda":
             state["cuda"] = torch.cuda.get_rng_state(self.device)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         torch.set_rng_state(state["torch"])
-        generator, keys, *rest = state["numpy"]
-        np.random.set_state((generator, keys.numpy().astype(np.uint32), *rest))
-        version, words, gauss = state["python"]
-        random.setstate((version, tuple(words.tolist()), gauss))
+        np.random.set_state(state["numpy"])
+        random.setstate(state["python"])
         if "cuda" in state:
             torch.cuda.set_rng_state(state["cuda"], self.device)
 
@@ -184,14 +171,14 @@ def _unpacked(packed: Tensor) -> Any:
 
 def _check_same_model(state: dict[str, Tensor], saved: dict[str, Any], checkpoint: str) -> None:
     """Raises: JobFailed naming up to five tensors that the checkpoint lacks, or has in another shape."""
-    wrong = []
-    for name, tensor in state.items():
-        there = saved.get(name)
-        if not isinstance(there, TensorStorageMetadata):
-            wrong.append(f"{name} is not in it")
-        elif tuple(there.size) != tuple(tensor.shape):
-            wrong.append(f"{name} is {tuple(there.size)} there and {tuple(tensor.shape)} here")
-    wrong += [f"{name} is not here" for name in saved if name.startswith(("model.", "optim.")) and name not in state]
+    here = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    there = {name: tuple(entry.size) for name, entry in saved.items() if isinstance(entry, TensorStorageMetadata)}
+    wrong = [
+        f"{name} is {there[name]} there and {shape} here" if name in there else f"{name} is not in it"
+        for name, shape in here.items()
+        if there.get(name) != shape
+    ]
+    wrong += [f"{name} is not here" for name in saved if name.startswith(("model.", "optim.")) and name not in here]
     if wrong:
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise JobFailed(

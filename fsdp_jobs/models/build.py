@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from hydra.utils import get_method
@@ -33,11 +33,6 @@ def build_model(config: ModelConfig) -> nn.Module:
     return model
 
 
-def wrap_classes_of(model: nn.Module, config: ModelConfig) -> list[str]:
-    """Return the class names of the layers: as configured, or as a model of transformers says itself."""
-    return config.wrap_classes or (layer_classes(model) if is_hf(model) else [])
-
-
 def head_modules_of(model: Any) -> list[nn.Module]:
     """Return what runs last and is needed first in backward, to be one FSDP unit; empty if unknown."""
     if not is_hf(model):
@@ -48,22 +43,33 @@ def head_modules_of(model: Any) -> list[nn.Module]:
     return [embedding, head] if embedding.weight is head.weight else [head]
 
 
-def find_blocks(model: nn.Module, model_config: ModelConfig, fsdp: FsdpConfig) -> list[nn.Module]:
+def find_blocks(
+    model: nn.Module, model_config: ModelConfig, fsdp: FsdpConfig, classes: Sequence[str] = ()
+) -> list[nn.Module]:
     """Return the modules that become FSDP units of their own, in the order they run.
 
+    With `fsdp.wrap=layer` those of the classes named here or in the configuration; without any, the layers that a model
+    of transformers names itself, and of any other model the members of its module lists.
+
     Raises:
-        ValueError: no module has a class of `model.wrap_classes`.
+        ValueError: no module has one of the named classes.
     """
     if fsdp.wrap == "none":
         return []
     if fsdp.wrap == "size":
         return _blocks_by_size(model, fsdp.min_num_params)
-    wanted = wrap_classes_of(model, model_config)
+    named = list(classes) or model_config.wrap_classes
+    wanted = named or (layer_classes(model) if is_hf(model) else [])
     found = [m for m in model.modules() if type(m).__name__ in wanted]
-    if not found:
-        classes = sorted({type(m).__name__ for m in model.modules()})
-        raise ValueError(f"model.wrap_classes={wanted} matches no module; the model has {', '.join(classes)}")
-    return found
+    if named and not found:
+        there = sorted({type(m).__name__ for m in model.modules()})
+        raise ValueError(f"model.wrap_classes={named} matches no module; the model has {', '.join(there)}")
+    return found or list(_members_of_lists(model))
+
+
+def _members_of_lists(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        yield from child.children() if isinstance(child, nn.ModuleList) else _members_of_lists(child)
 
 
 def _blocks_by_size(module: nn.Module, min_num_params: int) -> list[nn.Module]:

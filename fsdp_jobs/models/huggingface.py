@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import HfConfig
+from fsdp_jobs.models.shards import seed_of
 
 _SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]  # of a repository: configuration, tokenizer
 
@@ -91,10 +91,9 @@ def initial_pieces(config: HfConfig, device: torch.device, seed: int) -> Iterato
             continue
         if whole:
             inside.update(module.modules())
-        number = int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest(), "big")
         module.to_empty(device=device, recurse=whole)
         with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(number)
+            torch.manual_seed(seed_of(seed, name))
             module.apply(owner._init_weights) if whole else owner._init_weights(module)
         prefix = f"{name}." if name else ""
         tensors = [*module.named_parameters(recurse=whole), *module.named_buffers(recurse=whole)]

@@ -1,7 +1,8 @@
-"""The weights of a sharded model on one rank: their plain names, and copying whole tensors into them."""
+"""The weights of a sharded model on one rank: their plain names, their seeds, and copying whole tensors into them."""
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import torch
@@ -13,6 +14,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 def plain_name(name: str) -> str:
     """Return a parameter's name without what activation checkpointing put into it."""
     return name.replace("_checkpoint_wrapped_module.", "")
+
+
+def seed_of(seed: int, name: str) -> int:
+    """Return the seed of a part of a model, which depends on the run's seed and the part's name alone."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest(), "big")
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:

@@ -45,21 +45,19 @@ def notify(run: RunDir, attempt: int, verdict: Verdict) -> None:
         return
     facts = {"run": run.name, "verdict": verdict.verdict, "decision": verdict.decision, "reason": verdict.reason}
     deadline = time.monotonic() + _TIMEOUT_S
-    failures: dict[str, str] = {}
+    ways = [way for way in _WAYS if settings[way]]
+    failures = dict.fromkeys(ways, f"not done within {_TIMEOUT_S:.0f} s")
 
-    def attempt_way(way: str, send: Callable[[str, RunDir, int, dict[str, str]], None]) -> None:
+    def attempt_way(way: str) -> None:
         try:
-            send(settings[way], run, attempt, facts)
+            _WAYS[way](settings[way], run, attempt, facts)
             del failures[way]
         except Exception as e:
             failures[way] = _reason(e)
 
-    threads = []
-    for way, send in (("command", _run_command), ("webhook", _post)):
-        if settings[way]:
-            failures[way] = f"not done within {_TIMEOUT_S:.0f} s"
-            threads.append(threading.Thread(target=attempt_way, args=(way, send), daemon=True))
-            threads[-1].start()
+    threads = [threading.Thread(target=attempt_way, args=(way,), daemon=True) for way in ways]
+    for thread in threads:
+        thread.start()
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     for way, why in dict(failures).items():
@@ -109,6 +107,9 @@ def _post(webhook: str, run: RunDir, attempt: int, facts: dict[str, str]) -> Non
     request = urllib.request.Request(url, json.dumps(content).encode(), headers)
     with urllib.request.urlopen(request, timeout=_TIMEOUT_S):
         pass
+
+
+_WAYS: dict[str, Callable[[str, RunDir, int, dict[str, str]], None]] = {"command": _run_command, "webhook": _post}
 
 
 def main(run_dir: str, attempt: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import matplotlib
 
@@ -17,21 +18,7 @@ from matplotlib.figure import Figure
 LINE, FAULT = "#1f5fa8", "#c0392b"
 _WIDTH = 11.0  # inches of every chart
 
-plt.rcParams.update(
-    {
-        "font.size": 9,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "axes.titlesize": 9,
-        "axes.titlelocation": "left",
-        "grid.alpha": 0.25,
-        "legend.fontsize": 8,
-        "legend.frameon": False,
-        "svg.fonttype": "none",
-        "svg.hashsalt": "fsdp_jobs",
-    }
-)
+plt.style.use(Path(__file__).with_name("charts.mplstyle"))
 
 
 def grid(titles: Sequence[str], columns: int, height: float, sharex: bool = False) -> tuple[Figure, list[Axes]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,99 +29,22 @@ def _is_number(value: Any) -> bool:
         return False
 
 
-def _names(value: Any) -> list[str] | None:
-    return ([name.strip() for name in value.split(",")] if isinstance(value, str) else list(value)) if value else None
+def _converted(value: Any, rule: dict[Any, Any]) -> Any:
+    """Return a key's value as its rule says what it is; None where there is none."""
+    match rule.get("is"):
+        case "switch":
+            return rule.get(_is_true(value), _is_true(value))
+        case "number":
+            return int(float(value)) if value else None
+        case "names" if value and isinstance(value, str):
+            return [name.strip() for name in value.split(",")]
+    return value or None
 
 
 _STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")  # numbered from 1
 _GROUPS = {"fsdp_config": "fsdp_", "parallelism_config": "parallelism_config_", "dynamo_config": "dynamo_"}
-_OTHER_TRAINING = ("fp8_config", "deepspeed_config", "megatron_lm_config", "mpirun_config")
-
-# Accelerate's key -> our key, and how its value is converted; None sets nothing.
-_RENAMED: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "num_machines": ("nodes", lambda v: int(float(v))),
-    "use_cpu": ("cluster.accelerator", lambda v: "cpu" if _is_true(v) else None),
-    "fsdp_offload_params": ("fsdp.cpu_offload", _is_true),
-    "fsdp_transformer_layer_cls_to_wrap": ("model.wrap_classes", _names),
-    "fsdp_min_num_params": ("fsdp.min_num_params", lambda v: int(float(v)) if v else None),
-    "fsdp_forward_prefetch": ("fsdp.forward_prefetch", lambda v: int(_is_true(v))),
-    "fsdp_cpu_ram_efficient_loading": ("fsdp.meta_init", _is_true),
-    "fsdp_activation_checkpointing": ("fsdp.activation_checkpointing", lambda v: "full" if _is_true(v) else "none"),
-    "fsdp_activation_checkpointing_offload": ("fsdp.activation_offload", _is_true),
-}
-
-
-def _dtypes(dtype: str) -> dict[str, Any]:
-    """Accelerate reduces gradients and returns outputs in the dtype of the parameters."""
-    return {f"fsdp.{use}_dtype": dtype for use in ("param", "reduce", "output")}
-
-
-# Accelerate's key -> its value -> our values
-_CHOICES: dict[str, dict[str, dict[str, Any]]] = {
-    "compute_environment": {"LOCAL_MACHINE": {}},
-    "distributed_type": {
-        "FSDP": {},
-        "MULTI_GPU": {"fsdp.strategy": "no_shard"},
-        "MULTI_CPU": {"fsdp.strategy": "no_shard", "cluster.accelerator": "cpu"},
-        "NO": {"fsdp.strategy": "no_shard"},
-    },
-    "mixed_precision": {"no": {"fsdp.param_dtype": "fp32"}, "bf16": _dtypes("bf16"), "fp16": _dtypes("fp16")},
-    "fsdp_auto_wrap_policy": {
-        "TRANSFORMER_BASED_WRAP": {"fsdp.wrap": "layer"},
-        "SIZE_BASED_WRAP": {"fsdp.wrap": "size"},
-        "NO_WRAP": {"fsdp.wrap": "none"},
-    },
-    "dynamo_backend": {"NO": {}, "INDUCTOR": {"fsdp.compile": True}},
-}
-
-_TPU_KEYS = ("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "command_file", "commands", "tpu_vm", "tpu_env")
-_SIZES = tuple(f"parallelism_config_{kind}_size" for kind in ("tp", "cp", "sp"))
-
-# Accelerate's key -> whether a value asks for it, why that is not available, what to write instead
-_UNAVAILABLE: dict[str, tuple[Callable[[Any], bool], str, str]] = {
-    **dict.fromkeys(_OTHER_TRAINING, (bool, "is for another kind of training", "FSDP, without it")),
-    **dict.fromkeys(_TPU_KEYS, (bool, "is for TPUs", "leave it out")),
-    **dict.fromkeys(_SIZES, (lambda v: int(v) > 1, "jobs are data parallel: sharded and replicated", "1")),
-    "downcast_bf16": (_is_true, "is for TPUs", "leave it out"),
-    "fsdp_ignored_modules": (bool, "every parameter is sharded here", "leave it out"),
-}
-
-_SP_KEYS = ("backend", "seq_length", "seq_length_is_variable", "attn_implementation")
-_PREFETCH_KEYS = ("fsdp_backward_prefetch", "fsdp_backward_prefetch_policy")  # the second is of older versions
-
-# Accelerate's key -> why it sets nothing
-_NOTES = {
-    "compute_environment": "cluster= chooses where a job runs",
-    "machine_rank": "the coordinator numbers the nodes",
-    "main_process_ip": "the job's coordinator has an address of its own",
-    "main_process_port": "the job's coordinator chooses a port",
-    **dict.fromkeys(("rdzv_backend", "same_network"), "the job's coordinator is the rendezvous"),
-    "main_training_function": "a program is run as its main",
-    "debug": "TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment checks collectives",
-    "enable_cpu_affinity": "bind ranks by the cluster's own means, in SLURM --cpu-bind",
-    "gpu_ids": "ranks use all GPUs of a node; CUDA_VISIBLE_DEVICES on the node limits them",
-    "fsdp_version": "it is always FSDP2",
-    "fsdp_state_dict_type": "checkpoints are sharded, and fsdp-jobs export makes one file of them",
-    "fsdp_use_orig_params": "FSDP2 always does",
-    "fsdp_sync_module_states": "all ranks always start with the same weights",
-    **dict.fromkeys(_PREFETCH_KEYS, "FSDP2 gathers the next block before a block's backward in any case"),
-    "dynamo_mode": "torch.compile's default mode is used",
-    "dynamo_use_fullgraph": "each block may break into graphs",
-    "dynamo_use_dynamic": "torch.compile decides about dynamic shapes itself",
-    "dynamo_use_regional_compilation": "fsdp.compile always compiles block by block",
-    **{f"parallelism_config_cp_{key}": "context parallelism is not used" for key in ("backend", "comm_strategy")},
-    **{f"parallelism_config_sp_{key}": "sequence parallelism is not used" for key in _SP_KEYS},
-}
-
-_TOGETHER = (  # converted together with others
-    "num_processes",
-    "fsdp_sharding_strategy",
-    "fsdp_reshard_after_forward",
-    "parallelism_config_dp_replicate_size",
-    "parallelism_config_dp_shard_size",
-)
-_NUMBERS = ("num_machines", "num_processes", "fsdp_version", "fsdp_min_num_params", *_SIZES, *_TOGETHER[3:])
-KNOWN = {*_RENAMED, *_CHOICES, *_UNAVAILABLE, *_NOTES, *_TOGETHER}
+_RULES: dict[str, dict[Any, Any]] = yaml.safe_load(Path(__file__).with_name("accelerate.yaml").read_text())
+KNOWN = _RULES.keys()
 
 
 @dataclass
@@ -158,7 +81,8 @@ def read(path: Path) -> Imported:
     if not isinstance(content, dict):
         raise BadInput([Problem(str(path), "is not a configuration of Accelerate")])
     flat, result = dict(_flat(content)), Imported()
-    wrong = [key for key in _NUMBERS if flat.get(key) and not _is_number(flat[key])]
+    numbers = [key for key, rule in _RULES.items() if rule.get("is") == "number"]
+    wrong = [key for key in numbers if flat.get(key) and not _is_number(flat[key])]
     problems = [Problem(f"{key}: {flat.pop(key)}", "is not a number") for key in wrong]
     problems += [problem for key, value in flat.items() for problem in _convert(key, value, result)]
     problems += _convert_ranks(flat, result)
@@ -177,31 +101,30 @@ def _flat(content: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         if key in _GROUPS:
             for name, inner in (value or {}).items():
                 yield _GROUPS[key] + name.removeprefix(_GROUPS[key]), inner
-        elif key not in _OTHER_TRAINING or value:
+        elif value or not key.endswith("_config"):
             yield key, value
 
 
 def _convert(key: str, value: Any, result: Imported) -> Iterator[Problem]:
-    """Enter a key's values and note into `result`; yield what is wrong with it."""
-    if key in _RENAMED:
-        ours, convert = _RENAMED[key]
-        if (converted := convert(value)) is not None:
-            result.values[ours] = converted
-    elif key in _CHOICES:
-        word = "no" if value is False else str(value).lower()  # YAML reads a bare no as false
-        choices = {choice.lower(): values for choice, values in _CHOICES[key].items()}
-        if word not in choices:
-            yield Problem(f"{key}: {value}", "is not available here", f"one of {', '.join(_CHOICES[key])}")
-        result.values |= choices.get(word, {})
-    elif key in _UNAVAILABLE:
-        is_wanted, why, cure = _UNAVAILABLE[key]
-        if is_wanted(value):
-            yield Problem(f"{key}: {value}", why, cure)
-        result.notes[key] = why
-    elif key not in KNOWN:
+    """Enter a key's values and note into `result`, as its rule says; yield what is wrong with it."""
+    if (rule := _RULES.get(key)) is None:
         yield Problem(f"{key}: {value}", "is not a known key of Accelerate", nearest(key, KNOWN) or "leave it out")
-    if key in _NOTES:
-        result.notes[key] = _NOTES[key]
+        return
+    if "to" in rule:
+        if (converted := _converted(value, rule)) is not None:
+            result.values[rule["to"]] = converted
+    elif choices := rule.get("values"):
+        word = "no" if value is False else str(value).lower()  # YAML reads a bare no as false
+        by_word = {choice.lower(): ours for choice, ours in choices.items()}
+        if word not in by_word:
+            yield Problem(f"{key}: {value}", "is not available here", f"one of {', '.join(choices)}")
+        result.values |= by_word.get(word, {})
+    elif why := rule.get("unavailable"):
+        asked = _converted(value, rule)
+        if asked and (rule.get("is") != "number" or asked > 1):
+            yield Problem(f"{key}: {value}", why, rule["cure"])
+    if note := rule.get("note") or rule.get("unavailable"):
+        result.notes[key] = note
 
 
 def _convert_ranks(flat: dict[str, Any], result: Imported) -> Iterator[Problem]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -20,6 +21,7 @@ from fsdp_jobs.config.schema import JobConfig, LlamaConfig
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.tail import newest_json_lines, read_json_lines
+from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit import submit as submission
 from fsdp_jobs.submit.submitted import is_active, kill
 
@@ -52,11 +54,10 @@ def scaled(config: JobConfig, fault: str) -> JobConfig:
     small = compose_job([])
     model, data = config.model, config.data
     if isinstance(model, LlamaConfig):
-        kv = max(1, 4 * model.n_kv_heads // model.n_heads)
-        model = replace(model, vocab_size=min(model.vocab_size, 1024), dim=64, n_layers=2, n_heads=4, n_kv_heads=kv)
-        model = replace(model, ffn_dim=128)
-    if data.kind != "python_stdlib" and isinstance(model, LlamaConfig):
-        data = replace(data, kind="synthetic", path=None, tokens=100_000, vocab_size=model.vocab_size)
+        kv, vocab = max(1, 4 * model.n_kv_heads // model.n_heads), min(model.vocab_size, 1024)
+        model = replace(model, vocab_size=vocab, dim=64, ffn_dim=128, n_layers=2, n_heads=4, n_kv_heads=kv)
+        if data.kind != "python_stdlib":
+            data = replace(data, kind="synthetic", path=None, tokens=100_000, vocab_size=vocab)
     data = replace(data, seq_len=min(data.seq_len, 64), global_batch=min(data.global_batch, 8), micro_batch=2)
     ranks = config.nproc_per_node if isinstance(config.nproc_per_node, int) else 2
     elastic = replace(config.elastic, heartbeat_timeout_s=min(config.elastic.heartbeat_timeout_s, 5.0))
@@ -101,7 +102,7 @@ def rehearse(config: JobConfig, fault: str, say: Callable[[str], None]) -> Outco
             injected_at = _corrupt_checkpoint(job, handle, say)
         else:
             _inject(run, fault, config.elastic.heartbeat_timeout_s)
-        _wait_until(lambda: _has_ended(run), handle, "the job did not end")
+        _wait_until(lambda: Verdict.final(run) is not None, handle, "the job did not end")
         return _judge(run, injected_at)
     finally:
         kill([handle])
@@ -144,19 +145,15 @@ def _corrupt_checkpoint(job: submission.Prepared, handle: str, say: Callable[[st
 
 
 def _judge(run: RunDir, injected_at: float) -> Outcome:
-    recorded = list(events.read_events(run))
-    metrics = list(read_json_lines(run.metrics))
-    losses: dict[int, float] = {}
-    repeated, worst = 0, 0.0
+    recorded, metrics = events.read_events(run), list(read_json_lines(run.metrics))
+    losses: dict[int, list[float]] = {}  # of each step, as often as it was done
     for record in metrics:
-        step, loss = record["step"], record["loss"]
-        if step in losses:
-            repeated += 1
-            worst = max(worst, abs(loss - losses[step]) / abs(loss))
-        losses[step] = loss
+        losses.setdefault(record["step"], []).append(record["loss"])
+    worst = max((abs(b - a) / abs(b) for of_step in losses.values() for a, b in pairwise(of_step)), default=0.0)
+    repeated = len(metrics) - len(losses)
     resumed = next((e for e in recorded if isinstance(e, events.Resumed) and e.time > injected_at), None)
     recovered_at = min((m["time"] for m in metrics if resumed and m["time"] > resumed.time), default=None)
-    end = next((e for e in reversed(recorded) if isinstance(e, events.AttemptEnded)), None)
+    end = Verdict.final(run)
     passed = False
     if end is None or end.verdict != "done":
         why = f"the job ended {end.verdict}: {end.reason}" if end else "the job has no verdict"
@@ -189,15 +186,6 @@ def _wait_until(condition: Callable[[], bool], handle: str | None, problem: str)
 
 def _step(run: RunDir) -> int:
     return int(next(newest_json_lines(run.metrics), {"step": 0})["step"])
-
-
-def _has_ended(run: RunDir) -> bool:
-    for event in events.newest_events(run):
-        if isinstance(event, events.AttemptEnded):
-            return event.decision != "requeue"
-        if isinstance(event, events.Submitted):
-            return False
-    return False
 
 
 def _agent(run: RunDir, node: int) -> psutil.Process:

@@ -1,4 +1,4 @@
-"""The order in which samples are seen: a function of (seed, epoch, index) alone.
+"""The samples of this rank, read ahead, in an order that is a function of (seed, epoch, index) alone.
 
 A position counts samples since the start of the run, over epochs and over all ranks. Which sample is at a
 position, and which positions make up a step, does not depend on the world: a resume with any number of ranks
@@ -8,16 +8,21 @@ goes on exactly where the checkpoint left off.
 from __future__ import annotations
 
 import hashlib
+import signal
 from collections.abc import Iterator, Sized
+from itertools import chain
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
+from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.config.schema import DataConfig
+from fsdp_jobs.run.processes import die_with_parent
 
 Tokens = npt.NDArray[np.unsignedinteger]
 
@@ -66,14 +71,11 @@ def microbatches(first: int, data: DataConfig, rank: int, world: int) -> list[li
     return [positions[i : i + data.micro_batch] for i in range(0, most, data.micro_batch)]
 
 
-def microbatches_of_steps(data: DataConfig, rank: int, world: int, first: int, steps: int) -> Iterator[list[int]]:
-    """Yield this rank's microbatches of so many steps from position `first`."""
-    for step in range(steps):
-        yield from microbatches(first + step * data.global_batch, data, rank, world)
-
-
 class Samples(Dataset[tuple[Tensor, Tensor]]):
-    """Map positions to (tokens, labels), each int64 [seq_len]; labels are the tokens that follow."""
+    """Map positions to (tokens, labels), each int64 [seq_len]; labels are the tokens that follow.
+
+    At a negative position is a sample that does not count.
+    """
 
     def __init__(self, tokens: Tokens, seq_len: int, seed: int):
         self.tokens, self.seq_len, self.seed = tokens, seq_len, seed
@@ -82,18 +84,70 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
     def fingerprint(self) -> int:
         """Return a number that differs where the data differs: from the length and 64 spread-out stretches."""
         count = len(self.tokens)
-        digest = hashlib.blake2b(str(count).encode(), digest_size=7)
-        for start in np.linspace(0, max(0, count - 1024), 64, dtype=np.int64):
-            digest.update(np.ascontiguousarray(self.tokens[start : start + 1024]).tobytes())
-        return int.from_bytes(digest.digest(), "big")
+        starts = np.linspace(0, max(0, count - 1024), 64, dtype=np.int64)
+        return digest_of(str(count).encode(), *(np.ascontiguousarray(self.tokens[s : s + 1024]) for s in starts))
+
+    def tokens_at(self, position: int) -> npt.NDArray[np.int64]:
+        """Return a sample's tokens and the one that follows."""
+        start = sample_at(position, self.samples, self.seed) * self.seq_len
+        return self.tokens[start : start + self.seq_len + 1].astype(np.int64)
 
     def __getitem__(self, position: int) -> tuple[Tensor, Tensor]:
-        if position < 0:
-            nothing = torch.zeros(self.seq_len, dtype=torch.int64)
-            return nothing, torch.full_like(nothing, IGNORE)
-        start = sample_at(position, self.samples, self.seed) * self.seq_len
-        stretch = torch.from_numpy(self.tokens[start : start + self.seq_len + 1].astype(np.int64))
-        return stretch[:-1], stretch[1:]
+        tokens = np.full(self.seq_len + 1, IGNORE) if position < 0 else self.tokens_at(position)
+        both = torch.from_numpy(tokens)
+        return both[:-1].clamp(min=0), both[1:]
+
+
+def digest_of(*contents: Any) -> int:
+    """Return a number that differs where some bytes do."""
+    digest = hashlib.blake2b(digest_size=7)
+    for content in contents:
+        digest.update(content)
+    return int.from_bytes(digest.digest(), "big")
+
+
+def check_same_data(samples: Samples, data: DataConfig) -> None:
+    """Compare the data of all ranks.
+
+    Raises:
+        JobFailed: a rank reads other data than rank 0.
+    """
+    fingerprints: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(fingerprints, samples.fingerprint())
+    others = [rank for rank, other in enumerate(fingerprints) if other != fingerprints[0]]
+    if others:
+        raise JobFailed(f"ranks {others} read other data than rank 0: is {data.kind} the same on all nodes?")
+
+
+def batches(
+    samples: Samples, data: DataConfig, rank: int, world: int, first: int, steps: int, pin: bool
+) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Yield this rank's microbatches, read ahead, for each of `steps` optimizer steps from position `first`.
+
+    A microbatch is (tokens, labels), each int64 [<= micro_batch, seq_len]. A stream has one reading process at most.
+    """
+    workers = min(1, data.workers) if data.streaming else data.workers
+    positions = (microbatches(first + step * data.global_batch, data, rank, world) for step in range(steps))
+    loader = DataLoader(
+        samples,
+        batch_sampler=chain.from_iterable(positions),
+        num_workers=workers,
+        prefetch_factor=data.prefetch if workers else None,
+        pin_memory=pin,
+        # Forked from the rank, and killed with it. (A rank's own default would be to start a second fork server,
+        # which imports torch once more.)
+        multiprocessing_context="fork" if workers else None,
+        worker_init_fn=_begin_worker,
+    )
+    per_step = len(microbatches(0, data, rank, world))
+    stream = cast(Iterator[tuple[Tensor, Tensor]], iter(loader))
+    for _ in range(steps):
+        yield [next(stream) for _ in range(per_step)]
+
+
+def _begin_worker(_worker: int) -> None:
+    die_with_parent()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # to all processes of a node: the ranks are still saving
 
 
 class ElasticSampler(Sampler[list[int]]):

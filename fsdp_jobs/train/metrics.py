@@ -65,9 +65,8 @@ class MetricsLog:
         if torch.cuda.is_available():
             line["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         rounded = {k: v if isinstance(v, int) else float(f"{v:.9g}") for k, v in line.items()}
-        rounded |= {
-            k: round(v, 4) for k, v in self.steps.add(step, values["step_s"], values["checkpoint_stall_s"]).items()
-        }
+        sums = self.steps.add(step, seconds, values["checkpoint_stall_s"])
+        rounded |= {k: round(v, 4) for k, v in sums.items()}
         append_line(self.run.metrics, {**rounded, "attempt": self.attempt, "time": time.time()})
         if self.tensorboard is not None:
             for name, value in rounded.items():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,21 +15,15 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from fsdp_jobs.config.resolve import output_dtype, param_dtype
 from fsdp_jobs.config.schema import FsdpConfig, HfConfig, JobConfig, ModelConfig
-from fsdp_jobs.models.build import build_model, find_blocks, head_modules_of, wrap_classes_of
+from fsdp_jobs.models.build import build_model, find_blocks, head_modules_of
 from fsdp_jobs.models.huggingface import initial_pieces
-from fsdp_jobs.models.shards import copy_local_part, plain_name
+from fsdp_jobs.models.shards import copy_local_part, plain_name, seed_of
 from fsdp_jobs.plan.layout import Layout
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -100,25 +92,6 @@ def sharded_model(config: JobConfig, layout: Layout, mesh: DeviceMesh, device: t
     return model
 
 
-def blocks_of_program(model: nn.Module, classes: list[str], config: JobConfig) -> list[nn.Module]:
-    """Return the modules of a user's model that become FSDP units of their own.
-
-    Those of the named classes or, without any, of the classes that the configuration or a model of transformers
-    names; of any other model the members of its module lists.
-    """
-    if config.fsdp.wrap != "layer":
-        return find_blocks(model, config.model, config.fsdp)
-    wanted = classes or wrap_classes_of(model, config.model)
-    if wanted:
-        return [m for m in model.modules() if type(m).__name__ in wanted]
-
-    def members(module: nn.Module) -> Iterator[nn.Module]:
-        for child in module.children():
-            yield from child.children() if isinstance(child, nn.ModuleList) else members(child)
-
-    return list(members(model))
-
-
 def make_equal(model: nn.Module) -> None:
     """Send rank 0's weights and buffers to all, if the first numbers of any tensor differ between ranks."""
     tensors = [*model.parameters(), *model.buffers()]
@@ -131,12 +104,7 @@ def make_equal(model: nn.Module) -> None:
 
 
 def shard(
-    model: nn.Module,
-    blocks: list[nn.Module],
-    fsdp: FsdpConfig,
-    layout: Layout,
-    mesh: DeviceMesh,
-    device: torch.device,
+    model: nn.Module, blocks: list[nn.Module], fsdp: FsdpConfig, layout: Layout, mesh: DeviceMesh, device: torch.device
 ) -> None:
     """Apply activation checkpointing, compilation and FSDP2 to a model whose blocks are given.
 
@@ -207,8 +175,8 @@ def fill_weights(model: nn.Module, model_config: ModelConfig, device: torch.devi
     a layer at a time; of a pretrained one only the buffers, since checkpoints/pretrained.py reads its weights.
     Any other is built by rank 0 on its CPU and sent out tensor by tensor; buffers too, since to_empty() lost them.
     """
-    weights = {plain_name(n): t for n, t in [*model.named_parameters(), *model.named_buffers()]}
     if isinstance(model_config, HfConfig):
+        weights = {plain_name(n): t for n, t in [*model.named_parameters(), *model.named_buffers()]}  # tied ones once
         for piece in initial_pieces(model_config, device, seed):
             for name in piece.keys() & weights.keys():
                 if not (model_config.pretrained and isinstance(weights[name], DTensor)):
@@ -217,10 +185,9 @@ def fill_weights(model: nn.Module, model_config: ModelConfig, device: torch.devi
     if (init_parameter := getattr(model, "init_parameter", None)) is not None:
         for name, parameter in model.named_parameters():
             name = plain_name(name)
-            number = int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest(), "big")
             whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
             with torch.no_grad():
-                init_parameter(name, whole, torch.Generator(device).manual_seed(number))
+                init_parameter(name, whole, torch.Generator(device).manual_seed(seed_of(seed, name)))
             copy_local_part(parameter, whole)
         return
     state, buffers = {}, {}

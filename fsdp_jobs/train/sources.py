@@ -6,7 +6,6 @@ Every rank reads and tokenizes the whole stream and keeps its positions, so samp
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sysconfig
 from collections.abc import Iterator
@@ -15,18 +14,25 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.utils.data import IterableDataset
+import numpy.typing as npt
 
 from fsdp_jobs.config.data import text_files
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import DataConfig
-from fsdp_jobs.train.data import IGNORE, Tokens, microbatches_of_steps
+from fsdp_jobs.train.data import Samples, Tokens, digest_of
 from fsdp_jobs.train.tokenize import Tokenize, cached, check_ids, tokenizer_of
 
 _BLOCK = 1 << 20  # characters of a text file that are tokenized at once, up to the next end of a line
 _FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+
+
+def open_samples(data: DataConfig, seed: int) -> Samples:
+    """Open the samples of a configuration.
+
+    Raises:
+        OSError, ValueError, BadInput: as `open_tokens` does.
+    """
+    return Stream(data) if data.streaming else Samples(open_tokens(data), data.seq_len, seed)
 
 
 def open_tokens(data: DataConfig) -> Tokens:
@@ -106,78 +112,56 @@ def open_dataset(data: DataConfig) -> Any:
                 raise BadInput([Problem(f"data.split={data.split}", "does not exist", f"one of {', '.join(saved)}")])
             saved = saved[data.split]
         return saved.to_iterable_dataset() if data.streaming else saved
+    named = {"path": str(data.path), "name": data.subset}
     if path.is_file():
-        form = _FORMATS.get(path.suffix)
-        if form is None:
+        if path.suffix not in _FORMATS:
             raise BadInput([Problem(f"data.path={path}", "not a known file format", f"one of {', '.join(_FORMATS)}")])
-        return datasets.load_dataset(form, data_files=str(path), split=data.split, streaming=data.streaming)
-    return datasets.load_dataset(str(data.path), data.subset, split=data.split, streaming=data.streaming)
+        named = {"path": _FORMATS[path.suffix], "data_files": str(path)}
+    return datasets.load_dataset(**named, split=data.split, streaming=data.streaming)
 
 
 def tokenized(documents: Any, data: DataConfig, tokenize: Tokenize) -> Iterator[list[int]]:
     """Yield the documents' tokens, in order. A user's function gets whole rows, a tokenizer their text."""
     for row in documents:
-        if tokenize.takes_rows:
-            yield tokenize(row)
-            continue
-        if data.text_column not in row:
+        if not tokenize.takes_rows and data.text_column not in row:
             what = "the data set has no such column"
             raise BadInput([Problem(f"data.text_column={data.text_column}", what, f"one of {', '.join(row)}")])
-        yield tokenize(row[data.text_column])
+        yield tokenize(row if tokenize.takes_rows else row[data.text_column])
 
 
-class Stream:
-    """The samples of a stream in order: `seq_len` + 1 tokens each, epoch after epoch."""
+class Stream(Samples):
+    """The samples of a stream in its order, epoch after epoch; to go back to one is to read from the beginning."""
 
     def __init__(self, data: DataConfig):
-        self.data = data
-        self.tokenize = tokenizer_of(data)
+        self.data, self.seq_len, self.tokenize = data, data.seq_len, tokenizer_of(data)
+        self._reading, self._position = self._read(), 0  # of the next sample
 
-    def samples(self) -> Iterator[np.ndarray[tuple[int], np.dtype[np.int64]]]:
+    def fingerprint(self) -> int:
+        """Return a number that differs where the first sample does."""
+        return digest_of(next(self._read()))
+
+    def tokens_at(self, position: int) -> npt.NDArray[np.int64]:
+        if position < self._position:
+            self._reading, self._position = self._read(), 0
+        tokens = next(islice(self._reading, position - self._position, None))
+        self._position = position + 1
+        return tokens
+
+    def _read(self) -> Iterator[npt.NDArray[np.int64]]:
         """Yield samples epoch after epoch; tokens at an epoch's end that do not fill a sample are dropped.
 
         Raises:
-            BadInput: an id that is not below `data.vocab_size`, or less than a sample in a whole epoch.
+            BadInput: an id that is not below `data.vocab_size`.
+            ValueError: less than a sample in a whole epoch.
         """
-        length = self.data.seq_len
         while True:
             rest, seen = np.empty(0, dtype=np.int64), 0
             for document in tokenized(open_dataset(self.data), self.data, self.tokenize):
                 ids = np.array(document, dtype=np.int64)
                 check_ids(ids, self.data)
                 rest = np.concatenate((rest, ids))
-                while len(rest) > length:
-                    yield rest[: length + 1]
-                    rest, seen = rest[length:], seen + 1
+                while len(rest) > self.seq_len:
+                    yield rest[: self.seq_len + 1]
+                    rest, seen = rest[self.seq_len :], seen + 1
             if not seen:
-                raise ValueError(f"{self.data.path}: {len(rest)} tokens, one sample needs {length + 1}")
-
-    def fingerprint(self) -> int:
-        """Return a number that differs where the first sample does."""
-        first = next(self.samples())
-        return int.from_bytes(hashlib.blake2b(first.tobytes(), digest_size=7).digest(), "big")
-
-
-class StreamBatches(IterableDataset[tuple[Tensor, Tensor]]):
-    """This rank's microbatches of a stream from a position on.
-
-    Each is (tokens, labels), both int64 [<= micro_batch, seq_len].
-    """
-
-    def __init__(self, stream: Stream, rank: int, world: int, first: int, steps: int):
-        self.stream, self.rank, self.world, self.first, self.steps = stream, rank, world, first, steps
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        data = self.stream.data
-        nothing = np.full(data.seq_len + 1, IGNORE)
-        samples, position = self.stream.samples(), 0
-        for wanted in microbatches_of_steps(data, self.rank, self.world, self.first, self.steps):
-            rows = []
-            for place in wanted:
-                if place < 0:
-                    rows.append(nothing)
-                else:
-                    rows.append(next(islice(samples, place - position, None)))
-                    position = place + 1
-            both = torch.from_numpy(np.stack(rows))
-            yield both[:, :-1].clamp(min=0), both[:, 1:].contiguous()
+                raise ValueError(f"{self.data.path}: {len(rest)} tokens, one sample needs {self.seq_len + 1}")

@@ -17,11 +17,12 @@ from fsdp_jobs.checkpoints.state import Hyperparameters
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_REQUEUE
-from fsdp_jobs.train.loading import batches, check_same_data, open_samples
+from fsdp_jobs.train.data import batches, check_same_data
 from fsdp_jobs.train.loss import TokenLoss
 from fsdp_jobs.train.metrics import flops_per_token
 from fsdp_jobs.train.optim import build_optimizer, learning_rate, set_learning_rate
 from fsdp_jobs.train.sharding import compute_dtype, set_gradient_communication, sharded_model
+from fsdp_jobs.train.sources import open_samples
 
 
 class Learner:
@@ -109,16 +110,9 @@ def main() -> int:
         checkpoints.samples += data.global_batch
         if scaler is not None:
             job.log(loss_scale=scaler.get_scale())
-        job.step(
-            number,
-            tokens=learner.tokens_per_step,
-            flops=flops,
-            last=number == config.steps,
-            loss=loss.double() / learner.tokens_per_step,
-            lr=rate,
-            grad_norm=grad_norm,
-            data_s=data_s,
-        )
+        mean = loss.double() / learner.tokens_per_step
+        measured: dict[str, job.Value] = {"loss": mean, "lr": rate, "grad_norm": grad_norm, "data_s": data_s}
+        job.step(number, tokens=learner.tokens_per_step, flops=flops, last=number == config.steps, **measured)
         if number == steps[0]:
             job.set_timeout(config.elastic.step_timeout_s)
         if job.should_stop():

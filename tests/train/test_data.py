@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_jobs.config.schema import DataConfig
-from fsdp_jobs.train.data import IGNORE, Samples, microbatches, sample_at
-from fsdp_jobs.train.loading import batches
+from fsdp_jobs.train.data import IGNORE, Samples, batches, microbatches, sample_at
 from fsdp_jobs.train.sources import open_tokens
 
 

@@ -56,8 +56,8 @@ def _data(corpus: Path, kind: str, **values: object) -> DataConfig:
 
 def _rows(data: DataConfig, world: int, first: int, steps: int) -> Iterator[list[list[int]]]:
     """The samples of each step over all ranks, tokens and last label, in the order of their positions."""
-    from fsdp_jobs.train.data import IGNORE
-    from fsdp_jobs.train.loading import batches, open_samples
+    from fsdp_jobs.train.data import IGNORE, batches
+    from fsdp_jobs.train.sources import open_samples
 
     samples = open_samples(data, seed=3)
     ranks = [batches(samples, data, r, world, first, steps, pin=False) for r in range(world)]

@@ -74,22 +74,18 @@ def _plan_of(run: RunDir) -> Plan | None:
 
 def _comparison(plan: Plan, records: list[dict[str, Any]], goodput: Goodput) -> Iterator[tuple[str, str, str, str]]:
     """Yield (quantity, planned, measured, measured / planned) of what was planned and has been measured."""
+    compared: list[tuple[str, str, float, list[float]]] = []
     if goodput.wall_s:
-        planned = plan.expected.goodput
-        yield (
-            "goodput",
-            f"{planned:.1%}",
-            f"{goodput.fraction:.1%}",
-            f"{goodput.fraction / planned:.2f}" if planned else "-",
-        )
-    if plan.time is None or plan.memory is None:
-        return
-    for what, planned, key, form in (
-        ("seconds per step", plan.time.step, "step_s", "{:.3f}"),
-        ("tokens/s, all ranks", plan.time.tokens_per_s, "tokens_per_s", "{:,.0f}"),
-        ("peak GiB per GPU", plan.memory.total / GIB, "peak_memory_gib", "{:.2f}"),
-    ):
-        if values := [r[key] for r in records if r.get(key) is not None]:
+        compared.append(("goodput", "{:.1%}", plan.expected.goodput, [goodput.fraction]))
+    if plan.time is not None and plan.memory is not None:
+        for what, form, planned, key in (
+            ("seconds per step", "{:.3f}", plan.time.step, "step_s"),
+            ("tokens/s, all ranks", "{:,.0f}", plan.time.tokens_per_s, "tokens_per_s"),
+            ("peak GiB per GPU", "{:.2f}", plan.memory.total / GIB, "peak_memory_gib"),
+        ):
+            compared.append((what, form, planned, [r[key] for r in records if r.get(key) is not None]))
+    for what, form, planned, values in compared:
+        if values:
             measured = statistics.median(values)
             ratio = f"{measured / planned:.2f}" if planned else "-"
             yield what, form.format(planned), form.format(measured), ratio

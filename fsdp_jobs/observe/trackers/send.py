@@ -22,7 +22,7 @@ from itertools import islice
 from fsdp_jobs.config.schema import plain_values
 from fsdp_jobs.elastic.tracker import FLUSH_S
 from fsdp_jobs.launchers.state import State
-from fsdp_jobs.observe.trackers.trackers import make_tracker
+from fsdp_jobs.observe.trackers.trackers import TRACKERS
 from fsdp_jobs.run import events, log
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.tail import Tail
@@ -43,7 +43,7 @@ class Sender:
         self.run, self.attempt = run, attempt
         self.config = plain_values(run.config)
         self.kind = self.config["tracking"]["kind"]
-        self._tracker = make_tracker(self.kind)
+        self._tracker = TRACKERS[self.kind]()
         known = json.loads(run.tracking.read_text()) if run.tracking.exists() else {}
         if known.get("kind") != self.kind:  # another tracker's
             known = {}

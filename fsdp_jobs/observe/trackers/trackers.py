@@ -1,4 +1,7 @@
-"""MLflow and Weights & Biases: a job is one of their runs, through all restarts."""
+"""MLflow and Weights & Biases: a job is one of their runs, through all restarts.
+
+Both classes have the same methods, each of which may raise whatever the tracker's client does.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import os
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from fsdp_jobs.run.directory import RunDir
 
@@ -15,23 +18,6 @@ _NO_METRICS = ("step", "time")
 _NO_PARAMETERS = ("cluster", "notify", "tracking")  # groups of the configuration that say where and who, not what
 
 _Item = TypeVar("_Item")
-
-
-class Tracker(Protocol):
-    """Takes a run's records. Every method may raise whatever the tracker's client does."""
-
-    def open(self, run: RunDir, config: dict[str, Any], known_id: str | None) -> str:
-        """Continue the tracker's run `known_id`, or start one with the configuration's values; return its id."""
-
-    def log(self, records: Sequence[dict[str, Any]]) -> None:
-        """Send lines of metrics.jsonl."""
-
-    def end(self, state: str, reason: str) -> None:
-        """End the tracker's run as done | stopped | failed; or as waiting, when the job is to be restarted."""
-
-
-def make_tracker(kind: str) -> Tracker:
-    return Mlflow() if kind == "mlflow" else Wandb()
 
 
 def parameters(config: dict[str, Any]) -> dict[str, Any]:
@@ -64,6 +50,7 @@ class Mlflow:
     """An MLflow run, through the client alone: it has no global state, and mlflow-skinny suffices."""
 
     def open(self, run: RunDir, config: dict[str, Any], known_id: str | None) -> str:
+        """Continue the tracker's run `known_id`, or start one with the configuration's values; return its id."""
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # the sender retries
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
         from mlflow.entities import Param
@@ -87,6 +74,7 @@ class Mlflow:
         return self.id
 
     def log(self, records: Sequence[dict[str, Any]]) -> None:
+        """Send lines of metrics.jsonl."""
         from mlflow.entities import Metric
 
         metrics = [
@@ -98,6 +86,7 @@ class Mlflow:
             self.client.log_batch(self.id, metrics=batch)
 
     def end(self, state: str, reason: str) -> None:
+        """End the tracker's run as done | stopped | failed; or as waiting, when the job is to be restarted."""
         self.client.set_tag(self.id, "fsdp_jobs.reason", reason)
         if state == "waiting":
             self.client.update_run(self.id, status=_MLFLOW_STATES[state])
@@ -138,3 +127,6 @@ class Wandb:
         if state == "waiting":
             self.run.mark_preempting()
         self.run.finish(exit_code=0 if state == "done" else 1)
+
+
+TRACKERS: dict[str, type[Mlflow | Wandb]] = {"mlflow": Mlflow, "wandb": Wandb}
