@@ -90,7 +90,8 @@ class Attempt:
 
     def _record(self, event: events.Event) -> None:
         if not self.is_superseded:
-            events.record(self.run, self.number, replace(event, round=self.round.number))
+            event = replace(event, round=self.round.number)
+            events.record(self.run, self.number, event)
             logger.info("%s", event.sentence() or event.kind)
 
     def _warn(self, why: str) -> None:
