@@ -132,15 +132,15 @@ class Agent(LocalElasticAgent):
 
     def _describe(self, rank: int, failure: ProcessFailure) -> Message:
         """Report a failed rank with the first line of its exception, from torch elastic's error file."""
-        error = ""
+        error, has_file = "", Path(failure.error_file).exists()
         if failure.exitcode == -signal.SIGKILL and kills_for_memory() > self._kills_for_memory:
             error = "OutOfMemoryError: the kernel killed it because memory had run out"
-        elif failure.exitcode >= 0 and Path(failure.error_file).exists():
+        elif failure.exitcode >= 0 and has_file:
             content = failure.error_file_data["message"]
             text = content["message"] if isinstance(content, dict) else str(content)
             error = next(iter(text.strip().splitlines()), "")[:500]
-        step = self._step(failure.local_rank)
-        return asdict(Failure(self._node, rank, failure.exitcode, error, failure.timestamp, step))
+        ended_at = failure.timestamp if has_file else time.time()  # of an exception, else of now
+        return asdict(Failure(self._node, rank, failure.exitcode, error, ended_at, self._step(failure.local_rank)))
 
     def _dump(self) -> None:
         """Make every rank write its stacks, and report which did."""

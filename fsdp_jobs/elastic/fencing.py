@@ -13,13 +13,13 @@ from fsdp_jobs.config.schema import ElasticConfig
 from fsdp_jobs.elastic.protocol import lease_s
 from fsdp_jobs.run.epoch import ROUND, Fenced, claim
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 _CLOCKS, _KILL_S = 1.05, 1.0  # added to a lease: for clocks of different speed (a factor), and for killing ranks
 _SOON_S = 0.02  # what takes a thread no longer is waited for: nobody notices
 _PATIENCE_S = 5.0  # with a store that does not answer, and between two claims of which the first has failed
 
 
-def begin(thread: ThreadPoolExecutor, work: Callable[..., T], *args: Any) -> Future[T]:
+def begin(thread: ThreadPoolExecutor, work: Callable[..., _T], *args: Any) -> Future[_T]:
     """Begin work for which agents must not wait, in a thread; it may be done at once."""
     begun = thread.submit(work, *args)
     wait([begun], _SOON_S)

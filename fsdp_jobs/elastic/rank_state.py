@@ -68,8 +68,7 @@ class RankState:
 
     def clear(self) -> None:
         """Forget report and request, for a new process of the rank."""
-        self._map[:] = bytes(_SIZE)
-        _REPORT.pack_into(self._map, 0, 0.0, -1, SAVES_NOTHING, Phase.STARTING)
+        self._map[:] = _REPORT.pack(0.0, -1, SAVES_NOTHING, Phase.STARTING).ljust(_SIZE, b"\0")
 
 
 def make_folder() -> tuple[Path, IO[str]]:

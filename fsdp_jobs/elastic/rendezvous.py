@@ -44,8 +44,8 @@ class CoordinatorRendezvous(rendezvous.RendezvousHandler):
         self._link = Link(os.environ[COORDINATOR_ENV], token, self._hello, self._reports, self._receive, elastic)
 
     def _hello(self) -> Message:
-        is_running = self.running_round > self._broken and self.round
-        in_round = {key: self.round[key] for key in NO_ROUND} if is_running else NO_ROUND
+        current, is_running = self.round, self.running_round > self._broken
+        in_round = {key: current[key] for key in NO_ROUND} if current and is_running else NO_ROUND
         return self.identity | in_round | {"ready": self._waiting, "ended": self._ended, "signal": self._signal}
 
     def _reports(self) -> list[list[int]]:

@@ -56,8 +56,10 @@ class Event:
 
     def sentence(self) -> str | None:
         """Tell a user what happened; None where another event tells it."""
-        shown = {key: "; ".join(value) if isinstance(value, list) else value for key, value in vars(self).items()}
-        return None if self._template is None else self._template.format_map(shown)
+        if self._template is None:
+            return None
+        lists = {key: "; ".join(map(str, value)) for key, value in vars(self).items() if isinstance(value, list)}
+        return self._template.format_map(vars(self) | lists)
 
     @classmethod
     def parse(cls, record: dict[str, Any]) -> Event:
