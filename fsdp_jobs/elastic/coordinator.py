@@ -99,14 +99,9 @@ class Server:
         with suppress(OSError, ValueError, KeyError, TypeError, EOFError):  # what is not a message ends the connection
             if await self._is_authentic(reader, writer):
                 hello = json.loads(await reader.readline())
-                identity = {k: hello[k] for k in ("node", "host", "address", "nproc", "switches", "ended")}
-                agent = ConnectedAgent(
-                    **identity,
-                    id=hello["agent"],
-                    send=partial(_send, writer),
-                    drop=writer.close,
-                    heard=time.monotonic(),
-                )
+                identity = {key: hello[key] for key in ("node", "host", "address", "nproc", "switches", "ended")}
+                identity |= {"id": hello["agent"], "send": partial(_send, writer), "drop": writer.close}
+                agent = ConnectedAgent(**identity, heard=time.monotonic())
                 if self.coordinator.on_hello(agent, hello, time.monotonic()):
                     while received := await reader.readline():
                         message = json.loads(received)
