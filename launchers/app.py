@@ -7,6 +7,7 @@ variables that the launcher sets (run/env.py): the attempt, the coordinator's ad
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 from torchx.specs import AppDef, Resource, Role, macros
 
@@ -31,24 +32,19 @@ def to_app(config: JobConfig, run: RunDir, nproc_per_node: int, submission: str)
         "TORCH_FR_BUFFER_SIZE": "2000",  # collectives that NCCL's flight recorder keeps, for a stall's post-mortem
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     }
-    on_gpu = accelerator(config) == "cuda"
-    coordinator = Role(
-        name="coordinator",
-        image="",
-        entrypoint=sys.executable,
-        args=["-m", "fsdp_jobs.elastic.coordinator", run_dir],
-        env=dict(env),
-        num_replicas=1,
-        resource=Resource(cpu=1, gpu=0, memMB=300),
-    )
-    trainer = Role(
-        name="trainer",
-        image="",
-        entrypoint=sys.executable,
-        args=["-m", "fsdp_jobs.elastic.agent", run_dir, "--node", macros.replica_id, "--nproc", str(nproc_per_node)],
-        env=dict(env),
-        num_replicas=high,
-        min_replicas=low,
-        resource=Resource(cpu=nproc_per_node, gpu=nproc_per_node if on_gpu else 0, memMB=1024 * nproc_per_node),
-    )
-    return AppDef(name=run.name, roles=[coordinator, trainer], metadata={RUN_DIR_KEY: run_dir})
+    role = partial(Role, image="", entrypoint=sys.executable)
+    coordinator = ["-m", "fsdp_jobs.elastic.coordinator", run_dir]
+    agent = ["-m", "fsdp_jobs.elastic.agent", run_dir, "--node", macros.replica_id, "--nproc", str(nproc_per_node)]
+    gpus = nproc_per_node if accelerator(config) == "cuda" else 0
+    node = Resource(cpu=nproc_per_node, gpu=gpus, memMB=1024 * nproc_per_node)
+    roles = [
+        role("coordinator", args=coordinator, env=dict(env), resource=Resource(cpu=1, gpu=0, memMB=300)),
+        role("trainer", args=agent, env=dict(env), num_replicas=high, min_replicas=low, resource=node),
+    ]
+    return AppDef(name=run.name, roles=roles, metadata={RUN_DIR_KEY: run_dir})
+
+
+def arguments(role: Role, node: int | str = 0) -> list[str]:
+    """Return a role's arguments with a node's number in them, or with what its cluster replaces by it."""
+    values = macros.Values(img_root="", app_id="", replica_id=str(node), rank0_env="")
+    return list(values.apply(role).args)

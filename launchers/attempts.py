@@ -34,7 +34,6 @@ class Container:
     def __init__(self, run: RunDir, name: str, coordinator: str, command: Sequence[str]):
         """`name` is coordinator or node-<i>; `coordinator` is the coordinator's address."""
         self.run, self.name, self.coordinator, self.command = run, name, coordinator, command
-        self.first = run.first_attempt()
         self.is_leaving = False  # this container is being stopped
         self._attempt: Attempt | None = None
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -45,12 +44,30 @@ class Container:
         for process in self._attempt.processes if self._attempt is not None else ():
             process.popen.send_signal(number)
 
-    def newest(self) -> tuple[int, Verdict | None]:
-        """Return the newest attempt of this submission and its verdict; -1 before the first."""
-        attempt = self.run.last_attempt()
-        return (attempt, Verdict.read(self.run, attempt)) if attempt >= self.first else (-1, None)
+    def work(self) -> int:
+        """Take part in every attempt until the job or this container ends; return the exit code.
 
-    def take_part(self, number: int) -> None:
+        An attempt without a verdict is continued: its coordinator died, and the new one adopts its round.
+        """
+        while not is_superseded(self.run):
+            attempt = self.run.last_attempt()
+            has_begun = attempt >= self.run.first_attempt()
+            verdict = Verdict.read(self.run, attempt) if has_begun else None
+            if (final := Verdict.final(self.run)) is not None:
+                return final.exit_code_of_attempt
+            if self.is_leaving:
+                return EXIT_REQUEUE
+            if has_begun and verdict is None:
+                self._take_part(attempt)
+            elif self.name == "coordinator":
+                self.run.attempt(attempt + 1).mkdir(parents=True)
+                nodes = node_range(load_config(self.run.config).nodes)[1]
+                events.record(self.run, attempt + 1, events.AttemptStarted(nodes))
+            else:
+                time.sleep(_POLL_S)
+        return EXIT_FAILED
+
+    def _take_part(self, number: int) -> None:
         """Keep the command alive until the attempt has its verdict or this container leaves."""
         self._attempt = attempt = _Part(self, number)
         env = {**os.environ, ATTEMPT_ENV: str(number), COORDINATOR_ENV: self.coordinator}
@@ -88,41 +105,6 @@ class _Part(Attempt):
         super().give_up(process, verdict)
 
 
-def coordinate(container: Container) -> int:
-    """Begin attempts until the job or this container ends; return the exit code.
-
-    An attempt without a verdict is continued: its coordinator died, and the new one adopts its round.
-    """
-    nodes = node_range(load_config(container.run.config).nodes)[1]
-    while not is_superseded(container.run):
-        attempt, verdict = container.newest()
-        if (final := Verdict.final(container.run)) is not None:
-            return final.exit_code_of_attempt
-        if container.is_leaving:
-            return EXIT_REQUEUE
-        if attempt < 0 or verdict is not None:
-            attempt = container.run.last_attempt() + 1
-            container.run.attempt(attempt).mkdir(parents=True)
-            events.record(container.run, attempt, events.AttemptStarted(nodes))
-        container.take_part(attempt)
-    return EXIT_FAILED
-
-
-def follow(container: Container) -> int:
-    """Take part in every attempt as a node, until the job or this container ends; return the exit code."""
-    while not is_superseded(container.run):
-        attempt, verdict = container.newest()
-        if (final := Verdict.final(container.run)) is not None:
-            return final.exit_code_of_attempt
-        if container.is_leaving:
-            return EXIT_REQUEUE
-        if attempt < 0 or verdict is not None:
-            time.sleep(_POLL_S)
-        else:
-            container.take_part(attempt)
-    return EXIT_FAILED
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="One container of a job, through all its attempts.")
     parser.add_argument("role", choices=("coordinator", "node"))
@@ -131,11 +113,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("command", nargs="+", help="after --; a node's names it as --node I")
     args = parser.parse_args(argv)
     log.configure()
-    run = RunDir(args.run_dir)
-    if args.role == "coordinator":
-        return coordinate(Container(run, "coordinator", f"0.0.0.0:{args.address}", args.command))
-    node = args.command[args.command.index("--node") + 1]
-    return follow(Container(run, f"node-{node}", args.address, args.command))
+    name, address = "coordinator", f"0.0.0.0:{args.address}"
+    if args.role == "node":
+        name, address = f"node-{args.command[args.command.index('--node') + 1]}", args.address
+    return Container(RunDir(args.run_dir), name, address, args.command).work()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ import secrets
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cache, cached_property
@@ -31,9 +32,11 @@ from fsdp_jobs.plan.shapes import ModelShape
 from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.tail import follow_files
+from fsdp_jobs.run.verdict import Verdict, judge
 
 SESSION = "fsdp_jobs"  # in a handle in place of the cluster, where there is only one, and in old handles
 WRITES_AT_ONCE = 16  # run directories: a slow shared file system serves many writers at the same time
+_CANCELS_AT_ONCE = 16
 
 _Request = TypeVar("_Request")
 
@@ -56,6 +59,18 @@ class Description:
     message: str = ""  # why it waits, or how it ended
     restarts: int = 0
     roles: list[RoleStatus] = field(default_factory=lambda: [RoleStatus("trainer", [])])
+
+    @classmethod
+    def of_run(cls, app_id: str, run: RunDir, is_alive: bool) -> Description:
+        """Describe a job by its run directory, where a launcher knows no more than whether it is alive."""
+        verdict = Verdict.read(run, run.last_attempt())
+        state = State.RUNNING if is_alive else State.from_verdict(verdict)
+        return cls(app_id, state, verdict.reason if verdict is not None else "", restarts_of(run))
+
+
+def restarts_of(run: RunDir) -> int:
+    """Return how many attempts have followed the first one of the newest submission."""
+    return max(0, run.last_attempt() - run.first_attempt())
 
 
 @dataclass(frozen=True)
@@ -149,41 +164,65 @@ class Launcher(ABC):
     def describe(self, app_ids: Sequence[str]) -> list[Description | None]:
         """Describe submissions, in order; None for one that neither the cluster nor this machine knows."""
 
-    @abstractmethod
     def cancel(self, app_ids: Sequence[str]) -> None:
         """End jobs at once, without checkpoints; of one that has ended, whatever its end has left on the cluster."""
+        with ThreadPoolExecutor(_CANCELS_AT_ONCE) as threads:
+            list(threads.map(self._cancel, app_ids))
+
+    def _cancel(self, app_id: str) -> None:
+        verdict, run = self.end(app_id), self.run_of(app_id)
+        if verdict is not None and run is not None:
+            judge(run, verdict)
+
+    def end(self, app_id: str) -> Verdict | None:
+        """End one job as `cancel` does; return the verdict of one that was active. For `cancel` alone."""
+        raise NotImplementedError
 
     def replace_lost(self, app_id: str) -> str:
         """Replace what of a live job is lost and its cluster does not replace; say what. Empty: nothing is."""
         return ""
 
-    @abstractmethod
     def logs(self, app_id: str, role: str, node: int, follow: bool) -> Iterator[str]:
         """Yield lines of a node's ranks, or of the coordinator, in the newest attempt; with `follow`, until it ends."""
+        run = self.run_of(app_id)
+        if run is None:
+            raise BadInput([Problem(f"{self.name} job {app_id}", "was not submitted by you from this machine")])
+
+        def running() -> bool:
+            (job,) = self.describe([app_id]) if follow else (None,)
+            return job is not None and job.state.is_active
+
+        attempt = run.last_attempt()
+        log = run.process_log(attempt, "coordinator")
+        folder, pattern = (log.parent, log.name) if role == "coordinator" else (run.node(attempt, node), "*.log")
+        return (line + "\n" for _, line in follow_files(folder, pattern, running))
+
+    @property
+    def _links(self) -> Path:
+        """The folder of links, app id -> run directory, of what was submitted from this machine."""
+        base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+        return Path(base) / "fsdp_jobs" / self.name.removesuffix("_fsdp")
 
     def known(self) -> list[str]:
         """Return the app ids that were submitted from this machine."""
-        return sorted(link.name for link in known_runs(self.name).glob("*"))
+        return sorted(link.name for link in self._links.glob("*"))
 
+    def remember(self, app_id: str, run: RunDir) -> None:
+        """Keep a link to a submitted run; ids begin again when a cluster is set up anew, so an old link is replaced."""
+        link = self._links / app_id
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.unlink(missing_ok=True)
+        link.symlink_to(run.path.resolve())
 
-class QueueableLauncher(Launcher):
-    """A launcher whose jobs are started by the queue's process, later than they are submitted."""
+    def run_of(self, app_id: str) -> RunDir | None:
+        """Return the run directory of an app; None when it is gone or was not submitted from this machine."""
+        link = self._links / app_id
+        return RunDir(link.resolve()) if link.is_dir() else None
 
-    @abstractmethod
-    def start(self, run: RunDir, app_id: str) -> None:
-        """Start a job that was submitted before."""
-
-    @abstractmethod
-    def is_alive(self, run: RunDir, app_id: str) -> bool:
-        """Whether a process of this job runs."""
-
-    @abstractmethod
-    def gpus_of(self, run: RunDir) -> list[str]:
-        """Return ids of the GPUs that a job uses, or will use."""
-
-    @abstractmethod
-    def move(self, run: RunDir, gpus: Mapping[str, str]) -> None:
-        """Let a job that was not started yet use other GPUs: id before -> id now."""
+    @classmethod
+    def scheduler(cls, session_name: str, **_kwargs: object) -> TorchxScheduler:
+        """Return this launcher as TorchX makes its schedulers."""
+        return TorchxScheduler(cls(), session_name)
 
 
 def prepare_each(prepare: Callable[[Job], _Request], jobs: Sequence[Job]) -> list[_Request]:
@@ -264,31 +303,3 @@ def launcher_of(name: str) -> Launcher:
         what = f"not an installed launcher of fsdp_jobs; installed: {ours}"
         raise BadInput([Problem(f"cluster.launcher={name}", what, "cluster=local runs on this machine")])
     return scheduler.launcher
-
-
-def known_runs(launcher: str) -> Path:
-    """Return the folder of links, app id -> run directory, of what was submitted from this machine."""
-    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return Path(base) / "fsdp_jobs" / launcher.removesuffix("_fsdp")
-
-
-def remember(launcher: str, app_id: str, run: RunDir) -> None:
-    """Keep a link to a submitted run; ids begin again when a cluster is set up anew, so an old link is replaced."""
-    link = known_runs(launcher) / app_id
-    link.parent.mkdir(parents=True, exist_ok=True)
-    link.unlink(missing_ok=True)
-    link.symlink_to(run.path.resolve())
-
-
-def run_of(launcher: str, app_id: str) -> RunDir | None:
-    """Return the run directory of an app; None when it is gone or was not submitted from this machine."""
-    link = known_runs(launcher) / app_id
-    return RunDir(link.resolve()) if link.is_dir() else None
-
-
-def log_lines(run: RunDir, role: str, node: int, running: Callable[[], bool]) -> Iterator[str]:
-    """Yield lines of a node's ranks, or of the coordinator, in the newest attempt, as they come while `running`."""
-    attempt = run.last_attempt()
-    log = run.process_log(attempt, "coordinator")
-    folder, pattern = (log.parent, log.name) if role == "coordinator" else (run.node(attempt, node), "*.log")
-    return (line + "\n" for _, line in follow_files(folder, pattern, running))

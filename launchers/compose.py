@@ -13,8 +13,7 @@ import fcntl
 import itertools
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -22,8 +21,7 @@ from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.resolve import ranks_per_node
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.launchers import attempts
-from fsdp_jobs.launchers.base import SESSION, Description, Job, Launcher, TorchxScheduler, log_lines, prepare_each
-from fsdp_jobs.launchers.state import State
+from fsdp_jobs.launchers.base import SESSION, Description, Job, Launcher, prepare_each
 from fsdp_jobs.run.directory import RunDir, runs_in, write_atomic
 from fsdp_jobs.run.verdict import Verdict
 
@@ -31,23 +29,16 @@ RUNS = Path("/runs")  # the volume that all services mount
 _PORT = "29400"
 
 
-@dataclass
-class ComposeRequest:
-    """A job for the services, which run already."""
-
-    run_dir: str
-
-
 class ComposeLauncher(Launcher):
-    """Hands a job to the services of deploy/compose.yaml. An app's id is its run's name."""
+    """Hands a job to the services of deploy/compose.yaml, which run already. An app's id is its run's name."""
 
     name = "compose_fsdp"
 
-    def prepare(self, jobs: Sequence[Job]) -> list[ComposeRequest]:
+    def prepare(self, jobs: Sequence[Job]) -> list[Path]:
         return prepare_each(_request, jobs)
 
-    def submit(self, requests: Sequence[ComposeRequest], parallelism: int, folder: Path | None) -> list[str]:
-        return [RunDir(request.run_dir).name for request in requests]
+    def submit(self, requests: Sequence[Path], parallelism: int, folder: Path | None) -> list[str]:
+        return [run_dir.name for run_dir in requests]
 
     def find(self, run: RunDir) -> str:
         return run.name  # the services run whatever is in their volume
@@ -55,41 +46,32 @@ class ComposeLauncher(Launcher):
     def cluster_of(self, app_id: str) -> str:
         return SESSION
 
+    def run_of(self, app_id: str) -> RunDir | None:
+        run = RunDir(RUNS / app_id)
+        return run if run.is_submitted else None
+
     def describe(self, app_ids: Sequence[str]) -> list[Description | None]:
-        return [_describe(app_id) for app_id in app_ids]
+        runs = [self.run_of(app_id) for app_id in app_ids]
+        return [None if run is None else Description.of_run(run.name, run, _is_live(run)) for run in runs]
 
     def known(self) -> list[str]:
         return [run.name for run in runs_in(str(RUNS))]
 
-    def cancel(self, app_ids: Sequence[str]) -> None:
-        """Ask the jobs to save and stop: all that can be done from inside a container."""
-        for app_id in app_ids:
-            write_atomic(RunDir(RUNS / app_id).stop_request, "cancelled")
-
-    def logs(self, app_id: str, role: str, node: int, follow: bool) -> Iterator[str]:
-        run = RunDir(RUNS / app_id)
-        return log_lines(run, role, node, lambda: follow and _is_live(run))
+    def end(self, app_id: str) -> None:
+        """Ask the job to save and stop: all that can be done from inside a container."""
+        write_atomic(RunDir(RUNS / app_id).stop_request, "cancelled")
 
 
-def create_scheduler(session_name: str, **_kwargs: object) -> TorchxScheduler:
-    return TorchxScheduler(ComposeLauncher(), session_name)
+create_scheduler = ComposeLauncher.scheduler
 
 
-def _request(job: Job) -> ComposeRequest:
+def _request(job: Job) -> Path:
+    """Return the run directory: the services need nothing else."""
     if job.run.path.parent != RUNS:
         what = f"the services of deploy/compose.yaml share {RUNS} only"
         cure = "docker compose -f deploy/compose.yaml up; cluster=docker needs no compose"
         raise BadInput([Problem(f"runs_dir={job.run.path.parent}", what, cure)])
-    return ComposeRequest(str(job.run.path))
-
-
-def _describe(app_id: str) -> Description | None:
-    run = RunDir(RUNS / app_id)
-    if not run.is_submitted:
-        return None
-    attempt = run.last_attempt()
-    state = State.RUNNING if _is_live(run) else State.from_verdict(Verdict.read(run, attempt))
-    return Description(app_id, state, restarts=max(0, attempt - run.first_attempt()))
+    return job.run.path
 
 
 def _is_live(run: RunDir) -> bool:

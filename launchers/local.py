@@ -8,37 +8,25 @@ agents of an attempt, restarts dead ones as a cluster would replace a node, and 
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-
-from torchx.specs import macros
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from fsdp_jobs.config.clusters import LocalClusterConfig
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import load_config
-from fsdp_jobs.launchers.base import Job, TorchxScheduler, prepare_each
-from fsdp_jobs.launchers.detached import DetachedLauncher, kill_supervisor, start_supervisor, supervisor_record
+from fsdp_jobs.launchers.app import arguments
+from fsdp_jobs.launchers.base import Job, prepare_each
+from fsdp_jobs.launchers.detached import DetachedLauncher, main, staged
 from fsdp_jobs.launchers.supervisor import Attempt, Process
-from fsdp_jobs.run import events, log
+from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.env import ADDRESS_ENV, ATTEMPT_ENV, COORDINATOR_ENV
-from fsdp_jobs.run.processes import free_port, record_this_process, visible_gpus
+from fsdp_jobs.run.processes import free_port, visible_gpus
 from fsdp_jobs.run.verdict import Verdict
 
 _LEAVE_S = 20.0  # for processes to end after their attempt's verdict
-
-
-@dataclass
-class Command:
-    """One process of an attempt."""
-
-    name: str  # coordinator, or node-<i>
-    argv: list[str]
-    env: dict[str, str]
 
 
 @dataclass
@@ -46,82 +34,51 @@ class LocalRequest:
     """The processes of a job."""
 
     run_dir: str
-    commands: list[Command] = field(default_factory=list)
+    gpus: list[str]  # ids; none if there is not one for every rank
+    env: dict[str, str]
+    coordinator: list[str]  # its command line
+    nodes: list[list[str]]
+
+    def processes(self) -> Iterator[tuple[str, list[str], dict[str, str]]]:
+        """Yield name, command line and own environment of each process; every node has its share of the GPUs."""
+        yield "coordinator", self.coordinator, self.env
+        size = len(self.gpus) // len(self.nodes)
+        for node, argv in enumerate(self.nodes):
+            own = self.gpus[node * size : (node + 1) * size]
+            yield f"node-{node}", argv, {**self.env, "CUDA_VISIBLE_DEVICES": ",".join(own)}
 
     def __str__(self) -> str:
-        return "\n".join(
-            f"{c.name}: {' '.join(f'{k}={v}' for k, v in c.env.items())} {' '.join(c.argv)}" for c in self.commands
-        )
+        processes = ((name, *(f"{k}={v}" for k, v in env.items()), *argv) for name, argv, env in self.processes())
+        return "\n".join(f"{name}: {' '.join(words)}" for name, *words in processes)
 
 
 class LocalLauncher(DetachedLauncher):
     """Runs a job as processes of this machine."""
 
     name = "local_fsdp"
+    supervisor = "fsdp_jobs.launchers.local"
 
     def prepare(self, jobs: Sequence[Job]) -> list[LocalRequest]:
-        gpus = visible_gpus()
-
-        def one(job: Job) -> LocalRequest:
-            nodes, ranks = len(job.plan.nodes) + len(job.plan.spares), job.plan.ranks_per_node
-            if job.config.cluster.accelerator == "cuda" and len(gpus) < nodes * ranks:
-                what = f"{nodes} x {ranks} ranks need a GPU each; this machine shows {len(gpus)}"
-                cure = "fewer nodes= or nproc_per_node=, or cluster.accelerator=auto, which then takes the CPU"
-                raise BadInput([Problem("cluster.accelerator=cuda", what, cure)])
-            return _request(job, gpus)
-
-        return prepare_each(one, jobs)
-
-    def stage(self, request: LocalRequest, app_id: str) -> None:
-        _write_commands(RunDir(request.run_dir), request.commands)
-
-    def gpus_of(self, run: RunDir) -> list[str]:
-        return [gpu for command in _read_commands(run) for gpu in _gpus(command)]
-
-    def move(self, run: RunDir, gpus: Mapping[str, str]) -> None:
-        commands = _read_commands(run)
-        for command in commands:
-            if before := _gpus(command):
-                command.env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus.get(gpu, gpu) for gpu in before)
-        _write_commands(run, commands)
-
-    def start(self, run: RunDir, app_id: str) -> None:
-        start_supervisor(run, "fsdp_jobs.launchers.local")
-
-    def kill(self, run: RunDir, app_id: str) -> bool:
-        return kill_supervisor(run)
+        return prepare_each(_request, jobs)
 
 
-def create_scheduler(session_name: str, **_kwargs: object) -> TorchxScheduler:
-    return TorchxScheduler(LocalLauncher(), session_name)
+create_scheduler = LocalLauncher.scheduler
 
 
-def _request(job: Job, gpus: list[str]) -> LocalRequest:
-    request = LocalRequest(str(job.run.path.resolve()))
-    for role in job.app.roles:
-        for replica in range(role.num_replicas):
-            values = macros.Values(img_root="", app_id=job.app.name, replica_id=str(replica), rank0_env="")
-            concrete = values.apply(role)
-            name = "coordinator" if role.name == "coordinator" else f"node-{replica}"
-            ranks = job.plan.ranks_per_node
-            if role.name == "trainer":  # its own GPUs, or none if there is not one for every rank
-                enough = len(gpus) >= role.num_replicas * ranks
-                own = gpus[replica * ranks : (replica + 1) * ranks] if enough else []
-                concrete.env["CUDA_VISIBLE_DEVICES"] = ",".join(own)
-            request.commands.append(Command(name, [concrete.entrypoint, *concrete.args], concrete.env))
-    return request
-
-
-def _write_commands(run: RunDir, commands: Sequence[Command]) -> None:
-    write_atomic(run.submit / "commands.json", json.dumps([vars(c) for c in commands], indent=2))
-
-
-def _read_commands(run: RunDir) -> list[Command]:
-    return [Command(**c) for c in json.loads((run.submit / "commands.json").read_text())]
-
-
-def _gpus(command: Command) -> list[str]:
-    return [gpu for gpu in command.env.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+def _request(job: Job) -> LocalRequest:
+    coordinator, agent = job.app.roles
+    nodes, ranks, gpus = agent.num_replicas, job.plan.ranks_per_node, visible_gpus()
+    if job.config.cluster.accelerator == "cuda" and len(gpus) < nodes * ranks:
+        what = f"{nodes} x {ranks} ranks need a GPU each; this machine shows {len(gpus)}"
+        cure = "fewer nodes= or nproc_per_node=, or cluster.accelerator=auto, which then takes the CPU"
+        raise BadInput([Problem("cluster.accelerator=cuda", what, cure)])
+    return LocalRequest(
+        run_dir=str(job.run.path.resolve()),
+        gpus=gpus[: nodes * ranks] if len(gpus) >= nodes * ranks else [],
+        env=agent.env,
+        coordinator=[coordinator.entrypoint, *arguments(coordinator)],
+        nodes=[[agent.entrypoint, *arguments(agent, node)] for node in range(nodes)],
+    )
 
 
 class _LocalAttempt(Attempt):
@@ -134,14 +91,14 @@ class _LocalAttempt(Attempt):
     def restarts(self, process: Process) -> bool:
         return super().restarts(process) and (self.restart_nodes or process.name == "coordinator")
 
-    def go(self, commands: Sequence[Command]) -> Verdict:
+    def go(self, request: LocalRequest) -> Verdict:
         """Run the attempt to its end."""
         self.folder.mkdir(parents=True)
-        events.record(self.run, self.number, events.AttemptStarted(len(commands) - 1))
+        events.record(self.run, self.number, events.AttemptStarted(len(request.nodes)))
         address = f"127.0.0.1:{free_port()}"
         env = {ATTEMPT_ENV: str(self.number), COORDINATOR_ENV: address, ADDRESS_ENV: "127.0.0.1"}
-        for command in commands:
-            self.start(command.name, command.argv, {**os.environ, **command.env, **env})
+        for name, argv, own in request.processes():
+            self.start(name, argv, {**os.environ, **own, **env})
         self.supervise()
         self.finish(_LEAVE_S)
         verdict = self.verdict
@@ -151,22 +108,18 @@ class _LocalAttempt(Attempt):
 
 def supervise(run: RunDir) -> int:
     """Run attempts until a verdict stops the job; return the exit code."""
-    config = load_config(run.config)
-    assert isinstance(config.cluster, LocalClusterConfig)
-    commands = _read_commands(run)
+    cluster, request = load_config(run.config).cluster, LocalRequest(**staged(run))
+    assert isinstance(cluster, LocalClusterConfig)
 
     def stop(number: int, _frame: object) -> None:
         write_atomic(run.stop_request, f"{signal.Signals(number).name} to the supervisor")
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
-    while (verdict := _LocalAttempt(run, config.cluster.restart_nodes).go(commands)).decision == "requeue":
+    while (verdict := _LocalAttempt(run, cluster.restart_nodes).go(request)).decision == "requeue":
         pass
     return verdict.exit_code_of_attempt
 
 
 if __name__ == "__main__":
-    log.configure()
-    directory = RunDir(sys.argv[1])
-    record_this_process(supervisor_record(directory))
-    sys.exit(supervise(directory))
+    main(supervise)

@@ -13,17 +13,20 @@ import json
 import logging
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
-from fsdp_jobs.launchers.base import QueueableLauncher, launcher_of
+from fsdp_jobs.launchers.base import launcher_of
 from fsdp_jobs.run import log
 from fsdp_jobs.run.directory import RunDir, write_atomic
-from fsdp_jobs.run.processes import record_this_process, recorded_process, start_detached, visible_gpus
+from fsdp_jobs.run.processes import record_this_process, recorded_process, start_detached
 from fsdp_jobs.run.verdict import Verdict, judge
+
+if TYPE_CHECKING:
+    from fsdp_jobs.launchers.detached import DetachedLauncher
 
 _POLL_S = 0.2
 
@@ -138,7 +141,7 @@ def serve(folder: Path) -> None:
                 queue.process_file.unlink(missing_ok=True)
                 return
             started = [job for job in jobs if job not in queued and job.app_id not in ended]
-            running = [job for job in started if _is_alive(job)]
+            running = [job for job in started if _launcher(job).is_alive(job.run)]
             ended |= {job.app_id for job in started if job not in running}
             for job in queued:
                 if len(running) < parallelism:
@@ -148,28 +151,20 @@ def serve(folder: Path) -> None:
 
 
 def _start(job: QueuedJob, running: Sequence[QueuedJob]) -> None:
-    """Start a job on the GPUs that the fewest others use, unless an earlier queue was killed as it did so."""
+    """Start a job, unless an earlier queue was killed as it did so."""
     run, launcher = job.run, _launcher(job)
     try:
-        if not launcher.is_alive(run, job.app_id):
-            if gpus := launcher.gpus_of(run):
-                used = Counter(gpu for other in running for gpu in _launcher(other).gpus_of(other.run))
-                launcher.move(run, dict(zip(gpus, sorted(visible_gpus(), key=lambda gpu: used[gpu]), strict=False)))
-            launcher.start(run, job.app_id)
+        if not launcher.is_alive(run):
+            launcher.choose_gpus(run, [other.run for other in running])
+            launcher.start(run)
     except Exception as e:  # the machine is not as it was at submission
         logger.exception("%s could not be started", run.path)
         judge(run, Verdict("infrastructure", "stop", f"could not be started: {e}"))
     leave(run)
 
 
-def _is_alive(job: QueuedJob) -> bool:
-    return _launcher(job).is_alive(job.run, job.app_id)
-
-
-def _launcher(job: QueuedJob) -> QueueableLauncher:
-    launcher = launcher_of(job.launcher)
-    assert isinstance(launcher, QueueableLauncher)
-    return launcher
+def _launcher(job: QueuedJob) -> DetachedLauncher:
+    return cast("DetachedLauncher", launcher_of(job.launcher))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem, nearest
 from fsdp_jobs.config.schema import load_config
-from fsdp_jobs.launchers.base import run_of
+from fsdp_jobs.launchers.base import launcher_of
 from fsdp_jobs.run.directory import RunDir, find_run, pending_in, rank_logs, runs_in
 from fsdp_jobs.run.identity import check_may_act
 from fsdp_jobs.run.status import ENDED, RunStatus
@@ -57,7 +57,7 @@ def existing_run(name: str, runs_dir: str) -> RunDir:
 
 def _run_of_handle(handle: str) -> RunDir:
     launcher, _, app = handle.partition("://")
-    run = run_of(launcher.removesuffix("_fsdp"), app.rpartition("/")[2])
+    run = launcher_of(launcher).run_of(app.rpartition("/")[2])
     if run is None or run.read_job().get("handle") != handle:
         what = "is not the newest submission of a run made on this machine"
         raise BadInput([Problem(handle, what, "name the run: fsdp-jobs list")])

@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,12 @@ from docker.context.config import get_current_context_name
 from docker.errors import APIError, DockerException, NotFound
 from docker.types import DeviceRequest, Mount
 from docker.utils import parse_bytes
-from torchx.specs import Role, macros
 
 from fsdp_jobs.config.clusters import DockerClusterConfig
 from fsdp_jobs.config.data import input_paths
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import JobConfig
+from fsdp_jobs.launchers.app import arguments
 from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.snapshot import Snapshot, take
 from fsdp_jobs.plan.memory import GIB
@@ -67,27 +67,19 @@ def connect() -> docker.APIClient:
 
 @dataclass
 class DockerRequest:
-    """Containers as arguments of Docker's API. Values of `pass_env` are added when they are created."""
+    """Containers as arguments of Docker's API, the coordinator's first."""
 
     run_dir: str
     prefix: str  # of the containers' names, and the network's name
     image: str
+    gpus: list[str]  # ids, to be divided among the nodes when they are created
+    pass_env: list[str]  # variables whose values are added when containers are created
     containers: list[dict[str, Any]]
-    pass_env: list[str]
-    code: Snapshot | None = None
-    app_id: str = ""  # once it is submitted
-
-    def to_json(self) -> str:
-        """Return all but the code, which is copied at submission."""
-        return json.dumps({key: value for key, value in vars(self).items() if key != "code"}, indent=1)
-
-    @classmethod
-    def from_json(cls, text: str) -> DockerRequest:
-        return cls(**json.loads(text))
+    code: Snapshot | None = None  # is copied at submission
 
     def __str__(self) -> str:
-        plain = json.loads(self.to_json())  # the API's own types are subclasses of dict
-        shown = {"network": plain["prefix"], **{key: plain[key] for key in ("image", "pass_env", "containers")}}
+        plain = json.loads(json.dumps(vars(replace(self, code=None))))  # the API's own types are subclasses of dict
+        shown = {"network": plain["prefix"], **{key: plain[key] for key in ("image", "gpus", "pass_env", "containers")}}
         return str(yaml.safe_dump(shown, sort_keys=False, width=1000))
 
 
@@ -124,7 +116,7 @@ def translate(job: Job, daemon: dict[str, Any], gpus: list[str]) -> DockerReques
 
     Args:
         daemon: what `docker info` shows.
-        gpus: ids of the GPUs to divide among the nodes; none for a job on CPU.
+        gpus: ids of this machine's GPUs; none for a job on CPU.
     """
     config, run, cluster = job.config, RunDir(job.run.path.resolve()), cluster_of(job.config)
     code = take(Path.cwd(), run.path.parent, cluster.snapshot_mb) if cluster.snapshot_mb else None
@@ -136,12 +128,6 @@ def translate(job: Job, daemon: dict[str, Any], gpus: list[str]) -> DockerReques
             *(Path.cwd(), folder, Path.cwd(), Path.cwd()),
         )
     rootless = any("rootless" in option for option in daemon.get("SecurityOptions") or [])
-    common = {
-        "user": "0:0" if rootless else f"{os.getuid()}:{os.getgid()}",  # root of a rootless daemon is its user
-        "working_dir": str(folder),
-        "entrypoint": ["python"],
-        "stop_timeout": int(config.elastic.stop_grace_s),
-    }
     host = {
         "init": True,
         "read_only": True,
@@ -150,41 +136,34 @@ def translate(job: Job, daemon: dict[str, Any], gpus: list[str]) -> DockerReques
         "security_opt": ["no-new-privileges"],
         "mounts": [Mount(to, source, type="bind", read_only=only) for source, to, only in mounts],
     }
-    python_path = {"PYTHONPATH": str(run.code)} if code is not None else {}
-    prefix, size = prefix_of(run), job.plan.ranks_per_node
-    translated = []
-    for role in job.app.roles:
-        for replica in range(role.num_replicas):
-            concrete: Role = macros.Values("", job.app.name, str(replica), "").apply(role)
-            name, part, address, limits = "coordinator", "coordinator", str(_PORT), {}
-            if role.name == "trainer":
-                name, part, address = f"node-{replica}", "node", f"{prefix}-coordinator:{_PORT}"
-                limits = _limits(job, daemon["NCPU"], gpus[replica * size : (replica + 1) * size])
-            attempts = ["-m", "fsdp_jobs.launchers.attempts", part, str(run.path), address, "--"]
-            translated.append(
-                {
-                    **common,
-                    "name": f"{prefix}-{name}",
-                    "hostname": name,
-                    "command": [*attempts, "python", *concrete.args],
-                    "environment": {**concrete.env, ADDRESS_ENV: f"{prefix}-{name}", **python_path, **cluster.env},
-                    "host_config": {**host, **limits},
-                }
-            )
-    return DockerRequest(str(run.path), prefix, cluster.image, translated, list(cluster.pass_env), code)
-
-
-def _limits(job: Job, cores: int, gpus: list[str]) -> dict[str, Any]:
-    """Return what a node may use, as keywords of the API's host configuration."""
-    cluster = cluster_of(job.config)
-    limits: dict[str, Any] = {
-        "mem_limit": parse_bytes(cluster.memory) if cluster.memory else 2 * memory_need(job.config, job.plan) or None,
-        "nano_cpus": int((cluster.cpus or min(job.plan.ranks_per_node, cores)) * 1e9),
+    limits = {
+        "mem_limit": parse_bytes(cluster.memory) if cluster.memory else 2 * memory_need(config, job.plan) or None,
+        "nano_cpus": int((cluster.cpus or min(job.plan.ranks_per_node, daemon["NCPU"])) * 1e9),
         "shm_size": parse_bytes(cluster.shm),
     }
-    if gpus:
-        limits["device_requests"] = [DeviceRequest(device_ids=gpus, capabilities=[["gpu"]])]
-    return limits
+    prefix, python_path = prefix_of(run), {"PYTHONPATH": str(run.code)} if code is not None else {}
+
+    def container(name: str, part: str, address: str, args: list[str], limits: dict[str, Any]) -> dict[str, Any]:
+        env = {**job.app.roles[0].env, ADDRESS_ENV: f"{prefix}-{name}", **python_path, **cluster.env}
+        return {
+            "user": "0:0" if rootless else f"{os.getuid()}:{os.getgid()}",  # root of a rootless daemon is its user
+            "working_dir": str(folder),
+            "entrypoint": ["python"],
+            "stop_timeout": int(config.elastic.stop_grace_s),
+            "name": f"{prefix}-{name}",
+            "hostname": name,
+            "command": ["-m", "fsdp_jobs.launchers.attempts", part, str(run.path), address, "--", "python", *args],
+            "environment": env,
+            "host_config": {**host, **limits},
+        }
+
+    coordinator, agent = job.app.roles
+    made = [container("coordinator", "coordinator", str(_PORT), arguments(coordinator), {})]
+    for node in range(agent.num_replicas):
+        address = f"{prefix}-coordinator:{_PORT}"
+        made.append(container(f"node-{node}", "node", address, arguments(agent, node), limits))
+    gpus = gpus[: agent.num_replicas * job.plan.ranks_per_node]
+    return DockerRequest(str(run.path), prefix, cluster.image, gpus, list(cluster.pass_env), made, code)
 
 
 def _mounts(config: JobConfig, run: RunDir) -> Iterator[tuple[str, str, bool]]:
@@ -217,39 +196,46 @@ def create(api: docker.APIClient, request: DockerRequest) -> None:
     Raises:
         BadInput: Docker refuses something.
     """
-    labels = {RUN_LABEL: request.run_dir}
+    run, labels = RunDir(request.run_dir), {RUN_LABEL: request.run_dir}
     secrets = {name: os.environ[name] for name in request.pass_env}
-    remove(api, request.run_dir)  # what an earlier submission has kept
+    remove(api, run)  # what an earlier submission has kept
     for mount in request.containers[0]["host_config"]["mounts"]:
         if not Path(mount["Source"]).exists():
             Path(mount["Source"]).mkdir(parents=True)
+    size = len(request.gpus) // (len(request.containers) - 1)
     try:
         api.create_network(request.prefix, driver="bridge", labels=labels)
-        for container in request.containers:
-            arguments = {**container, "environment": {**container["environment"], **secrets}}
-            host_config = api.create_host_config(network_mode=request.prefix, **arguments.pop("host_config"))
-            created = api.create_container(request.image, labels=labels, host_config=host_config, **arguments)
-            api.start(created["Id"])
+        for node, container in enumerate(request.containers, -1):
+            body = {**container, "environment": {**container["environment"], **secrets}}
+            host = {"network_mode": request.prefix, **body.pop("host_config")}
+            if own := request.gpus[node * size : (node + 1) * size]:  # nothing for the coordinator: [-size:0]
+                host["device_requests"] = [DeviceRequest(device_ids=own, capabilities=[["gpu"]])]
+            body["host_config"] = api.create_host_config(**host)
+            api.start(api.create_container(request.image, labels=labels, **body)["Id"])
     except APIError as e:
-        remove(api, request.run_dir)
+        remove(api, run)
         cure = "docker network prune: unused networks take up the addresses" if "address pool" in str(e) else ""
         raise BadInput([Problem("Docker", str(e.explanation), cure)]) from e
 
 
-def containers_of(api: docker.APIClient, run_dir: str) -> list[dict[str, Any]]:
-    """Return a run's containers, running or not, as the API describes them."""
-    inspected = []
-    for container in api.containers(all=True, filters={"label": f"{RUN_LABEL}={run_dir}"}):
+def containers_of(api: docker.APIClient, run: RunDir) -> dict[str, dict[str, Any]]:
+    """Return a run's containers by their host names, running or not, as the API describes them."""
+    inspected = {}
+    for container in api.containers(all=True, filters=_labelled(run)):
         with suppress(NotFound):  # removed since
-            inspected.append(api.inspect_container(container["Id"]))
+            description = api.inspect_container(container["Id"])
+            inspected[description["Config"]["Hostname"]] = description
     return inspected
 
 
-def remove(api: docker.APIClient, run_dir: str) -> None:
+def remove(api: docker.APIClient, run: RunDir) -> None:
     """Remove a run's containers, running or not, and its network."""
-    label = {"label": f"{RUN_LABEL}={run_dir}"}
-    for container in api.containers(all=True, filters=label):
+    for container in api.containers(all=True, filters=_labelled(run)):
         with suppress(NotFound):
             api.remove_container(container["Id"], force=True, v=True)
-    for network in api.networks(filters=label):
+    for network in api.networks(filters=_labelled(run)):
         api.remove_network(network["Id"])
+
+
+def _labelled(run: RunDir) -> dict[str, str]:
+    return {"label": f"{RUN_LABEL}={run.path.resolve()}"}

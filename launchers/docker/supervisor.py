@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 import time
 from typing import Any
 
@@ -21,11 +20,10 @@ from requests.exceptions import RequestException
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.resolve import node_range
 from fsdp_jobs.config.schema import load_config
-from fsdp_jobs.launchers.detached import supervisor_record
+from fsdp_jobs.launchers.detached import main
 from fsdp_jobs.launchers.docker.containers import cluster_of, connect, containers_of, remove
-from fsdp_jobs.run import events, log
+from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.processes import record_this_process
 from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE, Verdict, judge
 
 _POLL_S = 0.5
@@ -42,40 +40,40 @@ class Supervisor:
     """Restarts one job's containers, and notices when it is over."""
 
     def __init__(self, run: RunDir):
-        self.run, self.first = run, run.first_attempt()
+        self.run, self.config = run, load_config(run.config)
         self._over_at: float | None = None
-        self._nodes = node_range(load_config(run.config).nodes)[1]
         self._missed: dict[str, float] = {}  # node whose container somebody has removed -> since when
+
+    @property
+    def _attempt(self) -> int:
+        """The newest attempt of this submission, or the first that is to come."""
+        return max(self.run.first_attempt(), self.run.last_attempt())
 
     def poll(self, api: docker.APIClient) -> bool:
         """Restart what died. True when the job is over and its containers have stopped, or had time to."""
-        containers = containers_of(api, str(self.run.path))
-        stopped = [c for c in containers if not c["State"]["Running"]]
+        containers = containers_of(api, self.run)
+        stopped = {name: c for name, c in containers.items() if not c["State"]["Running"]}
         if self._over_at is None and self._is_over(api, containers):
             self._over_at = time.monotonic()
         if self._over_at is not None:
             return len(stopped) == len(containers) or time.monotonic() - self._over_at > _LEAVE_S
-        names = {c["Config"]["Hostname"] for c in containers}
-        for name in {f"node-{i}" for i in range(self._nodes)} - names:
+        for name in {f"node-{i}" for i in range(node_range(self.config.nodes)[1])} - containers.keys():
             if time.monotonic() - self._missed.setdefault(name, time.monotonic()) > _MISSED_S:
                 self._missed[name] = math.inf  # told
                 why = f"the container of {name} was removed; fsdp-jobs cancel and resume {self.run.name} make a new one"
-                events.record(self.run, max(self.first, self.run.last_attempt()), events.Waiting(why))
-        for container in stopped:
+                events.record(self.run, self._attempt, events.Waiting(why))
+        for name, container in stopped.items():
             exit_code = container["State"]["ExitCode"]
             if exit_code not in _LEFT:
-                name, attempt = container["Config"]["Hostname"], max(self.first, self.run.last_attempt())
-                events.record(self.run, attempt, events.ProcessRestarted(name, exit_code))
+                events.record(self.run, self._attempt, events.ProcessRestarted(name, exit_code))
                 api.start(container["Id"])
         return False
 
-    def _is_over(self, api: docker.APIClient, containers: list[dict[str, Any]]) -> bool:
+    def _is_over(self, api: docker.APIClient, containers: dict[str, dict[str, Any]]) -> bool:
         """Whether there will be no other attempt."""
-        attempt = self.run.last_attempt()
-        verdict = Verdict.read(self.run, attempt) if attempt >= self.first else None
-        if verdict is not None and verdict.decision == "stop":
+        if Verdict.final(self.run) is not None:
             return True
-        coordinator = next((c for c in containers if c["Config"]["Hostname"] == "coordinator"), None)
+        coordinator = containers.get("coordinator")
         if coordinator is None:
             judge(self.run, Verdict("infrastructure", "stop", "the coordinator's container was removed"))
             return True
@@ -85,6 +83,7 @@ class Supervisor:
             reason = "the coordinator's container failed"
             judge(self.run, Verdict("infrastructure", "stop", reason, last_lines=output))
         elif exit_code == EXIT_REQUEUE:
+            verdict = Verdict.read(self.run, self._attempt)
             saved = verdict.reason if verdict is not None else "before anything was saved"
             judge(self.run, Verdict("preempted", "stop", f"the coordinator's container was stopped: {saved}"))
         return exit_code in _LEFT
@@ -92,7 +91,6 @@ class Supervisor:
 
 def supervise(run: RunDir) -> None:
     """Supervise a job to its end, then remove its containers and its network."""
-    keep = cluster_of(load_config(run.config)).keep
     supervisor = Supervisor(run)
     answered = time.monotonic()
     while True:
@@ -101,8 +99,8 @@ def supervise(run: RunDir) -> None:
             while not supervisor.poll(api):
                 answered = time.monotonic()
                 time.sleep(_POLL_S)
-            if not keep:
-                remove(api, str(run.path))
+            if not cluster_of(supervisor.config).keep:
+                remove(api, run)
             return
         except (APIError, RequestException, BadInput) as e:  # a container that has just gone; a daemon being restarted
             logger.warning("%s", e)
@@ -112,7 +110,4 @@ def supervise(run: RunDir) -> None:
 
 
 if __name__ == "__main__":
-    log.configure()
-    directory = RunDir(sys.argv[1])
-    record_this_process(supervisor_record(directory))
-    supervise(directory)
+    main(supervise)

@@ -86,17 +86,13 @@ def _gpus(job: Job, daemon: dict[str, Any], gpus: list[str]) -> Iterator[Problem
 
 def _names(api: docker.APIClient, job: Job) -> Iterator[Problem]:
     """Yield names that something else has taken; what this very run has left is removed at submission."""
-    run_dir, prefix = str(job.run.path.resolve()), prefix_of(job.run)
-    nodes = node_range(job.config.nodes)[1]
-    names = {prefix + suffix for suffix in ("-coordinator", *(f"-node-{i}" for i in range(nodes)))}
-    for container in api.containers(all=True):
-        taken = names & {name.lstrip("/") for name in container["Names"]}
-        owner = container["Labels"].get(RUN_LABEL)
-        if taken and owner != run_dir:
-            name = taken.pop()
+    prefix, nodes = prefix_of(job.run), node_range(job.config.nodes)[1]
+    own = {("container", f"{prefix}-{name}") for name in ("coordinator", *(f"node-{i}" for i in range(nodes)))}
+    taken = [("container", "rm -f", name[1:], c["Labels"]) for c in api.containers(all=True) for name in c["Names"]]
+    taken += [("network", "network rm", n["Name"], n["Labels"]) for n in api.networks(names=[prefix])]
+    for kind, removal, name, labels in taken:
+        owner = (labels or {}).get(RUN_LABEL)
+        if (kind, name) in own | {("network", prefix)} and owner != str(job.run.path.resolve()):
             what = f"exists already, of {owner or 'something other than a job of fsdp_jobs'}"
-            yield Problem(f"container {name}", what, f"another name=..., or docker rm -f {name} if nobody needs it")
-    for network in api.networks(names=[prefix]):
-        if network["Name"] == prefix and (network["Labels"] or {}).get(RUN_LABEL) != run_dir:
-            cure = f"docker network rm {prefix} if nobody needs it, or another name=..."
-            yield Problem(f"network {prefix}", "exists already, of something other than this run", cure)
+            cure = f"another name=..., or docker {removal} {name} if nobody needs it"
+            yield Problem(f"{kind} {name}", what, cure)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from fsdp_jobs.launchers.detached import staged
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.processes import recorded_process
 from tests.jobs import Watched, cli, environment
@@ -114,8 +115,7 @@ def test_two_people_submit_a_sweep_at_once_and_wait_for_a_job_that_fails(sweep: 
     assert [len(sweep.run(i).events("submitted")) for i in (0, 1)] == [1, 1]
     rows = yaml.safe_load((tmp_path / "sweeps" / "try" / "sweep.yaml").read_text())["jobs"]
     assert [row["state"] for row in rows] == ["done", "failed"] and rows[0]["objective"] > 0
-    commands = [json.loads((sweep.run(i).run.submit / "commands.json").read_text()) for i in (0, 1)]
-    assert [c[1]["env"]["CUDA_VISIBLE_DEVICES"] for c in commands] == ["3", "5"], "each on a GPU of its own"
+    assert [staged(sweep.run(i).run)["gpus"] for i in (0, 1)] == [["3"], ["5"]], "each on a GPU of its own"
 
 
 def test_optuna_gets_the_losses_of_jobs(sweep: Sweep, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +15,8 @@ from fsdp_jobs.cli.main import main
 from fsdp_jobs.config.hydra import compose_job, compose_jobs
 from fsdp_jobs.config.schema import dump_config
 from fsdp_jobs.launchers import queue
+from fsdp_jobs.launchers.detached import staged
+from fsdp_jobs.launchers.local import LocalLauncher, LocalRequest
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.sweeps.identity import canonical, name_for
@@ -88,25 +90,19 @@ def test_the_last_value_of_a_key_is_found_however_far_back(tmp_path: Path) -> No
     assert (last_value(metrics, "loss"), last_value(metrics, "val"), last_value(metrics, "no")) == (399.9, 7.0, None)
 
 
-class _Started:
-    """Stands in for a local launcher: jobs are alive once they were started."""
+class _Started(LocalLauncher):
+    """Stands in for the local launcher: jobs are alive once they were started."""
 
     def __init__(self, alive: Sequence[str] = ()):
-        self.alive, self.started = set(alive), list[tuple[str, dict[str, str]]]()
+        self.alive = set(alive)
 
-    def is_alive(self, run: RunDir, app_id: str) -> bool:
-        return app_id in self.alive
+    def is_alive(self, run: RunDir) -> bool:
+        return run.name in self.alive
 
-    def gpus_of(self, run: RunDir) -> list[str]:
-        return ["0"] if run.name not in dict(self.started) else list(dict(self.started)[run.name].values())
-
-    def move(self, run: RunDir, gpus: Mapping[str, str]) -> None:
-        self.started.append((run.name, dict(gpus)))
-
-    def start(self, run: RunDir, app_id: str) -> None:
+    def start(self, run: RunDir) -> None:
         if run.name == "broken":
             raise OSError("no such image")
-        self.alive.add(app_id)
+        self.alive.add(run.name)
 
 
 def test_a_queued_job_is_started_or_withdrawn_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,16 +114,18 @@ def test_a_queued_job_is_started_or_withdrawn_once(tmp_path: Path, monkeypatch: 
     waiting.add(jobs, parallelism=9)
     assert waiting.why_waiting() is None, "no process would start them"
     for name, run in runs.items():
+        LocalLauncher().stage(LocalRequest(str(run.path), ["0"], {}, [], []))
         run.job.write_text(json.dumps({"handle": f"local_fsdp://fsdp_jobs/{name}-1", "first_attempt": 0}))
     assert not queue.withdraw(runs["gone"], "gone-0") and queue.withdraw(runs["gone"], "gone-1")
     assert not queue.withdraw(runs["gone"], "gone-1")
 
-    launcher = _Started(alive=["killed-1"])  # an earlier queue was killed right after it started that one
+    launcher = _Started(alive=["killed"])  # an earlier queue was killed right after it started that one
     monkeypatch.setattr(queue, "_launcher", lambda _: launcher)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     queue.serve(waiting.folder)
-    assert launcher.started == [("a", {"0": "3"}), ("b", {"0": "5"}), ("broken", {"0": "3"})]
-    assert launcher.alive == {"killed-1", "a-1", "b-1"} and not any(job.is_queued for job in jobs)
+    gpus = {name: staged(run)["gpus"] for name, run in runs.items()}
+    assert gpus == {"a": ["3"], "b": ["5"], "broken": ["3"], "killed": ["0"], "gone": ["0"]}
+    assert launcher.alive == {"killed", "a", "b"} and not any(job.is_queued for job in jobs)
     verdict = Verdict.read(runs["broken"], 0)
     assert verdict is not None and verdict.reason == "could not be started: no such image"
 

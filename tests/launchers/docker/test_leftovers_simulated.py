@@ -43,8 +43,7 @@ class Daemon:
 def docker_run(folder: Path, *overrides: str) -> RunDir:
     run = recorded_run(folder, "left")
     write_atomic(run.config, dump_config(compose_job(["cluster=docker", "name=left", "nodes=2", *overrides])))
-    request = {"run_dir": str(run.path), "prefix": "fsdp-left", "image": "i", "containers": [], "pass_env": []}
-    write_atomic(run.submit / "containers.json", json.dumps({**request, "app_id": "left-1"}))
+    write_atomic(run.job, json.dumps({**run.read_job(), "submission": "1"}))
     return run
 
 
@@ -69,6 +68,8 @@ def test_a_cancel_of_what_has_ended_removes_what_no_supervisor_has(
 ) -> None:
     daemon = Daemon(coordinator=False, node_0=False)
     monkeypatch.setattr(containers, "connect", lambda: daemon)
-    run = docker_run(tmp_path, f"cluster.keep={keep}")
-    assert not DockerLauncher().kill(run, app_id), "it had ended"
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    run, launcher = docker_run(tmp_path, f"cluster.keep={keep}"), DockerLauncher()
+    launcher.remember(app_id, run)
+    assert launcher.end(app_id) is None, "it had ended"
     assert len(daemon.running) == left, "of its own submission, unless the user keeps them"

@@ -78,7 +78,7 @@ def test_names_that_are_taken(image: str, strangers: None, tmp_path: Path) -> No
     said = " ".join(refusal(tmp_path, f"cluster.image={image}", "name=mine").split())
     assert "container fsdp-mine-node-1: exists already, of something other than a job of fsdp_jobs" in said
     assert "docker rm -f fsdp-mine-node-1" in said
-    assert "network fsdp-mine: exists already, of something other than this run" in said
+    assert "network fsdp-mine: exists already, of something other than a job of fsdp_jobs" in said
     assert "docker network rm fsdp-mine" in said
 
 
