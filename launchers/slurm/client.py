@@ -42,7 +42,7 @@ def call(*argv: str, stdin: str | None = None, env: Mapping[str, str] | None = N
     try:
         done = subprocess.run(argv, input=stdin or "", env=env, capture_output=True, text=True, timeout=_TIMEOUT_S)
     except FileNotFoundError as e:
-        raise SlurmError(f"{argv[0]} is not on this machine's PATH") from e
+        raise SlurmError(f"{argv[0]} is not on this machine's PATH: go to a login node of the cluster") from e
     except subprocess.TimeoutExpired as e:
         raise SlurmError(f"{argv[0]} did not answer within {_TIMEOUT_S:.0f} s") from e
     if done.returncode:
@@ -193,13 +193,14 @@ def partitions() -> list[Partition]:
     return list(by_name.values())
 
 
-def partition(name: str | None) -> Partition | None:
-    """Return the partition of a name, or the default one for None; None when there is no such partition.
+def partition(name: str | None) -> Partition:
+    """Return the partition of a name, or the default one for None; an empty one when there is no such partition.
 
     Raises:
         SlurmError: there is no SLURM here.
     """
-    return next((p for p in partitions() if p.name == name or (name is None and p.default)), None)
+    known = (p for p in partitions() if p.name == name or (name is None and p.default))
+    return next(known, Partition(name or "", False, ""))
 
 
 def settings() -> dict[str, str]:

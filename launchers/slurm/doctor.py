@@ -39,40 +39,30 @@ def examine(config: JobConfig) -> Iterator[Finding]:
         yield Finding("controller", "bad", str(e), "SLURM_CONF, or the cluster's administrator")
         return
     yield Finding("controller", "ok", f"cluster {settings['ClusterName']}, SLURM {settings['SLURM_VERSION']}")
-    yield _partition(cluster, partition)
-    yield _accounting()
-    yield _gpus(config, settings)
+    size = f"{partition.nodes} nodes, {partition.cpus} CPUs, {partition.gres}, at most {partition.time}"
+    if partition.nodes:
+        yield Finding("partition", "ok", f"{partition.name}: {size}")
+    else:
+        names = ", ".join(p.name for p in client.partitions())
+        yield Finding("partition", "bad", cluster.partition or "no default one", f"cluster.partition: {names}")
+    try:
+        client.call("sacct", "-n", "-X")
+        yield Finding("accounting", "ok", "sacct answers")
+    except client.SlurmError as e:
+        fact = f"{str(e).splitlines()[-1]}; jobs that SLURM has forgotten are known by their run directories"
+        yield Finding("accounting", "warning", fact)
+    if accelerator(config) == "cpu":
+        yield Finding("GPUs", "ok", "none requested")
+    elif "gpu" in settings.get("GresTypes", ""):
+        yield Finding("GPUs", "ok", "requested from SLURM")
+    else:
+        yield Finding("GPUs", "warning", "SLURM does not count GPUs here: a job takes whole nodes, and finds its own")
     yield _preemption(settings, partition, config.elastic.stop_grace_s)
     yield from _node(config, cluster)
 
 
-def _partition(cluster: SlurmClusterConfig, partition: client.Partition | None) -> Finding:
-    if partition is None:
-        names = ", ".join(p.name for p in client.partitions())
-        return Finding("partition", "bad", cluster.partition or "no default one", f"cluster.partition: {names}")
-    size = f"{partition.nodes} nodes, {partition.cpus} CPUs, {partition.gres}, at most {partition.time}"
-    return Finding("partition", "ok", f"{partition.name}: {size}")
-
-
-def _accounting() -> Finding:
-    try:
-        client.call("sacct", "-n", "-X")
-    except client.SlurmError as e:
-        fact = f"{str(e).splitlines()[-1]}; jobs that SLURM has forgotten are known by their run directories"
-        return Finding("accounting", "warning", fact)
-    return Finding("accounting", "ok", "sacct answers")
-
-
-def _gpus(config: JobConfig, settings: dict[str, str]) -> Finding:
-    if accelerator(config) == "cpu":
-        return Finding("GPUs", "ok", "none requested")
-    if "gpu" not in settings.get("GresTypes", ""):
-        return Finding("GPUs", "warning", "SLURM does not count GPUs here: a job takes whole nodes, and finds its own")
-    return Finding("GPUs", "ok", "requested from SLURM")
-
-
-def _preemption(settings: dict[str, str], partition: client.Partition | None, grace_s: float) -> Finding:
-    shown = client.call("scontrol", "show", "partition", partition.name) if partition is not None else ""
+def _preemption(settings: dict[str, str], partition: client.Partition, grace_s: float) -> Finding:
+    shown = client.call("scontrol", "show", "partition", partition.name) if partition.nodes else ""
     mode = re.search(r"PreemptMode=(\w+)", shown)
     if settings.get("PreemptType", "preempt/none") == "preempt/none" or (mode and mode[1] == "OFF"):
         return Finding("preemption", "ok", "no job of this partition is preempted")

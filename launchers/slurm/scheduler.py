@@ -9,20 +9,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from fsdp_jobs.config.errors import BadInput, Problem
+from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import JobConfig
-from fsdp_jobs.launchers.base import (
-    WRITES_AT_ONCE,
-    Description,
-    Finding,
-    Job,
-    Launcher,
-    TorchxScheduler,
-    log_lines,
-    prepare_each,
-    remember,
-    run_of,
-)
+from fsdp_jobs.launchers.base import WRITES_AT_ONCE, Description, Finding, Job, Launcher, prepare_each, restarts_of
 from fsdp_jobs.launchers.slurm import client, doctor, site, submission, validate
 from fsdp_jobs.launchers.slurm.script import Script, cluster_of, commands, script
 from fsdp_jobs.launchers.slurm.steps import Commands
@@ -75,7 +64,15 @@ class SlurmLauncher(Launcher):
 
     def prepare(self, jobs: Sequence[Job]) -> list[SlurmRequest]:
         take_once = cache(take)
-        requests = prepare_each(lambda job: _request(job, take_once), jobs)
+
+        def one(job: Job) -> SlurmRequest:
+            validate.check(job)
+            limit_mb = cluster_of(job.config).snapshot_mb
+            code = take_once(Path.cwd(), job.run.path.parent, limit_mb) if limit_mb else None
+            here = site.probe(job)
+            return SlurmRequest(job, script(job, here), commands(job, here), code)
+
+        requests = prepare_each(one, jobs)
         problems = validate.check_count(len(requests))
         for group in submission.group_equal([request.script for request in requests]) if not problems else []:
             first = requests[group[0]]
@@ -89,18 +86,17 @@ class SlurmLauncher(Launcher):
         groups = submission.group_equal(scripts) if folder is not None else []
         for number, group in enumerate(groups):
             for task, index in enumerate(group):
-                requests[index].commands.place = f"{number}_{task if submission.has_arrays() else ''}"
+                requests[index].commands.place = f"{number}_{task if len(group) > 1 else ''}"
         with ThreadPoolExecutor(WRITES_AT_ONCE) as threads:
             list(threads.map(lambda request: request.commands.write(request.job.run), requests))
-        if folder is None:
-            _write_code(requests, None)
+        own = folder.resolve() / "slurm" / requests[0].job.submission if folder is not None else None
+        _write_code(requests, own)
+        if own is None or folder is None:
             ids = [submission.sbatch(request.job.run.submit / "slurm", request.text) for request in requests]
         else:
-            own = folder.resolve() / "slurm" / requests[0].job.submission
-            _write_code(requests, own)
             ids = submission.submit_arrays(own, folder.name, scripts, runs, groups, parallelism)
         for job_id, run in zip(ids, runs, strict=True):
-            remember(self.name, job_id, run)
+            self.remember(job_id, run)
         return ids
 
     def find(self, run: RunDir) -> str | None:
@@ -108,7 +104,7 @@ class SlurmLauncher(Launcher):
         tag = f"{run.submission}.{array}" if array else run.submission
         for job in client.queue(fresh=True).values():
             if job.tag == tag and (not task or job.id.endswith(f"_{task}")):
-                remember(self.name, job.id, run)
+                self.remember(job.id, run)
                 return job.id
         started = (e for e in events.newest_events(run) if isinstance(e, events.AttemptStarted))
         return next((e.slurm_job for e in started if e.attempt >= run.first_attempt()), None)  # SLURM has forgotten it
@@ -117,20 +113,15 @@ class SlurmLauncher(Launcher):
         return client.settings()["ClusterName"]
 
     def describe(self, app_ids: Sequence[str]) -> list[Description | None]:
-        try:
-            jobs = client.jobs(app_ids)
-        except client.SlurmError as e:
-            which = app_ids[0] if len(app_ids) == 1 else f"{app_ids[0]} and {len(app_ids) - 1} more"
-            raise BadInput([Problem(f"slurm_fsdp job {which}", str(e), "ask on a login node of its cluster")]) from e
-        runs = [run_of(self.name, app_id) for app_id in app_ids]
-        return [_describe(app_id, job, run) for app_id, job, run in zip(app_ids, jobs, runs, strict=True)]
+        jobs = zip(app_ids, client.jobs(app_ids), strict=True)
+        return [_describe(app_id, job, self.run_of(app_id)) for app_id, job in jobs]
 
     def known(self) -> list[str]:
         return list(client.queue())
 
     def cancel(self, app_ids: Sequence[str]) -> None:
         queue = client.queue(fresh=True)
-        runs = {id: run_of(self.name, id) for id in app_ids}
+        runs = {id: self.run_of(id) for id in app_ids}
         jobs = [queue[id] for id, run in runs.items() if id in queue and (run is None or queue[id].is_of(run))]
         jobs = [job for job in jobs if job.state.is_active]
         running = [job for job in jobs if job.slurm_state == "RUNNING"]
@@ -144,28 +135,8 @@ class SlurmLauncher(Launcher):
             if (run := runs[job.id]) is not None:
                 judge(run, KILLED if job in running else WITHDRAWN)
 
-    def logs(self, app_id: str, role: str, node: int, follow: bool) -> Iterator[str]:
-        run = run_of(self.name, app_id)
-        if run is None:
-            raise BadInput([Problem(f"slurm_fsdp job {app_id}", "was not submitted by you from this machine")])
 
-        def running() -> bool:
-            (job,) = self.describe([app_id]) if follow else (None,)
-            return job is not None and job.state.is_active
-
-        return log_lines(run, role, node, running)
-
-
-def create_scheduler(session_name: str, **_kwargs: object) -> TorchxScheduler:
-    return TorchxScheduler(SlurmLauncher(), session_name)
-
-
-def _request(job: Job, take_once: Callable[[Path, Path, float], Snapshot]) -> SlurmRequest:
-    validate.check(job)
-    limit_mb = cluster_of(job.config).snapshot_mb
-    code = take_once(Path.cwd(), job.run.path.parent, limit_mb) if limit_mb else None
-    here = site.probe(job)
-    return SlurmRequest(job, script(job, here), commands(job, here), code)
+create_scheduler = SlurmLauncher.scheduler
 
 
 def _write_code(requests: Sequence[SlurmRequest], shared: Path | None) -> None:
@@ -204,21 +175,14 @@ def _describe(app_id: str, job: client.QueuedJob | None, run: RunDir | None) -> 
         return Description(app_id, state, message)
     if not state.is_active:
         state, message = _end(run, job, state, message)
-    return Description(app_id, state, message, max(0, run.last_attempt() - run.first_attempt()))
-
-
-def _meaning(reason: str) -> str:
-    """Return SLURM's word for why a job waits, with what it means where the word does not say it."""
-    for prefix, meaning in _REASONS.items():
-        if reason.startswith(prefix):
-            return f"{reason}: {meaning}"
-    return reason
+    return Description(app_id, state, message, restarts_of(run))
 
 
 def _message(job: client.QueuedJob) -> str:
     if job.state is State.QUEUED:
         when = f"starts about {job.start.replace('T', ' ')}" if job.start not in ("", "N/A") else "start not known yet"
-        why = f" ({_meaning(job.reason)})" if job.reason != "None" else ""  # SLURM has not looked at it yet
+        meaning = next((f": {meaning}" for word, meaning in _REASONS.items() if job.reason.startswith(word)), "")
+        why = f" ({job.reason}{meaning})" if job.reason != "None" else ""  # None: SLURM has not looked at it yet
         return f"SLURM job {job.id} waits{why}; {when}"
     return f"SLURM job {job.id} is {job.slurm_state}" + (f" on {job.nodes}" if job.nodes else "")
 

@@ -21,7 +21,7 @@ class Commands:
     regrow: bool
     exclude: list[str]  # hostlists that the user excludes
     submit: list[str]  # options of sbatch for one more node
-    place: str = ""  # in a sweep: <number of the array in its submission>_<task>; without arrays no task
+    place: str = ""  # in a sweep: <number of the script in its submission>_<task>; no task where it is no array
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2)

@@ -36,19 +36,6 @@ def sbatch(folder: Path, script: str) -> str:
 Groups = list[list[int]]  # indices of jobs with equal scripts
 
 
-def has_arrays() -> bool:
-    """Return whether this cluster has job arrays.
-
-    Raises:
-        SlurmError: there is no SLURM here.
-    """
-    return _largest_array() > 0
-
-
-def _largest_array() -> int:
-    return int(client.settings().get("MaxArraySize", "0"))
-
-
 def group_equal(scripts: Sequence[Script]) -> Groups:
     """Group the indices of equal scripts, no more of them together than an array may have tasks.
 
@@ -58,14 +45,14 @@ def group_equal(scripts: Sequence[Script]) -> Groups:
     equal: dict[Script, list[int]] = {}
     for index, script in enumerate(scripts):
         equal.setdefault(script, []).append(index)
-    most = _largest_array() or 1  # task ids are below it
+    most = int(client.settings().get("MaxArraySize", "0")) or 1  # task ids are below it; 0: there are no arrays
     return [indices[i : i + most] for indices in equal.values() for i in range(0, len(indices), most)]
 
 
 def submit_arrays(
     folder: Path, name: str, scripts: Sequence[Script], runs: Sequence[RunDir], groups: Groups, parallelism: int
 ) -> list[str]:
-    """Submit jobs as arrays, all or none.
+    """Submit jobs as arrays, all or none; a job that no other is equal to is no array.
 
     Args:
         folder: of this submission alone, and named by its id; an array's links to its run directories are in it.
@@ -76,7 +63,7 @@ def submit_arrays(
         parallelism: most jobs that run at once, 0 for no limit.
 
     Returns:
-        A job id for each, `<array>_<task>`; `<job>` where there are no arrays.
+        A job id for each, `<array>_<task>`; `<job>` for one that is no array.
 
     Raises:
         JobFailed: SLURM does not take one of the arrays.
@@ -88,22 +75,20 @@ def submit_arrays(
     try:
         for number, group in enumerate(groups):
             after = arrays[number - lanes] if number >= lanes else ""
-            tag = f"{folder.name}.{number}"
-            if not has_arrays():
-                run = runs[group[0]].path.resolve()
-                ids[group[0]] = sbatch(folder, scripts[group[0]].of_run(str(run), name, tag, after))
-                arrays.append(ids[group[0]])
-                continue
-            links = folder / str(number)
-            links.mkdir(parents=True)
-            for task, job in enumerate(group):
-                (links / str(task)).symlink_to(runs[job].path.resolve())
-            at_once = share + (number % lanes < rest)
-            margin_s = max(scripts[job].margin_s for job in group)
-            text = scripts[group[0]].of_array(links, name, tag, len(group), at_once, after, margin_s)
+            first, tag = scripts[group[0]], f"{folder.name}.{number}"
+            if len(group) == 1:
+                text = first.of_run(str(runs[group[0]].path.resolve()), name, tag, after)
+            else:
+                links = folder / str(number)
+                links.mkdir(parents=True)
+                for task, job in enumerate(group):
+                    (links / str(task)).symlink_to(runs[job].path.resolve())
+                at_once = share + (number % lanes < rest)
+                margin_s = max(scripts[job].margin_s for job in group)
+                text = first.of_array(links, name, tag, len(group), at_once, after, margin_s)
             arrays.append(sbatch(folder, text))
             for task, job in enumerate(group):
-                ids[job] = f"{arrays[-1]}_{task}"
+                ids[job] = f"{arrays[-1]}_{task}" if len(group) > 1 else arrays[-1]
     except BaseException:
         if arrays:
             client.call("scancel", "--quiet", *arrays)

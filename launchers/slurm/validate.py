@@ -7,12 +7,11 @@ import os
 import pwd
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 
-from fsdp_jobs.config.clusters import SlurmClusterConfig
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.base import Job
@@ -25,11 +24,8 @@ _LEAST_TRAINING_S = 30  # between the start of a job and its last save
 
 
 def no_slurm(why: str) -> Problem:
-    return Problem(
-        "cluster=slurm",
-        f"there is no SLURM to submit to: {why}",
-        "submit on a login node of the cluster; cluster=local runs on this machine, fsdp-jobs plan needs neither",
-    )
+    cure = "submit on a login node of the cluster; cluster=local runs on this machine, fsdp-jobs plan needs neither"
+    return Problem("cluster=slurm", f"there is no SLURM to submit to: {why}", cure)
 
 
 def check(job: Job) -> None:
@@ -38,25 +34,26 @@ def check(job: Job) -> None:
     Raises:
         BadInput: with all problems.
     """
+    if problems := list(_problems_here(job)):
+        raise BadInput(problems)
+
+
+def _problems_here(job: Job) -> Iterator[Problem]:
     cluster, run = cluster_of(job.config), job.run
-    problems = []
-    for key, value in vars(cluster).items():
+    values = {f"cluster.{key}": value for key, value in vars(cluster).items() if key != "setup"}
+    for key, value in {**values, "runs_dir": str(run.path.parent)}.items():
         for text in value if isinstance(value, list) else [value]:
-            if isinstance(text, str) and any(c in text for c in "\n\r\0") and key != "setup":
-                problems.append(Problem(f"cluster.{key}={text!r}", "holds a line break"))
+            if isinstance(text, str) and any(c in text for c in "\n\r\0"):
+                yield Problem(f"{key}={text!r}", "holds a line break")
     for option in cluster.extra:
         if not option.startswith("-"):
             cure = "for example cluster.extra=\"['--licenses=foo']\""
-            problems.append(Problem(f"cluster.extra=[{option}]", "not an option of sbatch", cure))
-    if "\n" in str(run.path):
-        problems.append(Problem("runs_dir", "holds a line break"))
+            yield Problem(f"cluster.extra=[{option}]", "not an option of sbatch", cure)
     if (kind := file_system(run.path)) in _IN_MEMORY:
         what = f"is on {kind}, in this machine's memory: the nodes cannot see it"
-        problems.append(Problem(f"run directory {run.path}", what, "runs_dir=... on storage that the nodes share"))
+        yield Problem(f"run directory {run.path}", what, "runs_dir=... on storage that the nodes share")
     if shutil.which("sbatch") is None:
-        problems.append(no_slurm("sbatch is not on this machine's PATH"))
-    if problems:
-        raise BadInput(problems)
+        yield no_slurm("sbatch is not on this machine's PATH")
 
 
 def file_system(path: Path) -> str:
@@ -84,16 +81,16 @@ def check_with_slurm(job: Job, script: str, margin_s: int, count: int) -> list[P
     sbatch --test-only also refuses what only has to wait: for nodes that are down, drained or reserved now. That is
     no problem as long as the partition's nodes, those included, have what the job needs.
     """
-    config, cluster = job.config, cluster_of(job.config)
+    cluster = cluster_of(job.config)
     partition = client.partition(cluster.partition)
     elsewhere = [option for option in cluster.extra if option.startswith(("--time", "-t", "--partition", "-p"))]
-    is_default = partition is not None and not elsewhere and "SBATCH_TIMELIMIT" not in os.environ
-    limit = cluster.time or (partition.default_time if partition is not None and is_default else "")
+    is_default = not elsewhere and "SBATCH_TIMELIMIT" not in os.environ
+    limit = cluster.time or (partition.default_time if is_default else "")
     if _seconds(limit) < margin_s + _LEAST_TRAINING_S:
-        whose = "" if cluster.time else f" ({partition.name}'s default is {limit})" if partition is not None else ""
+        whose = "" if cluster.time else f" ({partition.name}'s default is {limit})"
         what = f"the last save is requested {margin_s} s before the limit{whose}: no time is left to train in"
         return [Problem(f"cluster.time={cluster.time}", what, "a longer limit, or a shorter elastic.stop_grace_s")]
-    if problems := _qos_problems(job, _seconds(limit)):
+    if problems := list(_qos_problems(job, _seconds(limit))):
         return problems
     try:
         array = [f"--array=0-{count - 1}"] if count > 1 else []
@@ -102,8 +99,8 @@ def check_with_slurm(job: Job, script: str, margin_s: int, count: int) -> list[P
         if found := re.search(r"\w*MaxSubmit\w*", str(e)):
             return [_too_many(count, found[0])]
         is_about_nodes = any(words in str(e).lower() for words in _ABOUT_NODES)
-        if not is_about_nodes or partition is None or not partition.away or not _can_hold(partition, job):
-            return [_translate(cluster, config, str(e))]
+        if not is_about_nodes or not partition.away or not _can_hold(partition, job):
+            return [_translate(job.config, partition, str(e))]
     return []
 
 
@@ -121,28 +118,26 @@ def _can_hold(partition: client.Partition, job: Job) -> bool:
     )
 
 
-def _qos_problems(job: Job, limit_s: float) -> list[Problem]:
+def _qos_problems(job: Job, limit_s: float) -> Iterator[Problem]:
     """Compare a job with the limits of the QOS that it names: sbatch lets a job wait for ever that breaks them."""
     cluster, trainer = cluster_of(job.config), job.role("trainer")
     if cluster.qos is None:
-        return []
+        return
     try:
         limits = client.call("sacctmgr", "-nP", "show", "qos", cluster.qos, "format=MaxWall,MaxTRES,MaxTRESPU,GrpTRES")
     except client.SlurmError:
-        return []  # no accounting: no QOS either, or sbatch says more
+        return  # no accounting: no QOS either, or sbatch says more
     wall, _, tres = limits.strip().partition("|")
     nodes = trainer.min_replicas or trainer.num_replicas
     cpus = cluster.cpus_per_task or trainer.resource.cpu
     needs = {"node": nodes, "cpu": nodes * cpus, "gres/gpu": nodes * trainer.resource.gpu}
-    problems = []
     if wall and limit_s > _seconds(wall):
         what = f"QOS {cluster.qos} allows {wall}: SLURM would let the job wait for ever"
-        problems.append(Problem(f"cluster.time={cluster.time}", what, f"cluster.time={wall} or less, or another qos"))
+        yield Problem(f"cluster.time={cluster.time}", what, f"cluster.time={wall} or less, or another qos")
     for name, most in re.findall(r"([\w/]+)=(\d+)(?=[,|]|$)", tres):
         if needs.get(name, 0) > int(most):
             what = f"QOS {cluster.qos} allows {name}={most}, the job needs {needs[name]}: it would wait for ever"
-            problems.append(Problem(_sizes(cluster, job.config), what, "less, or another cluster.qos"))
-    return problems
+            yield Problem(_sizes(job.config), what, "less, or another cluster.qos")
 
 
 def check_count(count: int) -> list[Problem]:
@@ -156,11 +151,8 @@ def check_count(count: int) -> list[Problem]:
 
 
 def _too_many(count: int, limit: str) -> Problem:
-    return Problem(
-        f"{count} job{'' if count == 1 else 's'} at once",
-        f"more than SLURM takes: {limit}",
-        f"fewer values, or a part of them now; sacctmgr show assoc {_user()} and sacctmgr show qos list the limits",
-    )
+    cure = f"fewer values, or a part of them now; sacctmgr show assoc {_user()} and sacctmgr show qos list the limits"
+    return Problem(f"{count} job{'' if count == 1 else 's'} at once", f"more than SLURM takes: {limit}", cure)
 
 
 def _names(*command: str) -> str:
@@ -172,28 +164,21 @@ def _names(*command: str) -> str:
     return "there are " + ", ".join(names[:20])
 
 
-def _size(cluster: SlurmClusterConfig) -> str:
-    p = client.partition(cluster.partition)
-    if p is None:
-        return ""
-    gres = "" if p.gres in ("", "(null)") else f", {p.gres}"
-    return f"partition {p.name} has {p.nodes} nodes with up to {p.cpus} CPUs, {p.memory_mb} MB{gres}"
-
-
-def _limit(cluster: SlurmClusterConfig) -> str:
-    p = client.partition(cluster.partition)
-    return f"partition {p.name} allows {p.time}" if p is not None else ""
+def _size(partition: client.Partition) -> str:
+    gres = "" if partition.gres in ("", "(null)") else f", {partition.gres}"
+    most = f"up to {partition.cpus} CPUs, {partition.memory_mb} MB{gres}"
+    return f"partition {partition.name} has {partition.nodes} nodes with {most}"
 
 
 # Part of SLURM's message in lower case, the key it is about (empty: sizes), the cure. The first that fits.
-_RULES: tuple[tuple[str, str, Callable[[SlurmClusterConfig], str]], ...] = (
+_RULES: tuple[tuple[str, str, Callable[[client.Partition], str]], ...] = (
     ("configuration", "", _size),
     ("account", "account", lambda _: _names("sacctmgr", "-nP", "show", "assoc", _user(), "format=Account")),
     ("partition", "partition", lambda _: "there are " + ", ".join(p.name for p in client.partitions())),
-    ("time limit", "time", _limit),
+    ("time limit", "time", lambda p: f"partition {p.name} allows {p.time}"),
     ("--time", "time", lambda _: "minutes, or days-hours:minutes:seconds"),
     ("qos", "qos", lambda _: _names("sacctmgr", "-nP", "show", "qos", "format=Name")),
-    ("feature", "constraint", lambda c: f"its nodes have {getattr(client.partition(c.partition), 'features', '')}"),
+    ("feature", "constraint", lambda p: f"its nodes have {p.features}"),
     ("reservation", "reservation", lambda _: "scontrol show reservation lists them"),
     ("node name", "nodelist", lambda _: "sinfo -N lists them; cluster.exclude may be the cause too"),
     ("--mem", "mem", lambda _: "500G, or 0 for all of it"),
@@ -204,8 +189,9 @@ _RULES: tuple[tuple[str, str, Callable[[SlurmClusterConfig], str]], ...] = (
 )
 
 
-def _translate(cluster: SlurmClusterConfig, config: JobConfig, message: str) -> Problem:
+def _translate(config: JobConfig, partition: client.Partition, message: str) -> Problem:
     """Put sbatch's answer at our keys, with all that the site's own checks (job_submit.lua) have to say."""
+    cluster = cluster_of(config)
     lines = [re.sub(r"^sbatch: |error: |allocation failure: ", "", line) for line in message.splitlines()]
     lines = [line for line in dict.fromkeys(lines) if line.strip() and not line.startswith("Try ")]
     own = [line for line in lines if not re.search(r"Unspecified error|Batch job submission failed", line)]
@@ -213,14 +199,15 @@ def _translate(cluster: SlurmClusterConfig, config: JobConfig, message: str) -> 
     for part, key, cure in _RULES:
         if part in answer.lower():
             given = [option for option in cluster.extra if key and option.startswith(f"--{key}=")]
-            where = f"cluster.{key}={getattr(cluster, key)}" if key else _sizes(cluster, config)
+            where = f"cluster.{key}={getattr(cluster, key)}" if key else _sizes(config)
             where = f"cluster.extra=[{given[-1]}]" if given else where
-            return Problem(where, f"SLURM says: {answer}", cure(cluster))
+            return Problem(where, f"SLURM says: {answer}", cure(partition))
     return Problem("sbatch --test-only", answer, "cluster.extra and the environment's SBATCH_* count too")
 
 
-def _sizes(cluster: SlurmClusterConfig, config: JobConfig) -> str:
+def _sizes(config: JobConfig) -> str:
     """Return what is requested of each node, as keys."""
+    cluster = cluster_of(config)
     keys = ("cpus_per_task", "gpus_per_node", "mem")
     requested = [f"cluster.{key}={getattr(cluster, key)}" for key in keys if getattr(cluster, key) is not None]
     return " ".join([f"nodes={config.nodes}", f"nproc_per_node={config.nproc_per_node}", *requested])

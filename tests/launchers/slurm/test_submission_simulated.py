@@ -45,28 +45,31 @@ def values(folder: Path, option: str) -> list[str]:
     return [next((line.removeprefix(begins) for line in text if line.startswith(begins)), "") for text in lines]
 
 
-def test_equal_jobs_are_one_array_and_each_task_finds_its_run(slurm: Path) -> None:
-    assert submitted(slurm, [SMALL, LARGE, replace(SMALL, margin_s=70)], 0) == ["100_0", "101_0", "100_1"]
-    assert values(slurm, "array") == ["0-1", "0-0"]
+def test_equal_jobs_are_one_array_and_each_task_finds_its_run_and_another_job_is_one_of_its_own(slurm: Path) -> None:
+    assert submitted(slurm, [SMALL, LARGE, replace(SMALL, margin_s=70)], 0) == ["100_0", "101", "100_1"]
+    assert values(slurm, "array") == ["0-1", ""]
     assert values(slurm, "signal") == ["B:USR1@70", "B:USR1@10"]
     assert (slurm / "place" / "0" / "1").resolve() == slurm / "runs" / "2"
-    assert values(slurm, "output")[0] == f"{slurm}/place/0/%a/submit/slurm-%A_%a.out"
+    assert values(slurm, "output") == [
+        f"{slurm}/place/0/%a/submit/slurm-%A_%a.out",
+        f"{slurm}/runs/1/submit/slurm-%j.out",
+    ]
 
 
 def test_no_array_is_larger_than_the_cluster_allows(slurm: Path) -> None:
     ids = submitted(slurm, [SMALL] * 7, 0)
-    assert ids == ["100_0", "100_1", "100_2", "101_0", "101_1", "101_2", "102_0"]
+    assert ids == ["100_0", "100_1", "100_2", "101_0", "101_1", "101_2", "102"]
 
 
 def test_arrays_share_how_many_may_run_at_once(slurm: Path) -> None:
     submitted(slurm, [SMALL] * 7, 5)
-    assert values(slurm, "array") == ["0-2%2", "0-2%2", "0-0%1"]
+    assert values(slurm, "array") == ["0-2%2", "0-2%2", ""]
     assert values(slurm, "dependency") == ["", "", ""]
 
 
 def test_where_there_are_more_arrays_than_may_run_some_wait_for_others(slurm: Path) -> None:
     submitted(slurm, [SMALL] * 10, 2)
-    assert values(slurm, "array") == ["0-2%1", "0-2%1", "0-2%1", "0-0%1"]
+    assert values(slurm, "array") == ["0-2%1", "0-2%1", "0-2%1", ""]
     assert values(slurm, "dependency") == ["", "", "afterany:100", "afterany:101"]
 
 
