@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ from fsdp_jobs.config.clusters import KubernetesClusterConfig
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.launchers.kubernetes.skeletons import Object
 
-_TIMEOUT_S = (5, 30)  # to connect, to answer
-_ROLE = "ask for the role in deploy/kubernetes/base/rbac.yaml"
+_CONNECT_S, _ANSWER_S = 5.0, 30.0
+_RETRY_S = 2.0
+ROLE_CURE = "ask for the role in deploy/kubernetes/base/rbac.yaml"
 _FORBIDDEN = {  # words of a message -> the cure; anything else is for an administrator to explain
     "exceeded quota": "ask for fewer nodes, or less cluster.cpus or cluster.memory",
     "violates PodSecurity": "cluster.pod_patch can set or remove the fields that it names",
-    '" cannot ': _ROLE,  # of RBAC: User "me" cannot create resource "jobs" ...
+    '" cannot ': ROLE_CURE,  # of RBAC: User "me" cannot create resource "jobs" ...
 }
 
 
@@ -66,9 +68,9 @@ class Api:
     content type than built-in ones.
     """
 
-    def __init__(self, client: Any, namespace: str, where: str):
-        """Wrap the library's ApiClient; `where` is the server's URL."""
-        self._client, self.namespace, self.where = client, namespace, where
+    def __init__(self, client: Any, namespace: str, where: str, retried_for_s: float):
+        """Wrap the library's ApiClient; `where` is the server's URL. All but POST and logs is retried for so long."""
+        self._client, self.namespace, self.where, self._retried_for_s = client, namespace, where, retried_for_s
 
     def create(self, body: Object, dry_run: bool = False) -> Object:
         """Create an object; with `dry_run` only let the server validate it, admission included."""
@@ -122,27 +124,18 @@ class Api:
         """Yield lines of a container's log: all, or those of the last `since_s` seconds."""
         query = {"container": container, **({"follow": "true"} if follow else {})}
         query |= {"sinceSeconds": str(since_s)} if since_s is not None else {}
-        timeout_s = (_TIMEOUT_S[0], None) if follow else _TIMEOUT_S
-        answer = self._send("GET", f"{self._path('v1', 'Pod', pod)}/log", query, timeout_s=timeout_s)
-        rest = b""
+        answer = self._send("GET", f"{self._path('v1', 'Pod', pod)}/log", query, answer_s=None if follow else _ANSWER_S)
         with _api_errors():
-            for chunk in answer.stream(65536, decode_content=True):
-                *lines, rest = (rest + chunk).split(b"\n")
-                for line in lines:
-                    yield line.decode(errors="replace")
-        if rest:
-            yield rest.decode(errors="replace")
+            for line in answer:
+                yield line.removesuffix(b"\n").decode(errors="replace")
 
     def may(self, verb: str, group: str, resource: str) -> bool:
         """Return whether the user has a permission in this namespace. `resource` may be `pods/log`."""
         name, _, sub = resource.partition("/")
         attributes = {"namespace": self.namespace, "verb": verb, "group": group, "resource": name, "subresource": sub}
-        review = {
-            "apiVersion": "authorization.k8s.io/v1",
-            "kind": "SelfSubjectAccessReview",
-            "spec": {"resourceAttributes": attributes},
-        }
-        answer = self._json("POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", review)
+        review = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview"}
+        spec = {"resourceAttributes": attributes}
+        answer = self._json("POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", {**review, "spec": spec})
         return bool(answer["status"]["allowed"])
 
     def _path(self, api_version: str, kind: str, name: str = "") -> str:
@@ -153,8 +146,15 @@ class Api:
         return self._path(body["apiVersion"], body["kind"], body["metadata"]["name"])
 
     def _json(self, method: str, path: str, body: Object | None = None, **query: str) -> Object:
-        content: Object = json.loads(self._send(method, path, query, body).data)
-        return content
+        deadline = time.monotonic() + (self._retried_for_s if method != "POST" else 0)
+        while True:
+            try:
+                content: Object = json.loads(self._send(method, path, query, body).data)
+                return content
+            except ApiError as e:
+                if not e.is_passing or time.monotonic() >= deadline:
+                    raise
+            time.sleep(_RETRY_S)
 
     def _json_or_none(self, method: str, path: str, **query: str) -> Object | None:
         try:
@@ -170,23 +170,17 @@ class Api:
         path: str,
         query: Mapping[str, str],
         body: Object | None = None,
-        timeout_s: tuple[float, float | None] = _TIMEOUT_S,
+        answer_s: float | None = _ANSWER_S,
     ) -> Any:
-        content_type = "application/merge-patch+json" if method == "PATCH" else "application/json"
+        kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
+        headers = {"Accept": "application/json", "Content-Type": kind}
+        options = {"_preload_content": False, "_request_timeout": (_CONNECT_S, answer_s)}
+        options |= {"auth_settings": ["BearerToken"], "body": body}
         with _api_errors():
-            return self._client.call_api(
-                path,
-                method,
-                query_params=list(query.items()),
-                header_params={"Accept": "application/json", "Content-Type": content_type},
-                body=body,
-                auth_settings=["BearerToken"],
-                _preload_content=False,
-                _request_timeout=timeout_s,
-            )
+            return self._client.call_api(path, method, None, list(query.items()), headers, **options)
 
 
-def connect(cluster: KubernetesClusterConfig) -> Api:
+def connect(cluster: KubernetesClusterConfig, retried_for_s: float = 0) -> Api:
     """Connect to the namespace of the configuration, else of the kubeconfig or the pod's service account.
 
     Raises:
@@ -197,25 +191,25 @@ def connect(cluster: KubernetesClusterConfig) -> Api:
     except ModuleNotFoundError as e:
         what = "the package `kubernetes` is not installed"
         raise BadInput([Problem("cluster=kubernetes", what, "pip install 'fsdp_jobs[kubernetes]'")]) from e
-    configuration = client.Configuration()
+    configuration, file = client.Configuration(), os.environ.get("KUBECONFIG")
     try:
-        if "KUBECONFIG" not in os.environ and "KUBERNETES_SERVICE_HOST" in os.environ:
+        if file is None and "KUBERNETES_SERVICE_HOST" in os.environ:
             config.load_incluster_config(client_configuration=configuration)
             namespace = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace").read_text().strip()
         else:
-            contexts, active = config.list_kube_config_contexts(os.environ.get("KUBECONFIG"))
+            contexts, active = config.list_kube_config_contexts(file)
             chosen = next((c for c in contexts if c["name"] == cluster.context), None) if cluster.context else active
             if chosen is None:
                 names = ", ".join(c["name"] for c in contexts)
                 raise BadInput([Problem(f"cluster.context={cluster.context}", f"the kubeconfig has only {names}")])
-            config.load_kube_config(os.environ.get("KUBECONFIG"), chosen["name"], configuration)
+            config.load_kube_config(file, chosen["name"], configuration)
             namespace = chosen["context"].get("namespace", "default")
     except (config.ConfigException, yaml.YAMLError) as e:
-        file = os.environ.get("KUBECONFIG", "~/.kube/config")
+        where = f"KUBECONFIG={file or '~/.kube/config'}"
         cure = "set KUBECONFIG to the file that the cluster's administrator gave you; kubectl get pods must work first"
-        raise BadInput([Problem(f"KUBECONFIG={file}", f"no usable kubeconfig: {e}", cure)]) from e
+        raise BadInput([Problem(where, f"no usable kubeconfig: {e}", cure)]) from e
     configuration.retries = False
-    return Api(client.ApiClient(configuration), cluster.namespace or namespace, configuration.host)
+    return Api(client.ApiClient(configuration), cluster.namespace or namespace, configuration.host, retried_for_s)
 
 
 def explain(api: Api, error: ApiError, doing: str) -> Problem:
@@ -234,13 +228,3 @@ def explain(api: Api, error: ApiError, doing: str) -> Problem:
     if error.status in (400, 422):
         return Problem(doing, message, "cluster.pod_patch, labels, annotations, tolerations go to the cluster as given")
     return Problem(doing, message)
-
-
-def missing_permissions(api: Api, needed: Sequence[tuple[str, str, str]]) -> list[Problem]:
-    """Return a problem for each (verb, group, resource) that the user may not."""
-    missing = [
-        f"you may not {verb} {resource}{'.' + group if group else ''}"
-        for verb, group, resource in needed
-        if not api.may(verb, group, resource)
-    ]
-    return [Problem(f"namespace {api.namespace}", what, _ROLE) for what in missing]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import TypeVar
 from urllib.parse import urlsplit
 
 import yaml
@@ -21,17 +20,7 @@ from fsdp_jobs.config.clusters import KubernetesClusterConfig
 from fsdp_jobs.config.errors import BadInput, JobFailed
 from fsdp_jobs.config.resolve import node_range, ranks_per_node
 from fsdp_jobs.config.schema import JobConfig, load_config, plain_values
-from fsdp_jobs.launchers.base import (
-    Description,
-    Finding,
-    Job,
-    Launcher,
-    TorchxScheduler,
-    known_runs,
-    prepare_each,
-    remember,
-    run_of,
-)
+from fsdp_jobs.launchers.base import Description, Finding, Job, Launcher, prepare_each
 from fsdp_jobs.launchers.kubernetes import conditions, validate
 from fsdp_jobs.launchers.kubernetes.api import Api, ApiError, connect, explain
 from fsdp_jobs.launchers.kubernetes.labels import ALL_APPS, APP, ROLE, Names, app_of, node_of, pods_write_here
@@ -48,11 +37,8 @@ from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.verdict import KILLED, WITHDRAWN, Verdict, judge
 
-_RETRIED_FOR_S, _RETRY_S = 20.0, 2.0  # a cluster that does not answer
-_CANCELS_AT_ONCE = 16
+_RETRIED_FOR_S = 20.0  # what a cluster that does not answer is asked for
 _POD_STATES = {"Pending": AppState.PENDING, "Running": AppState.RUNNING, "Succeeded": AppState.SUCCEEDED}
-
-_Answer = TypeVar("_Answer")
 
 
 @dataclass
@@ -77,18 +63,22 @@ class _App:
     run: RunDir | None  # None when it was submitted elsewhere
     cluster: KubernetesClusterConfig
 
-    @classmethod
-    def of(cls, app_id: str) -> _App:
-        run = run_of(KubernetesLauncher.name, app_id)
-        values = plain_values(run.config)["cluster"] if run is not None and run.config.exists() else {}
-        is_known = values.get("launcher") == KubernetesLauncher.name
-        cluster = KubernetesClusterConfig(**values) if is_known else KubernetesClusterConfig()
-        cluster.namespace = app_id.rpartition(":")[0]
-        return cls(app_id, run, cluster)
-
     @property
     def names(self) -> Names:
         return Names(self.app_id.rpartition(":")[2])
+
+    @contextmanager
+    def connected(self) -> Iterator[Api]:
+        """Connect to the app's cluster.
+
+        Raises:
+            JobFailed: it does not answer for long, or refuses something.
+        """
+        api = connect(self.cluster, _RETRIED_FOR_S)
+        try:
+            yield api
+        except ApiError as e:
+            raise JobFailed(str(explain(api, e, self.app_id))) from e
 
     def root(self, api: Api, jobs: Sequence[Object]) -> Object | None:
         """Return the object that owns the others; of a job submitted elsewhere, whichever kind there is."""
@@ -121,30 +111,57 @@ class KubernetesLauncher(Launcher):
         return prepare_each(_prepare, jobs)
 
     def submit(self, requests: Sequence[KubernetesRequest], parallelism: int, folder: Path | None) -> list[str]:
-        """Create everything, then start the jobs; delete what was created when the cluster refuses a part.
+        """Create everything of each job, then start it.
 
         Raises:
             BadInput: the cluster refuses, although it accepted the dry run a moment ago.
         """
-        app_ids: list[str] = []
+        return [self._create(request) for request in requests]
+
+    def _create(self, request: KubernetesRequest) -> str:
+        """Create a job's objects and return its app id."""
+        job, (root, *owned) = request.job, request.objects
+        cluster = cluster_of(job.config)
+        api, body = connect(cluster), root
         try:
-            for request in requests:
-                app_ids.append(_create(request))
-        except BaseException:
-            self.cancel(app_ids)
-            raise
-        return app_ids
+            _write_topology(api, job)
+            owner = {**root, "metadata": api.create(root)["metadata"]}
+            for body in files_objects(job, request.names):
+                api.create(owned_by(owner, body))
+            if cluster.queue is None and root["spec"].get("suspend"):
+                api.patch(root, {"spec": {"suspend": False}})  # before the nodes take all machines
+            for body in owned:
+                api.create(owned_by(owner, body))
+        except ApiError as e:
+            raise BadInput([explain(api, e, f"{body['kind']} {body['metadata']['name']}")]) from e
+        app_id = f"{request.namespace}:{request.names.app}"
+        self.remember(app_id, job.run)
+        return app_id
 
     def find(self, run: RunDir) -> str | None:
         """Return the app id; delete the objects of an app that were not all created."""
-        config = load_config(run.config)
-        api = connect(cluster_of(config))
-        app = _App.of(f"{api.namespace}:{app_of(run.name, run.submission)}")
-        return _retried(app, partial(_find, app))
+        cluster = cluster_of(load_config(run.config))
+        app = _App(f"{connect(cluster).namespace}:{app_of(run.name, run.submission)}", run, cluster)
+        with app.connected() as api:
+            if (root := app.root(api, api.jobs(app.names.selector))) is None:
+                return None
+            last_is_there = root["apiVersion"] != "batch/v1" or api.read("batch/v1", "Job", app.names.nodes) is not None
+            if last_is_there and (cluster.queue is not None or not root["spec"].get("suspend")):
+                self.remember(app.app_id, run)
+                return app.app_id
+            api.delete(root)
+            return None
+
+    def _app(self, app_id: str) -> _App:
+        run = self.run_of(app_id)
+        values = plain_values(run.config)["cluster"] if run is not None and run.config.exists() else {}
+        cluster = KubernetesClusterConfig(**(values if values.get("launcher") == self.name else {}))
+        cluster.namespace = app_id.rpartition(":")[0]
+        return _App(app_id, run, cluster)
 
     def cluster_of(self, app_id: str) -> str:
         """Name the API's server, e.g. api.example.org:6443."""
-        return _server_of(_App.of(app_id).cluster.context, os.environ.get("KUBECONFIG", ""))
+        return _server_of(self._app(app_id).cluster.context, os.environ.get("KUBECONFIG", ""))
 
     def describe(self, app_ids: Sequence[str]) -> list[Description | None]:
         """Describe apps and copy what their pods have published; None for one that is gone.
@@ -155,46 +172,51 @@ class KubernetesLauncher(Launcher):
             JobFailed: the cluster's API does not answer, or refuses.
         """
         namespaces: dict[tuple[str | None, str | None], list[_App]] = {}
-        for app in map(_App.of, app_ids):
+        for app in map(self._app, app_ids):
             namespaces.setdefault((app.cluster.context, app.cluster.namespace), []).append(app)
         described: dict[str, Description | None] = {}
         for apps in namespaces.values():
-            described |= _retried(apps[0], partial(_describe_all, apps))
+            with apps[0].connected() as api:
+                described |= _describe_all(apps, api)
         return [described[app_id] for app_id in app_ids]
 
-    def cancel(self, app_ids: Sequence[str]) -> None:
-        """End jobs at once, without checkpoints. One that has ended keeps its pods and their logs."""
-        with ThreadPoolExecutor(_CANCELS_AT_ONCE) as threads:
-            list(threads.map(lambda app: _retried(app, partial(_kill, app)), map(_App.of, app_ids)))
+    def end(self, app_id: str) -> Verdict | None:
+        """Delete the job and all its pods; of one that has ended, only what still runs or waits."""
+        app = self._app(app_id)
+        with app.connected() as api:
+            pods, jobs = api.pods(app.names.selector), api.jobs(app.names.selector)
+            if (root := app.root(api, jobs)) is None:
+                return None
+            state = conditions.state_of(root, pods)
+            if not state.is_active:
+                _end_rest(api, root, jobs)
+                return None
+            api.delete(root)
+            for pod in pods:
+                api.delete(pod, gracePeriodSeconds="0")
+            return WITHDRAWN if state is State.QUEUED else KILLED
 
     def replace_lost(self, app_id: str) -> str:
         """Give up a coordinator's pod on a machine that does not answer: the cluster waits for its end for ever."""
-        app = _App.of(app_id)
-
-        def replace(api: Api) -> str:
+        app = self._app(app_id)
+        with app.connected() as api:
             for pod in filter(conditions.is_lost, api.pods(f"{app.names.selector},{ROLE}=coordinator")):
                 api.patch(pod, {"metadata": {"finalizers": None}})  # the Job's, which it removes at the pod's end
                 api.delete(pod, gracePeriodSeconds="0")
                 return f"machine {pod['spec'].get('nodeName', '?')} is given up: a new coordinator takes over"
             return ""
 
-        return _retried(app, replace)
-
     def logs(self, app_id: str, role: str, node: int, follow: bool) -> Iterator[str]:
         """Yield lines of the newest pod of a node, or of the coordinator, as `kubectl logs` shows them."""
-        app = _App.of(app_id)
-        api = connect(app.cluster)
-        try:
+        app = self._app(app_id)
+        with app.connected() as api:
             pods = api.pods(f"{app.names.selector},{ROLE}={role}")
             for pod in [pod for pod in pods if node_of(pod) == node][-1:]:
                 for line in api.log(pod["metadata"]["name"], role, follow=follow):
                     yield line + "\n"
-        except ApiError as e:
-            raise JobFailed(str(explain(api, e, app_id))) from e
 
 
-def create_scheduler(session_name: str, **_kwargs: object) -> TorchxScheduler:
-    return TorchxScheduler(KubernetesLauncher(), session_name)
+create_scheduler = KubernetesLauncher.scheduler
 
 
 @cache
@@ -212,32 +234,6 @@ def _prepare(job: Job) -> KubernetesRequest:
     return KubernetesRequest(api.namespace, names, objects, job)
 
 
-def _create(request: KubernetesRequest) -> str:
-    """Create a job's objects and return its app id."""
-    job, (root, *owned) = request.job, request.objects
-    cluster = cluster_of(job.config)
-    api = connect(cluster)
-    app_id = f"{request.namespace}:{request.names.app}"
-    remember(KubernetesLauncher.name, app_id, job.run)
-    body, created = root, None
-    try:
-        _write_topology(api, job)
-        created = api.create(root)
-        owner = {**root, "metadata": created["metadata"]}
-        for body in files_objects(job, request.names):
-            api.create(owned_by(owner, body))
-        if cluster.queue is None and root["spec"].get("suspend"):
-            api.patch(root, {"spec": {"suspend": False}})  # before the nodes take all machines
-        for body in owned:
-            api.create(owned_by(owner, body))
-    except ApiError as e:
-        (known_runs(KubernetesLauncher.name) / app_id).unlink()
-        if created is not None:
-            api.delete(root)
-        raise BadInput([explain(api, e, f"{body['kind']} {body['metadata']['name']}")]) from e
-    return app_id
-
-
 def _write_topology(api: Api, job: Job) -> None:
     """Write the machines' labels into the run directory: pods may not ask for them."""
     labels = topology_labels(api, job.config) if job.config.cluster.topology is None else {}
@@ -250,13 +246,13 @@ def _describe_all(apps: Sequence[_App], api: Api) -> dict[str, Description | Non
     """Describe apps of one namespace."""
     selector = apps[0].names.selector if len(apps) == 1 else ALL_APPS
     pods, jobs = _by_app(api.pods(selector)), _by_app(api.jobs(selector))
-    return {app.app_id: _describe(app, api, jobs.get(app.names.app, []), pods.get(app.names.app, [])) for app in apps}
+    return {app.app_id: _describe(app, api, jobs[app.names.app], pods[app.names.app]) for app in apps}
 
 
 def _by_app(objects: list[Object]) -> dict[str, list[Object]]:
-    grouped: dict[str, list[Object]] = {}
+    grouped = defaultdict(list)
     for body in objects:
-        grouped.setdefault(body["metadata"]["labels"][APP], []).append(body)
+        grouped[body["metadata"]["labels"][APP]].append(body)
     return grouped
 
 
@@ -284,56 +280,11 @@ def _describe(app: _App, api: Api, jobs: list[Object], pods: list[Object]) -> De
     return Description(app.app_id, state, why, restarts, roles)
 
 
-def _find(app: _App, api: Api) -> str | None:
-    """Return the id of an app that was created to the end."""
-    if (root := app.root(api, api.jobs(app.names.selector))) is None:
-        return None
-    last_is_there = root["apiVersion"] != "batch/v1" or api.read("batch/v1", "Job", app.names.nodes) is not None
-    if last_is_there and (app.cluster.queue is not None or not root["spec"].get("suspend")):
-        return app.app_id
-    api.delete(root)
-    return None
-
-
-def _kill(app: _App, api: Api) -> None:
-    """Delete the job and all its pods; of one that has ended, only what still runs or waits."""
-    pods, jobs = api.pods(app.names.selector), api.jobs(app.names.selector)
-    root = app.root(api, jobs)
-    if root is None:
-        return
-    state = conditions.state_of(root, pods)
-    if not state.is_active:
-        _end_rest(api, root, jobs)
-        return
-    api.delete(root)
-    for pod in pods:
-        api.delete(pod, gracePeriodSeconds="0")
-    if app.run is not None:
-        judge(app.run, WITHDRAWN if state is State.QUEUED else KILLED)
-
-
 def _end_rest(api: Api, root: Object, jobs: list[Object]) -> None:
     """Delete the Jobs that the end has left: a failed owner deletes nothing, and pods that wait ask for machines."""
     for job in jobs if root["apiVersion"] == "batch/v1" else ():  # the operators of the other kinds do it
         if job["metadata"]["uid"] != root["metadata"]["uid"] and not conditions.ends_of(job):
             api.delete(job)
-
-
-def _retried(app: _App, action: Callable[[Api], _Answer]) -> _Answer:
-    """Call the API of an app's cluster; retry while it does not answer or has an internal error.
-
-    Raises:
-        JobFailed: it does not answer for long, or refuses.
-    """
-    api = connect(app.cluster)
-    deadline = time.monotonic() + _RETRIED_FOR_S
-    while True:
-        try:
-            return action(api)
-        except ApiError as e:
-            if not e.is_passing or time.monotonic() > deadline:
-                raise JobFailed(str(explain(api, e, app.app_id))) from e
-        time.sleep(_RETRY_S)
 
 
 def _reason_known(run: RunDir) -> str:

@@ -8,7 +8,7 @@ from fsdp_jobs.config.errors import BadInput, Problem, nearest
 from fsdp_jobs.config.resolve import node_range
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.base import Finding
-from fsdp_jobs.launchers.kubernetes.api import Api, ApiError, connect, explain, missing_permissions
+from fsdp_jobs.launchers.kubernetes.api import ROLE_CURE, Api, ApiError, connect, explain
 from fsdp_jobs.launchers.kubernetes.machines import topology_labels
 from fsdp_jobs.launchers.kubernetes.manifests import WORKLOADS
 from fsdp_jobs.launchers.kubernetes.pods import cluster_of
@@ -41,9 +41,8 @@ def validate_with_cluster(api: Api, config: JobConfig, objects: Sequence[Object]
         BadInput: with all problems: missing permissions first, then operators, then everything else.
     """
     try:
-        missing = missing_permissions(api, needed_permissions(cluster_of(config).workload))
         groups = api.groups()
-        problems = missing or [*_not_installed(config, groups)]
+        problems = [*_not_permitted(api, config)] or [*_not_installed(config, groups)]
         problems = problems or [*_claim_and_queue(api, config, groups), *_not_admitted(api, objects)]
     except ApiError as e:
         problems = [explain(api, e, "cluster=kubernetes")]
@@ -54,35 +53,32 @@ def validate_with_cluster(api: Api, config: JobConfig, objects: Sequence[Object]
 def examine(config: JobConfig) -> Iterator[Finding]:
     """Yield findings on the configuration, API, permissions, operators, claim, queue and switches."""
     keys = list(_wrong_keys(config))
-    yield from _findings("configuration", keys, "complete")
+    yield from _findings("configuration", keys)
     try:
         api = connect(cluster_of(config))
         groups = api.groups()
         yield Finding("API", "ok", f"{api.where}, namespace {api.namespace}")
-        missing = missing_permissions(api, needed_permissions(cluster_of(config).workload))
-        yield from _findings("permissions", missing, "complete")
-        operators = list(_not_installed(config, groups))
-        yield from _findings("operators", operators, "complete")
+        missing, operators = list(_not_permitted(api, config)), list(_not_installed(config, groups))
+        yield from _findings("permissions", missing)
+        yield from _findings("operators", operators)
         if not (keys or missing or operators):
-            yield from _findings("claim, queue", list(_claim_and_queue(api, config, groups)), "there")
+            yield from _findings("claim, queue", list(_claim_and_queue(api, config, groups)))
         labels = topology_labels(api, config, fresh=True)
-    except BadInput as e:
-        yield from _findings("API", e.problems, "")
-    except ApiError as e:
-        yield from _findings("API", [explain(api, e, "cluster=kubernetes")], "")
+    except (BadInput, ApiError) as e:
+        yield from _findings("API", e.problems if isinstance(e, BadInput) else [explain(api, e, "cluster=kubernetes")])
+        return
+    if labels:
+        yield Finding("switches", "ok", f"labels of {len(labels)} machines name them")
     else:
-        if labels:
-            yield Finding("switches", "ok", f"labels of {len(labels)} machines name them")
-        else:
-            cure = "deploy/kubernetes/nodes.yaml lets you list nodes; cluster.topology=FILE names the switches"
-            yield Finding("switches", "warning", "no machine's labels that you may read name them", cure)
+        cure = "deploy/kubernetes/nodes.yaml lets you list nodes; cluster.topology=FILE names the switches"
+        yield Finding("switches", "warning", "no machine's labels that you may read name them", cure)
 
 
-def _findings(what: str, problems: Sequence[Problem], ok: str) -> Iterator[Finding]:
+def _findings(what: str, problems: Sequence[Problem]) -> Iterator[Finding]:
     for problem in problems:
         yield Finding(what, "bad", f"{problem.where}: {problem.what}", problem.instead)
     if not problems:
-        yield Finding(what, "ok", ok)
+        yield Finding(what, "ok", "nothing is missing")
 
 
 def needed_permissions(workload: str) -> list[tuple[str, str, str]]:
@@ -91,6 +87,13 @@ def needed_permissions(workload: str) -> list[tuple[str, str, str]]:
     core = [(verb, "", resource) for verb, resources in _NEEDED.items() for resource in resources]
     own = [(verb, root.group, root.resource) for verb in ("create", "get", "patch", "delete")]
     return [*core, ("list", "batch", "jobs"), *own]
+
+
+def _not_permitted(api: Api, config: JobConfig) -> Iterator[Problem]:
+    for verb, group, resource in needed_permissions(cluster_of(config).workload):
+        if not api.may(verb, group, resource):
+            what = f"you may not {verb} {resource}{'.' + group if group else ''}"
+            yield Problem(f"namespace {api.namespace}", what, ROLE_CURE)
 
 
 def _wrong_keys(config: JobConfig) -> Iterator[Problem]:
