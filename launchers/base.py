@@ -130,7 +130,7 @@ class Launcher(ABC):
 
     @abstractmethod
     def submit(self, requests: Sequence[Any], parallelism: int, folder: Path | None) -> list[str]:
-        """Submit all requests of `prepare`, or none; return their app ids.
+        """Submit all requests of `prepare`; return their app ids. When it raises, `find` and `cancel` undo the rest.
 
         The ids of their submissions are in the run directories already. A launcher gives them to the cluster, so that
         `find` finds the jobs there, and to the processes of the jobs, by SUBMISSION_ENV.

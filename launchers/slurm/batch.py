@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from fsdp_jobs.launchers.slurm import client, node_test
-from fsdp_jobs.launchers.slurm.guard import reachable
-from fsdp_jobs.launchers.slurm.regrow import Companions
+from fsdp_jobs.launchers.slurm.companions import Companions, reachable
 from fsdp_jobs.launchers.slurm.steps import Commands, srun
 from fsdp_jobs.launchers.supervisor import Attempt, Process, is_superseded
 from fsdp_jobs.plan.topology import expand_hostlist
@@ -123,8 +122,8 @@ class Batch(Attempt):
     def _start_guard(self) -> None:
         """Start a guard on two of the other nodes, so that one may die together with this one."""
         if hosts := [host for host in self.allocated if host != self.hosts[0]][:2]:
-            argv = [*srun(hosts), sys.executable, "-m", "fsdp_jobs.launchers.slurm.guard", str(self.run.path)]
-            self.start("guard", argv, self.env, hosts)
+            program = [sys.executable, "-m", "fsdp_jobs.launchers.slurm.companions", "guard", str(self.run.path)]
+            self.start("guard", [*srun(hosts), *program], self.env, hosts)
 
     def on_poll(self) -> None:
         now = time.monotonic()
@@ -147,10 +146,12 @@ class Batch(Attempt):
             if process.hosts and not set(process.hosts) & set(self.allocated):
                 self._drop(process)
         if self.commands.regrow and not self.stop_signal:
-            self.companions.request([n for n in range(self.commands.max_nodes) if not self._has_agent(n)])
+            self.companions.request(self._without_agent())
 
-    def _has_agent(self, node: int) -> bool:
-        return any(process.name == f"node-{node}" for process in self.processes)
+    def _without_agent(self) -> list[int]:
+        """Return the nodes, up to the most that the job may have, without an agent here."""
+        names = {process.name for process in self.processes}
+        return [node for node in range(self.commands.max_nodes) if f"node-{node}" not in names]
 
     def _drop(self, process: Process) -> None:
         """End a step that has lost its nodes; its srun may wait for them for ever."""
@@ -165,7 +166,7 @@ class Batch(Attempt):
     def give_up(self, process: Process, verdict: Verdict) -> None:
         """End the attempt only without a coordinator, or without any agent."""
         self.bad_hosts += process.hosts if process.name != "guard" else []
-        if process.name == "coordinator" or not any(self._has_agent(n) for n in range(self.commands.max_nodes)):
+        if process.name == "coordinator" or len(self._without_agent()) == self.commands.max_nodes:
             verdict.close(self.run, self.number)
         else:
             events.record(self.run, self.number, events.GivenUp(process.name, verdict.reason))

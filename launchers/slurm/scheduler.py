@@ -12,7 +12,7 @@ from pathlib import Path
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.base import WRITES_AT_ONCE, Description, Finding, Job, Launcher, prepare_each, restarts_of
-from fsdp_jobs.launchers.slurm import client, doctor, site, submission, validate
+from fsdp_jobs.launchers.slurm import client, site, submission, validate
 from fsdp_jobs.launchers.slurm.script import Script, cluster_of, commands, script
 from fsdp_jobs.launchers.slurm.steps import Commands
 from fsdp_jobs.launchers.snapshot import Snapshot, link, take
@@ -60,7 +60,7 @@ class SlurmLauncher(Launcher):
         return site.cluster_topology(config)
 
     def examine(self, config: JobConfig) -> Iterator[Finding]:
-        return doctor.examine(config)
+        return validate.examine(config)
 
     def prepare(self, jobs: Sequence[Job]) -> list[SlurmRequest]:
         take_once = cache(take)

@@ -1,7 +1,12 @@
-"""Companions: jobs of one node that fill in, because SLURM gives a job no node in place of a lost one.
+"""What runs beside a batch step: a guard of its first node, and companions in place of lost nodes.
 
-The batch step submits one, and it runs as `python -m fsdp_jobs.launchers.slurm.regrow RUN_DIR NODE JOB`: one agent
-that joins the rendezvous of the job it belongs to, and leaves with it.
+    python -m fsdp_jobs.launchers.slurm.companions guard RUN_DIR
+    python -m fsdp_jobs.launchers.slurm.companions node RUN_DIR NODE JOB
+
+With --no-kill a lost node is taken from the allocation and the others go on. That is right for every node but the
+first: the batch step and the coordinator die with it, and nothing is left that would end the job. The guard, a step on
+other nodes, requeues it. SLURM gives a job no node in place of a lost one: the batch step submits a job of one node,
+whose agent joins the rendezvous of the job it belongs to, and leaves with it.
 """
 
 from __future__ import annotations
@@ -9,6 +14,8 @@ from __future__ import annotations
 import logging
 import os
 import shlex
+import signal
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -16,14 +23,18 @@ from collections.abc import Sequence
 from fsdp_jobs.launchers.slurm import client
 from fsdp_jobs.launchers.slurm.steps import Commands, srun
 from fsdp_jobs.launchers.supervisor import Attempt
+from fsdp_jobs.plan.topology import expand_hostlist
 from fsdp_jobs.run import events, log
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.env import ATTEMPT_ENV, HOST_ENV
+from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV, HOST_ENV
+from fsdp_jobs.run.verdict import Verdict
 
 _TRIES = 3  # per node
 _POLL_S = 1.0
 _QUEUE_S = 10.0  # between questions to SLURM
 _LEAVE_S = 15.0  # for the agent, after the verdict
+_GUARD_S = 3.0  # between the guard's looks at the coordinator
+_SILENT_S = 12.0  # the batch step restarts a dead coordinator long before this
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +62,8 @@ class Companions:
                 events.record(self.run, self.attempt, events.NodeAskedFor(node, self.jobs[node]))
 
     def _submit(self, node: int) -> str:
-        program = [sys.executable, "-m", "fsdp_jobs.launchers.slurm.regrow", str(self.run.path), str(node), self.job_id]
+        program = [sys.executable, "-m", "fsdp_jobs.launchers.slurm.companions", "node"]
+        script = f"#!/bin/bash\nexec {shlex.join([*program, str(self.run.path), str(node), self.job_id])}\n"
         name = os.environ.get("SLURM_JOB_NAME", self.run.name)
         folder = self.run.node(self.attempt, node)
         folder.mkdir(parents=True, exist_ok=True)
@@ -61,7 +73,6 @@ class Companions:
             options.append(f"--exclude={','.join(excluded)}")
         # What this job's environment says of its own allocation would be taken for requests.
         env = {k: v for k, v in self.env.items() if not k.startswith(("SLURM_", "SBATCH_")) or k == "SLURM_CONF"}
-        script = f"#!/bin/bash\nexec {shlex.join(program)}\n"
         return client.call("sbatch", *options, *self.commands.submit, stdin=script, env=env).strip().partition(";")[0]
 
     def release(self) -> None:
@@ -71,15 +82,6 @@ class Companions:
                 client.call("scancel", "--quiet", *self.jobs.values())
             except client.SlurmError as e:
                 logger.warning("%s", e)
-
-
-def _may_run(job_id: str) -> bool:
-    """Whether the job runs, as far as SLURM can say: the verdict decides while its controller is away."""
-    try:
-        return client.running(job_id) is not None
-    except client.SlurmError as e:
-        logger.warning("%s", e)
-        return True
 
 
 def fill_in(run: RunDir, node: int, job_id: str) -> int:
@@ -104,6 +106,48 @@ def fill_in(run: RunDir, node: int, job_id: str) -> int:
     return int(agent.popen.returncode)
 
 
+def _may_run(job_id: str) -> bool:
+    """Whether the job runs, as far as SLURM can say: the verdict decides while its controller is away."""
+    try:
+        return client.running(job_id) is not None
+    except client.SlurmError as e:
+        logger.warning("%s", e)
+        return True
+
+
+def reachable(address: str) -> bool:
+    """Return whether a process listens at host:port."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=3).close()
+    except OSError:
+        return False
+    return True
+
+
+def guard(run: RunDir, attempt: int, job_id: str, coordinator: str) -> None:
+    """Wait for the verdict on the attempt; requeue the job when its first node is lost before."""
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # they are meant for the ranks
+    seen_at = time.monotonic()
+    while Verdict.read(run, attempt) is None:
+        time.sleep(_GUARD_S)
+        if reachable(coordinator):
+            seen_at = time.monotonic()
+        elif time.monotonic() - seen_at > _SILENT_S:
+            try:
+                job = client.running(job_id)
+                if job is not None and job.batch_host not in expand_hostlist(job.nodes):
+                    client.call("scontrol", "requeue", job_id)  # leaves this process some seconds for the verdict
+                    reason = f"lost {job.batch_host}, the job's first node, which had the coordinator"
+                    Verdict("infrastructure", "requeue", reason).close(run, attempt)
+            except client.SlurmError as e:  # to be tried again
+                logger.warning("%s", e)
+
+
 if __name__ == "__main__":
     log.configure()
-    sys.exit(fill_in(RunDir(sys.argv[1]), int(sys.argv[2]), sys.argv[3]))
+    role, directory, *more = sys.argv[1:]
+    if role == "node":
+        sys.exit(fill_in(RunDir(directory), int(more[0]), more[1]))
+    guard(RunDir(directory), int(os.environ[ATTEMPT_ENV]), client.own_id(), os.environ[COORDINATOR_ENV])
