@@ -99,10 +99,9 @@ class _LocalAttempt(Attempt):
         env = {ATTEMPT_ENV: str(self.number), COORDINATOR_ENV: address, ADDRESS_ENV: "127.0.0.1"}
         for name, argv, own in request.processes():
             self.start(name, argv, {**os.environ, **own, **env})
-        self.supervise()
-        self.finish(_LEAVE_S)
-        verdict = self.verdict
+        verdict = self.supervise()
         assert verdict is not None
+        self.finish(_LEAVE_S)
         return verdict
 
 

@@ -87,14 +87,15 @@ class Attempt:
         self.processes.append(process)
         return process
 
-    def supervise(self) -> None:
-        """Restart what dies until the attempt is over."""
+    def supervise(self) -> Verdict | None:
+        """Restart what dies until the attempt is over; return its verdict."""
         while not self.is_over():
             time.sleep(self.poll_s)
             self.on_poll()
             for process in [p for p in self.processes if p.has_ended and self.restarts(p)]:
                 if self.verdict is None and process in self.processes:
                     self._on_death(process)
+        return self.verdict
 
     def finish(self, seconds: float) -> None:
         """Wait until all processes have ended, and kill those that have not in time; their children die with them."""

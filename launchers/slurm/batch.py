@@ -111,8 +111,7 @@ class Batch(Attempt):
             argv = [*srun([host], cpus[host]), *self.commands.agent_of(node)]
             self.start(f"node-{node}", argv, {**self.env, HOST_ENV: host}, [host])
         self._start_guard()
-        self.supervise()
-        verdict = self.verdict
+        verdict = self.supervise()
         assert verdict is not None
         self.processes = [p for p in self.processes if p.name != "guard"]  # it ends by itself
         self.finish(_LEAVE_S if verdict.decision == "stop" else _LEAVE_SOON_S)
