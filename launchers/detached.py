@@ -16,13 +16,7 @@ from fsdp_jobs.launchers.queue import Queue, QueuedJob, leave, queue_of, withdra
 from fsdp_jobs.launchers.state import State
 from fsdp_jobs.run import log
 from fsdp_jobs.run.directory import RunDir, write_atomic
-from fsdp_jobs.run.processes import (
-    kill_families,
-    record_this_process,
-    recorded_process,
-    start_detached,
-    visible_gpus,
-)
+from fsdp_jobs.run.processes import kill_families, record_this_process, recorded_process, start_detached, visible_gpus
 from fsdp_jobs.run.verdict import KILLED, WITHDRAWN, Verdict
 
 

@@ -78,13 +78,9 @@ def take(folder: Path, runs_dir: Path, limit_mb: float) -> Snapshot:
 
 def _files(folder: Path) -> Iterator[Path]:
     listing = ["git", "-C", str(folder), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    try:
-        done = subprocess.run(listing, capture_output=True)
-    except FileNotFoundError:
-        done = None
+    done = subprocess.run(listing, capture_output=True) if shutil.which("git") else None
     if done is not None and done.returncode == 0:
-        names = [n.decode() for n in done.stdout.split(b"\0") if n]
-        found = [folder / name for name in names]
+        found = [folder / name.decode() for name in done.stdout.split(b"\0") if name]
         yield from (f for f in found if f.is_symlink() or f.is_file())  # neither deleted nor a submodule
         return
     for path, folders, names in os.walk(folder):

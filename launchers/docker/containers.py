@@ -16,7 +16,6 @@ import docker
 import yaml
 from docker.context import ContextAPI
 from docker.context.config import get_current_context_name
-from docker.errors import APIError, DockerException, NotFound
 from docker.types import DeviceRequest, Mount
 from docker.utils import parse_bytes
 
@@ -57,7 +56,7 @@ def connect() -> docker.APIClient:
         raise BadInput([Problem(f"{key}={where}", what, "submit on that machine, or: docker context use default")])
     try:
         return docker.APIClient(base_url=where, version="auto", timeout=60)
-    except DockerException as e:
+    except docker.errors.DockerException as e:
         what, cure = f"no Docker daemon answers: {e}", "start Docker Desktop, or: sudo systemctl start docker"
         if "PermissionError" in str(e):
             what = "you may not use its socket"
@@ -212,7 +211,7 @@ def create(api: docker.APIClient, request: DockerRequest) -> None:
                 host["device_requests"] = [DeviceRequest(device_ids=own, capabilities=[["gpu"]])]
             body["host_config"] = api.create_host_config(**host)
             api.start(api.create_container(request.image, labels=labels, **body)["Id"])
-    except APIError as e:
+    except docker.errors.APIError as e:
         remove(api, run)
         cure = "docker network prune: unused networks take up the addresses" if "address pool" in str(e) else ""
         raise BadInput([Problem("Docker", str(e.explanation), cure)]) from e
@@ -222,7 +221,7 @@ def containers_of(api: docker.APIClient, run: RunDir) -> dict[str, dict[str, Any
     """Return a run's containers by their host names, running or not, as the API describes them."""
     inspected = {}
     for container in api.containers(all=True, filters=_labelled(run)):
-        with suppress(NotFound):  # removed since
+        with suppress(docker.errors.NotFound):  # removed since
             description = api.inspect_container(container["Id"])
             inspected[description["Config"]["Hostname"]] = description
     return inspected
@@ -231,7 +230,7 @@ def containers_of(api: docker.APIClient, run: RunDir) -> dict[str, dict[str, Any
 def remove(api: docker.APIClient, run: RunDir) -> None:
     """Remove a run's containers, running or not, and its network."""
     for container in api.containers(all=True, filters=_labelled(run)):
-        with suppress(NotFound):
+        with suppress(docker.errors.NotFound):
             api.remove_container(container["Id"], force=True, v=True)
     for network in api.networks(filters=_labelled(run)):
         api.remove_network(network["Id"])

@@ -14,7 +14,6 @@ import time
 from typing import Any
 
 import docker
-from docker.errors import APIError
 from requests.exceptions import RequestException
 
 from fsdp_jobs.config.errors import BadInput
@@ -102,7 +101,7 @@ def supervise(run: RunDir) -> None:
             if not cluster_of(supervisor.config).keep:
                 remove(api, run)
             return
-        except (APIError, RequestException, BadInput) as e:  # a container that has just gone; a daemon being restarted
+        except (RequestException, BadInput) as e:  # a container that has just gone; a daemon being restarted
             logger.warning("%s", e)
             if time.monotonic() - answered > _NO_DAEMON_S:
                 raise

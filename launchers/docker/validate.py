@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import docker
-from docker.errors import APIError, DockerException, ImageNotFound
 from docker.utils import parse_bytes
 
 from fsdp_jobs.config.clusters import DockerClusterConfig
@@ -47,8 +46,8 @@ def _inputs(cluster: DockerClusterConfig) -> Iterator[Problem]:
 def _image(api: docker.APIClient, cluster: DockerClusterConfig) -> Iterator[Problem]:
     try:
         api.inspect_image(cluster.image)
-    except (ImageNotFound, APIError) as e:
-        what = "this Docker has no such image" if isinstance(e, ImageNotFound) else str(e.explanation)
+    except docker.errors.APIError as e:
+        what = "this Docker has no such image" if isinstance(e, docker.errors.ImageNotFound) else str(e.explanation)
         cure = f"docker build -t {cluster.image} -f deploy/Dockerfile .   (in fsdp_jobs' checkout), or docker pull"
         yield Problem(f"cluster.image={cluster.image}", what, cure)
 
@@ -62,7 +61,7 @@ def _sizes(job: Job, daemon: dict[str, Any]) -> Iterator[Problem]:
             if size is not None and parse_bytes(size) < need:
                 what = f"the plan's {plan.ranks_per_node} ranks need {need / GIB:.2f} GiB per node"
                 yield Problem(f"cluster.{key}={size}", what, f"cluster.{key}={-(-need // 2**20)}m or more")
-        except DockerException:
+        except docker.errors.DockerException:
             yield Problem(f"cluster.{key}={size}", "not a valid size", "e.g. 512m, 2g")
     if nodes * memory > (total := daemon["MemTotal"]):
         what = f"by the plan they need {nodes * memory / GIB:.1f} GiB, Docker has {total / GIB:.1f}"

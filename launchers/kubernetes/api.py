@@ -214,17 +214,14 @@ def connect(cluster: KubernetesClusterConfig, retried_for_s: float = 0) -> Api:
 
 def explain(api: Api, error: ApiError, doing: str) -> Problem:
     """Translate an error for the user; `doing` names the object or the job that it is about."""
-    namespace, message = f"namespace {api.namespace}", error.message
-    if error.status == 0:
-        return Problem(api.where, f"the cluster's API does not answer: {message}", "kubectl get pods must work first")
-    if error.status == 401:
-        return Problem(api.where, "not authenticated: the token is wrong or has expired", "log in again")
-    if error.status == 403:
-        for words, cure in _FORBIDDEN.items():
-            if words in message:
-                return Problem(namespace, message.partition("is forbidden: ")[2] or message, cure)
-    if error.status == 404 and "namespaces" in message:
-        return Problem(f"cluster.namespace={api.namespace}", "there is no such namespace", "kubectl get namespaces")
-    if error.status in (400, 422):
-        return Problem(doing, message, "cluster.pod_patch, labels, annotations, tolerations go to the cluster as given")
-    return Problem(doing, message)
+    status, message, namespace = error.status, error.message, f"cluster.namespace={api.namespace}"
+    forbidden = message.partition("is forbidden: ")[2] or message
+    patched = "cluster.pod_patch, labels, annotations, tolerations go to the cluster as given"
+    known = [  # does it apply, and the problem that it is
+        (status == 0, api.where, f"the cluster's API does not answer: {message}", "kubectl get pods must work first"),
+        (status == 401, api.where, "not authenticated: the token is wrong or has expired", "log in again"),
+        *((status == 403 and words in message, namespace, forbidden, cure) for words, cure in _FORBIDDEN.items()),
+        (status == 404 and "namespaces" in message, namespace, "there is no such namespace", "kubectl get namespaces"),
+        (status in (400, 422), doing, message, patched),
+    ]
+    return next((Problem(*problem) for applies, *problem in known if applies), Problem(doing, message))

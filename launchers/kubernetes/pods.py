@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping
 from functools import reduce
 
-from torchx.specs import Role, macros
+from torchx.specs import Role
 
 from fsdp_jobs.config.clusters import KubernetesClusterConfig
 from fsdp_jobs.config.schema import JobConfig
-from fsdp_jobs.launchers.app import RUN_DIR_KEY
+from fsdp_jobs.launchers.app import RUN_DIR_KEY, arguments
 from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.kubernetes.labels import APP, COORDINATOR_PORT, ROLE, Names
 from fsdp_jobs.launchers.kubernetes.skeletons import Object, fill, merge
@@ -47,8 +47,8 @@ def node_pod(job: Job, names: Names, coordinator: str, node: str) -> Object:
         affinity=_affinity(cluster, siblings, sorted(job.run.excluded_hosts())) or None,
     )
     env = {ADDRESS_ENV: _field("status.podIP"), HOST_ENV: _field("spec.nodeName"), **_user_env(cluster)}
-    arguments = ["node", names.app, _run_dir(job), f"{coordinator}:{COORDINATOR_PORT}"]
-    template = _pod(job, names, role, [*arguments, "--", *_command(job, role, node)], env, own)
+    part = ["node", names.app, _run_dir(job), f"{coordinator}:{COORDINATOR_PORT}"]
+    template = _pod(job, names, role, [*part, "--", *_command(job, role, node)], env, own)
     template["spec"]["tolerations"] += cluster.tolerations
     if cluster.queue is not None and cluster.leaf_label and cluster.workload != "volcano":
         template["metadata"].setdefault("annotations", {})[_KUEUE_TOPOLOGY] = cluster.leaf_label
@@ -61,8 +61,8 @@ def coordinator_pod(job: Job, names: Names) -> Object:
     memory = f"{2 * role.resource.memMB}Mi"  # the process, and the one that restarts it
     webhook = (job.config.notify.webhook or "").removeprefix("env:")  # the coordinator notifies: it judges
     env = {name: value for name, value in _user_env(cluster).items() if name == webhook}
-    arguments = ["coordinator", names.app, _run_dir(job), str(COORDINATOR_PORT), "--", *_command(job, role)]
-    return _pod(job, names, role, arguments, env, fill("pod_coordinator", memory=memory, files=names.files))
+    part = ["coordinator", names.app, _run_dir(job), str(COORDINATOR_PORT), "--", *_command(job, role)]
+    return _pod(job, names, role, part, env, fill("pod_coordinator", memory=memory, files=names.files))
 
 
 def _run_dir(job: Job) -> str:
@@ -125,9 +125,8 @@ def _grace_s(job: Job) -> int:
 
 def _command(job: Job, role: Role, replica_id: str = "0") -> list[str]:
     """Return the role's own command with the pods' paths."""
-    values = macros.Values(img_root="", app_id=job.app.name, replica_id=replica_id, rank0_env="")
     here, there = job.app.metadata[RUN_DIR_KEY], _run_dir(job)
-    return ["python", *(there if a == here else a for a in values.apply(role).args)]
+    return ["python", *(there if a == here else a for a in arguments(role, replica_id))]
 
 
 def _values(env: Mapping[str, str]) -> dict[str, Object]:

@@ -21,12 +21,11 @@ from fsdp_jobs.config.errors import BadInput, JobFailed
 from fsdp_jobs.config.resolve import node_range, ranks_per_node
 from fsdp_jobs.config.schema import JobConfig, load_config, plain_values
 from fsdp_jobs.launchers.base import Description, Finding, Job, Launcher, prepare_each
-from fsdp_jobs.launchers.kubernetes import conditions, validate
+from fsdp_jobs.launchers.kubernetes import conditions, mirror, validate
 from fsdp_jobs.launchers.kubernetes.api import Api, ApiError, connect, explain
 from fsdp_jobs.launchers.kubernetes.labels import ALL_APPS, APP, ROLE, Names, app_of, node_of, pods_write_here
 from fsdp_jobs.launchers.kubernetes.machines import topology_labels
 from fsdp_jobs.launchers.kubernetes.manifests import WORKLOADS, files_objects, owned_by
-from fsdp_jobs.launchers.kubernetes.mirror import Mirror, pass_on_stop
 from fsdp_jobs.launchers.kubernetes.pods import cluster_of
 from fsdp_jobs.launchers.kubernetes.skeletons import Object
 from fsdp_jobs.launchers.state import State
@@ -263,8 +262,8 @@ def _describe(app: _App, api: Api, jobs: list[Object], pods: list[Object]) -> De
         return None
     state, (restarts, verdict) = conditions.state_of(root, pods), conditions.verdict_of(pods)
     if app.run is not None and not pods_write_here(app.run, app.names.app):
-        Mirror(app.run).pull(api, pods)
-        pass_on_stop(app.run, api, pods)
+        mirror.Mirror(app.run).pull(api, pods)
+        mirror.pass_on_stop(app.run, api, pods)
     if state.is_active:
         why = conditions.why_waiting(api, root, jobs, pods)
         if app.run is not None and why and why != _reason_known(app.run):

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from torchx.specs import Role, macros
+from torchx.specs import Role
 
 from fsdp_jobs.config.clusters import SlurmClusterConfig
 from fsdp_jobs.config.schema import JobConfig
+from fsdp_jobs.launchers.app import arguments
 from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.slurm.steps import Commands
 from fsdp_jobs.plan.plan import Plan
@@ -58,10 +59,9 @@ def commands(job: Job, site: Site) -> Commands:
 
 
 def _argv(role: Role, cluster: SlurmClusterConfig) -> list[str]:
-    values = macros.Values(img_root="", app_id="", replica_id="{node}", rank0_env="")
     inside = cluster.container is not None and role.name == "trainer"
     python = cluster.python or ("python3" if inside else role.entrypoint)
-    return [python, *values.apply(role).args]
+    return [python, *arguments(role, "{node}")]
 
 
 def _container(cluster: SlurmClusterConfig, trainer: Role, run_dir: str) -> list[str]:
@@ -91,8 +91,8 @@ class Script:
 
     def of_run(self, run_dir: str, name: str, tag: str, after: str = "") -> str:
         """Render the script of one job; `tag` and `after` as of an array."""
-        output = f"--output={_literal(run_dir)}/submit/slurm-%j.out"
-        return self._text(name, tag, [output, *_after(after)], shlex.quote(run_dir))
+        output = f"--output={run_dir.replace('%', '%%')}/submit/slurm-%j.out"
+        return self._text(name, tag, after, [output], shlex.quote(run_dir))
 
     def of_array(self, links: Path, name: str, tag: str, count: int, at_once: int, after: str, margin_s: int) -> str:
         """Render the script of an array of jobs.
@@ -106,20 +106,18 @@ class Script:
             after: id of a job that has to end first, empty for none.
             margin_s: the longest of the tasks' margins.
         """
-        options = [
-            f"--array=0-{count - 1}{f'%{at_once}' if at_once else ''}",
-            f"--output={_literal(str(links))}/%a/submit/slurm-%A_%a.out",
-            *_after(after),
-        ]
+        array = f"--array=0-{count - 1}{f'%{at_once}' if at_once else ''}"
+        output = f"--output={str(links).replace('%', '%%')}/%a/submit/slurm-%A_%a.out"
         resolve = f'run=$(readlink -e {shlex.quote(str(links))}/"$SLURM_ARRAY_TASK_ID")'
-        return replace(self, margin_s=margin_s)._text(name, tag, options, '"$run"', resolve)
+        return replace(self, margin_s=margin_s)._text(name, tag, after, [array, output], '"$run"', resolve)
 
-    def _text(self, name: str, tag: str, own: Sequence[str], run_dir: str, *first: str) -> str:
+    def _text(self, name: str, tag: str, after: str, own: Sequence[str], run_dir: str, *first: str) -> str:
         comments = [o for o in (*self.resources, *self.extra) if o.startswith("--comment=")]
         options = [
             f"--job-name={name}",
             *self.resources,
             *own,
+            *([f"--dependency=afterany:{after}"] if after else []),
             "--open-mode=append",
             "--requeue",
             "--no-kill",
@@ -149,15 +147,6 @@ def script(job: Job, site: Site) -> Script:
         brings_code=bool(cluster.snapshot_mb),
         margin_s=site.margin_s,
     )
-
-
-def _after(job_id: str) -> list[str]:
-    return [f"--dependency=afterany:{job_id}"] if job_id else []
-
-
-def _literal(path: str) -> str:
-    """Escape a path for a file name pattern of sbatch."""
-    return path.replace("%", "%%")
 
 
 def _resources(cluster: SlurmClusterConfig, trainer: Role, site: Site) -> Iterator[str]:
