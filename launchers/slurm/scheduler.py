@@ -89,11 +89,12 @@ class SlurmLauncher(Launcher):
                 requests[index].commands.place = f"{number}_{task if len(group) > 1 else ''}"
         with ThreadPoolExecutor(WRITES_AT_ONCE) as threads:
             list(threads.map(lambda request: request.commands.write(request.job.run), requests))
-        own = folder.resolve() / "slurm" / requests[0].job.submission if folder is not None else None
-        _write_code(requests, own)
-        if own is None or folder is None:
+        if folder is None:
+            _write_code(requests, None)
             ids = [submission.sbatch(request.job.run.submit / "slurm", request.text) for request in requests]
         else:
+            own = folder.resolve() / "slurm" / requests[0].job.submission
+            _write_code(requests, own)
             ids = submission.submit_arrays(own, folder.name, scripts, runs, groups, parallelism)
         for job_id, run in zip(ids, runs, strict=True):
             self.remember(job_id, run)
