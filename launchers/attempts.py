@@ -9,7 +9,6 @@ All they share is the run directory, and each may be restarted at any time.
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
@@ -105,19 +104,20 @@ class _Part(Attempt):
         super().give_up(process, verdict)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="One container of a job, through all its attempts.")
-    parser.add_argument("role", choices=("coordinator", "node"))
-    parser.add_argument("run_dir")
-    parser.add_argument("address", help="a coordinator's port, or host:port of a node's coordinator")
-    parser.add_argument("command", nargs="+", help="after --; a node's names it as --node I")
-    args = parser.parse_args(argv)
+def main(role: str, run_dir: str, address: str, _dashes: str, *command: str) -> int:
+    """Do the work of a container and return its exit code.
+
+    Args:
+        role: coordinator or node.
+        run_dir: as it is mounted here.
+        address: a coordinator's port, or host:port of a node's coordinator.
+        command: the AppDef's; a node's names it as `--node I`.
+    """
     log.configure()
-    name, address = "coordinator", f"0.0.0.0:{args.address}"
-    if args.role == "node":
-        name, address = f"node-{args.command[args.command.index('--node') + 1]}", args.address
-    return Container(RunDir(args.run_dir), name, address, args.command).work()
+    if role == "coordinator":
+        return Container(RunDir(run_dir), role, f"0.0.0.0:{address}", command).work()
+    return Container(RunDir(run_dir), f"node-{command[command.index('--node') + 1]}", address, command).work()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

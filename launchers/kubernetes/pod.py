@@ -64,7 +64,7 @@ def coordinate(run: RunDir, app: str, argv: Sequence[str]) -> int:
             return EXIT_FAILED
         write_atomic(run.written_by, app)
     with CoordinatorsPublisher(run):
-        code = attempts.main(argv)
+        code = attempts.main(*argv)
     attempt = run.last_attempt()
     verdict = Verdict.read(run, attempt)
     if verdict is not None:
@@ -91,7 +91,7 @@ def follow(run: RunDir, app: str, argv: Sequence[str]) -> int:
     node = int(argv[argv.index("--node") + 1])
     since = max(0, run.last_attempt())
     with Publisher(run, [rank_logs(node=node), f"attempts/*/node-{node}/{TIMES}"], since):
-        code = attempts.main(argv)
+        code = attempts.main(*argv)
     verdict = Verdict.read(run, run.last_attempt())
     return EXIT_DONE if verdict is not None and verdict.decision == "stop" else code
 

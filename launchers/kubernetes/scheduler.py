@@ -37,7 +37,6 @@ from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.verdict import KILLED, WITHDRAWN, Verdict, judge
 
 _RETRIED_FOR_S = 20.0  # what a cluster that does not answer is asked for
-_POD_STATES = {"Pending": AppState.PENDING, "Running": AppState.RUNNING, "Succeeded": AppState.SUCCEEDED}
 
 
 @dataclass
@@ -294,6 +293,6 @@ def _reason_known(run: RunDir) -> str:
 
 
 def _replica(pod: Object) -> ReplicaStatus:
-    state = _POD_STATES.get(pod["status"].get("phase", "Pending"), AppState.FAILED)
+    state = AppState[pod["status"].get("phase", "Pending").upper()]  # TorchX has the words of Kubernetes
     role, host = pod["metadata"]["labels"][ROLE], pod["spec"].get("nodeName", "")
     return ReplicaStatus(id=node_of(pod), state=state, role=role, hostname=host)
