@@ -33,6 +33,7 @@ from fsdp_jobs.run.processes import raise_file_limit
 from fsdp_jobs.run.verdict import EXIT_FAILED, Verdict
 
 _TICK_S = 0.1
+_GIVE_WAY_S = 0.0005  # after which the thread that plans lets this one answer; Python's 5 ms would be per system call
 _FAREWELL_S = 30.0  # for agents to leave after the verdict
 _PROVE_S = 10.0  # for a new connection to prove that it knows the token
 _STRANGERS = 256  # connections that have not yet; the oldest makes room for a new one
@@ -153,11 +154,10 @@ def _send(writer: asyncio.StreamWriter, message: Message) -> None:
 def main(run_dir: str) -> int:
     log.configure()
     raise_file_limit()
-    run = RunDir(run_dir)
+    sys.setswitchinterval(_GIVE_WAY_S)
+    run, port = RunDir(run_dir), int(os.environ[COORDINATOR_ENV].rpartition(":")[2])
     coordinator = Coordinator(load_config(run.config), run, int(os.environ[ATTEMPT_ENV]), time.monotonic())
-    server = Server(coordinator, run.token.read_text())
-    port = os.environ[COORDINATOR_ENV].rpartition(":")[2]
-    return asyncio.run(server.serve("0.0.0.0", int(port)))
+    return asyncio.run(Server(coordinator, run.token.read_text()).serve("0.0.0.0", port))
 
 
 if __name__ == "__main__":
