@@ -68,6 +68,7 @@ def run_program() -> None:
     else:
         sys.path[0] = program.folder  # in place of the agent's
     sys.argv = [program.what, *program.args]
+    atexit.register(_end_children)
     exit_code = _run(program)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()  # an interpreter does so at its end, a forked process does not
@@ -80,6 +81,13 @@ def run_program() -> None:
         os._exit(exit_code)
     if not state.read().time:
         state.report(-1, SAVES_NOTHING, Phase.DONE)  # the process stays until all of its node's have ended
+
+
+def _end_children() -> None:
+    """Kill the daemonic processes that Python would end with SIGTERM: a rank that ignores it has them ignore it."""
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
 
 
 def _park(state: RankState) -> None:

@@ -64,7 +64,8 @@ def test_everything_killed_and_resumed_on_other_ranks(tmp_path: Path, undisturbe
 
 
 def test_a_killed_rank_and_a_killed_coordinator(tmp_path: Path, undisturbed: dict[int, float]) -> None:
-    with job(tmp_path, "hurt", "steps=40", "checkpoint.every_steps=8") as hurt:
+    saving = "checkpoint.async_mode=process"  # as on GPUs: in processes that end with their ranks
+    with job(tmp_path, "hurt", "steps=40", "checkpoint.every_steps=8", saving) as hurt:
         hurt.until_step(10)
         hurt.process("fsdp_jobs.elastic.coordinator").kill()
         before = hurt.step()
