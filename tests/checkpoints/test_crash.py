@@ -114,7 +114,7 @@ def _strike(tmp_path: Path, place: str, action: str, fault: str, every: int) -> 
             killed = fault in ("kill", "half")
             assert code == (-9 if killed else 0) or Path(folder, "said").exists(), (at, points[at], code)
     folders = list(struck)
-    run_to_the_end(1, _check, folders, place, action, seconds=600)
+    run_to_the_end(1, _check, folders, place, action, seconds=1800)
     wrong = json.loads(Path(folders[0], "wrong").read_text())
     return len(folders), {f"{Path(f).parent.name} {points[struck[f]]}": what for f, what in wrong.items()}
 
@@ -136,6 +136,7 @@ def test_a_sample_of_all_crashes_loses_nothing(tmp_path: Path, place: str, actio
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("place", PLACES)
 def test_no_crash_at_any_point_loses_anything(tmp_path: Path, store: dict[str, str], place: str) -> None:  # noqa: F811
     all_wrong: dict[str, str] = {}
