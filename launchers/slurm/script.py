@@ -6,6 +6,7 @@ import math
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 
 from torchx.specs import Role
@@ -29,7 +30,7 @@ class Site:
     """What a script depends on and only the cluster knows."""
 
     gpu_option: str = "--gpus-per-node={}"  # with the number of GPUs per node; empty: the cluster does not count GPUs
-    leaf_size: int = 0  # most nodes under one leaf switch; 0: the cluster does not say
+    leaves: tuple[int, ...] = ()  # nodes under each leaf switch, most first; empty: the cluster does not say
     margin_s: int = 120  # before the time limit or a preemption: time to save in
 
 
@@ -170,8 +171,8 @@ def _switches(cluster: SlurmClusterConfig, plan: Plan, nodes: int, site: Site) -
     """
     if cluster.switches is not None:
         yield f"--switches={cluster.switches}"
-    elif site.leaf_size and plan.layout.shard_group > plan.ranks_per_node:
-        yield f"--switches={math.ceil(nodes / site.leaf_size)}"
+    elif site.leaves and plan.layout.shard_group > plan.ranks_per_node:
+        yield f"--switches={sum(held < nodes for held in accumulate(site.leaves, initial=0))}"
 
 
 def _quote_option(option: str) -> str:

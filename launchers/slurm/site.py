@@ -55,8 +55,8 @@ def probe(job: Job) -> Site:
     if "gpu" in settings.get("GresTypes", ""):
         option = "--gpus-per-node={}" if "cons_tres" in settings["SelectType"] else "--gres=gpu:{}"
     topology = cluster_topology(job.config)
-    leaves = Counter(node.switch_path for node in topology.nodes) if topology is not None else {}
+    leaves = Counter(node.switch_path for node in topology.nodes) if topology is not None else Counter()
     saves = [e.seconds for e in events.read_events(job.run) if isinstance(e, events.Checkpoint)]
     step_s = max((m["step_s"] for m in read_json_lines(job.run.metrics)), default=0.0)
     margin = margin_s(max(saves, default=0.0), step_s, job.config.elastic.stop_grace_s)
-    return Site(option, max(leaves.values(), default=0), margin)
+    return Site(option, tuple(sorted(leaves.values(), reverse=True)), margin)

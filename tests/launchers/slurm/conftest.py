@@ -28,3 +28,9 @@ def lab() -> Iterator[Lab]:
 def old() -> Iterator[Lab]:
     """Whole nodes, no accounting, no GPUs counted, no arrays, and no cgroups."""
     yield from _running("old")
+
+
+@pytest.fixture(scope="session")
+def gpu() -> Iterator[Lab]:
+    """GPUs of a type, interleaved leaves, small arrays, private data, and a job_submit.lua that wants a project."""
+    yield from _running("gpu")

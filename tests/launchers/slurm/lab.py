@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -85,6 +86,38 @@ def agent_of(run: RunDir, node: int) -> psutil.Process | None:
         if words and words[0].endswith("python") and words[2:6] == wanted:
             return process
     return None
+
+
+class Ordinary:
+    """A user who is not root, with umask 077 and the account `proj`, on all machines of a cluster."""
+
+    name = "nobody"
+
+    def __init__(self, lab: Lab, folder: Path):
+        self.lab, self.folder = lab, folder
+        shutil.chown(folder, self.name)
+        for machine in ("login", "node1", "node2", "node3", "node4"):
+            for closed in self._closed_folders():  # above this Python: opened on this machine, with an overlay
+                upper = f"{lab.folder}/scratch/{closed.name}"
+                lab.do("run", machine, "mkdir", "-p", f"{upper}/up", f"{upper}/work")
+                layers = f"lowerdir={closed},upperdir={upper}/up,workdir={upper}/work"
+                lab.do("run", machine, "mount", "-t", "overlay", "-o", layers, "overlay", str(closed))
+        lab.on_login("sacctmgr", "-i", "add", "account", "proj")
+        lab.on_login("sacctmgr", "-i", "add", "user", self.name, "account=proj")
+
+    @staticmethod
+    def _closed_folders() -> list[Path]:
+        needed = (ROOT, Path(sys.executable), Path(sys.executable).resolve())
+        return [f for f in sorted({f for path in needed for f in path.parents}) if not f.stat().st_mode & 0o001]
+
+    def under(self) -> list[str]:
+        """The start of a command of this user on the login node."""
+        who = [f"--reuid={self.name}", "--regid=nogroup", "--clear-groups"]
+        return [str(CLUSTER), "run", "login", "setpriv", *who, "sh", "-c", 'umask 077; exec "$@"', "-"]
+
+    def cli(self, *args: str) -> subprocess.CompletedProcess[str]:
+        home = {"HOME": str(self.folder), "USER": self.name, "FSDP_JOBS_SLURM": str(self.lab.folder)}
+        return cli(self.folder, *args, under=self.under(), **home)
 
 
 class SlurmJob(Watched):

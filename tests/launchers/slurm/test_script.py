@@ -19,9 +19,9 @@ from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.submit.submit import plan_of
 
 GOLDEN = Path(__file__).parent / "golden"
-OLD = Site(gpu_option="--gres=gpu:{}", leaf_size=0, margin_s=70)
-TREE = Site(gpu_option="--gpus-per-node={}", leaf_size=18, margin_s=70)
-NO_GPUS = Site(gpu_option="", leaf_size=0, margin_s=70)
+OLD = Site(gpu_option="--gres=gpu:{}", margin_s=70)
+TREE = Site(gpu_option="--gpus-per-node={}", leaves=(18, 18, 18, 18), margin_s=70)
+NO_GPUS = Site(gpu_option="", margin_s=70)
 
 CASES: dict[str, tuple[Site, list[str]]] = {
     "plain": (TREE, ["nodes=4", "model=llama_1b"]),
