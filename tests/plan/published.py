@@ -15,6 +15,7 @@ FOUNDRY = "github.com/mosaicml/llm-foundry scripts/train/benchmarking/README.md 
 TITAN_H100 = "github.com/pytorch/torchtitan benchmarks/llama3_h100_202412_torchtitan.md at 31a17bf"
 FMS = "github.com/foundation-model-stack/fms-fsdp README.md"
 KEMPNER = "github.com/KempnerInstitute/KempnerForge benchmarks/mfu_scaling/mfu_scaling.md at 01b461a"
+ACCELERATE = "github.com/huggingface/blog pytorch-fsdp.md at 00e67ae (2 Titan RTX of 23.65 GiB)"
 TITAN_A100 = "github.com/pytorch/torchtitan docs/performance.md at 0413364"
 
 # MPT has two feed-forward matrices of 4 d where Llama has three: 8/3 d gives the same weights.
@@ -31,6 +32,9 @@ MPT = {
 }
 LLAMA = {
     "llama2 7b": LlamaConfig(vocab_size=32000, dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, ffn_dim=11008),
+    "gpt2 xl": LlamaConfig(
+        vocab_size=50257, dim=1600, n_layers=48, n_heads=25, n_kv_heads=25, ffn_dim=4267, tie_embeddings=True
+    ),  # two matrices of 4 d, as MPT
     "llama2 34b": LlamaConfig(vocab_size=32000, dim=8192, n_layers=48, n_heads=64, n_kv_heads=8, ffn_dim=22016),
     "llama3 14b": LlamaConfig(vocab_size=128256, dim=5120, n_layers=40, n_heads=40, n_kv_heads=8, ffn_dim=17920),
     "llama3 405b": LlamaConfig(vocab_size=128256, dim=16384, n_layers=126, n_heads=128, n_kv_heads=8, ffn_dim=53248),
@@ -165,6 +169,8 @@ ROWS = (
 OUT_OF_MEMORY = (
     Published("llama2 70b", "a100_80", 64, 4096, 2, 1, "every_n", False, 0, TITAN_A100),
     Published("llama3 405b", "h100", 128, 8192, 2, 1, "full", False, 0, TITAN_H100),
+    Published("gpt2 xl", "l40s", 1, 12, 1, 1, "none", False, 0, ACCELERATE, strategy="no_shard", per_node=1),
+    Published("gpt2 xl", "l40s", 2, 12, 1, 1, "none", False, 0, ACCELERATE, strategy="no_shard", per_node=2),
 )
 
 
@@ -181,6 +187,8 @@ def job(row: Published) -> JobConfig:
         known |= {"memory_gib": 95.0, "memory_gb_s": 2400.0, "bf16_tflops": (989.0 + 835.0) / 2}
     if row.source == FMS:  # 400 and 800 Gb/s per node
         known |= {"inter_node_gb_s": 5.7 if row.hardware == "a100_80" else 11.4}
+    if row.source == ACCELERATE:
+        known |= {"memory_gib": 23.65}
     config = replace(config, hardware=replace(config.hardware, **known))
     if row.model.startswith("mpt"):
         d, layers, heads = MPT[row.model.split()[1]]
