@@ -191,23 +191,21 @@ def _best(config: JobConfig, options: list[Option]) -> tuple[Option, str]:
         return (_between(config, o), o.memory.total, o.layout.shard_group, o.time.step, o.name)
 
     fastest = min(fitting, key=lambda o: (o.time.step, *order(o)))
-    if config.fsdp.objective == "memory":
+    if len(fitting) == 1:
+        best, decided = fastest, "is the only option that fits"
+    elif config.fsdp.objective == "memory":
         best = min(fitting, key=lambda o: (o.memory.total, o.time.step, *order(o)))
         faster = f"{fastest.name} would be {best.time.step / fastest.time.step - 1:.0%} faster"
-        decided = f"takes the least memory of the {_count(fitting)} that fit (fsdp.objective=memory; {faster})"
+        decided = f"takes the least memory of the {len(fitting)} options that fit (fsdp.objective=memory; {faster})"
     else:
         best, *others = near = sorted((o for o in fitting if o.time.step <= NEAR * fastest.time.step), key=order)
-        decided = f"has the shortest predicted step of the {_count(fitting)} that fit"
+        decided = f"has the shortest predicted step of the {len(fitting)} options that fit"
         if others and best is not fastest:
             better = zip(_ORDER, order(best)[:3], order(others[0])[:3], strict=True)
             what = next((criterion for criterion, least, second in better if least < second), _ORDER[-1])
-            decided = f"{what} of the {_count(near)} within {NEAR - 1:.0%} of the shortest predicted step"
+            decided = f"{what} of the {len(near)} options within {NEAR - 1:.0%} of the shortest predicted step"
     need = f"{size(best.memory.total)} of {size(usable_bytes(config.hardware))} usable per GPU"
     return best, f"{best.name} {decided}: {need}{_where(best)}."
-
-
-def _count(options: list[Option]) -> str:
-    return f"{len(options)} option{'s' if len(options) > 1 else ''}"
 
 
 def _where(o: Option) -> str:

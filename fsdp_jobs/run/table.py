@@ -34,10 +34,14 @@ def table_lines(
 
 
 def duration(seconds: float | None) -> str:
-    """Format as `2h05m`, `3m20s`, `12s`, or a dash."""
+    """Format as `5d02h`, `2h05m`, `3m20s`, `12s`, `0.3s`, or a dash."""
     if seconds is None:
         return "-"
+    if 0 < seconds < 1:
+        return f"{seconds:.1g}s"
     whole = round(seconds)
+    if whole >= 2 * 86400:
+        return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
     if whole >= 3600:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
     return f"{whole // 60}m{whole % 60:02d}s" if whole >= 60 else f"{whole}s"
