@@ -17,7 +17,7 @@ import re
 import shutil
 import socket
 import zlib
-from collections.abc import Iterable
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -114,29 +114,13 @@ def _newest_first(folders: list[Path]) -> list[Path]:
     return sorted(folders, key=lambda f: (step_of(f), f.name), reverse=True)
 
 
-def fault_of_manifest(folder: Path, name: str = MANIFEST) -> str | None:
-    """Say what is wrong with a manifest as this machine reads it; None for nothing.
-
-    Raises:
-        CannotReadHere: it is there, and cannot be read.
-    """
-    try:
-        Manifest.read(folder, name)
-    except FileNotFoundError:
-        return f"{name} is missing"
-    except OSError as e:
-        raise CannotReadHere(folder / name, e.strerror or e) from e
-    except (ValueError, TypeError) as e:
-        return f"{name} is damaged: {e}"
-    return None
-
-
 def faults_in(
-    folder: Path, manifest: Manifest, names: Iterable[str], contents: bool = True, from_disk: bool = False
+    folder: Path, files: Mapping[str, dict[str, int] | None], contents: bool = True, from_disk: bool = False
 ) -> dict[str, str]:
     """Say of each of these files what is wrong with it as this machine reads it; whole ones are left out.
 
     Args:
+        files: name -> size and checksum, as a manifest lists them; None for a manifest itself.
         contents: compare checksums too, not sizes alone.
         from_disk: not what the system's cache holds.
 
@@ -144,43 +128,48 @@ def faults_in(
         CannotReadHere: a file is there, and cannot be read.
     """
     faults = {}
-    for name in names:
-        file, expected = folder / name, manifest.files[name]
+    for name, expected in files.items():
+        file = folder / name
         try:
-            size = file.stat().st_size
-            if size != expected["bytes"]:
-                faults[name] = f"{name} has {size} bytes instead of {expected['bytes']}"
-            elif contents and (value := checksum(file, from_disk)) != expected["crc32"]:
-                faults[name] = f"{name} differs from its checksum ({value:08x})"
+            if expected is None:
+                fault = _fault_of_manifest(folder, name)
+            elif (size := file.stat().st_size) != expected["bytes"]:
+                fault = f"has {size} bytes instead of {expected['bytes']}"
+            else:
+                value = checksum(file, from_disk) if contents else expected["crc32"]
+                fault = "" if value == expected["crc32"] else f"differs from its checksum ({value:08x})"
         except FileNotFoundError:
-            faults[name] = f"{name} is missing"
+            fault = "is missing"
         except OSError as e:
             raise CannotReadHere(file, e.strerror or e) from e
+        if fault:
+            faults[name] = f"{name} {fault}"
     return faults
 
 
-def looks_damaged(folder: Path) -> list[str]:
-    """List the faults of a checkpoint that sizes and its metadata show, and whether it was finite; empty for none."""
-    if fault := fault_of_manifest(folder):
-        return [fault]
-    manifest = Manifest.read(folder)
-    faults = faults_in(folder, manifest, manifest.files, contents=False)
-    if not faults and METADATA in manifest.files:
-        faults = faults_in(folder, manifest, [METADATA])
-    return [*faults.values()] + ([] if manifest.finite else [NOT_FINITE])
+def _fault_of_manifest(folder: Path, name: str) -> str:
+    try:
+        Manifest.read(folder, name)
+    except (ValueError, TypeError) as e:
+        return f"is damaged: {e}"
+    return ""
 
 
-def verify(folder: Path) -> list[str]:
-    """List the faults of a checkpoint by reading all of it; empty when it is whole.
+def verify(folder: Path, shards: bool = True) -> list[str]:
+    """List the faults of a checkpoint, a state that is not finite among them; empty when it is whole.
+
+    Args:
+        shards: read all of them; otherwise their sizes and the metadata have to do.
 
     Raises:
         CannotReadHere: a file is there, and cannot be read.
     """
-    faults = looks_damaged(folder)
-    if faults:
-        return faults
+    if faults := faults_in(folder, {MANIFEST: None}):
+        return [*faults.values()]
     manifest = Manifest.read(folder)
-    return [*faults_in(folder, manifest, manifest.files).values()]
+    read = {name: file for name, file in manifest.files.items() if shards or name == METADATA}
+    faults = faults_in(folder, manifest.files, contents=False) or faults_in(folder, read)
+    return [*faults.values()] + ([] if manifest.finite else [NOT_FINITE])
 
 
 def checksum(file: Path, from_disk: bool = False) -> int:
@@ -200,7 +189,7 @@ def commit(temporary: Path, final: Path, manifest: Manifest) -> None:
     Raises:
         OSError: a file is not there, or of another size than was reported.
     """
-    if faults := faults_in(temporary, manifest, manifest.files, contents=False):
+    if faults := faults_in(temporary, manifest.files, contents=False):
         raise OSError(f"{temporary} is not whole: {'; '.join(faults.values())}")
     manifest.write(temporary)
     if temporary != final:
@@ -250,7 +239,7 @@ def prune(checkpoints: Path, keep: int) -> list[Path]:
     Raises:
         CannotReadHere: whether one is whole cannot be seen from here; nothing was removed.
     """
-    faults = {folder: looks_damaged(folder) for folder in find_checkpoints(checkpoints)}
+    faults = {folder: verify(folder, shards=False) for folder in find_checkpoints(checkpoints)}
     whole = [f for f, found in faults.items() if not found]
     not_finite = [f for f, found in faults.items() if found == [NOT_FINITE]]
     for folder in find_on_nodes(checkpoints):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,12 @@ from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, checkpoints_of
 from fsdp_jobs.run.epoch import Epoch, Fenced
+
+_CURES = (  # of saves that fail with these errors
+    ((errno.ENOSPC, errno.EDQUOT), "Free space under {}."),
+    ((errno.EROFS, errno.EACCES, errno.EPERM), "Make {} writable for this user."),
+    ((errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO), "Check the disk or mount of {} on this rank's machine."),
+)
 
 
 class Checkpointer:
@@ -115,17 +121,14 @@ class Checkpointer:
             self._note_upload(wait=True)
 
     def _begin(self, step: int, must_upload: bool) -> None:
-        self.saved_at, begin = time.monotonic(), time.perf_counter()
+        self.saved_at, begin, world = time.monotonic(), time.perf_counter(), self.layout.world_size
         self._saves += 1
-        request = SaveRequest(
+        self._request = SaveRequest(
             checkpoints=self.home,
             save=f"{self.restart}-{self._saves}",
             epoch=self.epoch,
-            manifest=Manifest(
-                step, self.samples, self.layout.world_size, self.layout.mesh_shape, torch.__version__, time.time(), {}
-            ),
-            keep=self.config.keep,
-            read_back=self.config.read_back,
+            manifest=Manifest(step, self.samples, world, self.layout.mesh_shape, torch.__version__, time.time(), {}),
+            config=self.config,
             local=self.disks.folder if self.disks is not None else None,
             buffers=self.state.buffers,
             pid=os.getpid(),
@@ -133,26 +136,18 @@ class Checkpointer:
         if self.disks is not None:
             self._may_upload = self.disks.may_upload(must=must_upload)
             self._note_upload(wait=False)
-        self._request = request
-        state = self.state.to_save()
-        writer = CommittingWriter(request)
+        state, writer = self.state.to_save(), CommittingWriter(self._request)
+        how: dict[str, Any] = {"storage_writer": writer, "planner": self.planner, "process_group": self.group}
         if self.mode == "off":
             self._written = Future()
             try:
-                dcp.save(state, storage_writer=writer, planner=self.planner, process_group=self.group)
+                dcp.save(state, **how)
                 self._written.set_result(None)
             except (Exception, CheckpointException) as e:  # the second is none of the first
                 self._written.set_exception(e)
         else:
-            kind = AsyncCheckpointerType.PROCESS if self.mode == "process" else AsyncCheckpointerType.THREAD
-            response = dcp.async_save(
-                state,
-                storage_writer=writer,
-                planner=self.planner,
-                process_group=self.group,
-                async_checkpointer_type=kind,
-                async_stager=self.stager,
-            )
+            kind = AsyncCheckpointerType(self.mode)
+            response = dcp.async_save(state, **how, async_checkpointer_type=kind, async_stager=self.stager)
             assert isinstance(response, AsyncSaveResponse)
             self._staged, self._written = response.staging_completion, response.upload_completion
         self.stall_s += time.perf_counter() - begin
@@ -184,7 +179,7 @@ class Checkpointer:
             self._conclude(request, error)
         else:
             self.failure = None
-            self._record(events.CheckpointOnNodes, request, request.temporary, SHARDS)
+            self._record(events.CheckpointOnNodes, request.temporary, SHARDS)
             if self._may_upload:
                 self.disks.upload(request)
             self.disks.tidy()
@@ -204,27 +199,26 @@ class Checkpointer:
         """
         if error is None:
             self.failure, self.committed_step = None, request.step
-            self._record(events.Checkpoint, request, request.final, MANIFEST)
+            self._record(events.Checkpoint, request.final, MANIFEST)
             return
-        rank, cause = _root_cause(error)
+        failures = getattr(error, "failures", {})  # of ranks, in DCP's wrapping
+        where, cause = next(((f"rank {r}: ", cause) for r, (cause, _) in failures.items()), ("", error))
         if isinstance(cause, Fenced):
             raise cause
-        where = f"rank {rank}: " if rank is not None else ""
-        self.failure = f"checkpoint of step {request.step} failed: {where}{type(cause).__name__}: {cause}"
-        self.failure += _cure(cause, self.home)
+        cures = [cure.format(self.home) for errors, cure in _CURES if getattr(cause, "errno", None) in errors]
+        what = f"{where}{type(cause).__name__}: {cause}"
+        self.failure = " ".join([f"checkpoint of step {request.step} failed: {what}.", *cures])
         if self.rank == 0:
             if not copied and not isinstance(cause, NotFinite):
                 catalog.remove(request.temporary)  # first: the disk that is full may be that of event and log, too
             events.record(self.run, self.attempt, events.CheckpointFailed(request.step, self.failure))
             print(f"WARNING {self.failure}", flush=True)
 
-    def _record(
-        self, kind: type[events.Checkpoint | events.CheckpointOnNodes], request: SaveRequest, folder: Path, name: str
-    ) -> None:
+    def _record(self, kind: type[events.Checkpoint | events.CheckpointOnNodes], folder: Path, name: str) -> None:
         if self.rank == 0:
             manifest = Manifest.read(folder, name)
             took = round(time.time() - manifest.time, 3)
-            events.record(self.run, self.attempt, kind(request.step, manifest.bytes, took))
+            events.record(self.run, self.attempt, kind(manifest.step, manifest.bytes, took))
 
     def restore(self, otherwise: Callable[[], None] = lambda: None) -> int:
         """Load the newest whole checkpoint; without one call `otherwise`. Returns the step, 0 for none.
@@ -254,7 +248,7 @@ class Checkpointer:
             catalog.make_folder(self.home)
             catalog.remove_unfinished(self.home)
         while True:
-            name, listed_in = self.ranks.from_rank_0(lambda: next(self._candidates(skipped), (None, "")))
+            name, listed_in = self.ranks.from_rank_0(lambda: self._newest(skipped))
             if name is None:
                 self.ranks.from_rank_0(lambda: self._begin_at_zero(skipped))
                 return None
@@ -278,13 +272,12 @@ class Checkpointer:
                 events.record(self.run, self.attempt, events.CheckpointSkipped(name, faults))
                 print(f"WARNING {name} cannot be used; trying the one before: {'; '.join(faults)}", flush=True)
 
-    def _candidates(self, skipped: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-        """Yield the names of checkpoints, newest first, and what lists their shards, which says where those are."""
+    def _newest(self, skipped: Collection[str]) -> tuple[str | None, str]:
+        """Return the name of the newest checkpoint, and what lists its shards, which says where those are."""
         found = [(f, MANIFEST) for f in catalog.find_checkpoints(self.home)]
         found += [(f, SHARDS) for f in catalog.find_on_nodes(self.home)] if self.disks is not None else []
-        for folder, listed_in in sorted(found, key=lambda c: catalog.step_of(c[0]), reverse=True):
-            if folder.name not in skipped:
-                yield folder.name, listed_in
+        by_step = {catalog.step_of(f): (f.name, name) for f, name in reversed(found) if f.name not in skipped}
+        return by_step[max(by_step)] if by_step else (None, "")
 
     def _begin_at_zero(self, skipped: dict[str, list[str]]) -> None:
         """Raises: JobFailed when this run was further once, unless the user wants it to begin again."""
@@ -323,22 +316,3 @@ class Checkpointer:
             self.disks.close()
         if self.failure is not None:
             raise JobFailed(f"{self.failure} Then resume {self.run.name}.")
-
-
-def _root_cause(error: BaseException) -> tuple[int | None, BaseException]:
-    """Return the rank and the failure behind DCP's wrapping."""
-    for rank, (cause, _) in getattr(error, "failures", {}).items():
-        return rank, cause
-    return None, error
-
-
-def _cure(cause: BaseException, home: Path) -> str:
-    """Return the sentence that says what helps against a failed save; only the end of one where nothing is known."""
-    number = getattr(cause, "errno", None)
-    if number in (errno.ENOSPC, errno.EDQUOT):
-        return f". Free space under {home}."
-    if number == errno.EROFS or isinstance(cause, PermissionError):
-        return f". Make {home} writable for this user."
-    if number in (errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO):
-        return f". Check the disk or mount of {home} on this rank's machine."
-    return "."

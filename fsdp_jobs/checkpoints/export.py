@@ -21,26 +21,10 @@ from fsdp_jobs.checkpoints.storage import SafeReader, load_alone
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
 from fsdp_jobs.config.schema import HfConfig, JobConfig, LlamaConfig
 from fsdp_jobs.models.huggingface import folder_of, transformers
+from fsdp_jobs.models.llama import hf_config, hf_name
 from fsdp_jobs.run.directory import RunDir, checkpoints_of, write_atomic
 
 _FILE_BYTES = 5 * 2**30  # a safetensors file's size, at most (one larger tensor has a file of its own)
-
-# Our Llama's names -> transformers' LlamaForCausalLM. (Both rotate the halves of a head: weights need no permutation.)
-_HF_NAMES = (
-    ("tok_embeddings.", "model.embed_tokens."),
-    ("layers.", "model.layers."),
-    ("attention.wq.", "self_attn.q_proj."),
-    ("attention.wk.", "self_attn.k_proj."),
-    ("attention.wv.", "self_attn.v_proj."),
-    ("attention.wo.", "self_attn.o_proj."),
-    ("feed_forward.w1.", "mlp.gate_proj."),
-    ("feed_forward.w3.", "mlp.up_proj."),
-    ("feed_forward.w2.", "mlp.down_proj."),
-    ("attention_norm.", "input_layernorm."),
-    ("ffn_norm.", "post_attention_layernorm."),
-    ("norm.", "model.norm."),
-    ("output.", "lm_head."),
-)
 
 
 def export(run: RunDir, config: JobConfig, file_format: str, step: int | None, out: str | None) -> list[Path]:
@@ -59,40 +43,37 @@ def export(run: RunDir, config: JobConfig, file_format: str, step: int | None, o
     folder = _choose(run, config, step)
     target = Path(out) if out is not None else run.export
     target.mkdir(parents=True, exist_ok=True)
-    reader = SafeReader(folder)
-    saved = {
-        name.removeprefix("model."): entry
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
-        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
-    }
+    entries = SafeReader(folder).read_metadata().state_dict_metadata
+    saved = {n: e for n, e in entries.items() if n.startswith("model.") and isinstance(e, TensorStorageMetadata)}
     if file_format == "pt":
         file = target / "model.pt"
         torch.save(_load(folder, saved), file)
         return [file]
-    is_llama = isinstance(config.model, LlamaConfig)
     groups = list(_by_file(saved))
     file_of: dict[str, str] = {}
     for i, names in enumerate(groups, 1):
         tensors = _load(folder, {n: saved[n] for n in names})
-        if is_llama:
-            tensors = {_hf_name(n): tensor for n, tensor in tensors.items()}
-        name = "model.safetensors" if len(groups) == 1 else f"model-{i:05d}-of-{len(groups):05d}.safetensors"
-        save_file(tensors, target / name, metadata={"format": "pt"})
-        file_of |= dict.fromkeys(tensors, name)
+        if isinstance(config.model, LlamaConfig):
+            tensors = {hf_name(n): tensor for n, tensor in tensors.items()}
+        file = target / ("model" + (f"-{i:05d}-of-{len(groups):05d}" if len(groups) > 1 else "") + ".safetensors")
+        save_file(tensors, file, metadata={"format": "pt"})
+        file_of |= dict.fromkeys(tensors, file.name)
     written = [target / name for name in dict.fromkeys(file_of.values())]
-    described: dict[str, Any] = {}
     dtype = str(next(iter(saved.values())).properties.dtype).removeprefix("torch.")
     if len(groups) > 1:
-        total = sum(_bytes(entry) for entry in saved.values())
-        described["model.safetensors.index.json"] = {"metadata": {"total_size": total}, "weight_map": file_of}
+        total = sum(map(_bytes, saved.values()))
+        index = {"metadata": {"total_size": total}, "weight_map": file_of}
+        written.append(_write_json(target / "model.safetensors.index.json", index))
     if isinstance(config.model, LlamaConfig):
-        described["config.json"] = _hf_config(config.model, config.data.seq_len, dtype)
-    for name, content in described.items():
-        write_atomic(target / name, json.dumps(content, indent=1))
-        written.append(target / name)
-    if isinstance(config.model, HfConfig):
+        written.append(_write_json(target / "config.json", hf_config(config.model, config.data.seq_len, dtype)))
+    elif isinstance(config.model, HfConfig):
         written += _beside_weights(config.model, target, dtype)
     return written
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> Path:
+    write_atomic(file, json.dumps(content, indent=1))
+    return file
 
 
 def _beside_weights(model: HfConfig, target: Path, dtype: str) -> list[Path]:
@@ -144,41 +125,6 @@ def _by_file(saved: dict[str, TensorStorageMetadata]) -> Iterator[list[str]]:
 
 
 def _load(folder: Path, entries: dict[str, TensorStorageMetadata]) -> dict[str, Tensor]:
-    state = {f"model.{n}": torch.empty(e.size, dtype=e.properties.dtype) for n, e in entries.items()}
+    state = {name: torch.empty(e.size, dtype=e.properties.dtype) for name, e in entries.items()}
     load_alone(folder, state)
     return {name.removeprefix("model."): tensor for name, tensor in state.items()}
-
-
-def _hf_name(name: str) -> str:
-    for ours, theirs in _HF_NAMES:
-        if name.startswith(ours) or f".{ours}" in name:
-            name = name.replace(ours, theirs, 1)
-    return name
-
-
-def _hf_config(model: LlamaConfig, seq_len: int, dtype: str) -> dict[str, Any]:
-    content: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.dim,
-        "num_hidden_layers": model.n_layers,
-        "num_attention_heads": model.n_heads,
-        "num_key_value_heads": model.n_kv_heads,
-        "intermediate_size": model.ffn_dim,
-        "rms_norm_eps": model.norm_eps,
-        "rope_theta": model.rope_theta,
-        "tie_word_embeddings": model.tie_embeddings,
-        "max_position_embeddings": max(seq_len, 8192),
-        "hidden_act": "silu",
-        "torch_dtype": dtype,
-    }
-    if model.rope_scaling_factor > 1.0:
-        content["rope_scaling"] = {
-            "rope_type": "llama3",
-            "factor": model.rope_scaling_factor,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        }
-    return content

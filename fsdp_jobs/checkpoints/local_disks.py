@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -18,12 +17,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.utils import _DistWrapper
 
-from fsdp_jobs.checkpoints.catalog import SHARDS, CannotReadHere, Manifest, faults_in
+from fsdp_jobs.checkpoints.catalog import SHARDS, CannotReadHere, Manifest, faults_in, is_object_store
 from fsdp_jobs.checkpoints.ranks import Ranks
-from fsdp_jobs.checkpoints.storage import SaveRequest
+from fsdp_jobs.checkpoints.storage import Checksummed, SaveRequest
 
 _BLOCK = 1 << 24  # bytes copied or sent at once
 _KEPT = 2  # newest steps that stay on a node's disk
@@ -36,7 +36,8 @@ class LocalDisks:
     def __init__(self, folder: Path, ranks: Ranks):
         self.folder, self.ranks, self.rank = folder, ranks, ranks.rank
         self.leads = os.environ["LOCAL_RANK"] == "0"
-        self._copying = Ranks(dist.new_group(backend="gloo", timeout=_SLOWEST_COPY))  # for the uploading threads
+        copying = dist.new_group(backend="gloo", timeout=_SLOWEST_COPY)  # for the uploading threads
+        self._copying = _DistWrapper(copying, use_dist=True, coordinator_rank=0)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="upload")
         self._upload: tuple[SaveRequest, Future[None]] | None = None
 
@@ -47,9 +48,7 @@ class LocalDisks:
         """
         if must and self._upload is not None:
             self._upload[1].exception()
-        busy = torch.tensor([int(self._upload is not None and not self._upload[1].done())])
-        dist.all_reduce(busy, dist.ReduceOp.MAX, group=self.ranks.group)
-        return not busy.item()
+        return not any(self.ranks.gather(self._upload is not None and not self._upload[1].done()))
 
     def upload(self, request: SaveRequest) -> None:
         """Begin to copy this rank's shards of a save that is whole on the nodes' disks."""
@@ -75,19 +74,10 @@ class LocalDisks:
             for source in sorted(request.shards.glob(f"__{self.rank}_*.distcp")):
                 _copy_checked(source, request.temporary / source.name, shards.files[source.name]["crc32"])
 
-        def commit() -> None:
-            if self.rank == 0:
-                request.commit(Manifest.read(request.temporary, SHARDS))
+        def commit(_: object) -> None:
+            request.commit(Manifest.read(request.temporary, SHARDS))
 
-        for part in (copy, commit):
-            error: Exception | None = None
-            try:
-                part()
-            except Exception as e:
-                error = e
-            errors = enumerate(self._copying.gather(error))
-            if failures := {rank: (e, None) for rank, e in errors if e is not None}:
-                raise CheckpointException("copy", failures)  # type: ignore[arg-type]
+        self._copying.all_reduce("upload", copy, commit)
 
     def tidy(self) -> None:
         """Remove old steps from this node's disk: all but the newest, and the one that is being copied."""
@@ -101,21 +91,21 @@ class LocalDisks:
 
     def holding(self, manifest: Manifest) -> Path | None:
         """All ranks: this node's folder of a step if the nodes have every shard of it, undamaged; else None."""
-        shards = {name for name in manifest.files if name.endswith(".distcp")}
-        folder, held = self._best(manifest, shards) if self.leads else (None, set())
-        by_rank = self.ranks.gather((self.ranks.node, folder, held))
-        self._held = {rank: held for rank, (_, _, held) in enumerate(by_rank) if held}
-        self._leaders = {node: rank for rank, (node, folder, _) in enumerate(by_rank) if folder is not None}
-        if set().union(*self._held.values()) != shards:
+        shards = {name: file for name, file in manifest.files.items() if name.endswith(".distcp")}
+        best = self._best(manifest.step, shards) if self.leads else None
+        by_rank = self.ranks.gather((self.ranks.node, best))
+        self._leaders = {node: rank for rank, (node, found) in enumerate(by_rank) if found is not None}
+        self._held: dict[int, set[str]] = {rank: by_rank[rank][1][1] for rank in self._leaders.values()}
+        if set().union(*self._held.values()) != shards.keys():
             return None
-        return Path(by_rank[self._leaders[self.ranks.node]][1])
+        return Path(by_rank[self._leaders[self.ranks.node]][1][0])
 
-    def _best(self, manifest: Manifest, shards: set[str]) -> tuple[str, set[str]]:
+    def _best(self, step: int, shards: dict[str, dict[str, int]]) -> tuple[str, set[str]]:
         """Return the folder here with most of a step's shards, and which it has; a new one if there is none."""
-        best: tuple[str, set[str]] = (str(self.folder / f"step-{manifest.step:08d}.fetched"), set())
-        for folder in self.folder.glob(f"step-{manifest.step:08d}.*"):
+        best: tuple[str, set[str]] = (str(self.folder / f"step-{step:08d}.fetched"), set())
+        for folder in self.folder.glob(f"step-{step:08d}.*"):
             try:
-                here = shards - faults_in(folder, manifest, shards).keys()
+                here = shards.keys() - faults_in(folder, shards).keys()
             except CannotReadHere:
                 continue  # this disk is as good as lost, and peers or shared storage have what was on it
             if len(here) > len(best[1]):
@@ -129,18 +119,16 @@ class LocalDisks:
         stored = metadata.storage_data
         assert stored is not None
         wanted = {stored[item.storage_index].relative_path for item in planner.create_local_plan().items}
-        by_rank = self.ranks.gather((self.ranks.node, wanted))
-        for name in sorted(set().union(*(names for _, names in by_rank))):
+        by_rank = self.ranks.gather((self._leaders[self.ranks.node], wanted))
+        for name, target in sorted({(name, leader) for leader, names in by_rank for name in names}):
             source = min(rank for rank, held in self._held.items() if name in held)
-            for node in sorted({node for node, names in by_rank if name in names}):
-                target = self._leaders[node]
-                if name in self._held.get(target, ()):
-                    continue
-                if self.rank == source:
-                    _send(folder / name, target, self.ranks.group)
-                elif self.rank == target:
-                    folder.mkdir(parents=True, exist_ok=True)
-                    _receive(folder / name, manifest.files[name]["bytes"], source, self.ranks.group)
+            if name in self._held[target]:
+                continue
+            if self.rank == source:
+                _send(folder / name, target, self.ranks.group)
+            elif self.rank == target:
+                folder.mkdir(parents=True, exist_ok=True)
+                _receive(folder / name, manifest.files[name]["bytes"], source, self.ranks.group)
         dist.barrier(group=self.ranks.group)
 
     def close(self) -> None:
@@ -149,15 +137,12 @@ class LocalDisks:
 
 def _copy_checked(source: Path, target: Path, crc32: int) -> None:
     """Raises: OSError when the copied bytes differ from those that were written."""
-    value = 0
-    with source.open("rb") as f, target.open("wb") as to:
-        while block := f.read(_BLOCK):
-            value = zlib.crc32(block, value)
-            to.write(block)
-        if isinstance(target, Path):
-            to.flush()
+    with source.open("rb") as f, target.open("wb") as raw:
+        to = Checksummed(raw)
+        shutil.copyfileobj(f, to, _BLOCK)
+        if not is_object_store(target):
             os.fsync(to.fileno())
-    if value != crc32:
+    if to.crc32 != crc32:
         raise OSError(f"{source} differs from its checksum")
 
 

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
+from fsdp_jobs.checkpoints.catalog import METADATA
 from fsdp_jobs.checkpoints.storage import SafeReader, load_alone
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import HfConfig, JobConfig, LlamaConfig, ModelConfig
@@ -32,31 +33,36 @@ _NO_WEIGHTS = ("optim", "lr_scheduler", "scheduler", "train_state", "dataloader"
 _QUERIES_AND_KEYS = re.compile(r"\b(wq|wk|q_proj|k_proj)\.(weight|bias)$")
 
 
+_Tensors = tuple[dict[str, tuple[int, ...]], Callable[[dict[str, Tensor]], None]]  # shapes, and what reads them
+
+
 @dataclass(frozen=True)
 class Source:
-    """Tensors by name."""
+    """Tensors by name, beside the model that they are to fill."""
 
     shapes: dict[str, tuple[int, ...]]
     fill: Callable[[dict[str, Tensor]], None]  # copies into each tensor, by the source's names, what this rank holds
+    found: dict[str, str]  # the model's names -> the source's
+    missing: list[str]  # parameters of the model that the source lacks
+    left_over: list[str]  # tensors that the model lacks
 
 
-def _of_dcp(folder: Path) -> Source:
+def _of_dcp(folder: Path) -> _Tensors:
     entries = SafeReader(folder).read_metadata().state_dict_metadata
     shapes = {n: tuple(e.size) for n, e in entries.items() if isinstance(e, TensorStorageMetadata)}
-    return Source(shapes, partial(load_alone, folder))
+    return shapes, partial(load_alone, folder)
 
 
-def _of_files(files: list[Path]) -> Source:
+def _of_files(files: list[Path]) -> _Tensors:
     tensors: dict[str, Any] = {}
     for file in files:
         tensors |= _of_safetensors(file) if file.suffix == ".safetensors" else _of_pickle(file)
-    shapes = {n: tuple(t.shape if isinstance(t, Tensor) else t.get_shape()) for n, t in tensors.items()}
 
     def fill(targets: dict[str, Tensor]) -> None:
         for name, target in targets.items():
             copy_local_part(target, tensors[name])
 
-    return Source(shapes, fill)
+    return {n: tuple(t.shape if isinstance(t, Tensor) else t.get_shape()) for n, t in tensors.items()}, fill
 
 
 def _of_safetensors(file: Path) -> dict[str, Any]:
@@ -81,13 +87,13 @@ def _flat(prefix: str, content: Any) -> Iterator[tuple[str, Tensor]]:
             yield from _flat(f"{prefix}{key}.", value)
 
 
-def open_source(path: Path, key: str) -> Source:
+def _open(path: Path, key: str) -> _Tensors:
     """Open a file or folder of weights; `key` is the setting that named it, for errors.
 
     Raises:
         BadInput: nothing there can be read.
     """
-    if (path / ".metadata").is_file():
+    if (path / METADATA).is_file():
         return _of_dcp(path)
     for pattern in ("*.safetensors", "*.bin", "*.pt", "*.pth"):
         files = [path] if path.is_file() and path.match(pattern) else sorted(path.glob(pattern))
@@ -101,30 +107,30 @@ def open_source(path: Path, key: str) -> Source:
     raise BadInput([Problem(f"{key}={path}", what, "a file of weights, or the folder they are in")])
 
 
-def compare(model: nn.Module, config: JobConfig, source: Source) -> tuple[dict[str, str], list[str], list[str]]:
-    """Return the model's names -> the source's, parameters the source lacks, tensors the model lacks."""
-    weights = weights_of(model)
-    found, left_over = match(source.shapes, weights.keys(), config.init_key_map)
+def open_source(model: nn.Module, config: JobConfig, path: Path, key: str) -> Source:
+    """Open a file or folder of weights, named by the setting `key`, and match its names with the model's.
+
+    Raises:
+        BadInput: nothing there can be read.
+    """
+    (shapes, fill), weights = _open(path, key), weights_of(model)
+    found, left_over = match(shapes, weights.keys(), config.init_key_map)
     filled = {id(weights[name]) for name in found}  # tied weights have several names, and any of them will do
     missing = [plain_name(n) for n, p in model.named_parameters() if id(p) not in filled]
-    return found, missing, left_over
+    return Source(shapes, fill, found, missing, left_over)
 
 
-def problems_of(model: nn.Module, config: JobConfig) -> list[Problem]:
+def problems_of(model: nn.Module, config: JobConfig, source: Source | None = None) -> list[Problem]:
     """List what keeps `init_from` from being this model's weights; the model may be on the meta device.
 
     Raises:
         BadInput: nothing there can be read.
     """
-    assert config.init_from is not None
-    source = open_source(Path(config.init_from), "init_from")
-    found, missing, left_over = compare(model, config, source)
+    source = source or open_source(model, config, Path(config.init_from or ""), "init_from")
     weights = weights_of(model)
-    shapes = [(name, list(weights[name].shape), list(source.shapes[found[name]])) for name in found]
-    wrong = [
-        Problem(n, f"is {ours} in the model and {theirs} in the source") for n, ours, theirs in shapes if ours != theirs
-    ]
-    return [*wrong, *_name_problems(f"init_from={config.init_from}", missing, left_over)]
+    shapes = [(name, list(weights[name].shape), list(source.shapes[own])) for name, own in source.found.items()]
+    wrong = [Problem(n, f"is {ours} in the model and {its} in the source") for n, ours, its in shapes if ours != its]
+    return [*wrong, *_name_problems(f"init_from={config.init_from}", source.missing, source.left_over)]
 
 
 def load_initial(model: nn.Module, config: JobConfig) -> None:
@@ -135,27 +141,25 @@ def load_initial(model: nn.Module, config: JobConfig) -> None:
     """
     if config.init_from is not None:
         path, key = Path(config.init_from), "init_from"
-        problems = problems_of(model, config)
-        if problems:
-            raise BadInput(problems)
     elif isinstance(config.model, HfConfig) and config.model.pretrained:
         path, key = folder_of(config.model), "model.name_or_path"
     else:
         return
-    source = open_source(path, key)
-    found, missing, left_over = compare(model, config, source)
-    if missing:
+    source = open_source(model, config, path, key)
+    if config.init_from is not None and (problems := problems_of(model, config, source)):
+        raise BadInput(problems)
+    if source.missing:
         _by_transformers(model, config.model)
         return
     weights = weights_of(model)
     with torch.no_grad():
-        source.fill({name: weights[own] for own, name in found.items()})
+        source.fill({name: weights[own] for own, name in source.found.items()})
     if config.init_rope == "interleaved":
         _reorder_rotated_rows(model, config)
     if dist.get_rank() == 0:
-        print(f"initial weights: {len(found)} tensors of {path}", flush=True)
-        if left_over:
-            print(f"not used: {_first(left_over)}", flush=True)
+        print(f"initial weights: {len(source.found)} tensors of {path}", flush=True)
+        if source.left_over:
+            print(f"not used: {_first(source.left_over)}", flush=True)
 
 
 def match(source: Iterable[str], model: Collection[str], key_map: list[str]) -> tuple[dict[str, str], list[str]]:

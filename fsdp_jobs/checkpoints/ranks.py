@@ -9,9 +9,8 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,20 +54,12 @@ class Ranks:
         Raises:
             CannotReadHere: this machine alone cannot read it, or reads something else than the others.
         """
-
-        def manifest_faults(names: list[str], **_: bool) -> dict[str, str]:
-            faults = {name: catalog.fault_of_manifest(folder, name) for name in names}
-            return {name: fault for name, fault in faults.items() if fault is not None}
-
-        faults = self._confirmed(folder, [listed_in] if self.rank == 0 else [], manifest_faults)
-        if faults:
+        if faults := self._confirmed(folder, {listed_in: None}):
             return None, faults
         manifest: Manifest = self.from_rank_0(lambda: Manifest.read(folder, listed_in))
         if not manifest.finite:
             return manifest, [NOT_FINITE]
-        files = sorted(manifest.files) if shards else [METADATA]
-        own = files[self.rank :: self.world]
-        faults = self._confirmed(folder, own, partial(catalog.faults_in, folder, manifest))
+        faults = self._confirmed(folder, manifest.files if shards else {METADATA: manifest.files[METADATA]})
         if not faults:
             with self.reading(folder):
                 lacking = self.from_rank_0(lambda: lacking_in(manifest.files, SafeReader(folder).read_metadata()))
@@ -94,26 +85,29 @@ class Ranks:
                 self.gather(None)
             raise
 
-    def _confirmed(self, folder: Path, own: list[str], read: Callable[..., dict[str, str]]) -> list[str]:
-        """Read files, each rank its own, and read again, elsewhere or from the disk, what seems damaged.
+    def _confirmed(self, folder: Path, files: Mapping[str, dict[str, int] | None]) -> list[str]:
+        """Read files, each rank its part, and what seems damaged again, elsewhere or from the disk.
 
-        Args:
-            read: names -> faults by name.
+        `files` is as `faults_in` wants it.
 
         Raises:
             CannotReadHere: the other reading differs, and stays different.
         """
-        seen = read(own)
+
+        def read(names: Iterable[str], from_disk: bool = True) -> dict[str, str]:
+            return catalog.faults_in(folder, {name: files[name] for name in names}, from_disk=from_disk)
+
+        seen = read(sorted(files)[self.rank :: self.world], from_disk=False)
         first = self.gather((self.node, seen))
         if not any(faults for _, faults in first):
             return []
         readers = [next((r for r, (n, _) in enumerate(first) if n != node), i) for i, (node, _) in enumerate(first)]
         suspect = [name for i, (_, faults) in enumerate(first) if readers[i] == self.rank for name in faults]
-        again = self.gather(read(suspect, from_disk=True))
+        again = self.gather(read(suspect))
         second = {name: fault for faults in again for name, fault in faults.items()}
         deadline = time.monotonic() + _PATIENCE_S
         for name in seen:
-            while read([name], from_disk=True).get(name) != second.get(name):
+            while read([name]).get(name) != second.get(name):
                 if time.monotonic() > deadline:
                     other = second.get(name, "it is whole")
                     raise CannotReadHere(folder / name, f"here {seen[name]}, in another reading {other}")

@@ -25,19 +25,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from fsdp_jobs.checkpoints.catalog import (
-    METADATA,
-    NOT_FINITE,
-    SHARDS,
-    CannotReadHere,
-    Manifest,
-    checksum,
-    commit,
-    folder_of,
-    is_object_store,
-    make_folder,
-    prune,
-)
+from fsdp_jobs.checkpoints import catalog
+from fsdp_jobs.checkpoints.catalog import METADATA, NOT_FINITE, SHARDS, CannotReadHere, Manifest, is_object_store
+from fsdp_jobs.config.schema import CheckpointConfig
 from fsdp_jobs.run.epoch import Epoch
 from fsdp_jobs.run.processes import watch_parent
 
@@ -48,8 +38,8 @@ class NotFinite(Exception):
     """A state was saved, and is not one to go on from."""
 
 
-class _Checksummed(io.RawIOBase):
-    """A binary file that computes the CRC-32 of what is written through it."""
+class Checksummed:
+    """A binary file, open for writing, that computes the CRC-32 of what is written through it."""
 
     def __init__(self, raw: IO[bytes]):
         self.raw, self.crc32, self.size = raw, 0, 0
@@ -64,18 +54,12 @@ class _Checksummed(io.RawIOBase):
             self.error = e  # torch.save reports it as a wrong position in the file
             raise
 
-    def tell(self) -> int:
-        return self.size
-
     def fileno(self) -> int:
-        self.raw.flush()
+        self.raw.flush()  # before an fsync
         return self.raw.fileno()
 
-    def flush(self) -> None:
-        self.raw.flush()
-
-    def writable(self) -> bool:
-        return True
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.raw, name)
 
 
 class _ChecksumFileSystem(FileSystem):
@@ -90,18 +74,15 @@ class _ChecksumFileSystem(FileSystem):
             if "r" in mode:
                 yield cast(io.IOBase, raw)
             else:
-                stream = _Checksummed(cast(IO[bytes], raw))
+                stream = Checksummed(cast(IO[bytes], raw))
                 try:
-                    yield stream
+                    yield cast(io.IOBase, stream)
                 except RuntimeError as e:
                     raise stream.error or e from e
                 self.sums[cast(Path, path).name] = {"bytes": stream.size, "crc32": stream.crc32}
 
     def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str | os.PathLike[str]:
         return cast(Path, path) / suffix
-
-    def init_path(self, path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-        return path
 
     def mkdir(self, path: str | os.PathLike[str]) -> None:
         """Leave it to the coordinator: a folder that was removed while others still wrote must not come back."""
@@ -121,8 +102,7 @@ class SaveRequest:
     save: str  # differs between saves of a run, so that no two write into the same folder
     epoch: Epoch
     manifest: Manifest  # its files are known when all are written
-    keep: int
-    read_back: bool
+    config: CheckpointConfig
     local: Path | None  # this run's folder on each node's own disk, if shards go there first
     buffers: frozenset[str]  # tensors that may hold infinities, as masks do
     pid: int  # of the rank
@@ -133,7 +113,7 @@ class SaveRequest:
 
     @property
     def final(self) -> Path:
-        return folder_of(self.checkpoints, self.step, self.save)
+        return catalog.folder_of(self.checkpoints, self.step, self.save)
 
     @property
     def temporary(self) -> Path:
@@ -146,17 +126,17 @@ class SaveRequest:
         return self.temporary if self.local is None else self.local / f"step-{self.step:08d}.{self.save}"
 
     def commit(self, manifest: Manifest) -> None:
-        """Commit on shared storage what `manifest` lists, and remove what is older than `keep` says.
+        """Commit on shared storage what `manifest` lists, and remove what is older than `checkpoint.keep` says.
 
         Raises:
             Fenced: the round is over.
             OSError: what was reported is not what is there.
         """
         self.epoch.check()
-        commit(self.temporary, self.final, manifest)
+        catalog.commit(self.temporary, self.final, manifest)
         try:
             self.epoch.check()
-            prune(self.checkpoints, self.keep)
+            catalog.prune(self.checkpoints, self.config.keep)
         except (OSError, CannotReadHere, RuntimeError) as e:  # it is committed nevertheless
             print(f"WARNING older checkpoints stay: {e}", flush=True)
 
@@ -177,7 +157,7 @@ class CommittingWriter(FileSystemWriter):
         watch_parent(self.request.pid)
         if is_coordinator:
             self.request.epoch.check()
-            make_folder(self.request.checkpoints)
+            catalog.make_folder(self.request.checkpoints)
             if not is_object_store(self.request.temporary):
                 self.request.temporary.mkdir()
 
@@ -192,10 +172,10 @@ class CommittingWriter(FileSystemWriter):
         self.path = self.request.shards
         written: Future[list[WriteResult]] = super().write_data(plan, planner)
         self.path = self.request.temporary
-        if self.request.read_back:
+        if self.request.config.read_back:
             for name, expected in self.fs.sums.items():
                 file = self.request.shards / name
-                if checksum(file, from_disk=True) != expected["crc32"]:
+                if catalog.checksum(file, from_disk=True) != expected["crc32"]:
                     raise OSError(f"{file}: what is on disk differs from what was written")
         wrong = [i.index.fqn for i in plan.items if not self._is_finite(i.index.fqn, planner.resolve_data(i))]
         written.value().append(WriteResult(_REPORT, 0, (self.fs.sums, wrong)))
@@ -308,7 +288,7 @@ class SafeReader(FileSystemReader):
         self.folder = folder
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
-        with (self.folder / ".metadata").open("rb") as f:
+        with (self.folder / METADATA).open("rb") as f:
             metadata = cast(Metadata, _MetadataUnpickler(f).load())
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata

@@ -1,14 +1,20 @@
-"""A plain Llama (Touvron et al. 2023, arXiv:2302.13971; Llama 3.1's RoPE scaling, arXiv:2407.21783)."""
+"""A plain Llama, and its form in transformers.
+
+Touvron et al. 2023, arXiv:2302.13971; Llama 3.1's RoPE scaling: arXiv:2407.21783.
+"""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp_jobs.config.schema import LlamaConfig
+
+_CONTEXT, _LOW, _HIGH = 8192, 1.0, 4.0  # tokens before RoPE scaling, and the turns within them that bound it
 
 
 def rotary_angles(config: LlamaConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -20,8 +26,8 @@ def rotary_angles(config: LlamaConfig, length: int, device: torch.device) -> tup
     head_dim = config.dim // config.n_heads
     frequencies = config.rope_theta ** (-torch.arange(0, head_dim, 2, device=device).float() / head_dim)
     if config.rope_scaling_factor > 1.0:
-        turns = 8192 * frequencies / (2 * math.pi)  # turns within the original context
-        smooth = ((turns - 1.0) / (4.0 - 1.0)).clamp(0.0, 1.0)
+        turns = _CONTEXT * frequencies / (2 * math.pi)
+        smooth = ((turns - _LOW) / (_HIGH - _LOW)).clamp(0.0, 1.0)
         frequencies = frequencies * (smooth + (1 - smooth) / config.rope_scaling_factor)
     angles = torch.outer(torch.arange(length, device=device).float(), frequencies)
     return angles.cos(), angles.sin()
@@ -119,3 +125,58 @@ class Llama(nn.Module):
         """Return what runs last and is needed first in backward: gathered once, as one FSDP unit."""
         tied = self.output.weight is self.tok_embeddings.weight
         return [self.tok_embeddings, self.norm, self.output] if tied else [self.norm, self.output]
+
+
+# Our Llama's names -> transformers' LlamaForCausalLM. (Both rotate the halves of a head: weights need no permutation.)
+_HF_NAMES = (
+    ("tok_embeddings.", "model.embed_tokens."),
+    ("layers.", "model.layers."),
+    ("attention.wq.", "self_attn.q_proj."),
+    ("attention.wk.", "self_attn.k_proj."),
+    ("attention.wv.", "self_attn.v_proj."),
+    ("attention.wo.", "self_attn.o_proj."),
+    ("feed_forward.w1.", "mlp.gate_proj."),
+    ("feed_forward.w3.", "mlp.up_proj."),
+    ("feed_forward.w2.", "mlp.down_proj."),
+    ("attention_norm.", "input_layernorm."),
+    ("ffn_norm.", "post_attention_layernorm."),
+    ("norm.", "model.norm."),
+    ("output.", "lm_head."),
+)
+
+
+def hf_name(name: str) -> str:
+    """Return transformers' name of one of our parameters."""
+    for ours, theirs in _HF_NAMES:
+        if name.startswith(ours) or f".{ours}" in name:
+            name = name.replace(ours, theirs, 1)
+    return name
+
+
+def hf_config(model: LlamaConfig, seq_len: int, dtype: str) -> dict[str, Any]:
+    """Return the content of transformers' config.json."""
+    content: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.dim,
+        "num_hidden_layers": model.n_layers,
+        "num_attention_heads": model.n_heads,
+        "num_key_value_heads": model.n_kv_heads,
+        "intermediate_size": model.ffn_dim,
+        "rms_norm_eps": model.norm_eps,
+        "rope_theta": model.rope_theta,
+        "tie_word_embeddings": model.tie_embeddings,
+        "max_position_embeddings": max(seq_len, _CONTEXT),
+        "hidden_act": "silu",
+        "torch_dtype": dtype,
+    }
+    if model.rope_scaling_factor > 1.0:
+        content["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": model.rope_scaling_factor,
+            "low_freq_factor": _LOW,
+            "high_freq_factor": _HIGH,
+            "original_max_position_embeddings": _CONTEXT,
+        }
+    return content

@@ -29,7 +29,7 @@ def test_prune_counts_whole_checkpoints_only(tmp_path: Path) -> None:
     (tmp_path / "step-00000040" / "manifest.json").unlink()
     removed = catalog.prune(tmp_path, keep=2)
     assert [f.name for f in removed] == ["step-00000010"]
-    whole = [f.name for f in catalog.find_checkpoints(tmp_path) if not catalog.looks_damaged(f)]
+    whole = [f.name for f in catalog.find_checkpoints(tmp_path) if not catalog.verify(f, shards=False)]
     assert whole == ["step-00000030", "step-00000020"]
 
 
