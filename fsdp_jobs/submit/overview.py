@@ -112,5 +112,5 @@ def state_of(status: RunStatus, job: Description | None) -> tuple[str, str]:
         return status.state, job.message if job.state is State.SILENT else f"of {owner_of(status.run)}"
     if job.state is State.QUEUED:
         return State.QUEUED.value, job.message
-    state = State.STOPPED if job.state is State.STOPPED else State.FAILED
+    state = job.state if job.state in (State.STOPPED, State.DONE) else State.FAILED
     return state.value, job.message or "its launcher no longer runs it: resume it"
