@@ -24,6 +24,7 @@ from fsdp_jobs.launchers.slurm.script import cluster_of
 
 _IN_MEMORY = ("tmpfs", "ramfs")  # file systems that no other machine can have mounted
 _ABOUT_NODES = ("node configuration", "nodes are busy", "node not available", "nodes required")
+_NO_REASON = "Unspecified error"  # where the site's own checks refuse, and say why in lines before
 _LEAST_TRAINING_S = 30  # between the start of a job and its last save
 _COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo")
 _WAIT_S = 30  # for a free node
@@ -199,13 +200,17 @@ _RULES: tuple[tuple[str, str, Callable[[client.Partition], str]], ...] = (
 )
 
 
-def _translate(config: JobConfig, partition: client.Partition, message: str) -> Problem:
-    """Put sbatch's answer at our keys, with all that the site's own checks (job_submit.lua) have to say."""
-    cluster = cluster_of(config)
-    lines = [re.sub(r"^sbatch: |error: |allocation failure: ", "", line) for line in message.splitlines()]
+def _answer(message: str) -> str:
+    """Return what SLURM says and, if they do, what the site's own checks (job_submit.lua) say in place of an error."""
+    lines = [re.sub(r"^(sbatch|srun): |error: |allocation failure: ", "", line) for line in message.splitlines()]
     lines = [line for line in dict.fromkeys(lines) if line.strip() and not line.startswith("Try ")]
-    own = [line for line in lines if not re.search(r"Unspecified error|Batch job submission failed", line)]
-    answer = "; ".join(own or lines)
+    own = [line for line in lines if not re.search(f"{_NO_REASON}|Batch job submission failed", line)]
+    return "; ".join(own or lines)
+
+
+def _translate(config: JobConfig, partition: client.Partition, message: str) -> Problem:
+    """Put sbatch's answer at our keys."""
+    cluster, answer = cluster_of(config), _answer(message)
     for part, key, cure in _RULES:
         if part in answer.lower():
             given = [option for option in cluster.extra if key and option.startswith(f"--{key}=")]
@@ -305,4 +310,6 @@ def _why_no_node(error: str, runs: Path, kind: str, note: Path) -> Finding:
     if "ModuleNotFound" in error or "No such file" in error or "execve" in error:
         last = next(line for line in reversed(error.splitlines()) if line.strip() and "srun" not in line[:5])
         return Finding("python", "bad", last, "an environment on shared storage; cluster.python=...")
-    return Finding("node", "warning", f"none examined: {error.splitlines()[-1]}", "all may be busy; try again later")
+    if _NO_REASON in error:
+        return Finding("node", "bad", f"refused: {_answer(error)}", "cluster.account, cluster.partition, cluster.qos")
+    return Finding("node", "warning", f"none examined: {_answer(error)}", "all may be busy; try again later")
