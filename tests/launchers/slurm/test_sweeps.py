@@ -92,7 +92,8 @@ def test_a_hundred_jobs_are_one_array_and_only_the_failed_ones_are_done_again(la
             job = sweep.job(n)
             job.until(lambda job=job: bool(job.events("resumed")), f"{n} again", 180)
             saved = [e["step"] for e in job.events("checkpoint") if e["attempt"] == 0]
-            assert job.events("resumed")[0]["step"] in saved
+            resumed = job.events("resumed")[0]["step"]  # killed between a commit and its event, from the one after
+            assert resumed in (saved[-1], saved[-1] + 20)
 
         # The last task of an array has the array's number; what is done to it concerns no other.
         last = sweep.job(5)
