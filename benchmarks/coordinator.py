@@ -35,11 +35,13 @@ from fsdp_jobs.run.events import Adopted, RoundStarted, read_events
 from fsdp_jobs.run.processes import free_port, raise_file_limit
 
 _RETRY_S = 0.2  # as the agents' own link
+_AT_ONCE = 100  # connections that prove themselves; the coordinator drops the oldest of more than 256
 
 
 class Agent:
     """One simulated agent, whose ranks do a step a second."""
 
+    proving: asyncio.Semaphore  # one process cannot answer as many challenges at once as the agents of so many machines
     waits: float = 0.0  # the longest that any has waited for an answer since it was set to 0
 
     def __init__(self, port: int, node: int, ranks: int):
@@ -54,12 +56,20 @@ class Agent:
     async def _run(self) -> None:
         while True:
             with suppress(OSError, ValueError, KeyError):
-                reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+                async with Agent.proving:
+                    reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+                    await self._prove(reader, writer)
                 try:
                     await self._talk(reader, writer)
                 finally:
                     writer.close()
             await asyncio.sleep(_RETRY_S)
+
+    async def _prove(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        challenge = json.loads(await reader.readline())["nonce"]
+        answer = {"kind": "answer", "nonce": "mine", "proof": proof("token", AGENT, challenge, "mine")}
+        writer.write((json.dumps(answer) + "\n").encode())
+        json.loads(await reader.readline())  # the coordinator's proof
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         def send(kind: str, **content: object) -> None:
@@ -74,9 +84,6 @@ class Agent:
                 await asyncio.sleep(1.0)
                 send_and_wait("beat", ranks=[] if self.is_ready else [[step, 0, 1]] * self.ranks)
 
-        challenge = json.loads(await reader.readline())["nonce"]
-        send("answer", nonce="mine", proof=proof("token", AGENT, challenge, "mine"))
-        json.loads(await reader.readline())  # the coordinator's proof
         name = f"node{self.node}"
         hello = {"attempt": 0, "node": self.node, "host": name, "address": name, "nproc": self.ranks, "agent": name}
         hello |= {"switches": [f"block{self.node // 128}", f"leaf{self.node // 16}"], "ended": False, "signal": ""}
@@ -152,6 +159,7 @@ async def until(true: Callable[[], Any], seconds: float = 300) -> None:
 
 
 async def measure(bench: Bench, args: argparse.Namespace) -> None:
+    Agent.proving = asyncio.Semaphore(_AT_ONCE)
     bench.start()
     with bench.phase(f"{args.agents} agents form a round"):
         agents = [Agent(bench.port, node, args.ranks) for node in range(args.agents)]
