@@ -36,7 +36,7 @@ _TICK_S = 0.1
 _GIVE_WAY_S = 0.0005  # after which the thread that plans lets this one answer; Python's 5 ms would be per system call
 _FAREWELL_S = 30.0  # for agents to leave after the verdict
 _PROVE_S = 10.0  # for a new connection to prove that it knows the token
-_STRANGERS = 256  # connections that have not yet; the oldest makes room for a new one
+_STRANGERS = 256  # connections that have not yet, and more than the job has nodes; the oldest makes room for a new one
 _REPORT_S = 60.0  # between two lines about those that could not
 _CHARGE_S = 5.0  # between two looks whether another coordinator has taken over
 
@@ -49,6 +49,7 @@ class Server:
     def __init__(self, coordinator: Coordinator, token: str):
         self.coordinator, self.token = coordinator, token
         self._strangers: dict[asyncio.StreamWriter, None] = {}  # oldest first
+        self._most_strangers = _STRANGERS + coordinator.formation.max_nodes  # all agents may come at once
         self._refused = 0
         self._reported = -_REPORT_S
 
@@ -117,7 +118,7 @@ class Server:
 
     async def _is_authentic(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Challenge a new connection, and prove to it that this is the coordinator."""
-        if len(self._strangers) >= _STRANGERS:
+        if len(self._strangers) >= self._most_strangers:
             oldest = next(iter(self._strangers))
             del self._strangers[oldest]
             oldest.transport.abort()

@@ -36,6 +36,7 @@ class Coordinator(Attempt):
         self.formation = Formation(config.elastic, *node_range(config.nodes), now)
         self._epochs = Epochs(checkpoints_of(config.checkpoint, run), number)
         self._stop_by = 0.0
+        self._came_at = now  # when an agent of the round last did
         self._exclusion = ""  # of the newest machine that was turned away
         self._ticked = now
 
@@ -78,7 +79,7 @@ class Coordinator(Attempt):
         return True
 
     def _take_into_round(self, agent: ConnectedAgent, now: float) -> None:
-        agent.in_round, self.round.hosts[agent.node] = True, agent.host
+        agent.in_round, self.round.hosts[agent.node], self._came_at = True, agent.host, now
         self.leases.hold(agent.id, now)
 
     def _answer(self, agent: ConnectedAgent, message: Message, now: float) -> None:
@@ -230,8 +231,10 @@ class Coordinator(Attempt):
             self._close(self._preempted(), now)
         elif current.stops_by_signal:
             pass  # nodes leave the round one by one
-        elif 0 < here < current.size and now - self.formation.since > self.elastic.heartbeat_timeout_s:
-            self._break(f"{current.size - here} nodes did not reconnect to the restarted coordinator", now)
+        elif 0 < here < current.size and now - self._came_at > self.elastic.heartbeat_timeout_s:
+            self._break(
+                f"{current.size - here} of {current.size} nodes did not reconnect to the restarted coordinator", now
+            )
         else:
             self._maybe_grow(now)
             self._watch_for_stall(now)

@@ -99,7 +99,7 @@ def rehearse(config: JobConfig, fault: str, say: Callable[[str], None]) -> Outco
         say(f"step {_step(run)}: {FAULTS[fault]}")
         injected_at = time.time()
         if fault == "corrupt_checkpoint":
-            injected_at = _corrupt_checkpoint(job, handle, say)
+            handle = _corrupt_checkpoint(job, handle, say)
         else:
             _inject(run, fault, config.elastic.heartbeat_timeout_s)
         _wait_until(lambda: Verdict.final(run) is not None, handle, "the job did not end")
@@ -127,8 +127,8 @@ def _inject(run: RunDir, fault: str, heartbeat_timeout_s: float) -> None:
                 process.resume()
 
 
-def _corrupt_checkpoint(job: submission.Prepared, handle: str, say: Callable[[str], None]) -> float:
-    """Stop the job, flip a bit of its newest checkpoint, and resume it; return when it was resumed."""
+def _corrupt_checkpoint(job: submission.Prepared, handle: str, say: Callable[[str], None]) -> str:
+    """Stop the job, flip a bit of its newest checkpoint, and resume it. Returns the new handle."""
     write_atomic(job.run.stop_request, "rehearsal")
     _wait_until(lambda: not is_active(handle), None, "the job did not stop")
     newest = catalog.find_checkpoints(job.run.checkpoints)[0]
@@ -139,9 +139,8 @@ def _corrupt_checkpoint(job: submission.Prepared, handle: str, say: Callable[[st
         f.seek(-1, os.SEEK_CUR)
         f.write(bytes([byte[0] ^ 1]))
     say(f"one bit of {newest.name}/{shard.name} is flipped; resuming")
-    resumed_at = time.time()
-    submission.submit(submission.prepare([job.config]), [[]])
-    return resumed_at
+    (resumed,) = submission.submit(submission.prepare([job.config]), [[]])
+    return resumed
 
 
 def _judge(run: RunDir, injected_at: float) -> Outcome:

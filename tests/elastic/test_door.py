@@ -142,7 +142,7 @@ def test_strangers_fill_neither_descriptors_nor_the_log(
 
     def talk(port: int, server: Server) -> None:
         held = [Stranger(port) for _ in range(40)]
-        until(lambda: len(server._strangers) == 8)
+        until(lambda: len(server._strangers) == 9)
         friend = Stranger(port)
         friend.enter("secret")
         assert friend.receive()["kind"] == "alive"

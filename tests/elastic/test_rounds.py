@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_jobs.elastic import fencing, placement
+from fsdp_jobs.elastic.placement import ConnectedAgent
 from fsdp_jobs.elastic.rank_state import Phase, Request
 from tests.elastic.cluster import PROGRAM, SILENCE, Cluster, failure
 
@@ -158,6 +159,18 @@ def test_a_restarted_coordinator_adopts_the_running_round(tmp_path: Path) -> Non
     for member in (a, b):
         cluster.ended(member)
     assert cluster.verdict is not None and cluster.verdict.verdict == "done"
+
+
+def test_a_restarted_coordinator_waits_as_long_as_agents_keep_coming(tmp_path: Path) -> None:
+    """Thousands take longer than a heartbeat may; once nobody comes any more, those that are missing are lost."""
+    cluster = Cluster(tmp_path, "nodes=4", "elastic.heartbeat_timeout_s=5")
+    came: list[ConnectedAgent] = []
+    for node in range(3):
+        came.append(cluster.join(node, round_=4, size=4))
+        cluster.later(4, *came)
+        assert cluster.coordinator.round.running, cluster.events("round_broken")
+    cluster.later(4, *came)
+    assert "1 of 4 nodes did not reconnect" in cluster.events("round_broken")[0]["why"]
 
 
 def test_ranks_that_left_on_request_while_there_was_no_coordinator_were_preempted(tmp_path: Path) -> None:
