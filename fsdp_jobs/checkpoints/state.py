@@ -96,14 +96,15 @@ class State:
         state, _ = self.live()
         for name in [_VALUES, *self.others, *(self.random if same_world else ())]:
             saved = metadata.state_dict_metadata.get(name)
-            size = saved.size if isinstance(saved, TensorStorageMetadata) else 0
-            state[name] = torch.empty(size, dtype=torch.uint8)
+            if name != _VALUES or saved is not None:  # which version 0.1 did not save
+                size = saved.size if isinstance(saved, TensorStorageMetadata) else 0
+                state[name] = torch.empty(size, dtype=torch.uint8)
         _check_same_model(state, metadata.state_dict_metadata, checkpoint)
         return state
 
     def take(self, state: dict[str, Tensor]) -> None:
         """Go on from what was read into the tensors of `to_load`; model's and optimizer's are their own already."""
-        values = _unpacked(state[_VALUES])
+        values = _unpacked(state[_VALUES]) if _VALUES in state else {}
         extra = {name.removeprefix("model."): v for name, v in values.items() if name.startswith("model.")}
         if extra:
             set_model_state_dict(self.model, extra, options=StateDictOptions(strict=False))
@@ -146,8 +147,10 @@ class RandomState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         torch.set_rng_state(state["torch"])
-        np.random.set_state(state["numpy"])
-        random.setstate(state["python"])
+        generator, keys, *rest = state["numpy"]  # once the keys and words were tensors
+        np.random.set_state((generator, np.asarray(keys, np.uint32), *rest))
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(map(int, words)), gauss))
         if "cuda" in state:
             torch.cuda.set_rng_state(state["cuda"], self.device)
 
