@@ -24,7 +24,7 @@ def data_problems(config: JobConfig, files: bool) -> Iterator[Problem]:
         if data.path is None:
             yield Problem("data.path", f"data={data.kind} needs to know what to read", "data.path=PATH")
         elif config.cluster.shares_files:
-            yield from (_token_file if data.kind == "tokens" else _documents)(data, Path(data.path))
+            yield from (_token_file if data.kind == "tokens" else _documents)(data, data.path)
     if data.kind == "synthetic" and data.tokens <= data.seq_len:
         yield Problem(f"data.tokens={data.tokens}", f"one sample needs {data.seq_len + 1}")
     if data.kind in _TOKENIZED:
@@ -59,8 +59,8 @@ def text_files(path: str) -> list[Path]:
     return sorted(f for f in matches if f.is_file())
 
 
-def _token_file(data: DataConfig, path: Path) -> Iterator[Problem]:
-    where = f"data.path={path}"
+def _token_file(data: DataConfig, name: str) -> Iterator[Problem]:
+    where, path = f"data.path={name}", Path(name)
     if not path.is_file():
         yield Problem(where, "there is no such file", "data.path=FILE of token ids")
         return
@@ -93,10 +93,10 @@ def _highest_token(path: Path, dtype: str) -> int | None:
     return max(int(tokens[s : s + 4096].max()) for s in starts)
 
 
-def _documents(data: DataConfig, path: Path) -> Iterator[Problem]:
-    if data.kind == "text" and not text_files(str(path)):
+def _documents(data: DataConfig, path: str) -> Iterator[Problem]:
+    if data.kind == "text" and not text_files(path):
         yield Problem(f"data.path={path}", "there is no such file", "a file, a folder or a glob")
-    elif data.kind == "hf_dataset" and not path.exists() and not HUB_NAME.fullmatch(str(path)):
+    elif data.kind == "hf_dataset" and not Path(path).exists() and not HUB_NAME.fullmatch(path):
         yield Problem(f"data.path={path}", "there is no such file", "a folder, a file or a name on the hub")
 
 
