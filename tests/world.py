@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
+import tempfile
 import traceback
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ from fsdp_jobs.config.schema import JobConfig, dump_config
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.env import ATTEMPT_ENV, LAYOUT_ENV, ROUND_ENV, RUN_DIR_ENV
-from fsdp_jobs.run.processes import die_with_parent, free_port
+from fsdp_jobs.run.processes import die_with_parent
 from fsdp_jobs.run.tail import read_json_lines
 
 TINY_LLAMA = ("model.dim=64", "model.n_layers=2", "model.n_heads=4", "model.n_kv_heads=2", "model.ffn_dim=96")
@@ -41,38 +44,49 @@ def run_world(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["fsdp_jobs.train.trainer"])
     queue = context.Queue()
-    port = free_port()
-    processes = [context.Process(target=_rank, args=(r, ranks, port, queue, function, args)) for r in range(ranks)]
-    for process in processes:
-        process.start()
-    results: dict[int, Any] = {}
-    try:
-        for _ in range(ranks):
-            rank, ok, value = queue.get(timeout=240)
-            assert ok, f"rank {rank}:\n{value}"
-            results[rank] = value
-    finally:
+    with meeting_place() as meeting:
+        processes = [
+            context.Process(target=_rank, args=(r, ranks, meeting, queue, function, args)) for r in range(ranks)
+        ]
         for process in processes:
-            if len(results) < ranks:
-                process.kill()
-            process.join(30)
+            process.start()
+        results: dict[int, Any] = {}
+        try:
+            for _ in range(ranks):
+                rank, ok, value = queue.get(timeout=240)
+                assert ok, f"rank {rank}:\n{value}"
+                results[rank] = value
+        finally:
+            for process in processes:
+                if len(results) < ranks:
+                    process.kill()
+                process.join(30)
     return [results[r] for r in range(ranks)]
 
 
-def _rank(rank: int, ranks: int, port: int, queue: Any, function: Callable[..., Any], args: Sequence[Any]) -> None:
+@contextmanager
+def meeting_place() -> Iterator[str]:
+    """A file through which ranks find each other; a port that is free now may be taken when it is used."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield f"{folder}/ranks"
+
+
+def _rank(rank: int, ranks: int, meeting: str, queue: Any, function: Callable[..., Any], args: Sequence[Any]) -> None:
     die_with_parent()
     import torch.distributed as dist
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
     try:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+        store = dist.FileStore(meeting, ranks)
+        dist.init_process_group("gloo", timeout=timedelta(seconds=120), store=store, rank=rank, world_size=ranks)
         value = function(*args)
         dist.barrier()
         queue.put((rank, True, value))
         dist.destroy_process_group()
     except BaseException:
         queue.put((rank, False, traceback.format_exc()))
+        sys.exit(1)
 
 
 def train_here(run_dir: str, overrides: Sequence[str], nodes: int = 1) -> list[float]:

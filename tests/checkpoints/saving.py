@@ -18,7 +18,6 @@ from fsdp_jobs.checkpoints.checkpointer import Checkpointer
 from fsdp_jobs.config.schema import CheckpointConfig, JobConfig, NoModelConfig
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.processes import free_port
 from tests import world
 
 
@@ -70,15 +69,16 @@ def run_to_the_end(ranks: int, function: Callable[..., Any], *args: Any, seconds
     """Call `function(*args)` in ranks that may die. Returns their exit codes."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.checkpoints.saving"])
-    queue, port = context.Queue(), free_port()
-    processes = [
-        context.Process(target=world._rank, args=(r, ranks, port, queue, function, args)) for r in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(seconds)
-        process.kill()
-        process.join()
+    queue = context.Queue()
+    with world.meeting_place() as meeting:
+        processes = [
+            context.Process(target=world._rank, args=(r, ranks, meeting, queue, function, args)) for r in range(ranks)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(seconds)
+            process.kill()
+            process.join()
     queue.cancel_join_thread()
     return [process.exitcode for process in processes]
