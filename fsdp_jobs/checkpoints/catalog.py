@@ -265,12 +265,21 @@ def remove(folder: Path) -> None:
 
 
 def remove_unfinished(checkpoints: Path) -> None:
-    """Remove what earlier restarts left half-written, except steps on the nodes' disks; undo half a replacement."""
+    """Remove what earlier restarts left half-written, except steps on the nodes' disks; undo half a replacement.
+
+    Raises:
+        CannotReadHere: what a replacement has put aside cannot be put back from this machine.
+    """
     in_store = is_object_store(checkpoints)
     for replaced in () if in_store else checkpoints.glob(f"step-*{_REPLACED}"):
-        with suppress(OSError):  # the new one is in its place
-            replaced.rename(folder_of(checkpoints, step_of(replaced), ""))
-        remove(replaced)
+        place = folder_of(checkpoints, step_of(replaced), "")
+        try:
+            if place.exists():  # the new one
+                remove(replaced)
+            else:
+                replaced.rename(place)
+        except OSError as e:
+            raise CannotReadHere(replaced, e) from e
     for folder in checkpoints.glob("step-*" if in_store else "step-*.tmp"):
         finished = in_store and ((folder / MANIFEST).exists() or (folder / _DAMAGED).exists())
         if not finished and not (folder / SHARDS).exists():

@@ -125,6 +125,7 @@ def _strike(tmp_path: Path, place: str, action: str, fault: str, every: int) -> 
         ("disk", "save", "kill", 17),
         ("disk", "replace", "kill", 23),
         ("disk", "resume", "kill", 23),
+        ("disk", "resume", "EIO", 23),
         ("local_dir", "save", "kill", 23),
         ("disk", "save", "ENOSPC", 31),
         ("local_dir", "save", "EIO", 37),
