@@ -64,7 +64,7 @@ class State:
         self.buffers = frozenset(state) - dict(parameters).keys()
         for parameter, of_parameter in self.optimizer.state.items():
             if parameter not in names:
-                raise TypeError("the optimizer holds state of a tensor that is no parameter: it cannot be saved")
+                raise TypeError("the optimizer holds state of a tensor that is not a parameter: it cannot be saved")
             prefix = f"optim.state.{names[parameter].removeprefix('model.')}"
             state |= {f"{prefix}.{key}": value for key, value in of_parameter.items()}
         values = {k: v for k, v in state.items() if not isinstance(v, Tensor) or k.endswith("_extra_state")}

@@ -113,4 +113,5 @@ def state_of(status: RunStatus, job: Description | None) -> tuple[str, str]:
     if job.state is State.QUEUED:
         return State.QUEUED.value, job.message
     state = job.state if job.state in (State.STOPPED, State.DONE) else State.FAILED
-    return state.value, job.message or "its launcher no longer runs it: resume it"
+    hint = "" if state is State.DONE else "its launcher no longer runs it: resume it"
+    return state.value, job.message or hint

@@ -194,7 +194,7 @@ def partitions() -> list[Partition]:
 
 
 def partition(name: str | None) -> Partition:
-    """Return the partition of a name, or the default one for None; an empty one when there is no such partition.
+    """Return the partition of a name, the default one for None; an empty one for an unknown name.
 
     Raises:
         SlurmError: there is no SLURM here.

@@ -52,7 +52,7 @@ def group_equal(scripts: Sequence[Script]) -> Groups:
 def submit_arrays(
     folder: Path, name: str, scripts: Sequence[Script], runs: Sequence[RunDir], groups: Groups, parallelism: int
 ) -> list[str]:
-    """Submit jobs as arrays, all or none; a job that no other is equal to is no array.
+    """Submit jobs as arrays, all or none; a job without an equal is submitted as a plain job.
 
     Args:
         folder: of this submission alone, and named by its id; an array's links to its run directories are in it.
