@@ -35,16 +35,16 @@ class Points:
 
         io.open = open_
         try:
-            from s3fs import S3FileSystem
+            from aiobotocore.client import AioBaseClient
         except ImportError:
             return
-        call = S3FileSystem._call_s3
+        request = AioBaseClient._make_api_call
 
-        async def asked(fs: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-            self._hit(f"s3 {method}", lambda: None)
-            return await call(fs, method, *args, **kwargs)
+        async def requested(client: Any, operation: str, arguments: Any) -> Any:
+            self._hit(f"s3 {operation}", lambda: None)
+            return await request(client, operation, arguments)
 
-        S3FileSystem._call_s3 = asked
+        AioBaseClient._make_api_call = requested
 
     def _before(self, name: str, honest: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -68,7 +68,7 @@ def save_steps(checkpoints: Checkpointer, *steps: int) -> None:
 def run_to_the_end(ranks: int, function: Callable[..., Any], *args: Any, seconds: float = 120) -> list[int | None]:
     """Call `function(*args)` in ranks that may die. Returns their exit codes."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.checkpoints.saving"])
+    context.set_forkserver_preload(["tests.checkpoints.saving", "s3fs"])
     queue = context.Queue()
     with world.meeting_place() as meeting:
         processes = [

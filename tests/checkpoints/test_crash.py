@@ -24,6 +24,7 @@ KEEP = 2
 PLACES = ("disk", "local_dir", "s3")
 ACTIONS = ("save", "replace", "resume")
 FAULTS = ("kill", "half", "ENOSPC", "EIO", "stall")
+FAULTS_IN_STORE = ("kill", "EIO", "stall")  # of a request, which is taken whole or not
 
 
 def _keys(folder: Path, place: str) -> dict[str, Any]:
@@ -142,8 +143,9 @@ def test_a_sample_of_all_crashes_loses_nothing(tmp_path: Path, place: str, actio
 def test_no_crash_at_any_point_loses_anything(tmp_path: Path, store: dict[str, str], place: str) -> None:  # noqa: F811
     all_wrong: dict[str, str] = {}
     for action in ACTIONS:
-        for fault in FAULTS:
-            struck, wrong = _strike(tmp_path / action / fault, place, action, fault, 1)
+        for fault in FAULTS_IN_STORE if place == "s3" else FAULTS:
+            every = 5 if place == "s3" and fault != "kill" else 1  # most of its points are questions
+            struck, wrong = _strike(tmp_path / action / fault, place, action, fault, every)
             all_wrong |= wrong
             row = f"| {place:<9} | {action:<7} | {fault:<6} |"
             print(f"{row} {struck:>4} points | {len(wrong)} lost or half trusted |", flush=True)

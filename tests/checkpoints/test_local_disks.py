@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from fsdp_jobs.checkpoints import local_disks
+from fsdp_jobs.checkpoints.catalog import MANIFEST, SHARDS, find_checkpoints, step_of
 from fsdp_jobs.checkpoints.checkpointer import Checkpointer
 from fsdp_jobs.run.directory import RunDir
 from tests.checkpoints.saving import save_steps, trained, value_of
@@ -37,3 +39,35 @@ def test_a_node_gets_what_it_lacks_from_its_peers(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / f"node-{node}")
     assert run_world(2, _resumed, str(tmp_path)) == [(4, 4.0), (4, 4.0)]
     assert [e["place"] for e in events_of(RunDir(tmp_path), "resumed")] == ["local_dir", "storage"]
+
+
+def _a_copy_dies(folder: str) -> tuple[int, str]:
+    def die(*_: object) -> None:
+        raise SystemExit("the thread is gone")
+
+    checkpoints, copy = _of_rank(folder, "0-0"), local_disks._copy_checked
+    save_steps(checkpoints, 2)
+    local_disks._copy_checked = die if dist.get_rank() == 1 else copy  # type: ignore[assignment]
+    save_steps(checkpoints, 4)
+    of_four = str(checkpoints.failure)
+    local_disks._copy_checked = copy
+    save_steps(checkpoints, 6)
+    checkpoints.close()
+    return checkpoints.committed_step, of_four
+
+
+def test_a_copy_whose_thread_dies_is_a_failed_copy_and_holds_nobody_up(tmp_path: Path) -> None:
+    for step, failure in run_world(2, _a_copy_dies, str(tmp_path)):
+        assert step == 6 and "the thread is gone" in failure
+    assert [step_of(f) for f in find_checkpoints(tmp_path / "checkpoints")] == [6, 2]
+
+
+def test_a_cut_list_of_shards_costs_that_step_alone(tmp_path: Path) -> None:
+    run_world(2, _saved, str(tmp_path))
+    newest, before = find_checkpoints(tmp_path / "checkpoints")
+    on_nodes = newest.with_name("step-00000006.0-0-9.tmp")  # as if the copying of a step 6 had not ended
+    newest.rename(on_nodes)
+    (on_nodes / MANIFEST).unlink(missing_ok=True)
+    (on_nodes / SHARDS).write_text('{"step": 6, "sam')
+    assert run_world(2, _resumed, str(tmp_path)) == [(2, 2.0), (2, 2.0)]
+    assert before.exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,7 @@ KEYS = {"AWS_ACCESS_KEY_ID": "one", "AWS_SECRET_ACCESS_KEY": "two", "AWS_DEFAULT
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     """Environment under which s3:// is a fresh simulated store with the bucket `models`."""
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # not a line for each request
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     server.start()
     host, port = server.get_host_and_port()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ from fsdp_jobs.launchers.kubernetes.mirror import Mirror
 from fsdp_jobs.launchers.kubernetes.pod import CoordinatorsPublisher, Publisher, seed
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.events import append_line
+from fsdp_jobs.run.identity import Identity
 from fsdp_jobs.run.tail import Tail, read_json_lines
-from fsdp_jobs.run.verdict import Verdict
+from fsdp_jobs.run.verdict import EXIT_FAILED, Verdict
 
 
 class Logs:
@@ -111,6 +113,32 @@ def test_files_are_brought_once_and_those_of_an_earlier_submission_go(
     write_atomic(mounts / "config.yaml", "steps: 2")
     seed(run)  # the token is the same: submission itself has written here, or this pod's predecessor
     assert run.config.read_text() == "steps: 1" and run.first_attempt() == 5
+
+
+def test_a_run_of_another_user_on_the_same_claim_is_refused_and_left_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, mounts, word = RunDir(tmp_path / "runs" / "x"), tmp_path / "mounts", tmp_path / "word"
+    for name, value in (("JOB_FILES", mounts), ("TOKEN_FILES", mounts), ("TERMINATION_LOG", word)):
+        monkeypatch.setattr(pod, name, str(value))
+    for name, text in (("config.yaml", "steps: 1"), ("job.json", "{}"), ("token", "ada's")):
+        write_atomic(mounts / name, text)
+    ada = Identity("1", "ada", 1001, "login", "/home/ada/runs/x", "same")
+    write_atomic(mounts / run.identity.name, ada.to_json())
+    seed(run)
+    before = {f: f.read_bytes() for f in run.path.rglob("*") if f.is_file()}
+
+    write_atomic(mounts / run.identity.name, replace(ada, id="2", user="bob", uid=1002).to_json())
+    write_atomic(mounts / "token", "bob's")
+    assert pod.coordinate(run, "bobs-app", []) == EXIT_FAILED
+    said = json.loads(word.read_text())
+    assert said["decision"] == "stop" and "ada on login (/home/ada/runs/x)" in said["reason"], said
+    assert {f: f.read_bytes() for f in run.path.rglob("*") if f.is_file()} == before
+
+    write_atomic(mounts / run.identity.name, ada.to_json())
+    write_atomic(mounts / "token", "ada's second")
+    seed(run)
+    assert run.token.read_text() == "ada's second"
 
 
 def test_attempts_go_on_from_those_that_only_the_submit_machine_has(
