@@ -6,10 +6,12 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -17,7 +19,10 @@ from fsdp_jobs.config.clusters import KubernetesClusterConfig
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.launchers.kubernetes.skeletons import Object
 
+_Question, _Answer = TypeVar("_Question"), TypeVar("_Answer")
+
 _CONNECT_S, _ANSWER_S = 5.0, 30.0
+_QUESTIONS_AT_ONCE = 8
 _RETRY_S = 2.0
 ROLE_CURE = "ask for the role in deploy/kubernetes/base/rbac.yaml"
 _FORBIDDEN = {  # words of a message -> the cure; anything else is for an administrator to explain
@@ -51,7 +56,7 @@ def _api_errors() -> Iterator[None]:
     except ApiException as e:
         try:
             message = str(json.loads(e.body).get("message", e.reason))
-        except (TypeError, ValueError):
+        except (AttributeError, TypeError, ValueError):  # not the API's own
             message = f"{e.status} {e.reason}"
         raise ApiError(e.status, message) from e
     except urllib3.exceptions.HTTPError as e:
@@ -149,8 +154,7 @@ class Api:
         deadline = time.monotonic() + (self._retried_for_s if method != "POST" else 0)
         while True:
             try:
-                content: Object = json.loads(self._send(method, path, query, body).data)
-                return content
+                return _content_of(self._send(method, path, query, body))
             except ApiError as e:
                 if not e.is_passing or time.monotonic() >= deadline:
                     raise
@@ -180,36 +184,67 @@ class Api:
             return self._client.call_api(path, method, None, list(query.items()), headers, **options)
 
 
+def _content_of(answer: Any) -> Object:
+    """Read an answer to its end.
+
+    Raises:
+        ApiError: it was cut off, or comes from something else than Kubernetes: a proxy, a page to log in.
+    """
+    with _api_errors():
+        text = answer.data.decode(errors="replace")
+    with suppress(ValueError):
+        content = json.loads(text)
+        if isinstance(content, dict) and "kind" in content:
+            return content
+    raise ApiError(0, f"what answers is not Kubernetes: {' '.join(text[:80].split())}")
+
+
 def connect(cluster: KubernetesClusterConfig, retried_for_s: float = 0) -> Api:
     """Connect to the namespace of the configuration, else of the kubeconfig or the pod's service account.
 
     Raises:
         BadInput: the client library is not installed, there is no usable kubeconfig, or no such context.
     """
+    file = os.environ.get("KUBECONFIG")
+    files = [Path(name).expanduser() for name in (file or "~/.kube/config").split(os.pathsep)]
+    changed = tuple(f.stat().st_mtime_ns if f.exists() else 0 for f in files)
+    client, namespace = _client_of(cluster.context, file, changed)
+    return Api(client, cluster.namespace or namespace, client.configuration.host, retried_for_s)
+
+
+@lru_cache
+def _client_of(context: str | None, file: str | None, _changed: tuple[int, ...]) -> tuple[Any, str]:
+    """Return the library's client, one for a whole command, which calls a login plugin once, and the namespace."""
     try:
         from kubernetes import client, config  # takes a second
     except ModuleNotFoundError as e:
         what = "the package `kubernetes` is not installed"
         raise BadInput([Problem("cluster=kubernetes", what, "pip install 'fsdp_jobs[kubernetes]'")]) from e
-    configuration, file = client.Configuration(), os.environ.get("KUBECONFIG")
+    configuration = client.Configuration()
     try:
         if file is None and "KUBERNETES_SERVICE_HOST" in os.environ:
             config.load_incluster_config(client_configuration=configuration)
             namespace = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace").read_text().strip()
         else:
             contexts, active = config.list_kube_config_contexts(file)
-            chosen = next((c for c in contexts if c["name"] == cluster.context), None) if cluster.context else active
+            chosen = next((c for c in contexts if c["name"] == context), None) if context else active
             if chosen is None:
                 names = ", ".join(c["name"] for c in contexts)
-                raise BadInput([Problem(f"cluster.context={cluster.context}", f"the kubeconfig has only {names}")])
+                raise BadInput([Problem(f"cluster.context={context}", f"the kubeconfig has only {names}")])
             config.load_kube_config(file, chosen["name"], configuration)
             namespace = chosen["context"].get("namespace", "default")
     except (config.ConfigException, yaml.YAMLError) as e:
         where = f"KUBECONFIG={file or '~/.kube/config'}"
         cure = "set KUBECONFIG to the file that the cluster's administrator gave you; kubectl get pods must work first"
         raise BadInput([Problem(where, f"no usable kubeconfig: {e}", cure)]) from e
-    configuration.retries = False
-    return Api(client.ApiClient(configuration), cluster.namespace or namespace, configuration.host, retried_for_s)
+    configuration.retries, configuration.connection_pool_maxsize = False, _QUESTIONS_AT_ONCE
+    return client.ApiClient(configuration), namespace
+
+
+def at_once(ask: Callable[[_Question], _Answer], questions: Iterable[_Question]) -> list[_Answer]:
+    """Ask a cluster several things at the same time; return the answers in order."""
+    with ThreadPoolExecutor(_QUESTIONS_AT_ONCE) as threads:
+        return list(threads.map(ask, questions))
 
 
 def explain(api: Api, error: ApiError, doing: str) -> Problem:

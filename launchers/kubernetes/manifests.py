@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torchx.schedulers.kubernetes_scheduler import app_to_resource
-
 from fsdp_jobs.config.resolve import node_range
 from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.kubernetes.labels import NODE, QUEUE, RUN, Names, job_files
@@ -49,6 +47,8 @@ def jobset_objects(job: Job, names: Names) -> list[Object]:
 
 def volcano_objects(job: Job, names: Names) -> list[Object]:
     """Translate for `workload=volcano`: TorchX's job with these pods, a gang of the minimum of nodes."""
+    from torchx.schedulers.kubernetes_scheduler import app_to_resource  # imports Docker's library, too
+
     cluster = cluster_of(job.config)
     made = app_to_resource(job.app, cluster.queue or "default", cluster.service_account, cluster.priority_class)
     tasks: list[Object] = []

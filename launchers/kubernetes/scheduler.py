@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from itertools import chain
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -22,7 +20,7 @@ from fsdp_jobs.config.resolve import node_range, ranks_per_node
 from fsdp_jobs.config.schema import JobConfig, load_config, plain_values
 from fsdp_jobs.launchers.base import Description, Finding, Job, Launcher, prepare_each
 from fsdp_jobs.launchers.kubernetes import conditions, mirror, validate
-from fsdp_jobs.launchers.kubernetes.api import Api, ApiError, connect, explain
+from fsdp_jobs.launchers.kubernetes.api import Api, ApiError, at_once, connect, explain
 from fsdp_jobs.launchers.kubernetes.labels import ALL_APPS, APP, ROLE, Names, app_of, node_of, pods_write_here
 from fsdp_jobs.launchers.kubernetes.machines import topology_labels
 from fsdp_jobs.launchers.kubernetes.manifests import WORKLOADS, files_objects, owned_by
@@ -50,7 +48,8 @@ class KubernetesRequest:
 
     def __str__(self) -> str:
         without_shared_parts = json.loads(json.dumps(self.objects))  # YAML would render them as anchors and aliases
-        return str(yaml.safe_dump_all(without_shared_parts, sort_keys=False, width=120))
+        dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+        return str(yaml.dump_all(without_shared_parts, Dumper=dumper, sort_keys=False, width=120))
 
 
 @dataclass(frozen=True)
@@ -119,20 +118,18 @@ class KubernetesLauncher(Launcher):
     def _create(self, request: KubernetesRequest) -> str:
         """Create a job's objects and return its app id."""
         job, (root, *owned) = request.job, request.objects
-        cluster = cluster_of(job.config)
-        api, body = connect(cluster), root
+        cluster, app_id = cluster_of(job.config), f"{request.namespace}:{request.names.app}"
+        api = connect(cluster)
         try:
             _write_topology(api, job)
             owner = {**root, "metadata": api.create(root)["metadata"]}
-            for body in files_objects(job, request.names):
-                api.create(owned_by(owner, body))
+            owned = [owned_by(owner, body) for body in (*files_objects(job, request.names), *owned)]
+            at_once(api.create, [body for body in owned if body["kind"] != "Job"])
             if cluster.queue is None and root["spec"].get("suspend"):
                 api.patch(root, {"spec": {"suspend": False}})  # before the nodes take all machines
-            for body in owned:
-                api.create(owned_by(owner, body))
+            at_once(api.create, [body for body in owned if body["kind"] == "Job"])
         except ApiError as e:
-            raise BadInput([explain(api, e, f"{body['kind']} {body['metadata']['name']}")]) from e
-        app_id = f"{request.namespace}:{request.names.app}"
+            raise BadInput([explain(api, e, app_id)]) from e
         self.remember(app_id, job.run)
         return app_id
 
@@ -159,7 +156,7 @@ class KubernetesLauncher(Launcher):
 
     def cluster_of(self, app_id: str) -> str:
         """Name the API's server, e.g. api.example.org:6443."""
-        return _server_of(self._app(app_id).cluster.context, os.environ.get("KUBECONFIG", ""))
+        return urlsplit(connect(self._app(app_id).cluster).where).netloc
 
     def describe(self, app_ids: Sequence[str]) -> list[Description | None]:
         """Describe apps and copy what their pods have published; None for one that is gone.
@@ -217,11 +214,6 @@ class KubernetesLauncher(Launcher):
 create_scheduler = KubernetesLauncher.scheduler
 
 
-@cache
-def _server_of(context: str | None, _kubeconfig: str) -> str:
-    return urlsplit(connect(KubernetesClusterConfig(context=context)).where).netloc
-
-
 def _prepare(job: Job) -> KubernetesRequest:
     validate.validate_configuration(job.config)
     cluster = cluster_of(job.config)
@@ -265,7 +257,8 @@ def _describe(app: _App, api: Api, jobs: list[Object], pods: list[Object]) -> De
         mirror.pass_on_stop(app.run, api, pods)
     if state.is_active:
         why = conditions.why_waiting(api, root, jobs, pods)
-        if app.run is not None and why and why != _reason_known(app.run):
+        has_ended = app.run is not None and Verdict.final(app.run) is not None  # the pods do not know it yet
+        if app.run is not None and why and not has_ended and why != _reason_known(app.run):
             events.record(app.run, app.run.last_attempt(), events.Waiting(why))
     else:
         why = verdict.reason if verdict is not None else conditions.why_failed(root, pods)

@@ -18,7 +18,8 @@ def fill(name: str, **values: Any) -> Object:
     """Read `<name>.yaml` with these values in place of `$names`; null for a name that has none."""
     known = defaultdict(lambda: "null", {key: json.dumps(value) for key, value in values.items()})  # JSON is YAML
     text = (Path(__file__).parent / f"{name}.yaml").read_text()
-    filled: Object = without_nulls(yaml.safe_load(Template(text).substitute(known)))
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    filled: Object = without_nulls(yaml.load(Template(text).substitute(known), loader))
     return filled
 
 

@@ -8,7 +8,7 @@ from fsdp_jobs.config.errors import BadInput, Problem, nearest
 from fsdp_jobs.config.resolve import node_range
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.base import Finding
-from fsdp_jobs.launchers.kubernetes.api import ROLE_CURE, Api, ApiError, connect, explain
+from fsdp_jobs.launchers.kubernetes.api import ROLE_CURE, Api, ApiError, at_once, connect, explain
 from fsdp_jobs.launchers.kubernetes.machines import topology_labels
 from fsdp_jobs.launchers.kubernetes.manifests import WORKLOADS
 from fsdp_jobs.launchers.kubernetes.pods import cluster_of
@@ -90,8 +90,9 @@ def needed_permissions(workload: str) -> list[tuple[str, str, str]]:
 
 
 def _not_permitted(api: Api, config: JobConfig) -> Iterator[Problem]:
-    for verb, group, resource in needed_permissions(cluster_of(config).workload):
-        if not api.may(verb, group, resource):
+    needed = needed_permissions(cluster_of(config).workload)
+    for (verb, group, resource), may in zip(needed, at_once(lambda asked: api.may(*asked), needed), strict=True):
+        if not may:
             what = f"you may not {verb} {resource}{'.' + group if group else ''}"
             yield Problem(f"namespace {api.namespace}", what, ROLE_CURE)
 
@@ -146,16 +147,22 @@ def _claim_and_queue(api: Api, config: JobConfig, groups: dict[str, str]) -> Ite
 def _not_admitted(api: Api, objects: Sequence[Object]) -> Iterator[Problem]:
     """Yield what the server refuses in a dry run of each object, and of a pod of each kind; the same words once."""
     said = set()
-    for body in [*objects, *(p for o in objects for p in _pods_of(o))]:
+    bodies = [*objects, *(p for o in objects for p in _pods_of(o))]
+    for body, refusal in zip(bodies, at_once(lambda body: _refusal(api, body), bodies), strict=True):
         name = body["metadata"]["name"]
-        try:
-            api.create(body, dry_run=True)
-        except ApiError as e:
-            words = e.message.replace(name, "")
-            if words in said or (body["kind"] == "Pod" and "cannot create resource" in e.message):
-                continue  # this user may create Jobs only: what admission says of pods comes as events
-            said.add(words)
-            yield explain(api, e, f"{body['kind']} {name}")
+        words = refusal.message.replace(name, "") if refusal is not None else ""
+        if refusal is None or words in said or (body["kind"] == "Pod" and "cannot create resource" in words):
+            continue  # this user may create Jobs only: what admission says of pods comes as events
+        said.add(words)
+        yield explain(api, refusal, f"{body['kind']} {name}")
+
+
+def _refusal(api: Api, body: Object) -> ApiError | None:
+    try:
+        api.create(body, dry_run=True)
+    except ApiError as e:
+        return e
+    return None
 
 
 def _pods_of(body: Object) -> Iterator[Object]:

@@ -54,6 +54,7 @@ def test_a_dead_agent_breaks_the_round_at_once_and_a_silent_one_after_its_timeou
     assert cluster.now - silent_since < 12
 
 
+@pytest.mark.seen
 def test_a_replacement_waits_for_the_node_that_still_saves_and_for_no_other(tmp_path: Path) -> None:
     """A cluster may start the next pod of a node before an evicted one has ended, and one that it cannot reach."""
     cluster = Cluster(tmp_path, "nodes=2", "elastic.join_window_s=0")
@@ -93,6 +94,7 @@ def test_new_nodes_wait_until_the_ranks_have_saved_and_parked(tmp_path: Path) ->
     assert cluster.verdict is None
 
 
+@pytest.mark.seen
 def test_where_nodes_are_replaced_the_notice_of_one_ends_its_part_alone(tmp_path: Path) -> None:
     """A forced deletion of a pod is SIGTERM and 2 s, as seen on Kubernetes 1.36: no preemption of the job."""
     pods = ("cluster=kubernetes", "cluster.accelerator=cpu", "hardware=cpu", "nodes=2", "elastic.join_window_s=0")

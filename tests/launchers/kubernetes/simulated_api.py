@@ -2,6 +2,8 @@
 
 It knows the kinds that the launcher uses and takes manifests that the official schemas take. Admission is what a
 test puts into `refuse`. What becomes of Jobs and pods is in simulated_cluster.py.
+
+What a docstring or a comment says to be "seen" was seen on Kubernetes 1.36.2, with version 36 of the client library.
 """
 
 from __future__ import annotations
@@ -83,7 +85,10 @@ class SimulatedApi:
         self.groups = {"batch": "v1", "authorization.k8s.io": "v1"}
         self.refuse: Callable[[Object], Refused | None] = lambda _body: None
         self.token = TOKEN
+        self.instead: tuple[int, str, int] | None = None  # status, body and bytes cut off it: what a proxy may answer
         self.requests: list[str] = []
+        self.latency_s = 0.0
+        self._served: list[tuple[float, float]] = []  # begin and end of each request
         self.on_delete: Callable[[Object, int | None], bool] = lambda _body, _grace: True
         self.log_of: Callable[[Object, bool], Iterator[tuple[float, bytes]]] = lambda _pod, _follow: iter(())
         self.namespaces = {NAMESPACE}
@@ -94,6 +99,15 @@ class SimulatedApi:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def in_sequence(self) -> int:
+        """Return how many requests were made one after the other, of those since the last call: the longest chain."""
+        served, self._served = self._served, []
+        chain, last = 0, 0.0
+        for begin, end in sorted(served, key=lambda times: times[1]):
+            if begin >= last:
+                chain, last = chain + 1, end
+        return chain
 
     def close(self) -> None:
         self._server.shutdown()
@@ -114,7 +128,7 @@ class SimulatedApi:
     def put(self, group: str, plural: str, body: Object) -> Object:
         """Create an object as a controller or an administrator would."""
         with self.lock:
-            stored = copy.deepcopy(body)
+            stored = {"kind": KINDS[plural], **copy.deepcopy(body)}
             metadata = stored.setdefault("metadata", {})
             metadata.setdefault("namespace", NAMESPACE)
             metadata.setdefault("uid", str(uuid.uuid4()))
@@ -130,7 +144,7 @@ class SimulatedApi:
     def delete(self, body: Object, grace: int | None = None) -> None:
         """Delete an object and what it owns. A pod goes when its processes have, and no finalizer holds it.
 
-        Seen on Kubernetes 1.36: what has finalizers is only marked, however hard the deletion is forced.
+        Seen: what has finalizers is only marked, however hard the deletion is forced. What a failed Job owns stays.
         """
         with self.lock:
             if self.on_delete(body, grace) and not body["metadata"].get("finalizers"):
@@ -174,7 +188,8 @@ class SimulatedApi:
         if path.endswith("/selfsubjectaccessreviews"):
             asked = body["spec"]["resourceAttributes"]
             resource = "/".join(filter(None, [asked["resource"], asked["subresource"]]))
-            return 201, {"status": {"allowed": (asked["verb"], resource) not in self.denied}}
+            allowed = (asked["verb"], resource) not in self.denied
+            return 201, {"kind": "SelfSubjectAccessReview", "status": {"allowed": allowed}}
         if path == "/api/v1/nodes":
             if ("list", "nodes") in self.denied:
                 raise Refused(403, 'nodes is forbidden: User "me" cannot list resource "nodes" at the cluster scope')
@@ -248,6 +263,7 @@ def _merge(body: Object, patch: Object) -> None:
 def _handler(api: SimulatedApi) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # as the real server: else each answer waits 40 ms for the client's kernel
 
         def _serve(self) -> None:
             url = urlsplit(self.path)
@@ -255,10 +271,14 @@ def _handler(api: SimulatedApi) -> type[BaseHTTPRequestHandler]:
             length = int(self.headers.get("Content-Length") or 0)
             body = json.loads(self.rfile.read(length)) if length else None
             api.requests.append(f"{self.command} {url.path}" + (" (dry run)" if "dryRun" in query else ""))
+            begin = time.monotonic()
+            time.sleep(api.latency_s)
+            api._served.append((begin, time.monotonic()))
             try:
                 if self.headers.get("authorization") != f"Bearer {api.token}":
                     raise Refused(401, "Unauthorized")
                 patched_as = self.headers.get("content-type")
+                # Seen: a list, a JSON patch, is refused as a merge patch; the library sends either as it likes.
                 if self.command == "PATCH" and patched_as != "application/merge-patch+json":
                     raise Refused(415, f"the simulated server takes no patch as {patched_as}")
                 if url.path.endswith("/log"):
@@ -270,11 +290,15 @@ def _handler(api: SimulatedApi) -> type[BaseHTTPRequestHandler]:
             except Refused as e:
                 status = e.status
                 content = json.dumps({"kind": "Status", "code": e.status, "message": e.message}).encode()
+            cut_off = 0
+            if api.instead is not None:
+                status, content, cut_off = api.instead[0], api.instead[1].encode(), api.instead[2]
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
-            self.wfile.write(content)
+            self.wfile.write(content[: len(content) - cut_off])
+            self.close_connection |= cut_off > 0
 
         do_GET = do_POST = do_PATCH = do_DELETE = _serve
 

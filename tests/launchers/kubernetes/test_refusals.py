@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from fsdp_jobs.cli.main import main
 from fsdp_jobs.config.errors import BadInput, JobFailed
 from fsdp_jobs.config.hydra import compose_job
-from fsdp_jobs.elastic.placement import known_places
+from fsdp_jobs.elastic.placement import ConnectedAgent, RoundPlanner, known_places
+from fsdp_jobs.launchers.kubernetes import scheduler
 from fsdp_jobs.launchers.kubernetes.scheduler import KubernetesLauncher
 from fsdp_jobs.launchers.state import State
 from fsdp_jobs.plan.plan import Plan
 from fsdp_jobs.run import events
-from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.processes import free_port
 from fsdp_jobs.run.status import RunStatus
+from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit import submit as submission
 from fsdp_jobs.submit.submitted import describe
 from tests.jobs import cli
-from tests.launchers.kubernetes.simulated_api import Object, Refused, SimulatedApi, now
+from tests.launchers.kubernetes.simulated_api import TOKEN, Object, Refused, SimulatedApi, now
 
 JOB = ("cluster=kubernetes", "cluster.image=registry.example/fsdp-jobs:1", "cluster.claim=runs", "name=x")
 JOB_NAME = "batch.kubernetes.io/job-name"
@@ -134,6 +139,7 @@ def test_a_job_that_the_simulated_cluster_would_not_take_is_not_submitted(api: S
     assert not created and not Path("runs").exists()
 
 
+@pytest.mark.seen
 def test_no_kubeconfig_and_no_cluster(api: SimulatedApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     assert f"KUBECONFIG={tmp_path / 'none'}: no usable kubeconfig" in refused()
@@ -141,6 +147,44 @@ def test_no_kubeconfig_and_no_cluster(api: SimulatedApi, tmp_path: Path, monkeyp
     monkeypatch.setenv("KUBECONFIG", str(api.write_kubeconfig(tmp_path / "other", server=nobody)))
     assert f"{nobody}: the cluster's API does not answer: Failed to establish" in refused()
     assert " object at 0x" not in refused()
+
+
+@pytest.mark.parametrize(
+    ("instead", "words"),
+    [
+        ((200, "<html>Log in</html>", 0), "what answers is not Kubernetes: <html>Log in</html>"),
+        ((200, "[]", 0), "what answers is not Kubernetes: []"),
+        ((200, "{}", 0), "what answers is not Kubernetes: {}"),
+        ((200, '{"kind": "APIGroupList"}', 10), "Connection broken: IncompleteRead"),
+        ((502, '"bad gateway"', 0), "502 Bad Gateway"),
+    ],
+)
+def test_what_is_no_answer_of_kubernetes(
+    api: SimulatedApi, monkeypatch: pytest.MonkeyPatch, instead: tuple[int, str, int], words: str
+) -> None:
+    (handle,) = submission.submit(submission.prepare([compose_job(JOB)]), [JOB])
+    monkeypatch.setattr(scheduler, "_RETRIED_FOR_S", 0)
+    api.instead = instead
+    assert words in refused("name=y")
+    (described,) = describe([handle])
+    assert described.state is State.SILENT and words in described.message
+
+
+def test_a_submission_asks_little_one_after_the_other_and_logs_in_once(
+    api: SimulatedApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    credential = {"kind": "ExecCredential", "apiVersion": "client.authentication.k8s.io/v1", "status": {"token": TOKEN}}
+    plugin = tmp_path / "login"  # as of every cloud; it takes a second there
+    plugin.write_text(f"#!/bin/sh\necho >> {tmp_path}/logins\necho '{json.dumps(credential)}'\n")
+    plugin.chmod(0o755)
+    kubeconfig = yaml.safe_load(Path(os.environ["KUBECONFIG"]).read_text())
+    called = {"apiVersion": credential["apiVersion"], "command": str(plugin), "interactiveMode": "Never"}
+    kubeconfig["users"] = [{"name": "test", "user": {"exec": called}}]
+    Path(os.environ["KUBECONFIG"]).write_text(yaml.safe_dump(kubeconfig))
+    api.latency_s = 0.05
+    submission.submit(submission.prepare([compose_job(JOB)]), [JOB])
+    assert len((tmp_path / "logins").read_text().splitlines()) == 1
+    assert len(api.requests) == 28 and api.in_sequence() <= 14, api.requests  # 10 on a machine that does nothing else
 
 
 def test_what_was_created_is_deleted_when_a_part_is_refused_after_all(api: SimulatedApi) -> None:
@@ -159,6 +203,7 @@ def test_without_permission_to_create_pods_the_job_is_checked_all_the_same(api: 
     assert submission.prepare([compose_job(JOB)])[0].request.namespace == "team"
 
 
+@pytest.mark.seen
 def test_a_jobset_is_started_when_all_of_it_is_there(api: SimulatedApi) -> None:
     api.groups["jobset.x-k8s.io"] = "v1alpha2"
     overrides = [*JOB, "cluster.workload=jobset"]
@@ -166,6 +211,10 @@ def test_a_jobset_is_started_when_all_of_it_is_there(api: SimulatedApi) -> None:
     (root,) = api.all("jobset.x-k8s.io", "jobsets")
     assert root["spec"]["suspend"] is False
     assert len([r for r in api.requests if r.startswith("PATCH")]) == 1
+
+
+def agent_on(node: int, host: str) -> ConnectedAgent:
+    return ConnectedAgent(node, host, host, 8, [], host, lambda _: None, lambda: None, 0.0)
 
 
 class TestMachines:
@@ -185,12 +234,33 @@ class TestMachines:
     def plan(self, *overrides: str) -> Plan:
         return submission.plan_of(compose_job([*JOB, "hardware=h100", *overrides]))[0]
 
+    @pytest.mark.seen
     def test_the_plan_knows_the_switches(self, api: SimulatedApi) -> None:
         plan = self.plan("nodes=4")
         assert plan.nodes == ("m0", "m2", "m4", "m1") and plan.leaves == ("leaf0",) * 3 + ("leaf1",)
         assert self.plan("nodes=4", "cluster.node_selector={pool: a}").nodes == plan.nodes
         no_machine = self.plan("nodes=4", "cluster.node_selector={pool: c}")
         assert set(no_machine.leaves) == {""} and set(self.plan("nodes=6").leaves) == {""}  # the sixth is too small
+
+    @pytest.mark.seen
+    def test_the_plan_and_the_order_of_ranks_are_those_of_a_topology_file(
+        self, api: SimulatedApi, tmp_path: Path
+    ) -> None:
+        file = tmp_path / "topology.yaml"
+        file.write_text("switches: {spine: {leaf0: [m0, m2, m4], leaf1: [m1, m3, m5]}}")
+        pairs = ("nodes=4", "fsdp=hybrid_shard", "fsdp.shard_group=16")
+        by_labels, by_file = self.plan(*pairs), self.plan(*pairs, f"cluster.topology={file}")
+        assert by_labels == by_file
+        orders = []
+        for source in ((), (f"cluster.topology={file}",)):
+            overrides = [*JOB, f"name=x{len(source)}", "hardware=h100", *pairs, *source]
+            (job,) = submission.prepare([compose_job(overrides)])
+            submission.submit([job], [overrides])
+            planner = RoundPlanner(job.config, job.run)
+            while (plan := planner.plan([agent_on(n, f"m{n + 1}") for n in range(4)], 16)) is None:
+                time.sleep(0.01)
+            orders.append((plan.nodes, plan.crossing))
+        assert orders == 2 * [(("m2/1", "m4/3", "m1/0", "m3/2"), 0)]
 
     def test_the_job_takes_them_along(self, api: SimulatedApi) -> None:
         overrides = [*JOB, "hardware=h100", "nodes=2"]
@@ -298,6 +368,7 @@ class TestWaiting:
         waiting = [line for line in Path("runs/x/events.jsonl").read_text().splitlines() if '"waiting"' in line]
         assert len(waiting) == 1  # said once, though asked twice
 
+    @pytest.mark.seen
     def test_pods_that_admission_refuses(self, api: SimulatedApi, app: str) -> None:
         api.warn("Job", f"{app.partition(':')[2]}-node", "FailedCreate", "Error creating: exceeded quota: gpus")
         assert "are refused: Error creating: exceeded quota: gpus" in self.said(app)[1]
@@ -307,6 +378,7 @@ class TestWaiting:
         api.warn("Pod", f"{app.partition(':')[2]}-node-0-abcde", "FailedMount", "no such host: nfs")
         assert "FailedMount: no such host: nfs" in self.said(app)[1]
 
+    @pytest.mark.seen
     def test_a_coordinator_on_a_lost_machine(self, api: SimulatedApi, app: str) -> None:
         """What the cluster says of it until it gives the pod up was seen on Kubernetes 1.36."""
         assert KubernetesLauncher().replace_lost(app) == ""
@@ -325,6 +397,7 @@ class TestWaiting:
         assert "machine m1 is given up: a new coordinator takes over" in resumed
         assert not api.all("", "pods"), "the finalizer held it"
 
+    @pytest.mark.seen
     def test_what_a_pod_waits_for_is_said_again_when_the_next_attempt_waits_for_it(
         self, api: SimulatedApi, app: str
     ) -> None:
@@ -348,6 +421,7 @@ class TestWaiting:
         failed = {"type": "Failed", "status": "True", "reason": "PodFailurePolicy", "lastTransitionTime": now()}
         root["status"]["conditions"] = [failed]
 
+    @pytest.mark.seen
     def test_the_reason_why_an_image_cannot_work_is_the_jobs(self, api: SimulatedApi, app: str) -> None:
         self.end(api, app, "Traceback (most recent call last):\nModuleNotFoundError: No module named 'fsdp_jobs'\n")
         state, why = self.said(app)
@@ -356,6 +430,7 @@ class TestWaiting:
         status.update()
         assert status.state == "failed" and "ModuleNotFoundError" in status.reason
 
+    @pytest.mark.seen
     def test_the_end_of_a_job_ends_pods_that_wait(self, api: SimulatedApi, app: str) -> None:
         """A Job that has failed deletes nothing that it owns, as seen on Kubernetes 1.36."""
         self.put_pod(api, app, {"phase": "Pending"})
@@ -372,10 +447,12 @@ class TestWaiting:
         KubernetesLauncher().cancel([app])  # once more
         assert len(api.all("batch", "jobs")) == 1
 
+    @pytest.mark.seen
     def test_a_job_that_is_cancelled_while_it_waits_is_stopped(self, api: SimulatedApi, app: str) -> None:
         assert "x stopped: cancelled while it waited" in said_by("cancel", "x")
         assert not api.all("batch", "jobs")
 
+    @pytest.mark.seen
     def test_a_queue_that_has_no_room(self, api: SimulatedApi) -> None:
         _kueue(api)
         (job,) = submission.prepare([compose_job([*JOB, "cluster.queue=research"])])
@@ -394,6 +471,27 @@ class TestWaiting:
         api.token = "another"
         with pytest.raises(JobFailed, match="has expired"):
             self.said(app)
+
+    def test_what_is_known_here_is_told_while_the_cluster_does_not_answer(
+        self, api: SimulatedApi, app: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(scheduler, "_RETRIED_FOR_S", 0)
+        run = RunDir("runs/x")  # as mirrored before
+        events.record(run, 0, events.AttemptStarted(2))
+        events.record(run, 0, events.RoundStarted([0], ["m1"], "full_shard", 1, 1))
+        events.append_line(run.metrics, {"time": time.time(), "step": 7, "loss": 2.5})
+        write_atomic(run.rank_log(0, 0, 0), "a line of rank 0\n")
+        api.instead = (503, "", 0)
+        assert main(["status", "x"]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert "running" in said and "7/" in said and "2.5000" in said and "its launcher does not answer" in said
+        assert main(["logs", "x"]) == 0
+        assert "a line of rank 0" in capsys.readouterr().out
+        Verdict("done", "stop", "all steps are done").write(run, 0)
+        events.record(run, 0, events.AttemptEnded("done", "stop", "all steps are done"))
+        assert main(["status"]) == 0
+        said = capsys.readouterr().out
+        assert "done" in said and "does not answer" not in said
 
     def test_many_jobs_take_one_list_of_pods_and_one_of_jobs(self, api: SimulatedApi) -> None:
         handles = []
