@@ -19,7 +19,8 @@ from fsdp_jobs.config.clusters import KubernetesClusterConfig
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.launchers.kubernetes.skeletons import Object
 
-_Question, _Answer = TypeVar("_Question"), TypeVar("_Answer")
+_Question = TypeVar("_Question")
+_Answer = TypeVar("_Answer")
 
 _CONNECT_S, _ANSWER_S = 5.0, 30.0
 _QUESTIONS_AT_ONCE = 8

@@ -146,7 +146,7 @@ def _claim_and_queue(api: Api, config: JobConfig, groups: dict[str, str]) -> Ite
 
 def _not_admitted(api: Api, objects: Sequence[Object]) -> Iterator[Problem]:
     """Yield what the server refuses in a dry run of each object, and of a pod of each kind; the same words once."""
-    said = set()
+    said: set[str] = set()
     bodies = [*objects, *(p for o in objects for p in _pods_of(o))]
     for body, refusal in zip(bodies, at_once(lambda body: _refusal(api, body), bodies), strict=True):
         name = body["metadata"]["name"]

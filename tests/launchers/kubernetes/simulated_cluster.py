@@ -1,10 +1,12 @@
 """Simulated controllers and kubelets: Jobs make pods, pods are real processes in namespaces of this machine.
 
 What is like the real thing: Indexed Jobs with backoff limits, pod failure, replacement and success policies,
-suspension, deletion with grace, owners; and, as seen on Kubernetes 1.36, a forced deletion is SIGTERM and 2 s, an
-ended Job deletes nothing that it owns, and its pods are held by a finalizer until it has counted their end; pods
-with their own mounts, host name, PID 1, /dev/shm and exit codes; two machines that can be drained or lost. What is
-not: images, users, quantities, time scales. Needs root.
+suspension, deletion with grace, owners; pods with their own mounts, host name, PID 1, /dev/shm and exit codes, on
+machines with labels that can be drained, lost, or cut off from their kubelet. What is not: images, users, quantities,
+time scales. Needs root.
+
+What a docstring or a comment says to be "seen" was seen on Kubernetes 1.36.2 (API server, controllers and scheduler,
+four kubelets with containerd), and a change here has to keep it. The rest follows Kubernetes' documentation.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from tests.launchers.kubernetes.simulated_api import NAMESPACE, Object, Simulate
 INDEX = "batch.kubernetes.io/job-completion-index"
 JOB_NAME = "batch.kubernetes.io/job-name"
 TRACKING = "batch.kubernetes.io/job-tracking"
-_FORCED_S = 2.0  # between SIGTERM and SIGKILL of a forced deletion
+_FORCED_S = 2.0  # seen: between SIGTERM and SIGKILL of a forced deletion
 _BACKOFF_S = 0.5  # ten seconds and more on a real cluster
 _TICK_S = 0.1
 
@@ -164,21 +166,30 @@ class SimulatedCluster:
             )
             self.api.delete(pod)
 
-    def lose(self, name: str, ago_s: float = 0) -> None:
-        """A machine loses its power: nobody says so, and its pods never end. They were given up so long ago."""
+    def lose(self, name: str, ago_s: float = 0, has_power: bool = False) -> None:
+        """A machine is silent: nobody says so, its pods never end, and were given up so long ago.
+
+        Seen: where only the kubelet is silent, what its pods do goes on. A pod of a Job is replaced elsewhere at once
+        when it is given up, unless the Job has a podFailurePolicy: then only when its end is known.
+        """
         with self.api.lock:
             self.machines[name].lost = True
             for pod in self.pods():
                 process = self.processes.get(pod["metadata"]["uid"])
                 if pod["spec"].get("nodeName") == name and process is not None:
-                    process.was_killed = True
-                    for child in psutil.Process(process.popen.pid).children():
-                        child.kill()
                     pod["metadata"]["deletionTimestamp"] = now(-ago_s)
+                    if not has_power:
+                        process.was_killed = True
+                        for child in psutil.Process(process.popen.pid).children():
+                            child.kill()
 
     def find(self, name: str) -> None:
-        """A lost machine has power again; its kubelet sees that the pods have gone."""
-        self.machines[name].lost = False
+        """A silent machine answers again. Seen: its kubelet ends the pods that were given up, with SIGTERM."""
+        with self.api.lock:
+            self.machines[name].lost = False
+            for pod in self.pods():
+                if pod["spec"].get("nodeName") == name and pod["metadata"].pop("deletionTimestamp", None) is not None:
+                    self.api.delete(pod)
 
     def finished(self, job: Object) -> str:
         held = [c["type"] for c in job["status"].get("conditions", []) if c["type"] in ("Complete", "Failed")]
@@ -187,7 +198,7 @@ class SimulatedCluster:
     # What a kubelet does.
 
     def _on_delete(self, body: Object, grace: int | None) -> bool:
-        """Whether an object goes at once. A pod with processes is told to end first."""
+        """Whether an object goes at once. A pod with processes is told to end first, even when it is forced (seen)."""
         process = self.processes.get(body["metadata"]["uid"])
         machine = self.machines.get(body.get("spec", {}).get("nodeName", ""))
         if machine is not None and machine.lost:
@@ -311,7 +322,7 @@ class SimulatedCluster:
         elif code is not None and pod["status"]["phase"] == "Running":
             code = 137 if process.was_killed else code
             said = (process.folder / "termination").read_text()
-            if not said and code:
+            if not said and code:  # FallbackToLogsOnError. Seen: a broken image's traceback is there
                 said = process.log.read_text(errors="replace")[-2048:]
             ended = {"exitCode": code, "reason": "Completed" if code == 0 else "Error", "message": said}
             pod["status"]["containerStatuses"][0]["state"] = {"terminated": ended}
@@ -347,7 +358,10 @@ class SimulatedCluster:
                     self._let_go(pod)
 
     def _let_go(self, pod: Object) -> None:
-        """Take the finalizer from a pod whose end its Job has counted, or whose Job is over; forget a deleted one."""
+        """Take the finalizer from a pod whose end its Job has counted, or whose Job is over; forget a deleted one.
+
+        Seen: until then the finalizer holds the pod, and a forced deletion waits for it for ever.
+        """
         metadata = pod["metadata"]
         owners = [
             j for j in self.api.all("batch", "jobs") if j["metadata"]["uid"] == metadata["ownerReferences"][0]["uid"]
@@ -366,7 +380,8 @@ class SimulatedCluster:
         for other in self.pods():
             if other["status"]["phase"] in ("Pending", "Running") and "nodeName" in other["spec"]:
                 used[other["spec"]["nodeName"]] += 1
-        free = [n for n, m in self.machines.items() if not m.cordoned and not m.lost and used[n] < m.slots]
+        usable = (n for n, m in self.machines.items() if not m.cordoned and not m.lost and used[n] < m.slots)
+        free = [n for n in usable if self._labels_of(n).items() >= pod["spec"].get("nodeSelector", {}).items()]
         if not free:
             message = f"0/{len(self.machines)} nodes are available: {len(self.machines)} Insufficient cpu."
             pod["status"]["conditions"] = [
@@ -377,7 +392,14 @@ class SimulatedCluster:
         pod["status"].pop("conditions", None)
         self._start(pod)
 
+    def _labels_of(self, machine: str) -> dict[str, str]:
+        """Labels of the machine's Node object, which a test has put there."""
+        node = self.api.objects.get(("/nodes", machine), {"metadata": {}})
+        labels: dict[str, str] = node["metadata"].get("labels", {})
+        return labels
+
     def _reconcile(self, job: Object) -> None:
+        """Do what the Job controller does. Seen: a Job that has ended deletes its own pods, and nothing else."""
         spec, uid = job["spec"], job["metadata"]["uid"]
         pods = [p for p in self.pods() if p["metadata"]["ownerReferences"][0]["uid"] == uid]
         for pod in pods:

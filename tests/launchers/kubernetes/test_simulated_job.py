@@ -10,7 +10,7 @@ import pytest
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.verdict import Verdict
 from tests.jobs import Watched, cli
-from tests.launchers.kubernetes.simulated_cluster import SimulatedCluster, why_not
+from tests.launchers.kubernetes.simulated_cluster import Machine, SimulatedCluster, why_not
 from tests.launchers.kubernetes.submitted import Submitted
 from tests.world import TINY
 
@@ -40,6 +40,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Simulat
         yield made
 
 
+@pytest.mark.seen
 def test_a_job_lives_through_what_happens_to_pods_on_a_simulated_cluster(
     cluster: SimulatedCluster, tmp_path: Path
 ) -> None:
@@ -52,8 +53,19 @@ def test_a_job_lives_through_what_happens_to_pods_on_a_simulated_cluster(
     job.until_advanced(1)
     assert job.events("round_started")[0]["hosts"] == ["machine-b", "machine-a"]  # in topology order, by the labels
 
+    rounds, step = job.rounds(), job.step()
+    (node,) = cluster.running("trainer", 0)
+    silent = node["spec"]["nodeName"]
+    cluster.lose(silent, has_power=True)  # the node is replaced, and works all the same
+    job.until_true(lambda: bool(cluster.running("trainer", 0)), "a replacement")
+    job.until_true(lambda: job.step() > step + 20, "training goes on")
+    assert job.rounds() == rounds
+    cluster.find(silent)  # the node that was given up long ago is told to end: that ends its part alone
+    job.until_advanced(rounds + 1)
+    assert silent not in job.events("round_started")[-1]["hosts"] and not job.run.verdict(0).exists()
+
     rounds = job.rounds()
-    (node,) = cluster.running("trainer", 1)
+    (node,) = cluster.running("trainer", 0)
     cluster.api.delete(node, 0)  # by force: the job goes on in the same attempt
     job.until_advanced(rounds + 1)
     assert not job.run.verdict(0).exists()
@@ -116,6 +128,7 @@ def test_a_job_lives_through_what_happens_to_pods_on_a_simulated_cluster(
     assert sorted(losses) == list(range(1, saved + 6))  # nothing is missing of what the pods recorded
 
 
+@pytest.mark.seen
 def test_users_error_fails_an_elastic_job_on_a_simulated_cluster(cluster: SimulatedCluster, tmp_path: Path) -> None:
     """The submit machine mounts the claim here: what the pods write is there, and is not written twice."""
     cluster.machines["machine-b"].cordoned = True
@@ -134,3 +147,59 @@ def test_users_error_fails_an_elastic_job_on_a_simulated_cluster(cluster: Simula
     assert jobs[1]["status"]["conditions"][0]["reason"] == "PodFailurePolicy"
     for once in ("submitted", "attempt_started", "attempt_ended"):
         assert len(job.events(once)) == 1
+
+
+@pytest.mark.seen
+def test_shard_groups_stay_under_one_switch_by_the_labels_of_a_simulated_cluster(
+    cluster: SimulatedCluster, tmp_path: Path
+) -> None:
+    """Kubernetes numbers the pods b, c, d, a: pairs of these cross the leaves."""
+    for number, machine in enumerate(("machine-a", "machine-b", "machine-c", "machine-d")):
+        cluster.machines[machine] = Machine(machine, 4)
+        labels = {"network.topology.nvidia.com/leaf": f"leaf{number % 2}", "network.topology.nvidia.com/spine": "s"}
+        cluster.api.put("", "nodes", {"metadata": {"name": machine, "labels": labels}})
+    pairs = ("nodes=4", "fsdp=hybrid_shard", "fsdp.shard_group=2", "steps=3", "data.global_batch=8")
+    done = cli(tmp_path, "name=pairs", *JOB, *pairs, timeout=400)
+    assert done.returncode == 0 and "pairs: done" in done.stdout, done.stdout + done.stderr
+    (begun,) = Submitted(tmp_path, "pairs").events("round_started")
+    by_number = dict(zip(begun["nodes"], begun["hosts"], strict=True))
+    assert [by_number[n][-1] for n in range(4)] == ["b", "c", "d", "a"]
+    assert begun["shard_group"] == 2 and [host[-1] for host in begun["hosts"]] == ["a", "c", "b", "d"]
+
+
+@pytest.mark.seen
+def test_two_users_of_a_name_on_a_simulated_cluster_and_nodes_that_find_no_machine(
+    cluster: SimulatedCluster, tmp_path: Path
+) -> None:
+    (tmp_path / "ada").mkdir()
+    (tmp_path / "bob").mkdir()
+    waits = (*JOB, "name=same", "nodes=2", "cluster.node_selector={gpu: h100}", "attach=false")
+    first = cli(tmp_path / "ada", *waits, LOGNAME="ada")
+    assert first.returncode == 0, first.stdout + first.stderr
+    job = Submitted(tmp_path / "ada", "same")
+    job.until_true(lambda: bool(job.events("waiting") and cluster.running("coordinator")), "the coordinator alone runs")
+    shown = cli(tmp_path / "ada", "status", "same").stdout
+    assert "cannot be scheduled: 0/2 nodes are available" in shown, shown
+
+    second = cli(tmp_path / "bob", *waits[:-1], LOGNAME="bob")
+    assert second.returncode == 1 and "belongs to a run of ada" in second.stdout, second.stdout + second.stderr
+    assert "is not running" in cli(tmp_path / "bob", "cancel", "same").stdout
+    assert cluster.running("coordinator") and len(cluster.pods("trainer")) == 2
+    assert not (cluster.claim / "same" / "stop").exists()
+
+    stopped = cli(tmp_path / "ada", "cancel", "same")
+    assert stopped.returncode == 0 and "same stopped: cancelled" in stopped.stdout, stopped.stdout + stopped.stderr
+    assert not cluster.pods("trainer"), "they ask for machines for ever"
+    assert "stopped" in cli(tmp_path / "ada", "status", "same").stdout
+
+
+@pytest.mark.seen
+def test_an_image_that_cannot_work_ends_the_job_on_a_simulated_cluster(
+    cluster: SimulatedCluster, tmp_path: Path
+) -> None:
+    broken = "{name: %s, command: [python, -c, import no_such_module]}"
+    patch = f"cluster.pod_patch={{containers: [{broken % 'coordinator'}, {broken % 'trainer'}]}}"
+    ended = cli(tmp_path, "name=broken", *JOB, "nodes=2", patch)
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert "ended with 1 (Error): ModuleNotFoundError: No module named 'no_such_module'" in ended.stdout, ended.stdout
+    assert not cluster.pods("trainer"), "each would be replaced a hundred times"
