@@ -1,6 +1,8 @@
 """Settings for every test. In CI (the variable CI is set) whatever is skipped fails the run."""
 
 import os
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((i for i, name in enumerate(_LONGEST) if name in folders), len(_LONGEST))
 
     items.sort(key=place)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MB."""
+    mount = tmp_path / "small"
+    mount.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(mount)], capture_output=True)
+    if made.returncode:
+        pytest.skip("needs root to mount a small file system")
+    yield mount
+    subprocess.run(["umount", "-l", str(mount)], check=True)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -23,6 +23,13 @@ from tests.world import TINY
 ROOT = Path(__file__).parent.parent
 
 
+def fill(disk: Path) -> None:
+    """Leave a file system without a free byte."""
+    with suppress(OSError), (disk / "filler").open("wb", buffering=0) as f:
+        while True:
+            f.write(b"x" * 4096)
+
+
 class Nobody:
     """In a launcher's place when a test starts the processes itself."""
 

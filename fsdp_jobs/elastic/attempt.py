@@ -64,7 +64,7 @@ class Attempt:
         self.agents = Agents()
         self.round = Round(StallWatch(config))
         self.verdict: Verdict | None = None
-        self.closed_at = 0.0
+        self.closed_at: float | None = None  # when the verdict was written, and the agents told
         self.is_superseded = False  # another coordinator has taken over: nothing is recorded or decided any more
         self.stop_reason: str | None = None
         self.committed = -1
@@ -192,15 +192,26 @@ class Attempt:
     def _close(self, verdict: Verdict, now: float) -> None:
         if self.is_superseded:
             return
-        self.verdict, self.closed_at, self.round.running = verdict, now, False
+        self.verdict, self.round.running = verdict, False
         if verdict.rank is not None and verdict.node is not None:
             verdict.last_lines = last_lines(self.run.rank_log(self.number, verdict.node, verdict.rank), 20)
+        self._announce(now)
+
+    def _announce(self, now: float) -> None:
+        """Write the verdict, for whoever restarts processes, before agents end; `tick` tries again on a full disk."""
+        assert self.verdict is not None
         leases = self.leases.running(now)
         details = {"round": self.round.number, "step": self.step, "committed": self.committed}
-        verdict.close(self.run, self.number, **details, leases=leases)
+        try:
+            self.verdict.close(self.run, self.number, **details, leases=leases)
+        except OSError as e:
+            self._warn(f"the verdict cannot be written: {e}")
+            return
+        self.closed_at = now
         for agent in self.agents.values():
             self._send_end(agent)
 
     def _send_end(self, agent: ConnectedAgent) -> None:
         assert self.verdict is not None
-        agent.send({"kind": "end", "exit_code": self.verdict.exit_code_of_attempt, "why": self.verdict.reason})
+        if self.closed_at is not None:
+            agent.send({"kind": "end", "exit_code": self.verdict.exit_code_of_attempt, "why": self.verdict.reason})

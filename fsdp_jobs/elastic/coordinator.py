@@ -73,7 +73,9 @@ class Server:
             verdict = Verdict.read(run, attempt)
             if verdict is None and run.last_attempt() > attempt:
                 return EXIT_FAILED
-        elif self.coordinator.agents and time.monotonic() - self.coordinator.closed_at <= _FAREWELL_S:
+        elif (closed_at := self.coordinator.closed_at) is None:
+            verdict = None
+        elif self.coordinator.agents and time.monotonic() - closed_at <= _FAREWELL_S:
             return None
         return verdict.exit_code_of_attempt if verdict is not None else None
 

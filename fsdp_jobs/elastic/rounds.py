@@ -194,6 +194,8 @@ class Coordinator(Attempt):
         if self.verdict is None:
             self._read_requests(now)
         if self.verdict is not None:
+            if self.closed_at is None:
+                self._announce(now)
             return
         if self.round.broken_at is not None:
             if now - self.round.broken_at >= _SETTLE_S or not self.agents.in_round():

@@ -7,7 +7,9 @@ imported torch already. Any other is started by `python -m fsdp_jobs.elastic.wor
 from __future__ import annotations
 
 import atexit
+import errno
 import faulthandler
+import io
 import multiprocessing
 import os
 import runpy
@@ -17,6 +19,7 @@ import threading
 import time
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
 from fsdp_jobs.elastic.program import Program
@@ -44,6 +47,18 @@ def enter() -> None:
     os.close(descriptor)
 
 
+class _Log(io.FileIO):
+    """A rank's log, as stdout and stderr of its program: what a full disk has no room for is lost."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as e:
+            if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            return memoryview(data).nbytes
+
+
 def _die_with_lease() -> None:
     """Kill this process when its node's lease has run out: also when its agent stands still, and cannot."""
     lease = Lease(os.environ[RANK_STATE_ENV])
@@ -56,6 +71,10 @@ def _die_with_lease() -> None:
 def run_program() -> None:
     """Run a rank's Python program in the surroundings that `python program.py` or `python -m program` would give it."""
     enter()
+    sys.stdout, sys.stderr = (
+        io.TextIOWrapper(io.BufferedWriter(_Log(n, "w", closefd=False)), f.encoding, f.errors, line_buffering=True)
+        for n, f in ((1, sys.stdout), (2, sys.stderr))
+    )
     stacks = open(os.environ[STACKS_ENV], "a")  # noqa: SIM115 - stays open for as long as the rank lives
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
     threading.Thread(target=_die_with_lease, name="lease", daemon=True).start()

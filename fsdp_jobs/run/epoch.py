@@ -75,14 +75,13 @@ def _create(marker: Path, owner: str) -> bool:
     try:
         if isinstance(marker, Path):
             marker.parent.mkdir(parents=True, exist_ok=True)
-            with marker.open("x") as f:
-                f.write(owner)
+            marker.touch(exist_ok=False)  # its name is the claim: a full disk has room for that, and not for a line
         else:
             marker.fs.pipe_file(marker.path, owner.encode(), mode="create")
     except OSError:
         if not marker.exists():
             raise
-        return bool(marker.read_text() == owner)  # ours: the answer to the first request was lost
+        return bool(marker.read_text() == owner)  # ours: the answer to the first request to a store was lost
     return True
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import math
 import statistics
 import time
 from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +23,10 @@ from fsdp_jobs.plan.shapes import llama_shape
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.events import LossSpike, append_line, record
 from fsdp_jobs.run.goodput import StepClock
+
+_REST_S = 60.0  # between two tries to write for TensorBoard
+
+logger = logging.getLogger(__name__)
 
 
 def flops_per_token(model: nn.Module, config: JobConfig) -> float:
@@ -42,11 +50,13 @@ class MetricsLog:
         self.spike = config.elastic.loss_spike
         self.losses: deque[float] = deque(maxlen=100)  # of the newest steps
         self.steps = StepClock(run)
+        self.open_tensorboard: Callable[[], Any] | None = None
         self.tensorboard: Any = None
+        self.rests_until = -math.inf
         if importlib.util.find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.tensorboard = SummaryWriter(str(run.tensorboard))
+            self.open_tensorboard = partial(SummaryWriter, str(run.tensorboard))
 
     def log(self, step: int, tokens: int, flops: float, values: dict[str, float]) -> None:
         """Record a step.
@@ -68,9 +78,19 @@ class MetricsLog:
         sums = self.steps.add(step, seconds, values["checkpoint_stall_s"])
         rounded |= {k: round(v, 4) for k, v in sums.items()}
         append_line(self.run.metrics, {**rounded, "attempt": self.attempt, "time": time.time()})
-        if self.tensorboard is not None:
-            for name, value in rounded.items():
+        self._draw(step, rounded)
+
+    def _draw(self, step: int, values: dict[str, float]) -> None:
+        """Write scalars for TensorBoard; where that fails, as on a full disk, try again a minute later."""
+        if self.open_tensorboard is None or time.monotonic() < self.rests_until:
+            return
+        try:
+            self.tensorboard = self.tensorboard or self.open_tensorboard()
+            for name, value in values.items():
                 self.tensorboard.add_scalar(name, value, step)
+        except OSError as e:
+            logger.warning("TensorBoard misses steps from %d on: %s", step, e)
+            self.tensorboard, self.rests_until = None, time.monotonic() + _REST_S
 
     def _watch(self, step: int, loss: float) -> None:
         """Record an event when a loss is far above those of the steps before it."""
@@ -84,4 +104,5 @@ class MetricsLog:
 
     def close(self) -> None:
         if self.tensorboard is not None:
-            self.tensorboard.close()
+            with suppress(OSError):
+                self.tensorboard.close()

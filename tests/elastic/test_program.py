@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +20,7 @@ from fsdp_jobs.launchers.slurm.script import Site, script
 from fsdp_jobs.pages.plan_svg import to_svg
 from fsdp_jobs.plan.plan import Plan, make_plan
 from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.env import LOG_ENV, PROGRAM_ENV, RANK_STATE_ENV, RUN_DIR_ENV, STACKS_ENV
 from fsdp_jobs.submit.validate import check_existing_run, validate
 from tests.plan.shown import render_text
 
@@ -121,3 +126,15 @@ def test_containers_of_a_program_have_no_limit_that_nobody_knows(folder: Path) -
     given = compose_job([*("name=r", "script=train.py", "cluster=docker", "cluster.memory=2g"), "nproc_per_node=2"])
     request = containers.translate(Job(given, run, plan), {"NCPU": 4}, [])
     assert next(c for c in request.containers if "-node-" in c["name"])["host_config"]["mem_limit"] == 2 * 2**30
+
+
+def test_what_a_rank_prints_is_lost_on_a_full_disk_and_it_goes_on(tmp_path: Path) -> None:
+    chatty = "import sys\nfor out in (sys.stdout, sys.stderr): print('a line', file=out, flush=True)\nopen('ran', 'w')"
+    (tmp_path / "chatty.py").write_text(chatty)
+    here = {RUN_DIR_ENV: tmp_path, RANK_STATE_ENV: tmp_path, LOG_ENV: "/dev/full", STACKS_ENV: tmp_path / "stacks"}
+    rank = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}
+    program = {PROGRAM_ENV: json.dumps({"what": "chatty.py", "is_module": False, "folder": "", "args": []})}
+    env = {**os.environ, **{key: str(value) for key, value in {**here, **rank, **program}.items()}}
+    code = "from fsdp_jobs.elastic.worker import run_program; run_program()"
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and (tmp_path / "ran").exists(), done.stderr

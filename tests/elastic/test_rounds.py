@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 from fsdp_jobs.elastic import fencing, placement
 from fsdp_jobs.elastic.placement import ConnectedAgent
 from fsdp_jobs.elastic.rank_state import Phase, Request
+from fsdp_jobs.run import verdict
 from tests.elastic.cluster import PROGRAM, SILENCE, Cluster, failure
 
 
@@ -319,3 +322,31 @@ def test_a_round_does_not_begin_from_a_plan_when_the_job_was_stopped_meanwhile(
     cluster.later(1, a)
     assert cluster.last(a, "round") is None and cluster.last(a, "end") is not None
     assert not cluster.events("round_started")
+
+
+def test_a_verdict_that_a_full_disk_has_no_room_for_is_written_later_and_agents_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever restarts processes reads the verdict: an agent that ended without it would be started again."""
+    cluster = Cluster(tmp_path, "nodes=1", "elastic.join_window_s=0")
+    a = cluster.join(0)
+    cluster.later(0.2, a)
+    with monkeypatch.context() as full:
+        full.setattr(verdict, "write_atomic", raises(errno.ENOSPC))
+        cluster.ended(a)
+        cluster.later(2, a)
+        assert cluster.verdict is None and cluster.last(a, "end") is None
+        cluster.closed(a)
+        again = cluster.join(0, life="b")
+        assert cluster.last(again, "end") is None
+        assert len(cluster.events("waiting")) == 1, "said once"
+    cluster.later(0.2, again)
+    assert cluster.verdict is not None and cluster.verdict.verdict == "done"
+    assert cluster.last(again, "end") is not None and len(cluster.events("attempt_ended")) == 1
+
+
+def raises(number: int) -> Callable[..., None]:
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,8 @@ import pytest
 
 from fsdp_jobs.checkpoints import catalog
 from fsdp_jobs.run.directory import RunDir
-from tests.jobs import Watched, cli, job
+from fsdp_jobs.run.verdict import Verdict
+from tests.jobs import Watched, cli, fill, job
 from tests.world import TINY, events_of, flip_byte, losses_of
 
 pytestmark = pytest.mark.integration
@@ -147,18 +149,6 @@ def test_export_gives_the_weights_that_were_trained(trained: Path, tmp_path: Pat
     model.load_state_dict(pt)
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 8 MB."""
-    mount = tmp_path / "small"
-    mount.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(mount)], capture_output=True)
-    if made.returncode:
-        pytest.skip("needs root to mount a small file system")
-    yield mount
-    subprocess.run(["umount", "-l", str(mount)], check=True)
-
-
 def test_a_full_disk_leaves_nothing_half_written(small_disk: Path, tmp_path: Path) -> None:
     done = cli(tmp_path, "name=full", *SMALL, f"runs_dir={small_disk}", "steps=6", "model.vocab_size=10000")
     assert done.returncode == 1, done.stdout
@@ -166,6 +156,33 @@ def test_a_full_disk_leaves_nothing_half_written(small_disk: Path, tmp_path: Pat
     run = RunDir(small_disk / "full")
     assert not any(run.checkpoints.glob("step-*"))
     assert len(losses_of(run)) == 6  # it trained on: the disk might have been freed in time
+
+
+def test_a_job_outlives_a_disk_without_a_free_byte_and_saves_as_soon_as_there_is_room(small_disk: Path) -> None:
+    """TensorBoard's writer, the claim of the next round and the verdict need room too: none of them may end the job."""
+    task = ("steps=100000", "optim.schedule=constant", "checkpoint.every_steps=10")
+    with job(small_disk, "full", *task, nodes="1") as full:
+        full.until(lambda: bool(full.events("checkpoint")), "a checkpoint")
+        fill(small_disk)
+        full.until(lambda: len(full.events("checkpoint_failed")) >= 2, "saves that fail")
+        assert [e["attempt"] for e in full.events("round_started")] == [0] and not full.events("round_broken")
+        coordinator, ranks = full.process("fsdp_jobs.elastic.coordinator"), full.ranks(0)
+        ranks[0].kill()
+        full.until(lambda: len({*full.ranks(0)} - {*ranks}) == 2, "ranks of a second round")
+        full.agent(0).send_signal(signal.SIGTERM)
+        full.until(lambda: not full.ranks(0), "their end")
+        time.sleep(2)  # many tries to write the verdict
+        assert coordinator.is_running() and Verdict.read(full.run, 0) is None and full.agent(0).is_running()
+
+        subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
+        full.until(lambda: full.run.last_attempt() == 1, "the next attempt")
+        verdict = Verdict.read(full.run, 0)
+        assert verdict is not None and verdict.verdict == "preempted"
+        saved = max(e["step"] for e in full.events("checkpoint"))
+        full.until(lambda: any(e["step"] > saved for e in full.events("checkpoint")), "a checkpoint again")
+        assert full.events("resumed")[-1]["step"] == saved
+        cancelled = cli(small_disk, "cancel", "full").stdout
+        assert f"saved at step {full.step()}" in cancelled
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from moto.server import ThreadedMotoServer
 from fsdp_jobs.run import epoch
 from fsdp_jobs.run.env import EPOCH_ENV, RANK_STATE_ENV
 from fsdp_jobs.run.epoch import COORDINATOR, ROUND, Epoch, Fenced, Lease, claim, newest
+from tests.jobs import fill
 
 
 @pytest.fixture(params=["folder", "simulated store"])
@@ -72,6 +73,13 @@ def test_a_claim_whose_answer_was_lost_is_ones_own(home: Path) -> None:
     marker.write_text("mine")
     assert epoch._create(marker, "mine")
     assert not epoch._create(marker, "another's")
+
+
+def test_a_full_disk_has_room_for_a_claim(small_disk: Path) -> None:
+    """A marker whose line did not fit was taken for another coordinator's, and the job waited for ever."""
+    claim(small_disk, ROUND, "before")
+    fill(small_disk)
+    assert claim(small_disk, ROUND, "attempt 0 and forty letters that do not fit", last=1) == 2
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
