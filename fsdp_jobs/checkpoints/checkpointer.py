@@ -19,8 +19,9 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.checkpoint.stateful import Stateful
 
-from fsdp_jobs.checkpoints import catalog
+from fsdp_jobs.checkpoints import catalog, fsdp1
 from fsdp_jobs.checkpoints.catalog import MANIFEST, NOT_FINITE, SHARDS, Manifest
+from fsdp_jobs.checkpoints.fsdp1 import Fsdp1State
 from fsdp_jobs.checkpoints.local_disks import LocalDisks
 from fsdp_jobs.checkpoints.ranks import Ranks
 from fsdp_jobs.checkpoints.state import State
@@ -65,7 +66,7 @@ class Checkpointer:
         """
         self.run, self.config, self.layout = run, config.checkpoint, layout
         self.attempt, self.restart, self.on_restored = attempt, restart, on_restored
-        self.state = State(model, optimizer, others, device)
+        self.state = (Fsdp1State if fsdp1.is_used(model) else State)(model, optimizer, others, device)
         minutes = self.config.every_minutes
         self.every_s: float = run.planned_interval_s() if minutes == AUTO else minutes * 60  # 0: steps alone count
         self.samples = 0  # consumed since the run began: for the program to count, saved with the rest

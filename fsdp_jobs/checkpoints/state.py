@@ -32,6 +32,9 @@ class State:
             TypeError: something in it cannot be saved.
         """
         self.model, self.optimizer = model, optimizer
+        known = set(model.parameters())
+        if any(p not in known for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
+            raise TypeError("the optimizer has a parameter that the model has not: make the optimizer after FSDP")
         others = {"hyperparameters": Hyperparameters(optimizer), **others}
         self.others = {f"others.{name}": other for name, other in others.items()}
         self.random = {f"rng.{dist.get_rank()}": RandomState(device)}
@@ -67,6 +70,9 @@ class State:
                 raise TypeError("the optimizer holds state of a tensor that is not a parameter: it cannot be saved")
             prefix = f"optim.state.{names[parameter].removeprefix('model.')}"
             state |= {f"{prefix}.{key}": value for key, value in of_parameter.items()}
+        return self._split(state)
+
+    def _split(self, state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         values = {k: v for k, v in state.items() if not isinstance(v, Tensor) or k.endswith("_extra_state")}
         return {k: v for k, v in state.items() if k not in values}, values
 
@@ -104,7 +110,13 @@ class State:
 
     def take(self, state: dict[str, Tensor]) -> None:
         """Go on from what was read into the tensors of `to_load`; model's and optimizer's are their own already."""
-        values = _unpacked(state[_VALUES]) if _VALUES in state else {}
+        self._put_back(_unpacked(state[_VALUES]) if _VALUES in state else {})
+        for name, other in (self.others | self.random).items():
+            if name in state:
+                other.load_state_dict(_unpacked(state[name]))
+
+    def _put_back(self, values: dict[str, Any]) -> None:
+        """Give model and optimizer the values that are no tensors."""
         extra = {name.removeprefix("model."): v for name, v in values.items() if name.startswith("model.")}
         if extra:
             set_model_state_dict(self.model, extra, options=StateDictOptions(strict=False))
@@ -112,9 +124,6 @@ class State:
             prefix = f"optim.state.{self._fqn(name).removeprefix('model.')}."
             of_parameter = {n.removeprefix(prefix): v for n, v in values.items() if n.startswith(prefix)}
             self.optimizer.state[parameter].update(of_parameter) if of_parameter else None
-        for name, other in (self.others | self.random).items():
-            if name in state:
-                other.load_state_dict(_unpacked(state[name]))
 
 
 class Hyperparameters:

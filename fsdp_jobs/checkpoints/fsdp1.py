@@ -1,0 +1,131 @@
+"""The state of models that FSDP1 (`FullyShardedDataParallel`) wraps, under the names and in the shards of FSDP2."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._init_utils import HYBRID_SHARDING_STRATEGIES
+
+from fsdp_jobs.checkpoints.state import State
+
+
+class Fsdp1State(State):
+    """State of a model with flat parameters: torch gathers each FSDP unit, and cuts copies of its tensors by rows.
+
+    A save and a restore therefore communicate, and take the memory of the rank's share a second time.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, others: Mapping[str, Stateful], device: torch.device
+    ):
+        """Take all of it apart once, as a save does; an optimizer without state is left without.
+
+        Raises:
+            TypeError: it cannot be saved; the ranks do not train one model.
+        """
+        self._device, self._copies = device, dict[str, Any]()
+        _check_groups(model)
+        is_new, groups = not optimizer.state, [dict(group) for group in optimizer.param_groups]
+        try:
+            super().__init__(model, optimizer, others, device)
+        except (AssertionError, KeyError, RuntimeError, ValueError) as e:
+            why = f"{type(e).__name__}: {e}".partition("\n")[0]
+            raise TypeError(
+                f"torch cannot tell which part of FSDP1's flat parameters this optimizer's state is of ({why})"
+            ) from e
+        self._copies.clear()
+        if is_new:
+            optimizer.state.clear()
+            for group, before in zip(optimizer.param_groups, groups, strict=True):
+                group.update(before)
+
+    def _live(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Copy what there is now; where a rank has rows of a tensor, it is a DTensor.
+
+        Raises:
+            TypeError: an optimizer's state has not the shape of its parameter.
+        """
+        with self._as_dtensors():
+            model = get_model_state_dict(self.model)
+            optim = get_optimizer_state_dict(self.model, self.optimizer)
+        self._copies = {"model": model, "optim": optim}
+        self.buffers = frozenset(self._fqn(name) for name, _ in self.model.named_buffers(remove_duplicate=False))
+        state = {f"model.{name}": value for name, value in model.items()}
+        for name, key, value in _entries(optim):
+            if isinstance(value, Tensor) and value.dim() and value.shape != model[name].shape:
+                raise TypeError(
+                    f"the optimizer's {key} of {name} has the shape {tuple(value.shape)}, and the parameter "
+                    f"{tuple(model[name].shape)}: with FSDP1 only state of each element can be saved"
+                )
+            state[f"optim.state.{name}.{key}"] = value
+        return self._split(state)
+
+    def to_save(self) -> dict[str, Tensor]:
+        state = super().to_save()
+        self._copies.clear()
+        return state
+
+    def _put_back(self, values: dict[str, Any]) -> None:
+        """Give model and optimizer the copies that were read into."""
+        model, optim = self._copies["model"], self._copies["optim"]
+        model = {name: values.get(f"model.{name}", value) for name, value in model.items()}
+        for name, key, value in list(_entries(optim)):
+            optim["state"][name][key] = values.get(f"optim.state.{name}.{key}", value)
+        with self._as_dtensors():
+            set_model_state_dict(self.model, model)
+            set_optimizer_state_dict(self.model, self.optimizer, optim)
+        self._copies.clear()
+
+    @contextmanager
+    def _as_dtensors(self) -> Iterator[None]:
+        """Let FSDP1 use DTensors, as with a device mesh: else it has its own sharded tensors, which DCP cannot copy."""
+        units = [unit for unit in FullyShardedDataParallel.fsdp_modules(self.model) if unit._device_mesh is None]
+        for unit in units:
+            unit._device_mesh = DeviceMesh.from_group(unit.process_group, self._device.type)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of torch to itself
+                yield
+        finally:
+            for unit in units:
+                unit._device_mesh = None
+
+
+def is_used(model: nn.Module) -> bool:
+    """Whether FSDP1 wraps a model or parts of it."""
+    return bool(FullyShardedDataParallel.fsdp_modules(model))
+
+
+def _entries(optim: Any) -> Iterator[tuple[str, str, Any]]:
+    """Yield parameter, key and value of an optimizer's state."""
+    for name, of_parameter in optim["state"].items():
+        for key, value in of_parameter.items():
+            yield name, key, value
+
+
+def _check_groups(model: nn.Module) -> None:
+    """Raises: TypeError when some ranks train models of their own, of which a checkpoint would keep one."""
+    world = dist.get_world_size()
+    for unit in FullyShardedDataParallel.fsdp_modules(model):
+        is_hybrid = unit.sharding_strategy in HYBRID_SHARDING_STRATEGIES  # no more, once its shard groups have one rank
+        ranks = unit.process_group.size() * (unit._inter_node_pg.size() if is_hybrid else 1)
+        if ranks < world:
+            raise TypeError(
+                f"FSDP spans {ranks} of {world} ranks, and each such group trains a model of its own: "
+                "pass device_mesh=job.mesh() to FSDP"
+            )
