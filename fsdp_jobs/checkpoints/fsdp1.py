@@ -61,7 +61,7 @@ class Fsdp1State(State):
             TypeError: an optimizer's state has not the shape of its parameter.
         """
         with self._as_dtensors():
-            model = get_model_state_dict(self.model)
+            model: dict[str, Any] = get_model_state_dict(self.model)
             optim = get_optimizer_state_dict(self.model, self.optimizer)
         self._copies = {"model": model, "optim": optim}
         self.buffers = frozenset(self._fqn(name) for name, _ in self.model.named_buffers(remove_duplicate=False))
@@ -96,7 +96,7 @@ class Fsdp1State(State):
         """Let FSDP1 use DTensors, as with a device mesh: else it has its own sharded tensors, which DCP cannot copy."""
         units = [unit for unit in FullyShardedDataParallel.fsdp_modules(self.model) if unit._device_mesh is None]
         for unit in units:
-            unit._device_mesh = DeviceMesh.from_group(unit.process_group, self._device.type)
+            unit._device_mesh = DeviceMesh.from_group(_group_of(unit), self._device.type)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of torch to itself
@@ -118,12 +118,17 @@ def _entries(optim: Any) -> Iterator[tuple[str, str, Any]]:
             yield name, key, value
 
 
+def _group_of(unit: FullyShardedDataParallel) -> dist.ProcessGroup:
+    assert unit.process_group is not None
+    return unit.process_group
+
+
 def _check_groups(model: nn.Module) -> None:
     """Raises: TypeError when some ranks train models of their own, of which a checkpoint would keep one."""
     world = dist.get_world_size()
     for unit in FullyShardedDataParallel.fsdp_modules(model):
         is_hybrid = unit.sharding_strategy in HYBRID_SHARDING_STRATEGIES  # no more, once its shard groups have one rank
-        ranks = unit.process_group.size() * (unit._inter_node_pg.size() if is_hybrid else 1)
+        ranks = _group_of(unit).size() * (unit._inter_node_pg.size() if is_hybrid else 1)
         if ranks < world:
             raise TypeError(
                 f"FSDP spans {ranks} of {world} ranks, and each such group trains a model of its own: "

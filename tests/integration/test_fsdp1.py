@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.test_scripts import QUICK, log_of, until_said
-from tests.jobs import Job, job
+from tests.jobs import Job, cli, job
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
@@ -75,16 +75,17 @@ def load(step):
             optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state["optim"]))
         return
     with FSDP.state_dict_type(model, kind):
-        state = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
+        optim = FSDP.optim_state_dict(model, optimizer)
+        state = {"model": model.state_dict(), "optim": optim["state"]}
         dcp.load(state, checkpoint_id=folder / f"{step}")
         model.load_state_dict(state["model"])
-        optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state["optim"]))
+        optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, optim))
 
 def save(step):
     with FSDP.state_dict_type(model, kind, config):
         state = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
         if not full:
-            dcp.save(state, checkpoint_id=folder / f"{step}")
+            dcp.save({**state, "optim": state["optim"]["state"]}, checkpoint_id=folder / f"{step}")
     if dist.get_rank() == 0:
         folder.mkdir(exist_ok=True)
         if full:
@@ -130,6 +131,8 @@ def test_library_saves_and_resumes_hybrid_shards_on_the_plans_mesh(tmp_path: Pat
         check(run)
         (resumed,) = run.events("resumed")
         assert resumed["step"] >= 10 and resumed["world_size"] == 4
+    exported = cli(tmp_path, "export", "guest")
+    assert exported.returncode == 0, exported.stderr
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
