@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlencode
 
 import yaml
 
@@ -47,22 +48,20 @@ class ApiError(Exception):
 
 
 @contextmanager
-def _api_errors() -> Iterator[None]:
-    """Raise ApiError in place of the client library's exceptions."""
+def _connection_errors() -> Iterator[None]:
+    """Raise ApiError in place of urllib3's exceptions."""
     import urllib3
-    from kubernetes.client.exceptions import ApiException
 
     try:
         yield
-    except ApiException as e:
-        try:
-            message = str(json.loads(e.body).get("message", e.reason))
-        except (AttributeError, TypeError, ValueError):  # not the API's own
-            message = f"{e.status} {e.reason}"
-        raise ApiError(e.status, message) from e
     except urllib3.exceptions.HTTPError as e:
-        why = str(getattr(e, "reason", None) or e)
-        raise ApiError(0, re.sub(r"^<.*?>: |^\w+\(.*?\): ", "", why)) from e  # without the connection's repr
+        raise ApiError(0, _words(e)) from e
+
+
+def _words(error: BaseException) -> str:
+    """Return what an error of a connection says, without the exceptions and connections that it is wrapped in."""
+    inner = getattr(error, "reason", None) or next((a for a in error.args if isinstance(a, Exception)), None)
+    return _words(inner) if isinstance(inner, Exception) else re.sub(r"^<.*?>: |^\w+\(.*?\): ", "", str(error)).strip()
 
 
 class Api:
@@ -70,8 +69,8 @@ class Api:
 
     Every method raises ApiError, which `explain` translates for the user.
 
-    Only the connection is the client library's. Its methods differ by kind, and it patches custom kinds with another
-    content type than built-in ones.
+    Only login and connections are the client library's. Its methods differ by kind, it patches custom kinds with
+    another content type than built-in ones, and a certificate that cannot be verified is a TypeError to it.
     """
 
     def __init__(self, client: Any, namespace: str, where: str, retried_for_s: float):
@@ -131,7 +130,7 @@ class Api:
         query = {"container": container, **({"follow": "true"} if follow else {})}
         query |= {"sinceSeconds": str(since_s)} if since_s is not None else {}
         answer = self._send("GET", f"{self._path('v1', 'Pod', pod)}/log", query, answer_s=None if follow else _ANSWER_S)
-        with _api_errors():
+        with _connection_errors():
             for line in answer:
                 yield line.removesuffix(b"\n").decode(errors="replace")
 
@@ -177,12 +176,24 @@ class Api:
         body: Object | None = None,
         answer_s: float | None = _ANSWER_S,
     ) -> Any:
+        import urllib3
+
         kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
-        headers = {"Accept": "application/json", "Content-Type": kind}
-        options = {"_preload_content": False, "_request_timeout": (_CONNECT_S, answer_s)}
-        options |= {"auth_settings": ["BearerToken"], "body": body}
-        with _api_errors():
-            return self._client.call_api(path, method, None, list(query.items()), headers, **options)
+        headers = {**self._client.default_headers, "Accept": "application/json", "Content-Type": kind}
+        self._client.update_params_for_auth(headers, [], ["BearerToken"])
+        pools, url = self._client.rest_client.pool_manager, f"{self.where}{path}?{urlencode(query)}"
+        text = None if body is None else json.dumps(body)
+        how = {"timeout": urllib3.Timeout(connect=_CONNECT_S, read=answer_s), "preload_content": False}
+        with _connection_errors():
+            answer = pools.request(method, url, None, headers, body=text, redirect=False, **how)
+            if answer.status < 300:
+                return answer
+            refusal = answer.data
+        try:
+            message = str(json.loads(refusal)["message"])
+        except (LookupError, TypeError, ValueError):  # not the API's own
+            message = f"{answer.status} {answer.reason}"
+        raise ApiError(answer.status, message)
 
 
 def _content_of(answer: Any) -> Object:
@@ -191,7 +202,7 @@ def _content_of(answer: Any) -> Object:
     Raises:
         ApiError: it was cut off, or comes from something else than Kubernetes: a proxy, a page to log in.
     """
-    with _api_errors():
+    with _connection_errors():
         text = answer.data.decode(errors="replace")
     with suppress(ValueError):
         content = json.loads(text)
@@ -234,10 +245,11 @@ def _client_of(context: str | None, file: str | None, _changed: tuple[int, ...])
                 raise BadInput([Problem(f"cluster.context={context}", f"the kubeconfig has only {names}")])
             config.load_kube_config(file, chosen["name"], configuration)
             namespace = chosen["context"].get("namespace", "default")
-    except (config.ConfigException, yaml.YAMLError) as e:
+    except (config.ConfigException, yaml.YAMLError, OSError, TypeError, AttributeError) as e:
         where = f"KUBECONFIG={file or '~/.kube/config'}"
         cure = "set KUBECONFIG to the file that the cluster's administrator gave you; kubectl get pods must work first"
-        raise BadInput([Problem(where, f"no usable kubeconfig: {e}", cure)]) from e
+        why = "not a mapping" if isinstance(e, TypeError | AttributeError) else e
+        raise BadInput([Problem(where, f"no usable kubeconfig: {why}", cure)]) from e
     configuration.retries, configuration.connection_pool_maxsize = False, _QUESTIONS_AT_ONCE
     return client.ApiClient(configuration), namespace
 

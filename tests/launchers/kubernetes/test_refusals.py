@@ -147,6 +147,13 @@ def test_no_kubeconfig_and_no_cluster(api: SimulatedApi, tmp_path: Path, monkeyp
     monkeypatch.setenv("KUBECONFIG", str(api.write_kubeconfig(tmp_path / "other", server=nobody)))
     assert f"{nobody}: the cluster's API does not answer: Failed to establish" in refused()
     assert " object at 0x" not in refused()
+    monkeypatch.setenv(
+        "KUBECONFIG", str(api.write_kubeconfig(tmp_path / "tls", server=api.url.replace("http", "https")))
+    )
+    assert "the cluster's API does not answer: [SSL: WRONG_VERSION_NUMBER]" in refused()
+    (tmp_path / "other").write_text("hello")
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "other"))
+    assert f"KUBECONFIG={tmp_path / 'other'}: no usable kubeconfig: not a mapping" in refused()
 
 
 @pytest.mark.parametrize(
@@ -155,7 +162,7 @@ def test_no_kubeconfig_and_no_cluster(api: SimulatedApi, tmp_path: Path, monkeyp
         ((200, "<html>Log in</html>", 0), "what answers is not Kubernetes: <html>Log in</html>"),
         ((200, "[]", 0), "what answers is not Kubernetes: []"),
         ((200, "{}", 0), "what answers is not Kubernetes: {}"),
-        ((200, '{"kind": "APIGroupList"}', 10), "Connection broken: IncompleteRead"),
+        ((200, '{"kind": "APIGroupList"}', 10), "IncompleteRead(14 bytes read"),
         ((502, '"bad gateway"', 0), "502 Bad Gateway"),
     ],
 )
