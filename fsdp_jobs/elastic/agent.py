@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -197,7 +196,7 @@ def run_agent(args: argparse.Namespace) -> int:
     """Run this node's ranks through all rounds of an attempt. Returns the attempt's exit code."""
     run, attempt = RunDir(args.run_dir), int(os.environ[ATTEMPT_ENV])
     config = load_config(run.config)
-    folder, _lock = make_folder()
+    folder = make_folder()
     keep_temporaries_in(folder)
     identity: Message = {
         "attempt": attempt,
@@ -239,7 +238,6 @@ def run_agent(args: argparse.Namespace) -> int:
     handler.shutdown()
     log_times.close()
     tracker.close()
-    shutil.rmtree(folder, ignore_errors=True)  # last: events are recorded under the lease that is in it
     if handler.end:
         return int(handler.end["exit_code"])
     if (verdict := Verdict.read(run, attempt)) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import multiprocessing
+import multiprocessing.util
 import shutil
 import struct
 import tempfile
@@ -71,10 +72,11 @@ class RankState:
         self._map[:] = _REPORT.pack(0.0, -1, SAVES_NOTHING, Phase.STARTING).ljust(_SIZE, b"\0")
 
 
-def make_folder() -> tuple[Path, IO[str]]:
-    """Make a folder for a node's rank states, in memory where possible, with the lock that says it is in use.
+def make_folder() -> Path:
+    """Make a folder for a node's rank states, in memory where possible, with a lock that says it is in use.
 
-    Folders of agents that were killed are removed: the kernel has released their locks.
+    Folders of agents that were killed are removed: the kernel has released their locks. So are semaphores of agents
+    and ranks whose folder is gone. This process removes its own folder at its end.
     """
     shm = Path("/dev/shm")
     base = shm if shm.is_dir() else Path(tempfile.gettempdir())
@@ -82,12 +84,19 @@ def make_folder() -> tuple[Path, IO[str]]:
         with suppress(OSError), old.open("w") as lock:  # another user's, or one in use, stays
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(old.parent)
-            for semaphore in shm.glob(f"sem.{old.parent.name}-*"):
-                semaphore.unlink(missing_ok=True)
+    for semaphore in shm.glob(f"sem.{_FOLDERS}*"):
+        if not (base / semaphore.name.removeprefix("sem.").rpartition("-")[0]).exists():
+            with suppress(OSError):
+                semaphore.unlink()
     folder = Path(tempfile.mkdtemp(prefix=_FOLDERS, dir=base))
     lock = (folder / "lock").open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)
-    return folder, lock
+    multiprocessing.util.Finalize(None, _remove, (folder, lock), exitpriority=-100)  # after this process's semaphores
+    return folder
+
+
+def _remove(folder: Path, _lock: IO[str]) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def keep_temporaries_in(folder: Path) -> None:
