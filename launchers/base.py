@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from torchx.schedulers import get_scheduler_factories
 from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream, filter_regex
-from torchx.specs import AppDef, AppDryRunInfo, AppState, Role, RoleStatus
+from torchx.specs import AppDef, AppDryRunInfo, AppState, Role, RoleStatus, make_app_handle
 
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import JobConfig
@@ -209,14 +209,21 @@ class Launcher(ABC):
 
     def remember(self, app_id: str, run: RunDir) -> None:
         """Keep a link to a submitted run; ids begin again when a cluster is set up anew, so an old link is replaced."""
-        link = self._links / app_id
+        link = self._link(app_id)
         link.parent.mkdir(parents=True, exist_ok=True)
         link.unlink(missing_ok=True)
         link.symlink_to(run.path.resolve())
 
-    def run_of(self, app_id: str) -> RunDir | None:
-        """Return the run directory of an app; None when it is gone or was not submitted from this machine."""
-        link = self._links / app_id
+    def _link(self, app_id: str, cluster: str = "") -> Path:
+        """Return an app's link; ids are unique over clusters."""
+        return self._links / app_id
+
+    def run_of(self, app_id: str, cluster: str = "") -> RunDir | None:
+        """Return the run directory of an app; None when it is gone or was not submitted from this machine.
+
+        `cluster` is that of its handle; without one it is the cluster that a command here reaches.
+        """
+        link = self._link(app_id, cluster)
         return RunDir(link.resolve()) if link.is_dir() else None
 
     @classmethod
@@ -242,6 +249,14 @@ def prepare_each(prepare: Callable[[Job], _Request], jobs: Sequence[Job]) -> lis
     return requests
 
 
+class _Listed(ListAppResponse):  # type: ignore[misc]
+    """A line of `torchx list`: TorchX's runner would put its own session into every handle."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name not in vars(self):
+            super().__setattr__(name, value)
+
+
 class TorchxScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
     """A launcher as `torchx status`, `log`, `cancel` and `list` use it."""
 
@@ -265,7 +280,13 @@ class TorchxScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
 
     def list(self) -> list[ListAppResponse]:
         described = self.launcher.describe(self.launcher.known())
-        return [ListAppResponse(job.app_id, _TORCHX_STATES[job.state]) for job in described if job is not None]
+        return [self._listed(job) for job in described if job is not None]
+
+    def _listed(self, job: Description) -> ListAppResponse:
+        state = _TORCHX_STATES.get(job.state, AppState.UNKNOWN)
+        return _Listed(
+            job.app_id, state, make_app_handle(self.backend, self.launcher.cluster_of(job.app_id), job.app_id)
+        )
 
     def _cancel_existing(self, app_id: str) -> None:
         self.launcher.cancel([app_id])

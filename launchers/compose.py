@@ -45,7 +45,7 @@ class ComposeLauncher(Launcher):
     def cluster_of(self, app_id: str) -> str:
         return SESSION
 
-    def run_of(self, app_id: str) -> RunDir | None:
+    def run_of(self, app_id: str, cluster: str = "") -> RunDir | None:
         run = RunDir(RUNS / app_id)
         return run if run.is_submitted else None
 

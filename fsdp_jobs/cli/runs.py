@@ -56,8 +56,9 @@ def existing_run(name: str, runs_dir: str) -> RunDir:
 
 
 def _run_of_handle(handle: str) -> RunDir:
-    launcher, _, app = handle.partition("://")
-    run = launcher_of(launcher).run_of(app.rpartition("/")[2])
+    launcher, _, place = handle.partition("://")
+    cluster, _, app = place.rpartition("/")
+    run = launcher_of(launcher).run_of(app, cluster)
     if run is None or run.read_job().get("handle") != handle:
         what = "is not the newest submission of a run made on this machine"
         raise BadInput([Problem(handle, what, "name the run: fsdp-jobs list")])

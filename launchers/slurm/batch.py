@@ -33,6 +33,7 @@ _EXCLUDE_S = 6 * 3600.0  # for a node that fails the node test
 _LEAVE_S = 30.0  # for agents to end after the verdict
 _LEAVE_SOON_S = 5.0  # before a requeue: the time limit may be near, and SLURM ends what is left
 _NO_SLURM_S = 600.0  # for a controller that is away to come back, before a requeue
+_REQUEUES = 3  # tries while it is not: SLURM refuses
 _REQUEUE_S = 120.0  # for SLURM to end this process once it has requeued the job
 
 logger = logging.getLogger(__name__)
@@ -173,19 +174,20 @@ class Batch(Attempt):
     def _requeue(self) -> int:
         """Requeue the job without the nodes that failed it. Does not return when that works."""
         excluded = [*sorted({*self.run.excluded_hosts(), *self.bad_hosts}), *self.commands.exclude]
-        deadline = time.monotonic() + _NO_SLURM_S
-        while True:
+        deadline, tries = time.monotonic() + _NO_SLURM_S, _REQUEUES
+        while tries and time.monotonic() < deadline:
             try:
-                if client.running(self.job_id) is None:
+                if client.running(self.job_id) is None:  # fails while the controller, or munge, is away
                     logger.info("not requeued: the job is no longer running")
                     return EXIT_REQUEUE
+                tries -= 1
                 client.call("scontrol", "requeue", self.job_id)
                 break
-            except client.SlurmError as e:  # the controller is away, or does not allow it
+            except client.SlurmError as e:
                 logger.warning("not requeued: %s", e)
-                if time.monotonic() > deadline or "contact" not in str(e):
-                    return EXIT_REQUEUE
             time.sleep(_QUEUE_S)
+        else:
+            return EXIT_REQUEUE
         _exclude(self.job_id, excluded)
         self.stop_signal = None
         deadline = time.monotonic() + _REQUEUE_S

@@ -120,6 +120,9 @@ class SlurmLauncher(Launcher):
     def known(self) -> list[str]:
         return list(client.queue())
 
+    def _link(self, app_id: str, cluster: str = "") -> Path:
+        return self._links / (cluster or self.cluster_of(app_id)) / app_id  # clusters that share a home have equal ids
+
     def cancel(self, app_ids: Sequence[str]) -> None:
         queue = client.queue(fresh=True)
         runs = {id: self.run_of(id) for id in app_ids}
@@ -169,14 +172,23 @@ def _wait_while(jobs: Sequence[client.QueuedJob], unchanged: Callable[[client.Qu
 def _describe(app_id: str, job: client.QueuedJob | None, run: RunDir | None) -> Description | None:
     """Combine what SLURM and the run directory know of a job; of another job with this id SLURM knows nothing here."""
     job = job if job is None or run is None or job.is_of(run) else None
-    if job is None and run is None:
-        return None
-    state, message = (job.state, _message(job)) if job else (State.FAILED, "SLURM has forgotten the job")
     if run is None:
-        return Description(app_id, state, message)
+        return Description(app_id, job.state, _message(job)) if job is not None else None
+    state, message = (job.state, _message(job)) if job is not None else _forgotten(run)
     if not state.is_active:
         state, message = _end(run, job, state, message)
     return Description(app_id, state, message, restarts_of(run))
+
+
+def _forgotten(run: RunDir) -> tuple[State, str]:
+    """Return how a job without a verdict has ended that neither the controller nor accounting remembers."""
+    if run.last_attempt() < run.first_attempt():
+        return State.STOPPED, "SLURM has forgotten the job, which never started: it was cancelled"
+    newest = (e for e in events.newest_events(run) if e.attempt == run.last_attempt())
+    asked = next((e.why for e in newest if isinstance(e, events.StopRequested)), None)
+    if asked is not None:
+        return State.STOPPED, f"SLURM has forgotten the job, which ended before it had saved: {asked}"
+    return State.FAILED, "SLURM has forgotten the job"
 
 
 def _message(job: client.QueuedJob) -> str:

@@ -128,6 +128,19 @@ def test_containers_of_a_program_have_no_limit_that_nobody_knows(folder: Path) -
     assert next(c for c in request.containers if "-node-" in c["name"])["host_config"]["mem_limit"] == 2 * 2**30
 
 
+def test_a_program_in_containers_works_where_it_can_write_and_how_to_mount_its_folder_is_said(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, run, plan = _submitted(folder, "cluster=docker")
+    request = containers.translate(Job(config, run, plan), {"NCPU": 4}, [])
+    assert {c["working_dir"] for c in request.containers} == {str(run.path)}
+    assert f"cluster.mounts=[{folder}:{folder}] mounts it" in caplog.text
+    caplog.clear()
+    mounted = compose_job(["name=r", "script=train.py", "cluster=docker", f"cluster.mounts=[{folder}:{folder}]"])
+    request = containers.translate(Job(mounted, run, plan), {"NCPU": 4}, [])
+    assert {c["working_dir"] for c in request.containers} == {str(folder)} and not caplog.text
+
+
 def test_what_a_rank_prints_is_lost_on_a_full_disk_and_it_goes_on(tmp_path: Path) -> None:
     chatty = "import sys\nfor out in (sys.stdout, sys.stderr): print('a line', file=out, flush=True)\nopen('ran', 'w')"
     (tmp_path / "chatty.py").write_text(chatty)

@@ -345,6 +345,21 @@ def test_a_verdict_that_a_full_disk_has_no_room_for_is_written_later_and_agents_
     assert cluster.last(again, "end") is not None and len(cluster.events("attempt_ended")) == 1
 
 
+def test_a_request_to_stop_that_cannot_be_read_is_told_once_and_stops_nothing(tmp_path: Path) -> None:
+    """As another user's command leaves it in a run directory that the group may write."""
+    cluster = Cluster(tmp_path, "nodes=1", "elastic.join_window_s=0")
+    a = cluster.join(0)
+    cluster.later(0.2, a)
+    cluster.run.stop_request.mkdir()  # root can read every file
+    cluster.later(2, a)
+    (told,) = cluster.events("waiting")
+    assert "cannot be read, so nothing is stopped" in told["why"] and not cluster.events("stop_requested")
+    cluster.run.stop_request.rmdir()
+    cluster.run.stop_request.write_text("cancelled")
+    cluster.later(0.2, a)
+    assert [e["why"] for e in cluster.events("stop_requested")] == ["cancelled"]
+
+
 def raises(number: int) -> Callable[..., None]:
     def fail(*_: object) -> None:
         raise OSError(number, os.strerror(number))

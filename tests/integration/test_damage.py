@@ -156,6 +156,10 @@ def test_a_full_disk_leaves_nothing_half_written(small_disk: Path, tmp_path: Pat
     run = RunDir(small_disk / "full")
     assert not any(run.checkpoints.glob("step-*"))
     assert len(losses_of(run)) == 6  # it trained on: the disk might have been freed in time
+    fill(small_disk)
+    refused = cli(tmp_path, "resume", "full", f"runs_dir={small_disk}")
+    assert refused.returncode == 2 and "make room there, then repeat the command" in refused.stderr, refused.stdout
+    assert len(refused.stderr.splitlines()) < 6, refused.stderr
 
 
 def test_a_job_outlives_a_disk_without_a_free_byte_and_saves_as_soon_as_there_is_room(small_disk: Path) -> None:

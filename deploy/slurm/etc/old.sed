@@ -8,7 +8,7 @@ s|^AccountingStorageType=.*|AccountingStorageType=accounting_storage/none|
 /^GresTypes/d
 s| Gres=gpu:8||
 s|^ProctrackType=.*|ProctrackType=proctrack/linuxproc|
-s|^JobRequeue=.*|JobRequeue=0\nMaxArraySize=0|
+s|^JobRequeue=.*|JobRequeue=0\nMaxArraySize=0\nMinJobAge=2|
 s|^KillWait=.*|KillWait=10|
 s|^EnforcePartLimits=.*|EnforcePartLimits=NO|
 s|^PreemptType=.*|PreemptType=preempt/none|

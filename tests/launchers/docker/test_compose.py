@@ -50,7 +50,7 @@ def services(image: str) -> Iterator[Watched]:
 def _in_the_dashboard() -> str:
     """The table and the run's report, by the address that the service tells in its log; empty while there is none."""
     logs = subprocess.run(["docker", "logs", f"{_PROJECT}_dashboard_1"], capture_output=True, text=True).stdout
-    token = re.search(r"\?token=(\S+)", logs)
+    token = re.search(r"http://localhost:8265/\?token=(\S+)", logs)
     if token is None:
         return ""
     address = {"base_url": "http://127.0.0.1:8265", "follow_redirects": True}

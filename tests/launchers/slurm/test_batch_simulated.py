@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from fsdp_jobs.launchers.slurm.steps import Commands, srun
 from fsdp_jobs.run.directory import RunDir
 from tests.jobs import ROOT, Watched
@@ -20,7 +22,20 @@ while '"given_up"' not in run.events.read_text():
     time.sleep(0.05)
 Verdict("done", "stop", "as simulated").close(run, 0)
 """
+SAVED = """
+import sys
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.verdict import Verdict
+Verdict("preempted", "requeue", "saved").close(RunDir(sys.argv[1]), 0)
+"""
 AGENT = "import sys, time; time.sleep(4) if sys.argv[1] == '0' else sys.exit(3)"
+
+
+def batch(commands: Path, run: RunDir, allocation: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """The batch step of job 7, with these commands in place of SLURM's."""
+    path = {"PATH": f"{commands}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "SLURM_JOB_ID": "7"}
+    argv = [sys.executable, "-m", "fsdp_jobs.launchers.slurm.batch", str(run.path)]
+    return subprocess.run(argv, env={**os.environ, **path, **allocation}, capture_output=True, text=True, timeout=60)
 
 
 def test_an_agent_that_dies_early_three_times_is_given_up_and_a_companion_requested(tmp_path: Path) -> None:
@@ -36,10 +51,7 @@ def test_an_agent_that_dies_early_three_times_is_given_up_and_a_companion_reques
     judge = [sys.executable, "-c", JUDGE, str(job.run.path)]
     agent = [sys.executable, "-c", AGENT, "{node}"]
     Commands(judge, agent, [], {}, max_nodes=3, regrow=True, exclude=["node9"], submit=["--partition=p"]).write(job.run)
-    allocation = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_CPUS_PER_NODE": "2(x2)"}
-    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    batch = [sys.executable, "-m", "fsdp_jobs.launchers.slurm.batch", str(job.run.path)]
-    done = subprocess.run(batch, env={**os.environ, **allocation, **path}, capture_output=True, text=True, timeout=60)
+    done = batch(tmp_path, job.run, {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_CPUS_PER_NODE": "2(x2)"})
 
     assert done.returncode == 0, done.stderr
     assert "attempt 0: done, as simulated" in done.stderr
@@ -48,6 +60,29 @@ def test_an_agent_that_dies_early_three_times_is_given_up_and_a_companion_reques
     assert [e["node"] for e in job.events("node_asked_for")][:1] == [2], done.stderr
     assert "--exclude=node9 --partition=p" in (tmp_path / "submitted").read_text()
     assert (tmp_path / "cancelled").read_text().startswith("--quiet 8")
+
+
+@pytest.mark.parametrize(("away", "requeues"), [(3, "true"), (0, "false")])
+def test_a_requeue_waits_for_a_controller_or_munge_that_is_away_and_not_for_one_that_refuses(
+    tmp_path: Path, away: int, requeues: str
+) -> None:
+    munge = "Munge encode failed: No such file or directory; Protocol authentication error"  # as SLURM 22.05 says it
+    calls = tmp_path / "calls"
+    answers = f"echo squeue >> {calls}; [ $(grep -c squeue {calls}) -gt {away} ]"
+    for command, script in {
+        "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
+        "squeue": f"{answers} || {{ echo '{munge}' >&2; exit 1; }}\necho '7|RUNNING|None|N/A|node1|node1|7'",
+        "scontrol": f'echo scontrol "$@" >> {calls}; (sleep 2; kill -TERM $PPID) >/dev/null 2>&1 & {requeues}',
+    }.items():
+        (tmp_path / command).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / command).chmod(0o755)
+    job = Watched(RunDir(tmp_path / "runs" / "a"))
+    judge = [sys.executable, "-c", SAVED, str(job.run.path)]
+    Commands(judge, ["true"], [], {}, max_nodes=1, regrow=False, exclude=[], submit=[]).write(job.run)
+    done = batch(tmp_path, job.run, {"SLURM_JOB_NODELIST": "node1", "SLURM_JOB_CPUS_PER_NODE": "2"})
+    assert done.returncode == 75 and ("requeued; excluded nodes: none" in done.stderr) is bool(away), done.stderr
+    assert calls.read_text().count("scontrol requeue 7") == (1 if away else 3), calls.read_text()
+    assert (munge in done.stderr) is bool(away)
 
 
 def test_steps_get_the_whole_environment_whatever_sbatch_exported() -> None:

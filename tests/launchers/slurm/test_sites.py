@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,13 +15,14 @@ from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.events import AttemptStarted, read_events
 from tests.jobs import cli, environment, killed_at
 from tests.launchers.slurm.lab import CLUSTER, Lab, slurm_job
-from tests.launchers.slurm.test_jobs import ENDLESS
+from tests.launchers.slurm.test_jobs import ENDLESS, ONE_RANK, QUICK
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 ONE = ["name=one", "script=sleeps.py", "nodes=1", "nproc_per_node=1", "attach=false"]
 ONE += ["cluster=slurm", "cluster.accelerator=cpu", "hardware=cpu"]
 DRY = [*ONE, "dry_run=true"]
+WITHDRAWN = ["name=withdrawn", *ONE[1:], "cluster.extra=['--hold']"]
 
 
 @pytest.fixture
@@ -111,11 +113,19 @@ def test_limits_that_can_never_be_met_are_said_at_submission(lab: Lab, folder: P
     assert done.returncode == 2 and "(urgent's default is 1:00): no time is left to train in" in done.stderr
 
 
-def test_a_controller_that_is_away_silences_nothing_and_harms_nothing(lab: Lab, folder: Path) -> None:
-    with slurm_job(lab, folder, "away", "nodes=1", *ENDLESS) as job:
+@pytest.mark.parametrize("seconds", [30, pytest.param(150, marks=pytest.mark.soak)])
+def test_a_controller_that_is_away_silences_nothing_and_harms_nothing(lab: Lab, folder: Path, seconds: int) -> None:
+    """Not the job, and not the companion that has taken the place of a lost node."""
+    with slurm_job(lab, folder, "away", "nodes=1:2", ONE_RANK, *QUICK, *ENDLESS) as job:
         job.until_attempt(0)
+        taken = job.rounds()[0]["hosts"][1]
+        lab.on_login("scontrol", "update", f"nodename={taken}", "state=down", "reason=test")
+        job.until(
+            lambda: len(job.rounds()) == 3 and job.rounds()[2]["world_size"] == 2, "a companion in its place", 150
+        )
         job.progress(5)
         lab.do("run", "ctl", "pkill", "slurmctld")
+        left_at = time.monotonic()
         try:
             (row,) = json.loads(lab.cli(folder, "status", "--json").stdout)
             assert row["state"] == "running" and row["step"] > 0, row
@@ -125,20 +135,58 @@ def test_a_controller_that_is_away_silences_nothing_and_harms_nothing(lab: Lab, 
             assert "is not on this machine's PATH" in nowhere.stdout, nowhere.stdout + nowhere.stderr
             refused = lab.cli(folder, "resume", "away")
             assert refused.returncode == 2 and "may be in use by the job" in refused.stderr, refused.stderr
+            time.sleep(max(0.0, left_at + seconds - time.monotonic()))  # companions ask every 10 s
+        finally:
+            lab.do("run", "ctl", "slurmctld")
+        job.until(lambda: job.state() == "RUNNING", "the controller's answer")
+        job.until_step(job.step() + 50)
+        assert len(job.rounds()) == 3 and job.run.last_attempt() == 0, "nothing has ended meanwhile"
+        asked = job.events("node_asked_for")
+        assert len(asked) == 1 and asked[0]["slurm_job"] in lab.on_login("squeue", "-h", "-t", "R", "-o", "%A").split()
+
+        lab.do("run", "ctl", "pkill", "slurmctld")
+        try:
             cancelled = lab.cli(folder, "cancel", "away")
             assert cancelled.returncode == 0 and "away stopped: cancelled; saved at step" in cancelled.stdout
         finally:
             lab.do("run", "ctl", "slurmctld")
+            job.until(lambda: bool(lab.do("run", "login", "squeue", check=False)), "the controller's answer")
+            lab.do("run", "login", "scontrol", "update", f"nodename={taken}", "state=resume", check=False)
+
+
+def align_ids(*labs: Lab) -> None:
+    """Have several clusters give their next jobs the same id."""
+    held = ("sbatch", "--parsable", "--hold", "--output=/dev/null", "--wrap=true")
+    newest = {lab: int(lab.on_login(*held)) for lab in labs}
+    for lab, last in newest.items():
+        lab.on_login("sh", "-c", f"for i in $(seq {max(newest.values()) - last}); do {' '.join(held)}; done")
+        lab.on_login("scancel", "--user=root")
 
 
 def test_an_old_site_trains_saves_sweeps_and_forgets(lab: Lab, old: Lab, folder: Path) -> None:
-    """Nothing of a user's environment is exported, scancel signals every process, and two clusters have one home."""
+    """Nothing of a user's environment is exported, scancel signals every process, and two clusters have one home.
+
+    Both have a job of the same id, and each of them is told, resumed and cancelled for itself.
+    """
     os.environ["SBATCH_EXPORT"] = "NONE"
     try:
+        assert old.cli(folder, *WITHDRAWN).returncode == 0
+        old.on_login("scancel", "--user=root")
+        align_ids(lab, old)
+        assert lab.cli(folder, *ONE).returncode == 0
         with slurm_job(old, folder, "aged", "nodes=2", *ENDLESS) as job:
             job.until_attempt(0)
             job.progress(5)
             assert job.run.read_job()["handle"] == f"slurm_fsdp://old/{job.id}"
+            one = RunDir(folder / "runs" / "one")
+            assert one.read_job()["handle"] == f"slurm_fsdp://lab/{job.id}"
+            for handle in ("one", f"slurm_fsdp://lab/{job.id}"):
+                (row,) = json.loads(lab.cli(folder, "status", handle, "--json").stdout)
+                assert (row["run"], row["state"]) == ("one", "running"), row
+            refused = lab.cli(folder, "resume", "one")
+            assert refused.returncode == 2 and "in use by the live job" in refused.stderr, refused.stdout
+            assert "killed on request" in lab.cli(folder, "cancel", "one", "--now").stdout
+            assert not queued(lab) and job.id in queued(old)
             elsewhere = lab.cli(folder, "status", "aged").stdout
             assert f"{job.id} is on old, and this machine asks lab: ask there" in elsewhere
             for verb in (["cancel", "aged", "--now"], ["resume", "aged"]):
@@ -155,5 +203,11 @@ def test_an_old_site_trains_saves_sweeps_and_forgets(lab: Lab, old: Lab, folder:
         sweep += ["script=quick.py", "nproc_per_node=1", "seed=1,2", "sweep.wait=true"]
         done = old.cli(folder, *sweep)
         assert done.returncode == 0, done.stdout + done.stderr
+        for _ in range(600):  # the controller clears its records once a minute
+            if not old.on_login("squeue", "-h", "-t", "all", "-n", "withdrawn"):
+                break
+            time.sleep(0.2)
+        status = old.cli(folder, "status", "withdrawn").stdout
+        assert "stopped" in status and "SLURM has forgotten the job, which never started" in status, status
     finally:
         del os.environ["SBATCH_EXPORT"]

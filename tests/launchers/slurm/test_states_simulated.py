@@ -7,11 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torchx.specs import make_app_handle
 
 from fsdp_jobs.launchers.slurm import client
 from fsdp_jobs.launchers.slurm.scheduler import SlurmLauncher
 from fsdp_jobs.launchers.slurm.steps import Commands
 from fsdp_jobs.launchers.state import State
+from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.verdict import Verdict
 
@@ -26,6 +28,8 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(client, "_answers", {})
     say(tmp_path, "squeue", "")
     say(tmp_path, "sacct", NO_ACCOUNTING)
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho 'ClusterName = lab'\n")
+    (tmp_path / "scontrol").chmod(0o755)
     return tmp_path
 
 
@@ -45,8 +49,7 @@ def known_run(folder: Path, job_id: str, verdict: Verdict | None) -> None:
     run.job.write_text(json.dumps({"first_attempt": 0}))
     if verdict is not None:
         verdict.write(run, 0)
-    (folder / "state" / "fsdp_jobs" / "slurm").mkdir(parents=True)
-    (folder / "state" / "fsdp_jobs" / "slurm" / job_id).symlink_to(run.path)
+    SlurmLauncher().remember(job_id, run)
 
 
 def state(job_id: str) -> State | None:
@@ -78,9 +81,33 @@ def test_without_accounting_a_forgotten_job_is_known_by_its_run_directory(slurm:
     assert state("8") is State.DONE
 
 
-def test_a_forgotten_job_without_a_verdict_has_failed(slurm: Path) -> None:
+def test_a_forgotten_job_without_a_verdict_has_failed_unless_it_was_asked_to_stop(slurm: Path) -> None:
     known_run(slurm, "9", None)
     assert state("9") is State.FAILED
+    run = RunDir(slurm / "runs" / "a")
+    events.record(run, 0, events.StopRequested("SIGTERM received"))
+    assert state("9") is State.STOPPED
+    events.record(run, 1, events.AttemptStarted(1))
+    run.attempt(1).mkdir()
+    assert state("9") is State.FAILED, "that was an earlier attempt"
+
+
+def test_a_forgotten_job_that_never_started_was_cancelled(slurm: Path) -> None:
+    known_run(slurm, "9", None)
+    RunDir(slurm / "runs" / "a").job.write_text(json.dumps({"first_attempt": 1}))
+    assert state("9") is State.STOPPED
+
+
+def test_equal_ids_on_clusters_that_share_a_home_are_different_jobs(slurm: Path) -> None:
+    known_run(slurm, "11", Verdict("done", "stop", "all 5 steps are done"))
+    client._answers.clear()
+    (slurm / "scontrol").write_text("#!/bin/sh\necho 'ClusterName = other'\n")
+    assert state("11") is None, "this cluster has never had it"
+    other = RunDir(slurm / "runs" / "b")
+    other.path.mkdir()
+    SlurmLauncher().remember("11", other)
+    found = [SlurmLauncher().run_of("11", cluster) for cluster in ("", "other", "lab")]
+    assert [run.name for run in found if run is not None] == ["b", "b", "a"]
 
 
 def test_a_job_that_nobody_knows_is_none(slurm: Path) -> None:
@@ -113,5 +140,8 @@ def test_a_job_is_found_by_the_submission_in_its_comment_and_is_nobody_elses(slu
         replace(commands, place=place).write(run)
         assert SlurmLauncher().find(run) == job_id
     assert state("4") is State.RUNNING
+    (listed, *_) = SlurmLauncher.scheduler("torchx").list()
+    listed.app_handle = make_app_handle("slurm_fsdp", "torchx", listed.app_id)  # as TorchX's runner does
+    assert listed.app_handle == "slurm_fsdp://lab/4"
     run.job.write_text(json.dumps({"first_attempt": 0, "submission": "newer"}))
     assert state("4") is State.FAILED, "ids begin again: this job is another run's"

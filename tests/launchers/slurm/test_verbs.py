@@ -61,6 +61,9 @@ def test_doctor_looks_at_the_cluster_and_at_one_of_its_nodes(lab: Lab, tmp_path:
     assert done.returncode == 0, done.stdout + done.stderr
     for fact in ("cluster lab, SLURM", "main: 4 nodes", "sacct answers", f"sees {tmp_path}/runs", "with torch 2.13"):
         assert fact in done.stdout
+    assert "a preempted job has 30 s to save" in done.stdout
+    done = lab.cli(tmp_path, "doctor", *ON_CPU, "cluster.partition=urgent")
+    assert "no job of this partition is preempted" in done.stdout, done.stdout
     done = lab.cli(tmp_path, "doctor", *ON_CPU, "cluster.python=/nowhere/python")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "/nowhere/python" in done.stdout
@@ -91,6 +94,7 @@ def test_a_run_with_time_limits_hostile_words_and_a_secret(
         job.until_attempt(0)
         handle = f"slurm_fsdp://lab/{job.id}"
         assert "RUNNING" in torchx(lab, folder, "status", handle)
+        assert handle in torchx(lab, folder, "list", "-s", "slurm_fsdp").split()
         shown = lab.on_login("scontrol", "show", "job", job.id)
         assert "Comment=it's; $(touch owned) #" in shown
         public = "".join(f.read_text() for f in job.run.path.rglob("*.log")) + shown
