@@ -15,7 +15,7 @@ from fsdp_jobs.cli.runs import run_parser
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
 from fsdp_jobs.config.groups import CONF_DIR
 from fsdp_jobs.config.hydra import compose_job, key_of, merge_overrides, register_schemas, search_path
-from fsdp_jobs.config.schema import JobConfig
+from fsdp_jobs.config.schema import PROGRAM_KEYS, TRAINERS_KEYS, JobConfig
 from fsdp_jobs.launchers.state import State
 from fsdp_jobs.pages.plan_svg import to_svg
 from fsdp_jobs.plan.render import render
@@ -45,6 +45,7 @@ def submit(args: list[str]) -> int:
 
 def _submit(overrides: Sequence[str]) -> int:
     (config,) = composed([overrides])
+    _say_unused(overrides)
     (job,) = submission.prepare([config])
     console.print(render(job.plan))
     if config.dry_run:
@@ -171,9 +172,18 @@ def _print_by_hydra(args: list[str]) -> int:
     return 0
 
 
+def _say_unused(overrides: Sequence[str]) -> None:
+    """Name what a user's program gets and only the trainer reads."""
+    is_program = any(key_of(o) in PROGRAM_KEYS for o in overrides)
+    if unused := [o for o in overrides if is_program and key_of(o).partition(".")[0] in TRAINERS_KEYS]:
+        what = "no effect on your program, unless it reads job.config(); its own arguments go into script_args"
+        console.print(f"{', '.join(unused)}: {what}", style="yellow", markup=False, soft_wrap=True)
+
+
 def _submit_sweep(overrides: Sequence[str]) -> int:
     from fsdp_jobs.sweeps.hydra_launcher import multirun
 
+    _say_unused(overrides)
     try:
         return EXIT_FAILED if multirun(overrides) else 0
     except KeyboardInterrupt:

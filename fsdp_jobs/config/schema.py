@@ -194,7 +194,11 @@ class ElasticConfig:
     wait_for_nodes_s: float = key(600.0, "seconds below the minimum of nodes until the attempt requeues", at_least=1)
     init_timeout_s: float = key(600.0, "process-group timeout until the first step is done, seconds", at_least=1)
     step_timeout_s: float = key(300.0, "process-group timeout afterwards, seconds", at_least=1)
-    stall_timeout_s: float = key(0.0, "seconds without a step; 0: 20 measured steps, at least 60 s", at_least=0)
+    stall_timeout_s: float = key(
+        0.0,
+        "seconds without a step; 0: 20 measured steps, at least 60 s. Programs that report none: of silence; 0: off",
+        at_least=0,
+    )
     exclude_after: int = key(3, "failures of one machine after which it is excluded; 0 is off", at_least=0)
     exclude_for_s: float = key(3600.0, "seconds for which it is excluded; older failures do not count", at_least=1)
     max_skipped_updates: int = key(20, "steps in a row without a finite gradient norm that end the job", at_least=0)
@@ -281,6 +285,8 @@ TRAINING_KEYS = (
 NOT_TRAINING_KEYS = ("data.workers", "data.prefetch", "data.micro_batch", "data.cache_dir", "model.wrap_classes")
 # What the result of a user's program depends on, as far as it is known.
 PROGRAM_KEYS = ("script", "module", "script_args")
+# What only the trainer reads.
+TRAINERS_KEYS = ("steps", "seed", "data", "optim", "init_from", "init_key_map", "init_rope")
 
 # Schemas that the files in conf/ build on: (group, name, node).
 SCHEMAS: tuple[tuple[str | None, str, type], ...] = (

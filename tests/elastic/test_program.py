@@ -22,6 +22,7 @@ from fsdp_jobs.plan.plan import Plan, make_plan
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.env import LOG_ENV, PROGRAM_ENV, RANK_STATE_ENV, RUN_DIR_ENV, STACKS_ENV
 from fsdp_jobs.submit.validate import check_existing_run, validate
+from tests.jobs import cli
 from tests.plan.shown import render_text
 
 
@@ -70,6 +71,13 @@ def test_bad_input_is_named_before_anything_is_started(overrides: list[str], sai
 )
 def test_what_can_be_run_is_not_refused(overrides: list[str]) -> None:
     validate(compose_job(overrides))
+
+
+def test_keys_that_only_the_trainer_reads_are_named(folder: Path) -> None:
+    given = ("script=train.py", "steps=7", "optim.lr=0.1", "data=tokens", "nodes=1", "checkpoint.every_steps=5")
+    said = cli(folder, *given, "dry_run=true").stdout
+    assert "steps=7, optim.lr=0.1, data=tokens: no effect on your program" in said, said
+    assert "no effect" not in cli(folder, "steps=7", "dry_run=true").stdout
 
 
 @pytest.mark.parametrize("text", ["--lr=3e-4 --names a,b", "--text 'two words'", "5", "--set {a: 1} [x]", ""])
