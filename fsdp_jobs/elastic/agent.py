@@ -26,6 +26,7 @@ from typing import Any
 import psutil
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fsdp_jobs.config.schema import JobConfig, load_config
@@ -36,6 +37,7 @@ from fsdp_jobs.elastic.protocol import Message
 from fsdp_jobs.elastic.rank_logs import FLIGHT_RECORDER, LogTimes, RankLogs
 from fsdp_jobs.elastic.rank_state import Phase, Request, keep_temporaries_in, make_folder
 from fsdp_jobs.elastic.rendezvous import CoordinatorRendezvous
+from fsdp_jobs.elastic.silence import Silence, Stack, files_of
 from fsdp_jobs.elastic.tracker import TrackerProcess
 from fsdp_jobs.plan.sources import path_from_slurm
 from fsdp_jobs.run import log
@@ -43,13 +45,15 @@ from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ADDRESS_ENV, AGENT_PID_ENV, ATTEMPT_ENV, HOST_ENV, RANK_STATE_ENV, RUN_DIR_ENV
 from fsdp_jobs.run.epoch import LOOK_S
 from fsdp_jobs.run.processes import kill_families, raise_file_limit
-from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE, Verdict
+from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, Verdict
 
 logger = logging.getLogger(__name__)
 
 _UNLIMITED = 1 << 30  # restarts: the coordinator counts, not the agent
 _MONITOR_S = 0.1
 _DUMP_S = 2.0  # for ranks to write their stacks
+_MOST_STACKS = 1 << 20  # bytes of a rank's stacks that are kept
+_SILENCE_S = 1.0  # between two looks at ranks that report no steps
 _STOP_RANKS_S = 5  # SIGTERM to SIGKILL, for ranks of a broken round: their state is in the checkpoint
 
 
@@ -63,6 +67,9 @@ class Agent(LocalElasticAgent):
         self._kills_for_memory = 0  # of this machine's kernel, before the round
         handler.on_dump = self._dump
         threading.Thread(target=self._keep_lease, name="lease", daemon=True).start()
+        config = logs.config
+        if config.is_program and (limit_s := config.elastic.stall_timeout_s):
+            threading.Thread(target=self._watch_for_silence, args=(limit_s,), name="silence", daemon=True).start()
 
     def _initialize_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
         self._kills_for_memory = kills_for_memory()
@@ -88,6 +95,10 @@ class Agent(LocalElasticAgent):
             self._terminate_silent_ranks()
         if self._is_terminating and self._any_runs():
             return RunResult(state=WorkerState.HEALTHY)  # torch's would signal again as soon as the first has ended
+        if failures := self._dead(worker_group):
+            self._handler.failed([self._describe(rank, failure) for rank, failure in failures.items()])
+            self._stop_workers(worker_group)
+            return RunResult(state=WorkerState.FAILED, failures=failures)
         result: RunResult = super()._monitor_workers(worker_group)
         is_leaving = any(state.read().phase == Phase.LEAVING for state in self._handler.states)
         if result.state == WorkerState.SUCCEEDED and is_leaving:
@@ -100,6 +111,21 @@ class Agent(LocalElasticAgent):
         elif result.state == WorkerState.SUCCEEDED:
             self._handler.ended()
         return result
+
+    def _dead(self, worker_group: WorkerGroup) -> dict[int, ProcessFailure]:
+        """Return by rank what has failed; torch's agent tells when it has ended the node's others, up to 30 s later."""
+        context, codes = self._pcontext, list[int | None]()
+        if isinstance(context, MultiprocessContext) and context._pc is not None:
+            codes = [process.exitcode for process in context._pc.processes]
+        elif isinstance(context, SubprocessContext):
+            codes = [handler.proc.poll() for _, handler in sorted(context.subprocess_handlers.items())]
+        if context is None or not any(code not in (None, EXIT_DONE, EXIT_REQUEUE) for code in codes):
+            return {}
+        return {
+            w.global_rank: ProcessFailure(w.local_rank, w.id, code or EXIT_FAILED, context.error_files[w.local_rank])
+            for w, code in zip(worker_group.workers, codes, strict=True)
+            if code not in (None, EXIT_DONE, EXIT_REQUEUE) or Path(context.error_files[w.local_rank]).exists()
+        }
 
     def _terminate_silent_ranks(self) -> None:
         """Send SIGTERM, as torchrun does, to ranks that have never reported and so read no requests."""
@@ -142,45 +168,75 @@ class Agent(LocalElasticAgent):
         return asdict(Failure(self._node, rank, failure.exitcode, error, ended_at, self._step(failure.local_rank)))
 
     def _dump(self) -> None:
-        """Make every rank write its stacks, and report which did."""
+        """Make every rank write its stacks, and report which did, and where they are."""
         ranks = []
-        for w in self.get_worker_group().workers:
-            stacks = self._logs.stacks(w.global_rank)
-            before = stacks.stat().st_size if stacks.exists() else 0
-            status = "gone"
-            with suppress(psutil.NoSuchProcess, ProcessLookupError):
+        for w, stack in zip(self.get_worker_group().workers, self._stacks(), strict=True):
+            report, status = self._handler.states[w.local_rank].read(), "gone"
+            with suppress(psutil.NoSuchProcess):
                 status = psutil.Process(w.id).status()
-                os.kill(w.id, signal.SIGUSR2)
             with suppress(OSError):  # only with NCCL: ProcessGroupNCCL reads the pipe and writes its record out
                 pipe = self._logs.folder / f"{FLIGHT_RECORDER}{w.global_rank}.pipe"
                 with open(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK), "w") as f:
                     f.write("1")
-            ranks.append((w, stacks, before, status))
-        deadline = time.monotonic() + _DUMP_S
-        dumped = [False] * len(ranks)
-        while not all(dumped) and time.monotonic() < deadline:
+            about = {"rank": w.global_rank, "status": status, "dumped": bool(stack.frames), "step": report.step}
+            has_ended = status == "gone" or report.phase == Phase.DONE
+            ranks.append(about | {"ended": has_ended, "place": str(stack), "waits": stack.is_in_collective})
+        self._handler.send_stacks(ranks)
+
+    def _stacks(self) -> list[Stack]:
+        """Make every rank write its stacks; without frames for those that do not."""
+        files, before = [], []
+        for w in self.get_worker_group().workers:
+            files.append(self._logs.stacks(w.global_rank))
+            if _size(files[-1]) > _MOST_STACKS:
+                os.truncate(files[-1], 0)
+            before.append(_size(files[-1]))
+            with suppress(OSError):
+                if _has(w.id, "SigCgt", signal.SIGUSR2):  # it would kill one that has just been started
+                    os.kill(w.id, signal.SIGUSR2)
+        deadline, after = time.monotonic() + _DUMP_S, list[int]()
+        while time.monotonic() < deadline:
             time.sleep(0.1)
-            dumped = [stacks.exists() and stacks.stat().st_size > before for _, stacks, before, _ in ranks]
-        self._handler.send_stacks(
-            [
-                {"rank": w.global_rank, "status": status, "dumped": has_dumped, "step": self._step(w.local_rank)}
-                for (w, _, _, status), has_dumped in zip(ranks, dumped, strict=True)
-            ]
-        )
+            now = [_size(file) for file in files]
+            if now == after and all(n > b for n, b in zip(now, before, strict=True)):
+                break
+            after = now
+        written = [file.read_bytes()[b:] if _size(file) else b"" for file, b in zip(files, before, strict=True)]
+        return [Stack.parse(text.decode(errors="replace")) for text in written]
+
+    def _watch_for_silence(self, limit_s: float) -> None:
+        """Tell the coordinator, again and again, that ranks which report no steps do nothing."""
+        run = self._handler.run
+        watch = Silence(limit_s, self._stacks, lambda: files_of(run) if self._handler.round.get("rank") == 0 else None)
+        while True:
+            time.sleep(_SILENCE_S)
+            workers, number = self.get_worker_group().workers, self._handler.running_round
+            pids = [w.id for w in workers if isinstance(w.id, int)]
+            phases = {state.read().phase for state in self._handler.states}
+            if number < 0 or len(pids) < len(workers) or not phases <= {Phase.STARTING, Phase.DONE}:
+                continue
+            with suppress(OSError, ValueError, psutil.Error):  # another round has begun: it looks again
+                written = (number, pids, [_size(self._logs.log(w.global_rank)) for w in workers])
+                if seconds := watch.look(pids, written, time.monotonic()):
+                    self._handler.send_silence(number, seconds)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         for w in worker_group.workers:
             with suppress(OSError):
-                if ignores_sigterm(w.id):
+                if _has(w.id, "SigIgn", signal.SIGTERM):
                     os.kill(w.id, signal.SIGKILL)
         self._shutdown(timeout=_STOP_RANKS_S)
 
 
-def ignores_sigterm(pid: int) -> bool:
-    """Whether a process ignores SIGTERM, as ranks on `fsdp_jobs.job` do."""
+def _has(pid: int, which: str, number: signal.Signals) -> bool:
+    """Whether a process ignores (SigIgn) or handles (SigCgt) a signal; ranks on `fsdp_jobs.job` ignore SIGTERM."""
     with open(f"/proc/{pid}/status") as f:
-        ignored = next((line.split()[1] for line in f if line.startswith("SigIgn:")), "0")
-    return bool(int(ignored, 16) >> (signal.SIGTERM - 1) & 1)
+        mask = next((line.split()[1] for line in f if line.startswith(f"{which}:")), "0")
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
 
 
 def kills_for_memory() -> int:

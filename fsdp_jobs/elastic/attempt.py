@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass, field, replace
 
 from fsdp_jobs.config.schema import JobConfig
@@ -40,6 +41,7 @@ class Round:
     requested: Request = Request.NONE
     not_needed: set[str] = field(default_factory=set)  # ids of agents that would not put more nodes to work
     broken_at: float | None = None  # until it is judged
+    failed_at: float = 0.0  # when what broke it happened
     broken_why: str = ""
     failures: list[Failure] = field(default_factory=list)
     lost: set[int] = field(default_factory=set)  # nodes
@@ -116,27 +118,30 @@ class Attempt:
         current, slowest = self.round, self.agents.slowest_step()
         if current.watch.asked_at is not None:
             if current.watch.settled(len(self.agents.in_round()), now):
+                since = now - current.watch.stood_s(now)
                 why, current.culprit = current.watch.blame(now)
                 self._record(events.Stalled(why))
-                self._break(why, now)
+                self._break(why, now, since)
         elif slowest is None or current.requested is not Request.NONE:
             return
-        elif current.watch.see(slowest, current.first_step, now):
+        elif current.watch.see(slowest, current.first_step, now) or self.agents.silent_s(now):
             current.watch.asked_at, current.watch.answers = now, []
+            current.watch.silent_s = self.agents.silent_s(now) or None
             self.agents.send("dump")
 
-    def _break(self, why: str, now: float) -> None:
-        """End the running round: every agent stops its ranks and becomes ready again."""
+    def _break(self, why: str, now: float, since: float | None = None) -> None:
+        """End the running round, which has failed `since`: every agent stops its ranks and becomes ready again."""
         if not self.round.running:
             return
         self.round.running, self.round.broken_at, self.round.broken_why = False, now, why
+        self.round.failed_at = now if since is None else since
         self._may_adopt = False
         self.agents.send("break", round=self.round.number, why=why)
 
     def _judge(self, now: float) -> None:
         """Decide, from what is known of a broken round, whether another one follows."""
         broken = self.round
-        broken.broken_at = None
+        broken.broken_at, failed_at = None, time.time() - (now - broken.failed_at)
         failures, was_parked = broken.failures, broken.requested is Request.PARK
         if failures and all(f.is_request for f in failures) and not was_parked and self.stop_reason is None:
             if not broken.was_long(now):  # by itself, and it may do so again
@@ -147,13 +152,13 @@ class Attempt:
             self._close(self._preempted(), now)
             return
         if was_parked:
-            self._record(events.RoundBroken(broken.broken_why, self.step, self.committed))
+            self._record(events.RoundBroken(broken.broken_why, self.step, self.committed, failed_at=failed_at))
             return
         stalled = broken.watch.has_stalled
         self._look_for_lost(now)
         cause = find_cause(failures, broken.culprit, broken.broken_why, stalled)
         machine = broken.hosts.get(cause.node) if cause.node is not None else None
-        self._record(events.RoundBroken(cause.why, self.step, self.committed, blamed=machine))
+        self._record(events.RoundBroken(cause.why, self.step, self.committed, machine, failed_at))
         verdict = self.budget.judge(cause, self.committed, stalled, broken.was_long(now))
         if verdict is not None:
             if cause.failure is not None and cause.failure.is_out_of_memory:

@@ -145,7 +145,7 @@ class Server:
         return False
 
 
-_KINDS = ("beat", "failed", "ready", "master", "notice", "stacks", "ended", "away")  # of messages, after hello
+_KINDS = ("beat", "failed", "ready", "master", "notice", "stacks", "silent", "ended", "away")  # after hello
 _HANDLERS = {kind: getattr(Coordinator, f"on_{kind}") for kind in _KINDS}
 
 

@@ -22,6 +22,7 @@ from fsdp_jobs.plan.topology import Node, Topology
 from fsdp_jobs.run.directory import RunDir
 
 _REJOIN_S = 1.0  # the join window after the first round
+_SAID_S = 5.0  # so long what an agent says once a second holds
 _REPLACEMENT_S = 60.0  # an excluded machine is not waited for longer than a replacement takes to come
 
 
@@ -43,6 +44,7 @@ class ConnectedAgent:
     ready: bool = False
     in_round: bool = False
     ended: bool = False
+    silent: tuple[float, float] = (float("-inf"), 0.0)  # when it last said that its ranks do nothing; for how long
     ranks: list[list[int]] = field(default_factory=list)  # [step, committed, phase] per local rank; -1: no report
 
     @property
@@ -79,6 +81,10 @@ class Agents(dict[str, ConnectedAgent]):
     def slowest_step(self) -> int | None:
         """Return the fewest steps that a rank of the round has reported; None before the first beat."""
         return min((step for a in self.in_round() for step, _, _ in a.ranks), default=None)
+
+    def silent_s(self, now: float) -> float:
+        """Return for how many seconds all ranks of the round have done nothing, by what agents said just now."""
+        return min((a.silent[1] if now - a.silent[0] < _SAID_S else 0.0 for a in self.in_round()), default=0.0)
 
     def are_parked(self) -> bool:
         phases = [phase for a in self.in_round() for _, _, phase in a.ranks]

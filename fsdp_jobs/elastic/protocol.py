@@ -16,6 +16,7 @@ Agent to coordinator:
     master  round, port       from the head of a round: the port at which its ranks meet
     notice  signal              this node received a signal to stop
     stacks  node, ranks: [...]          the state of its ranks, after a dump
+    silent  round, seconds              its ranks report no steps and have done nothing for so long; once a second
     ended                       all ranks of this node have finished
     away                        this connection will be closed, and not because the agent ends
 Coordinator to agent:

@@ -32,6 +32,9 @@ class RankLogs(LogsSpecs):
         self.config, self.run, self.handler, self.folder = config, handler.run, handler, folder
         self.attempt, self.node = handler.identity["attempt"], handler.identity["node"]
 
+    def log(self, rank: int) -> Path:
+        return self.run.rank_log(self.attempt, self.node, rank)
+
     def stacks(self, rank: int) -> Path:
         return self.run.stacks(self.attempt, self.node, rank)
 
@@ -45,7 +48,7 @@ class RankLogs(LogsSpecs):
             rank = int(env["RANK"])
             env |= {
                 "TORCHELASTIC_ERROR_FILE": error_files[local_rank],
-                LOG_ENV: str(self.run.rank_log(self.attempt, self.node, rank)),
+                LOG_ENV: str(self.log(rank)),
                 STACKS_ENV: str(self.stacks(rank)),
                 LAYOUT_ENV: current["layout"],
                 ROUND_ENV: str(current["round"]),

@@ -144,6 +144,9 @@ class CoordinatorRendezvous(rendezvous.RendezvousHandler):
     def send_stacks(self, ranks: list[Message]) -> None:
         self._link.send("stacks", node=self.identity["node"], ranks=ranks)
 
+    def send_silence(self, number: int, seconds: float) -> None:
+        self._link.send("silent", round=number, seconds=seconds)
+
     def ended(self) -> None:
         self._link.beat()
         self._ended = True

@@ -119,11 +119,13 @@ class Coordinator(Attempt):
             agent.ended = True  # by the signal; others may still be saving
             return
         self.round.failures += reports
+        self.step = max(self.step, *(f.step for f in reports))
         why = " and ".join(f.describe() for f in reports)
         if self.round.running:
             self._break(why, now)
         elif self.round.broken_at is None and self._may_adopt:  # while there was no coordinator: it counts all the same
             self.round.broken_at, self.round.broken_why, self._may_adopt = now, why, False
+            self.round.failed_at = now
 
     def on_master(self, agent: ConnectedAgent, message: Message, now: float) -> None:
         if agent is self.round.head and message["round"] == self.round.number:
@@ -142,6 +144,10 @@ class Coordinator(Attempt):
 
     def on_stacks(self, agent: ConnectedAgent, message: Message, now: float) -> None:
         self.round.watch.answers.append(message)
+
+    def on_silent(self, agent: ConnectedAgent, message: Message, now: float) -> None:
+        if message["round"] == self.round.number:
+            agent.silent = now, message["seconds"]
 
     def on_ended(self, agent: ConnectedAgent, message: Message, now: float) -> None:
         agent.ended = True
@@ -167,7 +173,7 @@ class Coordinator(Attempt):
         if agent.in_round and not agent.ended and self.verdict is None:
             self._record(events.NodeLost(agent.node, agent.host, why))
             self.round.lost.add(agent.node)
-            self._break(why, now)
+            self._break(why, now, now if certain else agent.heard)
 
     def on_stop(self, why: str, now: float) -> None:
         """Stop the job: a signal to any of its processes, or the user's cancel."""

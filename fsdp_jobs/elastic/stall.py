@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.elastic.protocol import Message
@@ -25,6 +27,7 @@ class StallWatch:
     asked_at: float | None = None  # when agents were asked for stacks
     answers: list[Message] = field(default_factory=list)
     has_stalled: bool = False
+    silent_s: float | None = None  # for so long ranks that report no steps have done nothing
 
     def limit_s(self) -> float:
         """Return the seconds without a step that are a stall."""
@@ -43,6 +46,10 @@ class StallWatch:
             self._step, self._since = slowest, now
         return slowest > first_step and now - self._since > self.limit_s()
 
+    def stood_s(self, now: float) -> float:
+        """Return for how many seconds nothing has advanced."""
+        return now - self._since if self.silent_s is None else self.silent_s
+
     def settled(self, agents: int, now: float) -> bool:
         """Whether all agents have answered, or have had the time to."""
         assert self.asked_at is not None
@@ -52,7 +59,10 @@ class StallWatch:
         """Say how long nothing has advanced and because of whom; and the node, when it is a single one."""
         self.asked_at, self.has_stalled = None, True
         ranks = [(a["node"], r) for a in self.answers for r in a["ranks"]]
-        waited = f"no rank has done a step for {now - self._since:.0f} s"
+        what = "no rank has done a step" if self.silent_s is None else "no output, no work and no new file"
+        waited = f"{what} for {self.stood_s(now):.0f} s"
+        if self.silent_s is not None and not _is_frozen(ranks):
+            return f"{waited}: {_apart(ranks)}", None  # the program's fault, and no machine's
         dead = [(n, r) for n, r in ranks if not r["dumped"]]
         if dead:
             named = ", ".join(f"rank {r['rank']} on node {n} ({r['status']})" for n, r in dead[:4])
@@ -64,6 +74,23 @@ class StallWatch:
             why = f"{waited}: {named} is still in step {behind + 1} and the others are past it"
             return why, _only(n for n, _ in slow)
         return f"{waited}: all are in step {behind + 1}; their stacks are in the attempt's node folders", None
+
+
+def _is_frozen(ranks: list[tuple[int, dict[str, Any]]]) -> bool:
+    """Whether single ranks wrote no stacks; what is not Python never does."""
+    return 0 < sum(not r["dumped"] and not r["ended"] for _, r in ranks) < len(ranks)
+
+
+def _apart(ranks: list[tuple[int, dict[str, Any]]]) -> str:
+    """Say where ranks are, first those that are not where most are, or for whom the others wait in a collective."""
+    places = defaultdict[tuple[bool, str], list[str]](list)
+    for node, r in sorted(ranks, key=lambda rank: rank[1]["rank"]):
+        where = "ended" if r["ended"] else f"in {r['place']}"
+        places[r["waits"] and not r["ended"], where].append(f"rank {r['rank']} on node {node}")
+    groups = sorted(places.items(), key=lambda group: (group[0][0], len(group[1])))
+    if len(groups) == 1:
+        return f"every rank {groups[0][0][1]}"
+    return "; ".join(f"{', '.join(who[:4])}{' and others' * (len(who) > 4)} {where}" for (_, where), who in groups[:3])
 
 
 def _only(nodes: Iterable[int]) -> int | None:

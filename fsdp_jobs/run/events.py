@@ -113,6 +113,7 @@ class RoundBroken(Event):
     step: int
     committed: int  # step of the newest checkpoint
     blamed: str | None = None  # host
+    failed_at: float | None = None  # when what broke it happened, seconds since 1970; None in records of before
 
     def sentence(self) -> str:
         known = self.step > 0 or self.committed >= 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -36,3 +37,64 @@ def test_a_stopped_rank_is_the_culprit(tmp_path: Path) -> None:
         assert "on node 1 (stopped) does not respond" in why
         assert frozen.wait().verdict == "done"
         assert len(frozen.losses()) == 400
+
+
+_DEADLOCK = """
+import os, time
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+def save(model):
+    if dist.get_rank() == 0:
+        torch.save(model.state_dict(), "model.pt")  # which gathers, and the others do not come
+    dist.barrier()
+
+dist.init_process_group("gloo")
+model = FSDP(nn.Linear(8, 8), device_id=torch.device("cpu"))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print("trained", flush=True)
+began = time.monotonic()
+while time.monotonic() - began < 9 and "COMPUTE" in os.environ:  # longer than the timeout, silent, on rank 0 alone
+    if dist.get_rank() == 0:
+        sum(range(1000000))
+    else:
+        dist.barrier()
+        break
+if "COMPUTE" in os.environ:
+    if dist.get_rank() == 0:
+        dist.barrier()
+    print("computed", flush=True)
+else:
+    save(model)
+"""
+_DEADLOCKS = ("script=deadlock.py", "elastic.stall_timeout_s=4", "elastic.join_window_s=5")
+
+
+def test_a_program_in_which_one_rank_saves_is_found_and_the_rank_named(tmp_path: Path) -> None:
+    (tmp_path / "deadlock.py").write_text(_DEADLOCK)
+    keys = (*_DEADLOCKS, "elastic.max_failures_without_progress=1")
+    with job(tmp_path, "deadlock", *keys, nodes="2", nproc=2, tiny=False) as hang:
+        hang.until(lambda: bool(hang.events("stalled")), "the stall is noticed", 120)
+        log = hang.run.rank_log(0, 0, 0)
+        assert time.time() - log.stat().st_mtime < 4 + 12, "within the timeout, and what a busy machine needs"
+        verdict = hang.wait()
+        assert (verdict.verdict, verdict.decision) == ("stalled", "stop"), hang.story()
+        why = hang.events("stalled")[0]["why"]
+        first, others = why.partition(": ")[2].split("; ")
+        assert first.startswith("rank 0 on node 0 in save (deadlock.py:10), all_gather"), why
+        assert others == "rank 1 on node 0, rank 2 on node 1, rank 3 on node 1 in save (deadlock.py:11), barrier", why
+        assert not hang.run.excluded_hosts() and hang.events("round_broken")[0].get("blamed") is None
+        assert "in save" in hang.run.stacks(0, 0, 0).read_text()
+
+
+def test_a_program_that_computes_in_silence_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "deadlock.py").write_text(_DEADLOCK)
+    with job(tmp_path, "computes", *_DEADLOCKS, nodes="2", nproc=1, tiny=False, COMPUTE="yes") as busy:
+        assert busy.wait().verdict == "done", busy.story()
+        assert not busy.events("stalled") and "computed" in busy.run.rank_log(0, 0, 0).read_text()

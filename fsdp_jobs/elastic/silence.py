@@ -1,0 +1,147 @@
+"""Detect that a node's ranks do nothing, for programs that report no steps. No torch."""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from fsdp_jobs.run.directory import RunDir
+
+_CPU = 0.02  # of a core: what less is used does not work
+_WAKES_PER_S = 0.2  # of a main thread that waits for one thing; the two signals for its stacks wake it, too
+_WAKES = 10
+_FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')
+_LIBRARIES = ("<frozen ", sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]))
+_PACKAGES = ("/site-packages/", "/dist-packages/")
+_COLLECTIVE = "/torch/distributed/"
+_OURS = {"attempts", "code", "submit", "events.jsonl", "metrics.jsonl", "tracking.json", "excluded.json"}
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Where the main thread of a rank is: (file, line, function), innermost first; empty when it is not known."""
+
+    frames: tuple[tuple[str, str, str], ...] = ()
+
+    @classmethod
+    def parse(cls, dump: str) -> Stack:
+        """Take the main thread, which receives the signal, from what faulthandler wrote."""
+        threads = dump.strip().split("\n\n")
+        main = next((t for t in reversed(threads) if t.startswith("Current thread")), threads[-1])
+        return cls(tuple(_FRAME.findall(main)))
+
+    @property
+    def is_in_collective(self) -> bool:
+        return bool(self.frames) and _COLLECTIVE in self.frames[0][0]
+
+    def __str__(self) -> str:
+        """Return the innermost line of the program itself, and what it calls where that is not its own."""
+        own = [f for f in self.frames if not f[0].startswith(_LIBRARIES) and not any(p in f[0] for p in _PACKAGES)]
+        if not own:
+            return self.frames[0][2] if self.frames else "a place that is not known"
+        file, line, function = own[0]
+        call = f", {self.frames[0][2]}" if self.frames[0] != own[0] else ""
+        return f"{function} ({Path(file).name}:{line}){call}"
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What a rank has used and where it is."""
+
+    cpu_s: float  # of it and its children
+    wakes: int  # times that its main thread has begun to wait
+    runs: bool  # it waits for nothing but a CPU
+    stack: Stack | None  # None: not asked for
+
+    @classmethod
+    def at(cls, pid: int, stack: Stack | None) -> _Look | None:
+        """Return None for a process that has ended."""
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            cpu_s = sum(process.cpu_times()[:4])
+            for child in process.children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    cpu_s += sum(child.cpu_times()[:4])
+            is_running = process.status() == psutil.STATUS_RUNNING
+            return cls(cpu_s, process.num_ctx_switches().voluntary, is_running, stack)
+        return None
+
+    def has_stood_still(self, before: _Look, seconds: float) -> bool:
+        """Whether the main thread waited for one thing, or spun in a collective, since an earlier look."""
+        if self.wakes - before.wakes > _WAKES + _WAKES_PER_S * seconds:
+            return False
+        if self.stack is not None and self.stack != before.stack:
+            return False
+        is_spinning = before.stack is not None and before.stack.is_in_collective
+        return is_spinning or not (self.runs or before.runs or self.cpu_s - before.cpu_s > _CPU * seconds)
+
+
+class Silence:
+    """Watches the ranks of one node: `look` is called about once a second.
+
+    When they have written nothing for half of the limit, their use of the CPU and their stacks are noted, and the files
+    in the run directory. When all of that is the same at the limit, they are silent, until something changes.
+    """
+
+    def __init__(self, limit_s: float, stacks: Callable[[], list[Stack]], files: Callable[[], object]):
+        """`stacks` asks the ranks for theirs, in order; `files` returns something that differs when files do."""
+        self.limit_s, self._stacks, self._files = limit_s, stacks, files
+        self._written: object = None
+        self._since = 0.0
+        self._noted_at: float | None = None
+        self._noted: list[_Look | None] = []
+        self._noted_files: object = None
+        self._is_silent = False
+
+    def look(self, pids: Sequence[int], written: object, now: float) -> float | None:
+        """Return for how many seconds the ranks have been silent; None while they are not.
+
+        Args:
+            pids: of the ranks.
+            written: differs when ranks have written something, or are others.
+            now: monotonic seconds.
+        """
+        if written != self._written:
+            self._written = written
+            self._begin(now)
+        quiet_s = now - self._since
+        if quiet_s < self.limit_s / 2:
+            return None
+        if self._noted_at is None:
+            self._noted_at, self._noted, self._noted_files = now, self._look_at(pids, True), self._files()
+        elif quiet_s >= self.limit_s and now - self._noted_at >= self.limit_s / 2:
+            looks = self._look_at(pids, not self._is_silent)
+            seconds = now - self._noted_at
+            still = all(
+                look is None or (before is not None and look.has_stood_still(before, seconds))
+                for look, before in zip(looks, self._noted, strict=True)
+            )
+            self._is_silent = still and (self._is_silent or self._files() == self._noted_files)
+            if not self._is_silent:
+                self._begin(now)
+        return quiet_s if self._is_silent else None
+
+    def _begin(self, now: float) -> None:
+        self._since, self._noted_at, self._is_silent = now, None, False
+
+    def _look_at(self, pids: Sequence[int], with_stacks: bool) -> list[_Look | None]:
+        stacks: Sequence[Stack | None] = self._stacks() if with_stacks else [None] * len(pids)
+        return [_Look.at(pid, stack) for pid, stack in zip(pids, stacks, strict=True)]
+
+
+def files_of(run: RunDir) -> frozenset[tuple[str, int, float]]:
+    """Return path, size and time of every file that a program has in its run directory."""
+    found = set()
+    for top in run.path.iterdir():
+        if top.name not in _OURS:
+            for file in [top, *top.rglob("*")] if top.is_dir() else [top]:
+                with suppress(OSError):
+                    stat = file.stat()
+                    found.add((str(file), stat.st_size, stat.st_mtime))
+    return frozenset(found)
