@@ -111,10 +111,9 @@ def _facts(status: RunStatus) -> Iterator[tuple[str, str]]:
     run = status.run
     if status.loss is not None and status.first_loss is not None:
         yield "loss", f"{status.first_loss:.3f} -> {status.loss:.3f} over {status.step} steps"
-    if recoveries := [f"{b.recovered_s:.1f} s" for b in status.breaks if b.recovered_s is not None]:
-        then = "the next step" if status.has_steps else "its ranks run again"
-        took = f"{', '.join(recoveries)} until {then}"
-        yield "recoveries", f"{len(recoveries)}: {took}; {status.lost_steps} steps repeated"
+    if recoveries := [b.recovered for b in status.breaks]:
+        repeated = status.lost_steps if status.has_steps else "-"
+        yield "failures", f"{len(recoveries)}: {', '.join(recoveries)} until the next step; {repeated} steps repeated"
     if status.has_steps:
         yield "goodput", str(status.goodput)
     if status.tokens_per_s and run.plan.exists():

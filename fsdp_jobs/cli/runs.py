@@ -149,8 +149,7 @@ def _show_story(run: RunDir) -> None:
     status.update()
     for b in status.breaks:
         stamp = time.strftime("%b %d %H:%M:%S", time.localtime(b.time))
-        again = "no step since" if b.recovered_s is None else f"training again after {b.recovered_s:.1f} s"
-        console.print(f"{stamp}  {b.why}: {b.lost_steps} steps lost, {again}", soft_wrap=True)
+        console.print(f"{stamp}  {b.why}: {b.lost} steps lost, training again after {b.recovered}", soft_wrap=True)
     for host, why in run.excluded_hosts().items():
         console.print(f"{host} is excluded: {why}", soft_wrap=True)
     if status.spikes:

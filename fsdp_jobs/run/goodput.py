@@ -52,7 +52,7 @@ def costs_of(run: RunDir) -> Costs | None:
         if isinstance(event, events.Checkpoint):
             writes.append(event.seconds)
         elif isinstance(event, events.RoundBroken):
-            broken.append(event.time)
+            broken.append(event.failed_at or event.time)
     newest = next(newest_json_lines(run.metrics), None)
     if not writes or newest is None:
         return None

@@ -21,12 +21,21 @@ _GLANCE_BYTES = 1 << 14  # of metrics.jsonl, about fifty steps
 
 @dataclass
 class Break:
-    """One failure, and what it cost."""
+    """One failure, and what it cost; what is not known is shown as a dash."""
 
     time: float  # seconds since 1970
     why: str
-    lost_steps: int  # done since the newest checkpoint
-    recovered_s: float | None = None  # until the next step was done; None while it is not
+    step: int  # steps done by then
+    lost_steps: int | None  # of them, those to be done again; None: only the program knows
+    recovered_s: float | None = None  # until the next step was done; None while it is not, or nobody reports any
+
+    @property
+    def lost(self) -> str:
+        return "-" if self.lost_steps is None else str(self.lost_steps)
+
+    @property
+    def recovered(self) -> str:
+        return "-" if self.recovered_s is None else f"{self.recovered_s:.1f} s"
 
 
 @dataclass
@@ -128,7 +137,13 @@ class RunStatus:
                 self.committed, self.committed_at = event.step, event.time
             case events.RoundBroken():
                 self.state, self.reason, self.doing = "recovering", event.why, "waiting for nodes"
-                self.breaks.append(Break(event.time, event.why, max(0, event.step - max(0, event.committed))))
+                done = max(event.step, self.step)
+                lost = max(0, done - max(0, event.committed, self.committed))
+                is_known = self.steps is not None or done > 0
+                self.breaks.append(Break(event.failed_at or event.time, event.why, done, lost if is_known else None))
+            case events.Resumed():
+                for b in self.breaks:
+                    b.lost_steps = max(0, b.step - event.step) if b.recovered_s is None else b.lost_steps
             case events.LossSpike():
                 self.spikes.append(event)
             case events.Waiting():
@@ -152,7 +167,6 @@ class RunStatus:
         self.strategy = f"{event.strategy} over {event.shard_group}"
         if self.steps is None:  # a program need not report any
             self.state, self.doing = "running", f"the program runs on {self.world_size} ranks"
-            self._recover(event.time)
 
     @property
     def ended(self) -> bool:

@@ -24,7 +24,7 @@ class RunSummary:
     attempt: int | None
     nodes: int
     nodes_asked: str  # 4, or 2:8
-    step: int
+    step: int | None
     steps: int | None
     loss: float | None
     tokens_per_s: float | None
@@ -41,7 +41,7 @@ class RunSummary:
             "state": self.state,
             "attempt": "-" if self.attempt is None else str(self.attempt),
             "nodes": f"{self.nodes}/{self.nodes_asked}",
-            "step": steps_done(self.step, self.steps),
+            "step": steps_done(self.step or 0, self.steps),
             "loss": "-" if self.loss is None else f"{self.loss:.4f}",
             "tok/s": "-" if self.tokens_per_s is None else f"{self.tokens_per_s:,.0f}",
             "eta": duration(self.eta_s),
@@ -91,7 +91,7 @@ def _summary(status: RunStatus, answers: Mapping[str, Description]) -> RunSummar
         attempt=status.attempt if status.attempt >= 0 else None,
         nodes=len(status.nodes),
         nodes_asked=job["nodes"],
-        step=status.step,
+        step=status.step if status.has_steps else None,
         steps=status.steps,
         loss=status.loss,
         tokens_per_s=status.tokens_per_s or None,

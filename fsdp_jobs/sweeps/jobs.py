@@ -34,7 +34,7 @@ def refresh(sweep: Sweep, rows: Sequence[Row]) -> None:
             row.state, row.handle, row.reason = NEW, None, ""
     runs = [sweep.run_of(row) for row in submitted]
     for row, run, now in zip(submitted, runs, Overview().look(runs), strict=True):
-        row.handle, row.state, row.step, row.reason = now.handle, now.state, now.step, now.reason
+        row.handle, row.state, row.step, row.reason = now.handle, now.state, now.step or 0, now.reason
         row.objective = last_value(run.metrics, sweep.objective)
 
 

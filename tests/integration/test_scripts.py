@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import ROOT, Job, job
+from fsdp_jobs.run.status import RunStatus
+from tests.jobs import ROOT, Job, cli, job
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
@@ -129,3 +130,50 @@ def test_executable_that_says_much_and_fails(tmp_path: Path) -> None:
         assert (verdict.verdict, verdict.decision, verdict.exit_code) == ("user_error", "stop", 3), run.story()
         assert verdict.last_lines.splitlines()[-1] == "enough"
         assert "much on rank" in verdict.last_lines
+
+
+def kill_a_rank(run: Job, after: int) -> tuple[float, int]:
+    """Kill one of two ranks of a node when a step is done; returns when, and how many steps are in the metrics."""
+    run.until_step(after)
+    killed_at = time.time()
+    run.ranks(1)[1].kill()
+    return killed_at, run.step()
+
+
+def test_figures_of_failures_are_those_seen_from_outside(tmp_path: Path) -> None:
+    example = f"script={EXAMPLES}/small_library.py"
+    with job(tmp_path, "figures", example, "script_args=--steps=60", *QUICK, nproc=2, tiny=False) as run:
+        seen = []
+        for number in range(2):
+            killed_at, step = kill_a_rank(run, 14 + 20 * number)
+            run.until(lambda n=number: len(run.events("resumed")) > n, "it goes on")  # type: ignore[misc]
+            resumed = run.events("resumed")[number]
+            run.until(lambda r=resumed: run.metrics()[-1]["time"] > r["time"], "it trains again")  # type: ignore[misc]
+            trained = next(m["time"] for m in run.metrics() if m["time"] > resumed["time"])
+            seen.append((killed_at, trained - killed_at, step - resumed["step"]))
+            broken = run.events("round_broken")[number]
+            assert broken["time"] - killed_at < 3, "and not when the node's other rank has ended, too"
+        assert run.wait().verdict == "done", run.story()
+        status = RunStatus(run.run)
+        status.update()
+        for (killed_at, took_s, lost), b in zip(seen, status.breaks, strict=True):
+            assert abs(b.time - killed_at) < 1.5
+            assert b.recovered_s == pytest.approx(took_s, abs=1.5)
+            assert b.lost_steps is not None and lost <= b.lost_steps <= lost + 2, "steps under way when it was killed"
+
+
+def test_what_only_a_program_knows_is_a_dash(tmp_path: Path) -> None:
+    example = f"script={EXAMPLES}/plain_torchrun.py"
+    args = f"script_args=--steps 30 --save-every 10 --checkpoints {tmp_path}/own"
+    with job(tmp_path, "dash", example, args, *QUICK, nproc=1, tiny=False) as run:
+        until_said(run, "step 14 ")
+        killed_at = time.time()
+        run.ranks(1)[0].kill()
+        assert run.wait().verdict == "done", run.story()
+        told = cli(tmp_path, "status", "dash").stdout
+        assert "SIGKILL: - steps lost, training again after -" in told, told
+        (broken,) = run.events("round_broken")
+        assert 0 <= broken["failed_at"] - killed_at < 1.5
+        cli(tmp_path, "report", "dash")
+        page = (run.run.path / "report.html").read_text()
+        assert "step -" in page and "goodput -" in page and "of 120" not in page.partition("Configuration")[0]

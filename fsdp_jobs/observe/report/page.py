@@ -16,7 +16,6 @@ from typing import Any
 from markupsafe import Markup
 from matplotlib import pyplot as plt
 
-from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.observe.report.charts import charts
 from fsdp_jobs.observe.report.history import History
 from fsdp_jobs.pages.charts import to_svgs
@@ -27,7 +26,7 @@ from fsdp_jobs.plan.memory import GIB
 from fsdp_jobs.plan.plan import Plan
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.goodput import Goodput
-from fsdp_jobs.run.status import RunStatus
+from fsdp_jobs.run.status import RunStatus, steps_done
 
 _MAX_PICTURES = 6  # newest rounds that are drawn
 
@@ -50,7 +49,7 @@ def content_of(run: RunDir) -> dict[str, Any]:
     return {
         "name": run.name,
         "status": status,
-        "config": load_config(run.config),
+        "steps": steps_done(status.step, status.steps),
         "goodput": goodput,
         "charts": to_svgs(charts(history, goodput, plan)),
         "comparison": list(_comparison(plan, history.newest(), goodput)) if plan is not None else [],
