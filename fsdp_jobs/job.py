@@ -132,7 +132,7 @@ class _Job:
     def report(self, phase: Phase) -> None:
         """Tell this node's agent how far this rank is."""
         if self.rank_state is not None:
-            committed = self.checkpoints.committed_step if self.checkpoints is not None else SAVES_NOTHING
+            committed = self.checkpoints.safe_step if self.checkpoints is not None else SAVES_NOTHING
             self.rank_state.report(self.done, committed, phase)
 
     def write_line(self) -> None:
@@ -360,6 +360,8 @@ def step(number: int, *, tokens: int = 0, flops: float = 0.0, last: bool = False
     if checkpoints is not None and not last and (job.request is not Request.NONE or checkpoints.is_due(number)):
         job.write_line()  # a step that is saved has been recorded
         checkpoints.save(number, block=job.is_leaving)
+    if checkpoints is not None and not last and not job.is_leaving:
+        checkpoints.capture(number, record=job.write_line)  # a step that is captured has been recorded
     if job.request is Request.SAVE:
         job.request = Request.NONE
     job.report(Phase.LEAVING if job.is_leaving else Phase.TRAINING)

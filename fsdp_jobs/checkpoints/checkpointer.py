@@ -23,6 +23,7 @@ from fsdp_jobs.checkpoints import catalog, fsdp1
 from fsdp_jobs.checkpoints.catalog import MANIFEST, NOT_FINITE, SHARDS, Manifest
 from fsdp_jobs.checkpoints.fsdp1 import Fsdp1State
 from fsdp_jobs.checkpoints.local_disks import LocalDisks
+from fsdp_jobs.checkpoints.memory import MemoryCheckpoints
 from fsdp_jobs.checkpoints.ranks import Ranks
 from fsdp_jobs.checkpoints.state import State
 from fsdp_jobs.checkpoints.storage import CommittingWriter, NotFinite, SafeReader, SaveRequest
@@ -77,6 +78,7 @@ class Checkpointer:
         self.rank = self.ranks.rank
         local_dir = self.config.local_dir
         self.disks = LocalDisks(Path(local_dir) / run.name, self.ranks) if local_dir is not None else None
+        self.memory = MemoryCheckpoints.of_rank(self.ranks, layout, self.state, self.config.memory.every_steps)
         on_cuda = device.type == "cuda"
         self.mode = self.config.async_mode
         if self.mode == AUTO:
@@ -155,11 +157,26 @@ class Checkpointer:
 
     def before_update(self) -> None:
         """Wait until a save has its copy of the state. The optimizer calls it before each update."""
+        if self.memory is not None:
+            self.memory.before_update()
         if self._staged is not None:
             begin = time.perf_counter()
             self._staged.result()
             self._staged = None
             self.stall_s += time.perf_counter() - begin
+
+    def capture(self, step: int, record: Callable[[], None]) -> None:
+        """Begin to capture the state after `step` steps in the nodes' memory, if it is time to.
+
+        `record` is called in a thread, before anybody can go on from this step.
+        """
+        if self.memory is not None:
+            self.memory.after_step(step, self.samples, record)
+
+    @property
+    def safe_step(self) -> int:
+        """The newest step that a failure of one node leaves; -1 for none."""
+        return max(self.committed_step, self.memory.step if self.memory is not None else -1)
 
     def poll(self) -> None:
         """Take note of a save that has ended, without waiting."""
@@ -232,22 +249,24 @@ class Checkpointer:
             CannotReadHere: this machine alone cannot read it.
         """
         loaded_from = self._restore_newest()
-        step, world = max(0, self.committed_step), self.layout.world_size
+        step, world = max(0, self.safe_step), self.layout.world_size
         if loaded_from is None:
             otherwise()
         elif self.rank == 0:
-            events.record(self.run, self.attempt, events.Resumed(step, self.samples, world, loaded_from))
+            events.record(self.run, self.attempt, events.Resumed(step, self.samples, world, *loaded_from))
             print(f"resumed from step {step} on {world} ranks", flush=True)
         self.on_restored(step)
         return step
 
-    def _restore_newest(self) -> str | None:
-        """Return where the state was read from, None when there is no checkpoint."""
+    def _restore_newest(self) -> tuple[str, int | None] | None:
+        """Return where the state was read from, and the bytes that nodes sent; None when there is no checkpoint."""
         skipped: dict[str, list[str]] = {}
         if self.rank == 0:
             self.epoch.check()
             catalog.make_folder(self.home)
             catalog.remove_unfinished(self.home)
+        if (sent := self._restore_captured()) is not None:
+            return "memory", sent
         while True:
             name, listed_in = self.ranks.from_rank_0(lambda: self._newest(skipped))
             if name is None:
@@ -264,7 +283,7 @@ class Checkpointer:
             if manifest is not None and not faults:
                 with self.ranks.reading(folder):
                     self._load(folder, manifest, shards)
-                return "storage" if shards is None else "local_dir"
+                return "storage" if shards is None else "local_dir", None
             skipped[name] = faults
             if self.rank == 0:
                 if listed_in == MANIFEST and faults != [NOT_FINITE]:
@@ -272,6 +291,21 @@ class Checkpointer:
                     catalog.set_aside(folder)
                 events.record(self.run, self.attempt, events.CheckpointSkipped(name, faults))
                 print(f"WARNING {name} cannot be used; trying the one before: {'; '.join(faults)}", flush=True)
+
+    def _restore_captured(self) -> int | None:
+        """Load what the nodes have in memory, if it is as new as the newest checkpoint. Returns the bytes they sent."""
+        if self.memory is None:
+            return None
+        name = self.ranks.from_rank_0(lambda: self._newest(()))[0]
+        at_least, not_finite = catalog.step_of(self.home / name) if name is not None else 0, list[int]()
+        while chosen := self.memory.newest(at_least, not_finite):
+            step, self.samples = chosen[0].step, chosen[0].samples
+            if (sent := self.memory.load(chosen)) is not None:
+                self.committed_step, self._written_step = at_least if name is not None else -1, -1
+                return sent
+            not_finite.append(step)
+        self.samples = 0
+        return None
 
     def _newest(self, skipped: Collection[str]) -> tuple[str | None, str]:
         """Return the name of the newest checkpoint, and what lists its shards, which says where those are."""
@@ -315,5 +349,7 @@ class Checkpointer:
         self.stager.close()
         if self.disks is not None:
             self.disks.close()
+        if self.memory is not None:
+            self.memory.close()
         if self.failure is not None:
             raise JobFailed(f"{self.failure} Then resume {self.run.name}.")

@@ -15,17 +15,17 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from fsdp_jobs.checkpoints.catalog import SHARDS, CannotReadHere, Manifest, faults_in, is_object_store
+from fsdp_jobs.checkpoints.exchange import fetch_files
 from fsdp_jobs.checkpoints.ranks import Ranks
 from fsdp_jobs.checkpoints.storage import Checksummed, SaveRequest
 
-_BLOCK = 1 << 24  # bytes copied or sent at once
+_BLOCK = 1 << 24  # bytes copied at once
 _KEPT = 2  # newest steps that stay on a node's disk
 _SLOWEST_COPY = timedelta(hours=1)  # between the first rank's shards on shared storage and the last one's
 
@@ -119,17 +119,7 @@ class LocalDisks:
         stored = metadata.storage_data
         assert stored is not None
         wanted = {stored[item.storage_index].relative_path for item in planner.create_local_plan().items}
-        by_rank = self.ranks.gather((self._leaders[self.ranks.node], wanted))
-        for name, target in sorted({(name, leader) for leader, names in by_rank for name in names}):
-            source = min(rank for rank, held in self._held.items() if name in held)
-            if name in self._held[target]:
-                continue
-            if self.rank == source:
-                _send(folder / name, target, self.ranks.group)
-            elif self.rank == target:
-                folder.mkdir(parents=True, exist_ok=True)
-                _receive(folder / name, manifest.files[name]["bytes"], source, self.ranks.group)
-        dist.barrier(group=self.ranks.group)
+        fetch_files(self.ranks, self._leaders[self.ranks.node], self._held, wanted, folder, folder)
 
     def close(self) -> None:
         self._thread.shutdown()
@@ -144,17 +134,3 @@ def _copy_checked(source: Path, target: Path, crc32: int) -> None:
             os.fsync(to.fileno())
     if to.crc32 != crc32:
         raise OSError(f"{source} differs from its checksum")
-
-
-def _send(file: Path, to: int, group: dist.ProcessGroup) -> None:
-    with file.open("rb") as f:
-        while block := f.read(_BLOCK):
-            dist.send(torch.frombuffer(bytearray(block), dtype=torch.uint8), to, group=group)
-
-
-def _receive(file: Path, size: int, source: int, group: dist.ProcessGroup) -> None:
-    with file.open("wb") as f:
-        for begin in range(0, size, _BLOCK):
-            block = torch.empty(min(_BLOCK, size - begin), dtype=torch.uint8)
-            dist.recv(block, source, group=group)
-            f.write(block.numpy().data)

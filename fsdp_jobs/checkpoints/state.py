@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from fsdp_jobs.config.errors import JobFailed
 
+RANDOM = "rng."  # names of ranks' random states begin so
 _VALUES = "values"  # what model and optimizer hold besides tensors
 
 
@@ -31,13 +32,13 @@ class State:
         Raises:
             TypeError: something in it cannot be saved.
         """
-        self.model, self.optimizer = model, optimizer
+        self.model, self.optimizer, self.device = model, optimizer, device
         known = set(model.parameters())
         if any(p not in known for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
             raise TypeError("the optimizer has a parameter that the model has not: make the optimizer after FSDP")
         others = {"hyperparameters": Hyperparameters(optimizer), **others}
         self.others = {f"others.{name}": other for name, other in others.items()}
-        self.random = {f"rng.{dist.get_rank()}": RandomState(device)}
+        self.random = {f"{RANDOM}{dist.get_rank()}": RandomState(device)}
         self._fqns: dict[str, str] = {}
         self._is_prepared = False
         self.buffers: frozenset[str] = frozenset()  # the tensors that a forward may change, by name
@@ -88,10 +89,22 @@ class State:
         Raises:
             TypeError: a value is neither plain nor a tensor.
         """
+        tensors, objects = self.to_capture()
+        return tensors | self.packed(objects)
+
+    def to_capture(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the same in two: its tensors, and by name the objects that are still to be `packed`."""
         tensors, values = self.live()
         tensors |= {name: tensors[name].clone() for name in self.buffers & tensors.keys()}
-        objects = {name: o.state_dict() for name, o in (self.others | self.random).items()}
-        return tensors | {name: _packed(name, value) for name, value in {_VALUES: values, **objects}.items()}
+        return tensors, {_VALUES: values, **{name: o.state_dict() for name, o in (self.others | self.random).items()}}
+
+    def packed(self, objects: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return a tensor of bytes for each object.
+
+        Raises:
+            TypeError: a value is neither plain nor a tensor.
+        """
+        return {name: _packed(name, value) for name, value in objects.items()}
 
     def to_load(self, metadata: Metadata, checkpoint: str, same_world: bool) -> dict[str, Tensor]:
         """Return the tensors to read a checkpoint into, random states only at the same number of ranks.

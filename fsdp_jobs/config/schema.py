@@ -167,6 +167,14 @@ class OptimConfig:
 
 
 @dataclass
+class MemoryConfig:
+    """Checkpoints in the nodes' memory, which outlive the ranks, and with a copy on another node the node, too."""
+
+    every_steps: Any = key(0, "steps between two; 0 is off, auto as often as it takes 1% of the time", at_least=0)
+    dir: str = key("/dev/shm", "a folder on each node in a file system that is memory, for two of them")
+
+
+@dataclass
 class CheckpointConfig:
     """When the job is saved, and what is kept."""
 
@@ -178,6 +186,7 @@ class CheckpointConfig:
     async_mode: str = key(AUTO, "auto is thread on CPU and process on CUDA", choices=(AUTO, "off", "thread", "process"))
     read_back: bool = key(True, "each rank reads its file again and compares checksums before the commit")
     restart_from_zero: bool = key(False, "a run that had checkpoints may begin again when none can be used")
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
 
 
 @dataclass

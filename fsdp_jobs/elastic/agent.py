@@ -31,6 +31,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fsdp_jobs.config.schema import JobConfig, load_config
 from fsdp_jobs.elastic import forkserver, worker
+from fsdp_jobs.elastic.copies import Copies
 from fsdp_jobs.elastic.failures import Failure
 from fsdp_jobs.elastic.program import Program
 from fsdp_jobs.elastic.protocol import Message
@@ -42,7 +43,7 @@ from fsdp_jobs.elastic.tracker import TrackerProcess
 from fsdp_jobs.plan.sources import path_from_slurm
 from fsdp_jobs.run import log
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.env import ADDRESS_ENV, AGENT_PID_ENV, ATTEMPT_ENV, HOST_ENV, RANK_STATE_ENV, RUN_DIR_ENV
+from fsdp_jobs.run.env import ADDRESS_ENV, AGENT_PID_ENV, ATTEMPT_ENV, HOST_ENV, MEMORY_ENV, RANK_STATE_ENV, RUN_DIR_ENV
 from fsdp_jobs.run.epoch import LOOK_S
 from fsdp_jobs.run.processes import kill_families, raise_file_limit
 from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, Verdict
@@ -60,8 +61,16 @@ _STOP_RANKS_S = 5  # SIGTERM to SIGKILL, for ranks of a broken round: their stat
 class Agent(LocalElasticAgent):
     """torch's agent, which tells the coordinator why its ranks failed."""
 
-    def __init__(self, spec: WorkerSpec, logs: RankLogs, handler: CoordinatorRendezvous, tracker: TrackerProcess):
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        logs: RankLogs,
+        handler: CoordinatorRendezvous,
+        tracker: TrackerProcess,
+        copies: Copies | None,
+    ):
         super().__init__(spec, logs, start_method="forkserver")
+        self._copies = copies
         self._handler, self._logs, self._tracker, self._node = handler, logs, tracker, handler.identity["node"]
         self._is_terminating = False  # silent ranks have been sent SIGTERM
         self._kills_for_memory = 0  # of this machine's kernel, before the round
@@ -75,6 +84,11 @@ class Agent(LocalElasticAgent):
         self._kills_for_memory = kills_for_memory()
         super()._initialize_workers(worker_group, *args, **kwargs)
         self._tracker.begin_round(has_rank_0=self._handler.round["rank"] == 0)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> Any:
+        if self._copies is not None:
+            self._copies.partner = self._handler.round["partner"]
+        return super()._start_workers(worker_group)
 
     def _keep_lease(self) -> None:
         """Kill ranks that outlive this node's lease; when half of it is over, have them save what they can."""
@@ -254,6 +268,8 @@ def run_agent(args: argparse.Namespace) -> int:
     config = load_config(run.config)
     folder = make_folder()
     keep_temporaries_in(folder)
+    every_steps, memory = config.checkpoint.memory.every_steps, Path(config.checkpoint.memory.dir)
+    copies = Copies(memory, run) if every_steps else None
     identity: Message = {
         "attempt": attempt,
         "node": args.node,
@@ -263,6 +279,7 @@ def run_agent(args: argparse.Namespace) -> int:
         "switches": path_from_slurm(
             os.environ.get("SLURM_TOPOLOGY_ADDR", ""), os.environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "")
         ),
+        "copies": copies.port if copies is not None else 0,
         "agent": uuid.uuid4().hex,
     }
     os.environ |= {
@@ -271,6 +288,8 @@ def run_agent(args: argparse.Namespace) -> int:
         AGENT_PID_ENV: str(os.getpid()),
         "TORCH_ELASTIC_WORKER_IDENTICAL": "1",  # every node has as many ranks, so agents need no store to number them
     }
+    if copies is not None:
+        os.environ[MEMORY_ENV] = str(copies.folder)
     entrypoint, entry_args = _entrypoint(config, run)  # forks, so before there are threads
     handler = CoordinatorRendezvous(config.elastic, run, identity, folder)
     spec = WorkerSpec(
@@ -283,7 +302,7 @@ def run_agent(args: argparse.Namespace) -> int:
         monitor_interval=_MONITOR_S,
     )
     tracker, log_times = TrackerProcess(config, run, attempt, args.node), LogTimes(run.node(attempt, args.node))
-    agent = Agent(spec, RankLogs(config, handler, folder), handler, tracker)
+    agent = Agent(spec, RankLogs(config, handler, folder), handler, tracker, copies)
     _handle_signals(handler)
     ran = ThreadPoolExecutor(1, "elastic-agent").submit(agent.run)  # a thread: torch leaves signals to this function
     if error := ran.exception():
@@ -294,6 +313,9 @@ def run_agent(args: argparse.Namespace) -> int:
     handler.shutdown()
     log_times.close()
     tracker.close()
+    if copies is not None:
+        verdict = Verdict.read(run, attempt)
+        copies.close(is_over=verdict is not None and verdict.decision == "stop")
     if handler.end:
         return int(handler.end["exit_code"])
     if (verdict := Verdict.read(run, attempt)) is not None:

@@ -103,7 +103,9 @@ class Server:
         with suppress(OSError, ValueError, KeyError, TypeError, EOFError):  # what is not a message ends the connection
             if await self._is_authentic(reader, writer):
                 hello = json.loads(await reader.readline())
-                identity = {key: hello[key] for key in ("node", "host", "address", "nproc", "switches", "ended")}
+                identity = {
+                    key: hello[key] for key in ("node", "host", "address", "nproc", "switches", "copies", "ended")
+                }
                 identity |= {"id": hello["agent"], "send": partial(_send, writer), "drop": writer.close}
                 agent = ConnectedAgent(**identity, heard=time.monotonic())
                 if self.coordinator.on_hello(agent, hello, time.monotonic()):
@@ -145,6 +147,7 @@ class Server:
         return False
 
 
+_IDENTITY = ("node", "host", "address", "nproc", "switches", "copies", "ended")  # of an agent, in hello
 _KINDS = ("beat", "failed", "ready", "master", "notice", "stacks", "silent", "ended", "away")  # after hello
 _HANDLERS = {kind: getattr(Coordinator, f"on_{kind}") for kind in _KINDS}
 

@@ -5,9 +5,10 @@ First both prove that they know the job's token, which does not travel (`proof`)
     agent        answer     nonce, proof of both nonces
     coordinator  welcome    proof of both nonces
 Agent to coordinator:
-    hello   attempt, node, host, address, nproc, switches, agent, ready, round, epoch, size, shard_group, ended, signal,
-            from, at
-            (agent: id of the process; ready: no ranks run here; round, epoch, size, shard_group: what they run in,
+    hello   attempt, node, host, address, nproc, switches, copies, agent, ready, round, epoch, size, shard_group, ended,
+            signal, from, at
+            (copies: port for other nodes' captures, 0 for none; agent: id of the process; ready: no ranks run here;
+            round, epoch, size, shard_group: what they run in,
             `NO_ROUND` when none do; ended: they have finished; signal: to stop, that came while there was no
             connection; from: the agent's end of the connection; at: when it was sent, by the agent's clock)
     beat    ranks: [[step, committed, phase], ...], at
@@ -21,7 +22,8 @@ Agent to coordinator:
     away                        this connection will be closed, and not because the agent ends
 Coordinator to agent:
     alive   at                          answers hello, beat and ready; with `at`, the node's lease runs from then
-    round   round, epoch, rank, size, shard_group, layout   this node has this rank of `size`
+    round   round, epoch, rank, size, shard_group, layout, partner
+                                        this node has this rank of `size`, and sends its captures there
     start   round, host, port   the head's answer, to everyone else
     break   round, why                  stop the ranks and send `ready`
     dump                                write the ranks' stacks and answer with `stacks`
@@ -45,7 +47,7 @@ from fsdp_jobs.config.schema import ElasticConfig
 from fsdp_jobs.run.epoch import Lease
 
 Message = dict[str, Any]
-AGENT, COORDINATOR = "agent", "coordinator"  # who proves
+AGENT, COORDINATOR, PARTNER = "agent", "coordinator", "partner"  # who proves
 NO_ROUND: Message = {"round": -1, "epoch": 0, "size": 0, "shard_group": 0}  # what `hello` says when no ranks run
 
 logger = logging.getLogger(__name__)

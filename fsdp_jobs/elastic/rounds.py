@@ -15,7 +15,7 @@ from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.elastic.attempt import Attempt, Round
 from fsdp_jobs.elastic.failures import Failure
 from fsdp_jobs.elastic.fencing import Epochs
-from fsdp_jobs.elastic.placement import ConnectedAgent, Formation
+from fsdp_jobs.elastic.placement import ConnectedAgent, Formation, partners
 from fsdp_jobs.elastic.protocol import Message
 from fsdp_jobs.elastic.rank_state import SAVES_NOTHING, Request
 from fsdp_jobs.elastic.stall import StallWatch
@@ -304,10 +304,12 @@ class Coordinator(Attempt):
         self.round = Round(
             StallWatch(self.config), number, **known, head=chosen[0], began_at=now, first_step=self.step, running=True
         )
-        for rank, agent in enumerate(chosen):
+        for rank, (agent, other) in enumerate(zip(chosen, partners(len(chosen)), strict=True)):
             agent.ready, agent.ended, agent.ranks = False, False, []
             self._take_into_round(agent, now)
-            agent.send({"kind": "round", "round": number, **known, "rank": rank, "layout": layout.to_json()})
+            partner = None if other is None else [chosen[other].address, chosen[other].copies]
+            given = {"rank": rank, "layout": layout.to_json(), "partner": partner}
+            agent.send({"kind": "round", "round": number, **known, **given})
         nodes, hosts = [a.node for a in chosen], [a.host for a in chosen]
         spares, why = [by_name[name].node for name in plan.spares], list(plan.reasons)
         sharding = (layout.strategy, layout.shard_group, layout.world_size)

@@ -16,6 +16,7 @@ EPOCH_ENV = "FSDP_JOBS_EPOCH"  # the number of the round over all attempts of th
 LAYOUT_ENV = "FSDP_JOBS_LAYOUT"  # JSON of the plan's Layout
 PROGRAM_ENV = "FSDP_JOBS_PROGRAM"  # JSON of what a rank executes
 AGENT_PID_ENV = "FSDP_JOBS_AGENT_PID"
+MEMORY_ENV = "FSDP_JOBS_MEMORY"  # the folder of this node's captures, if there are any
 RANK_STATE_ENV = "FSDP_JOBS_RANK_STATE"  # the folder of this node's rank states
 LOG_ENV = "FSDP_JOBS_LOG"  # this rank's log file
 STACKS_ENV = "FSDP_JOBS_STACKS"  # the file for this rank's stacks on SIGUSR2

@@ -167,10 +167,13 @@ class Resumed(Event, style="green"):
     step: int
     samples: int
     world_size: int
-    place: str = "storage"  # what the checkpoint was read from: storage | local_dir
+    place: str = "storage"  # what the checkpoint was read from: storage | local_dir | memory
+    sent: int | None = None  # bytes that came from the memory of other nodes
 
     def sentence(self) -> str:
-        where = ", read from the nodes' disks" if self.place == "local_dir" else ""
+        where = {"local_dir": ", read from the nodes' disks", "memory": ", read from the nodes' memory"}.get(
+            self.place, ""
+        )
         return f"resumed from the checkpoint of step {self.step} on {self.world_size} ranks{where}"
 
 

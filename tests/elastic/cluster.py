@@ -46,6 +46,7 @@ class Cluster:
             address=f"node{node}",
             nproc=2,
             switches=list(switches),
+            copies=0,
             id=f"{node}{life}",
             send=inbox.append,
             drop=lambda: None,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_jobs.elastic import fencing, placement
-from fsdp_jobs.elastic.placement import ConnectedAgent
+from fsdp_jobs.elastic.placement import ConnectedAgent, partners
 from fsdp_jobs.elastic.rank_state import Phase, Request
 from fsdp_jobs.run import verdict
 from tests.elastic.cluster import PROGRAM, SILENCE, Cluster, failure
@@ -365,3 +365,15 @@ def raises(number: int) -> Callable[..., None]:
         raise OSError(number, os.strerror(number))
 
     return fail
+
+
+@pytest.mark.parametrize("nodes", range(1, 12))
+def test_copies_go_to_nodes_far_away_and_pairs_are_mutual(nodes: int) -> None:
+    of = partners(nodes)
+    if nodes == 1:
+        assert of == [None]
+        return
+    assert sorted(i for i in of if i is not None) == list(range(nodes)), "each keeps one other's"
+    assert all(other != i for i, other in enumerate(of))
+    in_pairs = sum(of[other] == i for i, other in enumerate(of) if other is not None)
+    assert in_pairs == nodes - (3 if nodes % 2 else 0)

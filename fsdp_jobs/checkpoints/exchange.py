@@ -1,0 +1,57 @@
+"""Send whole files from the nodes that hold them to the nodes that need them, through the ranks' own group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from fsdp_jobs.checkpoints.ranks import Ranks
+
+_BLOCK = 1 << 24  # bytes sent at once
+
+
+def fetch_files(
+    ranks: Ranks, leader: int, held: Mapping[int, Set[str]], wanted: Set[str], folder: Path, into: Path
+) -> int:
+    """All ranks: get the files that this rank's node needs and lacks. Returns the bytes that came from other nodes.
+
+    Args:
+        leader: the rank that receives for this rank's node.
+        held: leader -> names of the files in its `folder`; the same on every rank.
+        wanted: names of the files that this rank needs, each held somewhere.
+        into: where files from other nodes are written to.
+    """
+    came = 0
+    by_rank = ranks.gather((leader, wanted))
+    for name, target in sorted({(name, leader) for leader, names in by_rank for name in names}):
+        source = min(rank for rank, names in held.items() if name in names)
+        if name in held.get(target, ()):
+            continue
+        if ranks.rank == source:
+            _send(folder / name, target, ranks.group)
+        elif ranks.rank == target:
+            (into / name).parent.mkdir(parents=True, exist_ok=True)
+            came += _receive(into / name, source, ranks.group)
+    dist.barrier(group=ranks.group)
+    return came
+
+
+def _send(file: Path, to: int, group: dist.ProcessGroup) -> None:
+    dist.send(torch.tensor([file.stat().st_size]), to, group=group)
+    with file.open("rb") as f:
+        while block := f.read(_BLOCK):
+            dist.send(torch.frombuffer(bytearray(block), dtype=torch.uint8), to, group=group)
+
+
+def _receive(file: Path, source: int, group: dist.ProcessGroup) -> int:
+    size = torch.zeros(1, dtype=torch.int64)
+    dist.recv(size, source, group=group)
+    with file.open("wb") as f:
+        for begin in range(0, int(size), _BLOCK):
+            block = torch.empty(min(_BLOCK, int(size) - begin), dtype=torch.uint8)
+            dist.recv(block, source, group=group)
+            f.write(block.numpy().data)
+    return int(size)

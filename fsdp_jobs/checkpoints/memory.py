@@ -1,0 +1,319 @@
+"""Checkpoints in the nodes' memory: each rank's part is captured there every few steps, and outlives the rank.
+
+The agent seals what was captured with checksums, and sends to another node what no replica there has
+(`elastic/copies.py`); files and slots are those of `run/memory.py`. All ranks capture a step, or none does: before
+each update they vote, against it as long as their last capture is not sealed and copied. So of two slots one always
+holds a step that all nodes have.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from mmap import mmap
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from fsdp_jobs.checkpoints.exchange import fetch_files
+from fsdp_jobs.checkpoints.ranks import Ranks
+from fsdp_jobs.checkpoints.state import RANDOM, State
+from fsdp_jobs.config.errors import JobFailed
+from fsdp_jobs.config.keys import AUTO
+from fsdp_jobs.plan.layout import Layout
+from fsdp_jobs.run.env import EPOCH_ENV, MEMORY_ENV
+from fsdp_jobs.run.memory import COPIES, Capture, Entry, Found, Slot, forget_before, newest_complete, slots_in
+
+_DUE, _BUSY = 1, 2  # votes; the highest counts
+_AUTO_COST = 0.01  # of the time of training, that captures may take
+_FETCHED = "fetched"  # folder of what came from other nodes for a restore
+
+
+class MemoryCheckpoints:
+    """One rank's captures. Methods marked "All ranks" are called by all, in the same order."""
+
+    def __init__(self, folder: Path, ranks: Ranks, layout: Layout, state: State, every_steps: int | str):
+        """All ranks."""
+        self.folder, self.ranks, self.layout, self.state = folder, ranks, layout, state
+        self.every_steps, self.epoch = every_steps, int(os.environ[EPOCH_ENV])
+        self.leads = os.environ["LOCAL_RANK"] == "0"
+        is_one_node = ranks.world == int(os.environ["LOCAL_WORLD_SIZE"])
+        self._has_replica = layout.replicas > 1 and not is_one_node  # on another node
+        self._group = dist.new_group(backend="gloo")  # votes must not meet the collectives of saves
+        self._ballot = torch.zeros(1, dtype=torch.int32)
+        self._voting: dist.Work | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="capture")
+        self._copying: Future[None] | None = None
+        self._stream = torch.cuda.Stream(state.device) if state.device.type == "cuda" else None
+        self._maps: dict[int, mmap] = {}  # slot -> its data
+        self._newest: Slot | None = None
+        self._captures = 0  # in this round
+        self.step = -1  # the newest that is known to be with all nodes
+        self._captured_step = -1
+        self._steps, self._since, self._cost_s = 0, time.monotonic(), 0.0  # after the newest capture, and of it
+
+    @classmethod
+    def of_rank(cls, ranks: Ranks, layout: Layout, state: State, every_steps: int | str) -> MemoryCheckpoints | None:
+        """All ranks: return this rank's, if its agent keeps a folder for them."""
+        folder = os.environ.get(MEMORY_ENV)
+        return cls(Path(folder), ranks, layout, state, every_steps) if folder else None
+
+    def before_update(self) -> None:
+        """All ranks, before the state changes: wait until what is being captured has been read, and vote."""
+        begin = time.perf_counter()
+        if self._copying is not None:
+            self._copying.result()
+            self._copying = None
+            self._cost_s += time.perf_counter() - begin
+        if self._voting is None:
+            is_busy = self._newest is not None and not self._newest.copied.exists()
+            self._ballot.fill_(_BUSY if is_busy else _DUE if self.ranks.rank == 0 and self._is_due() else 0)
+            self._voting = dist.all_reduce(self._ballot, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    def _is_due(self) -> bool:
+        if not self._captures:
+            return True  # what a lost node had is copied again at once
+        if self.every_steps != AUTO:
+            return self._steps + 1 >= int(self.every_steps)
+        return self._cost_s <= _AUTO_COST * (time.monotonic() - self._since)
+
+    def after_step(self, step: int, samples: int, record: Callable[[], None]) -> None:
+        """All ranks: begin to capture the state after `step` steps, if none was busy and it is time to.
+
+        `record` is called in a thread, before anybody can go on from this step.
+        """
+        self.before_update()  # where the optimizer made no update
+        assert self._voting is not None
+        self._voting.wait()
+        self._voting, self._steps = None, self._steps + 1
+        if int(self._ballot) != _DUE:
+            return
+        begin = time.perf_counter()
+        if self._captures == 1 and self.leads:
+            forget_before(self.folder, self.epoch)  # every node has the first capture of this round
+        if self._captures:
+            self.step = self._captured_step
+        number, self._captured_step = self._captures % 2, step
+        slot = Slot(self.folder, self.epoch, self.ranks.rank, number)
+        about = partial(
+            Capture, self.epoch, self.ranks.rank, number, step, samples, self.ranks.world, self.layout.shard_group
+        )
+        tensors, objects = self.state.to_capture()
+        updated = torch.cuda.current_stream().record_event() if self._stream is not None else None
+        self._copying = self._thread.submit(self._copy, slot, about, tensors, copy.deepcopy(objects), updated, record)
+        self._captures, self._newest, self._steps = self._captures + 1, slot, 0
+        self._since, self._cost_s = time.monotonic(), time.perf_counter() - begin
+
+    def _copy(
+        self,
+        slot: Slot,
+        about: Callable[[list[Entry]], Capture],
+        tensors: dict[str, Tensor],
+        objects: dict[str, Any],
+        updated: torch.cuda.Event | None,
+        record: Callable[[], None],
+    ) -> None:
+        """Fill the slot and say that it is whole; in a thread. On a GPU the copy follows the event `updated`.
+
+        Raises:
+            JobFailed: there is no room.
+        """
+        slot.withdraw()
+        parts = tensors | self.state.packed(objects)
+        capture = about([self._entry(name, tensor) for name, tensor in parts.items()]).placed()
+        try:
+            data = self._map(slot, capture)
+        except OSError as e:
+            raise JobFailed(
+                f"{self.folder}: {e.strerror}; each of a rank's two captures takes {capture.size / 1e9:.3g} GB. Set "
+                "checkpoint.memory.dir to a larger file system in memory, enlarge /dev/shm, or set "
+                "checkpoint.memory.every_steps=0."
+            ) from e
+        filled = [(entry, tensor) for entry, tensor in zip(capture.entries, parts.values(), strict=True) if entry.bytes]
+        with torch.cuda.stream(self._stream):  # does nothing for None
+            if updated is not None:
+                updated.wait()
+            views = [_view(data, entry) for entry, _ in filled]
+            torch._foreach_copy_(views, [_local(tensor) for _, tensor in filled], non_blocking=True)
+        if self._stream is not None:
+            self._stream.synchronize()
+        record()
+        slot.publish(capture)
+
+    def _map(self, slot: Slot, capture: Capture) -> mmap:
+        """Map a slot once, and let the GPU write there directly.
+
+        Raises:
+            OSError: there is no room.
+        """
+        data = self._maps.get(capture.slot)
+        if data is None or len(data) < capture.size:
+            data = self._maps[capture.slot] = slot.map(capture.size)
+            if self._stream is not None:
+                address = torch.frombuffer(data, dtype=torch.uint8).data_ptr()
+                torch.cuda.cudart().cudaHostRegister(address, len(data), 0)
+        return data
+
+    def _entry(self, name: str, tensor: Tensor) -> Entry:
+        shape, offsets = tuple(tensor.shape), (0,) * tensor.dim()
+        if isinstance(tensor, DTensor):
+            _, offsets = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)
+        own, kind = _local(tensor), str(tensor.dtype).removeprefix("torch.")
+        is_alone = not self._has_replica or name.startswith(RANDOM)
+        return Entry(name, kind, [*shape], [*offsets], [*own.shape], own.numel() * own.element_size(), is_alone)
+
+    def newest(self, at_least: int, passed_over: Iterable[int] = ()) -> list[Found]:
+        """All ranks: find the newest step that the nodes hold whole, and verify what they hold of it.
+
+        Args:
+            at_least: a step; one before it is not wanted.
+            passed_over: steps that were found not to be usable.
+        """
+        here = [*self._found()] if self.leads else []
+        by_rank = self.ranks.gather((self.ranks.node, self.leads, here))
+        self._leader = next(r for r, (node, leads, _) in enumerate(by_rank) if leads and node == self.ranks.node)
+        left = {one for _, _, found in by_rank for one in found if one.step not in passed_over}
+        sound: set[Found] = set()
+        while (chosen := newest_complete(left)) and chosen[0].step >= at_least:
+            mine = [one for one in chosen if one.holder == self.ranks.rank and one not in sound]
+            with ThreadPoolExecutor(4) as several:
+                faults = dict(zip(mine, several.map(self._faults, mine), strict=True))
+            for one, wrong in faults.items():
+                if wrong:
+                    print(f"WARNING {one.name} of step {one.step} is damaged, and not used: {wrong[:3]}", flush=True)
+            bad = {one for found in self.ranks.gather([one for one in mine if faults[one]]) for one in found}
+            if not bad:
+                return chosen
+            left -= bad
+            sound |= {*mine} - bad
+        return []
+
+    def _found(self) -> Iterable[Found]:
+        """Return the captures that this node holds."""
+        for folder in (self.folder, self.folder / COPIES):
+            for slot in slots_in(folder):
+                if (capture := slot.capture()) is not None:
+                    yield Found.of(capture, is_copy=folder != self.folder, holder=self.ranks.rank)
+
+    def _faults(self, one: Found) -> list[str]:
+        return Slot(self.folder / COPIES if one.is_copy else self.folder, one.epoch, one.rank, one.slot).verify()
+
+    def load(self, chosen: list[Found]) -> int | None:
+        """All ranks, after `newest`: go on from it. Returns the bytes that came from other nodes; None if not finite.
+
+        Raises:
+            JobFailed: it is of another model.
+        """
+        held: dict[int, set[str]] = {}
+        for one in chosen:
+            held.setdefault(one.holder, set()).update((f"{one.name}.json", f"{one.name}.data"))
+        fetch = partial(fetch_files, self.ranks, self._leader, held)
+        into = self.folder / _FETCHED
+        sources = self._sources(chosen)
+        came = fetch({f"{name}.json" for name in sources}, self.folder, into)
+        captures = {name: Capture.from_json(self._file(f"{name}.json").read_text()) for name in sources}
+        stored = _metadata(captures)
+        has_random = f"{RANDOM}{self.ranks.rank}" in stored.state_dict_metadata
+        state = self.state.to_load(stored, f"the capture of step {chosen[0].step}", has_random)
+        planner = DefaultLoadPlanner()
+        planner.set_up_planner(state, stored, is_coordinator=False)
+        items = planner.create_local_plan().items
+        assert stored.storage_data is not None
+        places: list[_Place] = [stored.storage_data[item.storage_index] for item in items]
+        came += fetch({f"{place.name}.data" for place in places}, self.folder, into)
+        maps = {name: _read(self._file(f"{name}.data")) for name in {place.name for place in places}}
+        is_finite = True
+        for item, (name, entry) in zip(items, places, strict=True):
+            part = _view(maps[name], entry)
+            for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                part = part.narrow(dim, offset, length)
+            planner.resolve_tensor(item).copy_(part)
+            may_be_infinite = not part.is_floating_point() or entry.name in self.state.buffers
+            is_finite &= may_be_infinite or bool(part.isfinite().all())
+        self.state.take(state)
+        by_rank = self.ranks.gather((came, is_finite))
+        if self.leads:
+            shutil.rmtree(into, ignore_errors=True)
+        self.step = chosen[0].step
+        return sum(came for came, _ in by_rank) if all(finite for _, finite in by_rank) else None
+
+    def _file(self, name: str) -> Path:
+        here = self.folder / name
+        return here if here.exists() else self.folder / _FETCHED / name
+
+    def _sources(self, chosen: list[Found]) -> list[str]:
+        """Name the captures that this rank's state is in, the better ones first."""
+
+        def best(wanted: Callable[[Found], bool]) -> list[Found]:
+            return sorted(filter(wanted, chosen), key=lambda one: (one.holder != self._leader, one.is_copy))[:1]
+
+        rank, like = self.ranks.rank, chosen[0]
+        own = best(lambda one: one.rank == rank and one.is_whole) or best(lambda one: one.rank == rank)
+        places = range(like.shard_group)
+        if (like.world_size, like.shard_group) == (self.ranks.world, self.layout.shard_group):
+            places = range(rank % like.shard_group, rank % like.shard_group + 1)
+            if own and own[0].is_whole:
+                return [own[0].name]
+        shards = [best(lambda one, at=at: one.is_whole and one.rank % like.shard_group == at)[0] for at in places]
+        own = own if like.world_size == self.ranks.world else []
+        return list(dict.fromkeys(one.name for one in (*own, *shards)))
+
+    def close(self) -> None:
+        """Wait for the capture under way."""
+        self._thread.shutdown()
+
+
+class _Place(NamedTuple):
+    """Where a part of a tensor is."""
+
+    name: str  # of the capture
+    entry: Entry
+
+
+def _metadata(captures: dict[str, Capture]) -> Metadata:
+    """Describe captures as DCP's planner wants it; of parts that several have, the first one's."""
+    tensors: dict[str, TensorStorageMetadata] = {}
+    places: dict[MetadataIndex, _Place] = {}
+    for name, capture in captures.items():
+        for entry in capture.entries:
+            about = TensorProperties(dtype=getattr(torch, entry.dtype))
+            tensor = tensors.setdefault(entry.name, TensorStorageMetadata(about, torch.Size(entry.shape), []))
+            index = MetadataIndex(entry.name, entry.offsets)
+            if entry.bytes and index not in places:
+                places[index] = _Place(name, entry)
+                tensor.chunks.append(ChunkStorageMetadata(torch.Size(entry.offsets), torch.Size(entry.sizes)))
+    return Metadata(dict(tensors), storage_data=places)
+
+
+def _read(file: Path) -> mmap:
+    with file.open("r+b") as f:
+        return mmap(f.fileno(), 0)
+
+
+def _view(data: mmap, entry: Entry) -> Tensor:
+    """Return a tensor whose memory is that of the file."""
+    kind = getattr(torch, entry.dtype)
+    return torch.frombuffer(data, dtype=kind, count=math.prod(entry.sizes), offset=entry.begin).view(entry.sizes)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,191 @@
+"""The agent's part in memory checkpoints: it keeps the folder, seals what ranks capture, and copies it to a partner.
+
+What no replica on another node holds goes to one other node, over connections of their own between the agents, so
+that neither ranks nor their collectives wait. After both have proved that they know the job's token (`proof`):
+    sender      capture, sums   its description and checksums, followed by its data
+    receiver    is              "whole": it is kept, and its checksums are these
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import secrets
+import shutil
+import socket
+import socketserver
+import threading
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+from fsdp_jobs.elastic.protocol import AGENT, PARTNER, Message, line, proof
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.memory import COPIES, Capture, Slot, adopt_folder, slots_in
+
+_LOOK_S = 0.01  # between two looks for a new capture
+_CHUNK = 1 << 22  # bytes sent at once
+_PATIENCE_S = 30.0  # with a partner that does not answer
+_STRANGERS = 16  # connections at once that have not proved themselves
+_WARN_S = 10.0  # between two lines about it
+
+logger = logging.getLogger(__name__)
+
+
+class Copies:
+    """A node's folder of captures, with the threads that seal, send and receive."""
+
+    def __init__(self, memory: Path, run: RunDir):
+        """Adopt or make the folder, and begin.
+
+        Raises:
+            OSError: nothing can be kept there.
+        """
+        self.folder, self._lock = adopt_folder(memory, run)
+        self.partner: list[Any] | None = None  # of this round; None: there is no other node
+        self._token = run.token.read_text()
+        self._connection: tuple[list[Any], socket.socket, IO[bytes]] | None = None
+        self._over = threading.Event()
+        self._server = _Server(("", 0), self.folder / COPIES, self._token)
+        self.port = int(self._server.server_address[1])
+        threading.Thread(target=self._server.serve_forever, name="copies", daemon=True).start()
+        self._keeper = threading.Thread(target=self._keep, name="captures", daemon=True)
+        self._keeper.start()
+
+    def _keep(self) -> None:
+        """Seal and send what is captured, until the end."""
+        while not self._over.wait(_LOOK_S):
+            for slot in slots_in(self.folder):
+                if slot.copied.exists():
+                    continue
+                try:
+                    self._take_care(slot)
+                except (OSError, ValueError, KeyError) as e:
+                    self._disconnect()
+                    logger.warning("a capture is not copied to %s, to be repeated: %s", self.partner, e)
+                    self._over.wait(_WARN_S)
+
+    def _take_care(self, slot: Slot) -> None:
+        capture = slot.capture() if slot.sums.exists() else slot.seal()
+        if capture is None:
+            return
+        copy = capture.alone()
+        if self.partner is not None and copy.entries:
+            self._send(slot, capture, copy)
+        slot.copied.touch()
+
+    def _send(self, slot: Slot, capture: Capture, copy: Capture) -> None:
+        """Raises: OSError, ValueError or KeyError when the partner does not have it."""
+        connection, lines = self._connected()
+        sums = json.loads(slot.sums.read_text())
+        about = {"capture": asdict(copy), "sums": {entry.name: sums[entry.name] for entry in copy.entries}}
+        connection.sendall(line(about))
+        begins = {entry.name: entry.begin for entry in capture.entries}
+        with slot.data.open("rb") as data:
+            for entry in copy.entries:
+                data.seek(begins[entry.name])
+                left = entry.bytes
+                while left and (chunk := data.read(min(left, _CHUNK))):
+                    connection.sendall(chunk)
+                    left -= len(chunk)
+        if json.loads(lines.readline() or b"{}") != {"is": "whole"}:
+            raise ValueError("it has not come there whole")
+
+    def _connected(self) -> tuple[socket.socket, IO[bytes]]:
+        """Return a connection to the partner of this round, that has proved to be an agent of the job."""
+        assert self.partner is not None
+        if self._connection is not None and self._connection[0] == self.partner:
+            return self._connection[1:]
+        self._disconnect()
+        connection = socket.create_connection(tuple(self.partner), timeout=_PATIENCE_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        lines = connection.makefile("rb")
+        self._connection = self.partner, connection, lines
+        nonce, challenge = secrets.token_hex(), str(json.loads(lines.readline())["nonce"])
+        connection.sendall(line({"nonce": nonce, "proof": proof(self._token, AGENT, challenge, nonce)}))
+        theirs = str(json.loads(lines.readline())["proof"])
+        if not hmac.compare_digest(theirs, proof(self._token, PARTNER, challenge, nonce)):
+            raise ValueError("who answers does not know this job's token")
+        return connection, lines
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            for end in reversed(self._connection[1:]):
+                with suppress(OSError):
+                    end.close()
+            self._connection = None
+
+    def close(self, is_over: bool) -> None:
+        """Stop; when the job is over, remove the folder."""
+        self._over.set()
+        self._server.shutdown()
+        self._keeper.join(_PATIENCE_S)
+        self._disconnect()
+        if is_over:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self._lock.close()
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    """Takes what other agents send."""
+
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], folder: Path, token: str):
+        super().__init__(address, _Receiver)
+        self.folder, self.token = folder, token
+        self.strangers = threading.BoundedSemaphore(_STRANGERS)
+
+
+class _Receiver(socketserver.StreamRequestHandler):
+    """One agent's connection."""
+
+    timeout = _PATIENCE_S  # until it has proved itself
+    server: _Server
+
+    def handle(self) -> None:
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            if self._is_authentic():
+                self.connection.settimeout(None)
+                while received := self.rfile.readline():
+                    self._receive(json.loads(received))
+                    self.wfile.write(line({"is": "whole"}))
+
+    def _is_authentic(self) -> bool:
+        """Challenge the other end, and prove to it that this is an agent of the job."""
+        if not self.server.strangers.acquire(blocking=False):
+            return False
+        try:
+            challenge = secrets.token_hex()
+            self.wfile.write(line({"nonce": challenge}))
+            answer = json.loads(self.rfile.readline(4096))
+            nonce = str(answer["nonce"])
+            expected = proof(self.server.token, AGENT, challenge, nonce)
+            if not hmac.compare_digest(str(answer["proof"]).encode(), expected.encode()):
+                return False
+            self.wfile.write(line({"proof": proof(self.server.token, PARTNER, challenge, nonce)}))
+            return True
+        finally:
+            self.server.strangers.release()
+
+    def _receive(self, about: Message) -> None:
+        """Raises: ValueError for what is not what its sender sealed."""
+        capture = Capture.from_json(json.dumps(about["capture"]))
+        slot = Slot.of(self.server.folder, capture)
+        slot.withdraw()
+        data = memoryview(slot.map(capture.size))
+        for entry in capture.entries:
+            at, end = entry.begin, entry.begin + entry.bytes
+            while at < end:
+                count = self.rfile.readinto(data[at : min(end, at + _CHUNK)])
+                if not count:
+                    raise ValueError("cut off")
+                at += count
+        data.release()
+        slot.publish(capture)
+        slot.seal()
+        if not about["sums"].items() <= json.loads(slot.sums.read_text()).items():
+            slot.withdraw()
+            raise ValueError("damaged on its way")

@@ -1,0 +1,252 @@
+"""Captures: checkpoints in the memory of a job's nodes, which outlive their ranks. No torch.
+
+An agent keeps a folder in a file system that is memory. Each of its ranks captures its part of the state into one of
+two slots there, so that the newer capture is only written over the older one:
+
+    <epoch>-<rank>-<slot>.data      tensors, one after the other
+    <epoch>-<rank>-<slot>.json      what they are, a `Capture`; written last by the rank, so its data is whole
+    <epoch>-<rank>-<slot>.sums      their checksums, written by the agent: the capture is sealed
+    <epoch>-<rank>-<slot>.copied    another node has what no replica of this rank holds
+
+`copies/` has, in the same form, what the agents of other nodes have sent.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import mmap
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import xxhash
+
+from fsdp_jobs.run.directory import RunDir, user_name
+
+COPIES = "copies"
+_ALIGNED = 64  # bytes that every tensor begins at a multiple of
+_STALE_S = 3600.0  # after which a folder that no agent holds is another run's leftover
+
+
+class Entry(NamedTuple):
+    """One tensor of a capture: this rank's part of it, or all of it where ranks do not share it out."""
+
+    name: str
+    dtype: str
+    shape: list[int]  # of the whole tensor
+    offsets: list[int]  # of this part in it
+    sizes: list[int]
+    bytes: int
+    is_alone: bool  # no other node's replica has it
+    begin: int = 0  # in the data
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What one rank has captured."""
+
+    epoch: int  # the number of the round over all attempts of the run
+    rank: int
+    slot: int
+    step: int  # optimizer steps done
+    samples: int
+    world_size: int
+    shard_group: int
+    entries: list[Entry]
+    is_whole: bool = True  # not only what is alone
+
+    @property
+    def size(self) -> int:
+        """Bytes of the data."""
+        return max((e.begin + e.bytes for e in self.entries), default=0)
+
+    def placed(self) -> Capture:
+        """Return the same with its tensors one after the other."""
+        at, entries = 0, []
+        for entry in self.entries:
+            entries.append(entry._replace(begin=at))
+            at += -(-entry.bytes // _ALIGNED) * _ALIGNED
+        return replace(self, entries=entries)
+
+    def alone(self) -> Capture:
+        """Return what another node has to get a copy of."""
+        entries = [e for e in self.entries if e.is_alone]
+        return replace(self, entries=entries, is_whole=len(entries) == len(self.entries)).placed()
+
+    @classmethod
+    def from_json(cls, text: str) -> Capture:
+        content: dict[str, Any] = json.loads(text)
+        return cls(**{**content, "entries": [Entry(*e) for e in content["entries"]]})
+
+
+class Slot:
+    """The files of one capture."""
+
+    def __init__(self, folder: Path, epoch: int, rank: int, slot: int):
+        stem = f"{epoch}-{rank}-{slot}"
+        self.data, self.about, self.sums, self.copied = (
+            folder / f"{stem}.{suffix}" for suffix in ("data", "json", "sums", "copied")
+        )
+
+    @classmethod
+    def of(cls, folder: Path, capture: Capture) -> Slot:
+        return cls(folder, capture.epoch, capture.rank, capture.slot)
+
+    def withdraw(self) -> None:
+        """Take back what was captured here, before its data is written over."""
+        for file in (self.about, self.copied, self.sums):
+            file.unlink(missing_ok=True)
+
+    def map(self, size: int) -> mmap.mmap:
+        """Map the data into memory, with so many bytes that can be written.
+
+        Raises:
+            OSError: there is no room for them.
+        """
+        with open(os.open(self.data, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as f:
+            os.posix_fallocate(f.fileno(), 0, max(size, 1))  # else a write without room is a SIGBUS
+            return mmap.mmap(f.fileno(), max(size, 1))
+
+    def publish(self, capture: Capture) -> None:
+        """Say that the data is whole."""
+        _write(self.about, json.dumps(asdict(capture)))
+
+    def capture(self) -> Capture | None:
+        """Return what was captured here, if its data is whole."""
+        try:
+            return Capture.from_json(self.about.read_text())
+        except FileNotFoundError:
+            return None
+
+    def seal(self) -> Capture | None:
+        """Write the checksums of what was captured here; None if nothing is, or it was withdrawn meanwhile."""
+        capture = self.capture()
+        if capture is None:
+            return None
+        sums = self._checksums(capture)
+        try:
+            if self.capture() != capture:
+                return None
+            _write(self.sums, json.dumps(sums))
+        except FileNotFoundError:
+            return None
+        return capture
+
+    def verify(self) -> list[str]:
+        """Name the tensors whose bytes are not those that were sealed, or what else is wrong; empty when whole.
+
+        What was not sealed when its agent died is sealed now.
+        """
+        try:
+            capture = self.capture()
+            if capture is None:
+                return ["it was never whole"]
+            if not self.sums.exists():
+                self.seal()
+            expected, sums = json.loads(self.sums.read_text()), self._checksums(capture)
+            return [name for name in expected.keys() | sums.keys() if expected.get(name) != sums.get(name)]
+        except (OSError, ValueError, TypeError, KeyError) as e:
+            return [f"{type(e).__name__}: {e}"]
+
+    def _checksums(self, capture: Capture) -> dict[str, str]:
+        """XXH3 of 128 bits for each tensor, and for the description of all (Y. Collet, xxhash.com)."""
+        with self.data.open("rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            view = memoryview(data)
+            sums = {e.name: xxhash.xxh3_128_hexdigest(view[e.begin : e.begin + e.bytes]) for e in capture.entries}
+            view.release()
+        return {**sums, "": xxhash.xxh3_128_hexdigest(json.dumps(asdict(capture)).encode())}
+
+
+def _write(file: Path, text: str) -> None:
+    part = file.with_name(f"{file.name}.part")
+    part.write_text(text)
+    part.rename(file)
+
+
+def slots_in(folder: Path) -> Iterator[Slot]:
+    """Return the slots of a folder that hold a capture."""
+    for file in folder.glob("*.json"):
+        yield Slot(folder, *map(int, file.stem.split("-")))
+
+
+def forget_before(folder: Path, epoch: int) -> None:
+    """Remove all captures of older rounds, copies of other nodes' among them."""
+    for file in [*folder.glob("*-*-*.*"), *folder.glob(f"{COPIES}/*-*-*.*")]:
+        if int(file.name.partition("-")[0]) < epoch:
+            file.unlink(missing_ok=True)
+
+
+def adopt_folder(memory: Path, run: RunDir) -> tuple[Path, IO[str]]:
+    """Return this node's folder of a submission, with the lock that says it is in use.
+
+    What an agent that has died left here is taken over; what earlier submissions of the run left is removed, and so
+    is what no agent has held for an hour.
+
+    Raises:
+        OSError: nothing can be made there.
+    """
+    prefix = f"fsdp_jobs-{user_name()}-memory-"
+    of_run = f"{prefix}{xxhash.xxh3_64_hexdigest(str(run.path.resolve()).encode())}-"
+    mine = f"{of_run}{run.submission}-"
+    for folder in sorted(memory.glob(f"{prefix}*")):
+        is_mine = folder.name.startswith(mine)
+        with suppress(OSError):
+            lock = (folder / "lock").open("a")
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if is_mine:
+                return folder, lock
+            if folder.name.startswith(of_run) or time.time() - folder.stat().st_mtime > _STALE_S:
+                shutil.rmtree(folder)
+    new = memory / f".{mine}{secrets.token_hex(4)}"
+    (new / COPIES).mkdir(parents=True, mode=0o700)
+    lock = (new / "lock").open("a")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return new.rename(memory / new.name.removeprefix(".")), lock  # locked before anybody can see it
+
+
+class Found(NamedTuple):
+    """A capture that a node holds."""
+
+    epoch: int
+    rank: int  # that captured it
+    slot: int
+    step: int
+    world_size: int
+    shard_group: int
+    is_whole: bool
+    is_copy: bool
+    holder: int  # the rank that speaks for the node now
+    samples: int
+
+    @classmethod
+    def of(cls, capture: Capture, is_copy: bool, holder: int) -> Found:
+        c = capture
+        sharding = (c.world_size, c.shard_group, c.is_whole)
+        return cls(c.epoch, c.rank, c.slot, c.step, *sharding, is_copy, holder, c.samples)
+
+    @property
+    def name(self) -> str:
+        """Return where its files are in the node's folder, without their suffixes."""
+        return f"{COPIES}/" * self.is_copy + f"{self.epoch}-{self.rank}-{self.slot}"
+
+
+def newest_complete(found: Iterable[Found]) -> list[Found]:
+    """Choose the newest step of the newest round of which the nodes hold every shard; empty when they hold none.
+
+    Ranks at the same place of their shard group are replicas and have the same shards.
+    """
+    by_step: dict[tuple[int, int], list[Found]] = {}
+    for one in found:
+        by_step.setdefault((one.epoch, one.step), []).append(one)
+    for _, candidates in sorted(by_step.items(), reverse=True):
+        whole = {one.rank % one.shard_group for one in candidates if one.is_whole}
+        if len(whole) == candidates[0].shard_group:
+            return candidates
+    return []

@@ -1,0 +1,123 @@
+"""Machines with their own memory, of which some are lost: the rest has every step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.netns import Fabric, NetnsJob, needs_netns, netns_job
+
+pytestmark = [pytest.mark.integration, needs_netns, pytest.mark.timeout(600)]
+
+EACH_STEP = ("checkpoint.memory.every_steps=1", "checkpoint.every_steps=0", "elastic.join_window_s=0")
+FULL = "fsdp.strategy=full_shard"
+HYBRID = ("fsdp.strategy=hybrid_shard", "fsdp.shard_group=2")
+
+
+@pytest.fixture(scope="module")
+def fabric() -> Iterator[Fabric]:
+    with Fabric([f"node{i}" for i in range(1, 5)], ["leaf1", "leaf1", "leaf2", "leaf2"]) as four:
+        yield four
+
+
+def job_on(fabric: Fabric, folder: Path, *overrides: str) -> AbstractContextManager[NetnsJob]:
+    return netns_job(fabric, folder, "kept", "steps=40", "nodes=4", "nproc_per_node=1", *EACH_STEP, *overrides)
+
+
+def memory_of(fabric: Fabric, node: str) -> Path:
+    """The folder of a machine's captures, seen from outside."""
+    (folder,) = Path(f"/proc/{fabric.machines[node].pid}/root/dev/shm").glob("fsdp_jobs-*-memory-*")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def calm(fabric: Fabric, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, float]]:
+    """Losses of jobs that nothing happens to, by strategy."""
+    losses = {}
+    for name, overrides in (("full", (FULL,)), ("hybrid", HYBRID)):
+        with job_on(fabric, tmp_path_factory.mktemp(name), *overrides) as job:
+            assert job.wait().verdict == "done", job.story()
+            losses[name] = job.losses()
+    return losses
+
+
+@pytest.mark.parametrize("sharding", ["full", "hybrid"])
+def test_a_lost_machine_costs_at_most_one_step(
+    fabric: Fabric, tmp_path: Path, calm: dict[str, dict[int, float]], sharding: str
+) -> None:
+    with job_on(fabric, tmp_path, *((FULL,) if sharding == "full" else HYBRID)) as job:
+        for lost, at in (("node3", 8), ("node1", 20)):
+            job.until_step(at)
+            job.crash(lost)
+            done = job.step()
+            job.until(lambda: job.events("round_broken"), "the loss is noticed")
+            job.replace(lost)
+            rounds = len(job.events("resumed"))
+            job.until(lambda n=rounds: len(job.events("resumed")) > n, "resumed")  # type: ignore[misc]
+            resumed = job.events("resumed")[-1]
+            assert resumed["place"] == "memory" and resumed["step"] >= done - 1, (done, job.story())
+            assert resumed["sent"] > 0, "the new machine had nothing"
+        assert job.wait().verdict == "done", job.story()
+        assert job.losses() == calm[sharding]
+
+
+def test_all_ranks_killed_at_once_and_a_damaged_capture(
+    fabric: Fabric, tmp_path: Path, calm: dict[str, dict[int, float]]
+) -> None:
+    with job_on(fabric, tmp_path, FULL) as job:
+        job.until_step(10)
+        ranks = [r for node in fabric.nodes for r in ranks_on(fabric, node)]
+        for rank in ranks:
+            rank.suspend()
+        for data in memory_of(fabric, "node2").glob("*.data"):  # node4 has copies
+            content = bytearray(data.read_bytes())
+            content[random.Random(1).randrange(64)] ^= 4
+            data.write_bytes(content)
+        done = job.step()
+        for rank in ranks:
+            rank.kill()
+        job.until(lambda: job.events("resumed"), "resumed")
+        (resumed,) = job.events("resumed")
+        assert resumed["place"] == "memory" and resumed["step"] >= done - 1 and resumed["sent"] > 0, job.story()
+        assert job.wait().verdict == "done", job.story()
+        assert job.losses() == calm["full"]
+
+
+def test_both_machines_of_a_pair_are_lost(fabric: Fabric, tmp_path: Path, calm: dict[str, dict[int, float]]) -> None:
+    with job_on(fabric, tmp_path, FULL, "checkpoint.every_steps=5") as job:
+        job.until_step(13)
+        pair = ("node1", "node3")  # in network order, half of all nodes apart
+        for node in pair:
+            job.crash(node)
+        for node in pair:
+            job.replace(node)
+        job.until(lambda: job.events("resumed"), "resumed")
+        resumed = job.events("resumed")[-1]
+        assert resumed["place"] == "storage" and resumed["step"] >= 10, job.story()
+        assert job.wait().verdict == "done", job.story()
+        assert job.losses() == calm["full"]
+
+
+def test_fewer_ranks_go_on_from_what_more_had_captured(fabric: Fabric, tmp_path: Path) -> None:
+    with job_on(fabric, tmp_path, FULL, "nodes=2:4", "elastic.join_window_s=5") as job:
+        job.until_step(10)
+        job.crash("node4")
+        done = job.step()
+        job.until(lambda: job.events("resumed"), "resumed")
+        resumed = job.events("resumed")[-1]
+        assert (resumed["place"], resumed["world_size"]) == ("memory", 3) and resumed["step"] >= done - 1, job.story()
+        assert job.wait().verdict == "done", job.story()
+
+
+def ranks_on(fabric: Fabric, machine: str) -> list[psutil.Process]:
+    found = []
+    for process in fabric.processes(machine):
+        with suppress(psutil.Error):  # it has ended
+            if any(" rank " in word for word in process.cmdline()):
+                found.append(process)
+    return found
