@@ -9,9 +9,11 @@ agents of an attempt, restarts dead ones as a cluster would replace a node, and 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from fsdp_jobs.config.clusters import LocalClusterConfig
 from fsdp_jobs.config.errors import BadInput, Problem
@@ -20,6 +22,7 @@ from fsdp_jobs.launchers.app import arguments
 from fsdp_jobs.launchers.base import Job, prepare_each
 from fsdp_jobs.launchers.detached import DetachedLauncher, main, staged
 from fsdp_jobs.launchers.supervisor import Attempt, Process
+from fsdp_jobs.plan.memory import size
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.env import ADDRESS_ENV, ATTEMPT_ENV, COORDINATOR_ENV
@@ -72,6 +75,11 @@ def _request(job: Job) -> LocalRequest:
         what = f"{nodes} x {ranks} ranks need a GPU each; this machine shows {len(gpus)}"
         cure = "fewer nodes= or nproc_per_node=, or cluster.accelerator=auto, which then takes the CPU"
         raise BadInput([Problem("cluster.accelerator=cuda", what, cure)])
+    memory, need = Path(job.config.checkpoint.memory.dir), nodes * job.plan.captured_bytes
+    if need and memory.is_dir() and need > (room := shutil.disk_usage(memory).free):
+        what = f"captures of {nodes} nodes take {size(need)} of this machine's memory, and {size(room)} are free there"
+        cure = "checkpoint.memory.dir in a larger file system in memory, or checkpoint.memory.every_steps=0"
+        raise BadInput([Problem(f"checkpoint.memory.dir={memory}", what, cure)])
     return LocalRequest(
         run_dir=str(job.run.path.resolve()),
         gpus=gpus[: nodes * ranks] if len(gpus) >= nodes * ranks else [],

@@ -273,13 +273,17 @@ class MemoryCheckpoints:
             places = range(rank % like.shard_group, rank % like.shard_group + 1)
             if own and own[0].is_whole:
                 return [own[0].name]
-        shards = [best(lambda one, at=at: one.is_whole and one.rank % like.shard_group == at)[0] for at in places]
+        shards = [best(partial(_is_shard, at))[0] for at in places]
         own = own if like.world_size == self.ranks.world else []
         return list(dict.fromkeys(one.name for one in (*own, *shards)))
 
     def close(self) -> None:
         """Wait for the capture under way."""
         self._thread.shutdown()
+
+
+def _is_shard(at: int, one: Found) -> bool:
+    return one.is_whole and one.rank % one.shard_group == at
 
 
 class _Place(NamedTuple):

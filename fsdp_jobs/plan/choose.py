@@ -11,7 +11,7 @@ from fsdp_jobs.config.resolve import accelerator, backend, param_dtype, ranks_pe
 from fsdp_jobs.config.schema import HardwareConfig, JobConfig
 from fsdp_jobs.plan.grouping import Grouping, Placement
 from fsdp_jobs.plan.layout import HYBRID, WHOLE, Layout, only_group
-from fsdp_jobs.plan.memory import DTYPE_BYTES, GIB, MARGIN, Memory, peak_memory, size
+from fsdp_jobs.plan.memory import DTYPE_BYTES, GIB, MARGIN, Memory, captured_bytes, peak_memory, size
 from fsdp_jobs.plan.shapes import ModelShape
 from fsdp_jobs.plan.step_time import StepTime, step_time
 from fsdp_jobs.plan.topology import Topology
@@ -85,6 +85,9 @@ def _price(config: JobConfig, shape: ModelShape, strategy: str, placement: Place
     config = replace(config, data=replace(config.data, micro_batch=min(config.data.micro_batch, per_rank)))
     microbatches = -(-per_rank // config.data.micro_batch)
     memory = peak_memory(shape, layout, fsdp, config.data, device, microbatches)
+    if config.checkpoint.memory.every_steps:
+        captured = captured_bytes(shape, layout, fsdp, is_one_node=layout.world_size == per_node)
+        memory = replace(memory, captured=captured)
     param_bytes = DTYPE_BYTES[param_dtype(fsdp, device)]
     rings = {b: ring_bytes(shape, layout, fsdp, param_bytes, microbatches, b) for b in BACKENDS}
     fits = memory.total <= usable_bytes(config.hardware) and _host_fits(config, memory)
@@ -227,15 +230,16 @@ def _excess(config: JobConfig, o: Option) -> str:
         usable = f"the {size(usable_bytes(hardware))} usable per GPU (hardware.memory_gib={hardware.memory_gib:g})"
         exceeded.append(f"{size(over)} over {usable}, {size(most)} of it {name}")
     if not _host_fits(config, o.memory):
-        needed = o.memory.host * ranks_per_node(config)
-        what = f"offloading takes {size(needed)} of host memory per node, of which 95% may be filled"
+        parts = {"offloaded state": o.memory.host, "captures (checkpoint.memory)": o.memory.captured}
+        needed = [f"{what} {size(n * ranks_per_node(config))}" for what, n in parts.items() if n]
+        what = f"in host memory per node, of which 95% may be filled, {' and '.join(needed)}"
         exceeded.append(f"{what} (hardware.host_memory_gib={hardware.host_memory_gib:g})")
     return "; ".join(exceeded)
 
 
 def _host_fits(config: JobConfig, memory: Memory) -> bool:
     host = config.hardware.host_memory_gib * GIB
-    return not host or memory.host * ranks_per_node(config) <= host * (1 - MARGIN)
+    return not host or (memory.host + memory.captured) * ranks_per_node(config) <= host * (1 - MARGIN)
 
 
 def _held(
@@ -262,7 +266,7 @@ def _why_not(o: Option, best: Option, config: JobConfig) -> str:
     if not o.fits:
         over = o.memory.total - usable_bytes(config.hardware)
         if over <= 0:
-            return f"Offload needs {size(o.memory.host)} of host memory per rank, more than a node has."
+            return f"Takes {size(o.memory.host + o.memory.captured)} of host memory per rank: a node has less."
         name, most = next(iter(o.memory.parts().items()))
         return f"Over by {size(over)}: {size(most)} of {name}."
     change = o.time.tokens_per_s / best.time.tokens_per_s - 1

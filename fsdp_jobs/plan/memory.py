@@ -53,6 +53,7 @@ class Memory:
     logits: int = 0  # logits, loss and their gradients; with a chunked loss also its sums of the head's gradient
     reserve: int = 0  # context, communicator buffers, fragmentation
     host: int = 0  # host memory of this rank's offloaded state
+    captured: int = 0  # host memory of its captures, and of another node's that its node keeps copies of
 
     @property
     def tensors(self) -> int:
@@ -69,7 +70,7 @@ class Memory:
         return dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
 
-_PARTS = tuple(f.name for f in fields(Memory) if f.name not in ("moment", "host"))
+_PARTS = tuple(f.name for f in fields(Memory) if f.name not in ("moment", "host", "captured"))
 
 
 def peak_memory(
@@ -93,6 +94,15 @@ def peak_memory(
     else:
         moments = [replace(m, reserve=CPU_RUNTIME) for m in moments]
     return max(moments, key=lambda m: m.total)
+
+
+def captured_bytes(shape: ModelShape, layout: Layout, fsdp: FsdpConfig, is_one_node: bool) -> int:
+    """Return the host memory that checkpoints in memory take per rank: two captures, and two copies of another's.
+
+    There are copies only where no replica on another node has the same shards.
+    """
+    copies = 2 if layout.replicas == 1 and not is_one_node else 1
+    return shape.shard_numel(layout.shard_group) * 3 * master_bytes(fsdp) * 2 * copies
 
 
 def _moments(

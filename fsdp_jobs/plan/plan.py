@@ -74,6 +74,11 @@ class Plan:
     remedies: tuple[Remedy, ...]
     expected: Expected
 
+    @property
+    def captured_bytes(self) -> int:
+        """Return the host memory per node that checkpoints in memory take; 0 also when the model is not known."""
+        return self.ranks_per_node * self.memory.captured if self.memory is not None else 0
+
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
 

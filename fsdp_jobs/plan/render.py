@@ -128,6 +128,8 @@ def _memory(plan: Plan, memory: Memory) -> Table:
     table.add_row("total", size(memory.total), ratio, of, style="bold green" if plan.fits else "bold red")
     if memory.host:
         table.add_row("host, per rank", size(memory.host), "", "offloaded state")
+    if memory.captured:
+        table.add_row("host, per rank", size(memory.captured), "", "captures in memory")
     return table
 
 

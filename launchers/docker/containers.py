@@ -103,11 +103,12 @@ def memory_need(config: JobConfig, plan: Plan) -> int:
 
 
 def shm_need(config: JobConfig, plan: Plan) -> int:
-    """Return bytes of /dev/shm that a node needs: batches of data workers, and NCCL's channels between its ranks."""
+    """Return bytes of /dev/shm that a node needs: for data workers' batches, NCCL between its ranks, and captures."""
     data = config.data
     batches = 0 if config.is_program else data.workers * data.prefetch * data.micro_batch * (data.seq_len + 1) * 8
     channels = 0 if plan.backend == "gloo" else 64 * 2**20
-    return int(plan.ranks_per_node * (batches + channels + 2**20))
+    captured = plan.captured_bytes if config.checkpoint.memory.dir == "/dev/shm" else 0
+    return int(plan.ranks_per_node * (batches + channels + 2**20)) + captured
 
 
 def translate(job: Job, daemon: dict[str, Any], gpus: list[str]) -> DockerRequest:

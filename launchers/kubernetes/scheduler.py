@@ -216,6 +216,7 @@ create_scheduler = KubernetesLauncher.scheduler
 
 def _prepare(job: Job) -> KubernetesRequest:
     validate.validate_configuration(job.config)
+    validate.validate_memory(job.config, job.plan)
     cluster = cluster_of(job.config)
     api = connect(cluster)
     names = Names(app_of(job.run.name, job.submission))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from kubernetes.utils.quantity import parse_quantity
+
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
 from fsdp_jobs.config.resolve import node_range
 from fsdp_jobs.config.schema import JobConfig
@@ -13,6 +15,8 @@ from fsdp_jobs.launchers.kubernetes.machines import topology_labels
 from fsdp_jobs.launchers.kubernetes.manifests import WORKLOADS
 from fsdp_jobs.launchers.kubernetes.pods import cluster_of
 from fsdp_jobs.launchers.kubernetes.skeletons import Object
+from fsdp_jobs.plan.memory import GIB, size
+from fsdp_jobs.plan.plan import Plan
 
 _KUEUE = "kueue.x-k8s.io"
 _NEEDED = {  # verb -> resources, of the core API
@@ -32,6 +36,19 @@ def validate_configuration(config: JobConfig) -> None:
     """
     if problems := list(_wrong_keys(config)):
         raise BadInput(problems)
+
+
+def validate_memory(config: JobConfig, plan: Plan) -> None:
+    """Check that captures in memory have room in the pods' /dev/shm.
+
+    Raises:
+        BadInput: they have not.
+    """
+    need, shm = plan.captured_bytes, cluster_of(config).shm
+    if config.checkpoint.memory.dir == "/dev/shm" and need > parse_quantity(shm):
+        what = f"captures (checkpoint.memory) take {size(need)} of it per node"
+        cure = f"cluster.shm={-(-need // GIB)}Gi, and as much more memory"
+        raise BadInput([Problem(f"cluster.shm={shm}", what, cure)])
 
 
 def validate_with_cluster(api: Api, config: JobConfig, objects: Sequence[Object]) -> None:
