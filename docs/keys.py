@@ -34,18 +34,24 @@ def table(job: schema.JobConfig, group: str) -> Iterator[str]:
     yield "|---|---|---|"
     values, prefix = (job, "") if group == "job" else (getattr(job, group), f"{group}.")
     first = clusters.ClusterConfig if group == "cluster" else type(values)
+    yield from _rows(values, prefix, {"": first, **FURTHER.get(group, {})}, has_groups=group == "job")
+
+
+def _rows(values: Any, prefix: str, options: dict[str, type], has_groups: bool = False) -> Iterator[str]:
+    """Yield a row for each key; `has_groups`: what is nested has a table of its own."""
     written: set[str] = set()
-    for option, cls in {"": first, **FURTHER.get(group, {})}.items():
+    for option, cls in options.items():
         for field in fields(cls):
             about = metadata(cls, field.name)
-            if not about or field.name in written:
-                continue
-            written.add(field.name)
             fallback = field.default_factory() if field.default_factory is not MISSING else field.default
             default = getattr(values, field.name, fallback)
-            if not is_dataclass(default):
-                meaning = f"`{option}`: {_meaning(about)}" if option else _meaning(about)
-                yield f"| `{prefix}{field.name}` | {_shown(default)} | {meaning} |"
+            if is_dataclass(default) and not has_groups:
+                yield from _rows(default, f"{prefix}{field.name}.", {"": type(default)})
+            if not about or field.name in written or is_dataclass(default):
+                continue
+            written.add(field.name)
+            meaning = f"`{option}`: {_meaning(about)}" if option else _meaning(about)
+            yield f"| `{prefix}{field.name}` | {_shown(default)} | {meaning} |"
 
 
 def _meaning(about: Any) -> str:

@@ -23,6 +23,7 @@ GROUPS = (
     "data",
     "optim",
     "checkpoint",
+    "checkpoint.memory",
     "elastic",
     "sweep",
     "tracking",

@@ -170,8 +170,8 @@ class OptimConfig:
 class MemoryConfig:
     """Checkpoints in the nodes' memory, which outlive the ranks, and with a copy on another node the node, too."""
 
-    every_steps: Any = key(0, "steps between two; 0 is off, auto as often as it takes 1% of the time", at_least=0)
-    dir: str = key("/dev/shm", "a folder on each node in a file system that is memory, for two of them")
+    every_steps: Any = key(0, "steps between two captures; 0 is off, auto takes 1% of the time", at_least=0)
+    dir: str = key("/dev/shm", "where each node keeps them: a folder in a file system that is memory")
 
 
 @dataclass

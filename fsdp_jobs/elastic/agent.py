@@ -269,7 +269,7 @@ def run_agent(args: argparse.Namespace) -> int:
     folder = make_folder()
     keep_temporaries_in(folder)
     every_steps, memory = config.checkpoint.memory.every_steps, Path(config.checkpoint.memory.dir)
-    copies = Copies(memory, run) if every_steps else None
+    copies = Copies(memory, run, attempt, args.node) if every_steps else None
     identity: Message = {
         "attempt": attempt,
         "node": args.node,

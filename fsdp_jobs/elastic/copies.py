@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hmac
 import json
-import logging
 import secrets
 import shutil
 import socket
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fsdp_jobs.elastic.protocol import AGENT, PARTNER, Message, line, proof
+from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.memory import COPIES, Capture, Slot, adopt_folder, slots_in
 
@@ -29,20 +29,19 @@ _LOOK_S = 0.01  # between two looks for a new capture
 _CHUNK = 1 << 22  # bytes sent at once
 _PATIENCE_S = 30.0  # with a partner that does not answer
 _STRANGERS = 16  # connections at once that have not proved themselves
-_WARN_S = 10.0  # between two lines about it
-
-logger = logging.getLogger(__name__)
+_REPEAT_S = 5.0  # until it is tried again
 
 
 class Copies:
     """A node's folder of captures, with the threads that seal, send and receive."""
 
-    def __init__(self, memory: Path, run: RunDir):
+    def __init__(self, memory: Path, run: RunDir, attempt: int, node: int):
         """Adopt or make the folder, and begin.
 
         Raises:
             OSError: nothing can be kept there.
         """
+        self.run, self.attempt, self.node = run, attempt, node
         self.folder, self._lock = adopt_folder(memory, run)
         self.partner: list[Any] | None = None  # of this round; None: there is no other node
         self._token = run.token.read_text()
@@ -56,20 +55,26 @@ class Copies:
 
     def _keep(self) -> None:
         """Seal and send what is captured, until the end."""
+        is_failing = False
         while not self._over.wait(_LOOK_S):
             for slot in slots_in(self.folder):
-                if slot.copied.exists():
+                capture = None if slot.copied.exists() else slot.capture()
+                if capture is None:
                     continue
                 try:
-                    self._take_care(slot)
+                    self._take_care(slot, capture)
+                    is_failing = False
                 except (OSError, ValueError, KeyError) as e:
                     self._disconnect()
-                    logger.warning("a capture is not copied to %s, to be repeated: %s", self.partner, e)
-                    self._over.wait(_WARN_S)
+                    why = f"node {self.node}'s capture in memory is not with {self.partner}: {e}. No step is captured."
+                    if not is_failing:
+                        events.record(self.run, self.attempt, events.CheckpointFailed(capture.step, why))
+                    is_failing = True
+                    self._over.wait(_REPEAT_S)
 
-    def _take_care(self, slot: Slot) -> None:
-        capture = slot.capture() if slot.sums.exists() else slot.seal()
-        if capture is None:
+    def _take_care(self, slot: Slot, capture: Capture) -> None:
+        """Raises: OSError, ValueError or KeyError when it is not sealed and copied."""
+        if not slot.sums.exists() and slot.seal() is None:
             return
         copy = capture.alone()
         if self.partner is not None and copy.entries:

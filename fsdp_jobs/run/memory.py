@@ -90,7 +90,7 @@ class Slot:
     """The files of one capture."""
 
     def __init__(self, folder: Path, epoch: int, rank: int, slot: int):
-        stem = f"{epoch}-{rank}-{slot}"
+        stem = f"{epoch:d}-{rank:d}-{slot:d}"
         self.data, self.about, self.sums, self.copied = (
             folder / f"{stem}.{suffix}" for suffix in ("data", "json", "sums", "copied")
         )
@@ -122,7 +122,7 @@ class Slot:
         """Return what was captured here, if its data is whole."""
         try:
             return Capture.from_json(self.about.read_text())
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError, TypeError, KeyError):  # not there, or damaged
             return None
 
     def seal(self) -> Capture | None:
