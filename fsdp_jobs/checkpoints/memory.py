@@ -233,6 +233,8 @@ class MemoryCheckpoints:
         captures = {name: Capture.from_json(self._file(f"{name}.json").read_text()) for name in sources}
         stored = _metadata(captures)
         has_random = f"{RANDOM}{self.ranks.rank}" in stored.state_dict_metadata
+        if not has_random and chosen[0].world_size == self.ranks.world:
+            print(f"WARNING rank {self.ranks.rank}'s random state is lost with its node, and begins anew", flush=True)
         state = self.state.to_load(stored, f"the capture of step {chosen[0].step}", has_random)
         planner = DefaultLoadPlanner()
         planner.set_up_planner(state, stored, is_coordinator=False)
