@@ -3,7 +3,7 @@ PYTHON ?= python3
 # What pip is asked for. On a machine without a GPU: a CPU wheel's path, say.
 TORCH ?= torch>=2.13,<2.14
 EXTRAS ?= dev,dashboard,slurm,docker,kubernetes,tensorboard,s3,mlflow,wandb,hf,accelerate
-BENCHMARKS ?= plan_scale overhead against_accelerate save coordinator traffic recovery submit status
+BENCHMARKS ?= plan_scale overhead captures against_accelerate save coordinator traffic recovery submit status
 
 VENV := .venv
 BIN := $(VENV)/bin
