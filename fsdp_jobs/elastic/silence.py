@@ -20,7 +20,6 @@ _FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')
 _LIBRARIES = ("<frozen ", sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]))
 _PACKAGES = ("/site-packages/", "/dist-packages/")
 _COLLECTIVE = "/torch/distributed/"
-_OURS = {"attempts", "code", "submit", "events.jsonl", "metrics.jsonl", "tracking.json", "excluded.json"}
 
 
 @dataclass(frozen=True)
@@ -137,9 +136,9 @@ class Silence:
 
 def files_of(run: RunDir) -> frozenset[tuple[str, int, float]]:
     """Return path, size and time of every file that a program has in its run directory."""
-    found = set()
+    found, of_the_job = set(), {run.attempt(0).parent, run.code, run.submit, run.events, run.metrics}
     for top in run.path.iterdir():
-        if top.name not in _OURS:
+        if top not in of_the_job:
             for file in [top, *top.rglob("*")] if top.is_dir() else [top]:
                 with suppress(OSError):
                     stat = file.stat()
