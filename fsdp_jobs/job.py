@@ -53,6 +53,7 @@ class _Line:
     """A step's line of the metrics, whose values may still be on their way from the GPU."""
 
     step: int
+    done_at: float  # seconds since 1970
     tokens: int
     flops: float
     seconds: float
@@ -157,7 +158,7 @@ class _Job:
             raise JobFailed(f"the loss of step {line.step} is {loss}: lower optim.lr, or check the data")
         if self.metrics is not None:
             values |= {"step_s": line.seconds, "checkpoint_stall_s": line.stall_s}
-            self.metrics.log(line.step, line.tokens, line.flops, values)
+            self.metrics.log(line.step, line.done_at, line.tokens, line.flops, values)
         elif self.rank == 0 and not self.launched:
             shown = [f"{name} {value:.6g}" for name, value in values.items()]
             print(f"step {line.step}", *shown, f"seconds {line.seconds:.3g}", sep="  ", flush=True)
@@ -356,7 +357,7 @@ def step(number: int, *, tokens: int = 0, flops: float = 0.0, last: bool = False
     copied = torch.cuda.Event() if job.device.type == "cuda" else None
     if copied is not None:
         copied.record()
-    job.line = _Line(number, tokens, flops, seconds, stall_s, all_values, copied)
+    job.line = _Line(number, time.time(), tokens, flops, seconds, stall_s, all_values, copied)
     if checkpoints is not None and not last and (job.request is not Request.NONE or checkpoints.is_due(number)):
         job.write_line()  # a step that is saved has been recorded
         checkpoints.save(number, block=job.is_leaving)

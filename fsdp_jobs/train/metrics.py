@@ -58,11 +58,12 @@ class MetricsLog:
 
             self.open_tensorboard = partial(SummaryWriter, str(run.tensorboard))
 
-    def log(self, step: int, tokens: int, flops: float, values: dict[str, float]) -> None:
+    def log(self, step: int, done_at: float, tokens: int, flops: float, values: dict[str, float]) -> None:
         """Record a step.
 
         Args:
             step: steps done, this one included.
+            done_at: when, seconds since 1970; lines are written up to a step later.
             tokens, flops: of the step over all ranks.
             values: by name, with the seconds `step_s` and `checkpoint_stall_s`.
         """
@@ -77,7 +78,7 @@ class MetricsLog:
         rounded = {k: v if isinstance(v, int) else float(f"{v:.9g}") for k, v in line.items()}
         sums = self.steps.add(step, seconds, values["checkpoint_stall_s"])
         rounded |= {k: round(v, 4) for k, v in sums.items()}
-        append_line(self.run.metrics, {**rounded, "attempt": self.attempt, "time": time.time()})
+        append_line(self.run.metrics, {**rounded, "attempt": self.attempt, "time": done_at})
         self._draw(step, rounded)
 
     def _draw(self, step: int, values: dict[str, float]) -> None:

@@ -118,5 +118,5 @@ def _log(folder: str) -> None:
     log = MetricsLog(RunDir(folder), 0, JobConfig(script="p.py", model=NoModelConfig()), torch.device("cpu"))
     for step in range(1, 60):
         loss = 9.0 if step == 50 else 2.0 + 0.1 * math.sin(step) - step / 100
-        log.log(step, 1, 0.0, {"loss": loss, "step_s": 1.0, "checkpoint_stall_s": 0.0})
+        log.log(step, 0.0, 1, 0.0, {"loss": loss, "step_s": 1.0, "checkpoint_stall_s": 0.0})
     (RunDir(folder).path / "done").write_text(json.dumps(len(log.losses)))

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.config.schema import dump_config
+from fsdp_jobs.plan.layout import Layout
+from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.env import ATTEMPT_ENV, LAYOUT_ENV, ROUND_ENV, RUN_DIR_ENV
+from fsdp_jobs.run.tail import read_json_lines
 from tests.jobs import ROOT, environment
+from tests.world import run_world
 
 
 def run(folder: Path, *command: str) -> str:
@@ -112,3 +121,25 @@ def test_a_batch_that_is_too_small_for_the_world_is_refused(monkeypatch: pytest.
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     with pytest.raises(ValueError, match="batch=3 leaves some of 4 ranks without"):
         ElasticSampler(range(9), 3)
+
+
+def _steps(folder: str) -> list[float]:
+    from fsdp_jobs import job
+
+    run = RunDir(folder)
+    write_atomic(run.config, dump_config(compose_job(["script=program.py"])))
+    os.environ |= {RUN_DIR_ENV: folder, LAYOUT_ENV: Layout("full_shard", 1, 1).to_json()}
+    os.environ |= {ATTEMPT_ENV: "0", ROUND_ENV: "0"}
+    job.init()
+    done = []
+    for number in (1, 2, 3):
+        time.sleep(1)
+        job.step(number, last=number == 3)
+        done.append(time.time())
+    assert job.finish()
+    return [line["time"] - at for line, at in zip(read_json_lines(run.metrics), done, strict=True)]
+
+
+def test_a_line_says_when_its_step_was_done(tmp_path: Path) -> None:
+    (late,) = run_world(1, _steps, str(tmp_path))
+    assert all(abs(seconds) < 0.5 for seconds in late), late
