@@ -35,6 +35,7 @@ INDEX = "batch.kubernetes.io/job-completion-index"
 JOB_NAME = "batch.kubernetes.io/job-name"
 TRACKING = "batch.kubernetes.io/job-tracking"
 _FORCED_S = 2.0  # seen: between SIGTERM and SIGKILL of a forced deletion
+_LOG_BYTES = 10 << 20  # of a container, then the kubelet drops the oldest lines (containerLogMaxSize)
 _BACKOFF_S = 0.5  # ten seconds and more on a real cluster
 _TICK_S = 0.1
 
@@ -334,6 +335,8 @@ class SimulatedCluster:
         while process is not None:
             over = not follow or process.popen.poll() is not None
             content = process.log.read_bytes()
+            if len(content) > _LOG_BYTES:
+                place = max(place, content.index(b"\n", len(content) - _LOG_BYTES) + 1)
             written = list(process.lines)
             for line in content[place:].splitlines(keepends=True):
                 place += len(line)

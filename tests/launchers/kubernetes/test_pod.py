@@ -68,6 +68,15 @@ def test_what_pods_publish_is_mirrored_once(
     Mirror(here).pull(logs, [logs.pod("first", "terminated"), logs.pod("second", "terminated")])  # type: ignore[arg-type]
 
 
+def test_of_lines_that_the_kubelet_has_dropped_the_rest_is_mirrored(tmp_path: Path) -> None:
+    here, logs = RunDir(tmp_path), Logs()
+    lines = [f'@metrics.jsonl:{12 * step} {{"step": {step}}}' for step in range(1, 6)]
+    for kept in (lines[:2], lines[3:], lines):  # the last: a new coordinator publishes everything again
+        logs.lines["pod"] = kept
+        Mirror(here).pull(logs, [logs.pod("pod")])  # type: ignore[arg-type]
+    assert [m["step"] for m in read_json_lines(here.metrics)] == [1, 2, 4, 5]
+
+
 def test_a_claim_that_is_away_for_a_while_ends_no_publishing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
