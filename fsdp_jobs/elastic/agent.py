@@ -291,6 +291,7 @@ def run_agent(args: argparse.Namespace) -> int:
     if copies is not None:
         os.environ[MEMORY_ENV] = str(copies.folder)
     entrypoint, entry_args = _entrypoint(config, run)  # forks, so before there are threads
+    log.take_over("torch.distributed")  # here: ranks keep torch's own
     handler = CoordinatorRendezvous(config.elastic, run, identity, folder)
     spec = WorkerSpec(
         role="trainer",

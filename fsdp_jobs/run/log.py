@@ -8,3 +8,8 @@ import logging
 def configure() -> None:
     """Send every logger's messages to stderr with time, level and name. For the main of a daemon."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+def take_over(library: str) -> None:
+    """Write a library's messages so, too. torch's own format imports its compiler, for seconds, to show a traceback."""
+    logging.getLogger(library).handlers = logging.getLogger().handlers
