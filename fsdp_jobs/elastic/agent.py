@@ -45,7 +45,7 @@ from fsdp_jobs.run import log
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ADDRESS_ENV, AGENT_PID_ENV, ATTEMPT_ENV, HOST_ENV, MEMORY_ENV, RANK_STATE_ENV, RUN_DIR_ENV
 from fsdp_jobs.run.epoch import LOOK_S
-from fsdp_jobs.run.processes import kill_families, raise_file_limit
+from fsdp_jobs.run.processes import has_signal, kill_families, kills_for_memory, raise_file_limit
 from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, Verdict
 
 logger = logging.getLogger(__name__)
@@ -206,7 +206,7 @@ class Agent(LocalElasticAgent):
                 os.truncate(files[-1], 0)
             before.append(_size(files[-1]))
             with suppress(OSError):
-                if _has(w.id, "SigCgt", signal.SIGUSR2):  # it would kill one that has just been started
+                if has_signal(w.id, "SigCgt", signal.SIGUSR2):  # it would kill one that has just been started
                     os.kill(w.id, signal.SIGUSR2)
         deadline, after = time.monotonic() + _DUMP_S, list[int]()
         while time.monotonic() < deadline:
@@ -237,29 +237,13 @@ class Agent(LocalElasticAgent):
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         for w in worker_group.workers:
             with suppress(OSError):
-                if _has(w.id, "SigIgn", signal.SIGTERM):
+                if has_signal(w.id, "SigIgn", signal.SIGTERM):
                     os.kill(w.id, signal.SIGKILL)
         self._shutdown(timeout=_STOP_RANKS_S)
 
 
-def _has(pid: int, which: str, number: signal.Signals) -> bool:
-    """Whether a process ignores (SigIgn) or handles (SigCgt) a signal; ranks on `fsdp_jobs.job` ignore SIGTERM."""
-    with open(f"/proc/{pid}/status") as f:
-        mask = next((line.split()[1] for line in f if line.startswith(f"{which}:")), "0")
-    return bool(int(mask, 16) >> (number - 1) & 1)
-
-
 def _size(file: Path) -> int:
     return file.stat().st_size if file.exists() else 0
-
-
-def kills_for_memory() -> int:
-    """Count the processes that this machine's kernel has killed for lack of memory since it was started."""
-    with suppress(OSError), open("/proc/vmstat") as f:
-        for line in f:
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
-    return 0
 
 
 def run_agent(args: argparse.Namespace) -> int:

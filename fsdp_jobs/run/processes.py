@@ -33,6 +33,22 @@ def die_with_parent(_worker: int = 0) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def has_signal(pid: int, which: str, number: signal.Signals) -> bool:
+    """Whether a process ignores (SigIgn) or handles (SigCgt) a signal; ranks on `fsdp_jobs.job` ignore SIGTERM."""
+    with open(f"/proc/{pid}/status") as f:
+        mask = next((line.split()[1] for line in f if line.startswith(f"{which}:")), "0")
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+def kills_for_memory() -> int:
+    """Count the processes that this machine's kernel has killed for lack of memory since it was started."""
+    with suppress(OSError), open("/proc/vmstat") as f:
+        for line in f:
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
+
+
 def raise_file_limit(most: int = 1 << 20) -> None:
     """Let this process and those that it starts open as many files as the system allows, up to `most`."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
