@@ -5,14 +5,18 @@ TORCH ?= torch>=2.13,<2.14
 EXTRAS ?= dev,dashboard,slurm,docker,kubernetes,tensorboard,s3,mlflow,wandb,hf,accelerate
 BENCHMARKS ?= plan_scale overhead captures against_accelerate save coordinator traffic recovery submit status
 
-VENV := .venv
+# What depends on torch: the trainer needs a newer one than programs do.
+PROGRAM_TESTS = tests/config/test_torch_version.py tests/elastic tests/checkpoints/test_state.py tests/train/test_library.py tests/integration/test_scripts.py tests/tools/test_accelerate.py::test_a_program_of_accelerates_is_sharded_as_asked_and_lives_on
+TRAINER_TESTS = tests/checkpoints tests/train tests/tools tests/integration/test_main_job.py
+
+VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST = $(BIN)/python -m pytest --numprocesses=3 --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint check test bench soak docs-keys clean
+.PHONY: help setup demo lint check test test-torch test-on bench soak docs-keys clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -34,6 +38,13 @@ check: lint  ## lint and the tests that start no jobs
 test: lint  ## lint and all tests
 	$(PYTEST) -m "not soak"
 
+test-torch:  ## what depends on torch, on another version of it: make test-torch TORCH=2.15.0
+	$(MAKE) test-on VENV=.venv-torch-$(TORCH) TORCH=torch==$(TORCH) EXTRAS=dev,hf,accelerate TORCH_TESTS='$(or \
+	    $(if $(filter 2.9.% 2.10.% 2.11.% 2.12.%,$(TORCH)),$(PROGRAM_TESTS)),$(PROGRAM_TESTS) $(TRAINER_TESTS))'
+
+test-on: $(READY)
+	$(PYTEST) -m "not soak" $(TORCH_TESTS)
+
 bench: $(READY)  ## every benchmark, one after the other; traffic, recovery and submit need root
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py; done
 
@@ -45,7 +56,7 @@ docs-keys: $(READY)  ## the tables of docs/configuration.md, from the schema
 	$(BIN)/python docs/keys.py
 
 clean:  ## remove .venv, caches and builds; runs/ stays
-	rm -rf $(VENV) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml

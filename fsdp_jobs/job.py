@@ -25,9 +25,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.utils.data import DataLoader
 
 from fsdp_jobs.checkpoints.checkpointer import Checkpointer
+from fsdp_jobs.config import torch_version
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.config.resolve import accelerator_of_node
 from fsdp_jobs.config.schema import JobConfig, NoModelConfig, load_config
@@ -284,11 +285,15 @@ def checkpointer(model: nn.Module, optimizer: torch.optim.Optimizer, **others: S
         others: whatever has `state_dict` and `load_state_dict` of plain values, the same on every rank.
 
     Raises:
-        TypeError: one of the others is a module, whose tensors may be sharded, or has no state_dict.
+        TypeError: one of the others is a module, whose tensors may be sharded, or a data loader, whose place is each
+            rank's own, or has no state_dict.
     """
     for name, other in others.items():
         if isinstance(other, nn.Module | torch.optim.Optimizer):
             raise TypeError(f"{name} is a {type(other).__name__}: only one model and one optimizer can be saved")
+        if isinstance(other, DataLoader):
+            cure = "begin it at a step by job.ElasticSampler, or save where a stream is that all ranks read"
+            raise TypeError(f"{name} is a {type(other).__name__}, whose state is of one rank and one world: {cure}")
         if not isinstance(other, Stateful):
             raise TypeError(f"{name} is a {type(other).__name__} without state_dict and load_state_dict")
     job = _the_job()
@@ -304,7 +309,7 @@ def set_timeout(seconds: float) -> None:
     At first it is `elastic.init_timeout_s`.
     """
     for group in (None, _the_job().agreement_group):
-        _set_pg_timeout(timedelta(seconds=seconds), group)
+        torch_version.set_timeout(timedelta(seconds=seconds), group)
 
 
 def log(*words: object, **values: Value) -> None:

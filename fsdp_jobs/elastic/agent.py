@@ -239,7 +239,8 @@ class Agent(LocalElasticAgent):
             with suppress(OSError):
                 if has_signal(w.id, "SigIgn", signal.SIGTERM):
                     os.kill(w.id, signal.SIGKILL)
-        self._shutdown(timeout=_STOP_RANKS_S)
+        if self._pcontext is not None:
+            self._pcontext.close(signal.SIGTERM, _STOP_RANKS_S)
 
 
 def _size(file: Path) -> int:

@@ -58,7 +58,7 @@ class RankLogs(LogsSpecs):
                 "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{self.folder}/{FLIGHT_RECORDER}",
             } | policy
         no_files = dict.fromkeys(envs, "")
-        return LogsDest(no_files, dict(no_files), {}, {}, error_files, "", "")
+        return LogsDest(stdouts=no_files, stderrs=no_files, error_files=error_files)  # newer versions have more kinds
 
     def _policy(self, ranks: int) -> dict[str, str]:
         """Return the layout as Accelerate reads it, without variables that the user's environment sets."""

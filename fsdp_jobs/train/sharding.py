@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from fsdp_jobs.config.resolve import output_dtype, param_dtype
 from fsdp_jobs.config.schema import FsdpConfig, HfConfig, JobConfig, ModelConfig
+from fsdp_jobs.config.torch_version import require_new_fsdp
 from fsdp_jobs.models.build import build_model, find_blocks, head_modules_of
 from fsdp_jobs.models.huggingface import initial_pieces
 from fsdp_jobs.models.shards import copy_local_part, plain_name, seed_of
@@ -110,6 +111,8 @@ def shard(
 
     Each block becomes an FSDP unit, the head one that stays gathered (backward needs it at once), and the root.
     """
+    if layout.strategy == "no_shard":
+        require_new_fsdp("fsdp=no_shard")
     blocks = _checkpoint_activations(model, blocks, fsdp)
     if fsdp.compile:
         for block in blocks:

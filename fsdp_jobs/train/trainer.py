@@ -15,6 +15,7 @@ from fsdp_jobs import job
 from fsdp_jobs.checkpoints.pretrained import load_initial
 from fsdp_jobs.checkpoints.state import Hyperparameters
 from fsdp_jobs.config.schema import JobConfig
+from fsdp_jobs.config.torch_version import require_new_fsdp
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_REQUEUE
 from fsdp_jobs.train.data import batches, check_same_data
@@ -81,6 +82,7 @@ class Learner:
 
 def main() -> int:
     """Train as one rank. Returns its exit code: 0 when done, 75 after a request to leave."""
+    require_new_fsdp("the trainer")
     device = job.init()
     config, data = job.config(), job.config().data
     samples = open_samples(data, config.seed)
