@@ -60,6 +60,7 @@ class Manifest:
     torch_version: str
     time: float  # when the save began, seconds since 1970
     files: dict[str, dict[str, int]]  # name -> {"bytes": size, "crc32": checksum}, without the manifest itself
+    stream: dict[str, Any] | None = None  # where a data set that is streamed is read on
     finite: bool = True  # whether no value was NaN and no weight infinite
 
     @property

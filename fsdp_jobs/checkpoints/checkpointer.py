@@ -71,6 +71,7 @@ class Checkpointer:
         minutes = self.config.every_minutes
         self.every_s: float = run.planned_interval_s() if minutes == AUTO else minutes * 60  # 0: steps alone count
         self.samples = 0  # consumed since the run began: for the program to count, saved with the rest
+        self.stream: dict[str, Any] | None = None  # JSON of rank 0: where a stream is read on; saved with the rest
         self.home = checkpoints_of(self.config, run)
         self.epoch = Epoch.of_rank(self.home)
         self.group = dist.new_group(backend="gloo")  # the save's collectives must not meet the program's
@@ -124,13 +125,14 @@ class Checkpointer:
             self._note_upload(wait=True)
 
     def _begin(self, step: int, must_upload: bool) -> None:
-        self.saved_at, begin, world = time.monotonic(), time.perf_counter(), self.layout.world_size
+        self.saved_at, begin = time.monotonic(), time.perf_counter()
+        world, mesh = self.layout.world_size, self.layout.mesh_shape
         self._saves += 1
         self._request = SaveRequest(
             checkpoints=self.home,
             save=f"{self.restart}-{self._saves}",
             epoch=self.epoch,
-            manifest=Manifest(step, self.samples, world, self.layout.mesh_shape, torch.__version__, time.time(), {}),
+            manifest=Manifest(step, self.samples, world, mesh, torch.__version__, time.time(), {}, self.stream),
             config=self.config,
             local=self.disks.folder if self.disks is not None else None,
             buffers=self.state.buffers,
@@ -337,7 +339,8 @@ class Checkpointer:
             self.disks.fetch(shards, manifest, state, metadata)
         dcp.load(state, storage_reader=reader, process_group=self.group)
         self.state.take(state)
-        self.samples, self.committed_step, self._written_step = manifest.samples, manifest.step, manifest.step
+        self.committed_step, self._written_step = manifest.step, manifest.step
+        self.samples, self.stream = manifest.samples, manifest.stream
 
     def close(self) -> None:
         """Wait for the last save and release its resources.

@@ -11,14 +11,14 @@ import hashlib
 import signal
 from collections.abc import Iterator, Sized
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.config.schema import DataConfig
@@ -77,6 +77,8 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
     At a negative position is a sample that does not count.
     """
 
+    mark: dict[str, Any] | None = None  # of a stream: where to read on after what `batches` has yielded
+
     def __init__(self, tokens: Tokens, seq_len: int, seed: int):
         self.tokens, self.seq_len, self.seed = tokens, seq_len, seed
         self.samples = (len(tokens) - 1) // seq_len
@@ -91,6 +93,13 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
         """Return a sample's tokens and the one that follows."""
         start = sample_at(position, self.samples, self.seed) * self.seq_len
         return self.tokens[start : start + self.seq_len + 1].astype(np.int64)
+
+    def read_on(self, mark: dict[str, Any] | None) -> None:
+        """Begin where a checkpoint's stream was; samples at known places have no need of it."""
+
+    def collate(self, rows: list[tuple[Tensor, Tensor]]) -> tuple[Any, ...]:
+        """Return a microbatch, in the process that reads: tokens, labels, and of a stream how to read on after it."""
+        return tuple(default_collate(rows))
 
     def __getitem__(self, position: int) -> tuple[Tensor, Tensor]:
         tokens = np.full(self.seq_len + 1, IGNORE) if position < 0 else self.tokens_at(position)
@@ -131,6 +140,7 @@ def batches(
     loader = DataLoader(
         samples,
         batch_sampler=chain.from_iterable(positions),
+        collate_fn=samples.collate,
         num_workers=workers,
         prefetch_factor=data.prefetch if workers else None,
         pin_memory=pin,
@@ -140,9 +150,11 @@ def batches(
         worker_init_fn=_begin_worker,
     )
     per_step = len(microbatches(0, data, rank, world))
-    stream = cast(Iterator[tuple[Tensor, Tensor]], iter(loader))
+    stream = iter(loader)
     for _ in range(steps):
-        yield [next(stream) for _ in range(per_step)]
+        read = [next(stream) for _ in range(per_step)]
+        samples.mark = read[-1][2] if len(read[-1]) > 2 else None
+        yield [(tokens, labels) for tokens, labels, *_ in read]
 
 
 def _begin_worker(_worker: int) -> None:

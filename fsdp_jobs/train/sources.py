@@ -1,6 +1,6 @@
 """Open the tokens that a configuration names, as one array of ids, memory-mapped where it is long.
 
-A data set that is streamed is read as it comes: in its own order, samples packed over documents, resumed by skipping.
+A data set that is streamed is read as it comes: in its own order, samples packed over documents, read on by its state.
 Every rank reads and tokenizes the whole stream and keeps its positions, so samples are the same over any world.
 """
 
@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from fsdp_jobs.config.data import text_files
 from fsdp_jobs.config.errors import BadInput, Problem
@@ -130,38 +131,66 @@ def tokenized(documents: Any, data: DataConfig, tokenize: Tokenize) -> Iterator[
 
 
 class Stream(Samples):
-    """The samples of a stream in its order, epoch after epoch; to go back to one is to read from the beginning."""
+    """The samples of a stream in its order, epoch after epoch; it is read on from a mark, or from its beginning.
+
+    A mark says how to go on before some sample: the state of the data set after so many documents, and their tokens
+    that no sample has had. Every rank reads the whole stream, so a mark of one is good for all, in any world.
+    """
 
     def __init__(self, data: DataConfig):
         self.data, self.seq_len, self.tokenize = data, data.seq_len, tokenizer_of(data)
-        self._reading, self._position = self._read(), 0  # of the next sample
+        kind = [data.path, data.subset, data.split, data.text_column, self.seq_len, self.tokenize.identity]
+        self._beginning: dict[str, Any] = {"of": str(kind), "position": 0, "documents": None, "rest": ""}
+        self.mark = self._start = self._beginning
+        self._reading, self._position = self._read(self._start), 0  # of the next sample
 
     def fingerprint(self) -> int:
         """Return a number that differs where the first sample does."""
-        return digest_of(next(self._read()))
+        return digest_of(next(self._read(self._beginning))[0])
+
+    def read_on(self, mark: dict[str, Any] | None) -> None:
+        """Begin at the mark of a checkpoint; one of another data set or tokenizer is of no use."""
+        if mark is not None and mark["of"] == self._beginning["of"]:
+            self.mark = self._start = mark
+            self._position = -1  # read anew at the next sample
+
+    def collate(self, rows: list[tuple[Tensor, Tensor]]) -> tuple[Any, ...]:
+        return (*super().collate(rows), self.mark)
 
     def tokens_at(self, position: int) -> npt.NDArray[np.int64]:
-        if position < self._position:
-            self._reading, self._position = self._read(), 0
-        tokens = next(islice(self._reading, position - self._position, None))
+        if not 0 <= self._position <= position:
+            start = self._start if self._start["position"] <= position else self._beginning
+            self._reading, self._position = self._read(start), start["position"]
+        tokens, self.mark = next(islice(self._reading, position - self._position, None))
         self._position = position + 1
         return tokens
 
-    def _read(self) -> Iterator[npt.NDArray[np.int64]]:
-        """Yield samples epoch after epoch; tokens at an epoch's end that do not fill a sample are dropped.
+    def _read(self, mark: dict[str, Any]) -> Iterator[tuple[npt.NDArray[np.int64], dict[str, Any]]]:
+        """Yield samples from a mark on, epoch after epoch, each with the newest mark before it.
+
+        Tokens at an epoch's end that do not fill a sample are dropped.
 
         Raises:
             BadInput: an id that is not below `data.vocab_size`.
             ValueError: less than a sample in a whole epoch.
         """
+        position = mark["position"]
         while True:
-            rest, seen = np.empty(0, dtype=np.int64), 0
-            for document in tokenized(open_dataset(self.data), self.data, self.tokenize):
+            documents, before = open_dataset(self.data), position
+            if mark["documents"] is not None:
+                documents.load_state_dict(mark["documents"])
+                before = -1  # this epoch has had samples
+            rest = np.frombuffer(bytes.fromhex(mark["rest"]), dtype=np.uint32).astype(np.int64)
+            for document in tokenized(documents, self.data, self.tokenize):
                 ids = np.array(document, dtype=np.int64)
                 check_ids(ids, self.data)
                 rest = np.concatenate((rest, ids))
                 while len(rest) > self.seq_len:
-                    yield rest[: self.seq_len + 1]
-                    rest, seen = rest[self.seq_len :], seen + 1
-            if not seen:
+                    yield rest[: self.seq_len + 1], mark
+                    rest, position = rest[self.seq_len :], position + 1
+                if position > mark["position"]:
+                    left, state = rest.astype(np.uint32).tobytes().hex(), documents.state_dict()
+                    mark = {**self._beginning, "position": position, "documents": state, "rest": left}
+            if position == before:
                 raise ValueError(f"{self.data.path}: {len(rest)} tokens, one sample needs {self.seq_len + 1}")
+            mark = {**self._beginning, "position": position}

@@ -94,6 +94,7 @@ def main() -> int:
     checkpoints = job.checkpointer(model, optimizer, **({"scaler": scaler} if scaler is not None else {}))
     done = checkpoints.restore(otherwise=lambda: load_initial(model, config))
     hyperparameters.load_state_dict(configured)  # the configuration's count, not the checkpoint's
+    samples.read_on(checkpoints.stream)
     steps = range(done + 1, config.steps + 1)
     pin = device.type == "cuda"
     stream = batches(samples, data, dist.get_rank(), learner.world, checkpoints.samples, len(steps), pin)
@@ -110,6 +111,7 @@ def main() -> int:
         grad_norm = learner.clip()
         learner.update(grad_norm)
         checkpoints.samples += data.global_batch
+        checkpoints.stream = samples.mark
         if scaler is not None:
             job.log(loss_scale=scaler.get_scale())
         mean = loss.double() / learner.tokens_per_step

@@ -143,3 +143,24 @@ def _steps(folder: str) -> list[float]:
 def test_a_line_says_when_its_step_was_done(tmp_path: Path) -> None:
     (late,) = run_world(1, _steps, str(tmp_path))
     assert all(abs(seconds) < 0.5 for seconds in late), late
+
+
+def test_a_loader_that_only_knows_its_own_ranks_place_is_refused_at_the_start() -> None:
+    import torch
+    from torch.utils.data import DataLoader
+
+    from fsdp_jobs import job
+
+    class StatefulDataLoader(DataLoader):  # type: ignore[type-arg]
+        """As torchdata's."""
+
+        def state_dict(self) -> dict[str, int]:
+            return {"read": 1}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            pass
+
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(TypeError, match=r"loader is a StatefulDataLoader, whose state is of one rank.*ElasticSampler"):
+        job.checkpointer(model, optimizer, loader=StatefulDataLoader([1, 2]))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,13 +56,17 @@ def _data(corpus: Path, kind: str, **values: object) -> DataConfig:
     return DataConfig(kind=kind, path=str(path), **small | values)  # type: ignore[arg-type]
 
 
-def _rows(data: DataConfig, world: int, first: int, steps: int) -> Iterator[list[list[int]]]:
+def _rows(
+    data: DataConfig, world: int, first: int, steps: int, mark: dict[str, Any] | None = None
+) -> Iterator[list[list[int]]]:
     """The samples of each step over all ranks, tokens and last label, in the order of their positions."""
     from fsdp_jobs.train.data import IGNORE, batches
     from fsdp_jobs.train.sources import open_samples
 
-    samples = open_samples(data, seed=3)
-    ranks = [batches(samples, data, r, world, first, steps, pin=False) for r in range(world)]
+    each = [open_samples(data, seed=3) for _ in range(world)]
+    for samples in each:
+        samples.read_on(mark)
+    ranks = [batches(samples, data, r, world, first, steps, pin=False) for r, samples in enumerate(each)]
     for step in zip(*ranks, strict=True):
         pairs = [(t, y) for rank in step for tokens, labels in rank for t, y in zip(tokens, labels, strict=True)]
         yield [[*t.tolist(), int(y[-1])] for t, y in pairs if y[-1] != IGNORE]
@@ -81,6 +87,39 @@ def test_a_data_set_resumes_anywhere_on_any_world(corpus: Path, streaming: bool)
     assert (again == seen[:a_epoch]) is streaming  # a stream has one order, and it is its own
     if streaming:
         assert seen[0][:4] == (2, 2, 2, 2) and 0 in seen[0]  # documents end with the tokenizer's end of text
+
+
+def noted(row: dict[str, str]) -> list[int]:
+    """A user's own, which notes the documents that it is given."""
+    with Path(os.environ["NOTES"]).open("a") as f:
+        f.write(row["text"].split()[-1] + "\n")
+    return list(row["text"].encode())
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("step", [1, 40, 130])  # of 6 samples: the first epoch ends in step 129
+def test_a_stream_is_read_on_where_it_was_on_any_world(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, step: int, workers: int
+) -> None:
+    from fsdp_jobs.train.data import batches
+    from fsdp_jobs.train.sources import open_samples
+
+    monkeypatch.setenv("NOTES", str(corpus / "notes"))
+    own = "tests.train.test_sources.noted"
+    data = _data(corpus, "hf_dataset", streaming=True, workers=workers, tokenize=own, vocab_size=256)
+    whole = list(_rows(data, 1, 0, step + 3))
+    samples = open_samples(data, 3)
+    reading = batches(samples, data, 0, 2, 0, step + 3, pin=False)
+    for _ in range(step):
+        next(reading)
+    mark = json.loads(json.dumps(samples.mark))
+    reading.close()
+    assert list(_rows(data, 3, 6 * step, 3, mark)) == whole[step:]
+    (corpus / "notes").unlink()
+    assert list(_rows(data, 1, 6 * step, 3, mark)) == whole[step:]
+    assert len((corpus / "notes").read_text().split()) < 40, "documents of before are not tokenized again"
+    other = replace(data, seq_len=8)
+    assert list(_rows(other, 1, 12, 1, mark)) == list(_rows(other, 1, 12, 1)), "a mark of other samples is of no use"
 
 
 def test_tokens_are_made_once_and_again_when_what_they_come_from_changes(
