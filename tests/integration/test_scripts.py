@@ -10,17 +10,13 @@ from pathlib import Path
 import pytest
 
 from fsdp_jobs.run.status import RunStatus
-from tests.jobs import ROOT, Job, cli, job
+from tests import programs
+from tests.jobs import Job, cli, job
+from tests.programs import EXAMPLES, log_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
-EXAMPLES = ROOT / "examples"
 QUICK = ("elastic.join_window_s=5", "checkpoint.every_steps=10")
-
-
-def log_of(job: Job, rank: int = 0) -> str:
-    """All that a rank has said, in all attempts."""
-    return "".join(f.read_text(errors="replace") for f in sorted(job.run.path.glob(f"attempts/*/*/rank-{rank}.log")))
 
 
 def until_said(job: Job, text: str) -> None:
@@ -28,16 +24,11 @@ def until_said(job: Job, text: str) -> None:
 
 
 def test_small_library_loses_a_node_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    example = f"script={EXAMPLES}/small_library.py"
-    with job(tmp_path, "small", example, "script_args=--steps=40", *QUICK, nproc=1, tiny=False) as run:
+    with job(tmp_path, "small", *programs.library(40, f"{EXAMPLES}/"), QUICK[0], nproc=1, tiny=False) as run:
         run.until_step(14)
         run.agent(1).kill()
         assert run.wait().verdict == "done", run.story()
-        (resumed,) = run.events("resumed")
-        assert resumed["step"] >= 10
-        assert sorted(run.losses()) == list(range(1, 41)), "every step was done"
-        assert run.losses()[40] < run.losses()[1]
-        assert [e["step"] for e in run.events("checkpoint")][-1] == 40
+        programs.check_library_went_on(run, 40)
 
 
 def test_preempted_recipe_saves_where_it_is_and_is_requeued(tmp_path: Path) -> None:
@@ -59,18 +50,12 @@ def test_preempted_recipe_saves_where_it_is_and_is_requeued(tmp_path: Path) -> N
 
 
 def test_plain_program_is_started_again_and_finds_its_own_checkpoint(tmp_path: Path) -> None:
-    example, args = (
-        f"script={EXAMPLES}/plain_torchrun.py",
-        f"script_args=--steps 40 --save-every 10 --checkpoints {tmp_path}/own",
-    )
-    with job(tmp_path, "plain", example, args, *QUICK, nproc=1, tiny=False) as run:
+    example = programs.plain(40, f"{tmp_path}/own", f"{EXAMPLES}/")
+    with job(tmp_path, "plain", *example, *QUICK, nproc=1, tiny=False) as run:
         until_said(run, "step 14 ")
         run.agent(0).kill()
         assert run.wait().verdict == "done", run.story()
-        steps = [int(s) for s in re.findall(r"^step (\d+) ", log_of(run), re.MULTILINE)]
-        lost = next(i for i in range(1, len(steps)) if steps[i] <= steps[i - 1])
-        assert steps[lost] % 10 == 1 and steps[lost] > 10, "it went on after the last step it had saved"
-        assert steps[-1] == 40
+        programs.check_plain_went_on(run, 40)
 
 
 def test_elastic_program_loses_a_rank_and_goes_on_from_its_snapshot(tmp_path: Path) -> None:
@@ -83,6 +68,17 @@ def test_elastic_program_loses_a_rank_and_goes_on_from_its_snapshot(tmp_path: Pa
         assert starts[0] == ("0", "0") and len(starts) == 2
         assert int(starts[1][0]) >= 5 and starts[1][1] == "1"
         assert "epoch 30 loss" in log_of(run)
+
+
+def test_trainer_of_transformers_loses_a_node_and_goes_on_sharded(tmp_path: Path) -> None:
+    example = (f"script={EXAMPLES}/transformers_trainer.py", "script_args=--steps 40 --every 5", "fsdp=full_shard")
+    with job(tmp_path, "trainer", *example, QUICK[0], nproc=1, tiny=False) as run:
+        run.until(lambda: log_of(run).count("'loss'") >= 12, "12 steps")
+        run.agent(1).kill()
+        assert run.wait().verdict == "done", run.story()
+    begun = re.findall(r"^begins with .*?(None|\d+)$", log_of(run), re.MULTILINE)
+    assert len(begun) == 2 and begun[0] == "None" and int(begun[1]) >= 10, begun
+    assert "done: step 40, sharded (Shard(dim=0),)" in log_of(run)
 
 
 def test_program_that_only_hears_signals_has_the_grace_to_end(tmp_path: Path) -> None:

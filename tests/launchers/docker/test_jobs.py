@@ -25,12 +25,11 @@ _SOON = ("elastic.heartbeat_timeout_s=4", "elastic.heartbeat_interval_s=0.5", "e
 class DockerJob(Watched):
     """A detached job in containers."""
 
-    def __init__(self, folder: Path, name: str, image: str, *overrides: str):
+    def __init__(self, folder: Path, name: str, image: str, *overrides: str, tiny: bool = True):
         super().__init__(RunDir(folder / "runs" / name))
         self.folder, self.name = folder, name
-        done = cli(
-            folder, "cluster=docker", f"cluster.image={image}", f"name={name}", *TINY, *overrides, "attach=false"
-        )
+        where = ("cluster=docker", f"cluster.image={image}", f"name={name}", "attach=false")
+        done = cli(folder, *where, *(TINY if tiny else ()), *overrides)
         assert done.returncode == 0, done.stdout + done.stderr
 
     def verb(self, *args: str) -> str:
@@ -74,9 +73,9 @@ class DockerJob(Watched):
 
 
 @contextmanager
-def docker_job(folder: Path, name: str, image: str, *overrides: str) -> Iterator[DockerJob]:
-    """A job in containers; killed at the end if it is still there."""
-    job = DockerJob(folder, name, image, *overrides)
+def docker_job(folder: Path, name: str, image: str, *overrides: str, tiny: bool = True) -> Iterator[DockerJob]:
+    """A job in containers, tiny unless told otherwise; killed at the end if it is still there."""
+    job = DockerJob(folder, name, image, *overrides, tiny=tiny)
     try:
         yield job
     finally:

@@ -9,6 +9,7 @@ import pytest
 
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.verdict import Verdict
+from tests import programs
 from tests.jobs import Watched, cli
 from tests.launchers.kubernetes.simulated_cluster import Machine, SimulatedCluster, why_not
 from tests.launchers.kubernetes.submitted import Submitted
@@ -20,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not()),
 ]
 
-JOB = (
+IN_PODS = (
     "cluster=kubernetes",
     "cluster.image=registry.example/fsdp-jobs:1",
     "cluster.claim=runs",
@@ -28,8 +29,8 @@ JOB = (
     "cluster.accelerator=cpu",
     "hardware=cpu",
     "nproc_per_node=1",
-    *TINY,
 )
+JOB = (*IN_PODS, *TINY)
 
 
 @pytest.fixture
@@ -203,3 +204,19 @@ def test_an_image_that_cannot_work_ends_the_job_on_a_simulated_cluster(
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert "ended with 1 (Error): ModuleNotFoundError: No module named 'no_such_module'" in ended.stdout, ended.stdout
     assert not cluster.pods("trainer"), "each would be replaced a hundred times"
+
+
+@pytest.mark.parametrize("name", ["plain", "library"])
+def test_a_program_loses_a_pod_on_a_simulated_cluster(cluster: SimulatedCluster, tmp_path: Path, name: str) -> None:
+    image = f"{programs.EXAMPLES}/"  # the pods have this machine's files where real ones have their image's
+    program = programs.plain(200, "/run/claim/own", image) if name == "plain" else programs.library(200, image)
+    done = cli(tmp_path, f"name={name}", *IN_PODS, *program, "nodes=2", "attach=false")
+    assert done.returncode == 0, done.stdout + done.stderr
+    job = Submitted(tmp_path, name)
+    job.until_true(lambda: max(programs.plain_steps(job), default=job.step()) >= 14, "a step after the first save")
+    (node,) = cluster.running("trainer", 1)
+    cluster.api.delete(node, 0)
+    job.until_true(lambda: job.run.verdict(0).exists(), "the end")
+    verdict = Verdict.read(job.run, 0)
+    assert verdict is not None and verdict.verdict == "done", job.story()
+    (programs.check_plain_went_on if name == "plain" else programs.check_library_went_on)(job, 200)

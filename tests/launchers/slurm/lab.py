@@ -123,10 +123,10 @@ class Ordinary:
 class SlurmJob(Watched):
     """A job submitted on the login node."""
 
-    def __init__(self, lab: Lab, folder: Path, name: str, *overrides: str):
+    def __init__(self, lab: Lab, folder: Path, name: str, *overrides: str, tiny: bool = True):
         super().__init__(RunDir(folder / "runs" / name))
         self.lab, self.folder, self.name = lab, folder, name
-        self.submit(f"name={name}", *ON_CPU, *TINY, *overrides)
+        self.submit(f"name={name}", *ON_CPU, *(TINY if tiny else ()), *overrides)
 
     def submit(self, *args: str) -> str:
         done = self.lab.cli(self.folder, *args)
@@ -168,9 +168,9 @@ class SlurmJob(Watched):
 
 
 @contextmanager
-def slurm_job(lab: Lab, folder: Path, name: str, *overrides: str) -> Iterator[SlurmJob]:
-    """A submitted job, gone at the end."""
-    made = SlurmJob(lab, folder, name, *overrides)
+def slurm_job(lab: Lab, folder: Path, name: str, *overrides: str, tiny: bool = True) -> Iterator[SlurmJob]:
+    """A submitted job, tiny unless told otherwise; gone at the end."""
+    made = SlurmJob(lab, folder, name, *overrides, tiny=tiny)
     try:
         yield made
     finally:

@@ -1,0 +1,31 @@
+"""Users' programs in containers: a container of each is killed, and they go on from what they had saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import programs
+from tests.launchers.docker.daemon import docker
+from tests.launchers.docker.test_jobs import docker_job
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+
+HERE = ("nodes=2", "nproc_per_node=1", "cluster.cpus=1", "elastic.join_window_s=5")
+STEPS = 80
+
+
+def test_programs_with_and_without_the_library_lose_a_container(image: str, tmp_path: Path) -> None:
+    programs.copied(tmp_path)
+    with docker_job(tmp_path, "plain", image, *programs.plain(STEPS, "own"), *HERE, tiny=False) as plain:
+        plain.until(lambda: max(programs.plain_steps(plain), default=0) >= 14, "a step after the first save", 150)
+        docker("kill", plain.container("node-1"))
+        assert plain.wait().verdict == "done", plain.story()
+        programs.check_plain_went_on(plain, STEPS)
+        assert (plain.run.path / "own" / "newest").read_text() == str(STEPS), "it works in the run directory"
+    with docker_job(tmp_path, "library", image, *programs.library(STEPS), *HERE, tiny=False) as library:
+        library.until(lambda: library.step() >= 14, "a step after the first save", 150)
+        docker("kill", library.container("node-0"))
+        assert library.wait().verdict == "done", library.story()
+        programs.check_library_went_on(library, STEPS)

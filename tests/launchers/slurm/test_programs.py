@@ -1,0 +1,36 @@
+"""Users' programs on a real SLURM cluster: killed, and resumed by a round and by an attempt."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests import programs
+from tests.launchers.slurm.lab import Lab, SlurmJob, slurm_job
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+
+HERE = ("nodes=2", "nproc_per_node=1", "elastic.join_window_s=5")
+STEPS = 80
+
+
+def until_done(job: SlurmJob, check: Callable[[SlurmJob, int], None]) -> None:
+    job.until(lambda: job.state() in ("COMPLETED", "FAILED"), "the end", 240)
+    assert job.verdict(job.run.last_attempt()).verdict == "done", job.story()
+    check(job, STEPS)
+
+
+def test_a_plain_program_loses_an_agent_and_one_with_the_library_is_requeued(lab: Lab, tmp_path: Path) -> None:
+    programs.copied(tmp_path)
+    with slurm_job(lab, tmp_path, "plain", *programs.plain(STEPS, "own"), *HERE, tiny=False) as plain:
+        plain.until(lambda: max(programs.plain_steps(plain), default=0) >= 14, "a step after the first save", 150)
+        plain.agent(1).send_signal(signal.SIGKILL)
+        with slurm_job(lab, tmp_path, "library", *programs.library(STEPS), *HERE, tiny=False) as library:
+            library.until(lambda: library.step() >= 14, "a step after the first save", 150)
+            lab.on_login("scontrol", "requeue", library.id)
+            library.until(lambda: library.run.last_attempt() == 1, "the next attempt", 120)
+            until_done(plain, programs.check_plain_went_on)
+            until_done(library, programs.check_library_went_on)
