@@ -36,6 +36,7 @@ COMMON = ("cluster=kubernetes", "cluster.image=registry.example/fsdp-jobs:1", "c
 CASES: dict[str, tuple[str, ...]] = {
     "job_cpu": ("cluster.accelerator=cpu", "hardware=cpu", "nodes=2", "nproc_per_node=2"),
     "job_elastic_kueue": ("nodes=2:8", "cluster.queue=team", "cluster.leaf_label=topology.example/leaf"),
+    "job_tpu": ("cluster=kubernetes_tpu", "nodes=2", "script=/app/train.py"),
     "job_everything": (
         "cluster=kubernetes_efa",
         "nodes=4",
