@@ -130,7 +130,10 @@ class Server:
         challenge = secrets.token_hex()
         try:
             _send(writer, {"kind": "challenge", "nonce": challenge})
-            answer = json.loads(await asyncio.wait_for(reader.readline(), _PROVE_S))
+            received = await asyncio.wait_for(reader.readline(), _PROVE_S)
+            if not received and writer in self._strangers:
+                return False  # it only looked whether somebody listens, as a guard does on SLURM
+            answer = json.loads(received)
             nonce, theirs = str(answer["nonce"]), str(answer["proof"])
             if hmac.compare_digest(theirs.encode(), proof(self.token, AGENT, challenge, nonce).encode()):
                 _send(writer, {"kind": "welcome", "proof": proof(self.token, protocol.COORDINATOR, challenge, nonce)})
