@@ -283,10 +283,8 @@ class TorchxScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
         return [self._listed(job) for job in described if job is not None]
 
     def _listed(self, job: Description) -> ListAppResponse:
-        state = _TORCHX_STATES.get(job.state, AppState.UNKNOWN)
-        return _Listed(
-            job.app_id, state, make_app_handle(self.backend, self.launcher.cluster_of(job.app_id), job.app_id)
-        )
+        handle = make_app_handle(self.backend, self.launcher.cluster_of(job.app_id), job.app_id)
+        return _Listed(job.app_id, _TORCHX_STATES[job.state], handle)
 
     def _cancel_existing(self, app_id: str) -> None:
         self.launcher.cancel([app_id])

@@ -211,7 +211,8 @@ class Attempt:
             self.verdict.close(self.run, self.number, **details, leases=leases)
         except OSError as e:
             self._warn(f"the verdict cannot be written: {e}")
-            return
+            if not self.run.verdict(self.number).exists():
+                return  # else only its notification could not be started
         self.closed_at = now
         for agent in self.agents.values():
             self._send_end(agent)
