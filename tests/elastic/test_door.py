@@ -32,6 +32,7 @@ HELLO = {
     "address": "here",
     "nproc": 1,
     "switches": [],
+    "copies": 0,
     "agent": "a",
     "ready": True,
     "round": -1,
