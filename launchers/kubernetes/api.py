@@ -185,7 +185,7 @@ class Api:
         text = None if body is None else json.dumps(body)
         how = {"timeout": urllib3.Timeout(connect=_CONNECT_S, read=answer_s), "preload_content": False}
         with _connection_errors():
-            answer = pools.request(method, url, None, headers, body=text, redirect=False, **how)
+            answer = pools.request(method, url, headers=headers, body=text, redirect=False, **how)
             if answer.status < 300:
                 return answer
             refusal = answer.data

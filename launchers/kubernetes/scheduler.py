@@ -216,9 +216,9 @@ create_scheduler = KubernetesLauncher.scheduler
 
 def _prepare(job: Job) -> KubernetesRequest:
     validate.validate_configuration(job.config)
-    validate.validate_memory(job.config, job.plan)
     cluster = cluster_of(job.config)
     api = connect(cluster)
+    validate.validate_memory(job.config, job.plan)
     names = Names(app_of(job.run.name, job.submission))
     objects = WORKLOADS[cluster.workload].objects(job, names)
     validate.validate_with_cluster(api, job.config, objects)

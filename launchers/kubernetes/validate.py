@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kubernetes.utils.quantity import parse_quantity
-
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
 from fsdp_jobs.config.resolve import node_range
 from fsdp_jobs.config.schema import JobConfig
@@ -44,6 +42,8 @@ def validate_memory(config: JobConfig, plan: Plan) -> None:
     Raises:
         BadInput: they have not.
     """
+    from kubernetes.utils.quantity import parse_quantity
+
     need, shm = plan.captured_bytes, cluster_of(config).shm
     if config.checkpoint.memory.dir == "/dev/shm" and need > parse_quantity(shm):
         what = f"captures (checkpoint.memory) take {size(need)} of it per node"

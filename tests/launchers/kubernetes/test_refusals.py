@@ -221,7 +221,8 @@ def test_a_jobset_is_started_when_all_of_it_is_there(api: SimulatedApi) -> None:
 
 
 def agent_on(node: int, host: str) -> ConnectedAgent:
-    return ConnectedAgent(node, host, host, 8, [], host, lambda _: None, lambda: None, 0.0)
+    told = {"send": lambda _: None, "drop": lambda: None, "heard": 0.0}
+    return ConnectedAgent(node=node, host=host, address=host, nproc=8, switches=[], copies=0, id=host, **told)  # type: ignore[arg-type]
 
 
 class TestMachines:
