@@ -393,6 +393,8 @@ def finish() -> bool:
     """
     global _job
     job = _the_job()
+    if job.checkpoints is not None:
+        job.checkpoints.poll()  # also for a capture, which writes the line, too
     job.write_line()
     if job.metrics is not None:
         job.metrics.close()

@@ -184,6 +184,8 @@ class Checkpointer:
         """Take note of a save that has ended, without waiting."""
         if self._written is not None and self._written.done():
             self.finish()
+        if self.memory is not None:
+            self.memory.settle()
         self._note_upload(wait=False)
 
     def finish(self) -> None:
@@ -267,10 +269,13 @@ class Checkpointer:
             self.epoch.check()
             catalog.make_folder(self.home)
             catalog.remove_unfinished(self.home)
-        if (sent := self._restore_captured()) is not None:
-            return "memory", sent
+        useless: list[int] = []  # captured steps
         while True:
             name, listed_in = self.ranks.from_rank_0(lambda: self._newest(skipped))
+            newest = catalog.step_of(self.home / name) if name is not None else 0
+            if (sent := self._restore_captured(newest, useless)) is not None:
+                self.committed_step = newest if listed_in == MANIFEST else -1
+                return "memory", sent
             if name is None:
                 self.ranks.from_rank_0(lambda: self._begin_at_zero(skipped))
                 return None
@@ -285,6 +290,9 @@ class Checkpointer:
             if manifest is not None and not faults:
                 with self.ranks.reading(folder):
                     self._load(folder, manifest, shards)
+                if self.memory is not None:
+                    self.ranks.gather(None)  # all have read
+                    self.memory.forget()
                 return "storage" if shards is None else "local_dir", None
             skipped[name] = faults
             if self.rank == 0:
@@ -294,19 +302,13 @@ class Checkpointer:
                 events.record(self.run, self.attempt, events.CheckpointSkipped(name, faults))
                 print(f"WARNING {name} cannot be used; trying the one before: {'; '.join(faults)}", flush=True)
 
-    def _restore_captured(self) -> int | None:
-        """Load what the nodes have in memory, if it is as new as the newest checkpoint. Returns the bytes they sent."""
-        if self.memory is None:
-            return None
-        name = self.ranks.from_rank_0(lambda: self._newest(()))[0]
-        at_least, not_finite = catalog.step_of(self.home / name) if name is not None else 0, list[int]()
-        while chosen := self.memory.newest(at_least, not_finite):
-            step, self.samples = chosen[0].step, chosen[0].samples
+    def _restore_captured(self, at_least: int, useless: list[int]) -> int | None:
+        """Load what the nodes have in memory, if it is as new as a checkpoint. Returns the bytes that they sent."""
+        while self.memory is not None and (chosen := self.memory.newest(at_least, useless)):
             if (sent := self.memory.load(chosen)) is not None:
-                self.committed_step, self._written_step = at_least if name is not None else -1, -1
+                self.samples, self._written_step = chosen[0].samples, -1
                 return sent
-            not_finite.append(step)
-        self.samples = 0
+            useless.append(chosen[0].step)
         return None
 
     def _newest(self, skipped: Collection[str]) -> tuple[str | None, str]:

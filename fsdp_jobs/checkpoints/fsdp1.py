@@ -75,8 +75,8 @@ class Fsdp1State(State):
             state[f"optim.state.{name}.{key}"] = value
         return self._split(state)
 
-    def to_save(self) -> dict[str, Tensor]:
-        state = super().to_save()
+    def to_capture(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        state = super().to_capture()
         self._copies.clear()
         return state
 

@@ -9,12 +9,14 @@ holds a step that all nodes have.
 from __future__ import annotations
 
 import copy
+import json
 import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from mmap import mmap
 from pathlib import Path
@@ -31,6 +33,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -45,6 +48,9 @@ from fsdp_jobs.run.memory import COPIES, Capture, Entry, Found, Slot, forget_bef
 
 _DUE, _BUSY = 1, 2  # votes; the highest counts
 _AUTO_COST = 0.01  # of the time of training, that captures may take
+_SLACK = 1 << 20  # bytes for random states and counters, whose size varies
+_TRIES = 3  # to load a step, of rounds that then died
+_TRIED = "tried"  # file of the steps that were
 _FETCHED = "fetched"  # folder of what came from other nodes for a restore
 
 
@@ -79,15 +85,18 @@ class MemoryCheckpoints:
 
     def before_update(self) -> None:
         """All ranks, before the state changes: wait until what is being captured has been read, and vote."""
-        begin = time.perf_counter()
-        if self._copying is not None:
-            self._copying.result()
-            self._copying = None
-            self._cost_s += time.perf_counter() - begin
+        self.settle()
         if self._voting is None:
             is_busy = self._newest is not None and not self._newest.copied.exists()
             self._ballot.fill_(_BUSY if is_busy else _DUE if self.ranks.rank == 0 and self._is_due() else 0)
             self._voting = dist.all_reduce(self._ballot, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    def settle(self) -> None:
+        """Wait until what is being captured has been read."""
+        if self._copying is not None:
+            begin, copying, self._copying = time.perf_counter(), self._copying, None
+            copying.result()
+            self._cost_s += time.perf_counter() - begin
 
     def _is_due(self) -> bool:
         if not self._captures:
@@ -114,9 +123,7 @@ class MemoryCheckpoints:
             self.step = self._captured_step
         number, self._captured_step = self._captures % 2, step
         slot = Slot(self.folder, self.epoch, self.ranks.rank, number)
-        about = partial(
-            Capture, self.epoch, self.ranks.rank, number, step, samples, self.ranks.world, self.layout.shard_group
-        )
+        about = partial(Capture, self.epoch, self.ranks.rank, number, step, samples, self.ranks.world)
         tensors, objects = self.state.to_capture()
         updated = torch.cuda.current_stream().record_event() if self._stream is not None else None
         self._copying = self._thread.submit(self._copy, slot, about, tensors, copy.deepcopy(objects), updated, record)
@@ -126,7 +133,7 @@ class MemoryCheckpoints:
     def _copy(
         self,
         slot: Slot,
-        about: Callable[[list[Entry]], Capture],
+        about: Callable[[int, list[Entry]], Capture],
         tensors: dict[str, Tensor],
         objects: dict[str, Any],
         updated: torch.cuda.Event | None,
@@ -138,8 +145,13 @@ class MemoryCheckpoints:
             JobFailed: there is no room.
         """
         slot.withdraw()
+        if self._stream is not None:
+            torch.cuda.set_device(self.state.device)  # of this thread
         parts = tensors | self.state.packed(objects)
-        capture = about([self._entry(name, tensor) for name, tensor in parts.items()]).placed()
+        is_plans = all(map(self._is_as_planned, tensors.values()))
+        has_replica = self._has_replica and is_plans
+        entries = [_entry(name, part, not has_replica or name.startswith(RANDOM)) for name, part in parts.items()]
+        capture = about(self.layout.shard_group if is_plans else self.ranks.world, entries).placed()
         try:
             data = self._map(slot, capture)
         except OSError as e:
@@ -167,44 +179,58 @@ class MemoryCheckpoints:
         """
         data = self._maps.get(capture.slot)
         if data is None or len(data) < capture.size:
-            data = self._maps[capture.slot] = slot.map(capture.size)
+            if data is not None and self._stream is not None:
+                torch.cuda.cudart().cudaHostUnregister(_address(data))
+            data = self._maps[capture.slot] = slot.map(capture.size + _SLACK)
             if self._stream is not None:
-                address = torch.frombuffer(data, dtype=torch.uint8).data_ptr()
-                torch.cuda.cudart().cudaHostRegister(address, len(data), 0)
+                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(_address(data), len(data), 0))
         return data
 
-    def _entry(self, name: str, tensor: Tensor) -> Entry:
-        shape, offsets = tuple(tensor.shape), (0,) * tensor.dim()
-        if isinstance(tensor, DTensor):
-            _, offsets = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)
-        own, kind = _local(tensor), str(tensor.dtype).removeprefix("torch.")
-        is_alone = not self._has_replica or name.startswith(RANDOM)
-        return Entry(name, kind, [*shape], [*offsets], [*own.shape], own.numel() * own.element_size(), is_alone)
+    def _is_as_planned(self, tensor: Tensor) -> bool:
+        """Whether ranks hold a tensor as the layout says: sharded over runs of consecutive ranks, or all of it."""
+        if not isinstance(tensor, DTensor):
+            return True
+        *outer, inner = tensor.placements
+        mesh, group = tensor.device_mesh.mesh, self.layout.shard_group if inner.is_shard() else 1
+        is_whole_world = mesh.numel() == self.ranks.world and bool((mesh.flatten().diff() == 1).all())
+        is_group = (mesh.shape[-1] if inner.is_shard() else 1) == group
+        return is_whole_world and is_group and not any(p.is_shard() or p.is_partial() for p in outer)
 
-    def newest(self, at_least: int, passed_over: Iterable[int] = ()) -> list[Found]:
+    def newest(self, at_least: int, passed_over: Collection[int] = ()) -> list[Found]:
         """All ranks: find the newest step that the nodes hold whole, and verify what they hold of it.
 
         Args:
             at_least: a step; one before it is not wanted.
             passed_over: steps that were found not to be usable.
         """
-        here = [*self._found()] if self.leads else []
-        by_rank = self.ranks.gather((self.ranks.node, self.leads, here))
-        self._leader = next(r for r, (node, leads, _) in enumerate(by_rank) if leads and node == self.ranks.node)
-        left = {one for _, _, found in by_rank for one in found if one.step not in passed_over}
+        if self.leads:
+            shutil.rmtree(self.folder / _FETCHED, ignore_errors=True)
+        here, tried = ([*self._found()], self._tried()) if self.leads else ([], [])
+        by_rank = self.ranks.gather((self.ranks.node, self.leads, here, tried))
+        self._leader = next(r for r, (node, leads, *_) in enumerate(by_rank) if leads and node == self.ranks.node)
+        lost = {step for *_, steps in by_rank for step in steps if steps.count(step) >= _TRIES} | {*passed_over}
+        left = {one for _, _, found, _ in by_rank for one in found if one.step not in lost}
         sound: set[Found] = set()
         while (chosen := newest_complete(left)) and chosen[0].step >= at_least:
             mine = [one for one in chosen if one.holder == self.ranks.rank and one not in sound]
             with ThreadPoolExecutor(4) as several:
-                faults = dict(zip(mine, several.map(self._faults, mine), strict=True))
+                faults = dict(zip(mine, several.map(partial(_faults, self.folder), mine), strict=True))
             for one, wrong in faults.items():
                 if wrong:
                     print(f"WARNING {one.name} of step {one.step} is damaged, and not used: {wrong[:3]}", flush=True)
             bad = {one for found in self.ranks.gather([one for one in mine if faults[one]]) for one in found}
             if not bad:
+                if self.leads:
+                    (self.folder / _TRIED).write_text(json.dumps([*tried, chosen[0].step]))
                 return chosen
             left -= bad
             sound |= {*mine} - bad
+        return []
+
+    def _tried(self) -> list[int]:
+        """Return the steps that rounds before this have begun to load, and did not go on from."""
+        with suppress(OSError, ValueError):
+            return [int(step) for step in json.loads((self.folder / _TRIED).read_text())]
         return []
 
     def _found(self) -> Iterable[Found]:
@@ -214,24 +240,27 @@ class MemoryCheckpoints:
                 if (capture := slot.capture()) is not None:
                     yield Found.of(capture, is_copy=folder != self.folder, holder=self.ranks.rank)
 
-    def _faults(self, one: Found) -> list[str]:
-        return Slot(self.folder / COPIES if one.is_copy else self.folder, one.epoch, one.rank, one.slot).verify()
-
     def load(self, chosen: list[Found]) -> int | None:
-        """All ranks, after `newest`: go on from it. Returns the bytes that came from other nodes; None if not finite.
+        """All ranks, after `newest`: go on from it. Returns the bytes that nodes sent each other; None if it cannot.
+
+        Nothing of the state changes before all ranks have found what they need whole and finite.
 
         Raises:
             JobFailed: it is of another model.
         """
         held: dict[int, set[str]] = {}
         for one in chosen:
-            held.setdefault(one.holder, set()).update((f"{one.name}.json", f"{one.name}.data"))
-        fetch = partial(fetch_files, self.ranks, self._leader, held)
-        into = self.folder / _FETCHED
+            held.setdefault(one.holder, set()).update(f"{one.name}.{suffix}" for suffix in ("json", "data", "sums"))
+        fetch = partial(fetch_files, self.ranks, self._leader, held, folder=self.folder, into=self.folder / _FETCHED)
+        by_name = {one.name: one for one in chosen}
         sources = self._sources(chosen)
-        came = fetch({f"{name}.json" for name in sources}, self.folder, into)
-        captures = {name: Capture.from_json(self._file(f"{name}.json").read_text()) for name in sources}
-        stored = _metadata(captures)
+        where = {
+            name: self.folder if f"{name}.data" in held.get(self._leader, ()) else self.folder / _FETCHED
+            for name in sources
+        }
+        came = fetch(wanted={f"{name}.json" for name in sources})
+        captures = {name: _slot(where[name], by_name[name]).capture() for name in sources}
+        stored = _metadata({name: capture for name, capture in captures.items() if capture is not None})
         has_random = f"{RANDOM}{self.ranks.rank}" in stored.state_dict_metadata
         if not has_random and chosen[0].world_size == self.ranks.world:
             print(f"WARNING rank {self.ranks.rank}'s random state is lost with its node, and begins anew", flush=True)
@@ -241,26 +270,38 @@ class MemoryCheckpoints:
         items = planner.create_local_plan().items
         assert stored.storage_data is not None
         places: list[_Place] = [stored.storage_data[item.storage_index] for item in items]
-        came += fetch({f"{place.name}.data" for place in places}, self.folder, into)
-        maps = {name: _read(self._file(f"{name}.data")) for name in {place.name for place in places}}
-        is_finite = True
-        for item, (name, entry) in zip(items, places, strict=True):
-            part = _view(maps[name], entry)
-            for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                part = part.narrow(dim, offset, length)
+        read = {place.name for place in places}
+        came += fetch(wanted={f"{name}.{suffix}" for name in read for suffix in ("data", "sums")})
+        fetched = [by_name[name] for name in read if where[name] != self.folder]
+        wrong = [fault for one in fetched for fault in _faults(self.folder / _FETCHED, one)] if self.leads else []
+        maps = {name: _read(where[name] / f"{name}.data") for name in read}
+        parts = [_part(maps[name], entry, item) for item, (name, entry) in zip(items, places, strict=True)]
+        needed = sum(_local(tensor).numel() for tensor in state.values())
+        wrong += [] if sum(part.numel() for part in parts) == needed else ["it does not hold all of this rank's state"]
+        wrong += [
+            f"{entry.name} is not finite"
+            for (_, entry), part in zip(places, parts, strict=True)
+            if not _is_finite(part, entry.name in self.state.buffers)
+        ]
+        by_rank = self.ranks.gather((came, wrong[:3]))
+        if faults := [fault for _, of_rank in by_rank for fault in of_rank]:
+            if self.leads:
+                print(f"WARNING the capture of step {chosen[0].step} is not used: {faults[:3]}", flush=True)
+            return None
+        for item, part in zip(items, parts, strict=True):
             planner.resolve_tensor(item).copy_(part)
-            may_be_infinite = not part.is_floating_point() or entry.name in self.state.buffers
-            is_finite &= may_be_infinite or bool(part.isfinite().all())
         self.state.take(state)
-        by_rank = self.ranks.gather((came, is_finite))
-        if self.leads:
-            shutil.rmtree(into, ignore_errors=True)
+        self.ranks.gather(None)  # all have read
+        self.forget(but=chosen)
         self.step = chosen[0].step
-        return sum(came for came, _ in by_rank) if all(finite for _, finite in by_rank) else None
+        return sum(int(came) for came, _ in by_rank)
 
-    def _file(self, name: str) -> Path:
-        here = self.folder / name
-        return here if here.exists() else self.folder / _FETCHED / name
+    def forget(self, but: Collection[Found] = ()) -> None:
+        """Remove what earlier rounds have captured, once all ranks go on from something."""
+        if self.leads:
+            shutil.rmtree(self.folder / _FETCHED, ignore_errors=True)
+            (self.folder / _TRIED).unlink(missing_ok=True)
+            forget_before(self.folder, self.epoch, {one.name for one in but})
 
     def _sources(self, chosen: list[Found]) -> list[str]:
         """Name the captures that this rank's state is in, the better ones first."""
@@ -281,7 +322,29 @@ class MemoryCheckpoints:
 
     def close(self) -> None:
         """Wait for the capture under way."""
+        self.settle()
         self._thread.shutdown()
+
+
+def _slot(folder: Path, one: Found) -> Slot:
+    return Slot(folder / COPIES if one.is_copy else folder, one.epoch, one.rank, one.slot)
+
+
+def _faults(folder: Path, one: Found) -> list[str]:
+    """List what is wrong with a capture that was found, another one in its place included."""
+    slot = _slot(folder, one)
+    capture = slot.capture()
+    if capture is None or Found.of(capture, one.is_copy, one.holder) != one:
+        return ["it is not what was found"]
+    return slot.verify()
+
+
+def _entry(name: str, tensor: Tensor, is_alone: bool) -> Entry:
+    shape, offsets = tuple(tensor.shape), (0,) * tensor.dim()
+    if isinstance(tensor, DTensor):
+        _, offsets = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)
+    own, kind = _local(tensor), str(tensor.dtype).removeprefix("torch.")
+    return Entry(name, kind, [*shape], [*offsets], [*own.shape], own.numel() * own.element_size(), is_alone)
 
 
 def _is_shard(at: int, one: Found) -> bool:
@@ -310,6 +373,10 @@ def _metadata(captures: dict[str, Capture]) -> Metadata:
     return Metadata(dict(tensors), storage_data=places)
 
 
+def _address(data: mmap) -> int:
+    return torch.frombuffer(data, dtype=torch.uint8).data_ptr()
+
+
 def _read(file: Path) -> mmap:
     with file.open("r+b") as f:
         return mmap(f.fileno(), 0)
@@ -319,6 +386,22 @@ def _view(data: mmap, entry: Entry) -> Tensor:
     """Return a tensor whose memory is that of the file."""
     kind = getattr(torch, entry.dtype)
     return torch.frombuffer(data, dtype=kind, count=math.prod(entry.sizes), offset=entry.begin).view(entry.sizes)
+
+
+def _part(data: mmap, entry: Entry, item: ReadItem) -> Tensor:
+    """Return the part of a captured tensor that an item of DCP's plan reads."""
+    part = _view(data, entry)
+    for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        part = part.narrow(dim, offset, length)
+    return part
+
+
+def _is_finite(tensor: Tensor, is_buffer: bool) -> bool:
+    """Whether it may be gone on from; buffers may hold infinities, as masks do."""
+    if not tensor.is_floating_point():
+        return True
+    values = tensor.float() if tensor.element_size() == 1 else tensor  # of 8 bits: they are not compared
+    return not bool(values.isnan().any()) if is_buffer else bool(values.isfinite().all())
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> Any:
         if self._copies is not None:
-            self._copies.partner = self._handler.round["partner"]
+            self._copies.begin_round(self._handler.round["epoch"], self._handler.round["partner"])
         return super()._start_workers(worker_group)
 
     def _keep_lease(self) -> None:
@@ -277,6 +277,8 @@ def run_agent(args: argparse.Namespace) -> int:
         os.environ[MEMORY_ENV] = str(copies.folder)
     entrypoint, entry_args = _entrypoint(config, run)  # forks, so before there are threads
     log.take_over("torch.distributed")  # here: ranks keep torch's own
+    if copies is not None:
+        copies.start()
     handler = CoordinatorRendezvous(config.elastic, run, identity, folder)
     spec = WorkerSpec(
         role="trainer",
@@ -299,16 +301,16 @@ def run_agent(args: argparse.Namespace) -> int:
     handler.shutdown()
     log_times.close()
     tracker.close()
-    if copies is not None:
-        verdict = Verdict.read(run, attempt)
-        copies.close(is_over=verdict is not None and verdict.decision == "stop")
+    exit_code = EXIT_FAILED if error else 0
     if handler.end:
-        return int(handler.end["exit_code"])
-    if (verdict := Verdict.read(run, attempt)) is not None:
-        return verdict.exit_code_of_attempt
-    if handler.num_nodes_waiting():
-        return EXIT_REQUEUE  # ranks here finished, another node's failed: the launcher starts the agent again
-    return EXIT_FAILED if error else 0
+        exit_code = int(handler.end["exit_code"])
+    elif (verdict := Verdict.read(run, attempt)) is not None:
+        exit_code = verdict.exit_code_of_attempt
+    elif handler.num_nodes_waiting():
+        exit_code = EXIT_REQUEUE  # ranks here finished, another node's failed: the launcher starts the agent again
+    if copies is not None:
+        copies.close(is_over=exit_code != EXIT_REQUEUE)
+    return exit_code
 
 
 def _entrypoint(config: JobConfig, run: RunDir) -> tuple[Callable[[], None] | str, tuple[str, ...]]:

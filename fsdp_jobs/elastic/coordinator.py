@@ -103,9 +103,7 @@ class Server:
         with suppress(OSError, ValueError, KeyError, TypeError, EOFError):  # what is not a message ends the connection
             if await self._is_authentic(reader, writer):
                 hello = json.loads(await reader.readline())
-                identity = {
-                    key: hello[key] for key in ("node", "host", "address", "nproc", "switches", "copies", "ended")
-                }
+                identity = {key: hello[key] for key in _IDENTITY}
                 identity |= {"id": hello["agent"], "send": partial(_send, writer), "drop": writer.close}
                 agent = ConnectedAgent(**identity, heard=time.monotonic())
                 if self.coordinator.on_hello(agent, hello, time.monotonic()):

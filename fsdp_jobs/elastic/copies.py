@@ -23,7 +23,7 @@ from typing import IO, Any
 from fsdp_jobs.elastic.protocol import AGENT, PARTNER, Message, line, proof
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.memory import COPIES, Capture, Slot, adopt_folder, slots_in
+from fsdp_jobs.run.memory import COPIES, Capture, Slot, adopt_folder, newest_in, slots_in
 
 _LOOK_S = 0.01  # between two looks for a new capture
 _CHUNK = 1 << 22  # bytes sent at once
@@ -36,54 +36,72 @@ class Copies:
     """A node's folder of captures, with the threads that seal, send and receive."""
 
     def __init__(self, memory: Path, run: RunDir, attempt: int, node: int):
-        """Adopt or make the folder, and begin.
+        """Adopt or make the folder, and take a port; `start` begins.
 
         Raises:
             OSError: nothing can be kept there.
         """
         self.run, self.attempt, self.node = run, attempt, node
         self.folder, self._lock = adopt_folder(memory, run)
-        self.partner: list[Any] | None = None  # of this round; None: there is no other node
+        self._epoch = 0  # of this round
+        self._partner: list[Any] | None = None
         self._token = run.token.read_text()
         self._connection: tuple[list[Any], socket.socket, IO[bytes]] | None = None
         self._over = threading.Event()
         self._server = _Server(("", 0), self.folder / COPIES, self._token)
         self.port = int(self._server.server_address[1])
-        threading.Thread(target=self._server.serve_forever, name="copies", daemon=True).start()
         self._keeper = threading.Thread(target=self._keep, name="captures", daemon=True)
+
+    def start(self) -> None:
+        """Begin to seal, send and receive, in threads."""
+        threading.Thread(target=self._server.serve_forever, name="copies", daemon=True).start()
         self._keeper.start()
+
+    def begin_round(self, epoch: int, partner: list[Any] | None) -> None:
+        """Take care of a round's captures from now on; `partner` is the host and port that gets copies, if any does."""
+        before, self._epoch, self._partner = self._connection, epoch, partner
+        if before is not None and before[0] != partner:
+            with suppress(OSError):
+                before[1].shutdown(socket.SHUT_RDWR)  # it may be dead, and its sender wait
 
     def _keep(self) -> None:
         """Seal and send what is captured, until the end."""
-        is_failing = False
-        while not self._over.wait(_LOOK_S):
-            for slot in slots_in(self.folder):
-                capture = None if slot.copied.exists() else slot.capture()
-                if capture is None:
-                    continue
-                try:
-                    self._take_care(slot, capture)
-                    is_failing = False
-                except (OSError, ValueError, KeyError) as e:
-                    self._disconnect()
-                    why = f"node {self.node}'s capture in memory is not with {self.partner}: {e}. No step is captured."
-                    if not is_failing:
-                        events.record(self.run, self.attempt, events.CheckpointFailed(capture.step, why))
-                    is_failing = True
-                    self._over.wait(_REPEAT_S)
+        failed = False
+        while not self._over.wait(_REPEAT_S if failed else _LOOK_S):
+            try:
+                for slot in slots_in(self.folder):
+                    capture = None if slot.copied.exists() else slot.capture()
+                    if capture is not None and capture.epoch == self._epoch:
+                        self._take_care(slot, capture)
+                failed = False
+            except Exception as e:  # whatever it is, the next look may be better
+                self._disconnect()
+                if not failed:
+                    self._tell(f"node {self.node}'s capture is not with {self._partner}: {type(e).__name__}: {e}")
+                failed = True
+
+    def _tell(self, why: str) -> None:
+        """Record that no step is captured any more, or that one is lost."""
+        events.record(self.run, self.attempt, events.CheckpointFailed(newest_in(self.folder)[1], f"in memory: {why}"))
 
     def _take_care(self, slot: Slot, capture: Capture) -> None:
         """Raises: OSError, ValueError or KeyError when it is not sealed and copied."""
         if not slot.sums.exists() and slot.seal() is None:
             return
-        copy = capture.alone()
-        if self.partner is not None and copy.entries:
-            self._send(slot, capture, copy)
+        copy, partner = capture.alone(), self._partner
+        if partner is not None and copy.entries:
+            try:
+                self._send(partner, slot, capture, copy)
+            except ValueError:
+                if not (wrong := slot.verify()):
+                    raise
+                slot.withdraw()  # it has changed since it was sealed; the next capture will do
+                self._tell(f"node {self.node}'s capture of step {capture.step} has changed: {wrong[:3]}")
         slot.copied.touch()
 
-    def _send(self, slot: Slot, capture: Capture, copy: Capture) -> None:
+    def _send(self, partner: list[Any], slot: Slot, capture: Capture, copy: Capture) -> None:
         """Raises: OSError, ValueError or KeyError when the partner does not have it."""
-        connection, lines = self._connected()
+        connection, lines = self._connected(partner)
         sums = json.loads(slot.sums.read_text())
         about = {"capture": asdict(copy), "sums": {entry.name: sums[entry.name] for entry in copy.entries}}
         connection.sendall(line(about))
@@ -98,19 +116,18 @@ class Copies:
         if json.loads(lines.readline() or b"{}") != {"is": "whole"}:
             raise ValueError("it has not come there whole")
 
-    def _connected(self) -> tuple[socket.socket, IO[bytes]]:
-        """Return a connection to the partner of this round, that has proved to be an agent of the job."""
-        assert self.partner is not None
-        if self._connection is not None and self._connection[0] == self.partner:
+    def _connected(self, partner: list[Any]) -> tuple[socket.socket, IO[bytes]]:
+        """Return a connection to a partner that has proved to be an agent of the job."""
+        if self._connection is not None and self._connection[0] == partner:
             return self._connection[1:]
         self._disconnect()
-        connection = socket.create_connection(tuple(self.partner), timeout=_PATIENCE_S)
+        connection = socket.create_connection(tuple(partner), timeout=_PATIENCE_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         lines = connection.makefile("rb")
-        self._connection = self.partner, connection, lines
-        nonce, challenge = secrets.token_hex(), str(json.loads(lines.readline())["nonce"])
+        self._connection = partner, connection, lines
+        nonce, challenge = secrets.token_hex(), str(json.loads(lines.readline(4096))["nonce"])
         connection.sendall(line({"nonce": nonce, "proof": proof(self._token, AGENT, challenge, nonce)}))
-        theirs = str(json.loads(lines.readline())["proof"])
+        theirs = str(json.loads(lines.readline(4096))["proof"])
         if not hmac.compare_digest(theirs, proof(self._token, PARTNER, challenge, nonce)):
             raise ValueError("who answers does not know this job's token")
         return connection, lines
@@ -126,8 +143,9 @@ class Copies:
         """Stop; when the job is over, remove the folder."""
         self._over.set()
         self._server.shutdown()
-        self._keeper.join(_PATIENCE_S)
+        self._server.server_close()
         self._disconnect()
+        self._keeper.join(_PATIENCE_S)
         if is_over:
             shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.close()
@@ -153,10 +171,13 @@ class _Receiver(socketserver.StreamRequestHandler):
     def handle(self) -> None:
         with suppress(OSError, ValueError, KeyError, TypeError):
             if self._is_authentic():
-                self.connection.settimeout(None)
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                self.connection.settimeout(None)  # until the next capture
                 while received := self.rfile.readline():
+                    self.connection.settimeout(_PATIENCE_S)
                     self._receive(json.loads(received))
                     self.wfile.write(line({"is": "whole"}))
+                    self.connection.settimeout(None)
 
     def _is_authentic(self) -> bool:
         """Challenge the other end, and prove to it that this is an agent of the job."""
@@ -180,15 +201,14 @@ class _Receiver(socketserver.StreamRequestHandler):
         capture = Capture.from_json(json.dumps(about["capture"]))
         slot = Slot.of(self.server.folder, capture)
         slot.withdraw()
-        data = memoryview(slot.map(capture.size))
-        for entry in capture.entries:
-            at, end = entry.begin, entry.begin + entry.bytes
-            while at < end:
-                count = self.rfile.readinto(data[at : min(end, at + _CHUNK)])
-                if not count:
-                    raise ValueError("cut off")
-                at += count
-        data.release()
+        with memoryview(slot.map(capture.size)) as data:
+            for entry in capture.entries:
+                at, end = entry.begin, entry.begin + entry.bytes
+                while at < end:
+                    count = self.rfile.readinto(data[at : min(end, at + _CHUNK)])
+                    if not count:
+                        raise ValueError("cut off")
+                    at += count
         slot.publish(capture)
         slot.seal()
         if not about["sums"].items() <= json.loads(slot.sums.read_text()).items():

@@ -17,10 +17,11 @@ import fcntl
 import json
 import mmap
 import os
+import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -31,6 +32,7 @@ import xxhash
 from fsdp_jobs.run.directory import RunDir, user_name
 
 COPIES = "copies"
+_NAME = re.compile(r"(\d+)-(\d+)-(\d+)")  # epoch, rank, slot
 _ALIGNED = 64  # bytes that every tensor begins at a multiple of
 _STALE_S = 3600.0  # after which a folder that no agent holds is another run's leftover
 
@@ -110,20 +112,25 @@ class Slot:
         Raises:
             OSError: there is no room for them.
         """
-        with open(os.open(self.data, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as f:
+        with open(os.open(self.data, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+b") as f:
             os.posix_fallocate(f.fileno(), 0, max(size, 1))  # else a write without room is a SIGBUS
             return mmap.mmap(f.fileno(), max(size, 1))
 
     def publish(self, capture: Capture) -> None:
         """Say that the data is whole."""
-        _write(self.about, json.dumps(asdict(capture)))
+        text = json.dumps(asdict(capture))
+        _write(self.about, f"{_checksum(text.encode())}\n{text}")
 
     def capture(self) -> Capture | None:
-        """Return what was captured here, if its data is whole."""
+        """Return what was captured here, if its data is whole; None also for a description that is damaged."""
         try:
-            return Capture.from_json(self.about.read_text())
-        except (FileNotFoundError, ValueError, TypeError, KeyError):  # not there, or damaged
+            expected, _, text = self.about.read_text().partition("\n")
+        except (FileNotFoundError, UnicodeDecodeError):
             return None
+        if _checksum(text.encode()) != expected:
+            return None
+        capture = Capture.from_json(text)
+        return capture if Slot.of(self.about.parent, capture).about == self.about else None
 
     def seal(self) -> Capture | None:
         """Write the checksums of what was captured here; None if nothing is, or it was withdrawn meanwhile."""
@@ -152,20 +159,24 @@ class Slot:
                 self.seal()
             expected, sums = json.loads(self.sums.read_text()), self._checksums(capture)
             return [name for name in expected.keys() | sums.keys() if expected.get(name) != sums.get(name)]
-        except (OSError, ValueError, TypeError, KeyError) as e:
+        except (OSError, ValueError, TypeError, AttributeError) as e:
             return [f"{type(e).__name__}: {e}"]
 
     def _checksums(self, capture: Capture) -> dict[str, str]:
         """XXH3 of 128 bits for each tensor, and for the description of all (Y. Collet, xxhash.com)."""
         with self.data.open("rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
             view = memoryview(data)
-            sums = {e.name: xxhash.xxh3_128_hexdigest(view[e.begin : e.begin + e.bytes]) for e in capture.entries}
+            sums = {e.name: _checksum(view[e.begin : e.begin + e.bytes]) for e in capture.entries}
             view.release()
-        return {**sums, "": xxhash.xxh3_128_hexdigest(json.dumps(asdict(capture)).encode())}
+        return {**sums, "": _checksum(json.dumps(asdict(capture)).encode())}
+
+
+def _checksum(data: bytes | memoryview) -> str:
+    return xxhash.xxh3_128_hexdigest(data)
 
 
 def _write(file: Path, text: str) -> None:
-    part = file.with_name(f"{file.name}.part")
+    part = file.with_name(f"{file.name}.{secrets.token_hex(4)}.part")
     part.write_text(text)
     part.rename(file)
 
@@ -173,14 +184,24 @@ def _write(file: Path, text: str) -> None:
 def slots_in(folder: Path) -> Iterator[Slot]:
     """Return the slots of a folder that hold a capture."""
     for file in folder.glob("*.json"):
-        yield Slot(folder, *map(int, file.stem.split("-")))
+        if name := _NAME.fullmatch(file.stem):
+            yield Slot(folder, *map(int, name.groups()))
 
 
-def forget_before(folder: Path, epoch: int) -> None:
-    """Remove all captures of older rounds, copies of other nodes' among them."""
-    for file in [*folder.glob("*-*-*.*"), *folder.glob(f"{COPIES}/*-*-*.*")]:
-        if int(file.name.partition("-")[0]) < epoch:
-            file.unlink(missing_ok=True)
+def newest_in(folder: Path) -> tuple[int, int]:
+    """Return round and step of the newest capture in a folder, (-1, -1) for none."""
+    captures = (slot.capture() for slot in slots_in(folder))
+    return max(((c.epoch, c.step) for c in captures if c is not None), default=(-1, -1))
+
+
+def forget_before(folder: Path, epoch: int, but: Collection[str] = ()) -> None:
+    """Remove captures of older rounds, copies of other nodes' among them, but for those named `but`."""
+    for where in (folder, folder / COPIES):
+        for file in where.iterdir():
+            name = _NAME.match(file.name)
+            is_kept = f"{f'{COPIES}/' if where != folder else ''}{file.name.partition('.')[0]}" in but
+            if name and int(name[1]) < epoch and not is_kept:
+                file.unlink(missing_ok=True)
 
 
 def adopt_folder(memory: Path, run: RunDir) -> tuple[Path, IO[str]]:
@@ -192,10 +213,13 @@ def adopt_folder(memory: Path, run: RunDir) -> tuple[Path, IO[str]]:
     Raises:
         OSError: nothing can be made there.
     """
+    if not memory.is_dir():
+        raise NotADirectoryError(f"checkpoint.memory.dir={memory} is not a folder on this machine")
     prefix = f"fsdp_jobs-{user_name()}-memory-"
     of_run = f"{prefix}{xxhash.xxh3_64_hexdigest(str(run.path.resolve()).encode())}-"
     mine = f"{of_run}{run.submission}-"
-    for folder in sorted(memory.glob(f"{prefix}*")):
+    own = [f for f in memory.glob(f"{prefix}*") if f.lstat().st_uid == os.getuid() and not f.is_symlink()]
+    for folder in sorted(own, key=newest_in, reverse=True):
         is_mine = folder.name.startswith(mine)
         with suppress(OSError):
             lock = (folder / "lock").open("a")
@@ -205,7 +229,8 @@ def adopt_folder(memory: Path, run: RunDir) -> tuple[Path, IO[str]]:
             if folder.name.startswith(of_run) or time.time() - folder.stat().st_mtime > _STALE_S:
                 shutil.rmtree(folder)
     new = memory / f".{mine}{secrets.token_hex(4)}"
-    (new / COPIES).mkdir(parents=True, mode=0o700)
+    new.mkdir(mode=0o700)
+    (new / COPIES).mkdir(mode=0o700)
     lock = (new / "lock").open("a")
     fcntl.flock(lock, fcntl.LOCK_EX)
     return new.rename(memory / new.name.removeprefix(".")), lock  # locked before anybody can see it

@@ -10,7 +10,7 @@ import pytest
 
 from fsdp_jobs.run import memory
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.memory import COPIES, Capture, Entry, Found, Slot, adopt_folder, newest_complete
+from fsdp_jobs.run.memory import COPIES, Capture, Entry, Found, Slot, adopt_folder, newest_complete, slots_in
 
 
 def captured(folder: Path, rank: int = 0, step: int = 1) -> Slot:
@@ -39,12 +39,21 @@ def test_a_flipped_bit_anywhere_is_found(tmp_path: Path) -> None:
         content[place // 8] ^= 1 << place % 8
         slot.data.write_bytes(content)
     for file in (slot.about, slot.sums):
-        whole = file.read_text()
-        file.write_text(whole[: len(whole) // 2])
+        whole = file.read_bytes()
+        for place in random.Random(1).sample(range(8 * len(whole)), 100):
+            changed = bytearray(whole)
+            changed[place // 8] ^= 1 << place % 8
+            file.write_bytes(changed)
+            assert slot.verify(), place
+        file.write_bytes(whole[: len(whole) // 2])
         assert slot.verify()
-        file.write_text(whole)
-    slot.about.write_text(slot.about.read_text().replace('"step": 1', '"step": 2'))
-    assert slot.verify()
+        file.write_bytes(whole)
+    assert slot.verify() == []
+    other = Slot(tmp_path, 1, 0, 1)
+    for one, same in ((slot.about, other.about), (slot.data, other.data), (slot.sums, other.sums)):
+        same.write_bytes(one.read_bytes())
+    (tmp_path / "x.json").write_text("{}")
+    assert other.capture() is None and [s.about for s in slots_in(tmp_path) if s.capture()] == [slot.about]
 
 
 def test_what_was_not_sealed_in_time_is_sealed_by_who_reads_it_and_what_was_withdrawn_is_not(tmp_path: Path) -> None:

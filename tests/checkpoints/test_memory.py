@@ -1,0 +1,110 @@
+"""Captures that must not be gone on from: others are, or the newest checkpoint on disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp_jobs.checkpoints import catalog
+from fsdp_jobs.checkpoints.checkpointer import Checkpointer
+from fsdp_jobs.config.schema import MemoryConfig
+from fsdp_jobs.plan.layout import Layout
+from fsdp_jobs.run.env import EPOCH_ENV, MEMORY_ENV
+from fsdp_jobs.run.memory import COPIES, slots_in
+from tests.checkpoints.saving import fill, save_steps, trained, value_of
+from tests.world import flip_byte, run_world
+
+
+def _rank(folder: str, epoch: int, layout: Layout | None = None) -> Checkpointer:
+    """A rank with memory of its own, whose agent does nothing by itself."""
+    memory = Path(folder) / f"memory-{dist.get_rank()}"
+    (memory / COPIES).mkdir(parents=True, exist_ok=True)
+    os.environ |= {MEMORY_ENV: str(memory), EPOCH_ENV: str(epoch), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    made = trained(folder, f"0-{epoch}", memory=MemoryConfig(1))
+    if layout is not None:
+        assert made.memory is not None
+        made.memory.layout, made.memory._has_replica = layout, layout.replicas > 1
+    return made
+
+
+def _capture(checkpoints: Checkpointer, *steps: int, value: float | None = None) -> None:
+    for step in steps:
+        fill(checkpoints, float(step) if value is None else value)
+        checkpoints.capture(step, lambda: None)
+        checkpoints.poll()
+        assert checkpoints.memory is not None
+        for slot in slots_in(checkpoints.memory.folder):  # in the agent's place
+            slot.seal()
+            slot.copied.touch()
+
+
+def _leave(folder: str, layout: Layout | None, value: float | None, on_disk: tuple[int, ...]) -> None:
+    checkpoints = _rank(folder, 1, layout)
+    save_steps(checkpoints, *on_disk)
+    _capture(checkpoints, 5, 6, value=value)
+    checkpoints.close()
+
+
+def _resume(folder: str, layout: Layout | None = None) -> tuple[int, float]:
+    checkpoints = _rank(folder, 2, layout)
+    fill(checkpoints, -1.0)
+    step = checkpoints.restore()
+    found = value_of(checkpoints)
+    _capture(checkpoints, step + 1, step + 2, step + 3)
+    assert checkpoints.memory is not None
+    assert len(list(checkpoints.memory.folder.glob("*.data"))) == 2, "what rounds before had captured has gone"
+    checkpoints.close()
+    return step, found
+
+
+def _leave_and_resume(
+    folder: Path, on_disk: tuple[int, ...] = (2, 4), value: float | None = None, layout: Layout | None = None
+) -> list[tuple[int, float]]:
+    run_world(2, _leave, str(folder), layout, value, on_disk)
+    return run_world(2, _resume, str(folder), layout)
+
+
+def test_the_newest_capture_is_gone_on_from(tmp_path: Path) -> None:
+    assert _leave_and_resume(tmp_path) == [(6, 6.0)] * 2
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_one_that_is_not_finite_is_not(tmp_path: Path, value: float) -> None:
+    assert _leave_and_resume(tmp_path, value=value) == [(4, 4.0)] * 2
+
+
+def test_one_is_taken_when_the_newer_checkpoint_on_disk_is_damaged(tmp_path: Path) -> None:
+    run_world(2, _leave, str(tmp_path), None, None, (2, 8))
+    newest = catalog.find_checkpoints(tmp_path / "checkpoints")[0]
+    flip_byte(next(newest.glob("*.distcp")))
+    assert run_world(2, _resume, str(tmp_path)) == [(6, 6.0)] * 2
+
+
+def test_half_a_model_is_never_gone_on_from_whatever_the_layout_says(tmp_path: Path) -> None:
+    replicas = Layout("hybrid_shard", 2, 1)  # and the program shards over both ranks
+    run_world(2, _leave, str(tmp_path), replicas, None, (2,))
+    shutil.rmtree(tmp_path / "memory-1")
+    assert run_world(2, _resume, str(tmp_path), replicas) == [(2, 2.0)] * 2
+
+
+def _die_while_loading(folder: str) -> None:
+    checkpoints = _rank(folder, 2)
+
+    def die(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    torch.Tensor.copy_ = die  # type: ignore[assignment]
+    with pytest.raises(OSError, match="No space"):
+        checkpoints.restore()
+
+
+def test_the_one_before_is_taken_when_three_rounds_have_died_of_the_newest(tmp_path: Path) -> None:
+    run_world(2, _leave, str(tmp_path), None, None, (2,))
+    for _ in range(3):
+        run_world(2, _die_while_loading, str(tmp_path))
+    assert run_world(2, _resume, str(tmp_path)) == [(5, 5.0)] * 2
