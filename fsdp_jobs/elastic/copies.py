@@ -66,19 +66,19 @@ class Copies:
 
     def _keep(self) -> None:
         """Seal and send what is captured, until the end."""
-        failed = False
-        while not self._over.wait(_REPEAT_S if failed else _LOOK_S):
+        failures = 0  # in a row
+        while not self._over.wait(_REPEAT_S if failures else _LOOK_S):
             try:
                 for slot in slots_in(self.folder):
                     capture = None if slot.copied.exists() else slot.capture()
                     if capture is not None and capture.epoch == self._epoch:
                         self._take_care(slot, capture)
-                failed = False
+                failures = 0
             except Exception as e:  # whatever it is, the next look may be better
                 self._disconnect()
-                if not failed:
+                failures += 1
+                if failures == 2:  # the first one may be the loss of that node
                     self._tell(f"node {self.node}'s capture is not with {self._partner}: {type(e).__name__}: {e}")
-                failed = True
 
     def _tell(self, why: str) -> None:
         """Record that no step is captured any more, or that one is lost."""
