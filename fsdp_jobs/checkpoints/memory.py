@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import os
 import shutil
 import time
@@ -20,23 +19,25 @@ from contextlib import suppress
 from functools import partial
 from mmap import mmap
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from fsdp_jobs.checkpoints.captured import (
+    Place,
+    address_of,
+    entry_of,
+    is_finite,
+    local,
+    mapped,
+    metadata_of,
+    part_of,
+    view,
+)
 from fsdp_jobs.checkpoints.exchange import fetch_files
 from fsdp_jobs.checkpoints.ranks import Ranks
 from fsdp_jobs.checkpoints.state import RANDOM, State
@@ -150,7 +151,7 @@ class MemoryCheckpoints:
         parts = tensors | self.state.packed(objects)
         is_plans = all(map(self._is_as_planned, tensors.values()))
         has_replica = self._has_replica and is_plans
-        entries = [_entry(name, part, not has_replica or name.startswith(RANDOM)) for name, part in parts.items()]
+        entries = [entry_of(name, part, not has_replica or name.startswith(RANDOM)) for name, part in parts.items()]
         capture = about(self.layout.shard_group if is_plans else self.ranks.world, entries).placed()
         try:
             data = self._map(slot, capture)
@@ -164,8 +165,8 @@ class MemoryCheckpoints:
         with torch.cuda.stream(self._stream):  # does nothing for None
             if updated is not None:
                 updated.wait()
-            views = [_view(data, entry) for entry, _ in filled]
-            torch._foreach_copy_(views, [_local(tensor) for _, tensor in filled], non_blocking=True)
+            views = [view(data, entry) for entry, _ in filled]
+            torch._foreach_copy_(views, [local(tensor) for _, tensor in filled], non_blocking=True)
         if self._stream is not None:
             self._stream.synchronize()
         record()
@@ -180,10 +181,10 @@ class MemoryCheckpoints:
         data = self._maps.get(capture.slot)
         if data is None or len(data) < capture.size:
             if data is not None and self._stream is not None:
-                torch.cuda.cudart().cudaHostUnregister(_address(data))
+                torch.cuda.cudart().cudaHostUnregister(address_of(data))
             data = self._maps[capture.slot] = slot.map(capture.size + _SLACK)
             if self._stream is not None:
-                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(_address(data), len(data), 0))
+                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address_of(data), len(data), 0))
         return data
 
     def _is_as_planned(self, tensor: Tensor) -> bool:
@@ -260,7 +261,7 @@ class MemoryCheckpoints:
         }
         came = fetch(wanted={f"{name}.json" for name in sources})
         captures = {name: _slot(where[name], by_name[name]).capture() for name in sources}
-        stored = _metadata({name: capture for name, capture in captures.items() if capture is not None})
+        stored = metadata_of({name: capture for name, capture in captures.items() if capture is not None})
         has_random = f"{RANDOM}{self.ranks.rank}" in stored.state_dict_metadata
         if not has_random and chosen[0].world_size == self.ranks.world:
             print(f"WARNING rank {self.ranks.rank}'s random state is lost with its node, and begins anew", flush=True)
@@ -269,19 +270,19 @@ class MemoryCheckpoints:
         planner.set_up_planner(state, stored, is_coordinator=False)
         items = planner.create_local_plan().items
         assert stored.storage_data is not None
-        places: list[_Place] = [stored.storage_data[item.storage_index] for item in items]
+        places: list[Place] = [stored.storage_data[item.storage_index] for item in items]
         read = {place.name for place in places}
         came += fetch(wanted={f"{name}.{suffix}" for name in read for suffix in ("data", "sums")})
         fetched = [by_name[name] for name in read if where[name] != self.folder]
         wrong = [fault for one in fetched for fault in _faults(self.folder / _FETCHED, one)] if self.leads else []
-        maps = {name: _read(where[name] / f"{name}.data") for name in read}
-        parts = [_part(maps[name], entry, item) for item, (name, entry) in zip(items, places, strict=True)]
-        needed = sum(_local(tensor).numel() for tensor in state.values())
+        maps = {name: mapped(where[name] / f"{name}.data") for name in read}
+        parts = [part_of(maps[name], entry, item) for item, (name, entry) in zip(items, places, strict=True)]
+        needed = sum(local(tensor).numel() for tensor in state.values())
         wrong += [] if sum(part.numel() for part in parts) == needed else ["it does not hold all of this rank's state"]
         wrong += [
             f"{entry.name} is not finite"
             for (_, entry), part in zip(places, parts, strict=True)
-            if not _is_finite(part, entry.name in self.state.buffers)
+            if not is_finite(part, entry.name in self.state.buffers)
         ]
         by_rank = self.ranks.gather((came, wrong[:3]))
         if faults := [fault for _, of_rank in by_rank for fault in of_rank]:
@@ -339,70 +340,5 @@ def _faults(folder: Path, one: Found) -> list[str]:
     return slot.verify()
 
 
-def _entry(name: str, tensor: Tensor, is_alone: bool) -> Entry:
-    shape, offsets = tuple(tensor.shape), (0,) * tensor.dim()
-    if isinstance(tensor, DTensor):
-        _, offsets = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)
-    own, kind = _local(tensor), str(tensor.dtype).removeprefix("torch.")
-    return Entry(name, kind, [*shape], [*offsets], [*own.shape], own.numel() * own.element_size(), is_alone)
-
-
 def _is_shard(at: int, one: Found) -> bool:
     return one.is_whole and one.rank % one.shard_group == at
-
-
-class _Place(NamedTuple):
-    """Where a part of a tensor is."""
-
-    name: str  # of the capture
-    entry: Entry
-
-
-def _metadata(captures: dict[str, Capture]) -> Metadata:
-    """Describe captures as DCP's planner wants it; of parts that several have, the first one's."""
-    tensors: dict[str, TensorStorageMetadata] = {}
-    places: dict[MetadataIndex, _Place] = {}
-    for name, capture in captures.items():
-        for entry in capture.entries:
-            about = TensorProperties(dtype=getattr(torch, entry.dtype))
-            tensor = tensors.setdefault(entry.name, TensorStorageMetadata(about, torch.Size(entry.shape), []))
-            index = MetadataIndex(entry.name, entry.offsets)
-            if entry.bytes and index not in places:
-                places[index] = _Place(name, entry)
-                tensor.chunks.append(ChunkStorageMetadata(torch.Size(entry.offsets), torch.Size(entry.sizes)))
-    return Metadata(dict(tensors), storage_data=places)
-
-
-def _address(data: mmap) -> int:
-    return torch.frombuffer(data, dtype=torch.uint8).data_ptr()
-
-
-def _read(file: Path) -> mmap:
-    with file.open("r+b") as f:
-        return mmap(f.fileno(), 0)
-
-
-def _view(data: mmap, entry: Entry) -> Tensor:
-    """Return a tensor whose memory is that of the file."""
-    kind = getattr(torch, entry.dtype)
-    return torch.frombuffer(data, dtype=kind, count=math.prod(entry.sizes), offset=entry.begin).view(entry.sizes)
-
-
-def _part(data: mmap, entry: Entry, item: ReadItem) -> Tensor:
-    """Return the part of a captured tensor that an item of DCP's plan reads."""
-    part = _view(data, entry)
-    for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-        part = part.narrow(dim, offset, length)
-    return part
-
-
-def _is_finite(tensor: Tensor, is_buffer: bool) -> bool:
-    """Whether it may be gone on from; buffers may hold infinities, as masks do."""
-    if not tensor.is_floating_point():
-        return True
-    values = tensor.float() if tensor.element_size() == 1 else tensor  # of 8 bits: they are not compared
-    return not bool(values.isnan().any()) if is_buffer else bool(values.isfinite().all())
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,92 @@
+"""Captures as tensors: their description, their memory, and what DCP's planner has to know of them."""
+
+from __future__ import annotations
+
+import math
+from mmap import mmap
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from fsdp_jobs.run.memory import Capture, Entry
+
+
+def entry_of(name: str, tensor: Tensor, is_alone: bool) -> Entry:
+    """Describe this rank's part of a tensor."""
+    shape, offsets = tuple(tensor.shape), (0,) * tensor.dim()
+    if isinstance(tensor, DTensor):
+        _, offsets = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)
+    own, kind = local(tensor), str(tensor.dtype).removeprefix("torch.")
+    return Entry(name, kind, [*shape], [*offsets], [*own.shape], own.numel() * own.element_size(), is_alone)
+
+
+class Place(NamedTuple):
+    """Where a part of a tensor is."""
+
+    name: str  # of the capture
+    entry: Entry
+
+
+def metadata_of(captures: dict[str, Capture]) -> Metadata:
+    """Describe captures as DCP's planner wants it; of parts that several have, the first one's."""
+    tensors: dict[str, TensorStorageMetadata] = {}
+    places: dict[MetadataIndex, Place] = {}
+    for name, capture in captures.items():
+        for entry in capture.entries:
+            about = TensorProperties(dtype=getattr(torch, entry.dtype))
+            tensor = tensors.setdefault(entry.name, TensorStorageMetadata(about, torch.Size(entry.shape), []))
+            index = MetadataIndex(entry.name, entry.offsets)
+            if entry.bytes and index not in places:
+                places[index] = Place(name, entry)
+                tensor.chunks.append(ChunkStorageMetadata(torch.Size(entry.offsets), torch.Size(entry.sizes)))
+    return Metadata(dict(tensors), storage_data=places)
+
+
+def address_of(data: mmap) -> int:
+    """Return where a file is mapped to."""
+    return torch.frombuffer(data, dtype=torch.uint8).data_ptr()
+
+
+def mapped(file: Path) -> mmap:
+    """Map a file into memory."""
+    with file.open("r+b") as f:
+        return mmap(f.fileno(), 0)
+
+
+def view(data: mmap, entry: Entry) -> Tensor:
+    """Return a tensor whose memory is that of the file."""
+    kind = getattr(torch, entry.dtype)
+    return torch.frombuffer(data, dtype=kind, count=math.prod(entry.sizes), offset=entry.begin).view(entry.sizes)
+
+
+def part_of(data: mmap, entry: Entry, item: ReadItem) -> Tensor:
+    """Return the part of a captured tensor that an item of DCP's plan reads."""
+    part = view(data, entry)
+    for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        part = part.narrow(dim, offset, length)
+    return part
+
+
+def is_finite(tensor: Tensor, is_buffer: bool) -> bool:
+    """Whether it may be gone on from; buffers may hold infinities, as masks do."""
+    if not tensor.is_floating_point():
+        return True
+    values = tensor.float() if tensor.element_size() == 1 else tensor  # of 8 bits: they are not compared
+    return not bool(values.isnan().any()) if is_buffer else bool(values.isfinite().all())
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
