@@ -30,7 +30,18 @@ FAULTS_IN_STORE = ("kill", "EIO", "stall")  # of a request, which is taken whole
 def _keys(folder: Path, place: str) -> dict[str, Any]:
     if place == "local_dir":
         return {"local_dir": str(folder / "local"), "keep": KEEP}
-    return {"keep": KEEP, **({"dir": f"s3://models/{folder.parent.name}"} if place == "s3" else {})}
+    return {"keep": KEEP, **({"dir": f"s3://{folder.parent.name}"} if place == "s3" else {})}
+
+
+def _folder(tmp_path: Path, name: str, place: str) -> Path:
+    """Make a folder for one run, and its own bucket: the simulated store looks at a bucket's every object."""
+    if place == "s3":
+        import s3fs
+
+        s3fs.S3FileSystem().mkdir(name)
+    folder = tmp_path / name / "run"
+    folder.mkdir(parents=True)
+    return folder
 
 
 def _act(folder: str, place: str, action: str, at: int | None, fault: str) -> None:
@@ -98,16 +109,14 @@ def _check(folders: list[str], place: str, action: str) -> None:
 
 def _strike(tmp_path: Path, place: str, action: str, fault: str, every: int) -> tuple[int, dict[str, str]]:
     """Strike at every n-th point of an action. Returns how many points were struck, and what was wrong after which."""
-    calm = tmp_path / f"{place}-{action}-{fault}-calm" / "run"
-    calm.mkdir(parents=True)
+    name = f"{place}-{action}-{fault}".lower()
+    calm = _folder(tmp_path, f"{name}-calm", place)
     assert run_to_the_end(1, _act, str(calm), place, action, None, "kill") == [0], list(calm.iterdir())
     points = json.loads((calm / "points").read_text())
     struck = {}
     for at in range(0, len(points), every):
         if fault != "half" or points[at] == "write":
-            folder = tmp_path / f"{place}-{action}-{fault}-{at}" / "run"
-            folder.mkdir(parents=True)
-            struck[str(folder)] = at
+            struck[str(_folder(tmp_path, f"{name}-{at}", place))] = at
     with ThreadPoolExecutor(3) as several:
         given = [(1, _act, folder, place, action, at, fault) for folder, at in struck.items()]
         codes = several.map(lambda one: run_to_the_end(*one), given)
