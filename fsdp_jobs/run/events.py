@@ -171,9 +171,8 @@ class Resumed(Event, style="green"):
     sent: int | None = None  # bytes that came from the memory of other nodes
 
     def sentence(self) -> str:
-        where = {"local_dir": ", read from the nodes' disks", "memory": ", read from the nodes' memory"}.get(
-            self.place, ""
-        )
+        tier = {"local_dir": "disks", "memory": "memory"}.get(self.place)
+        where = f", read from the nodes' {tier}" if tier else ""
         return f"resumed from the checkpoint of step {self.step} on {self.world_size} ranks{where}"
 
 

@@ -67,12 +67,12 @@ def test_a_requeue_waits_for_a_controller_or_munge_that_is_away_and_not_for_one_
     tmp_path: Path, away: int, requeues: str
 ) -> None:
     munge = "Munge encode failed: No such file or directory; Protocol authentication error"  # as SLURM 22.05 says it
-    calls = tmp_path / "calls"
+    calls, ends = tmp_path / "calls", "(sleep 2; kill -TERM $PPID) >/dev/null 2>&1"
     answers = f"echo squeue >> {calls}; [ $(grep -c squeue {calls}) -gt {away} ]"
     for command, script in {
         "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
         "squeue": f"{answers} || {{ echo '{munge}' >&2; exit 1; }}\necho '7|RUNNING|None|N/A|node1|node1|7'",
-        "scontrol": f'echo scontrol "$@" >> {calls}; (sleep 2; kill -TERM $PPID) >/dev/null 2>&1 & {requeues}',
+        "scontrol": f'echo scontrol "$@" >> {calls}; [ "$1" != requeue ] || {ends} & {requeues}',
     }.items():
         (tmp_path / command).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / command).chmod(0o755)
