@@ -274,7 +274,7 @@ class MemoryCheckpoints:
         read = {place.name for place in places}
         came += fetch(wanted={f"{name}.{suffix}" for name in read for suffix in ("data", "sums")})
         fetched = [by_name[name] for name in read if where[name] != self.folder]
-        wrong = [fault for one in fetched for fault in _faults(self.folder / _FETCHED, one)] if self.leads else []
+        wrong = [fault for one in fetched for fault in _faults(self.folder / _FETCHED, one)]
         maps = {name: mapped(where[name] / f"{name}.data") for name in read}
         parts = [part_of(maps[name], entry, item) for item, (name, entry) in zip(items, places, strict=True)]
         needed = sum(local(tensor).numel() for tensor in state.values())
