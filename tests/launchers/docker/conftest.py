@@ -10,6 +10,13 @@ import pytest
 from tests.launchers.docker import daemon
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give whoever is first the time to build the image, on a machine that runs other tests too."""
+    for item in items:
+        if "image" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.timeout(1500))
+
+
 def _ours() -> dict[str, set[str]]:
     """Containers, networks and volumes there are."""
     return {
