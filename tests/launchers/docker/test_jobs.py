@@ -19,7 +19,13 @@ from tests.world import TINY
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 # A lost node is noticed soon, and one that comes back is not left out.
-_SOON = ("elastic.heartbeat_timeout_s=4", "elastic.heartbeat_interval_s=0.5", "elastic.exclude_after=0")
+# A coordinator that is restarted on a busy machine takes seconds: the lease is longer than twice the timeout.
+_SOON = (
+    "elastic.heartbeat_timeout_s=4",
+    "elastic.heartbeat_interval_s=0.5",
+    "elastic.lease_s=15",
+    "elastic.exclude_after=0",
+)
 
 
 class DockerJob(Watched):
