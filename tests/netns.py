@@ -232,6 +232,15 @@ class Fabric:
                     found.append(process)
         return found
 
+    def ranks(self, name: str) -> list[psutil.Process]:
+        """The ranks that run on a machine."""
+        found = []
+        for process in self.processes(name):
+            with suppress(psutil.Error):  # it has ended
+                if any(" rank " in word for word in process.cmdline()):
+                    found.append(process)
+        return found
+
     def signal_all(self, name: str, number: signal.Signals) -> None:
         """Send a signal to everything on a machine, older processes first."""
         for process in sorted(self.processes(name), key=lambda p: p.pid):

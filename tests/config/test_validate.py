@@ -71,3 +71,9 @@ def test_what_nothing_reads_is_not_checked() -> None:
     assert wheres(*trainers) == ["steps=0", "data.seq_len=0", "optim.lr=-1.0"]
     assert wheres("script=train.py", *trainers) == []
     assert wheres("script=train.py", "elastic.exclude_after=-1", "seed=-1") == ["seed=-1", "elastic.exclude_after=-1"]
+
+
+def test_a_stream_is_refused_with_captures_which_do_not_hold_its_place() -> None:
+    stream = ("data=hf_dataset", "data.path=owner/name", "data.tokenizer=owner/name", "data.streaming=true")
+    assert "data.streaming=true" in wheres(*stream, "checkpoint.memory.every_steps=1")
+    assert "data.streaming=true" not in wheres(*stream)

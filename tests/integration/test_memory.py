@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.netns import Fabric, NetnsJob, needs_netns, netns_job
@@ -71,7 +70,7 @@ def test_all_ranks_killed_at_once_and_a_damaged_capture(
 ) -> None:
     with job_on(fabric, tmp_path, FULL) as job:
         job.until_step(10)
-        ranks = [r for node in fabric.nodes for r in ranks_on(fabric, node)]
+        ranks = [r for node in fabric.nodes for r in fabric.ranks(node)]
         for rank in ranks:
             rank.suspend()
         for data in memory_of(fabric, "node2").glob("*.data"):  # node4 has copies
@@ -112,12 +111,3 @@ def test_fewer_ranks_go_on_from_what_more_had_captured(fabric: Fabric, tmp_path:
         resumed = job.events("resumed")[-1]
         assert (resumed["place"], resumed["world_size"]) == ("memory", 3) and resumed["step"] >= done - 1, job.story()
         assert job.wait().verdict == "done", job.story()
-
-
-def ranks_on(fabric: Fabric, machine: str) -> list[psutil.Process]:
-    found = []
-    for process in fabric.processes(machine):
-        with suppress(psutil.Error):  # it has ended
-            if any(" rank " in word for word in process.cmdline()):
-                found.append(process)
-    return found

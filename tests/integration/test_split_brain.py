@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-import psutil
 import pytest
 
 from fsdp_jobs.checkpoints import catalog
@@ -39,15 +38,6 @@ def fabric() -> Iterator[Fabric]:
 
 def job_on_node1(fabric: Fabric, folder: Path, *overrides: str) -> AbstractContextManager[NetnsJob]:
     return netns_job(fabric, folder, "cut", *OVERRIDES, *overrides, on=["node1"])
-
-
-def ranks_on(fabric: Fabric, machine: str) -> list[psutil.Process]:
-    found = []
-    for process in fabric.processes(machine):
-        with suppress(psutil.Error):  # it has ended
-            if any(" rank " in word for word in process.cmdline()):
-                found.append(process)
-    return found
 
 
 def written_in_turn(job: NetnsJob) -> None:
@@ -94,7 +84,7 @@ def test_the_only_node_is_cut_off_and_replaced(fabric: Fabric, tmp_path: Path, s
         if heals_early:
             fabric.heal("node1")  # its lease still runs, and it is told
         job.until(lambda: len(job.events("round_started")) == 2, "the next round", LEASE_S + 40)
-        assert heals_early or not ranks_on(fabric, "node1"), "it trains on beside its replacement"
+        assert heals_early or not fabric.ranks("node1"), "it trains on beside its replacement"
         begun, lost = job.events("round_started")[1], job.events("node_lost")[0]
         if not heals_early:
             assert begun["time"] - lost["time"] > LEASE_S - SILENCE_S - 1
@@ -103,7 +93,7 @@ def test_the_only_node_is_cut_off_and_replaced(fabric: Fabric, tmp_path: Path, s
         job.until_step(job.step() + dice.randint(10, 100))
         assert len(job.events("round_started")) == 2, "what comes back too late disturbs nobody"
         (other,) = {"node1", "node2"} - set(begun["hosts"])
-        assert not ranks_on(fabric, other)
+        assert not fabric.ranks(other)
         job.crash(other)
         ends(job)
 
@@ -119,9 +109,9 @@ def test_the_only_node_of_one_or_two_is_cut_off_and_comes_back(
         if is_replaced:
             job.start_process("node2")
             job.until(lambda: len(job.events("round_started")) == 2, "the next round", LEASE_S + 40)
-            assert not ranks_on(fabric, "node1")
+            assert not fabric.ranks("node1")
         else:
-            job.until(lambda: not ranks_on(fabric, "node1"), "its ranks are stopped", LEASE_S + 20)
+            job.until(lambda: not fabric.ranks("node1"), "its ranks are stopped", LEASE_S + 20)
         fabric.heal("node1")
         nodes = 2 if is_replaced else 1
         job.until(lambda: len(job.events("round_started")[-1]["nodes"]) == nodes, "it is taken in")
