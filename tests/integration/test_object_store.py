@@ -2,66 +2,45 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from moto.server import ThreadedMotoServer
 
 from fsdp_jobs.checkpoints import catalog
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.run.directory import RunDir, checkpoints_of
 from tests.jobs import cli, job
+from tests.store import simulated_store
 from tests.world import TINY, events_of
 
 pytestmark = pytest.mark.integration
 
-KEYS = {"AWS_ACCESS_KEY_ID": "one", "AWS_SECRET_ACCESS_KEY": "two", "AWS_DEFAULT_REGION": "us-east-1"}
 
+def test_a_run_is_killed_and_resumed_from_a_simulated_object_store(tmp_path: Path) -> None:
+    with simulated_store() as bucket:
+        place = f"checkpoint.dir=s3://{bucket}/mine"
+        with job(tmp_path, "cloud", place, "steps=12", "checkpoint.every_steps=4", "checkpoint.keep=2") as first:
+            first.until(lambda: bool(first.events("checkpoint")), "a checkpoint")
+            first.ranks(1)[0].kill()
+            assert first.wait().verdict == "done", first.story()
+            assert first.events("resumed"), first.story()
+        run = RunDir(tmp_path / "runs" / "cloud")
+        home = checkpoints_of(compose_job([place]).checkpoint, run)
+        found = catalog.find_checkpoints(home)
+        assert [catalog.step_of(f) for f in found] == [12, 8]
+        assert all(catalog.verify(f) == [] for f in found)
+        assert not any(run.checkpoints.iterdir())
 
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
-    """Environment under which s3:// is a fresh simulated store with the bucket `models`."""
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # not a line for each request
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    env = {**KEYS, "AWS_ENDPOINT_URL": f"http://{host}:{port}"}
-    for key, value in env.items():
-        monkeypatch.setenv(key, value)
-    import s3fs
-
-    s3fs.S3FileSystem.clear_instance_cache()
-    s3fs.S3FileSystem().mkdir("models")
-    yield env
-    server.stop()
-
-
-def test_a_run_is_killed_and_resumed_from_a_simulated_object_store(store: dict[str, str], tmp_path: Path) -> None:
-    place = "checkpoint.dir=s3://models/mine"
-    with job(tmp_path, "cloud", place, "steps=12", "checkpoint.every_steps=4", "checkpoint.keep=2", **store) as first:
-        first.until(lambda: bool(first.events("checkpoint")), "a checkpoint")
-        first.ranks(1)[0].kill()
-        assert first.wait().verdict == "done", first.story()
-        assert first.events("resumed"), first.story()
-    run = RunDir(tmp_path / "runs" / "cloud")
-    home = checkpoints_of(compose_job([place]).checkpoint, run)
-    found = catalog.find_checkpoints(home)
-    assert [catalog.step_of(f) for f in found] == [12, 8]
-    assert all(catalog.verify(f) == [] for f in found)
-    assert not any(run.checkpoints.iterdir())
-
-    shard = next(f for f in found[0].iterdir() if f.name.endswith(".distcp"))
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(bytes(content))
-    assert cli(tmp_path, "resume", "cloud", "steps=14", **store).returncode == 0
-    (skipped,) = events_of(run, "checkpoint_skipped")
-    assert skipped["checkpoint"] == found[0].name and "differs from its checksum" in skipped["why"][0]
-    assert events_of(run, "resumed")[-1]["step"] == 8
-    exported = cli(tmp_path, "export", "cloud", **store)
-    assert exported.returncode == 0 and (run.path / "export" / "model.safetensors").exists(), exported.stderr
+        shard = next(f for f in found[0].iterdir() if f.name.endswith(".distcp"))
+        content = bytearray(shard.read_bytes())
+        content[len(content) // 2] ^= 1
+        shard.write_bytes(bytes(content))
+        assert cli(tmp_path, "resume", "cloud", "steps=14").returncode == 0
+        (skipped,) = events_of(run, "checkpoint_skipped")
+        assert skipped["checkpoint"] == found[0].name and "differs from its checksum" in skipped["why"][0]
+        assert events_of(run, "resumed")[-1]["step"] == 8
+        exported = cli(tmp_path, "export", "cloud")
+        assert exported.returncode == 0 and (run.path / "export" / "model.safetensors").exists(), exported.stderr
 
 
 def test_a_url_that_cannot_be_used_is_named_before_anything_starts(tmp_path: Path) -> None:

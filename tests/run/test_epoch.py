@@ -9,33 +9,23 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from moto.server import ThreadedMotoServer
 
 from fsdp_jobs.run import epoch
 from fsdp_jobs.run.env import EPOCH_ENV, RANK_STATE_ENV
 from fsdp_jobs.run.epoch import COORDINATOR, ROUND, Epoch, Fenced, Lease, claim, newest
 from tests.jobs import fill
+from tests.store import simulated_store
 
 
 @pytest.fixture(params=["folder", "simulated store"])
-def home(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def home(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     if request.param == "folder":
         yield tmp_path / "not yet there"
         return
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    keys = {"AWS_ACCESS_KEY_ID": "one", "AWS_SECRET_ACCESS_KEY": "two", "AWS_DEFAULT_REGION": "us-east-1"}
-    for key, value in {**keys, "AWS_ENDPOINT_URL": f"http://{host}:{port}"}.items():
-        monkeypatch.setenv(key, value)
-    import s3fs
     from upath import UPath
 
-    s3fs.S3FileSystem.clear_instance_cache()
-    bucket = f"models-{port}"  # what one server has, the next one of this process has, too
-    s3fs.S3FileSystem().mkdir(bucket)
-    yield cast(Path, UPath(f"s3://{bucket}/mine", use_listings_cache=False))
-    server.stop()
+    with simulated_store() as bucket:
+        yield cast(Path, UPath(f"s3://{bucket}/mine", use_listings_cache=False))
 
 
 def test_numbers_grow_and_an_older_round_may_not_write(home: Path) -> None:
