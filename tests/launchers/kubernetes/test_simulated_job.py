@@ -170,8 +170,9 @@ def test_shard_groups_stay_under_one_switch_by_the_labels_of_a_simulated_cluster
 
 @pytest.mark.seen
 def test_two_users_of_a_name_on_a_simulated_cluster_and_nodes_that_find_no_machine(
-    cluster: SimulatedCluster, tmp_path: Path
+    cluster: SimulatedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "ada" / ".state"))  # ada is who asks in this process
     (tmp_path / "ada").mkdir()
     (tmp_path / "bob").mkdir()
     waits = (*JOB, "name=same", "nodes=2", "cluster.node_selector={gpu: h100}", "attach=false")
