@@ -16,7 +16,6 @@ import socket
 import socketserver
 import threading
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -103,7 +102,7 @@ class Copies:
         """Raises: OSError, ValueError or KeyError when the partner does not have it."""
         connection, lines = self._connected(partner)
         sums = json.loads(slot.sums.read_text())
-        about = {"capture": asdict(copy), "sums": {entry.name: sums[entry.name] for entry in copy.entries}}
+        about = {"capture": vars(copy), "sums": {entry.name: sums[entry.name] for entry in copy.entries}}
         connection.sendall(line(about))
         begins = {entry.name: entry.begin for entry in capture.entries}
         with slot.data.open("rb") as data:

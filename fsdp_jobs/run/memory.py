@@ -23,7 +23,7 @@ import shutil
 import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -82,6 +82,9 @@ class Capture:
         entries = [e for e in self.entries if e.is_alone]
         return replace(self, entries=entries, is_whole=len(entries) == len(self.entries)).placed()
 
+    def to_json(self) -> str:
+        return json.dumps(vars(self))
+
     @classmethod
     def from_json(cls, text: str) -> Capture:
         content: dict[str, Any] = json.loads(text)
@@ -118,7 +121,7 @@ class Slot:
 
     def publish(self, capture: Capture) -> None:
         """Say that the data is whole."""
-        text = json.dumps(asdict(capture))
+        text = capture.to_json()
         _write(self.about, f"{_checksum(text.encode())}\n{text}")
 
     def capture(self) -> Capture | None:
@@ -168,7 +171,7 @@ class Slot:
             view = memoryview(data)
             sums = {e.name: _checksum(view[e.begin : e.begin + e.bytes]) for e in capture.entries}
             view.release()
-        return {**sums, "": _checksum(json.dumps(asdict(capture)).encode())}
+        return {**sums, "": _checksum(capture.to_json().encode())}
 
 
 def _checksum(data: bytes | memoryview) -> str:
