@@ -2,10 +2,13 @@
 
     python benchmarks/soak.py [--kills 8] [--seed N] [overrides]
     python benchmarks/soak.py --kills 50 checkpoint.async_mode=process checkpoint.local_dir=/dev/shm/fast
+    python benchmarks/soak.py --kills 100 checkpoint.memory.every_steps=1 [fsdp=hybrid_shard fsdp.shard_group=2]
 
 Each kill is of a rank, an agent, a whole node or the coordinator; what died is started again, as a cluster would.
-The run must end with the losses of an undisturbed one, to the bit. Exit code 1 when it does not. Nodes are network
-namespaces with a /dev/shm each: needs root.
+With captures in memory each kill is of a whole node with its memory, or of all ranks of all nodes at once, and nothing
+is saved on a disk: each resume must be from memory and do at most one step again. Two nodes that hold the same shards
+are not killed in one recovery. The run must end with the losses of an undisturbed one, to the bit. Exit code 1 when it
+does not. Nodes are network namespaces with a /dev/shm each: needs root.
 """
 
 from __future__ import annotations
@@ -16,22 +19,32 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # for tests.netns
 
+from fsdp_jobs.elastic.placement import partners
 from tests.netns import CONTROL, Fabric, NetnsJob, netns_job, why_not
 
 NODES = ["node1", "node2", "node3", "node4"]
 EVERY, BATCH, STEPS_A_KILL = 5, 8, 15
 WHAT = ("rank", "agent", "node", "node", "rank", "agent", "rank", "coordinator")
 WHEN = ("training", "saving", "recovering")
+IN_MEMORY = (("node", "node", "node", "node", "all ranks"), ("training", "training", "training", "recovering"))
 
 
 def kill(job: NetnsJob, what: str, node: str) -> None:
     """Kill one thing. Processes come back because `keep` says so; a node is replaced here."""
     number = job.fabric.nodes.index(node)
-    if what == "coordinator":
+    if what == "all ranks":
+        ranks = [rank for name in NODES for rank in job.fabric.ranks(name)]
+        for rank in ranks:
+            with suppress(psutil.NoSuchProcess):
+                rank.kill()
+    elif what == "coordinator":
         job.coordinator().kill()
     elif what == "rank" and job.ranks(number):
         job.ranks(number)[0].kill()
@@ -64,12 +77,24 @@ def moment(job: NetnsJob, when: str, step: int, since: float) -> None:
             job.until(lambda: list(job.run.checkpoints.glob("*.tmp")) or over(), "a save", 120)
 
 
+def not_from_memory(job: NetnsJob) -> list[str]:
+    """Name the resumes that did more than one step again, or that read anything but the nodes' memory."""
+    wrong, lines = [], job.metrics()
+    for resumed in job.events("resumed"):
+        done = max((m for m in lines if m["time"] < resumed["time"]), key=lambda m: m["time"])["step"]
+        if resumed["place"] != "memory" or resumed["step"] < done - 1:
+            wrong.append(f"resumed from step {resumed['step']} of {done}, read from {resumed['place']}")
+    return wrong
+
+
 def soak(fabric: Fabric, folder: Path, kills: int, seed: int, changes: list[str]) -> list[str]:
     """Run undisturbed, then with kills; returns what is wrong with the second run's end."""
+    in_memory = any(change.startswith("checkpoint.memory.every_steps=") for change in changes)
+    kinds, moments = IN_MEMORY if in_memory else (WHAT, WHEN)
     steps = STEPS_A_KILL * (kills + 1)
     overrides = [
         f"steps={steps}",
-        f"checkpoint.every_steps={EVERY}",
+        f"checkpoint.every_steps={0 if in_memory else EVERY}",
         f"data.global_batch={BATCH}",
         "fsdp=full_shard",
         "elastic.exclude_after=0",
@@ -82,22 +107,23 @@ def soak(fabric: Fabric, folder: Path, kills: int, seed: int, changes: list[str]
     dice = random.Random(seed)
     with netns_job(fabric, folder, "soak", *overrides) as job:
         job.keep = {CONTROL, *NODES}
-        before, since = "recovering", 0.0  # a first kill has nothing to recover from
+        before, since, node = "recovering", 0.0, NODES[0]  # a first kill has nothing to recover from
         for number in range(kills):
             # Two kills in one recovery are allowed, three in a row would rightly look like a job that cannot work.
-            when = dice.choice(WHEN[:2] if before == "recovering" else WHEN)
-            what, node = dice.choice(WHAT), dice.choice(NODES)
+            when = dice.choice([w for w in moments if w != "recovering"] if before == "recovering" else moments)
+            spared = [partners(len(NODES))[NODES.index(node)]] if in_memory and when == "recovering" else []
+            what, node = dice.choice(kinds), dice.choice([n for i, n in enumerate(NODES) if i not in spared])
             if when == "recovering" and what == "coordinator":
                 what = "agent"
             moment(job, when, STEPS_A_KILL * number + dice.randint(1, STEPS_A_KILL), since)
             if job.events("attempt_ended"):
                 break  # and it is judged below
+            if when == "training":
+                time.sleep(dice.uniform(0, 0.3))  # also within a step
             at, now = job.step(), time.time()
             kill(job, what, node)
-            print(
-                f"{number + 1:>3}  at step {at:>4}, {when:<10}  {what:<11} {'' if what == 'coordinator' else node}",
-                flush=True,
-            )
+            where = "" if what in ("coordinator", "all ranks") else node
+            print(f"{number + 1:>3}  at step {at:>4}, {when:<10}  {what:<11} {where}", flush=True)
             if what != "coordinator":  # without it the ranks go on, and there is no new round to wait for
                 before, since = when, now
         verdict = job.wait(120 + steps)
@@ -111,6 +137,8 @@ def soak(fabric: Fabric, folder: Path, kills: int, seed: int, changes: list[str]
         samples = [e["samples"] for e in job.events("done")]
         if samples != [steps * BATCH]:
             wrong.append(f"samples at the end: {samples}, not {steps * BATCH}")
+        if in_memory:
+            wrong += not_from_memory(job)
         redone = sum(n - 1 for n in Counter(m["step"] for m in job.metrics()).values())
         rounds = len(job.events("round_started"))
         print(f"{kills} kills, {rounds} rounds, {steps} steps, {redone} done again", flush=True)
