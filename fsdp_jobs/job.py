@@ -129,6 +129,8 @@ class _Job:
 
     def on_restored(self, step: int) -> None:
         self.done, self.stepped_at = step, time.monotonic()
+        if self.metrics is not None:
+            self.metrics.steps.resume(step, time.time())
         self.report(Phase.STARTING)
 
     def report(self, phase: Phase) -> None:
@@ -356,7 +358,7 @@ def step(number: int, *, tokens: int = 0, flops: float = 0.0, last: bool = False
     stall_s = 0.0
     if checkpoints is not None:
         checkpoints.poll()
-        stall_s, checkpoints.stall_s = checkpoints.stall_s, 0.0
+        stall_s, job.values["capture_s"] = checkpoints.take_stall()
     job.write_line()
     all_values, job.values = _on_host(values) | job.values, {}
     copied = torch.cuda.Event() if job.device.type == "cuda" else None

@@ -46,6 +46,6 @@ def recorded_run(folder: Path, name: str = "recorded") -> RunDir:
         clock = StepClock(run)
         for step in life:
             values = {"loss": 5 - step / 10, "lr": 1e-3, "grad_norm": 1.0, "step_s": 1.0, "tokens_per_s": 100.0}
-            values |= {"checkpoint_stall_s": 0.0, **clock.add(step, 1.0, 0.0)}
+            values |= {"checkpoint_stall_s": 0.0, **clock.add(step, began + step, 1.0, 0.0)}
             add_line(run.metrics, {"step": step, **values, "attempt": 0, "time": began + step})
     return run

@@ -88,7 +88,7 @@ class Checkpointer:
         self.planner = DefaultSavePlanner(enable_plan_caching=True)
         self.committed_step = -1
         self.saved_at = time.monotonic()  # when the newest save began
-        self.stall_s = 0.0  # time that steps have waited for checkpoints since this was last set to 0
+        self.stall_s = 0.0  # time that steps have waited for saves since `take_stall`
         self.failure: str | None = None  # of the newest save
         self._written_step = -1  # of the newest save that is whole, maybe on the nodes' disks alone
         self._staged: Future[None] | None = None
@@ -187,6 +187,12 @@ class Checkpointer:
         if self.memory is not None:
             self.memory.settle()
         self._note_upload(wait=False)
+
+    def take_stall(self) -> tuple[float, float]:
+        """Return the seconds that steps have waited since the last call: for all, and of those for captures."""
+        captured_s = self.memory.take_stall() if self.memory is not None else 0.0
+        stall_s, self.stall_s = self.stall_s + captured_s, 0.0
+        return stall_s, captured_s
 
     def finish(self) -> None:
         """Wait for the save under way, and record what became of it."""

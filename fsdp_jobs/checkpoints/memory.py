@@ -77,6 +77,7 @@ class MemoryCheckpoints:
         self.step = -1  # the newest that is known to be with all nodes
         self._captured_step = -1
         self._steps, self._since, self._cost_s = 0, time.monotonic(), 0.0  # after the newest capture, and of it
+        self._taken_s = 0.0  # of that cost
 
     @classmethod
     def of_rank(cls, ranks: Ranks, layout: Layout, state: State, every_steps: int | str) -> MemoryCheckpoints | None:
@@ -98,6 +99,11 @@ class MemoryCheckpoints:
             begin, copying, self._copying = time.perf_counter(), self._copying, None
             copying.result()
             self._cost_s += time.perf_counter() - begin
+
+    def take_stall(self) -> float:
+        """Return the seconds that steps have waited for captures since the last call."""
+        stall_s, self._taken_s = self._cost_s - self._taken_s, self._cost_s
+        return stall_s
 
     def _is_due(self) -> bool:
         if not self._captures:
@@ -129,7 +135,7 @@ class MemoryCheckpoints:
         updated = torch.cuda.current_stream().record_event() if self._stream is not None else None
         self._copying = self._thread.submit(self._copy, slot, about, tensors, copy.deepcopy(objects), updated, record)
         self._captures, self._newest, self._steps = self._captures + 1, slot, 0
-        self._since, self._cost_s = time.monotonic(), time.perf_counter() - begin
+        self._since, self._cost_s, self._taken_s = time.monotonic(), time.perf_counter() - begin, 0.0
 
     def _copy(
         self,

@@ -65,7 +65,7 @@ class MetricsLog:
             step: steps done, this one included.
             done_at: when, seconds since 1970; lines are written up to a step later.
             tokens, flops: of the step over all ranks.
-            values: by name, with the seconds `step_s` and `checkpoint_stall_s`.
+            values: by name, with the seconds `step_s` and `checkpoint_stall_s`, those for a capture also as `capture_s`.
         """
         self._watch(step, values.get("loss", math.nan))
         seconds = values["step_s"]
@@ -76,7 +76,7 @@ class MetricsLog:
         if torch.cuda.is_available():
             line["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         rounded = {k: v if isinstance(v, int) else float(f"{v:.9g}") for k, v in line.items()}
-        sums = self.steps.add(step, seconds, values["checkpoint_stall_s"])
+        sums = self.steps.add(step, done_at, seconds, values["checkpoint_stall_s"], values.pop("capture_s", 0.0))
         rounded |= {k: round(v, 4) for k, v in sums.items()}
         append_line(self.run.metrics, {**rounded, "attempt": self.attempt, "time": done_at})
         self._draw(step, rounded)

@@ -8,7 +8,7 @@ import pytest
 
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.events import append_line
-from fsdp_jobs.run.goodput import Goodput, StepClock
+from fsdp_jobs.run.goodput import Failures, Goodput, StepClock, failures_of
 from fsdp_jobs.run.status import RunStatus
 
 STOP = {"verdict": "done", "decision": "stop", "reason": "all steps are done"}
@@ -28,11 +28,12 @@ def _goodput_of(run: RunDir) -> Goodput:
     return read.goodput
 
 
-def _life(run: RunDir, steps: range, seconds: float, stall: float = 0.0) -> None:
-    """A life of the trainer, as it logs."""
+def _life(run: RunDir, steps: range, seconds: float, stall: float = 0.0, done: int = 0) -> None:
+    """A life of the trainer after `done` steps, as it logs."""
     clock = StepClock(run)
+    clock.resume(done, 0.0)
     for step in steps:
-        append_line(run.metrics, {"step": step, "step_s": seconds, **clock.add(step, seconds, stall)})
+        append_line(run.metrics, {"step": step, "step_s": seconds, **clock.add(step, 0.0, seconds, stall)})
 
 
 def test_the_parts_add_up_and_the_night_between_two_submissions_does_not_count(tmp_path: Path) -> None:
@@ -40,11 +41,11 @@ def test_the_parts_add_up_and_the_night_between_two_submissions_does_not_count(t
     _event(run, 100, "submitted")
     _event(run, 105, "attempt_started")
     _life(run, range(1, 4), 2.0, stall=0.5)
-    _life(run, range(2, 4), 2.5)  # done again after a failure
+    _life(run, range(2, 4), 2.5, done=1)  # done again after a failure
     _event(run, 130, "attempt_ended", **STOP)
     _event(run, 9000, "submitted")
     _event(run, 9001, "attempt_started")
-    _life(run, range(4, 5), 2.0)
+    _life(run, range(4, 5), 2.0, done=3)
     _event(run, 9010, "attempt_ended", **REQUEUE)
     _event(run, 9014, "attempt_started")
     _event(run, 9020, "attempt_ended", **STOP)
@@ -54,7 +55,7 @@ def test_the_parts_add_up_and_the_night_between_two_submissions_does_not_count(t
     assert goodput.lost_s == 4.0
     assert goodput.stall_s == 0.5
     assert goodput.useful_s == 1.5 + 2.5 + 2.5 + 2.0
-    parts = goodput.useful_s + goodput.stall_s + goodput.lost_s + goodput.queue_s + goodput.start_s
+    parts = goodput.useful_s + goodput.stall_s + goodput.lost_s + goodput.recover_s + goodput.queue_s + goodput.start_s
     assert parts == pytest.approx(goodput.wall_s)
 
 
@@ -63,7 +64,7 @@ def test_steps_that_were_not_logged_count_and_a_life_without_a_logged_step_costs
     _event(run, 0, "submitted")
     _life(run, range(10, 41, 10), 1.0)
     _life(run, range(0), 1.0)
-    _life(run, range(30, 51, 10), 1.0)  # from the checkpoint of step 20
+    _life(run, range(30, 51, 10), 1.0, done=20)  # from the checkpoint of step 20
     _event(run, 100, "checkpoint", step=20)
     _event(run, 110, "checkpoint", step=40)
     goodput = _goodput_of(run)
@@ -72,3 +73,64 @@ def test_steps_that_were_not_logged_count_and_a_life_without_a_logged_step_costs
 
 def test_a_run_that_has_not_begun(tmp_path: Path) -> None:
     assert _goodput_of(RunDir(tmp_path)).fraction == 0.0
+
+
+def test_every_second_has_the_cause_that_it_truly_had(tmp_path: Path) -> None:
+    """A run told second by second: the parts are what the truth says, and add up to all of it."""
+    run, now = RunDir(tmp_path), 100.0
+    truth = dict.fromkeys(("useful", "stall", "lost", "recover", "queue", "start"), 0.0)
+
+    def spend(seconds: float, cause: str) -> None:
+        nonlocal now
+        now, truth[cause] = now + seconds, truth[cause] + seconds
+
+    def train(first: int, last: int, lost_from: int) -> None:
+        """Steps of 2 s, each of which waits half a second for a checkpoint."""
+        clock = StepClock(run)
+        clock.resume(first - 1, now)
+        for step in range(first, last + 1):
+            for seconds, cause in ((1.5, "useful"), (0.5, "stall")):
+                spend(seconds, "lost" if step >= lost_from else cause)
+            line = {"step": step, "step_s": 2.0, "time": now, **clock.add(step, now, 2.0, 0.5, 0.25)}
+            append_line(run.metrics, line)
+
+    def fail(notices: float) -> None:
+        failed_at = now
+        spend(notices, "recover")
+        _event(run, now, "round_broken", why="a rank died", step=0, committed=0, failed_at=failed_at)
+
+    _event(run, now, "submitted")
+    spend(7, "queue")
+    _event(run, now, "attempt_started")
+    spend(11, "start")
+    train(1, 6, lost_from=5)
+    spend(1.2, "lost")  # within step 7
+    fail(notices=3)
+    spend(5, "recover")
+    fail(notices=0)  # another one, before a step was done
+    spend(4, "recover")
+    train(5, 9, lost_from=9)
+    fail(notices=1)
+    _event(run, now, "attempt_ended", **REQUEUE)
+    spend(13, "queue")
+    _event(run, now, "attempt_started")
+    spend(6, "recover")
+    train(9, 10, lost_from=11)
+    spend(2, "start")
+    _event(run, now, "attempt_ended", **STOP)
+    goodput = _goodput_of(run)
+    assert {cause: getattr(goodput, f"{cause}_s") for cause in truth} == pytest.approx(truth)
+    assert sum(truth.values()) == pytest.approx(goodput.wall_s) == pytest.approx(now - 100)
+
+
+def test_the_failures_of_nodes_and_their_time_are_counted(tmp_path: Path) -> None:
+    placed = {"strategy": "no_shard", "shard_group": 1, "world_size": 4, "hosts": ["a", "b", "c", "d"]}
+    runs = [RunDir(tmp_path / name) for name in ("one", "two")]
+    for run in runs:
+        run.path.mkdir()
+        _event(run, 0, "round_started", nodes=[0, 1, 2, 3], **placed)
+        _event(run, 86_400, "round_broken", why="an error of the program", step=0, committed=0)
+        _event(run, 90_000, "round_started", nodes=[0, 1], **placed)
+        _event(run, 90_000 + 43_200, "round_broken", why="ECC", step=0, committed=0, blamed="a")
+    assert failures_of(runs) == Failures(2, 2 * (4 + 1.0), 2)
+    assert failures_of([]) == Failures()

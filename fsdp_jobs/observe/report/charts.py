@@ -23,7 +23,7 @@ _CURVES = {
     "step_s": "seconds per step",
 }
 _NO_CURVES = {"step", "time", "seconds", "attempt", "data_s", "checkpoint_stall_s", "useful_s", "stall_s", "lost_s"}
-_NO_CURVES |= {"tokens_per_s_per_gpu", "loss_scale", "peak_memory_gib"}
+_NO_CURVES |= {"recover_s", "capture_s", "captures", "tokens_per_s_per_gpu", "loss_scale", "peak_memory_gib"}
 _MAX_OWN_CURVES = 12  # of keys that a user's program logs: what is legible on one page
 _CHECKPOINT = "#7f8c8d"
 _MARKS = {"fault": (FAULT, "x"), "damaged checkpoint": ("#d35400", "D"), "resumed": ("#2e8b57", "^")}
@@ -31,8 +31,9 @@ _PARTS = {
     "useful": ("useful_s", "#2e8b57"),
     "checkpoint stall": ("stall_s", "#d4a017"),
     "lost and repeated": ("lost_s", FAULT),
+    "recovering": ("recover_s", "#d35400"),
     "queue": ("queue_s", "#95a5a6"),
-    "starting, restarting, stopping": ("start_s", "#6c8ebf"),
+    "starting, stopping": ("start_s", "#6c8ebf"),
 }
 
 
