@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from fsdp_jobs.cli.follow import goodput_of
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem, nearest
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.launchers.base import launcher_of
@@ -156,7 +157,7 @@ def _show_story(run: RunDir) -> None:
         console.print(f"loss     {len(status.spikes)} spikes, the last: {status.spikes[-1].sentence()}", soft_wrap=True)
     console.print(f"now      {status.doing}")
     if status.has_steps:
-        console.print(f"goodput  {status.goodput}")
+        console.print(f"goodput  {goodput_of(status)}", soft_wrap=True)
 
 
 def logs(args: list[str]) -> int:

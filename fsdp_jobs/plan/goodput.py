@@ -1,66 +1,148 @@
-"""Predict the goodput of a job: how often its nodes fail, how often to save, and what that leaves. No I/O."""
+"""Predict the goodput of a job: how often its nodes fail, how often to save where, and what that leaves. No I/O."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import exp, expm1, sqrt
+from math import ceil, exp, expm1, sqrt
 
 from fsdp_jobs.config.keys import AUTO
+from fsdp_jobs.config.resolve import ranks_per_node
 from fsdp_jobs.config.schema import JobConfig
-from fsdp_jobs.plan.memory import Memory
-from fsdp_jobs.run.goodput import Costs
+from fsdp_jobs.plan.layout import Layout
+from fsdp_jobs.plan.memory import Memory, size
+from fsdp_jobs.run.goodput import Costs, Failures
 from fsdp_jobs.run.table import duration
 
 _RESTART_S = 180.0  # noticing the loss, new processes, NCCL, loading, the first step; an estimate until measured
 _LEAST_STALL_S = 0.5  # that steps wait for a save beyond the copy of the state
+_CAPTURE_S = 0.008  # that steps wait for a capture that is copied beside them (lm-resiliency: 7.7 ms for 12 GB)
+_CAPTURES_COST = 0.01  # of a step, that `checkpoint.memory.every_steps=auto` spends
+_CHECKSUM_GB_S = 16.0  # XXH3 of an agent, one thread; measured on an AMD EPYC
+_RELIED_ON = 2.0  # failures that the configured rate counts for, beside those that the cluster had
+
+# Of Llama 3's 419 interruptions (arXiv:2407.21783, table 5): 54 in software, after which the same nodes go on; 35 in
+# switches and cables, which may take several nodes at once.
+_NODES_STAY, _SEVERAL_NODES = 54 / 419, 35 / 419
+_LEAST_BEYOND_MEMORY = 0.01  # of failures that no memory survives: power, or all nodes at once; an estimate
+
+
+@dataclass(frozen=True)
+class Tier:
+    """One place that a job is saved to."""
+
+    place: str  # memory | local_dir | storage, as in the event `resumed`
+    share: float  # of failures after which it has the newest state that is left
+    stall_s: float  # of steps, per save
+    best_s: float  # from save to save
+    every_s: float  # as configured; 0: unknown, because steps are counted and their time is not known
+    every_steps: float = 0.0  # the same in steps, of captures in memory; 0: unknown
+    bytes: int = 0  # of each node's memory; 0: none, or unknown
+
+    def __str__(self) -> str:
+        steps = f"{self.every_steps:.3g} steps, " if self.every_steps else ""
+        every = f"every {steps}{duration(self.every_s)}; " if self.every_s else ""
+        memory = f", {size(self.bytes)} per node" if self.bytes else ""
+        return (
+            f"{self.place}: {every}best interval {duration(self.best_s)}; {self.stall_s:.3g} s each{memory}; "
+            f"what {self.share:.1%} of failures go back to"
+        )
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What failures will cost, by the exponential model of Daly 2006 (doi:10.1016/j.future.2004.11.016)."""
+    """What failures will cost."""
 
     mtbf_s: float  # between failures of the job
-    stall_s: float  # of steps, per save
+    rate: float  # of failures per 1,000 node-days
+    seen: Failures  # of this cluster, which are in the rate
     restart_s: float  # from a failure to the next step
-    measured: bool  # the two above, on this run
-    best_s: float  # from save to save
-    every_s: float  # as configured; 0: unknown, because steps are counted and their time is not known
-    goodput: float  # with every_s, or else best_s; 0 to 1
+    measured: bool  # restart and stalls, on this run
+    best_s: float  # from save to save on a disk
+    tiers: tuple[Tier, ...]
+    goodput: float  # 0 to 1, with the intervals that are configured, or else the best
 
     def __str__(self) -> str:
+        source = "the default, or your configuration's"
+        if self.seen.node_days:
+            seen = f"{self.seen.count} failures in {self.seen.node_days:,.3g} node-days of {self.seen.runs} runs here"
+            source = f"from that in the configuration and {seen}"
         how = "measured" if self.measured else "assumed"
-        every = f"saved every {duration(self.every_s)}, " if self.every_s else ""
-        return (
-            f"a failure every {duration(self.mtbf_s)}, {self.restart_s:.0f} s to restart and {self.stall_s:.1f} s per "
-            f"save ({how}): {every}goodput {self.goodput:.1%}; best interval {duration(self.best_s)}"
-        )
+        first = f"goodput {self.goodput:.1%} expected: a failure every {duration(self.mtbf_s)}, {self.restart_s:.0f} s "
+        first += f"to restart ({how}); {self.rate:.3g} per 1,000 node-days, {source}"
+        return "\n".join([first, *(f"  {tier}" for tier in self.tiers)])
 
 
 def expect(
-    config: JobConfig, nodes: int, memory: Memory | None, step_s: float | None, costs: Costs | None = None
+    config: JobConfig,
+    layout: Layout,
+    nodes: int,
+    memory: Memory | None,
+    step_s: float | None,
+    costs: Costs | None = None,
+    seen: Failures | None = None,
 ) -> Expected:
     """Predict the goodput of a job.
 
     Args:
-        config: the job; `hardware.failures_per_1000_node_days` is the rate of failures.
+        config: the job; `hardware.failures_per_1000_node_days` is the rate of failures that is expected.
+        layout: the sharding.
         nodes: that take part.
         memory: of a rank; None: not known, the copy of the state is not counted.
         step_s: seconds per step; None: not known.
         costs: measured on this run; None: a new run.
+        seen: failures that this cluster had.
     """
-    hardware = config.hardware
-    mtbf_s = 86400e3 / max(1e-9, nodes * hardware.failures_per_1000_node_days)
-    copied = (memory.parameters + memory.optimizer) / (hardware.host_gb_s * 1e9) if memory and hardware.host_gb_s else 0
-    stall_s, restart_s, write_s = _LEAST_STALL_S + copied, _RESTART_S, 0.0
-    if costs is not None:
-        stall_s, restart_s, write_s = costs.stall_s, costs.restart_s or restart_s, costs.write_s
-    best_s = max(best_interval(stall_s, mtbf_s), write_s, 60.0)
-    minutes, steps = config.checkpoint.every_minutes, config.checkpoint.every_steps
+    seen, configured = seen or Failures(), config.hardware.failures_per_1000_node_days
+    rate = 1e3 * (_RELIED_ON + seen.count) / (_RELIED_ON * 1e3 / max(1e-9, configured) + seen.node_days)
+    mtbf_s = 86400e3 / (nodes * rate)
+    tiers = tuple(_tiers(config, layout, nodes, memory, step_s, costs, mtbf_s))
+    restart_s = costs.restart_s or _RESTART_S if costs is not None else _RESTART_S
+    kept = goodput([(t.share, t.every_s or t.best_s, t.stall_s) for t in tiers], restart_s, mtbf_s)
+    return Expected(mtbf_s, rate, seen, restart_s, costs is not None, tiers[-1].best_s, tiers, kept)
+
+
+def _tiers(
+    config: JobConfig,
+    layout: Layout,
+    nodes: int,
+    memory: Memory | None,
+    step_s: float | None,
+    costs: Costs | None,
+    mtbf_s: float,
+) -> Iterator[Tier]:
+    """Yield the places that the job is saved to, the fastest first; shared storage is always the last one."""
+    checkpoint, hardware, per_node, left = config.checkpoint, config.hardware, ranks_per_node(config), 1.0
+    copied = memory.parameters + memory.optimizer if memory is not None else 0
+    copy_s = copied / (hardware.host_gb_s * 1e9) if hardware.host_gb_s else 0.0
+    if every := checkpoint.memory.every_steps:
+        holders = max(2, min(layout.replicas, nodes)) - 1  # other nodes that have the same, replicas or a partner
+        together = _SEVERAL_NODES / (nodes - 1) ** holders if nodes > 1 else 1 - _NODES_STAY
+        left = max(_LEAST_BEYOND_MEMORY, together)
+        stall_s = _CAPTURE_S + max(0.0, copy_s - (step_s or copy_s))
+        if costs is not None and costs.capture_s:
+            stall_s = costs.capture_s
+        if every == AUTO:
+            network_gb_s = hardware.inter_node_gb_s if layout.replicas == 1 else 0.0  # else nothing is sent
+            send_s = copied / (network_gb_s * 1e9) if network_gb_s else 0.0
+            busy_s = max(copy_s, send_s, copied * per_node / (_CHECKSUM_GB_S * 1e9), stall_s / _CAPTURES_COST)
+            every = ceil(busy_s / step_s) if step_s else 0
+            every = costs.capture_steps or every if costs is not None else every
+        captured, best_s = memory.captured if memory is not None else 0, best_interval(stall_s, mtbf_s / (1 - left))
+        best_s, every_s = max(best_s, step_s or 0.0), every * (step_s or 0.0)
+        yield Tier("memory", 1 - left, stall_s, best_s, every_s, every, captured * per_node)
+    stall_s, write_s = _LEAST_STALL_S + copy_s, 0.0
+    if costs is not None and costs.write_s:
+        stall_s, write_s = costs.stall_s, costs.write_s
+    best_s = max(best_interval(stall_s, mtbf_s / left), write_s, 60.0)
+    minutes, steps = checkpoint.every_minutes, checkpoint.every_steps
     configured = [best_s if minutes == AUTO else minutes * 60] if minutes else []
     configured += [steps * step_s] if steps and step_s else []
     every_s = min(configured, default=0.0)
-    kept = goodput(every_s or best_s, stall_s, restart_s, mtbf_s)
-    return Expected(mtbf_s, stall_s, restart_s, costs is not None, best_s, every_s, kept)
+    if checkpoint.local_dir is not None:
+        yield Tier("local_dir", left * _NODES_STAY, stall_s, best_s, every_s)
+        left, stall_s, every_s = left * (1 - _NODES_STAY), 0.0, max(every_s, write_s) if every_s else 0.0
+    yield Tier("storage", left, stall_s, best_s, every_s)
 
 
 def best_interval(stall_s: float, mtbf_s: float) -> float:
@@ -68,9 +150,22 @@ def best_interval(stall_s: float, mtbf_s: float) -> float:
     return sqrt(2 * stall_s * mtbf_s)
 
 
-def goodput(every_s: float, stall_s: float, restart_s: float, mtbf_s: float) -> float:
-    """Return the part of the time that goes into steps that are kept: failures are exponential, also in restarts."""
-    exponent = (every_s + stall_s) / mtbf_s
-    if exponent > 500:
-        return 0.0
-    return every_s / (mtbf_s * exp(min(500.0, restart_s / mtbf_s)) * expm1(exponent))
+def goodput(tiers: Sequence[tuple[float, float, float]], restart_s: float, mtbf_s: float) -> float:
+    """Return the part of the time that goes into steps that are kept: failures are exponential, also in restarts.
+
+    With one tier this is the model of Daly 2006 (doi:10.1016/j.future.2004.11.016). With several, each failure goes
+    back to the newest save of one of them, and the others' stalls are part of its interval.
+
+    Args:
+        tiers: of each the share of failures that go back to it, and the seconds from save to save and per save.
+        restart_s: from a failure to the next step.
+        mtbf_s: between failures.
+    """
+    stalls = 1 + sum(stall_s / every_s for _, every_s, stall_s in tiers)
+    again = 1.0
+    for share, every_s, _ in tiers:
+        exponent = share * every_s * stalls / mtbf_s
+        if exponent > 500:
+            return 0.0
+        again *= expm1(exponent) / exponent if exponent else 1.0
+    return 1 / (exp(min(500.0, restart_s / mtbf_s)) * stalls * again)

@@ -12,7 +12,7 @@ from fsdp_jobs.config.keys import AUTO
 from fsdp_jobs.config.resolve import backend, node_range, ranks_per_node
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.plan.choose import Option, choose, usable_bytes
-from fsdp_jobs.plan.goodput import Expected, expect
+from fsdp_jobs.plan.goodput import Expected, Tier, expect
 from fsdp_jobs.plan.grouping import Grouping
 from fsdp_jobs.plan.layout import HYBRID, Layout, only_group
 from fsdp_jobs.plan.memory import Memory, size
@@ -21,7 +21,7 @@ from fsdp_jobs.plan.shapes import ModelShape, shape_of
 from fsdp_jobs.plan.step_time import StepTime
 from fsdp_jobs.plan.topology import Node, Topology
 from fsdp_jobs.plan.traffic import Traffic
-from fsdp_jobs.run.goodput import Costs
+from fsdp_jobs.run.goodput import Costs, Failures
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,8 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         """Read what `to_json` wrote."""
         d: dict[str, Any] = json.loads(text)
+        expected = d["expected"]
+        expected |= {"seen": Failures(**expected["seen"]), "tiers": tuple(Tier(**t) for t in expected["tiers"])}
         d |= {k: tuple(d[k]) for k in ("nodes", "leaves", "spares", "reasons")}
         d |= {
             "layout": Layout(**d["layout"]),
@@ -93,7 +95,7 @@ class Plan:
             "time": d["time"] and StepTime(**d["time"]),
             "traffic": {b: Traffic(**t) for b, t in d["traffic"].items()},
             "considered": tuple(Considered(**c) for c in d["considered"]),
-            "expected": Expected(**d["expected"]),
+            "expected": Expected(**expected),
             "remedies": tuple(Remedy(tuple(r["overrides"]), r["result"]) for r in d["remedies"]),
         }
         return cls(**d)
@@ -106,6 +108,7 @@ def make_plan(
     shape: ModelShape | None = None,
     seek_remedies: bool = True,
     costs: Costs | None = None,
+    seen: Failures | None = None,
     previous_group: int | None = None,
 ) -> Plan:
     """Decide how the job is sharded.
@@ -117,6 +120,7 @@ def make_plan(
         shape: the model's, where the configuration does not give it (custom models, probed).
         seek_remedies: find settings that make a job fit that does not; each try is a plan of its own.
         costs: of checkpoints and restarts, measured on this run.
+        seen: failures that this cluster had.
         previous_group: as for `regroup`.
 
     Raises:
@@ -159,7 +163,7 @@ def make_plan(
         considered=tuple(_considered(o, why, taken=o == option) for o, why in choice.considered),
         reasons=(*notes, *choice.reasons),
         remedies=tuple(found),
-        expected=expect(config, len(used), memory, time.step if time else None, costs),
+        expected=expect(config, choice.layout, len(used), memory, time.step if time else None, costs, seen),
     )
 
 

@@ -178,8 +178,9 @@ class RunStatus:
         newest, wall = self._newest, self._before_s
         if self._begun is not None:
             wall += max(self._last, newest.get("time", 0.0)) - self._begun
-        parts = [newest.get(key, 0.0) for key in ("useful_s", "stall_s", "lost_s", "recover_s")]
-        return Goodput(wall, *parts, self._queue_s, max(0.0, wall - sum(parts) - self._queue_s))
+        useful, stall, lost, recover = (newest.get(key, 0.0) for key in ("useful_s", "stall_s", "lost_s", "recover_s"))
+        start = max(0.0, wall - useful - stall - lost - recover - self._queue_s)
+        return Goodput(wall, useful, stall, lost, recover, self._queue_s, start)
 
     @property
     def has_steps(self) -> bool:

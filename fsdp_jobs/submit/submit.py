@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ from fsdp_jobs.plan.shape_client import check_initial_weights, probe
 from fsdp_jobs.plan.shapes import ModelShape
 from fsdp_jobs.plan.sources import from_yaml
 from fsdp_jobs.plan.topology import Topology
-from fsdp_jobs.run.directory import RunDir, checkpoints_of, run_dir_of, write_atomic
-from fsdp_jobs.run.goodput import costs_of
+from fsdp_jobs.run.directory import RunDir, checkpoints_of, run_dir_of, runs_in, write_atomic
+from fsdp_jobs.run.goodput import Failures, costs_of, failures_of
 from fsdp_jobs.run.identity import check_may_act, claim, identity_of
 from fsdp_jobs.run.processes import raise_file_limit
 from fsdp_jobs.run.verdict import Verdict
@@ -49,7 +50,8 @@ class Prepared(Job):
 def plan_of(config: JobConfig, run: RunDir | None = None) -> tuple[Plan, ModelShape | None]:
     """Plan a configuration; also return the shape that a custom model was measured to have.
 
-    What checkpoints and restarts have cost on `run`, the run that it continues, is in the predicted goodput.
+    What checkpoints and restarts have cost on `run`, the run that it continues, is in the predicted goodput, and so is
+    how often nodes have failed in the newest runs beside it that went to the same kind of cluster.
 
     Raises:
         BadInput: a custom model that cannot be built, a bad topology file, an impossible sharding, no such launcher.
@@ -57,7 +59,14 @@ def plan_of(config: JobConfig, run: RunDir | None = None) -> tuple[Plan, ModelSh
     shape = probe(config) if isinstance(config.model, CustomModelConfig | HfConfig) else None
     topology = _topology(config)
     nodes = None if topology is None else node_range(config.nodes)[1]
-    return make_plan(config, topology, nodes, shape, costs=None if run is None else costs_of(run)), shape
+    costs, seen = None if run is None else costs_of(run), _seen(config.runs_dir, config.cluster.launcher)
+    return make_plan(config, topology, nodes, shape, costs=costs, seen=seen), shape
+
+
+@cache
+def _seen(runs_dir: str, launcher: str) -> Failures:
+    """Return the failures of this cluster's nodes; read once for all jobs of a sweep."""
+    return failures_of([r for r in runs_in(runs_dir) if r.read_job()["handle"].startswith(f"{launcher}://")])
 
 
 def _topology(config: JobConfig) -> Topology | None:

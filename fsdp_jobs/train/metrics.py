@@ -65,7 +65,7 @@ class MetricsLog:
             step: steps done, this one included.
             done_at: when, seconds since 1970; lines are written up to a step later.
             tokens, flops: of the step over all ranks.
-            values: by name, with the seconds `step_s` and `checkpoint_stall_s`, those for a capture also as `capture_s`.
+            values: by name, with the seconds `step_s` and `checkpoint_stall_s`; of these `capture_s` for captures.
         """
         self._watch(step, values.get("loss", math.nan))
         seconds = values["step_s"]

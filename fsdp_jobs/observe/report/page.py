@@ -25,7 +25,7 @@ from fsdp_jobs.plan.layout import HYBRID, Layout
 from fsdp_jobs.plan.memory import GIB
 from fsdp_jobs.plan.plan import Plan
 from fsdp_jobs.run.directory import RunDir, write_atomic
-from fsdp_jobs.run.goodput import Goodput
+from fsdp_jobs.run.goodput import Costs, Goodput, costs_of
 from fsdp_jobs.run.status import RunStatus, steps_done
 
 _MAX_PICTURES = 6  # newest rounds that are drawn
@@ -52,7 +52,7 @@ def content_of(run: RunDir) -> dict[str, Any]:
         "steps": steps_done(status.step, status.steps),
         "goodput": goodput,
         "charts": to_svgs(charts(history, goodput, plan)),
-        "comparison": list(_comparison(plan, history.newest(), goodput)) if plan is not None else [],
+        "comparison": list(_comparison(plan, history.newest(), goodput, costs_of(run))) if plan is not None else [],
         "rounds": list(_rounds(plan, history)) if plan is not None else [],
         "yaml": run.config.read_text(),
         "environment": _environment(run.read_job()),
@@ -71,11 +71,19 @@ def _plan_of(run: RunDir) -> Plan | None:
     return Plan.from_json(run.plan.read_text()) if run.plan.exists() else None
 
 
-def _comparison(plan: Plan, records: list[dict[str, Any]], goodput: Goodput) -> Iterator[tuple[str, str, str, str]]:
+def _comparison(
+    plan: Plan, records: list[dict[str, Any]], goodput: Goodput, costs: Costs | None
+) -> Iterator[tuple[str, str, str, str]]:
     """Yield (quantity, planned, measured, measured / planned) of what was planned and has been measured."""
     compared: list[tuple[str, str, float, list[float]]] = []
     if goodput.wall_s:
         compared.append(("goodput", "{:.1%}", plan.expected.goodput, [goodput.fraction]))
+    if costs is not None and costs.restart_s:
+        compared.append(("seconds to recover", "{:.1f}", plan.expected.restart_s, [costs.restart_s]))
+    for tier in plan.expected.tiers:
+        if tier.place == "memory" and costs is not None and costs.capture_s:
+            compared.append(("steps between captures in memory", "{:.3g}", tier.every_steps, [costs.capture_steps]))
+            compared.append(("seconds that steps wait for each", "{:.4f}", tier.stall_s, [costs.capture_s]))
     if plan.time is not None and plan.memory is not None:
         for what, form, planned, key in (
             ("seconds per step", "{:.3f}", plan.time.step, "step_s"),
