@@ -42,6 +42,7 @@ from fsdp_jobs.run.processes import free_port
 from fsdp_jobs.train import sharding
 from fsdp_jobs.train.data import ElasticSampler
 from fsdp_jobs.train.metrics import MetricsLog
+from fsdp_jobs.train.timing import StepTimer
 
 __all__ = ["Checkpointer", "ElasticSampler", "checkpointer", "config", "device", "finish", "init", "layout", "log"]
 __all__ += ["mesh", "set_timeout", "shard", "should_stop", "step"]
@@ -103,9 +104,10 @@ class _Job:
         self.was_signalled = False
         self.values: dict[str, Value] = {}  # for the next step's line
         self.line: _Line | None = None  # of the newest step
+        self.timer = StepTimer(self.device)
         self.report(Phase.STARTING)
         self.agreement_group = dist.new_group(backend="gloo")
-        self._requests = torch.zeros(1, dtype=torch.int32)
+        self._words = torch.zeros(2, dtype=torch.int32)  # a request, and microseconds of this rank's own
         self.begin_agreement()
 
     def begin_agreement(self) -> None:
@@ -116,13 +118,14 @@ class _Job:
             request = max(request, self.rank_state.requested())
             if request is Request.SAVE:
                 self.rank_state.request(Request.NONE)  # done once; the others stay until the ranks have ended
-        self._requests.fill_(int(request))
-        self._agreeing = dist.all_reduce(self._requests, dist.ReduceOp.MAX, group=self.agreement_group, async_op=True)
+        self._words[0], self._words[1] = int(request), int(self.timer.compute_s * 1e6)
+        self._agreeing = dist.all_reduce(self._words, dist.ReduceOp.MAX, group=self.agreement_group, async_op=True)
 
-    def agreed(self) -> Request:
-        """Return the highest of all ranks' requests."""
+    def agreed(self) -> tuple[Request, float]:
+        """Return the highest of all ranks' requests, and the longest of their own times in seconds."""
         self._agreeing.wait()
-        return Request(int(self._requests.item()))
+        request, microseconds = self._words.tolist()
+        return Request(request), microseconds / 1e6
 
     def on_signal(self, *_signal: object) -> None:
         self.was_signalled = True
@@ -138,6 +141,7 @@ class _Job:
         if self.rank_state is not None:
             committed = self.checkpoints.safe_step if self.checkpoints is not None else SAVES_NOTHING
             self.rank_state.report(self.done, committed, phase)
+            self.rank_state.report_times(self.timer.sums)
 
     def write_line(self) -> None:
         """Write the newest step's line, if it is not yet written.
@@ -299,6 +303,7 @@ def checkpointer(model: nn.Module, optimizer: torch.optim.Optimizer, **others: S
         if not isinstance(other, Stateful):
             raise TypeError(f"{name} is a {type(other).__name__} without state_dict and load_state_dict")
     job = _the_job()
+    job.timer.watch(model)
     job.checkpoints = Checkpointer(
         job.run, job.config, job.layout, model, optimizer, others, job.device, job.attempt, job.restart, job.on_restored
     )
@@ -350,7 +355,7 @@ def step(number: int, *, tokens: int = 0, flops: float = 0.0, last: bool = False
             finite for `elastic.max_skipped_updates` steps in a row.
     """
     job, checkpoints = _the_job(), _the_job().checkpoints
-    agreed = job.agreed()
+    agreed, slowest_s = job.agreed()
     job.request = Request.NONE if last else max(job.request, agreed)
     job.done = number
     now = time.monotonic()
@@ -360,6 +365,8 @@ def step(number: int, *, tokens: int = 0, flops: float = 0.0, last: bool = False
         checkpoints.poll()
         stall_s, job.values["capture_s"] = checkpoints.take_stall()
     job.write_line()
+    data_s = values.get("data_s", 0.0)
+    job.timer.end_step(seconds, data_s if isinstance(data_s, float) else 0.0, stall_s, slowest_s)
     all_values, job.values = _on_host(values) | job.values, {}
     copied = torch.cuda.Event() if job.device.type == "cuda" else None
     if copied is not None:

@@ -210,6 +210,7 @@ class ElasticConfig:
     )
     exclude_after: int = key(3, "failures of one machine after which it is excluded; 0 is off", at_least=0)
     exclude_for_s: float = key(3600.0, "seconds for which it is excluded; older failures do not count", at_least=1)
+    exclude_slow: bool = key(False, "exclude a machine that holds the others up, if the job is done sooner without it")
     max_skipped_updates: int = key(20, "steps in a row without a finite gradient norm that end the job", at_least=0)
     loss_spike: float = key(6.0, "standard deviations above the last 100 losses that make an event; 0: off", at_least=0)
     stop_on_nan_loss: bool = key(False, "a loss that is not a number ends the job")

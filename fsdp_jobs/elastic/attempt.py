@@ -6,11 +6,13 @@ import logging
 import time
 from dataclasses import dataclass, field, replace
 
+from fsdp_jobs.config.resolve import node_range
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.elastic.failures import Budget, Failure, Machines, find_cause
 from fsdp_jobs.elastic.fencing import Leases
 from fsdp_jobs.elastic.placement import Agents, ConnectedAgent, RoundPlanner
 from fsdp_jobs.elastic.rank_state import Request
+from fsdp_jobs.elastic.slow import EXCLUDE_SLOW_S, SlowWatch, pays
 from fsdp_jobs.elastic.stall import StallWatch
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
@@ -32,6 +34,7 @@ class Round:
     size: int = 0  # nodes
     shard_group: int = 0  # 0 before the first
     hosts: dict[int, str] = field(default_factory=dict)  # node -> machine
+    slow: SlowWatch = field(default_factory=SlowWatch)
     head: ConnectedAgent | None = None
     began_at: float = 0.0
     first_step: int = 0  # that it began with
@@ -39,6 +42,7 @@ class Round:
     has_reports: bool = False  # some rank has reported a step
     saves: bool = False  # some rank has something to save with
     requested: Request = Request.NONE
+    parked_for: str = ""  # in place of nodes that join
     not_needed: set[str] = field(default_factory=set)  # ids of agents that would not put more nodes to work
     broken_at: float | None = None  # until it is judged
     failed_at: float = 0.0  # when what broke it happened
@@ -77,6 +81,7 @@ class Attempt:
         self.machines = Machines(run, self.elastic.exclude_after, self.elastic.exclude_for_s, history)
         self._may_adopt = True  # no round was formed or broken yet: this may replace a coordinator that died
         self._warned = ""  # what was last warned of
+        self._excluded_slow_at = 0.0  # seconds since 1970
         may_run: set[str] = set()  # machines, since an earlier coordinator
         for event in history:
             if event.attempt == number and event.round is not None:
@@ -84,6 +89,8 @@ class Attempt:
             match event:
                 case events.Checkpoint():
                     self.committed = event.step
+                case events.MachineExcluded(is_slow=True):
+                    self._excluded_slow_at = event.time
                 case events.RoundStarted():
                     may_run = set(event.hosts)
                 case events.AttemptEnded(leases=0):
@@ -128,6 +135,37 @@ class Attempt:
             current.watch.asked_at, current.watch.answers = now, []
             current.watch.silent_s = self.agents.silent_s(now) or None
             self.agents.send("dump")
+
+    def _watch_for_slow(self) -> None:
+        """Record what holds steps up; of a slow node when it has said why, as far as it knows."""
+        agents, slow = self.agents.in_round(), self.round.slow
+        found = slow.see({a.node: a.times for a in agents}) if len(agents) == self.round.size else None
+        if isinstance(found, events.SlowSteps):
+            self._record(found)
+        elif found is not None:
+            slow.asked = found
+            for agent in agents:
+                if agent.node == found.node:
+                    agent.send({"kind": "slow"})
+        if slow.named is not None and self.elastic.exclude_slow and self.round.requested is Request.NONE:
+            self._exclude_slow(slow.named)
+
+    def _exclude_slow(self, slow: events.SlowNode) -> None:
+        """Exclude a slow node's machine if the others and spares are faster without it, and for long enough."""
+        current = self.round
+        rest = [a for a in self.agents.values() if a.host != slow.host and (a.in_round or a.ready)]
+        usable = self.planner.usable_nodes(rest, current.shard_group)
+        if usable is None:
+            return  # ask again
+        current.slow.named = None
+        left = 0 if self.config.is_program else self.config.steps - self.step
+        may = usable >= node_range(self.config.nodes)[0] and time.time() - self._excluded_slow_at > EXCLUDE_SLOW_S
+        if may and pays(slow, current.size, usable, left):
+            self._excluded_slow_at, why = time.time(), slow.sentence()
+            self.run.exclude(slow.host, EXCLUDE_SLOW_S, why)
+            self._record(events.MachineExcluded(slow.host, why, is_slow=True))
+            current.parked_for = f"{slow.host} is excluded, because it is slow"
+            self._request(Request.PARK)
 
     def _break(self, why: str, now: float, since: float | None = None) -> None:
         """End the running round, which has failed `since`: every agent stops its ranks and becomes ready again."""

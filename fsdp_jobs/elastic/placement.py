@@ -13,7 +13,7 @@ from fsdp_jobs.config.resolve import node_range, ranks_per_node
 from fsdp_jobs.config.schema import ElasticConfig, JobConfig
 from fsdp_jobs.elastic.fencing import begin
 from fsdp_jobs.elastic.protocol import Message
-from fsdp_jobs.elastic.rank_state import Phase
+from fsdp_jobs.elastic.rank_state import Phase, Times
 from fsdp_jobs.plan.plan import Plan, make_plan, regroup
 from fsdp_jobs.plan.remedies import remedies
 from fsdp_jobs.plan.shapes import ModelShape, shape_of
@@ -46,12 +46,16 @@ class ConnectedAgent:
     in_round: bool = False
     ended: bool = False
     silent: tuple[float, float] = (float("-inf"), 0.0)  # when it last said that its ranks do nothing; for how long
-    ranks: list[list[int]] = field(default_factory=list)  # [step, committed, phase] per local rank; -1: no report
+    ranks: list[list[Any]] = field(default_factory=list)  # [step, committed, phase, *Times] of each; -1: no report
 
     @property
     def name(self) -> str:
         """Return what plans call its node."""
         return f"{self.host}/{self.node}"
+
+    @property
+    def times(self) -> list[Times]:
+        return [Times(*times) for _, _, _, *times in self.ranks]
 
 
 def known_places(run: RunDir) -> dict[str, Node]:
@@ -81,14 +85,14 @@ class Agents(dict[str, ConnectedAgent]):
 
     def slowest_step(self) -> int | None:
         """Return the fewest steps that a rank of the round has reported; None before the first beat."""
-        return min((step for a in self.in_round() for step, _, _ in a.ranks), default=None)
+        return min((step for a in self.in_round() for step, *_ in a.ranks), default=None)
 
     def silent_s(self, now: float) -> float:
         """Return for how many seconds all ranks of the round have done nothing, by what agents said just now."""
         return min((a.silent[1] if now - a.silent[0] < _SAID_S else 0.0 for a in self.in_round()), default=0.0)
 
     def are_parked(self) -> bool:
-        phases = [phase for a in self.in_round() for _, _, phase in a.ranks]
+        phases = [phase for a in self.in_round() for _, _, phase, *_ in a.ranks]
         return bool(phases) and all(phase == Phase.PARKED for phase in phases)
 
     def have_ended(self) -> bool:

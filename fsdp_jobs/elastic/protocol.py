@@ -11,13 +11,14 @@ Agent to coordinator:
             round, epoch, size, shard_group: what they run in,
             `NO_ROUND` when none do; ended: they have finished; signal: to stop, that came while there was no
             connection; from: the agent's end of the connection; at: when it was sent, by the agent's clock)
-    beat    ranks: [[step, committed, phase], ...], at
+    beat    ranks: [[step, committed, phase, *Times], ...], at
     failed  failures: [...]     ranks here have failed, and the others are being stopped
     ready   failures: [...], at    no ranks run here; wants to be in the next round (failures: not reported yet)
     master  round, port       from the head of a round: the port at which its ranks meet
     notice  signal              this node received a signal to stop
     stacks  node, ranks: [...]          the state of its ranks, after a dump
     silent  round, seconds              its ranks report no steps and have done nothing for so long; once a second
+    throttled  why: [...]               what slows its processors down, by the driver; answers `slow`
     ended                       all ranks of this node have finished
     away                        this connection will be closed, and not because the agent ends
 Coordinator to agent:
@@ -27,6 +28,7 @@ Coordinator to agent:
     start   round, host, port   the head's answer, to everyone else
     break   round, why                  stop the ranks and send `ready`
     dump                                write the ranks' stacks and answer with `stacks`
+    slow                                this node is slower than the others: answer with `throttled`
     request request                     for the states of the ranks
     end     exit_code, why              the attempt is over: exit
 """
@@ -71,7 +73,7 @@ class Link:
         address: str,
         token: str,
         hello: Callable[[], Message],
-        ranks: Callable[[], list[list[int]]],
+        ranks: Callable[[], list[list[float]]],
         on_message: Callable[[Message], None],
         elastic: ElasticConfig,
     ):

@@ -1,4 +1,4 @@
-"""The state that a rank and its agent share: a 64-byte memory map per rank, without a system call. No torch."""
+"""The state that a rank and its agent share: a 128-byte memory map per rank, without a system call. No torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ SAVES_NOTHING = -2  # in place of the newest checkpoint's step: the rank has not
 _REPORT = struct.Struct("<dqqi")  # time of writing, step, committed step, phase
 _REQUEST = struct.Struct("<i")
 _REQUEST_AT = 48
-_SIZE = 64
+_TIMES = struct.Struct("<8d")
+_TIMES_AT = 64
+_SIZE = 128
 _FOLDERS = "fsdp_jobs-"  # names of agents' folders begin so
 
 
@@ -49,6 +51,19 @@ class Report(NamedTuple):
     phase: int
 
 
+class Times(NamedTuple):
+    """Sums over the steps of a rank's round, without its first ones; seconds."""
+
+    steps: float = 0.0
+    step: float = 0.0  # what the steps took: for all ranks the same
+    data: float = 0.0  # that the rank waited for data
+    checkpoint: float = 0.0  # that it waited for checkpoints
+    compute: float = 0.0  # of its blocks' forward passes, without collectives
+    host: float = 0.0  # of the same on the host, which a GPU follows
+    work: float = 0.0  # elements that were put into the blocks that are measured
+    slowest: float = 0.0  # `compute` of the slowest rank, step by step
+
+
 class RankState:
     """One rank's map. The rank writes reports and reads requests; the agent does the reverse."""
 
@@ -60,6 +75,12 @@ class RankState:
 
     def read(self) -> Report:
         return Report(*_REPORT.unpack_from(self._map, 0))
+
+    def report_times(self, times: Times) -> None:
+        _TIMES.pack_into(self._map, _TIMES_AT, *times)
+
+    def times(self) -> Times:
+        return Times(*_TIMES.unpack_from(self._map, _TIMES_AT))
 
     def request(self, request: Request) -> None:
         _REQUEST.pack_into(self._map, _REQUEST_AT, request)

@@ -13,6 +13,7 @@ from torch.distributed.elastic import rendezvous
 from fsdp_jobs.config.schema import ElasticConfig
 from fsdp_jobs.elastic.protocol import NO_ROUND, Link, Message, lease_s
 from fsdp_jobs.elastic.rank_state import RankState, Request
+from fsdp_jobs.elastic.throttled import throttled
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import COORDINATOR_ENV
 from fsdp_jobs.run.epoch import Lease
@@ -48,8 +49,9 @@ class CoordinatorRendezvous(rendezvous.RendezvousHandler):
         in_round = {key: current[key] for key in NO_ROUND} if current and is_running else NO_ROUND
         return self.identity | in_round | {"ready": self._waiting, "ended": self._ended, "signal": self._signal}
 
-    def _reports(self) -> list[list[int]]:
-        return [[report.step, report.committed, report.phase] for report in (state.read() for state in self.states)]
+    def _reports(self) -> list[list[float]]:
+        read = [(state.read(), state.times()) for state in self.states]
+        return [[r.step, r.committed, r.phase, *(round(t, 6) for t in times)] for r, times in read]
 
     def _receive(self, message: Message) -> None:
         with self._changed:
@@ -65,6 +67,8 @@ class CoordinatorRendezvous(rendezvous.RendezvousHandler):
                     self._broken = max(self._broken, message["round"])
                 case "request":
                     self.request(Request(message["request"]))
+                case "slow":
+                    threading.Thread(target=self._tell_throttled, name="throttled", daemon=True).start()
                 case "dump":
                     threading.Thread(target=self.on_dump, name="dump", daemon=True).start()
                 case "end":
@@ -146,6 +150,9 @@ class CoordinatorRendezvous(rendezvous.RendezvousHandler):
 
     def send_silence(self, number: int, seconds: float) -> None:
         self._link.send("silent", round=number, seconds=seconds)
+
+    def _tell_throttled(self) -> None:
+        self._link.send("throttled", why=throttled())
 
     def ended(self) -> None:
         self._link.beat()

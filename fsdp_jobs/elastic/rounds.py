@@ -93,7 +93,7 @@ class Coordinator(Attempt):
     def on_beat(self, agent: ConnectedAgent, message: Message, now: float) -> None:
         agent.ranks = message["ranks"]
         self._answer(agent, message, now)
-        for step, committed, _ in agent.ranks:
+        for step, committed, *_ in agent.ranks:
             self.step, self.committed = max(self.step, step), max(self.committed, committed)
             if agent.in_round:
                 self.round.has_reports |= step >= 0
@@ -148,6 +148,13 @@ class Coordinator(Attempt):
     def on_silent(self, agent: ConnectedAgent, message: Message, now: float) -> None:
         if message["round"] == self.round.number:
             agent.silent = now, message["seconds"]
+
+    def on_throttled(self, agent: ConnectedAgent, message: Message, now: float) -> None:
+        """Name a slow node, with what its driver says."""
+        slow = self.round.slow
+        if slow.asked is not None and slow.asked.node == agent.node:
+            slow.named, slow.asked = replace(slow.asked, host=agent.host, throttled=message["why"]), None
+            self._record(slow.named)
 
     def on_ended(self, agent: ConnectedAgent, message: Message, now: float) -> None:
         agent.ended = True
@@ -245,6 +252,7 @@ class Coordinator(Attempt):
             )
         else:
             self._maybe_grow(now)
+            self._watch_for_slow()
             self._watch_for_stall(now)
 
     def _maybe_form(self, now: float) -> None:
@@ -335,4 +343,5 @@ class Coordinator(Attempt):
         if current.requested is Request.PARK and (self.agents.are_parked() or not current.has_reports):
             leaving = sorted(a.node for a in self.agents.values() if a.is_leaving)
             told = f"nodes {leaving} were told to end" if leaving else f"{len(waiting)} more nodes join"
+            told = current.parked_for or told
             self._break(told, now)

@@ -24,6 +24,13 @@ from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.epoch import Fenced, check_lease
 from fsdp_jobs.run.tail import Tail, json_objects, newest_json_lines, read_json_lines
 
+# What a node can need longer for than the others.
+SLOW_CAUSES = {
+    "data": "it waits for its data",
+    "checkpoint": "it waits for checkpoints",
+    "host": "its CPU issues the forward pass in",
+    "compute": "its forward pass takes",
+}
 _CHECKPOINT = b'"event": "checkpoint",'
 
 logger = logging.getLogger(__name__)
@@ -134,6 +141,37 @@ class Stalled(Event):
 
 class MachineExcluded(Event, sentence="machine {host} is excluded for a while: {why}", style="red"):
     host: str
+    why: str
+    is_slow: bool | None = None  # it has not failed
+
+
+class SlowNode(Event, style="red"):
+    """A node needs longer than the others for what it does by itself, and holds them up."""
+
+    node: int
+    host: str
+    cause: str  # data | checkpoint | host | compute
+    own_s: float  # per step, of the node's slowest rank
+    others_s: float  # the median of the other nodes
+    others: int  # how many there are
+    lost_s: float  # per step
+    step_s: float
+    hours_per_day: float  # that all ranks lose
+    throttled: list[str] = field(default_factory=list)  # what the driver says
+
+    def sentence(self) -> str:
+        what = f"{SLOW_CAUSES[self.cause]} {1e3 * self.own_s:.1f} ms per step, {1e3 * self.others_s:.1f} ms"
+        others = f"on the median of {self.others} other nodes" if self.others > 1 else "on the only other node"
+        cost = f"{self.lost_s / self.step_s:.0%} of each step, {self.hours_per_day:.3g} GPU hours a day"
+        doubt = "" if self.others > 1 else "; with two nodes it is not known which is as it should be"
+        return f"node {self.node} ({self.host}) is slow: {what} {others}; this costs {cost}{doubt}" + "".join(
+            f"; {why}" for why in self.throttled
+        )
+
+
+class SlowSteps(Event, sentence="{why}"):
+    """Steps take longer than they should, and no single node is the reason."""
+
     why: str
 
 

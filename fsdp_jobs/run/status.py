@@ -61,6 +61,7 @@ class RunStatus:
     lost_steps: int = 0  # steps done again after failures
     breaks: list[Break] = field(default_factory=list)
     spikes: list[events.LossSpike] = field(default_factory=list)
+    slow: list[events.SlowNode | events.SlowSteps] = field(default_factory=list)  # in the newest round
     reason: str = ""  # of the newest break or end
     doing: str = "waiting to be started"  # one sentence more than the state says
 
@@ -146,6 +147,8 @@ class RunStatus:
                     b.lost_steps = max(0, b.step - event.step) if b.recovered_s is None else b.lost_steps
             case events.LossSpike():
                 self.spikes.append(event)
+            case events.SlowNode() | events.SlowSteps():
+                self.slow.append(event)
             case events.Waiting():
                 self.reason = self._waited_for = event.why
             case events.StopRequested():
@@ -159,7 +162,7 @@ class RunStatus:
         self._last = event.time
 
     def _start_round(self, event: events.RoundStarted) -> None:
-        self._in_round = True
+        self._in_round, self.slow = True, []
         if self.reason == self._waited_for:  # no longer
             self.reason = ""
         self.nodes, self.world_size = event.nodes, event.world_size

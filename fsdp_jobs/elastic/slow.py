@@ -1,0 +1,178 @@
+"""Find the node that holds the others up, from what its ranks do by themselves. No torch, no network.
+
+Their steps take equally long: who is slow shows only in what a rank does without the others. A window is 20 steps or
+more. A node is slow when its slowest rank needs at least 1.07 times the median of the other nodes, loses at least 2 ms
+and 1% of a step, and is far outside of what the others differ by, in 4 of 5 windows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TypeVar
+
+from fsdp_jobs.elastic.rank_state import Times
+from fsdp_jobs.run.events import SlowNode, SlowSteps
+
+_STEPS = 20  # of a window, at least
+_WINDOWS, _OFTEN = 5, 4
+_RATIO = 1.07  # a node that is 10% slow is measured at 1.08 to 1.12
+_LEAST_S, _LEAST_PART = 0.002, 0.01  # of a step
+_SPREADS = 5 * 1.4826  # median absolute deviations; 1.4826 of them are a standard deviation of normal numbers
+_FORWARD_TO_STEP = 3  # backward does twice the work of forward
+_HOST_BOUND = 0.8  # of a GPU's time: it waits for what the host issues
+_MUCH = 1.25  # as long as before, or as the mean rank
+_HISTORY = 200  # windows
+_RESTART_S = 180.0  # as the plan assumes
+EXCLUDE_SLOW_S = 6 * 3600.0  # for so long, and at most one in that time
+
+_Found = TypeVar("_Found", SlowNode, SlowSteps)
+Sums = Mapping[int, Sequence[Times]]  # node -> of each of its ranks
+
+
+@dataclass(frozen=True)
+class Window:
+    """What a step took in a window, in seconds."""
+
+    step_s: float
+    by_node: dict[str, dict[int, float]]  # cause -> node -> its slowest rank's
+    is_host_bound: dict[int, bool]  # node -> its slowest rank's GPU waits for the host
+    slowest_s: float  # forward of the slowest rank, step by step
+
+    @classmethod
+    def between(cls, before: Sums, after: Sums) -> Window:
+        """Make the window between two readings of the same ranks. Work is made equal: longer samples take longer."""
+        ranks = {node: [_per_step(*pair) for pair in zip(before[node], after[node], strict=True)] for node in after}
+        work = median(r.work for of_node in ranks.values() for r in of_node)
+        by_node: dict[str, dict[int, float]] = {"data": {}, "checkpoint": {}, "compute": {}}
+        is_host_bound = {}
+        for node, of_node in ranks.items():
+            by_node["data"][node] = max(r.data for r in of_node)
+            by_node["checkpoint"][node] = max(r.checkpoint for r in of_node)
+            at_work = {r.compute * (work / r.work if r.work else 1.0): r for r in of_node}
+            by_node["compute"][node] = max(at_work)
+            worst = at_work[max(at_work)]
+            is_host_bound[node] = worst.host != worst.compute and worst.host > _HOST_BOUND * worst.compute
+        all_ranks = [r for of_node in ranks.values() for r in of_node]
+        return cls(median(r.step for r in all_ranks), by_node, is_host_bound, median(r.slowest for r in all_ranks))
+
+
+def _per_step(before: Times, after: Times) -> Times:
+    steps = after.steps - before.steps
+    return Times(*((b - a) / steps for a, b in zip(before, after, strict=True)))
+
+
+def examine(windows: Sequence[Window], node: int, cause: str, ranks: int) -> SlowNode | None:
+    """Return what a node costs by one cause, if it is slow by it; all windows are of the same `ranks`."""
+    others = [[s for other, s in w.by_node[cause].items() if other != node] for w in windows]
+    middles, owns = [median(of) for of in others], [w.by_node[cause][node] for w in windows]
+    over_time = max(_deviation(middles), _deviation(owns))
+    often = _OFTEN if len(others[0]) > 2 else len(windows)  # with one or two others there is less to go by
+    found: list[SlowNode] = []
+    for window, own, of, middle in zip(windows, owns, others, middles, strict=True):
+        step_s = window.step_s
+        lost_s = min((own - middle) * (_FORWARD_TO_STEP if cause == "compute" else 1), step_s)
+        spread = _deviation(of) if len(of) > 2 else over_time
+        is_far = own - middle > _SPREADS * spread
+        if own >= _RATIO * middle and lost_s >= max(_LEAST_S, _LEAST_PART * step_s) and is_far:
+            why = "host" if cause == "compute" and window.is_host_bound[node] else cause
+            hours = lost_s / step_s * ranks * 24
+            found.append(SlowNode(node, "", why, own, middle, len(of), lost_s, step_s, hours))
+    return sorted(found, key=lambda slow: slow.lost_s)[len(found) // 2] if len(found) >= often else None
+
+
+def pays(slow: SlowNode, nodes: int, without: int, steps: int) -> bool:
+    """Whether a round of `without` nodes, the slow one not among them, does so many steps so much sooner than `nodes`.
+
+    With two nodes there is no telling which of them is at fault. Ranks save before they are stopped, so what it
+    costs is a restart.
+    """
+    saved_s = slow.lost_s - slow.step_s * max(0.0, nodes / max(1, without) - 1)
+    return slow.others > 1 and saved_s * steps > 3 * _RESTART_S
+
+
+def _deviation(values: Sequence[float]) -> float:
+    middle = median(values)
+    return median(abs(v - middle) for v in values)
+
+
+class SlowWatch:
+    """Watches one round; tells each slow node once."""
+
+    def __init__(self) -> None:
+        self._before: Sums = {}
+        self._windows = deque[Window](maxlen=_HISTORY)
+        self._told = set[object]()
+        self.asked: SlowNode | None = None  # its node has been asked why
+        self.named: SlowNode | None = None  # has been told, and may be excluded
+
+    def see(self, sums: Sums) -> SlowNode | SlowSteps | None:
+        """Note what the ranks have done until now; return what is new in it."""
+        if len(sums) < 2 or not all(sums.values()) or min(t.steps for of in sums.values() for t in of) < 1:
+            return None
+        if self._before.keys() != sums.keys():
+            self._before = sums
+        done = min(t.steps - b.steps for node in sums for b, t in zip(self._before[node], sums[node], strict=True))
+        if done < _STEPS:
+            return None
+        self._windows.append(Window.between(self._before, sums))
+        self._before = sums
+        if len(self._windows) < _WINDOWS:
+            return None
+        newest, ranks = list(self._windows)[-_WINDOWS:], sum(map(len, sums.values()))
+        by_cause = [examine(newest, node, cause, ranks) for cause in newest[0].by_node for node in sums]
+        slow = [found for found in by_cause if found is not None]
+        if slow:
+            worst = max(slow, key=lambda found: found.lost_s)
+            return self._once((worst.node, worst.cause), worst)
+        if sum(w.slowest_s >= _MUCH * max(w.by_node["compute"].values()) for w in newest) >= _OFTEN:
+            lost = median(_lost_to_imbalance(w) for w in newest)
+            if lost >= _LEAST_PART:
+                return self._once("rotating", SlowSteps(_ROTATING.format(lost=lost)))
+        return self._look_back(newest)
+
+    def _look_back(self, newest: Sequence[Window]) -> SlowSteps | None:
+        """Compare with earlier windows: all nodes may have become slow together."""
+        earlier = list(self._windows)[:-_WINDOWS]
+        if len(earlier) < 2 * _WINDOWS:
+            return None
+        usual_s = median(w.step_s for w in earlier)
+        if sum(w.step_s >= _MUCH * usual_s for w in newest) < _OFTEN:
+            self._told.discard("all")
+            return None
+        now_s = median(w.step_s for w in newest)
+        rise = {
+            cause: _typical(newest, cause) - _typical(earlier, cause) for cause in ("data", "checkpoint", "compute")
+        }
+        rise["compute"] *= _FORWARD_TO_STEP
+        cause = max(rise, key=lambda c: rise[c])
+        what = _ALL[cause] if rise[cause] >= (now_s - usual_s) / 2 else _ALL["network"]
+        return self._once("all", SlowSteps(f"steps take {now_s:.3g} s, {usual_s:.3g} s before, on all nodes: {what}"))
+
+    def _once(self, key: object, found: _Found) -> _Found | None:
+        is_new = key not in self._told
+        self._told.add(key)
+        return found if is_new else None
+
+
+def _typical(windows: Sequence[Window], cause: str) -> float:
+    return median(median(w.by_node[cause].values()) for w in windows)
+
+
+def _lost_to_imbalance(window: Window) -> float:
+    slowest_s, mean_s = window.slowest_s, median(window.by_node["compute"].values())
+    return min(1.0, _FORWARD_TO_STEP * (slowest_s - mean_s) / window.step_s)
+
+
+_ROTATING = (
+    "no node is slow, but another rank is the slowest in each step, which costs about {lost:.0%} of them: "
+    "are samples of unequal length, or the machines busy with other work?"
+)
+_ALL = {
+    "data": "they wait for data, so look at the storage that it comes from",
+    "checkpoint": "they wait for checkpoints, so look at the storage that these go to",
+    "compute": "every node computes more slowly",
+    "network": "they neither compute more slowly nor wait for data, so look at the network between them",
+}

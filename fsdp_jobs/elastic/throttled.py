@@ -1,0 +1,28 @@
+"""Ask NVIDIA's driver why GPUs of this node do not run at full speed. No torch."""
+
+from __future__ import annotations
+
+import subprocess
+from contextlib import suppress
+
+# A limit of power by software is how a healthy GPU looks at full load, so it is no reason.
+_REASONS = ("hw_thermal_slowdown", "sw_thermal_slowdown", "hw_power_brake_slowdown")
+_NAMES = ("clocks_event_reasons", "clocks_throttle_reasons")  # of newer and of older drivers
+_TIMEOUT_S = 10.0
+
+
+def throttled() -> list[str]:
+    """Return a sentence per GPU that is slowed down; empty where none is, and where there is no nvidia-smi."""
+    for name in _NAMES:
+        fields = ",".join(["index", "clocks.sm", "clocks.max.sm", *(f"{name}.{reason}" for reason in _REASONS)])
+        command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+        with suppress(OSError, subprocess.SubprocessError):
+            told = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True).stdout
+            return [why for line in told.splitlines() if (why := _why(line.split(", ")))]
+    return []
+
+
+def _why(cells: list[str]) -> str:
+    index, now, most, *are = cells
+    reasons = [reason for reason, is_active in zip(_REASONS, are, strict=True) if is_active.strip() == "Active"]
+    return f"GPU {index} at {now} of {most}: {' and '.join(reasons)}" if reasons else ""
