@@ -88,3 +88,17 @@ class HangsAtStep6(Tiny):
 
 def hangs_at_step_6() -> nn.Module:
     return HangsAtStep6()
+
+
+class Sleepy(Block):
+    """Takes 20 ms instead of computing, at nine tenths of the speed on the rank SLOW_RANK."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.02 / (0.9 if os.environ.get("RANK", "") == os.environ.get("SLOW_RANK") else 1.0))
+        return super().forward(x)
+
+
+def sleepy(vocab: int = 256) -> nn.Module:
+    model = Tiny(vocab)
+    model.blocks = nn.ModuleList([Sleepy(32)])
+    return model
