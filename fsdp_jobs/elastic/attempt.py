@@ -136,14 +136,17 @@ class Attempt:
             current.watch.silent_s = self.agents.silent_s(now) or None
             self.agents.send("dump")
 
-    def _watch_for_slow(self) -> None:
+    def _watch_for_slow(self, now: float) -> None:
         """Record what holds steps up; of a slow node when it has said why, as far as it knows."""
         agents, slow = self.agents.in_round(), self.round.slow
+        if now - slow.looked_at < self.elastic.heartbeat_interval_s:
+            return
+        slow.looked_at = now
         found = slow.see({a.node: a.times for a in agents}) if len(agents) == self.round.size else None
         if isinstance(found, events.SlowSteps):
             self._record(found)
         elif found is not None:
-            slow.asked = found
+            slow.asked[found.node] = found
             for agent in agents:
                 if agent.node == found.node:
                     agent.send({"kind": "slow"})

@@ -151,10 +151,9 @@ class Coordinator(Attempt):
 
     def on_throttled(self, agent: ConnectedAgent, message: Message, now: float) -> None:
         """Name a slow node, with what its driver says."""
-        slow = self.round.slow
-        if slow.asked is not None and slow.asked.node == agent.node:
-            slow.named, slow.asked = replace(slow.asked, host=agent.host, throttled=message["why"]), None
-            self._record(slow.named)
+        if (slow := self.round.slow.asked.pop(agent.node, None)) is not None:
+            self.round.slow.named = replace(slow, host=agent.host, throttled=message["why"])
+            self._record(self.round.slow.named)
 
     def on_ended(self, agent: ConnectedAgent, message: Message, now: float) -> None:
         agent.ended = True
@@ -252,7 +251,7 @@ class Coordinator(Attempt):
             )
         else:
             self._maybe_grow(now)
-            self._watch_for_slow()
+            self._watch_for_slow(now)
             self._watch_for_stall(now)
 
     def _maybe_form(self, now: float) -> None:

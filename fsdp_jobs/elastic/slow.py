@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
-from typing import TypeVar
 
 from fsdp_jobs.elastic.rank_state import Times
 from fsdp_jobs.run.events import SlowNode, SlowSteps
@@ -28,7 +28,6 @@ _HISTORY = 200  # windows
 _RESTART_S = 180.0  # as the plan assumes
 EXCLUDE_SLOW_S = 6 * 3600.0  # for so long, and at most one in that time
 
-_Found = TypeVar("_Found", SlowNode, SlowSteps)
 Sums = Mapping[int, Sequence[Times]]  # node -> of each of its ranks
 
 
@@ -105,7 +104,8 @@ class SlowWatch:
         self._before: Sums = {}
         self._windows = deque[Window](maxlen=_HISTORY)
         self._told = set[object]()
-        self.asked: SlowNode | None = None  # its node has been asked why
+        self.looked_at = 0.0
+        self.asked: dict[int, SlowNode] = {}  # nodes that have been asked why
         self.named: SlowNode | None = None  # has been told, and may be excluded
 
     def see(self, sums: Sums) -> SlowNode | SlowSteps | None:
@@ -122,15 +122,16 @@ class SlowWatch:
         if len(self._windows) < _WINDOWS:
             return None
         newest, ranks = list(self._windows)[-_WINDOWS:], sum(map(len, sums.values()))
-        by_cause = [examine(newest, node, cause, ranks) for cause in newest[0].by_node for node in sums]
-        slow = [found for found in by_cause if found is not None]
-        if slow:
-            worst = max(slow, key=lambda found: found.lost_s)
-            return self._once((worst.node, worst.cause), worst)
+        for cause in newest[0].by_node:
+            nodes = [node for node in sums if (node, cause) not in self._told]
+            worst = max(nodes, key=partial(_usual, newest, cause), default=None)
+            if worst is not None and (slow := examine(newest, worst, cause, ranks)) is not None:
+                self._told.add((worst, cause))
+                return slow
         if sum(w.slowest_s >= _MUCH * max(w.by_node["compute"].values()) for w in newest) >= _OFTEN:
             lost = median(_lost_to_imbalance(w) for w in newest)
             if lost >= _LEAST_PART:
-                return self._once("rotating", SlowSteps(_ROTATING.format(lost=lost)))
+                return self._once("rotating", _ROTATING.format(lost=lost))
         return self._look_back(newest)
 
     def _look_back(self, newest: Sequence[Window]) -> SlowSteps | None:
@@ -149,12 +150,16 @@ class SlowWatch:
         rise["compute"] *= _FORWARD_TO_STEP
         cause = max(rise, key=lambda c: rise[c])
         what = _ALL[cause] if rise[cause] >= (now_s - usual_s) / 2 else _ALL["network"]
-        return self._once("all", SlowSteps(f"steps take {now_s:.3g} s, {usual_s:.3g} s before, on all nodes: {what}"))
+        return self._once("all", f"steps take {now_s:.3g} s, {usual_s:.3g} s before, on all nodes: {what}")
 
-    def _once(self, key: object, found: _Found) -> _Found | None:
+    def _once(self, key: str, why: str) -> SlowSteps | None:
         is_new = key not in self._told
         self._told.add(key)
-        return found if is_new else None
+        return SlowSteps(why) if is_new else None
+
+
+def _usual(windows: Sequence[Window], cause: str, node: int) -> float:
+    return median(w.by_node[cause][node] for w in windows)
 
 
 def _typical(windows: Sequence[Window], cause: str) -> float:

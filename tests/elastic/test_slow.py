@@ -121,7 +121,7 @@ def train(cluster: Cluster, slow: int, windows: int = 6) -> None:
         for agent in cluster.coordinator.agents.in_round():
             rows = [[20 * (i + 1), 0, 1, *times] for times in sums[agent.node]]
             cluster.coordinator.on_beat(agent, {"ranks": rows, "at": cluster.now}, cluster.now)
-        cluster.now += 0.1
+        cluster.now += 1.1
         cluster.coordinator.tick(cluster.now)
 
 
@@ -146,7 +146,7 @@ def test_it_is_excluded_if_the_job_is_done_sooner_without_it(tmp_path: Path, ste
     spare = cluster.join(3)
     train(cluster, slow=1)
     cluster.coordinator.on_throttled(agents[1], {"why": []}, cluster.now)
-    cluster.later(1.0, *agents, step=120, committed=120)
+    cluster.later(2.0, *agents, spare, step=120, committed=120)
     if steps == 200:
         assert not cluster.events("machine_excluded") and not cluster.last(agents[0], "request")
         return
