@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from fsdp_jobs.checkpoints import catalog, fsdp1
 from fsdp_jobs.checkpoints.catalog import MANIFEST, NOT_FINITE, SHARDS, Manifest
+from fsdp_jobs.checkpoints.exchange import CannotKeep
 from fsdp_jobs.checkpoints.fsdp1 import Fsdp1State
 from fsdp_jobs.checkpoints.local_disks import LocalDisks
 from fsdp_jobs.checkpoints.memory import MemoryCheckpoints
@@ -79,7 +80,8 @@ class Checkpointer:
         self.rank = self.ranks.rank
         local_dir = self.config.local_dir
         self.disks = LocalDisks(Path(local_dir) / run.name, self.ranks) if local_dir is not None else None
-        self.memory = MemoryCheckpoints.of_rank(self.ranks, layout, self.state, self.config.memory.every_steps)
+        every_steps = self.config.memory.every_steps
+        self.memory = MemoryCheckpoints.of_rank(self.ranks, layout, self.state, every_steps, self._tell_failed)
         on_cuda = device.type == "cuda"
         self.mode = self.config.async_mode
         if self.mode == AUTO:
@@ -239,8 +241,11 @@ class Checkpointer:
         if self.rank == 0:
             if not copied and not isinstance(cause, NotFinite):
                 catalog.remove(request.temporary)  # first: the disk that is full may be that of event and log, too
-            events.record(self.run, self.attempt, events.CheckpointFailed(request.step, self.failure))
-            print(f"WARNING {self.failure}", flush=True)
+            self._tell_failed(request.step, self.failure)
+
+    def _tell_failed(self, step: int, why: str) -> None:
+        events.record(self.run, self.attempt, events.CheckpointFailed(step, why))
+        print(f"WARNING {why}", flush=True)
 
     def _record(self, kind: type[events.Checkpoint | events.CheckpointOnNodes], folder: Path, name: str) -> None:
         if self.rank == 0:
@@ -311,9 +316,12 @@ class Checkpointer:
     def _restore_captured(self, at_least: int, useless: list[int]) -> int | None:
         """Load what the nodes have in memory, if it is as new as a checkpoint. Returns the bytes that they sent."""
         while self.memory is not None and (chosen := self.memory.newest(at_least, useless)):
-            if (sent := self.memory.load(chosen)) is not None:
-                self.samples, self._written_step = chosen[0].samples, -1
-                return sent
+            try:
+                if (sent := self.memory.load(chosen)) is not None:
+                    self.samples, self._written_step = chosen[0].samples, -1
+                    return sent
+            except CannotKeep as e:
+                print(f"WARNING the capture of step {chosen[0].step} is not used: {e}", flush=True)
             useless.append(chosen[0].step)
         return None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 
 import torch
@@ -11,6 +11,10 @@ import torch.distributed as dist
 from fsdp_jobs.checkpoints.ranks import Ranks
 
 _BLOCK = 1 << 24  # bytes sent at once
+
+
+class CannotKeep(OSError):
+    """A node has no room for what others have sent to it, or cannot write it."""
 
 
 def fetch_files(
@@ -23,8 +27,11 @@ def fetch_files(
         held: leader -> names of the files in its `folder`; the same on every rank.
         wanted: names of the files that this rank needs, each held somewhere.
         into: where files from other nodes are written to.
+
+    Raises:
+        CannotKeep: on all ranks, when one of them cannot write what it got.
     """
-    came = 0
+    came, wrong = 0, ""
     by_rank = ranks.gather((leader, wanted))
     for name, target in sorted({(name, leader) for leader, names in by_rank for name in names}):
         source = min(rank for rank, names in held.items() if name in names)
@@ -33,9 +40,19 @@ def fetch_files(
         if ranks.rank == source:
             _send(folder / name, target, ranks.group)
         elif ranks.rank == target:
-            (into / name).parent.mkdir(parents=True, exist_ok=True)
-            came += _receive(into / name, source, ranks.group)
-    dist.barrier(group=ranks.group)
+            size = torch.zeros(1, dtype=torch.int64)
+            dist.recv(size, source, group=ranks.group)
+            blocks, came = _blocks(int(size), source, ranks.group), came + int(size)
+            try:
+                (into / name).parent.mkdir(parents=True, exist_ok=True)
+                with (into / name).open("wb") as f:
+                    f.writelines(block.numpy().data for block in blocks)
+            except OSError as e:
+                wrong = f"rank {ranks.rank} cannot keep {into / name}: {e.strerror}"
+                for _ in blocks:  # what is sent has to be received
+                    pass
+    if faults := [fault for fault in ranks.gather(wrong) if fault]:
+        raise CannotKeep(faults[0])
     return came
 
 
@@ -46,12 +63,9 @@ def _send(file: Path, to: int, group: dist.ProcessGroup) -> None:
             dist.send(torch.frombuffer(bytearray(block), dtype=torch.uint8), to, group=group)
 
 
-def _receive(file: Path, source: int, group: dist.ProcessGroup) -> int:
-    size = torch.zeros(1, dtype=torch.int64)
-    dist.recv(size, source, group=group)
-    with file.open("wb") as f:
-        for begin in range(0, int(size), _BLOCK):
-            block = torch.empty(min(_BLOCK, int(size) - begin), dtype=torch.uint8)
-            dist.recv(block, source, group=group)
-            f.write(block.numpy().data)
-    return int(size)
+def _blocks(size: int, source: int, group: dist.ProcessGroup) -> Iterator[torch.Tensor]:
+    """Receive what `_send` sends."""
+    for begin in range(0, size, _BLOCK):
+        block = torch.empty(min(_BLOCK, size - begin), dtype=torch.uint8)
+        dist.recv(block, source, group=group)
+        yield block

@@ -41,7 +41,6 @@ from fsdp_jobs.checkpoints.captured import (
 from fsdp_jobs.checkpoints.exchange import fetch_files
 from fsdp_jobs.checkpoints.ranks import Ranks
 from fsdp_jobs.checkpoints.state import RANDOM, State
-from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.config.keys import AUTO
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run.env import EPOCH_ENV, MEMORY_ENV
@@ -54,13 +53,15 @@ _TRIES = 3  # to load a step, of rounds that then died
 _TRIED = "tried"  # file of the steps that were
 _FETCHED = "fetched"  # folder of what came from other nodes for a restore
 
+Tell = Callable[[int, str], None]
+
 
 class MemoryCheckpoints:
     """One rank's captures. Methods marked "All ranks" are called by all, in the same order."""
 
-    def __init__(self, folder: Path, ranks: Ranks, layout: Layout, state: State, every_steps: int | str):
-        """All ranks."""
-        self.folder, self.ranks, self.layout, self.state = folder, ranks, layout, state
+    def __init__(self, folder: Path, ranks: Ranks, layout: Layout, state: State, every_steps: int | str, tell: Tell):
+        """All ranks. `tell` gets the step and the reason of a capture that has failed."""
+        self.folder, self.ranks, self.layout, self.state, self._tell = folder, ranks, layout, state, tell
         self.every_steps, self.epoch = every_steps, int(os.environ[EPOCH_ENV])
         self.leads = os.environ["LOCAL_RANK"] == "0"
         is_one_node = ranks.world == int(os.environ["LOCAL_WORLD_SIZE"])
@@ -80,10 +81,12 @@ class MemoryCheckpoints:
         self._taken_s = 0.0  # of that cost
 
     @classmethod
-    def of_rank(cls, ranks: Ranks, layout: Layout, state: State, every_steps: int | str) -> MemoryCheckpoints | None:
+    def of_rank(
+        cls, ranks: Ranks, layout: Layout, state: State, every_steps: int | str, tell: Tell
+    ) -> MemoryCheckpoints | None:
         """All ranks: return this rank's, if its agent keeps a folder for them."""
         folder = os.environ.get(MEMORY_ENV)
-        return cls(Path(folder), ranks, layout, state, every_steps) if folder else None
+        return cls(Path(folder), ranks, layout, state, every_steps, tell) if folder else None
 
     def before_update(self) -> None:
         """All ranks, before the state changes: wait until what is being captured has been read, and vote."""
@@ -148,8 +151,7 @@ class MemoryCheckpoints:
     ) -> None:
         """Fill the slot and say that it is whole; in a thread. On a GPU the copy follows the event `updated`.
 
-        Raises:
-            JobFailed: there is no room.
+        Where there is no room for it, no step is captured any more in this round, and training goes on.
         """
         slot.withdraw()
         if self._stream is not None:
@@ -162,11 +164,13 @@ class MemoryCheckpoints:
         try:
             data = self._map(slot, capture)
         except OSError as e:
-            raise JobFailed(
-                f"{self.folder}: {e.strerror}; each of a rank's two captures takes {capture.size / 1e9:.3g} GB. Set "
-                "checkpoint.memory.dir to a larger file system in memory, enlarge /dev/shm, or set "
-                "checkpoint.memory.every_steps=0."
-            ) from e
+            self._tell(
+                capture.step,
+                f"no step is captured until the next round: {self.folder}: {e.strerror}; each of a rank's two "
+                f"captures takes {capture.size / 1e9:.3g} GB. Set checkpoint.memory.dir to a larger file system in "
+                "memory, enlarge /dev/shm, or set checkpoint.memory.every_steps=0.",
+            )
+            return
         filled = [(entry, tensor) for entry, tensor in zip(capture.entries, parts.values(), strict=True) if entry.bytes]
         with torch.cuda.stream(self._stream):  # does nothing for None
             if updated is not None:
@@ -228,7 +232,8 @@ class MemoryCheckpoints:
             bad = {one for found in self.ranks.gather([one for one in mine if faults[one]]) for one in found}
             if not bad:
                 if self.leads:
-                    (self.folder / _TRIED).write_text(json.dumps([*tried, chosen[0].step]))
+                    with suppress(OSError):  # no room; then it is tried as often as the job is restarted
+                        (self.folder / _TRIED).write_text(json.dumps([*tried, chosen[0].step]))
                 return chosen
             left -= bad
             sound |= {*mine} - bad
@@ -254,6 +259,7 @@ class MemoryCheckpoints:
 
         Raises:
             JobFailed: it is of another model.
+            CannotKeep: there is no room for what comes from other nodes.
         """
         held: dict[int, set[str]] = {}
         for one in chosen:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import math
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,8 +19,10 @@ from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.resolve import node_range
 from fsdp_jobs.config.schema import JobConfig, LlamaConfig
+from fsdp_jobs.elastic.placement import partners
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.memory import slots_in
 from fsdp_jobs.run.tail import newest_json_lines, read_json_lines
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit import submit as submission
@@ -31,9 +34,15 @@ FAULTS = {
     "hang_node": "a node hangs for longer than the heartbeat's timeout, then continues",
     "preempt": "SIGTERM to one node: all ranks save and exit, and the job is restarted",
     "corrupt_checkpoint": "a bit of the newest checkpoint flips while the job is stopped",
+    "flip_bit": "a bit flips in each capture in a node's memory, and its ranks are killed",
+    "full_memory": "a node has no more memory for captures, and a rank is killed",
+    "lose_two_nodes": "two nodes that keep each other's captures are lost at once, with their memory",
+    "nan": "an infinite learning rate makes weights and gradients not finite until the job ends; then as before",
 }
+_OF_CAPTURES = ("flip_bit", "full_memory")
 _STEPS, _EVERY, _FAULT_AT = 60, 10, 25
 _TIMEOUT_S = 180.0
+_ROOM = 1 << 20  # bytes of a file that a node with full memory may still write: logs, a rank's part of a checkpoint
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,7 @@ class Outcome:
 
 
 def scaled(config: JobConfig, fault: str) -> JobConfig:
-    """Scale a job down: 2 nodes of at most 2 local ranks, a Llama of 2 thin layers, short samples.
+    """Scale a job down: 2 nodes of at most 2 local ranks (4 of 1 to lose two), a Llama of 2 thin layers, short samples.
 
     What recovery depends on stays: strategy, checkpointing, elastic settings, data order, precision.
     """
@@ -60,7 +69,9 @@ def scaled(config: JobConfig, fault: str) -> JobConfig:
             data = replace(data, kind="synthetic", path=None, tokens=100_000, vocab_size=vocab)
     data = replace(data, seq_len=min(data.seq_len, 64), global_batch=min(data.global_batch, 8), micro_batch=2)
     ranks = config.nproc_per_node if isinstance(config.nproc_per_node, int) else 2
+    nodes, ranks = (4, 1) if fault == "lose_two_nodes" else (2, min(ranks, 2))
     elastic = replace(config.elastic, heartbeat_timeout_s=min(config.elastic.heartbeat_timeout_s, 5.0))
+    elastic = replace(elastic, max_skipped_updates=min(config.elastic.max_skipped_updates or 5, 5))
     return replace(
         config,
         name=f"rehearse-{fault}-{time.strftime('%Y%m%d-%H%M%S')}",
@@ -68,8 +79,8 @@ def scaled(config: JobConfig, fault: str) -> JobConfig:
         hardware=small.hardware,
         model=model,
         data=data,
-        nodes="1:2" if node_range(config.nodes)[0] < node_range(config.nodes)[1] else 2,
-        nproc_per_node=min(ranks, 2),
+        nodes=f"1:{nodes}" if node_range(config.nodes)[0] < node_range(config.nodes)[1] else nodes,
+        nproc_per_node=ranks,
         steps=_STEPS,
         checkpoint=replace(config.checkpoint, every_steps=_EVERY, every_minutes=0.0, dir=None),
         elastic=elastic,
@@ -90,6 +101,9 @@ def rehearse(config: JobConfig, fault: str, say: Callable[[str], None]) -> Outco
     if program := config.script or config.module:
         what = "its steps cannot be compared: only those of the built-in trainer can"
         raise BadInput([Problem(f"script={program}", what, "rehearse without it")])
+    if fault in _OF_CAPTURES and not config.checkpoint.memory.every_steps:
+        what = f"nothing is captured in memory, which {fault} is about"
+        raise BadInput([Problem("checkpoint.memory.every_steps=0", what, "checkpoint.memory.every_steps=1")])
     (job,) = submission.prepare([scaled(config, fault)])
     run = job.run
     (handle,) = submission.submit([job], [[]])
@@ -98,33 +112,87 @@ def rehearse(config: JobConfig, fault: str, say: Callable[[str], None]) -> Outco
         _wait_until(lambda: _step(run) >= _FAULT_AT, handle, f"step {_FAULT_AT} was not reached")
         say(f"step {_step(run)}: {FAULTS[fault]}")
         injected_at = time.time()
-        if fault == "corrupt_checkpoint":
-            handle = _corrupt_checkpoint(job, handle, say)
+        if fault in ("corrupt_checkpoint", "nan"):
+            handle = (_corrupt_checkpoint if fault == "corrupt_checkpoint" else _diverge)(job, handle, say)
         else:
             _inject(run, fault, config.elastic.heartbeat_timeout_s)
         _wait_until(lambda: Verdict.final(run) is not None, handle, "the job did not end")
-        return _judge(run, injected_at)
+        return _judge(run, fault, injected_at)
     finally:
         kill([handle])
 
 
 def _inject(run: RunDir, fault: str, heartbeat_timeout_s: float) -> None:
-    """Inject a fault into the processes of node 1."""
+    """Inject a fault into the processes of node 1, and of the node that keeps its captures."""
     agent = _agent(run, node=1)
-    if fault == "kill_node":
-        agent.kill()
-    elif fault == "kill_rank":
-        _ranks(agent)[0].kill()
-    elif fault == "preempt":
-        agent.terminate()
-    else:
-        processes = [agent, *agent.children(recursive=True)]
-        for process in processes:
-            process.suspend()
-        time.sleep(min(heartbeat_timeout_s, 5.0) + 3.0)
-        for process in processes:
-            with suppress(psutil.NoSuchProcess):
-                process.resume()
+    match fault:
+        case "kill_node":
+            agent.kill()
+        case "kill_rank":
+            _ranks(agent)[0].kill()
+        case "preempt":
+            agent.terminate()
+        case "flip_bit":
+            _flip_captured(agent)
+        case "full_memory":
+            for server in _fork_servers(agent):  # the limit of files stands in for that of memory: no one else is hurt
+                server.rlimit(psutil.RLIMIT_FSIZE, (_ROOM, server.rlimit(psutil.RLIMIT_FSIZE)[1]))
+            _ranks(agent)[0].kill()
+        case "lose_two_nodes":
+            started = [e for e in events.read_events(run) if isinstance(e, events.RoundStarted)][-1].nodes
+            other = started[partners(len(started))[started.index(1)] or 0]
+            lost = [agent, _agent(run, other)]
+            for process in lost:
+                process.suspend()
+            for folder in filter(None, map(_captures, lost)):
+                shutil.rmtree(folder)
+            for process in lost:
+                process.kill()
+        case "hang_node":
+            processes = [agent, *agent.children(recursive=True)]
+            for process in processes:
+                process.suspend()
+            time.sleep(min(heartbeat_timeout_s, 5.0) + 3.0)
+            for process in processes:
+                with suppress(psutil.NoSuchProcess):
+                    process.resume()
+
+
+def _flip_captured(agent: psutil.Process) -> None:
+    """Flip a bit of each sealed capture of a node's ranks, and kill the ranks."""
+    ranks, folder = _ranks(agent), _captures(agent)
+    assert folder is not None
+    for rank in ranks:
+        rank.suspend()
+    _wait_until(lambda: all(slot.copied.exists() for slot in slots_in(folder)), None, "captures were not sealed")
+    for slot in slots_in(folder):
+        if (capture := slot.capture()) is not None:
+            largest = max(capture.entries, key=lambda entry: entry.bytes)
+            _flip(slot.data, largest.begin + largest.bytes // 2)
+    for rank in ranks:
+        rank.kill()
+
+
+def _flip(file: Path, at: int) -> None:
+    with file.open("r+b") as f:
+        f.seek(at)
+        byte = f.read(1)
+        f.seek(at)
+        f.write(bytes([byte[0] ^ 1]))
+
+
+def _diverge(job: submission.Prepared, handle: str, say: Callable[[str], None]) -> str:
+    """Stop the job and resume it with an infinite learning rate; when that has ended it, resume it as it was."""
+    write_atomic(job.run.stop_request, "rehearsal")
+    _wait_until(lambda: not is_active(handle), None, "the job did not stop")
+    optim = replace(job.config.optim, lr=math.inf)
+    diverging = replace(job.config, optim=optim, allow_config_change=True)
+    (handle,) = submission.submit(submission.prepare([diverging]), [[]])
+    _wait_until(lambda: not is_active(handle), None, "the job did not end")
+    end = Verdict.final(job.run)
+    say(f"it ended {end.verdict}: {end.reason}" if end is not None else "it ended without a verdict")
+    (resumed,) = submission.submit(submission.prepare([replace(job.config, allow_config_change=True)]), [[]])
+    return resumed
 
 
 def _corrupt_checkpoint(job: submission.Prepared, handle: str, say: Callable[[str], None]) -> str:
@@ -133,26 +201,25 @@ def _corrupt_checkpoint(job: submission.Prepared, handle: str, say: Callable[[st
     _wait_until(lambda: not is_active(handle), None, "the job did not stop")
     newest = catalog.find_checkpoints(job.run.checkpoints)[0]
     shard = max(newest.glob("*.distcp"), key=lambda f: f.stat().st_size)
-    with shard.open("r+b") as f:
-        f.seek(shard.stat().st_size // 2)
-        byte = f.read(1)
-        f.seek(-1, os.SEEK_CUR)
-        f.write(bytes([byte[0] ^ 1]))
+    _flip(shard, shard.stat().st_size // 2)
     say(f"one bit of {newest.name}/{shard.name} is flipped; resuming")
     (resumed,) = submission.submit(submission.prepare([job.config]), [[]])
     return resumed
 
 
-def _judge(run: RunDir, injected_at: float) -> Outcome:
-    recorded, metrics = events.read_events(run), list(read_json_lines(run.metrics))
+def _judge(run: RunDir, fault: str, injected_at: float) -> Outcome:
+    recorded = list(events.read_events(run))
+    metrics = [record for record in read_json_lines(run.metrics) if math.isfinite(record["loss"])]
     losses: dict[int, list[float]] = {}  # of each step, as often as it was done
     for record in metrics:
         losses.setdefault(record["step"], []).append(record["loss"])
     worst = max((abs(b - a) / abs(b) for of_step in losses.values() for a, b in pairwise(of_step)), default=0.0)
     repeated = len(metrics) - len(losses)
-    resumed = next((e for e in recorded if isinstance(e, events.Resumed) and e.time > injected_at), None)
+    resumes = [e for e in recorded if isinstance(e, events.Resumed) and e.time > injected_at]
+    resumed = resumes[-1 if fault == "nan" else 0] if resumes else None
     recovered_at = min((m["time"] for m in metrics if resumed and m["time"] > resumed.time), default=None)
-    end = Verdict.final(run)
+    end, ends = Verdict.final(run), [e.reason for e in recorded if isinstance(e, events.AttemptEnded)]
+    failed = [e.error for e in recorded if isinstance(e, events.CheckpointFailed) and e.time > injected_at]
     passed = False
     if end is None or end.verdict != "done":
         why = f"the job ended {end.verdict}: {end.reason}" if end else "the job has no verdict"
@@ -164,8 +231,15 @@ def _judge(run: RunDir, injected_at: float) -> Outcome:
         why = f"repeated steps had other losses: off by {worst:.1e}"
     elif repeated > 2 * _EVERY:
         why = f"{repeated} steps were repeated; a checkpoint was saved every {_EVERY}"
+    elif fault == "flip_bit" and (resumed.place != "memory" or not resumed.sent):
+        why = f"resumed from {resumed.place} of step {resumed.step}, and not from another node's capture"
+    elif fault == "full_memory" and not any("checkpoint.memory.dir" in error for error in failed):
+        why = "nothing told that there is no room for captures"
+    elif fault == "nan" and not any("the newest finite checkpoint is" in reason for reason in ends):
+        why = f"it did not end with what to do about it: {ends}"
     else:
-        passed, why = True, f"resumed from step {resumed.step}"
+        sent = f", {resumed.sent:,} bytes of it from other nodes" if resumed.sent else ""
+        passed, why = True, f"resumed from step {resumed.step} in {resumed.place}{sent}"
     return Outcome(passed, why, None if recovered_at is None else recovered_at - injected_at, repeated)
 
 
@@ -197,6 +271,15 @@ def _agent(run: RunDir, node: int) -> psutil.Process:
     raise JobFailed(f"node {node} of {run.name} has no agent on this machine")
 
 
+def _fork_servers(agent: psutil.Process) -> list[psutil.Process]:
+    return [c for c in agent.children() if any("fork server" in word for word in c.cmdline())]
+
+
 def _ranks(agent: psutil.Process) -> list[psutil.Process]:
-    servers = [c for c in agent.children() if any("fork server" in word for word in c.cmdline())]
-    return [rank for server in servers for rank in server.children()]
+    return [rank for server in _fork_servers(agent) for rank in server.children()]
+
+
+def _captures(agent: psutil.Process) -> Path | None:
+    """Return the folder of an agent's captures, which it holds the lock of."""
+    locks = (Path(f.path) for f in agent.open_files())
+    return next((lock.parent for lock in locks if lock.name == "lock" and "-memory-" in lock.parent.name), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from fsdp_jobs.config.schema import MemoryConfig
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run.env import EPOCH_ENV, MEMORY_ENV
 from fsdp_jobs.run.memory import COPIES, slots_in
+from fsdp_jobs.run.tail import read_json_lines
 from tests.checkpoints.saving import fill, save_steps, trained, value_of
 from tests.world import flip_byte, run_world
 
@@ -90,6 +92,28 @@ def test_half_a_model_is_never_gone_on_from_whatever_the_layout_says(tmp_path: P
     run_world(2, _leave, str(tmp_path), replicas, None, (2,))
     shutil.rmtree(tmp_path / "memory-1")
     assert run_world(2, _resume, str(tmp_path), replicas) == [(2, 2.0)] * 2
+
+
+def _resume_without_room(folder: str) -> tuple[int, float]:
+    checkpoints = _rank(folder, 2)
+    if dist.get_rank() == 1:  # a file may have so many bytes and no more, as on a full file system
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    step = checkpoints.restore()
+    checkpoints.capture(step + 1, lambda: None)
+    checkpoints.poll()
+    assert checkpoints.memory is not None
+    left = len(list(checkpoints.memory.folder.glob("2-*.json")))
+    assert left == 1 - dist.get_rank(), "training goes on where there is no room for a capture"
+    return step, value_of(checkpoints)
+
+
+def test_without_room_for_what_other_nodes_send_the_disk_is_read_and_training_goes_on(tmp_path: Path) -> None:
+    run_world(2, _leave, str(tmp_path), None, None, (2, 4))
+    for old, new in (("memory-0", "other"), ("memory-1", "memory-0"), ("other", "memory-1")):
+        (tmp_path / old).rename(tmp_path / new)  # so that each node has what the other one needs
+    assert run_world(2, _resume_without_room, str(tmp_path)) == [(4, 4.0)] * 2
+    failed = [e for e in read_json_lines(tmp_path / "events.jsonl") if e["event"] == "checkpoint_failed"]
+    assert [e["step"] for e in failed] == [5] and "checkpoint.memory.dir" in failed[0]["error"]
 
 
 def _die_while_loading(folder: str) -> None:

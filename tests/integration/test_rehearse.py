@@ -18,6 +18,36 @@ def test_a_rehearsal_of_a_large_job_in_small(tmp_path: Path, fault: str) -> None
     assert f"PASS {fault}" in done.stdout
 
 
+def rehearsed(folder: Path, fault: str, *overrides: str) -> str:
+    done = cli(folder, "rehearse", fault, "checkpoint.memory.every_steps=1", *overrides, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"PASS {fault}: resumed from step" in done.stdout
+    return done.stdout
+
+
+def test_a_flipped_bit_in_memory_costs_nothing(tmp_path: Path) -> None:
+    assert "in memory" in rehearsed(tmp_path, "flip_bit", "fsdp=full_shard")
+
+
+def test_full_memory_is_told_and_training_goes_on(tmp_path: Path) -> None:
+    rehearsed(tmp_path, "full_memory")
+
+
+@pytest.mark.soak
+def test_both_nodes_of_a_pair_are_lost(tmp_path: Path) -> None:
+    assert "in storage" in rehearsed(tmp_path, "lose_two_nodes", "fsdp=full_shard")
+
+
+@pytest.mark.soak
+def test_a_job_that_diverges_goes_on_from_its_newest_finite_checkpoint(tmp_path: Path) -> None:
+    assert "the newest finite checkpoint is of step" in rehearsed(tmp_path, "nan")
+
+
+def test_captures_that_are_off_cannot_be_rehearsed(tmp_path: Path) -> None:
+    done = cli(tmp_path, "rehearse", "flip_bit")
+    assert done.returncode == 2 and "checkpoint.memory.every_steps=1" in done.stderr
+
+
 def test_a_rehearsal_that_cannot_recover_says_fail(tmp_path: Path) -> None:
     done = cli(tmp_path, "rehearse", "kill_rank", "elastic.max_failures_without_progress=0", "checkpoint.keep=1")
     assert done.returncode == 1, done.stdout + done.stderr
