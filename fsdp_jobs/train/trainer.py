@@ -9,9 +9,9 @@ import torch._dynamo  # FSDP and optimizers import it at their first use, which 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from fsdp_jobs import job
+from fsdp_jobs.checkpoints.captured import local
 from fsdp_jobs.checkpoints.pretrained import load_initial
 from fsdp_jobs.checkpoints.state import Hyperparameters
 from fsdp_jobs.config.schema import JobConfig
@@ -39,6 +39,7 @@ class Learner:
         self.optimizer = build_optimizer(self.model, config.optim, config.fsdp.master_dtype)
         is_fp16 = compute_dtype(config.fsdp, device) == torch.float16
         self.scaler = torch.amp.GradScaler(device.type) if is_fp16 else None
+        self.shard_group = mesh.get_group("shard") if layout.shard_group > 1 else None
 
     def backward(self, microbatches: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Compute the gradients of the mean loss of the global batch. Returns the loss summed over this rank's tokens.
@@ -59,12 +60,21 @@ class Learner:
         return total
 
     def clip(self) -> Tensor:
-        """Clip the gradient's global 2-norm. Returns the norm before clipping, the same on every rank."""
+        """Clip the gradient's global 2-norm. Returns the norm before clipping, the same on every rank to the bit.
+
+        A reduction may add the ranks of one shard group in another order than those of the next; then replicas would
+        drift apart. So the parts are added in rank order.
+        """
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         parameters, limit = list(self.model.parameters()), self.config.optim.grad_clip_norm
-        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).detach()
+        own = nn.utils.get_total_norm([local(p.grad) for p in parameters if p.grad is not None]).detach()
+        square = own.double().square().to(self.device)
+        if self.shard_group is not None:
+            squares = square.new_empty(self.shard_group.size())
+            dist.all_gather_into_tensor(squares, square.reshape(1), group=self.shard_group)
+            square = squares.sum()
+        norm = square.sqrt().float().to(own.device)
         if limit:
             nn.utils.clip_grads_with_norm_(parameters, limit, norm)
         return norm
