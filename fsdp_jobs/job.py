@@ -377,6 +377,8 @@ def step(number: int, *, tokens: int = 0, flops: float = 0.0, last: bool = False
         checkpoints.save(number, block=job.is_leaving)
     if checkpoints is not None and not last and not job.is_leaving:
         checkpoints.capture(number, record=job.write_line)  # a step that is captured has been recorded
+    if checkpoints is not None:
+        checkpoints.compare(number, is_end=last or job.is_leaving)
     if job.request is Request.SAVE:
         job.request = Request.NONE
     job.report(Phase.LEAVING if job.is_leaving else Phase.TRAINING)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 class Block(nn.Module):
@@ -102,3 +106,27 @@ def sleepy(vocab: int = 256) -> nn.Module:
     model = Tiny(vocab)
     model.blocks = nn.ModuleList([Sleepy(32)])
     return model
+
+
+def flips_a_bit() -> nn.Module:
+    """Tiny, of which one rank flips a bit after an update: FLIP is rank, rounds, step, tensor, element and bit.
+
+    The tensor is `parameter`, or a name of the optimizer's state; the number of the parameter follows after a dash.
+    """
+    if "RANK" in os.environ and "FLIP" in os.environ:
+        rank, rounds, at, name, element, bit = os.environ["FLIP"].split(":")
+        if rank == os.environ["RANK"] and os.environ["FSDP_JOBS_ROUND"] in rounds.split(","):
+            what, number = name.split("-")
+            register_optimizer_step_post_hook(partial(_flip, int(at), what, int(number), int(element), int(bit)))
+    return Tiny()
+
+
+def _flip(at: int, what: str, number: int, element: int, bit: int, optimizer: Any, *_: object) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameter = parameters[number % len(parameters)]
+    state = optimizer.state[parameter]
+    if int(state["step"]) == at:
+        tensor = parameter if what == "parameter" else state[what]
+        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        bits = own.detach().view(-1).view(torch.int32)
+        bits[element % len(bits)] ^= 1 << bit

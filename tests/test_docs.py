@@ -24,6 +24,7 @@ GROUPS = (
     "optim",
     "checkpoint",
     "checkpoint.memory",
+    "integrity",
     "elastic",
     "sweep",
     "tracking",

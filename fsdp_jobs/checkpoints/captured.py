@@ -20,16 +20,30 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run.memory import Capture, Entry
 
 
-def entry_of(name: str, tensor: Tensor, is_alone: bool) -> Entry:
+def entry_of(name: str, tensor: Tensor, is_alone: bool, is_replicated: bool) -> Entry:
     """Describe this rank's part of a tensor."""
     shape, offsets = tuple(tensor.shape), (0,) * tensor.dim()
     if isinstance(tensor, DTensor):
         _, offsets = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)
     own, kind = local(tensor), str(tensor.dtype).removeprefix("torch.")
-    return Entry(name, kind, [*shape], [*offsets], [*own.shape], own.numel() * own.element_size(), is_alone)
+    return Entry(
+        name, kind, [*shape], [*offsets], [*own.shape], own.numel() * own.element_size(), is_alone, 0, is_replicated
+    )
+
+
+def is_as_planned(tensor: Tensor, layout: Layout) -> bool:
+    """Whether ranks hold a tensor as the layout says: sharded over runs of consecutive ranks, or all of it."""
+    if not isinstance(tensor, DTensor):
+        return True
+    *outer, inner = tensor.placements
+    mesh, group = tensor.device_mesh.mesh, layout.shard_group if inner.is_shard() else 1
+    is_whole_world = mesh.numel() == layout.world_size and bool((mesh.flatten().diff() == 1).all())
+    is_group = (mesh.shape[-1] if inner.is_shard() else 1) == group
+    return is_whole_world and is_group and not any(p.is_shard() or p.is_partial() for p in outer)
 
 
 class Place(NamedTuple):

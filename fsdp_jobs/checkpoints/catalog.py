@@ -17,19 +17,22 @@ import re
 import shutil
 import socket
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fsdp_jobs.config.errors import JobFailed
+from fsdp_jobs.run import events
+from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import HOST_ENV
 
 MANIFEST = "manifest.json"
 SHARDS = "shards.json"  # the manifest of a step whose shards are on the nodes' own disks
 METADATA = ".metadata"  # which tensor is where, as torch's DCP writes it
 NOT_FINITE = "its values were not finite when it was saved"
+NOT_AGREED = "replicas did not hold the same bits when it was saved"
 _DAMAGED = f"{MANIFEST}.damaged"
 _REPLACED = ".replaced"  # suffix of a step while another save of it takes its place
 _NAME = re.compile(r"step-(\d{8,})")
@@ -62,6 +65,7 @@ class Manifest:
     files: dict[str, dict[str, int]]  # name -> {"bytes": size, "crc32": checksum}, without the manifest itself
     stream: dict[str, Any] | None = None  # where a data set that is streamed is read on
     finite: bool = True  # whether no value was NaN and no weight infinite
+    agreed: bool | None = None  # whether replicas held the same bits; None: not known
 
     @property
     def bytes(self) -> int:
@@ -157,7 +161,7 @@ def _fault_of_manifest(folder: Path, name: str) -> str:
 
 
 def verify(folder: Path, shards: bool = True) -> list[str]:
-    """List the faults of a checkpoint, a state that is not finite among them; empty when it is whole.
+    """List the faults of a checkpoint, a state not to go on from among them; empty when it is whole.
 
     Args:
         shards: read all of them; otherwise their sizes and the metadata have to do.
@@ -170,7 +174,22 @@ def verify(folder: Path, shards: bool = True) -> list[str]:
     manifest = Manifest.read(folder)
     read = {name: file for name, file in manifest.files.items() if shards or name == METADATA}
     faults = faults_in(folder, manifest.files, contents=False) or faults_in(folder, read)
-    return [*faults.values()] + ([] if manifest.finite else [NOT_FINITE])
+    return [*faults.values()] or state_faults(manifest)
+
+
+def state_faults(manifest: Manifest) -> list[str]:
+    """Say why the state that a whole checkpoint holds is not one to go on from; empty for one that is."""
+    return ([] if manifest.finite else [NOT_FINITE]) + ([NOT_AGREED] if manifest.agreed is False else [])
+
+
+def mark_agreed(checkpoints: Path, about: Callable[[int], bool | None]) -> None:
+    """Note in the checkpoints of which it was not known whether replicas held the same bits then, `about` a step."""
+    for name, found in ((MANIFEST, find_checkpoints(checkpoints)), (SHARDS, find_on_nodes(checkpoints))):
+        for folder in found:
+            with suppress(ValueError, TypeError, FileNotFoundError):  # damaged, or just removed
+                manifest, known = Manifest.read(folder, name), about(step_of(folder))
+                if manifest.agreed is None and known is not None:
+                    replace(manifest, agreed=known).write(folder, name)
 
 
 def checksum(file: Path, from_disk: bool = False) -> int:
@@ -234,19 +253,19 @@ def set_aside(folder: Path) -> None:
 def prune(checkpoints: Path, keep: int) -> list[Path]:
     """Remove all but the newest `keep` whole checkpoints (0 keeps all). Returns what was removed.
 
-    Steps that never left the nodes' disks go when a newer one is whole, and those that were not finite when there is
-    a newer one like them.
+    Steps that never left the nodes' disks go when a newer one is whole. Those that were not finite, or of which
+    replicas differed, do not count; the newest of them stays.
 
     Raises:
         CannotReadHere: whether one is whole cannot be seen from here; nothing was removed.
     """
     faults = {folder: verify(folder, shards=False) for folder in find_checkpoints(checkpoints)}
     whole = [f for f, found in faults.items() if not found]
-    not_finite = [f for f, found in faults.items() if found == [NOT_FINITE]]
+    no_good = [f for f, found in faults.items() if found and {*found} <= {NOT_FINITE, NOT_AGREED}]
     for folder in find_on_nodes(checkpoints):
         if whole and step_of(folder) < step_of(whole[0]):
             remove(folder)
-    removed = whole[keep:] + not_finite[1:] if keep else []
+    removed = whole[keep:] + no_good[1:] if keep else []
     for folder in removed:  # never half a checkpoint that looks whole
         if is_object_store(folder):
             (folder / MANIFEST).unlink()
@@ -254,6 +273,23 @@ def prune(checkpoints: Path, keep: int) -> list[Path]:
         else:
             remove(folder.rename(folder.with_name(f"{folder.name}.tmp")))
     return removed
+
+
+def refuse_to_begin_again(run: RunDir, checkpoints: Path, skipped: Mapping[str, list[str]]) -> None:
+    """Refuse to begin at step 0 a run that was further once; `skipped` says what is wrong with its checkpoints.
+
+    Raises:
+        JobFailed: it was.
+    """
+    kinds = (events.Checkpoint, events.Resumed)
+    steps = [e.step for e in events.newest_events(run) if isinstance(e, kinds)]
+    if any(steps):
+        reasons = [f"{name}: {'; '.join(faults)}" for name, faults in skipped.items()]
+        found = reasons or sorted(f.name for f in checkpoints.glob("step-*")) or ["nothing"]
+        raise JobFailed(
+            f"this run had a checkpoint of step {max(steps)}, and none that can be used is in {checkpoints} "
+            f"(found: {', '.join(found)}). Put one back, or begin again with checkpoint.restart_from_zero=true."
+        )
 
 
 def remove(folder: Path) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from torch.distributed.checkpoint.stateful import Stateful
 
 from fsdp_jobs.checkpoints import catalog, fsdp1
-from fsdp_jobs.checkpoints.catalog import MANIFEST, NOT_FINITE, SHARDS, Manifest
+from fsdp_jobs.checkpoints.catalog import MANIFEST, NOT_AGREED, NOT_FINITE, SHARDS, Manifest
 from fsdp_jobs.checkpoints.exchange import CannotKeep
 from fsdp_jobs.checkpoints.fsdp1 import Fsdp1State
 from fsdp_jobs.checkpoints.local_disks import LocalDisks
@@ -28,6 +28,7 @@ from fsdp_jobs.checkpoints.memory import MemoryCheckpoints
 from fsdp_jobs.checkpoints.ranks import Ranks
 from fsdp_jobs.checkpoints.state import State
 from fsdp_jobs.checkpoints.storage import CommittingWriter, NotFinite, SafeReader, SaveRequest
+from fsdp_jobs.checkpoints.sums import tell_sums
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.config.keys import AUTO
 from fsdp_jobs.config.schema import JobConfig
@@ -35,6 +36,7 @@ from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, checkpoints_of
 from fsdp_jobs.run.epoch import Epoch, Fenced
+from fsdp_jobs.run.integrity import NO_LIMIT, known_here
 
 _CURES = (  # of saves that fail with these errors
     ((errno.ENOSPC, errno.EDQUOT), "Free space under {}."),
@@ -66,7 +68,7 @@ class Checkpointer:
             restart: differs between restarts of the run, so that no two write into the same folder.
             on_restored: called with the step at the end of `restore`.
         """
-        self.run, self.config, self.layout = run, config.checkpoint, layout
+        self.run, self.config, self.integrity, self.layout = run, config.checkpoint, config.integrity, layout
         self.attempt, self.restart, self.on_restored = attempt, restart, on_restored
         self.state = (Fsdp1State if fsdp1.is_used(model) else State)(model, optimizer, others, device)
         minutes = self.config.every_minutes
@@ -177,6 +179,13 @@ class Checkpointer:
         if self.memory is not None:
             self.memory.after_step(step, self.samples, record)
 
+    def compare(self, step: int, is_end: bool) -> None:
+        """Have the state after `step` steps compared with that of replicas, if it is time to; captures are anyway."""
+        every = self.integrity.every_steps
+        is_due = is_end if self.memory is not None else every > 0 and (is_end or step % every == 0)
+        if is_due and self.layout.replicas > 1:
+            tell_sums(self.state, self.layout, step, self.rank)
+
     @property
     def safe_step(self) -> int:
         """The newest step that a failure of one node leaves; -1 for none."""
@@ -270,6 +279,9 @@ class Checkpointer:
         elif self.rank == 0:
             events.record(self.run, self.attempt, events.Resumed(step, self.samples, world, *loaded_from))
             print(f"resumed from step {step} on {world} ranks", flush=True)
+        if self.memory is not None:
+            self.memory.done = step
+        self.compare(step, is_end=True)
         self.on_restored(step)
         return step
 
@@ -280,6 +292,8 @@ class Checkpointer:
             self.epoch.check()
             catalog.make_folder(self.home)
             catalog.remove_unfinished(self.home)
+            if (limit := known_here().limit) != NO_LIMIT:
+                catalog.mark_agreed(self.home, lambda step: None if step <= limit else False)
         useless: list[int] = []  # captured steps
         while True:
             name, listed_in = self.ranks.from_rank_0(lambda: self._newest(skipped))
@@ -288,10 +302,13 @@ class Checkpointer:
                 self.committed_step = newest if listed_in == MANIFEST else -1
                 return "memory", sent
             if name is None:
-                self.ranks.from_rank_0(lambda: self._begin_at_zero(skipped))
+                if not self.config.restart_from_zero:
+                    self.ranks.from_rank_0(lambda: catalog.refuse_to_begin_again(self.run, self.home, skipped))
                 return None
             folder, shards = self.home / name, None
             manifest, faults = self.ranks.examine(folder, listed_in, shards=self.disks is None)
+            if manifest is not None and manifest.agreed is False and self.integrity.action != "report":
+                faults = [NOT_AGREED]
             if manifest is not None and not faults and self.disks is not None:
                 shards = self.disks.holding(manifest)
                 if shards is None and listed_in == MANIFEST:
@@ -307,7 +324,7 @@ class Checkpointer:
                 return "storage" if shards is None else "local_dir", None
             skipped[name] = faults
             if self.rank == 0:
-                if listed_in == MANIFEST and faults != [NOT_FINITE]:
+                if listed_in == MANIFEST and faults not in ([NOT_FINITE], [NOT_AGREED]):
                     self.epoch.check()
                     catalog.set_aside(folder)
                 events.record(self.run, self.attempt, events.CheckpointSkipped(name, faults))
@@ -331,19 +348,6 @@ class Checkpointer:
         found += [(f, SHARDS) for f in catalog.find_on_nodes(self.home)] if self.disks is not None else []
         by_step = {catalog.step_of(f): (f.name, name) for f, name in reversed(found) if f.name not in skipped}
         return by_step[max(by_step)] if by_step else (None, "")
-
-    def _begin_at_zero(self, skipped: dict[str, list[str]]) -> None:
-        """Raises: JobFailed when this run was further once, unless the user wants it to begin again."""
-        kinds = (events.Checkpoint, events.Resumed)
-        steps = [e.step for e in events.newest_events(self.run) if isinstance(e, kinds)]
-        if not any(steps) or self.config.restart_from_zero:
-            return
-        reasons = [f"{name}: {'; '.join(faults)}" for name, faults in skipped.items()]
-        found = reasons or sorted(f.name for f in self.home.glob("step-*")) or ["nothing"]
-        raise JobFailed(
-            f"this run had a checkpoint of step {max(steps)}, and none that can be used is in {self.home} "
-            f"(found: {', '.join(found)}). Put one back, or begin again with checkpoint.restart_from_zero=true."
-        )
 
     def _load(self, folder: Path, manifest: Manifest, shards: Path | None) -> None:
         """Load a verified checkpoint; `shards` is this node's folder when it is on the nodes' own disks."""

@@ -25,12 +25,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner
-from torch.distributed.tensor import DTensor
 
 from fsdp_jobs.checkpoints.captured import (
     Place,
     address_of,
     entry_of,
+    is_as_planned,
     is_finite,
     local,
     mapped,
@@ -44,6 +44,7 @@ from fsdp_jobs.checkpoints.state import RANDOM, State
 from fsdp_jobs.config.keys import AUTO
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run.env import EPOCH_ENV, MEMORY_ENV
+from fsdp_jobs.run.integrity import known_here
 from fsdp_jobs.run.memory import COPIES, Capture, Entry, Found, Slot, forget_before, newest_complete, slots_in
 
 _DUE, _BUSY = 1, 2  # votes; the highest counts
@@ -77,7 +78,8 @@ class MemoryCheckpoints:
         self._captures = 0  # in this round
         self.step = -1  # the newest that is known to be with all nodes
         self._captured_step = -1
-        self._steps, self._since, self._cost_s = 0, time.monotonic(), 0.0  # after the newest capture, and of it
+        self.done = 0  # steps
+        self._since, self._cost_s = time.monotonic(), 0.0  # after the newest capture, and of it
         self._taken_s = 0.0  # of that cost
 
     @classmethod
@@ -109,10 +111,13 @@ class MemoryCheckpoints:
         return stall_s
 
     def _is_due(self) -> bool:
+        if self.done < (replayed := known_here().replayed):
+            return self.done + 1 == replayed  # which must not be missed because of another
         if not self._captures:
             return True  # what a lost node had is copied again at once
         if self.every_steps != AUTO:
-            return self._steps + 1 >= int(self.every_steps)
+            every = int(self.every_steps)
+            return (self.done + 1) // every > self._captured_step // every  # the same steps in every round
         return self._cost_s <= _AUTO_COST * (time.monotonic() - self._since)
 
     def after_step(self, step: int, samples: int, record: Callable[[], None]) -> None:
@@ -123,7 +128,7 @@ class MemoryCheckpoints:
         self.before_update()  # where the optimizer made no update
         assert self._voting is not None
         self._voting.wait()
-        self._voting, self._steps = None, self._steps + 1
+        self._voting, self.done = None, step
         if int(self._ballot) != _DUE:
             return
         begin = time.perf_counter()
@@ -137,7 +142,7 @@ class MemoryCheckpoints:
         tensors, objects = self.state.to_capture()
         updated = torch.cuda.current_stream().record_event() if self._stream is not None else None
         self._copying = self._thread.submit(self._copy, slot, about, tensors, copy.deepcopy(objects), updated, record)
-        self._captures, self._newest, self._steps = self._captures + 1, slot, 0
+        self._captures, self._newest = self._captures + 1, slot
         self._since, self._cost_s, self._taken_s = time.monotonic(), time.perf_counter() - begin, 0.0
 
     def _copy(
@@ -157,9 +162,13 @@ class MemoryCheckpoints:
         if self._stream is not None:
             torch.cuda.set_device(self.state.device)  # of this thread
         parts = tensors | self.state.packed(objects)
-        is_plans = all(map(self._is_as_planned, tensors.values()))
+        is_plans = all(is_as_planned(tensor, self.layout) for tensor in tensors.values())
         has_replica = self._has_replica and is_plans
-        entries = [entry_of(name, part, not has_replica or name.startswith(RANDOM)) for name, part in parts.items()]
+        same = tensors.keys() - self.state.buffers if is_plans and self.layout.replicas > 1 else ()
+        entries = [
+            entry_of(name, part, not has_replica or name.startswith(RANDOM), name in same)
+            for name, part in parts.items()
+        ]
         capture = about(self.layout.shard_group if is_plans else self.ranks.world, entries).placed()
         try:
             data = self._map(slot, capture)
@@ -197,16 +206,6 @@ class MemoryCheckpoints:
                 torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address_of(data), len(data), 0))
         return data
 
-    def _is_as_planned(self, tensor: Tensor) -> bool:
-        """Whether ranks hold a tensor as the layout says: sharded over runs of consecutive ranks, or all of it."""
-        if not isinstance(tensor, DTensor):
-            return True
-        *outer, inner = tensor.placements
-        mesh, group = tensor.device_mesh.mesh, self.layout.shard_group if inner.is_shard() else 1
-        is_whole_world = mesh.numel() == self.ranks.world and bool((mesh.flatten().diff() == 1).all())
-        is_group = (mesh.shape[-1] if inner.is_shard() else 1) == group
-        return is_whole_world and is_group and not any(p.is_shard() or p.is_partial() for p in outer)
-
     def newest(self, at_least: int, passed_over: Collection[int] = ()) -> list[Found]:
         """All ranks: find the newest step that the nodes hold whole, and verify what they hold of it.
 
@@ -220,7 +219,8 @@ class MemoryCheckpoints:
         by_rank = self.ranks.gather((self.ranks.node, self.leads, here, tried))
         self._leader = next(r for r, (node, leads, *_) in enumerate(by_rank) if leads and node == self.ranks.node)
         lost = {step for *_, steps in by_rank for step in steps if steps.count(step) >= _TRIES} | {*passed_over}
-        left = {one for _, _, found, _ in by_rank for one in found if one.step not in lost}
+        limit = known_here().limit
+        left = {one for _, _, found, _ in by_rank for one in found if one.step not in lost and one.step <= limit}
         sound: set[Found] = set()
         while (chosen := newest_complete(left)) and chosen[0].step >= at_least:
             mine = [one for one in chosen if one.holder == self.ranks.rank and one not in sound]

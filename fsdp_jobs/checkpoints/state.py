@@ -56,6 +56,11 @@ class State:
             self._is_prepared = True
         return self._live()
 
+    def to_compare(self) -> dict[str, Tensor]:
+        """Return what replicas hold in common, as it is now: parameters, and what the optimizer holds so far."""
+        tensors, _ = self._live()
+        return {name: tensor for name, tensor in tensors.items() if name not in self.buffers}
+
     def _live(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Look up what there is now.
 

@@ -29,6 +29,7 @@ from fsdp_jobs.checkpoints import catalog
 from fsdp_jobs.checkpoints.catalog import METADATA, NOT_FINITE, SHARDS, CannotReadHere, Manifest, is_object_store
 from fsdp_jobs.config.schema import CheckpointConfig
 from fsdp_jobs.run.epoch import Epoch
+from fsdp_jobs.run.integrity import known_here
 from fsdp_jobs.run.processes import watch_parent
 
 _REPORT = MetadataIndex("what a rank has written")
@@ -133,9 +134,12 @@ class SaveRequest:
             OSError: what was reported is not what is there.
         """
         self.epoch.check()
-        catalog.commit(self.temporary, self.final, manifest)
+        known = known_here()
+        catalog.commit(self.temporary, self.final, replace(manifest, agreed=known.about(self.step)))
         try:
             self.epoch.check()
+            if known.compared >= 0:
+                catalog.mark_agreed(self.checkpoints, known.about)
             catalog.prune(self.checkpoints, self.config.keep)
         except (OSError, CannotReadHere, RuntimeError) as e:  # it is committed nevertheless
             print(f"WARNING older checkpoints stay: {e}", flush=True)

@@ -157,6 +157,8 @@ def _show_story(run: RunDir) -> None:
         console.print(f"loss     {len(status.spikes)} spikes, the last: {status.spikes[-1].sentence()}", soft_wrap=True)
     for slow in status.slow:
         console.print(f"slow     {time.strftime('%H:%M', time.localtime(slow.time))} {slow.sentence()}", soft_wrap=True)
+    for corruption in status.corruptions:
+        console.print(f"corrupt  {corruption.sentence()}", soft_wrap=True)
     console.print(f"now      {status.doing}")
     if status.has_steps:
         console.print(f"goodput  {goodput_of(status)}", soft_wrap=True)

@@ -21,7 +21,7 @@ DTYPES = ("fp32", "bf16", "fp16")
 MASTER_DTYPES = ("fp32", "bf16", "bf16_stochastic")  # bf16 as it is, or rounded stochastically after each step
 RECOMPUTED = ("none", "full", "every_n", "selective")
 VERDICTS = ("done", "preempted", "infrastructure", "stalled", "user_error")
-NOTIFY_ON = (*VERDICTS, "requeue")
+NOTIFY_ON = (*VERDICTS, "requeue", "corruption")
 
 
 @dataclass
@@ -190,6 +190,18 @@ class CheckpointConfig:
 
 
 @dataclass
+class IntegrityConfig:
+    """Whether replicas hold the same bits, and what follows when they do not."""
+
+    every_steps: int = key(0, "steps between two comparisons; 0: only captures are compared", at_least=0)
+    action: str = key(
+        "report",
+        "when they do not: tell, go back to where they did, and exclude the node, too",
+        choices=("report", "restart", "exclude"),
+    )
+
+
+@dataclass
 class ElasticConfig:
     """How the job survives failures."""
 
@@ -228,11 +240,11 @@ class TrackingConfig:
 
 @dataclass
 class NotifyConfig:
-    """Who is notified that an attempt has ended, and how."""
+    """Who is notified that an attempt has ended, or replicas differ, and how."""
 
     command: str | None = key(None, "a shell command, run on the machine that judged")
     webhook: str | None = key(None, "`env:NAME`: the variable that holds the URL to which JSON is posted")
-    on: list[str] = key([*VERDICTS], "which verdicts; `requeue`: also those that restart the job", choices=NOTIFY_ON)
+    on: list[str] = key([*VERDICTS, "corruption"], "of what; `requeue`: of restarts, too", choices=NOTIFY_ON)
 
 
 @dataclass
@@ -274,6 +286,7 @@ class JobConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    integrity: IntegrityConfig = field(default_factory=IntegrityConfig)
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)

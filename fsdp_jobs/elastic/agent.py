@@ -277,9 +277,9 @@ def run_agent(args: argparse.Namespace) -> int:
         os.environ[MEMORY_ENV] = str(copies.folder)
     entrypoint, entry_args = _entrypoint(config, run)  # forks, so before there are threads
     log.take_over("torch.distributed")  # here: ranks keep torch's own
-    if copies is not None:
-        copies.start()
     handler = CoordinatorRendezvous(config.elastic, run, identity, folder)
+    if copies is not None:
+        copies.start(handler.sums)
     spec = WorkerSpec(
         role="trainer",
         local_world_size=args.nproc,

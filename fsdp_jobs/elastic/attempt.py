@@ -12,10 +12,12 @@ from fsdp_jobs.elastic.failures import Budget, Failure, Machines, find_cause
 from fsdp_jobs.elastic.fencing import Leases
 from fsdp_jobs.elastic.placement import Agents, ConnectedAgent, RoundPlanner
 from fsdp_jobs.elastic.rank_state import Request
+from fsdp_jobs.elastic.replicas import OUTVOTED, TWO
 from fsdp_jobs.elastic.slow import EXCLUDE_SLOW_S, SlowWatch, pays
 from fsdp_jobs.elastic.stall import StallWatch
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.integrity import NO_LIMIT
 from fsdp_jobs.run.tail import last_lines
 from fsdp_jobs.run.verdict import Verdict
 
@@ -49,7 +51,8 @@ class Round:
     broken_why: str = ""
     failures: list[Failure] = field(default_factory=list)
     lost: set[int] = field(default_factory=set)  # nodes
-    culprit: int | None = None  # node on which the others waited, or that was lost alone
+    culprit: int | None = None  # node on which the others waited, that was lost alone, or whose state is wrong
+    excludes: bool = False  # the culprit at once
 
     def was_long(self, now: float) -> bool:
         return not self.saves and now - self.began_at > _LONG_ROUND_S
@@ -79,6 +82,7 @@ class Attempt:
         history = list(events.read_events(run))
         self.budget = Budget(self.elastic.max_failures_without_progress, history)
         self.machines = Machines(run, self.elastic.exclude_after, self.elastic.exclude_for_s, history)
+        self.limit = NO_LIMIT  # step after which nothing is gone on from that is not known to be sound
         self._may_adopt = True  # no round was formed or broken yet: this may replace a coordinator that died
         self._warned = ""  # what was last warned of
         self._excluded_slow_at = 0.0  # seconds since 1970
@@ -93,6 +97,12 @@ class Attempt:
                     self._excluded_slow_at = event.time
                 case events.RoundStarted():
                     may_run = set(event.hosts)
+                case events.Corruption(finding=found) if (
+                    found in (OUTVOTED, TWO) and config.integrity.action != "report"
+                ):
+                    self.limit = event.agreed
+                case events.Resumed():
+                    self.limit = NO_LIMIT
                 case events.AttemptEnded(leases=0):
                     may_run = set()
         self.leases = Leases(self.elastic, may_run)
@@ -206,7 +216,7 @@ class Attempt:
                 verdict.reason += f". {self.planner.what_would_fit(broken.size)}"
             self._close(verdict, now)
         elif machine is not None and len(set(broken.hosts.values())) > 1:
-            reason = self.machines.blame(machine, cause.why)
+            reason = self.machines.blame(machine, cause.why, at_once=broken.excludes)
             if reason is not None:
                 self._record(events.MachineExcluded(machine, reason))
 

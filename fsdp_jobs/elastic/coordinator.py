@@ -150,7 +150,8 @@ class Server:
 
 _IDENTITY = ("node", "host", "address", "nproc", "switches", "copies", "ended")  # of an agent, in hello
 _KINDS = ("beat", "failed", "ready", "master", "notice", "stacks", "silent", "throttled", "ended", "away")
-_HANDLERS = {kind: getattr(Coordinator, f"on_{kind}") for kind in _KINDS}
+_COMPARED = ("sums", "tensors")
+_HANDLERS = {kind: getattr(Coordinator, f"on_{kind}") for kind in (*_KINDS, *_COMPARED)}
 
 
 def _send(writer: asyncio.StreamWriter, message: Message) -> None:

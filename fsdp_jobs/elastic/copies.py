@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fsdp_jobs.elastic.protocol import AGENT, PARTNER, Message, line, proof
+from fsdp_jobs.elastic.sums import Sums
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.memory import COPIES, Capture, Slot, adopt_folder, newest_in, slots_in
@@ -44,6 +45,7 @@ class Copies:
         self.folder, self._lock = adopt_folder(memory, run)
         self._epoch = 0  # of this round
         self._partner: list[Any] | None = None
+        self._kept: dict[int, tuple[int, int]] = {}  # rank -> epoch and step of what is sealed and copied
         self._token = run.token.read_text()
         self._connection: tuple[list[Any], socket.socket, IO[bytes]] | None = None
         self._over = threading.Event()
@@ -51,8 +53,9 @@ class Copies:
         self.port = int(self._server.server_address[1])
         self._keeper = threading.Thread(target=self._keep, name="captures", daemon=True)
 
-    def start(self) -> None:
-        """Begin to seal, send and receive, in threads."""
+    def start(self, sums: Sums) -> None:
+        """Begin to seal, send and receive, in threads; `sums` are compared with those of replicas."""
+        self._sums = sums
         threading.Thread(target=self._server.serve_forever, name="copies", daemon=True).start()
         self._keeper.start()
 
@@ -85,8 +88,19 @@ class Copies:
 
     def _take_care(self, slot: Slot, capture: Capture) -> None:
         """Raises: OSError, ValueError or KeyError when it is not sealed and copied."""
-        if not slot.sums.exists() and slot.seal() is None:
-            return
+        if self._kept.get(capture.rank) != (capture.epoch, capture.step):
+            if not slot.sums.exists() and slot.seal() is None:
+                return
+            sums = json.loads(slot.sums.read_text())
+            self._copy(slot, capture)
+            self._kept[capture.rank] = (capture.epoch, capture.step)
+            same = {entry.name: sums[entry.name] for entry in capture.entries if entry.is_replicated}
+            self._sums.take(capture.epoch, capture.step, capture.rank, same)
+        if self._sums.may_follow(capture.step):
+            slot.copied.touch()
+
+    def _copy(self, slot: Slot, capture: Capture) -> None:
+        """Raises: OSError, ValueError or KeyError when the partner does not have what no replica has."""
         copy, partner = capture.alone(), self._partner
         if partner is not None and copy.entries:
             try:
@@ -96,7 +110,6 @@ class Copies:
                     raise
                 slot.withdraw()  # it has changed since it was sealed; the next capture will do
                 self._tell(f"node {self.node}'s capture of step {capture.step} has changed: {wrong[:3]}")
-        slot.copied.touch()
 
     def _send(self, partner: list[Any], slot: Slot, capture: Capture, copy: Capture) -> None:
         """Raises: OSError, ValueError or KeyError when the partner does not have it."""

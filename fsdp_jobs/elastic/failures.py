@@ -174,11 +174,11 @@ class Machines:
             if isinstance(event, events.RoundBroken) and event.blamed:
                 self._failures[event.blamed].append(event.time)
 
-    def blame(self, host: str, why: str) -> str | None:
-        """Note a failure; returns the reason when it is the one that excludes the machine."""
+    def blame(self, host: str, why: str, at_once: bool = False) -> str | None:
+        """Note a failure; returns the reason when it is the one that excludes the machine: `at_once`, the first."""
         now = time.time()
         recent = self._failures[host] = [t for t in [*self._failures[host], now] if t > now - self.for_s]
-        if not self.most or len(recent) < self.most:
+        if not at_once and (not self.most or len(recent) < self.most):
             return None
         reason = f"{len(recent)} failures within {self.for_s:.0f} s; the last: {why}"
         self.run.exclude(host, self.for_s, reason)

@@ -19,14 +19,20 @@ Agent to coordinator:
     stacks  node, ranks: [...]          the state of its ranks, after a dump
     silent  round, seconds              its ranks report no steps and have done nothing for so long; once a second
     throttled  why: [...]               what slows its processors down, by the driver; answers `slow`
+    sums    round, step, sums: [[rank, digest], ...]    what its ranks hold, of what replicas must hold, too
+    tensors round, step, rank, of, sums: [[name, sum], ...]     some of a rank's tensors, of so many; answers tell
     ended                       all ranks of this node have finished
     away                        this connection will be closed, and not because the agent ends
 Coordinator to agent:
     alive   at                          answers hello, beat and ready; with `at`, the node's lease runs from then
-    round   round, epoch, rank, size, shard_group, layout, partner
-                                        this node has this rank of `size`, and sends its captures there
+    round   round, epoch, rank, size, shard_group, layout, partner, limit, replayed, holds
+                                        this node has this rank of `size`, and sends its captures to the partner;
+                                        after the step `limit` nothing is gone on from that is not known to be sound,
+                                        step `replayed` is compared, and captures wait for it (holds)
     start   round, host, port   the head's answer, to everyone else
     break   round, why                  stop the ranks and send `ready`
+    compared agreed, compared, differ   replicas were compared after a step
+    tell    round, step, ranks          say the sums of these ranks' tensors
     dump                                write the ranks' stacks and answer with `stacks`
     slow                                this node is slower than the others: answer with `throttled`
     request request                     for the states of the ranks

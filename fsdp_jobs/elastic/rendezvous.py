@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torch.distributed import HashStore
 from torch.distributed.elastic import rendezvous
@@ -13,6 +14,7 @@ from torch.distributed.elastic import rendezvous
 from fsdp_jobs.config.schema import ElasticConfig
 from fsdp_jobs.elastic.protocol import NO_ROUND, Link, Message, lease_s
 from fsdp_jobs.elastic.rank_state import RankState, Request
+from fsdp_jobs.elastic.sums import Sums
 from fsdp_jobs.elastic.throttled import throttled
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import COORDINATOR_ENV
@@ -28,6 +30,7 @@ class CoordinatorRendezvous(rendezvous.RendezvousHandler):
         self.run, self.identity = run, identity
         self.states = [RankState(folder, local_rank) for local_rank in range(identity["nproc"])]
         self.lease, self.lease_s = Lease(folder), lease_s(elastic)
+        self.sums = Sums(folder, identity["nproc"], self._send)
         self.on_dump: Callable[[], None] = lambda: None
         self.is_stop_requested = False
         self.round: Message = {}  # the newest that this node is part of; empty while it waits for one
@@ -49,7 +52,11 @@ class CoordinatorRendezvous(rendezvous.RendezvousHandler):
         in_round = {key: current[key] for key in NO_ROUND} if current and is_running else NO_ROUND
         return self.identity | in_round | {"ready": self._waiting, "ended": self._ended, "signal": self._signal}
 
+    def _send(self, kind: str, **content: Any) -> None:
+        self._link.send(kind, **content)
+
     def _reports(self) -> list[list[float]]:
+        self.sums.look()
         read = [(state.read(), state.times()) for state in self.states]
         return [[r.step, r.committed, r.phase, *(round(t, 6) for t in times)] for r, times in read]
 
@@ -61,6 +68,7 @@ class CoordinatorRendezvous(rendezvous.RendezvousHandler):
                         self.lease.renew(message["at"] + self.lease_s)
                 case "round":
                     self.round, self._start, self._waiting = message, {}, False
+                    self.sums.begin_round(message)
                 case "start":
                     self._start = message
                 case "break":
@@ -69,6 +77,10 @@ class CoordinatorRendezvous(rendezvous.RendezvousHandler):
                     self.request(Request(message["request"]))
                 case "slow":
                     threading.Thread(target=self._tell_throttled, name="throttled", daemon=True).start()
+                case "compared":
+                    self.sums.note(message)
+                case "tell":
+                    self.sums.tell(message)
                 case "dump":
                     threading.Thread(target=self.on_dump, name="dump", daemon=True).start()
                 case "end":

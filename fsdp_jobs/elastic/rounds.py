@@ -12,9 +12,10 @@ from dataclasses import replace
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.resolve import node_range
 from fsdp_jobs.config.schema import JobConfig
-from fsdp_jobs.elastic.attempt import Attempt, Round
+from fsdp_jobs.elastic.attempt import Round
 from fsdp_jobs.elastic.failures import Failure
 from fsdp_jobs.elastic.fencing import Epochs
+from fsdp_jobs.elastic.integrity import ComparedAttempt
 from fsdp_jobs.elastic.placement import ConnectedAgent, Formation, partners
 from fsdp_jobs.elastic.protocol import Message
 from fsdp_jobs.elastic.rank_state import SAVES_NOTHING, Request
@@ -28,7 +29,7 @@ _SETTLE_S = 1.0  # after the first sign of a failure: for the reports that tell 
 _BLOCKED_S = 1.0  # a tick so much late: this process stood still, and the agents' messages wait
 
 
-class Coordinator(Attempt):
+class Coordinator(ComparedAttempt):
     """The decisions, without the network: methods are called as messages arrive, `tick` ten times a second."""
 
     def __init__(self, config: JobConfig, run: RunDir, number: int, now: float):
@@ -253,6 +254,7 @@ class Coordinator(Attempt):
             self._maybe_grow(now)
             self._watch_for_slow(now)
             self._watch_for_stall(now)
+            self._watch_comparison(now)
 
     def _maybe_form(self, now: float) -> None:
         """Form a round when enough nodes are ready; requeue the attempt when they do not come."""
@@ -305,7 +307,7 @@ class Coordinator(Attempt):
         by_name = {a.name: a for a in ready}
         layout, chosen, number = plan.layout, [by_name[name] for name in plan.nodes], self.round.number + 1
         self._epochs.use()
-        self._may_adopt, self._warned = False, ""
+        self._may_adopt, self._warned, compared = False, "", self._begin_comparing()
         self.step = max(0, self.committed)
         known: Message = {"epoch": epoch, "size": len(chosen), "shard_group": layout.shard_group}
         self.round = Round(
@@ -315,7 +317,7 @@ class Coordinator(Attempt):
             agent.ready, agent.ended, agent.ranks = False, False, []
             self._take_into_round(agent, now)
             partner = None if other is None else [chosen[other].address, chosen[other].copies]
-            given = {"rank": rank, "layout": layout.to_json(), "partner": partner}
+            given = {"rank": rank, "layout": layout.to_json(), "partner": partner, **compared}
             agent.send({"kind": "round", "round": number, **known, **given})
         nodes, hosts = [a.node for a in chosen], [a.host for a in chosen]
         spares, why = [by_name[name].node for name in plan.spares], list(plan.reasons)

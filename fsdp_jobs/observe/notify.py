@@ -1,8 +1,8 @@
-"""Notify somebody that an attempt has ended, by a command or a webhook. No torch.
+"""Notify somebody that an attempt has ended, or replicas differ, by a command or a webhook. No torch.
 
-    python -m fsdp_jobs.observe.notify RUN_DIR ATTEMPT
+    python -m fsdp_jobs.observe.notify RUN_DIR ATTEMPT [CORRUPTION]
 
-`Verdict.close` starts this process, and waits for it only at its own exit. It gives up after 10 s.
+`run/verdict.py` starts this process, and waits for it only at its own exit. It gives up after 10 s.
 """
 
 from __future__ import annotations
@@ -112,10 +112,10 @@ def _post(webhook: str, run: RunDir, attempt: int, facts: dict[str, str]) -> Non
 _WAYS: dict[str, Callable[[str, RunDir, int, dict[str, str]], None]] = {"command": _run_command, "webhook": _post}
 
 
-def main(run_dir: str, attempt: str) -> None:
+def main(run_dir: str, attempt: str, corruption: str = "") -> None:
     log.configure()
     run = RunDir(run_dir)
-    verdict = Verdict.read(run, int(attempt))
+    verdict = Verdict("corruption", "report", corruption) if corruption else Verdict.read(run, int(attempt))
     if verdict is not None:
         notify(run, int(attempt), verdict)
 

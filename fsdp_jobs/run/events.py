@@ -241,6 +241,19 @@ class CheckpointSkipped(Event, sentence="{checkpoint} cannot be used: {why}", st
     why: list[str]
 
 
+class Corruption(Event, sentence="{why}", style="red"):
+    """Replicas did not hold the same bits, or what doing the step again has shown of it."""
+
+    step: int
+    agreed: int  # the newest step before it at which they did, -1 when none is known
+    finding: str  # outvoted | two | start | transient | reproduced | unknown
+    ranks: list[int]  # those that are wrong; when it is not known which, all that hold these shards
+    nodes: list[int]
+    hosts: list[str]
+    tensors: list[str]
+    why: str
+
+
 _SPIKE = "loss spike at step {step}: {loss:.4g}, {deviations:.0f} standard deviations above {mean:.4g}"
 
 

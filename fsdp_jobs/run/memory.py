@@ -48,6 +48,7 @@ class Entry(NamedTuple):
     bytes: int
     is_alone: bool  # no other node's replica has it
     begin: int = 0  # in the data
+    is_replicated: bool = False  # replicas must have the same bits
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,7 @@ class RunStatus:
     breaks: list[Break] = field(default_factory=list)
     spikes: list[events.LossSpike] = field(default_factory=list)
     slow: list[events.SlowNode | events.SlowSteps] = field(default_factory=list)  # in the newest round
+    corruptions: list[events.Corruption] = field(default_factory=list)
     reason: str = ""  # of the newest break or end
     doing: str = "waiting to be started"  # one sentence more than the state says
 
@@ -149,6 +150,8 @@ class RunStatus:
                 self.spikes.append(event)
             case events.SlowNode() | events.SlowSteps():
                 self.slow.append(event)
+            case events.Corruption():
+                self.corruptions.append(event)
             case events.Waiting():
                 self.reason = self._waited_for = event.why
             case events.StopRequested():

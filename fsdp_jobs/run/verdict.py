@@ -55,10 +55,7 @@ class Verdict:
         self.write(run, attempt)
         ended = events.AttemptEnded(self.verdict, self.decision, self.reason, **details)
         events.record(run, attempt, ended)
-        settings = plain_values(run.config).get("notify") if run.config.exists() else None
-        word = "requeue" if self.decision == "requeue" else self.verdict
-        if settings and (settings["command"] or settings["webhook"]) and word in settings["on"]:
-            _start_notification(run, attempt)
+        notify(run, attempt, "requeue" if self.decision == "requeue" else self.verdict)
 
     @classmethod
     def read(cls, run: RunDir, attempt: int) -> Verdict | None:
@@ -85,9 +82,15 @@ def judge(run: RunDir, verdict: Verdict) -> None:
         verdict.close(run, attempt)
 
 
-def _start_notification(run: RunDir, attempt: int) -> None:
-    """Notify in a process of its own, which this one waits for at its exit: its end may end the container."""
-    argv = [sys.executable, "-m", "fsdp_jobs.observe.notify", str(run.path), str(attempt)]
+def notify(run: RunDir, attempt: int, what: str, *why: str) -> None:
+    """Notify who wants to know of `what`, one of `notify.on`; `why` of what is no verdict.
+
+    In a process of its own, which this one waits for at its exit: its end may end the container.
+    """
+    settings = plain_values(run.config).get("notify") if run.config.exists() else None
+    if not settings or not (settings["command"] or settings["webhook"]) or what not in settings["on"]:
+        return
+    argv = [sys.executable, "-m", "fsdp_jobs.observe.notify", str(run.path), str(attempt), *why]
     process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True)
 
     def wait() -> None:

@@ -1,0 +1,94 @@
+"""A bit flips in the live state of one replica: found at the next comparison, named, and gone back from."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from fsdp_jobs.checkpoints import catalog
+from fsdp_jobs.checkpoints.catalog import Manifest
+from tests.jobs import Job, cli, job
+from tests.world import TINY_TASK
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+TASK = (*TINY_TASK, "steps=30", "optim.grad_clip_norm=0.1", "elastic.join_window_s=0", "nproc_per_node=1")
+MODEL = ("model=custom", "model._target_=tests.models.flips_a_bit", "model.wrap_classes=[Block]")
+ASKED = ("integrity.every_steps=1", "checkpoint.every_steps=5", "checkpoint.keep=0", "elastic.heartbeat_interval_s=0.1")
+CAPTURED = ("checkpoint.memory.every_steps=1",)
+TWO = ("nodes=2", "fsdp=no_shard")
+THREE = ("nodes=3", "fsdp=no_shard")
+HYBRID = ("nodes=3", "nproc_per_node=2", "fsdp=hybrid_shard", "fsdp.shard_group=2")
+ONCE, ALWAYS = "0", "0,1,2,3,4,5"  # rounds
+
+
+def flipping(folder: Path, flip: str, *overrides: str) -> AbstractContextManager[Job]:
+    folder.mkdir(exist_ok=True)
+    return job(folder, "flips", *TASK, *MODEL, *overrides, tiny=False, **({"FLIP": flip} if flip else {}))
+
+
+def agreed(flipped: Job) -> dict[int, bool | None]:
+    folders = catalog.find_checkpoints(flipped.run.checkpoints)
+    return {catalog.step_of(folder): Manifest.read(folder).agreed for folder in folders}
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Losses of two replicas to which nothing happens."""
+    with flipping(tmp_path_factory.mktemp("calm"), "", *TWO, *ASKED) as undisturbed:
+        assert undisturbed.wait().verdict == "done", undisturbed.story()
+        assert not undisturbed.events("corruption"), "a false alarm"
+        marks = agreed(undisturbed)
+        assert {*marks.values()} <= {True, None} and marks[5] is True, marks
+        return undisturbed.losses()
+
+
+@pytest.mark.parametrize("how", [ASKED, CAPTURED], ids=["asked", "captured"])
+@pytest.mark.parametrize(
+    ("sharding", "flip", "tensor"),
+    [(THREE, "1:0:12:parameter-3:17:20", "model."), (HYBRID, "3:0:12:exp_avg_sq-5:9:3", "optim.state.")],
+    ids=["parameter", "moment"],
+)
+def test_of_three_replicas_the_one_with_a_flipped_bit_is_named(
+    tmp_path: Path, how: tuple[str, ...], sharding: tuple[str, ...], flip: str, tensor: str
+) -> None:
+    rank = int(flip[0])
+    with flipping(tmp_path, flip, *sharding, *how) as flipped:
+        assert flipped.wait().verdict == "done", flipped.story()
+        first, *later = flipped.events("corruption")
+        assert (first["finding"], first["ranks"], first["nodes"]) == ("outvoted", [rank], [1]), first
+        assert 12 <= first["step"] <= 14 and first["agreed"] < first["step"], first
+        assert any(t.startswith(tensor) for t in first["tensors"]) and len(first["tensors"]) <= 4, first
+        assert not later, "it goes on, and was told"
+        if how == ASKED:
+            marks = agreed(flipped)
+            assert marks[5] is True and marks[15] is marks[30] is False, marks
+        shown = cli(tmp_path, "status", "flips").stdout
+        assert f"rank {rank} on node 1" in shown, shown
+
+
+@pytest.mark.parametrize("how", [ASKED, CAPTURED], ids=["asked", "captured"])
+def test_of_two_replicas_a_replay_tells_which_was_wrong(
+    tmp_path: Path, how: tuple[str, ...], calm: dict[int, float]
+) -> None:
+    with flipping(tmp_path, f"1:{ONCE}:12:parameter-3:17:20", *TWO, *how, "integrity.action=restart") as flipped:
+        assert flipped.wait().verdict == "done", flipped.story()
+        found, judged = flipped.events("corruption")
+        assert (found["finding"], found["ranks"]) == ("two", [0, 1]), found
+        assert (judged["finding"], judged["ranks"], judged["step"]) == ("transient", [1], found["step"]), judged
+        (resumed,) = flipped.events("resumed")
+        if how == CAPTURED:
+            assert (resumed["place"], resumed["step"]) == ("memory", found["agreed"]), "nothing else is done again"
+        else:
+            assert resumed["step"] == 10 and agreed(flipped)[15] is not False, "that of the second time"
+        assert flipped.losses() == calm, "not equal to the bit"
+
+
+def test_what_happens_again_is_said_so_and_not_tried_for_ever(tmp_path: Path) -> None:
+    flip = f"1:{ALWAYS}:12:parameter-3:17:20"
+    with flipping(tmp_path, flip, *TWO, *ASKED, "integrity.action=restart") as flipped:
+        assert flipped.wait().verdict == "done", flipped.story()
+        assert [e["finding"] for e in flipped.events("corruption")] == ["two", "reproduced"]
+        assert len(flipped.events("round_started")) == 2
