@@ -279,8 +279,6 @@ class Checkpointer:
         elif self.rank == 0:
             events.record(self.run, self.attempt, events.Resumed(step, self.samples, world, *loaded_from))
             print(f"resumed from step {step} on {world} ranks", flush=True)
-        if self.memory is not None:
-            self.memory.done = step
         self.compare(step, is_end=True)
         self.on_restored(step)
         return step
@@ -354,6 +352,8 @@ class Checkpointer:
         reader = SafeReader(folder, shards)
         metadata = reader.read_metadata()
         same_world = manifest.world_size == self.layout.world_size
+        if self.memory is not None:
+            self.memory.done = manifest.step
         state = self.state.to_load(metadata, folder.name, same_world)
         if self.disks is not None and shards is not None:
             self.disks.fetch(shards, manifest, state, metadata)

@@ -261,6 +261,7 @@ class MemoryCheckpoints:
             JobFailed: it is of another model.
             CannotKeep: there is no room for what comes from other nodes.
         """
+        self.done = chosen[0].step  # first: an optimizer that gets its state now calls for a vote
         held: dict[int, set[str]] = {}
         for one in chosen:
             held.setdefault(one.holder, set()).update(f"{one.name}.{suffix}" for suffix in ("json", "data", "sums"))

@@ -24,6 +24,7 @@ def config_problems(config: JobConfig, files: bool = True) -> Iterator[Problem]:
     yield from _numbers_of_ranks(config)
     yield from _fsdp(config)
     yield from _elastic(config)
+    yield from _integrity(config)
     yield from program_problems(config, files)
     yield from _tracking(config)
     yield from _notify(config)
@@ -68,6 +69,16 @@ def _elastic(config: JobConfig) -> Iterator[Problem]:
     if timeout <= 2 * interval:
         what = "is not more than two heartbeat intervals: one late heartbeat would lose a node"
         yield Problem(f"elastic.heartbeat_timeout_s={timeout:g}", what, f"at least {3 * interval:g}")
+
+
+def _integrity(config: JobConfig) -> Iterator[Problem]:
+    every_steps, action, strategy = config.integrity.every_steps, config.integrity.action, config.fsdp.strategy
+    if every_steps and strategy in ("full_shard", "shard_grad_op"):
+        what = f"fsdp.strategy={strategy} has one replica, and nothing to compare it with"
+        yield Problem(f"integrity.every_steps={every_steps}", what, "fsdp=hybrid_shard, or integrity.every_steps=0")
+    if action != "report" and not every_steps and not config.checkpoint.memory.every_steps:
+        cure = "integrity.every_steps=100, or checkpoint.memory.every_steps=auto"
+        yield Problem(f"integrity.action={action}", "nothing is compared", cure)
 
 
 def _checkpoint_url(url: str) -> Iterator[Problem]:
