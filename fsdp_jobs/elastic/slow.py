@@ -8,7 +8,7 @@ and 1% of a step, and is far outside of what the others differ by, in 4 of 5 win
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -23,7 +23,8 @@ _LEAST_S, _LEAST_PART = 0.002, 0.01  # of a step
 _SPREADS = 5 * 1.4826  # median absolute deviations; 1.4826 of them are a standard deviation of normal numbers
 _FORWARD_TO_STEP = 3  # backward does twice the work of forward
 _HOST_BOUND = 0.8  # of a GPU's time: it waits for what the host issues
-_MUCH = 1.25  # as long as before, or as the mean rank
+_LONGER = 1.25  # than in the windows before
+_IMBALANCE = 0.1  # of a step
 _HISTORY = 200  # windows
 _RESTART_S = 180.0  # as the plan assumes
 EXCLUDE_SLOW_S = 6 * 3600.0  # for so long, and at most one in that time
@@ -37,25 +38,25 @@ class Window:
 
     step_s: float
     by_node: dict[str, dict[int, float]]  # cause -> node -> its slowest rank's
-    is_host_bound: dict[int, bool]  # node -> its slowest rank's GPU waits for the host
+    is_host_bound: dict[int, bool]  # node -> a GPU of it waits for the host
     slowest_s: float  # forward of the slowest rank, step by step
 
     @classmethod
     def between(cls, before: Sums, after: Sums) -> Window:
         """Make the window between two readings of the same ranks. Work is made equal: longer samples take longer."""
         ranks = {node: [_per_step(*pair) for pair in zip(before[node], after[node], strict=True)] for node in after}
-        work = median(r.work for of_node in ranks.values() for r in of_node)
-        by_node: dict[str, dict[int, float]] = {"data": {}, "checkpoint": {}, "compute": {}}
-        is_host_bound = {}
-        for node, of_node in ranks.items():
-            by_node["data"][node] = max(r.data for r in of_node)
-            by_node["checkpoint"][node] = max(r.checkpoint for r in of_node)
-            at_work = {r.compute * (work / r.work if r.work else 1.0): r for r in of_node}
-            by_node["compute"][node] = max(at_work)
-            worst = at_work[max(at_work)]
-            is_host_bound[node] = worst.host != worst.compute and worst.host > _HOST_BOUND * worst.compute
-        all_ranks = [r for of_node in ranks.values() for r in of_node]
-        return cls(median(r.step for r in all_ranks), by_node, is_host_bound, median(r.slowest for r in all_ranks))
+        every = [rank for of_node in ranks.values() for rank in of_node]
+        work = median(rank.work for rank in every)
+        own: dict[str, Callable[[Times], float]] = {
+            "data": lambda rank: rank.data,
+            "checkpoint": lambda rank: rank.checkpoint,
+            "compute": lambda rank: rank.compute * (work / rank.work if rank.work else 1.0),
+        }
+        by_node = {cause: {node: max(map(of, ranks[node])) for node in ranks} for cause, of in own.items()}
+        is_host_bound = {
+            node: any(_HOST_BOUND * r.compute < r.host != r.compute for r in ranks[node]) for node in ranks
+        }
+        return cls(every[0].step, by_node, is_host_bound, every[0].slowest)
 
 
 def _per_step(before: Times, after: Times) -> Times:
@@ -128,10 +129,8 @@ class SlowWatch:
             if worst is not None and (slow := examine(newest, worst, cause, ranks)) is not None:
                 self._told.add((worst, cause))
                 return slow
-        if sum(w.slowest_s >= _MUCH * max(w.by_node["compute"].values()) for w in newest) >= _OFTEN:
-            lost = median(_lost_to_imbalance(w) for w in newest)
-            if lost >= _LEAST_PART:
-                return self._once("rotating", _ROTATING.format(lost=lost))
+        if sum(_imbalance(w) >= _IMBALANCE for w in newest) >= _OFTEN:
+            return self._once("rotating", _ROTATING.format(lost=median(map(_imbalance, newest))))
         return self._look_back(newest)
 
     def _look_back(self, newest: Sequence[Window]) -> SlowSteps | None:
@@ -140,16 +139,14 @@ class SlowWatch:
         if len(earlier) < 2 * _WINDOWS:
             return None
         usual_s = median(w.step_s for w in earlier)
-        if sum(w.step_s >= _MUCH * usual_s for w in newest) < _OFTEN:
+        if sum(w.step_s >= _LONGER * usual_s for w in newest) < _OFTEN:
             self._told.discard("all")
             return None
         now_s = median(w.step_s for w in newest)
-        rise = {
-            cause: _typical(newest, cause) - _typical(earlier, cause) for cause in ("data", "checkpoint", "compute")
-        }
+        rise = {cause: _typical(newest, cause) - _typical(earlier, cause) for cause in newest[0].by_node}
         rise["compute"] *= _FORWARD_TO_STEP
         cause = max(rise, key=lambda c: rise[c])
-        what = _ALL[cause] if rise[cause] >= (now_s - usual_s) / 2 else _ALL["network"]
+        what = _ALL[cause if rise[cause] >= (now_s - usual_s) / 2 else "network"]
         return self._once("all", f"steps take {now_s:.3g} s, {usual_s:.3g} s before, on all nodes: {what}")
 
     def _once(self, key: str, why: str) -> SlowSteps | None:
@@ -166,9 +163,9 @@ def _typical(windows: Sequence[Window], cause: str) -> float:
     return median(median(w.by_node[cause].values()) for w in windows)
 
 
-def _lost_to_imbalance(window: Window) -> float:
-    slowest_s, mean_s = window.slowest_s, median(window.by_node["compute"].values())
-    return min(1.0, _FORWARD_TO_STEP * (slowest_s - mean_s) / window.step_s)
+def _imbalance(window: Window) -> float:
+    """Return the part of a step that is lost because now one rank is the slowest and now another."""
+    return min(1.0, _FORWARD_TO_STEP * (window.slowest_s - max(window.by_node["compute"].values())) / window.step_s)
 
 
 _ROTATING = (

@@ -2,26 +2,74 @@
 
 from __future__ import annotations
 
+import random
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.jobs import cli, job
-from tests.world import TINY_TASK
+from tests.netns import Fabric, needs_netns, netns_job
+from tests.world import TINY_LLAMA, TINY_TASK
 
 pytestmark = pytest.mark.integration
 
-WARM_UP, FIVE_WINDOWS = 50, 100  # steps
+WARM_UP, WINDOW = 50, 20  # steps
 SLEEPY = ("model=custom", "model._target_=tests.models.sleepy", "model.wrap_classes=[Sleepy]", "fsdp=full_shard")
-TASK = (*TINY_TASK, "data.global_batch=6", "data.micro_batch=2", "elastic.heartbeat_interval_s=0.25")
+TASK = (*TINY_TASK, "data.micro_batch=4", "steps=100000", "log_every_steps=5", "elastic.heartbeat_interval_s=0.25")
 
 
 def test_a_node_at_nine_tenths_of_the_speed_is_named(tmp_path: Path) -> None:
-    overrides = (*SLEEPY, *TASK, "steps=1000", "log_every_steps=10")
-    with job(tmp_path, "slow", *overrides, nodes="3", nproc=1, tiny=False, SLOW_RANK="2") as slow:
+    slow_rank = tmp_path / "slow"
+    slow_rank.write_text("2")
+    with job(tmp_path, "slow", *SLEEPY, *TASK, nodes="3", nproc=1, tiny=False, SLOW_FILE=str(slow_rank)) as slow:
         slow.until(lambda: bool(slow.events("slow_node")), "it is named")
         (event,) = slow.events("slow_node")
         assert (event["node"], event["cause"], event["others"]) == (2, "compute", 2), event
         assert 1.07 < event["own_s"] / event["others_s"] < 1.2, event
         told = cli(tmp_path, "status", "slow").stdout
         assert "node 2" in told and "is slow: its forward pass takes" in told and "GPU hours a day" in told, told
+
+
+@pytest.mark.soak
+@needs_netns
+@pytest.mark.timeout(900)
+def test_ten_of_ten_nodes_that_become_slow_are_named_within_five_windows(tmp_path: Path) -> None:
+    slow_rank = tmp_path / "slow"
+    slow_rank.write_text("")
+    nodes = [f"node{i}" for i in range(10)]
+    overrides = (*SLEEPY, *TASK, "data.global_batch=10")
+    with Fabric(nodes) as fabric, netns_job(fabric, tmp_path, "ten", *overrides, SLOW_FILE=str(slow_rank)) as ten:
+        ten.until_step(WARM_UP + 5 * WINDOW)
+        assert not ten.events("slow_node")
+        for i, rank in enumerate(random.Random(0).sample(range(10), 10)):
+            slow_rank.write_text(str(rank))
+            since = ten.step()
+            ten.until(lambda n=i: len(ten.events("slow_node")) > n, f"rank {rank} is named", 120)  # type: ignore[misc]
+            found = ten.events("slow_node")[-1]
+            print(
+                f"rank {rank}: {found['own_s'] / found['others_s']:.3f} of the others, after {ten.step() - since} steps"
+            )
+            place = ten.events("round_started")[0]["nodes"][rank]
+            assert found["node"] == place, ten.events("slow_node")
+            assert ten.step() - since <= 7 * WINDOW, "five windows of a few steps over 20, after the one it begins in"
+        assert len(ten.events("slow_node")) == 10
+
+
+@pytest.mark.soak
+@needs_netns
+@pytest.mark.timeout(900)
+def test_no_node_is_named_on_busy_cores(tmp_path: Path) -> None:
+    overrides = (*TINY_LLAMA, "fsdp=full_shard", *TASK)
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        with Fabric([f"node{i}" for i in range(4)]) as fabric, netns_job(fabric, tmp_path, "busy", *overrides) as four:
+            four.until_step(WARM_UP)
+            time.sleep(180)
+            print(f"{four.step()} steps of {four.metrics()[-1]['step_s']:.3f} s: {four.events('slow_steps')}")
+            assert four.step() > WARM_UP + 10 * WINDOW and not four.events("slow_node"), four.events("slow_node")
+    finally:
+        for process in busy:
+            process.kill()
