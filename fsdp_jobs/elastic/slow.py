@@ -99,7 +99,7 @@ def _deviation(values: Sequence[float]) -> float:
 
 
 class SlowWatch:
-    """Watches one round; tells each slow node once."""
+    """Watches one round; tells each slow node, and each other reason, once."""
 
     def __init__(self) -> None:
         self._before: Sums = {}
@@ -140,7 +140,6 @@ class SlowWatch:
             return None
         usual_s = median(w.step_s for w in earlier)
         if sum(w.step_s >= _LONGER * usual_s for w in newest) < _OFTEN:
-            self._told.discard("all")
             return None
         now_s = median(w.step_s for w in newest)
         rise = {cause: _typical(newest, cause) - _typical(earlier, cause) for cause in newest[0].by_node}
@@ -176,5 +175,5 @@ _ALL = {
     "data": "they wait for data, so look at the storage that it comes from",
     "checkpoint": "they wait for checkpoints, so look at the storage that these go to",
     "compute": "every node computes more slowly",
-    "network": "they neither compute more slowly nor wait for data, so look at the network between them",
+    "network": "they neither compute more slowly nor wait for data, so look at the network",
 }

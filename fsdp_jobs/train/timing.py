@@ -80,8 +80,9 @@ class StepTimer:
         spans = self._done if self._is_cuda else self._spans
         self._done, self._spans = self._spans, []
         host_s = sum(s.host_s for s in spans) * self._blocks_per_measured
-        on_gpu = [s.events[0].elapsed_time(s.events[1]) / 1e3 for s in spans if s.events is not None]
-        self.compute_s = sum(on_gpu) * self._blocks_per_measured if on_gpu else host_s
+        pairs = [s.events for s in spans if s.events is not None and s.events[1].query()]
+        on_gpu = sum(begin.elapsed_time(end) for begin, end in pairs) / 1e3
+        self.compute_s = on_gpu * self._blocks_per_measured if self._is_cuda else host_s
         self._steps += 1
         if self._steps > _WARM_UP:
             work = float(sum(s.work for s in spans))
