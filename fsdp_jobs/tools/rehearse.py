@@ -263,10 +263,10 @@ def _step(run: RunDir) -> int:
 
 def _agent(run: RunDir, node: int) -> psutil.Process:
     """Find the agent of a node by its command line."""
-    words = ["fsdp_jobs.elastic.agent", str(Path(run.path).resolve()), "--node", str(node)]
+    path = str(Path(run.path).resolve())
     for process in psutil.process_iter(["cmdline"]):
         command = process.info["cmdline"] or []
-        if all(word in command for word in words):
+        if path in command and "fsdp_jobs.elastic.agent" in command and ("--node", str(node)) in pairwise(command):
             return process
     raise JobFailed(f"node {node} of {run.name} has no agent on this machine")
 
