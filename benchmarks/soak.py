@@ -26,7 +26,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # for tests.netns
 
-from fsdp_jobs.elastic.placement import partners
+from fsdp_jobs.plan.layout import partners
 from tests.netns import CONTROL, Fabric, NetnsJob, netns_job, why_not
 
 NODES = ["node1", "node2", "node3", "node4"]

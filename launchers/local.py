@@ -76,7 +76,10 @@ def _request(job: Job) -> LocalRequest:
         cure = "fewer nodes= or nproc_per_node=, or cluster.accelerator=auto, which then takes the CPU"
         raise BadInput([Problem("cluster.accelerator=cuda", what, cure)])
     memory, need = Path(job.config.checkpoint.memory.dir), nodes * job.plan.captured_bytes
-    if need and memory.is_dir() and need > (room := shutil.disk_usage(memory).free):
+    if job.config.checkpoint.memory.every_steps and not memory.is_dir():
+        what = "is not a folder on this machine"
+        raise BadInput([Problem(f"checkpoint.memory.dir={memory}", what, "/dev/shm, or another file system in memory")])
+    if need > (room := shutil.disk_usage(memory).free):
         what = f"captures of {nodes} nodes take {size(need)} of this machine's memory, and {size(room)} are free there"
         cure = "checkpoint.memory.dir in a larger file system in memory, or checkpoint.memory.every_steps=0"
         raise BadInput([Problem(f"checkpoint.memory.dir={memory}", what, cure)])

@@ -45,7 +45,17 @@ from fsdp_jobs.config.keys import AUTO
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run.env import EPOCH_ENV, MEMORY_ENV
 from fsdp_jobs.run.integrity import known_here
-from fsdp_jobs.run.memory import COPIES, Capture, Entry, Found, Slot, forget_before, newest_complete, slots_in
+from fsdp_jobs.run.memory import (
+    COPIES,
+    Capture,
+    Entry,
+    Found,
+    Slot,
+    forget_before,
+    lost_shards,
+    newest_complete,
+    slots_in,
+)
 
 _DUE, _BUSY = 1, 2  # votes; the highest counts
 _AUTO_COST = 0.01  # of the time of training, that captures may take
@@ -237,6 +247,8 @@ class MemoryCheckpoints:
                 return chosen
             left -= bad
             sound |= {*mine} - bad
+        if self.ranks.rank == 0 and (told := lost_shards(left, at_least)):
+            self._tell(*told)
         return []
 
     def _tried(self) -> list[int]:

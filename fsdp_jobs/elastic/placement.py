@@ -99,20 +99,6 @@ class Agents(dict[str, ConnectedAgent]):
         return all(a.ended for a in self.in_round())
 
 
-def partners(nodes: int) -> list[int | None]:
-    """Return for each of a round's nodes, in network order, the one that gets its copies; None if there is no other.
-
-    Nodes that are half of them apart are pairs, so they share a switch only where more than half of all nodes do; an
-    odd one makes a ring of three with the first pair. Pairs lose less than a ring when two nodes are lost at once
-    (Z. Wang et al.: GEMINI, SOSP 2023).
-    """
-    half = nodes // 2
-    of: list[int | None] = [(i + half) % (2 * half) if half else None for i in range(nodes)]
-    if nodes % 2 and half:
-        of[0], of[half], of[-1] = half, nodes - 1, 0
-    return of
-
-
 class Formation:
     """Decides whether enough nodes are ready to form a round."""
 

@@ -16,10 +16,11 @@ from fsdp_jobs.elastic.attempt import Round
 from fsdp_jobs.elastic.failures import Failure
 from fsdp_jobs.elastic.fencing import Epochs
 from fsdp_jobs.elastic.integrity import ComparedAttempt
-from fsdp_jobs.elastic.placement import ConnectedAgent, Formation, partners
+from fsdp_jobs.elastic.placement import ConnectedAgent, Formation
 from fsdp_jobs.elastic.protocol import Message
 from fsdp_jobs.elastic.rank_state import SAVES_NOTHING, Request
 from fsdp_jobs.elastic.stall import StallWatch
+from fsdp_jobs.plan.layout import partners
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, checkpoints_of
 from fsdp_jobs.run.epoch import Fenced

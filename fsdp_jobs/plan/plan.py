@@ -14,7 +14,7 @@ from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.plan.choose import Option, choose, usable_bytes
 from fsdp_jobs.plan.goodput import Expected, Tier, expect
 from fsdp_jobs.plan.grouping import Grouping
-from fsdp_jobs.plan.layout import HYBRID, Layout, only_group
+from fsdp_jobs.plan.layout import HYBRID, Layout, only_group, partners
 from fsdp_jobs.plan.memory import Memory, size
 from fsdp_jobs.plan.remedies import Remedy, remedies
 from fsdp_jobs.plan.shapes import ModelShape, shape_of
@@ -141,6 +141,8 @@ def make_plan(
         elif option.fits and previous_group is None and low < min(high, len(topology.nodes)):
             notes.append(_at_minimum(config, shape, topology, low))
     used = [topology.nodes[i] for i in placement.used]
+    if config.checkpoint.memory.every_steps:
+        notes += _where_captures_are(choice.layout, used)
     memory, time = (option.memory, option.time) if option else (None, None)
     return Plan(
         model=config.model.kind,
@@ -217,6 +219,19 @@ def sharding_problems(config: JobConfig, topology: Topology) -> Iterator[Problem
         yield Problem(where, what, "leave shard_group=auto, or choose fsdp=hybrid_shard")
     elif grouping.place(group) is None:
         yield grouping.impossible(group)
+
+
+def _where_captures_are(layout: Layout, nodes: Sequence[Node]) -> Iterator[str]:
+    """Say where there is no second copy of a capture in memory, or none in another failure domain."""
+    if len(nodes) == 1:
+        yield "Captures in memory have no copy: there is one node, and what is lost with it is read from a disk."
+    elif layout.replicas == 1 and not all(node.switch_path for node in nodes):
+        yield "Captures in memory are copied to the node that is half of all nodes away; no switches are known."
+    elif layout.replicas == 1:
+        pairs = zip(nodes, (nodes[i] for i in partners(len(nodes)) if i is not None), strict=True)
+        if near := [node.name for node, other in pairs if node.switch_path[-1] == other.switch_path[-1]]:
+            names = ", ".join(near[:5]) + (", ..." if len(near) > 5 else "")
+            yield f"Warning: the captures of {names} are copied under their own leaf switch, which has most nodes."
 
 
 def _at_minimum(config: JobConfig, shape: ModelShape, topology: Topology, low: int) -> str:

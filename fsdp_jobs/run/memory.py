@@ -279,3 +279,15 @@ def newest_complete(found: Iterable[Found]) -> list[Found]:
         if len(whole) == candidates[0].shard_group:
             return candidates
     return []
+
+
+def lost_shards(found: Collection[Found], after: int) -> tuple[int, str] | None:
+    """Return the newest captured step after `after`, and which of its shards no node has; None when none is later."""
+    newest = max((one for one in found if one.step > after), key=lambda one: (one.epoch, one.step), default=None)
+    if newest is None:
+        return None
+    same = [one for one in found if (one.epoch, one.step) == (newest.epoch, newest.step) and one.is_whole]
+    missing = sorted({*range(newest.shard_group)} - {one.rank % newest.shard_group for one in same})
+    listed = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+    what = f"shards {listed} of {newest.shard_group} were lost with the nodes that had them in memory"
+    return newest.step, f"step {newest.step} was captured, and {what}: an older checkpoint is read"

@@ -35,6 +35,7 @@ from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit.submitted import adopt, describe, grouped, has_ended, record
 from fsdp_jobs.submit.validate import check_existing_run, validate
 
+REHEARSED = "rehearse-"  # names of runs begin so whose failures were injected
 _LEAVES_S = 30.0  # most that a launcher takes to see that a job has ended
 
 
@@ -65,8 +66,9 @@ def plan_of(config: JobConfig, run: RunDir | None = None) -> tuple[Plan, ModelSh
 
 @cache
 def _seen(runs_dir: str, launcher: str) -> Failures:
-    """Return the failures of this cluster's nodes; read once for all jobs of a sweep."""
-    return failures_of([r for r in runs_in(runs_dir) if r.read_job()["handle"].startswith(f"{launcher}://")])
+    """Return the failures of this cluster's nodes, rehearsed ones left out; read once for all jobs of a sweep."""
+    runs = [run for run in runs_in(runs_dir) if not run.name.startswith(REHEARSED)]
+    return failures_of([run for run in runs if run.read_job()["handle"].startswith(f"{launcher}://")])
 
 
 def _topology(config: JobConfig) -> Topology | None:

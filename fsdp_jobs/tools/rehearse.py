@@ -19,7 +19,7 @@ from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.resolve import node_range
 from fsdp_jobs.config.schema import JobConfig, LlamaConfig
-from fsdp_jobs.elastic.placement import partners
+from fsdp_jobs.plan.layout import partners
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.memory import slots_in
@@ -37,10 +37,12 @@ FAULTS = {
     "flip_bit": "a bit flips in each capture in a node's memory, and its ranks are killed",
     "full_memory": "a node has no more memory for captures, and a rank is killed",
     "lose_two_nodes": "two nodes that keep each other's captures are lost at once, with their memory",
+    "slow_node": "a node's ranks stand still for a part of the time",
     "nan": "an infinite learning rate makes weights and gradients not finite until the job ends; then as before",
 }
 _OF_CAPTURES = ("flip_bit", "full_memory")
 _STEPS, _EVERY, _FAULT_AT = 60, 10, 25
+_MANY_STEPS = 100_000  # more than are done before a slow node is named
 _TIMEOUT_S = 180.0
 _ROOM = 1 << 20  # bytes of a file that a node with full memory may still write: logs, a rank's part of a checkpoint
 
@@ -69,19 +71,19 @@ def scaled(config: JobConfig, fault: str) -> JobConfig:
             data = replace(data, kind="synthetic", path=None, tokens=100_000, vocab_size=vocab)
     data = replace(data, seq_len=min(data.seq_len, 64), global_batch=min(data.global_batch, 8), micro_batch=2)
     ranks = config.nproc_per_node if isinstance(config.nproc_per_node, int) else 2
-    nodes, ranks = (4, 1) if fault == "lose_two_nodes" else (2, min(ranks, 2))
+    nodes, ranks = {"lose_two_nodes": (4, 1), "slow_node": (3, 1)}.get(fault, (2, min(ranks, 2)))
     elastic = replace(config.elastic, heartbeat_timeout_s=min(config.elastic.heartbeat_timeout_s, 5.0))
     elastic = replace(elastic, max_skipped_updates=min(config.elastic.max_skipped_updates or 5, 5))
     return replace(
         config,
-        name=f"rehearse-{fault}-{time.strftime('%Y%m%d-%H%M%S')}",
+        name=f"{submission.REHEARSED}{fault}-{time.strftime('%Y%m%d-%H%M%S')}",
         cluster=LocalClusterConfig(),
         hardware=small.hardware,
         model=model,
         data=data,
         nodes=f"1:{nodes}" if node_range(config.nodes)[0] < node_range(config.nodes)[1] else nodes,
         nproc_per_node=ranks,
-        steps=_STEPS,
+        steps=_STEPS if fault != "slow_node" else _MANY_STEPS,
         checkpoint=replace(config.checkpoint, every_steps=_EVERY, every_minutes=0.0, dir=None),
         elastic=elastic,
         attach=False,
@@ -112,6 +114,8 @@ def rehearse(config: JobConfig, fault: str, say: Callable[[str], None]) -> Outco
         _wait_until(lambda: _step(run) >= _FAULT_AT, handle, f"step {_FAULT_AT} was not reached")
         say(f"step {_step(run)}: {FAULTS[fault]}")
         injected_at = time.time()
+        if fault == "slow_node":
+            return _slow_down(run, handle)
         if fault in ("corrupt_checkpoint", "nan"):
             handle = (_corrupt_checkpoint if fault == "corrupt_checkpoint" else _diverge)(job, handle, say)
         else:
@@ -156,6 +160,24 @@ def _inject(run: RunDir, fault: str, heartbeat_timeout_s: float) -> None:
             for process in processes:
                 with suppress(psutil.NoSuchProcess):
                     process.resume()
+
+
+def _slow_down(run: RunDir, handle: str) -> Outcome:
+    """Let the ranks of node 1 stand still for 20 ms, again and again, until a node is named as slow."""
+    ranks, began, began_at = _ranks(_agent(run, node=1)), _step(run), time.time()
+    named: list[events.SlowNode] = []
+
+    def is_named() -> bool:
+        for act in (psutil.Process.suspend, psutil.Process.resume):
+            for rank in ranks:
+                act(rank)
+            time.sleep(0.02)
+        named.extend(e for e in events.read_events(run) if isinstance(e, events.SlowNode) and e.time > began_at)
+        return bool(named)
+
+    _wait_until(is_named, handle, "no node was named as slow")
+    why = f"after {_step(run) - began} steps: {named[0].sentence()}"
+    return Outcome(named[0].node == 1, why, time.time() - began_at, 0)
 
 
 def _flip_captured(agent: psutil.Process) -> None:

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from fsdp_jobs.elastic import fencing, placement
-from fsdp_jobs.elastic.placement import ConnectedAgent, partners
+from fsdp_jobs.elastic.placement import ConnectedAgent
 from fsdp_jobs.elastic.rank_state import Phase, Request
+from fsdp_jobs.plan.layout import partners
 from fsdp_jobs.run import verdict
 from tests.elastic.cluster import PROGRAM, SILENCE, Cluster, failure
 

@@ -43,6 +43,12 @@ def test_a_job_that_diverges_goes_on_from_its_newest_finite_checkpoint(tmp_path:
     assert "the newest finite checkpoint is of step" in rehearsed(tmp_path, "nan")
 
 
+@pytest.mark.soak
+def test_a_slow_node_is_named(tmp_path: Path) -> None:
+    done = cli(tmp_path, "rehearse", "slow_node", timeout=240)
+    assert done.returncode == 0 and "PASS slow_node: after" in done.stdout, done.stdout + done.stderr
+
+
 def test_captures_that_are_off_cannot_be_rehearsed(tmp_path: Path) -> None:
     done = cli(tmp_path, "rehearse", "flip_bit")
     assert done.returncode == 2 and "checkpoint.memory.every_steps=1" in done.stderr

@@ -13,6 +13,7 @@ from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.plan.goodput import best_interval, goodput
 from fsdp_jobs.plan.plan import Plan, make_plan
+from fsdp_jobs.plan.topology import Node, Topology
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.goodput import Costs, Failures, costs_of
 from fsdp_jobs.submit.validate import validate
@@ -133,3 +134,19 @@ def test_captures_in_memory_leave_the_disk_little_to_do_and_their_price_is_told(
     of_two = plan(2, "checkpoint.memory.every_steps=1", "checkpoint.local_dir=/disk").expected
     assert [t.place for t in of_two.tiers] == ["memory", "local_dir", "storage"]
     assert sum(t.share for t in of_two.tiers) == pytest.approx(1)
+
+
+def test_the_plan_says_where_a_capture_has_no_second_copy_or_none_in_another_domain() -> None:
+    captured = ("checkpoint.memory.every_steps=1", "fsdp=full_shard")
+
+    def reasons(leaves: str) -> str:
+        path = [((leaf,) if leaf != "?" else ()) for leaf in leaves]
+        nodes = [Node(f"node{i}", switches, gpus=8) for i, switches in enumerate(path)]
+        batch = f"data.global_batch={len(nodes) * 8}"
+        config = compose_job([*H100, f"nodes={len(nodes)}", batch, *captured])
+        return " ".join(make_plan(config, Topology.of(nodes)).reasons)
+
+    assert "Captures in memory have no copy" in reasons("a")
+    assert "no switches are known" in reasons("???")
+    assert "Captures" not in reasons("aabb") and "captures" not in reasons("aabb")
+    assert "captures of node0, node2 are copied under their own leaf switch" in reasons("aaab")
