@@ -51,7 +51,8 @@ def predicted(overrides: list[str], costs: Costs, step_s: float, mtbf_s: float) 
     every_s = [tier.best_s for tier in tiers]
     every_s[0] = steps[0] * step_s  # as measured; the plan's time of a step is another machine's
     of_tiers = [(t.share, s, t.stall_s if t.share else 0.0) for t, s in zip(tiers, every_s, strict=True)]
-    return goodput(of_tiers, expected.restart_s, mtbf_s)
+    written_s = step_s if tiers[0].place == "memory" else tiers[0].written_s
+    return goodput(of_tiers, expected.restart_s + written_s, mtbf_s)
 
 
 def fail(running: Job, gaps: list[float], dice: random.Random) -> None:

@@ -36,6 +36,7 @@ class Tier:
     stall_s: float  # of steps, per save
     best_s: float  # from save to save
     every_s: float  # as configured; 0: unknown, because steps are counted and their time is not known
+    written_s: float = 0.0  # from a save to when it can be gone back to; 0: unknown
     every_steps: float = 0.0  # the same in steps, of captures in memory; 0: unknown
     bytes: int = 0  # of each node's memory; 0: none, or unknown
 
@@ -98,7 +99,8 @@ def expect(
     mtbf_s = 86400e3 / (nodes * rate)
     tiers = tuple(_tiers(config, layout, nodes, memory, step_s, costs, mtbf_s))
     restart_s = costs.restart_s or _RESTART_S if costs is not None else _RESTART_S
-    kept = goodput([(t.share, t.every_s or t.best_s, t.stall_s) for t in tiers], restart_s, mtbf_s)
+    lag_s = sum(t.share * t.written_s for t in tiers)  # a failure until then goes back to the save before
+    kept = goodput([(t.share, t.every_s or t.best_s, t.stall_s) for t in tiers], restart_s + lag_s, mtbf_s)
     return Expected(mtbf_s, rate, seen, restart_s, costs is not None, tiers[-1].best_s, tiers, kept)
 
 
@@ -130,7 +132,7 @@ def _tiers(
             every = costs.capture_steps or every if costs is not None else every
         captured, best_s = memory.captured if memory is not None else 0, best_interval(stall_s, mtbf_s / (1 - left))
         best_s, every_s = max(best_s, step_s or 0.0), every * (step_s or 0.0)
-        yield Tier("memory", 1 - left, stall_s, best_s, every_s, every, captured * per_node)
+        yield Tier("memory", 1 - left, stall_s, best_s, every_s, step_s or 0.0, every, captured * per_node)
     stall_s, write_s = _LEAST_STALL_S + copy_s, 0.0
     if costs is not None and costs.write_s:
         stall_s, write_s = costs.stall_s, costs.write_s
@@ -140,9 +142,9 @@ def _tiers(
     configured += [steps * step_s] if steps and step_s else []
     every_s = min(configured, default=0.0)
     if checkpoint.local_dir is not None:
-        yield Tier("local_dir", left * _NODES_STAY, stall_s, best_s, every_s)
+        yield Tier("local_dir", left * _NODES_STAY, stall_s, best_s, every_s, write_s)
         left, stall_s, every_s = left * (1 - _NODES_STAY), 0.0, max(every_s, write_s) if every_s else 0.0
-    yield Tier("storage", left, stall_s, best_s, every_s)
+    yield Tier("storage", left, stall_s, best_s, every_s, write_s)
 
 
 def best_interval(stall_s: float, mtbf_s: float) -> float:

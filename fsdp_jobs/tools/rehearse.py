@@ -163,15 +163,16 @@ def _inject(run: RunDir, fault: str, heartbeat_timeout_s: float) -> None:
 
 
 def _slow_down(run: RunDir, handle: str) -> Outcome:
-    """Let the ranks of node 1 stand still for 20 ms, again and again, until a node is named as slow."""
+    """Let the ranks of node 1 stand still for two thirds of the time, until a node is named as slow."""
     ranks, began, began_at = _ranks(_agent(run, node=1)), _step(run), time.time()
     named: list[events.SlowNode] = []
 
     def is_named() -> bool:
-        for act in (psutil.Process.suspend, psutil.Process.resume):
-            for rank in ranks:
-                act(rank)
-            time.sleep(0.02)
+        for rank in ranks:
+            rank.suspend()
+        time.sleep(0.1)
+        for rank in ranks:
+            rank.resume()
         named.extend(e for e in events.read_events(run) if isinstance(e, events.SlowNode) and e.time > began_at)
         return bool(named)
 

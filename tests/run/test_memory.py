@@ -10,7 +10,17 @@ import pytest
 
 from fsdp_jobs.run import memory
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.memory import COPIES, Capture, Entry, Found, Slot, adopt_folder, newest_complete, slots_in
+from fsdp_jobs.run.memory import (
+    COPIES,
+    Capture,
+    Entry,
+    Found,
+    Slot,
+    adopt_folder,
+    lost_shards,
+    newest_complete,
+    slots_in,
+)
 
 
 def captured(folder: Path, rank: int = 0, step: int = 1) -> Slot:
@@ -86,6 +96,13 @@ def _found(step: int, rank: int, group: int = 2, epoch: int = 1, **more: object)
 def test_the_newest_step_whose_shards_are_all_there_is_chosen(found: list[Found], step: int) -> None:
     chosen = newest_complete(found)
     assert (chosen[0].step if chosen else 0) == step
+
+
+def test_what_was_lost_with_its_nodes_is_named() -> None:
+    left = [_found(5, 0, 4), _found(7, 1, 4), _found(7, 3, 4), _found(7, 2, 4, is_whole=False)]
+    told = lost_shards(left, 5)
+    assert told is not None and told[0] == 7 and "shards 0, 2 of 4 were lost with the nodes" in told[1]
+    assert lost_shards(left, 7) is None and lost_shards([], 0) is None
 
 
 def test_a_node_takes_over_what_an_agent_that_died_has_left_and_removes_what_nobody_wants(
