@@ -110,6 +110,7 @@ def main() -> None:
             line = {"step": step + 1, "loss": mean, "seconds": time.perf_counter() - began}
             with (Path(args.out) / "losses.jsonl").open("a") as f:
                 f.write(json.dumps(line) + "\n")
+            print(f"step {step + 1} loss {mean:.4f}", flush=True)
         if args.every and (step + 1) % args.every == 0:
             save(accelerator, states, step + 1)
     accelerator.end_training()

@@ -136,5 +136,5 @@ def _check_groups(model: nn.Module) -> None:
         if ranks < world:
             raise TypeError(
                 f"FSDP spans {ranks} of {world} ranks, and each such group trains a model of its own: "
-                "pass device_mesh=job.mesh() to FSDP"
+                "pass device_mesh=job.mesh() to FSDP, with shard groups of two ranks or more"
             )

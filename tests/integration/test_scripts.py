@@ -24,11 +24,13 @@ def until_said(job: Job, text: str) -> None:
 
 
 def test_small_library_loses_a_node_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    with job(tmp_path, "small", *programs.library(40, f"{EXAMPLES}/"), QUICK[0], nproc=1, tiny=False) as run:
+    with job(
+        tmp_path, "small", *programs.LIBRARY.overrides(40, where=f"{EXAMPLES}/"), QUICK[0], nproc=1, tiny=False
+    ) as run:
         run.until_step(14)
         run.agent(1).kill()
         assert run.wait().verdict == "done", run.story()
-        programs.check_library_went_on(run, 40)
+        programs.LIBRARY.check_went_on(run, 40)
 
 
 def test_preempted_recipe_saves_where_it_is_and_is_requeued(tmp_path: Path) -> None:
@@ -50,12 +52,12 @@ def test_preempted_recipe_saves_where_it_is_and_is_requeued(tmp_path: Path) -> N
 
 
 def test_plain_program_is_started_again_and_finds_its_own_checkpoint(tmp_path: Path) -> None:
-    example = programs.plain(40, f"{tmp_path}/own", f"{EXAMPLES}/")
+    example = programs.PLAIN.overrides(40, f"{tmp_path}/own", f"{EXAMPLES}/")
     with job(tmp_path, "plain", *example, *QUICK, nproc=1, tiny=False) as run:
         until_said(run, "step 14 ")
         run.agent(0).kill()
         assert run.wait().verdict == "done", run.story()
-        programs.check_plain_went_on(run, 40)
+        programs.PLAIN.check_went_on(run, 40)
 
 
 def test_elastic_program_loses_a_rank_and_goes_on_from_its_snapshot(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from tests.jobs import ROOT
 
 IMAGE = "fsdp_jobs-test"
 _BASE = "fsdp_jobs-test-base"
-_EXTRAS = ("slurm", "dashboard")
+_EXTRAS = ("slurm", "dashboard", "accelerate")
 SECRET = {"FSDP_JOBS_TEST_SECRET": "hush-4b1d9e"}  # in the environment of all that is built and run here
 
 

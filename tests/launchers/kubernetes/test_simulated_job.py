@@ -207,17 +207,22 @@ def test_an_image_that_cannot_work_ends_the_job_on_a_simulated_cluster(
     assert not cluster.pods("trainer"), "each would be replaced a hundred times"
 
 
-@pytest.mark.parametrize("name", ["plain", "library"])
+PROGRAMS = {"plain": programs.PLAIN, "library": programs.LIBRARY, **programs.MORE}
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "library", *(pytest.param(n, marks=pytest.mark.soak) for n in programs.MORE)]
+)
 def test_a_program_loses_a_pod_on_a_simulated_cluster(cluster: SimulatedCluster, tmp_path: Path, name: str) -> None:
-    image = f"{programs.EXAMPLES}/"  # the pods have this machine's files where real ones have their image's
-    program = programs.plain(200, "/run/claim/own", image) if name == "plain" else programs.library(200, image)
-    done = cli(tmp_path, f"name={name}", *IN_PODS, *program, "nodes=2", "attach=false")
+    program, image = PROGRAMS[name], f"{programs.EXAMPLES}/"  # this machine's files, where real pods have their image's
+    overrides = program.overrides(200, "/run/claim/own", image)
+    done = cli(tmp_path, f"name={name}", *IN_PODS, *overrides, "nodes=2", "attach=false")
     assert done.returncode == 0, done.stdout + done.stderr
     job = Submitted(tmp_path, name)
-    job.until_true(lambda: max(programs.plain_steps(job), default=job.step()) >= 14, "a step after the first save")
+    job.until_true(lambda: program.has_saved(job), "a step after the first save")
     (node,) = cluster.running("trainer", 1)
     cluster.api.delete(node, 0)
     job.until_true(lambda: job.run.verdict(0).exists(), "the end")
     verdict = Verdict.read(job.run, 0)
     assert verdict is not None and verdict.verdict == "done", job.story()
-    (programs.check_plain_went_on if name == "plain" else programs.check_library_went_on)(job, 200)
+    program.check_went_on(job, 200)

@@ -25,12 +25,23 @@ def until_done(job: SlurmJob, check: Callable[[SlurmJob, int], None]) -> None:
 
 def test_a_plain_program_loses_an_agent_and_one_with_the_library_is_requeued(lab: Lab, tmp_path: Path) -> None:
     programs.copied(tmp_path)
-    with slurm_job(lab, tmp_path, "plain", *programs.plain(STEPS, "own"), *HERE, tiny=False) as plain:
-        plain.until(lambda: max(programs.plain_steps(plain), default=0) >= 14, "a step after the first save", 150)
+    with slurm_job(lab, tmp_path, "plain", *programs.PLAIN.overrides(STEPS), *HERE, tiny=False) as plain:
+        plain.until(lambda: programs.PLAIN.has_saved(plain), "a step after the first save", 150)
         plain.agent(1).send_signal(signal.SIGKILL)
-        with slurm_job(lab, tmp_path, "library", *programs.library(STEPS), *HERE, tiny=False) as library:
+        with slurm_job(lab, tmp_path, "library", *programs.LIBRARY.overrides(STEPS), *HERE, tiny=False) as library:
             library.until(lambda: library.step() >= 14, "a step after the first save", 150)
             lab.on_login("scontrol", "requeue", library.id)
             library.until(lambda: library.run.last_attempt() == 1, "the next attempt", 120)
-            until_done(plain, programs.check_plain_went_on)
-            until_done(library, programs.check_library_went_on)
+            until_done(plain, programs.PLAIN.check_went_on)
+            until_done(library, programs.LIBRARY.check_went_on)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", programs.MORE)
+def test_every_program_loses_an_agent(lab: Lab, tmp_path: Path, name: str) -> None:
+    programs.copied(tmp_path)
+    program = programs.MORE[name]
+    with slurm_job(lab, tmp_path, name, *program.overrides(STEPS), *HERE, tiny=False) as job:
+        job.until(lambda: program.has_saved(job), "a step after the first save", 240)
+        job.agent(1).send_signal(signal.SIGKILL)
+        until_done(job, program.check_went_on)
