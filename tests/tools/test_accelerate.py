@@ -204,3 +204,15 @@ def test_our_trainer_and_accelerate_launch_train_the_same(tmp_path: Path) -> Non
 
     prepare(tmp_path, steps=6, width=64)
     assert furthest(ours(tmp_path, "ours", 6)[0], theirs(tmp_path, "theirs", 6)[0]) < 1e-4
+
+
+def test_a_file_for_tpus_becomes_a_job_of_torch_xla(tmp_path: Path) -> None:
+    file = tmp_path / "tpu.yaml"
+    of_tpus = {"distributed_type": "XLA", "downcast_bf16": "yes", "num_machines": 2, "num_processes": 8}
+    gcloud = {"tpu_name": "mine", "tpu_zone": "us-central1-b", "tpu_use_cluster": False, "tpu_env": []}
+    file.write_text(yaml.safe_dump({**COMMON, **of_tpus, **gcloud}))
+    imported = read(file)
+    config = compose_job(["script=train.py", "cluster=kubernetes_tpu", *imported.overrides()])
+    assert (config.nodes, config.nproc_per_node) == (2, 4)
+    assert config.cluster.env == {"PJRT_DEVICE": "TPU", "XLA_DOWNCAST_BF16": "1"}
+    assert "cluster=kubernetes_tpu" in imported.notes["tpu_name"]
