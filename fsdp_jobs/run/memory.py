@@ -289,5 +289,5 @@ def lost_shards(found: Collection[Found], after: int) -> tuple[int, str] | None:
     same = [one for one in found if (one.epoch, one.step) == (newest.epoch, newest.step) and one.is_whole]
     missing = sorted({*range(newest.shard_group)} - {one.rank % newest.shard_group for one in same})
     listed = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-    what = f"shards {listed} of {newest.shard_group} were lost with the nodes that had them in memory"
+    what = f"no node has its shards {listed} of {newest.shard_group} whole in memory any more"
     return newest.step, f"step {newest.step} was captured, and {what}: an older checkpoint is read"

@@ -101,7 +101,7 @@ def test_the_newest_step_whose_shards_are_all_there_is_chosen(found: list[Found]
 def test_what_was_lost_with_its_nodes_is_named() -> None:
     left = [_found(5, 0, 4), _found(7, 1, 4), _found(7, 3, 4), _found(7, 2, 4, is_whole=False)]
     told = lost_shards(left, 5)
-    assert told is not None and told[0] == 7 and "shards 0, 2 of 4 were lost with the nodes" in told[1]
+    assert told is not None and told[0] == 7 and "no node has its shards 0, 2 of 4 whole" in told[1]
     assert lost_shards(left, 7) is None and lost_shards([], 0) is None
 
 
