@@ -29,6 +29,7 @@ def test_a_flipped_bit_in_memory_costs_nothing(tmp_path: Path) -> None:
     assert "in memory" in rehearsed(tmp_path, "flip_bit", "fsdp=full_shard")
 
 
+@pytest.mark.soak
 def test_full_memory_is_told_and_training_goes_on(tmp_path: Path) -> None:
     rehearsed(tmp_path, "full_memory")
 
