@@ -363,7 +363,8 @@ def step(number: int, *, tokens: int = 0, flops: float = 0.0, last: bool = False
     stall_s = 0.0
     if checkpoints is not None:
         checkpoints.poll()
-        stall_s, job.values["capture_s"] = checkpoints.take_stall()
+        stall_s, captured_s = checkpoints.take_stall()
+        job.values |= {"capture_s": captured_s} if captured_s else {}
     job.write_line()
     data_s = values.get("data_s", 0.0)
     job.timer.end_step(seconds, data_s if isinstance(data_s, float) else 0.0, stall_s, slowest_s)

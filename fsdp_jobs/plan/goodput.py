@@ -37,7 +37,7 @@ class Tier:
     best_s: float  # from save to save
     every_s: float  # as configured; 0: unknown, because steps are counted and their time is not known
     written_s: float = 0.0  # from a save to when it can be gone back to; 0: unknown
-    every_steps: float = 0.0  # the same in steps, of captures in memory; 0: unknown
+    every_steps: float = 0.0  # `every_s` in steps, of captures in memory; 0: unknown
     bytes: int = 0  # of each node's memory; 0: none, or unknown
 
     def __str__(self) -> str:

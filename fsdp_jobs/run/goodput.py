@@ -147,11 +147,13 @@ class StepClock:
         self._sums |= {name: before.get(name, 0.0) for name in _SUMS}
         kept_s = (done - self._step) * before.get("step_s", 0.0)  # in steps that were not logged
         lost_s = sum(newest.get(name, 0.0) - before.get(name, 0.0) for name in _SUMS[:2]) - kept_s
+        recover_s = 0.0
         failed_at, queue_s = self._failed_since(newest.get("time", now))
         if failed_at is not None:
             lost_s += max(0.0, failed_at - newest.get("time", failed_at))
-            self._sums["recover_s"] = newest.get("recover_s", 0.0) + max(0.0, now - failed_at - queue_s)
+            recover_s = max(0.0, now - failed_at - queue_s)
         self._sums["lost_s"] = newest.get("lost_s", 0.0) + max(0.0, lost_s)
+        self._sums["recover_s"] = newest.get("recover_s", 0.0) + recover_s
 
     def _failed_since(self, last: float) -> tuple[float | None, float]:
         """Return when the first failure after `last` was, and the seconds in the queue since; None for no failure."""

@@ -116,6 +116,12 @@ def test_every_second_has_the_cause_that_it_truly_had(tmp_path: Path) -> None:
     _event(run, now, "attempt_started")
     spend(6, "recover")
     train(9, 10, lost_from=11)
+    spend(2, "start")  # all ranks leave on request
+    _event(run, now, "attempt_ended", **REQUEUE)
+    spend(8, "queue")
+    _event(run, now, "attempt_started")
+    spend(3, "start")
+    train(11, 12, lost_from=13)
     spend(2, "start")
     _event(run, now, "attempt_ended", **STOP)
     goodput = _goodput_of(run)
