@@ -174,12 +174,8 @@ def verify(folder: Path, shards: bool = True) -> list[str]:
     manifest = Manifest.read(folder)
     read = {name: file for name, file in manifest.files.items() if shards or name == METADATA}
     faults = faults_in(folder, manifest.files, contents=False) or faults_in(folder, read)
-    return [*faults.values()] or state_faults(manifest)
-
-
-def state_faults(manifest: Manifest) -> list[str]:
-    """Say why the state that a whole checkpoint holds is not one to go on from; empty for one that is."""
-    return ([] if manifest.finite else [NOT_FINITE]) + ([NOT_AGREED] if manifest.agreed is False else [])
+    no_good = {NOT_FINITE: not manifest.finite, NOT_AGREED: manifest.agreed is False}
+    return [*faults.values(), *(why for why, is_so in no_good.items() if is_so)]
 
 
 def mark_agreed(checkpoints: Path, about: Callable[[int], bool | None]) -> None:

@@ -19,10 +19,10 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by size in bytes
 
 def tell_sums(state: State, layout: Layout, step: int, rank: int) -> None:
     """Tell this rank's agent, if it has one, what it holds after `step` steps, if that is what the layout says."""
-    tensors = state.to_compare()
-    if RANK_STATE_ENV in os.environ and all(is_as_planned(tensor, layout) for tensor in tensors.values()):
+    tensors = state.to_compare() if RANK_STATE_ENV in os.environ else {}
+    if tensors and all(is_as_planned(tensor, layout) for tensor in tensors.values()):
         sums = [checksum(local(tensor)).to(state.device, non_blocking=True) for tensor in tensors.values()]
-        values = torch.stack(sums).tolist() if sums else []
+        values = torch.stack(sums).tolist()
         write_sums(step, rank, {name: f"{value:x}" for name, value in zip(tensors, values, strict=True)})
 
 

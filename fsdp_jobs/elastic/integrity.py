@@ -30,7 +30,7 @@ from fsdp_jobs.run.verdict import Verdict, notify
 
 _ANSWERS_S = 1.0  # for agents to send the sums of single tensors
 _REPLAYS = 2  # of steps at which two replicas differ, in an attempt
-_KEPT = 8  # newest steps of which some ranks have not yet told
+_KEPT = 64  # newest steps of which some ranks have not yet told; they do so once per heartbeat
 _NAMED = 3  # tensors in a sentence
 
 
@@ -70,9 +70,10 @@ class ComparedAttempt(Attempt):
         step, known = message["step"], self._comparison
         digests = known.digests.setdefault(step, {})
         digests |= dict(message["sums"])
+        known.digests = dict(sorted(known.digests.items())[-_KEPT:])
         known.places |= {r: Place(agent.node, agent.host, r % agent.nproc) for r in dict(message["sums"])}
         if len(digests) == self.round.size * agent.nproc:
-            known.digests = {s: d for s, d in sorted(known.digests.items())[-_KEPT:] if s > step}
+            known.digests = {s: of_step for s, of_step in known.digests.items() if s > step}
             self._compare(step, digests, now)
 
     def on_tensors(self, agent: ConnectedAgent, message: Message, now: float) -> None:
@@ -101,8 +102,8 @@ class ComparedAttempt(Attempt):
         known.told &= shards  # the others are the same again
         if self._suspect is not None and step >= self._suspect.step:
             self._judge_replay(step, digests, now)
-        if not shards:
-            self._agreed, self.limit = step, NO_LIMIT
+        self._agreed = min(self._agreed, step - 1) if shards else step  # also after a round that was further
+        self.limit = self.limit if shards else NO_LIMIT
         if not shards - known.told:
             self._go_on(step, bool(shards))
         elif self.round.running:

@@ -11,7 +11,7 @@ from typing import Any
 from fsdp_jobs.elastic.protocol import Message
 from fsdp_jobs.run.integrity import Agreement, Known, digest, take_sums
 
-_KEPT = 4  # newest steps whose sums of single tensors can be asked for
+_KEPT = 16  # newest steps whose sums of single tensors can be asked for
 _AT_ONCE = 200  # tensors in a message; a line has to be shorter than 64 KiB
 _HOLD_S = 5.0  # for the coordinator to say that a step may be followed by another capture
 

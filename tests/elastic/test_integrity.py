@@ -133,6 +133,21 @@ def test_a_replay_with_other_sums_on_both_sides_tells_nothing(tmp_path: Path) ->
     assert [e["finding"] for e in job.found] == ["two", "unknown"] and job.coordinator.round.running
 
 
+def test_what_agreed_in_the_round_before_says_nothing_of_one_that_begins_earlier(tmp_path: Path) -> None:
+    job = Replicas(tmp_path, 2, "elastic.join_window_s=0")
+    job.tell(80)
+    job.coordinator._break("a failure", job.now)
+    job.again()
+    job.tell(50, {1: ("model.a",)})
+    assert job.found[-1]["agreed"] == 49
+    assert job.last(job.members[0], "compared") == {"kind": "compared", "agreed": 49, "compared": 50, "differ": True}
+    for node, member in enumerate(job.members[:1]):  # the other does not tell of these
+        for step in range(51, 200):
+            told = {"round": 1, "step": step, "sums": [[2 * node, ""], [2 * node + 1, ""]]}
+            job.coordinator.on_sums(member, told, job.now)
+    assert len(job.coordinator._comparison.digests) == 64
+
+
 @pytest.mark.parametrize("action", ["report", "restart"])
 def test_replicas_that_begin_with_other_bits_are_the_configurations_fault(tmp_path: Path, action: str) -> None:
     job = Replicas(tmp_path, 2, f"integrity.action={action}")

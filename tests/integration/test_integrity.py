@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -92,3 +93,17 @@ def test_what_happens_again_is_said_so_and_not_tried_for_ever(tmp_path: Path) ->
         assert flipped.wait().verdict == "done", flipped.story()
         assert [e["finding"] for e in flipped.events("corruption")] == ["two", "reproduced"]
         assert len(flipped.events("round_started")) == 2
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(50))
+def test_a_bit_anywhere_in_the_live_state_is_found(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    tensor, element = chance.choice(("parameter", "exp_avg", "exp_avg_sq")), chance.randrange(1 << 20)
+    rank, step, bit = chance.randrange(6), chance.randrange(2, 9), chance.randrange(23)  # the mantissa's: none is NaN
+    flip = f"{rank}:0:{step}:{tensor}-{chance.randrange(20)}:{element}:{bit}"
+    with flipping(tmp_path, flip, *HYBRID, *(ASKED if seed % 2 else CAPTURED), "steps=12") as flipped:
+        assert flipped.wait().verdict == "done", flipped.story()
+        (found,) = flipped.events("corruption")
+        assert (found["finding"], found["ranks"], found["nodes"]) == ("outvoted", [rank], [rank // 2]), (flip, found)
+        assert found["tensors"], (flip, found)
