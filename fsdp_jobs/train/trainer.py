@@ -71,9 +71,9 @@ class Learner:
         own = nn.utils.get_total_norm([local(p.grad) for p in parameters if p.grad is not None]).detach()
         square = own.double().square().to(self.device)
         if self.shard_group is not None:
-            squares = square.new_empty(self.shard_group.size())
-            dist.all_gather_into_tensor(squares, square.reshape(1), group=self.shard_group)
-            square = squares.sum()
+            squares = [torch.empty_like(square) for _ in range(self.shard_group.size())]
+            dist.all_gather(squares, square, group=self.shard_group)
+            square = torch.stack(squares).sum()
         norm = square.sqrt().float().to(own.device)
         if limit:
             nn.utils.clip_grads_with_norm_(parameters, limit, norm)

@@ -20,7 +20,7 @@ from tests.world import events_of, run_world
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.int64, torch.bool])
 def test_a_flipped_bit_anywhere_changes_the_sum(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sums, "_BLOCK", 100)
+    monkeypatch.setattr(sums, "_BLOCK_CPU", 100)
     chance = random.Random(0)
     tensor = torch.frombuffer(bytearray(chance.randbytes(8 * 333)), dtype=torch.uint8).clone()
     if dtype == torch.bool:
