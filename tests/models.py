@@ -115,7 +115,7 @@ def flips_a_bit() -> nn.Module:
     The tensor is `parameter`, or a name of the optimizer's state; the number of the parameter follows after a dash.
     """
     if "RANK" in os.environ and "FLIP" in os.environ:
-        rank, rounds, at, name, element, bit = os.environ["FLIP"].split(":")
+        rank, rounds, at, name, element, bit = os.environ.pop("FLIP").split(":")  # rank 0 builds a second one
         if rank == os.environ["RANK"] and os.environ["FSDP_JOBS_ROUND"] in rounds.split(","):
             what, number = name.split("-")
             register_optimizer_step_post_hook(partial(_flip, int(at), what, int(number), int(element), int(bit)))
