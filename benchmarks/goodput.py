@@ -2,7 +2,7 @@
 
     python benchmarks/goodput.py [--failures 8] [--mtbf 25]
 
-A job of two nodes on this machine, with captures in memory after every step, and one that saves to disk every 40
+A job of two nodes on this machine, with captures in memory after every step, and one that saves to disk every 20
 steps. A few kills first: they measure what restarts and saves cost, from which the plan predicts. Then as many failures
 as asked for, whose times between are spread like exponential ones: what was lost, and what the plan predicts with the
 costs of this second part. Starting and stopping the job are left out on both sides.
@@ -38,7 +38,7 @@ NODES = 2
 SAME = ["steps=100000", "elastic.max_failures_without_progress=1000", "elastic.exclude_after=0"]
 CASES = {
     "memory, every step": ["checkpoint.memory.every_steps=1"],
-    "disk, every 40 steps": ["checkpoint.every_steps=40"],
+    "disk, every 20 steps": ["checkpoint.every_steps=20"],
 }
 
 
@@ -70,7 +70,7 @@ def fail(running: Job, gaps: list[float], dice: random.Random) -> None:
 def measure(folder: Path, name: str, overrides: list[str], gaps: list[float]) -> tuple[float, Costs, float, float]:
     """Run under failures; returns the goodput, the costs, seconds per step, and the time between failures."""
     with job(folder, name, *SAME, *overrides, nodes=str(NODES), nproc=1) as running:
-        running.until_step(45)
+        running.until_step(25)
         fail(running, gaps, random.Random(0))
         done = running.step()
         running.until(lambda: running.step() > done + 5 and running.metrics()[-1]["time"] > time.time() - 5, "recovery")
