@@ -58,7 +58,7 @@ class Outcome:
 
 
 def scaled(config: JobConfig, fault: str) -> JobConfig:
-    """Scale a job down: 2 nodes of at most 2 local ranks (4 of 1 to lose two), a Llama of 2 thin layers, short samples.
+    """Scale a job down: 2 nodes of at most 2 local ranks, or more nodes of 1, a Llama of 2 thin layers, short samples.
 
     What recovery depends on stays: strategy, checkpointing, elastic settings, data order, precision.
     """
@@ -73,7 +73,8 @@ def scaled(config: JobConfig, fault: str) -> JobConfig:
     ranks = config.nproc_per_node if isinstance(config.nproc_per_node, int) else 2
     nodes, ranks = {"lose_two_nodes": (4, 1), "slow_node": (3, 1)}.get(fault, (2, min(ranks, 2)))
     elastic = replace(config.elastic, heartbeat_timeout_s=min(config.elastic.heartbeat_timeout_s, 5.0))
-    elastic = replace(elastic, max_skipped_updates=min(config.elastic.max_skipped_updates or 5, 5))
+    if fault == "nan":
+        elastic = replace(elastic, max_skipped_updates=min(elastic.max_skipped_updates or 5, 5))
     return replace(
         config,
         name=f"{submission.REHEARSED}{fault}-{time.strftime('%Y%m%d-%H%M%S')}",
