@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from statistics import median
+from statistics import fmean
 from typing import Any
 
 from fsdp_jobs.run import events
@@ -66,7 +66,7 @@ def costs_of(run: RunDir) -> Costs | None:
         return None
     return Costs(
         stall_s=(newest.get("stall_s", 0.0) - captured_s) / len(writes) if writes else 0.0,
-        write_s=median(writes or [0.0]),
+        write_s=fmean(writes or [0.0]),
         restart_s=newest.get("recover_s", 0.0) / breaks if breaks else 0.0,
         capture_s=captured_s / captures if captures else 0.0,
         capture_steps=newest["step"] / captures if captures else 0.0,
