@@ -73,9 +73,9 @@ def write_sums(step: int, rank: int, sums: dict[str, str]) -> None:
 
 
 def take_sums(folder: Path) -> Iterator[tuple[int, int, int, dict[str, str]]]:
-    """Yield epoch, step, rank and sums of what ranks have written, and remove it."""
-    for file in folder.glob("*.shards"):
-        epoch, step, rank = map(int, file.stem.split("-"))
+    """Yield epoch, step, rank and sums of what ranks have written, in the order of steps, and remove it."""
+    files = {(*map(int, file.stem.split("-")),): file for file in folder.glob("*.shards")}
+    for (epoch, step, rank), file in sorted(files.items()):
         with suppress(FileNotFoundError):  # another thread has just taken it
             sums = json.loads(file.read_text())
             file.unlink()
