@@ -107,7 +107,7 @@ class _Job:
         self.timer = StepTimer(self.device)
         self.report(Phase.STARTING)
         self.agreement_group = dist.new_group(backend="gloo")
-        self._words = torch.zeros(2, dtype=torch.int32)  # a request, and microseconds of this rank's own
+        self._words = torch.zeros(2, dtype=torch.int64)  # a request, and microseconds of this rank's own
         self.begin_agreement()
 
     def begin_agreement(self) -> None:

@@ -31,6 +31,8 @@ def recorded_run(folder: Path, name: str = "recorded") -> RunDir:
     write_atomic(run.rank_log(0, 0, 0), f"{HOSTILE}\n")
     placed = {"strategy": "hybrid_shard", "shard_group": 2, "world_size": 4, "spares": [], "why": []}
     placed |= {"nodes": [0, 1], "hosts": [HOSTILE, "two"]}
+    slow = {"node": 1, "host": HOSTILE, "cause": "compute", "own_s": 0.3, "others_s": 0.2, "others": 1}
+    slow |= {"lost_s": 0.1, "step_s": 1.0, "hours_per_day": 9.6, "throttled": [HOSTILE]}
     ended = {"verdict": "done", "decision": "stop", "reason": HOSTILE}
     for time, event, details in (
         (100.0, "submitted", {"attempt": -1}),
@@ -39,6 +41,7 @@ def recorded_run(folder: Path, name: str = "recorded") -> RunDir:
         (113.5, "checkpoint", {"step": 10}),
         (115.0, "round_broken", {"step": 12, "committed": 10, "why": HOSTILE}),
         (116.0, "round_started", {"round": 1, **placed}),
+        (120.0, "slow_node", slow),
         (130.0, "attempt_ended", ended),
     ):
         add_line(run.events, {"time": time, "event": event, "attempt": 0, **details})

@@ -46,7 +46,16 @@ def test_a_report_needs_no_network_and_executes_nothing_that_a_run_wrote(tmp_pat
     assert len(ids) == len(set(ids)), "charts share ids"
     text = " ".join(page.words)
     assert HOSTILE in text and "img" not in page.tags
-    for word in ("Over steps", "loss", "attempt 0", "fault", "checkpoint", "Planned and measured", "groups of 2"):
+    for word in (
+        "Over steps",
+        "loss",
+        "attempt 0",
+        "fault",
+        "checkpoint",
+        "Planned and measured",
+        "groups of 2",
+        "is slow: its forward",
+    ):
         assert word in text, word
 
 
