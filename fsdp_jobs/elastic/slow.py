@@ -68,13 +68,13 @@ def examine(windows: Sequence[Window], node: int, cause: str, ranks: int) -> Slo
     """Return what a node costs by one cause, if it is slow by it; all windows are of the same `ranks`."""
     others = [[s for other, s in w.by_node[cause].items() if other != node] for w in windows]
     middles, owns = [median(of) for of in others], [w.by_node[cause][node] for w in windows]
-    over_time = max(_deviation(middles), _deviation(owns))
-    often = _OFTEN if len(others[0]) > 2 else len(windows)  # with one or two others there is less to go by
+    often, spread = _OFTEN, median(map(_deviation, others))
+    if len(others[0]) < 3:  # too few to tell what is usual: by what changes over time
+        often, spread = len(windows), max(_deviation(middles), _deviation(owns))
     found: list[SlowNode] = []
     for window, own, of, middle in zip(windows, owns, others, middles, strict=True):
         step_s = window.step_s
         lost_s = min((own - middle) * (_FORWARD_TO_STEP if cause == "compute" else 1), step_s)
-        spread = _deviation(of) if len(of) > 2 else over_time
         is_far = own - middle > _SPREADS * spread
         if own >= _RATIO * middle and lost_s >= max(_LEAST_S, _LEAST_PART * step_s) and is_far:
             why = "host" if cause == "compute" and window.is_host_bound[node] else cause

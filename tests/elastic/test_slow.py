@@ -57,7 +57,7 @@ def test_a_node_that_is_slower_by_a_tenth_is_named_within_five_windows(nodes: in
         assert ("not known which" in found.sentence()) is (nodes == 2)
 
 
-@pytest.mark.parametrize("nodes", [2, 3, 8])
+@pytest.mark.parametrize("nodes", [2, 3, 4, 8])
 @pytest.mark.parametrize("noise", [0.0, 0.01, 0.05])
 def test_no_node_is_named_where_all_are_alike(nodes: int, noise: float) -> None:
     assert not [f for s in range(20) for f in found_in(Ranks(nodes, noise, s), windows=100)]

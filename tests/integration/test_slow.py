@@ -43,13 +43,13 @@ def test_ten_of_ten_nodes_that_become_slow_are_named_within_five_windows(tmp_pat
             slow_rank.write_text("")
             folder = tmp_path / str(number)
             with netns_job(fabric, folder, "ten", *SLEEPY, *TASK, SLOW_FILE=str(slow_rank)) as ten:
-                ten.until(lambda job=ten: job.step() >= WARM_UP + 2 * WINDOW, "some windows")  # type: ignore[misc]
+                ten.until(lambda job=ten: job.step() >= WARM_UP + 2 * WINDOW, "some windows")
                 for rank in random.Random(number).sample(range(4), min(4, 10 - named)):
                     assert len(ten.events("slow_node")) == named - 4 * number, "one was named that is not slow"
                     slow_rank.write_text(str(rank))
                     since, named = ten.step(), named + 1
                     told = named - 4 * number
-                    ten.until(lambda n=told, job=ten: len(job.events("slow_node")) >= n, "named")  # type: ignore[misc]
+                    ten.until(lambda n=told, job=ten: len(job.events("slow_node")) >= n, "named")
                     found, steps = ten.events("slow_node")[-1], ten.step() - since
                     print(f"{found['own_s'] / found['others_s']:.3f} of the others, {steps} steps later", flush=True)
                     assert found["node"] == ten.events("round_started")[0]["nodes"][rank], found
