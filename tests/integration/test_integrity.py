@@ -78,7 +78,10 @@ def test_of_two_replicas_a_replay_tells_which_was_wrong(
         assert flipped.wait().verdict == "done", flipped.story()
         found, judged = flipped.events("corruption")
         assert (found["finding"], found["ranks"]) == ("two", [0, 1]), found
-        assert (judged["finding"], judged["ranks"], judged["step"]) == ("transient", [1], found["step"]), judged
+        is_at_once = found["step"] == 12  # else no capture was due then, and gradients have carried it to the other
+        expected = ("transient", [1]) if is_at_once else ("unknown", [0, 1])
+        assert (judged["finding"], judged["ranks"]) == expected and judged["step"] == found["step"], judged
+        assert is_at_once or how == CAPTURED
         (resumed,) = flipped.events("resumed")
         if how == CAPTURED:
             assert (resumed["place"], resumed["step"]) == ("memory", found["agreed"]), "nothing else is done again"
