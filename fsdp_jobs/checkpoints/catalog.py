@@ -161,7 +161,7 @@ def _fault_of_manifest(folder: Path, name: str) -> str:
 
 
 def verify(folder: Path, shards: bool = True) -> list[str]:
-    """List the faults of a checkpoint, a state not to go on from among them; empty when it is whole.
+    """List the faults of a checkpoint, a state that is not finite among them; empty when it is whole.
 
     Args:
         shards: read all of them; otherwise their sizes and the metadata have to do.
@@ -174,8 +174,7 @@ def verify(folder: Path, shards: bool = True) -> list[str]:
     manifest = Manifest.read(folder)
     read = {name: file for name, file in manifest.files.items() if shards or name == METADATA}
     faults = faults_in(folder, manifest.files, contents=False) or faults_in(folder, read)
-    no_good = {NOT_FINITE: not manifest.finite, NOT_AGREED: manifest.agreed is False}
-    return [*faults.values(), *(why for why, is_so in no_good.items() if is_so)]
+    return [*faults.values()] + ([] if manifest.finite else [NOT_FINITE])
 
 
 def mark_agreed(checkpoints: Path, about: Callable[[int], bool | None]) -> None:
@@ -249,19 +248,21 @@ def set_aside(folder: Path) -> None:
 def prune(checkpoints: Path, keep: int) -> list[Path]:
     """Remove all but the newest `keep` whole checkpoints (0 keeps all). Returns what was removed.
 
-    Steps that never left the nodes' disks go when a newer one is whole. Those that were not finite, or of which
-    replicas differed, do not count; the newest of them stays.
+    Steps that never left the nodes' disks go when a newer one is whole. Those that were not finite do not count, and
+    the newest of them stays. Those at which replicas differed are counted by themselves.
 
     Raises:
         CannotReadHere: whether one is whole cannot be seen from here; nothing was removed.
     """
     faults = {folder: verify(folder, shards=False) for folder in find_checkpoints(checkpoints)}
     whole = [f for f, found in faults.items() if not found]
-    no_good = [f for f, found in faults.items() if found and {*found} <= {NOT_FINITE, NOT_AGREED}]
+    not_finite = [f for f, found in faults.items() if found == [NOT_FINITE]]
+    differed = [f for f in whole if Manifest.read(f).agreed is False]
+    sound = [f for f in whole if f not in differed]
     for folder in find_on_nodes(checkpoints):
         if whole and step_of(folder) < step_of(whole[0]):
             remove(folder)
-    removed = whole[keep:] + no_good[1:] if keep else []
+    removed = sound[keep:] + differed[keep:] + not_finite[1:] if keep else []
     for folder in removed:  # never half a checkpoint that looks whole
         if is_object_store(folder):
             (folder / MANIFEST).unlink()

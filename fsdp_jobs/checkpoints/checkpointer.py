@@ -262,7 +262,7 @@ class Checkpointer:
             took = round(time.time() - manifest.time, 3)
             events.record(self.run, self.attempt, kind(manifest.step, manifest.bytes, took))
 
-    def restore(self, otherwise: Callable[[], None] = lambda: None) -> int:
+    def restore(self, otherwise: Callable[[], None] | None = None) -> int:
         """Load the newest whole checkpoint; without one call `otherwise`. Returns the step, 0 for none.
 
         All ranks verify it together, and rank 0 chooses. Damaged ones are set aside and named in an event. What the
@@ -274,12 +274,13 @@ class Checkpointer:
         """
         loaded_from = self._restore_newest()
         step, world = max(0, self.safe_step), self.layout.world_size
-        if loaded_from is None:
+        if loaded_from is None and otherwise is not None:
             otherwise()
-        elif self.rank == 0:
+        if loaded_from is not None and self.rank == 0:
             events.record(self.run, self.attempt, events.Resumed(step, self.samples, world, *loaded_from))
             print(f"resumed from step {step} on {world} ranks", flush=True)
-        self.compare(step, is_end=True)
+        if loaded_from is not None or otherwise is not None:  # else who calls this may yet fill the weights
+            self.compare(step, is_end=True)
         self.on_restored(step)
         return step
 
@@ -300,7 +301,7 @@ class Checkpointer:
                 self.committed_step = newest if listed_in == MANIFEST else -1
                 return "memory", sent
             if name is None:
-                if not self.config.restart_from_zero:
+                if not self.config.restart_from_zero and known_here().limit:  # 0: there replicas agreed last
                     self.ranks.from_rank_0(lambda: catalog.refuse_to_begin_again(self.run, self.home, skipped))
                 return None
             folder, shards = self.home / name, None

@@ -116,15 +116,15 @@ def _facts(status: RunStatus) -> Iterator[tuple[str, str]]:
         yield "failures", f"{len(recoveries)}: {', '.join(recoveries)} until the next step; {repeated} steps repeated"
     if status.has_steps:
         yield "goodput", goodput_of(status)
-    if status.tokens_per_s and run.plan.exists():
-        planned = Plan.from_json(run.plan.read_text()).time
-        beside = f", {planned.tokens_per_s:,.0f} planned" if planned is not None else ""
+    if status.tokens_per_s:
+        plan = Plan.of(run)
+        beside = f", {plan.time.tokens_per_s:,.0f} planned" if plan is not None and plan.time is not None else ""
         yield "speed", f"{status.tokens_per_s:,.0f} tokens/s measured{beside}"
     yield "run", str(run.path)
 
 
 def goodput_of(status: RunStatus) -> str:
     """Tell where a run's time went, and what its plan had predicted."""
-    plan = status.run.plan
-    predicted = f"; {Plan.from_json(plan.read_text()).expected.goodput:.1%} predicted" if plan.exists() else ""
+    plan = Plan.of(status.run)
+    predicted = f"; {plan.expected.goodput:.1%} predicted" if plan is not None else ""
     return f"{status.goodput}{predicted}"

@@ -100,7 +100,7 @@ class Attempt:
                 case events.Corruption(finding=found) if (
                     found in (OUTVOTED, TWO) and config.integrity.action != "report"
                 ):
-                    self.limit = event.agreed
+                    self.limit = event.agreed if event.agreed >= 0 else event.step - 1
                 case events.Resumed():
                     self.limit = NO_LIMIT
                 case events.AttemptEnded(leases=0):
@@ -216,7 +216,7 @@ class Attempt:
                 verdict.reason += f". {self.planner.what_would_fit(broken.size)}"
             self._close(verdict, now)
         elif machine is not None and len(set(broken.hosts.values())) > 1:
-            reason = self.machines.blame(machine, cause.why, at_once=broken.excludes)
+            reason = self.machines.blame(machine, cause.why, at_once=broken.excludes and cause.node == broken.culprit)
             if reason is not None:
                 self._record(events.MachineExcluded(machine, reason))
 

@@ -31,7 +31,8 @@ from fsdp_jobs.run.verdict import Verdict, notify
 _ANSWERS_S = 1.0  # for agents to send the sums of single tensors
 _REPLAYS = 2  # of steps at which two replicas differ, in an attempt
 _KEPT = 64  # newest steps of which some ranks have not yet told; they do so once per heartbeat
-_NAMED = 3  # tensors in a sentence
+_NAMED, _NAMED_RANKS = 3, 8  # tensors and ranks in a sentence
+_ASKED = 256  # ranks for the sums of single tensors, at most: of more, the answers take longer than leases last
 
 
 @dataclass
@@ -54,10 +55,13 @@ class ComparedAttempt(Attempt):
         self._agreed = -1  # the newest step at which all replicas were the same
         self._suspect: Difference | None = None  # of two replicas; its step is done again
         self._replays = 0
+        self._limited = -1  # the newest round that was told this limit
 
     def _begin_comparing(self) -> Message:
         """Return what agents have to know of a new round."""
-        self.committed = min(self.committed, self.limit)
+        if self.round.number == self._limited and self.round.has_reports:
+            self.limit = NO_LIMIT  # that round went on from there, and its first rank has marked what was after it
+        self.committed, self._limited = min(self.committed, self.limit), self.round.number + 1
         replayed = self._suspect.step if self._suspect is not None else -1
         return {"limit": self.limit, "replayed": replayed, "holds": self.config.integrity.action != "report"}
 
@@ -112,9 +116,13 @@ class ComparedAttempt(Attempt):
             holders = {rank: digest for rank, digest in digests.items() if rank % group in shards - known.told}
             known.told |= shards
             known.open = Difference.of(step, group, holders, known.places, now)
-            self.agents.send("tell", round=self.round.number, step=step, ranks=[*holders])
+            if len(holders) <= _ASKED:
+                self.agents.send("tell", round=self.round.number, step=step, ranks=[*holders])
+            else:
+                self._conclude(now)
 
     def _go_on(self, step: int, differ: bool) -> None:
+        differ &= self.config.integrity.action == "report"  # else it is gone on with though nobody knows who is wrong
         self.agents.send("compared", agreed=self._agreed, compared=step, differ=differ)
 
     def _conclude(self, now: float) -> None:
@@ -139,7 +147,8 @@ class ComparedAttempt(Attempt):
             if goes_back:
                 self._suspect, self._replays = difference, self._replays + 1
         if goes_back:
-            self.limit = min(self._agreed, step - 1)
+            agreed = self._agreed_before(step)
+            self.limit, self._limited = agreed if agreed >= 0 else step - 1, -1
             self._break_for(difference, [*wrong], why, now)
         else:
             self._go_on(step, differ=True)
@@ -166,15 +175,25 @@ class ComparedAttempt(Attempt):
         """Record a finding. Returns its sentence."""
         tensors = difference.tensors()
         places = [difference.places[rank] for rank in ranks]
-        who = ", ".join(f"rank {r} on {p}" for r, p in zip(ranks, places, strict=True))
+        who = ", ".join(f"rank {r} on {p}" for r, p in zip(ranks[:_NAMED_RANKS], places, strict=False))
+        who += f" and {len(ranks) - _NAMED_RANKS} more ranks" if len(ranks) > _NAMED_RANKS else ""
         more = f" and {len(tensors) - _NAMED} more tensors" if len(tensors) > _NAMED else ""
         where = f" in {', '.join(tensors[:_NAMED])}{more}" if tensors else ""
         why = f"step {difference.step}: {who} {what}{where}"
-        agreed = min(self._agreed, difference.step - 1)
+        agreed = self._agreed_before(difference.step)
         nodes, hosts = [p.node for p in places], [p.host for p in places]
         self._record(events.Corruption(difference.step, agreed, finding, ranks, nodes, hosts, tensors, why))
-        notify(self.run, self.number, "corruption", why)
+        try:
+            notify(self.run, self.number, "corruption", why)
+        except OSError as e:
+            self._warn(f"the notification cannot be started: {e}")
         return why
+
+    def _agreed_before(self, step: int) -> int:
+        """Return the newest step before one at which replicas differ where they were the same, -1 if none is known."""
+        resumed = next((e for e in events.newest_events(self.run) if isinstance(e, events.Resumed)), None)
+        read = resumed.step if resumed is not None and resumed.place != "memory" else -1  # by all, from one file
+        return max(min(self._agreed, step - 1), min(read, step))
 
     def _break_for(self, difference: Difference, wrong: list[int], why: str, now: float) -> None:
         """End the round because of ranks that are wrong; whose node it was is blamed, if it is one."""
@@ -182,5 +201,5 @@ class ComparedAttempt(Attempt):
         if len(places) == 1:
             node, host = places.pop()
             self.round.culprit = node if self.round.hosts.get(node) == host else None
-        self.round.excludes = self.config.integrity.action == "exclude"
+        self.round.excludes = self.config.integrity.action == "exclude" and self.round.culprit is not None
         self._break(why, now)

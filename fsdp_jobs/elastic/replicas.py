@@ -63,10 +63,10 @@ class Difference:
 
     def _shards(self) -> list[tuple[str, dict[int, str]]]:
         """Return for each tensor of each shard its sums by rank; where they are not known, those of all tensors."""
-        of = defaultdict[tuple[str, int], dict[int, str]](dict)
+        of, is_told = defaultdict[tuple[str, int], dict[int, str]](dict), self.is_told
         for rank, sums in self.sums.items():
             for name, value in sums.items():
-                if bool(name) == self.is_told:
+                if bool(name) == is_told:
                     of[name, rank % self.shard_group][rank] = value
         return [(name, by_rank) for (name, _), by_rank in sorted(of.items())]
 

@@ -119,7 +119,7 @@ def _tiers(
     copy_s = copied / (hardware.host_gb_s * 1e9) if hardware.host_gb_s else 0.0
     if every := checkpoint.memory.every_steps:
         holders = max(2, min(layout.replicas, nodes)) - 1  # other nodes that have the same, replicas or a partner
-        together = _SEVERAL_NODES / (nodes - 1) ** holders if nodes > 1 else 1 - _NODES_STAY
+        together = _SEVERAL_NODES * float(nodes - 1) ** -holders if nodes > 1 else 1 - _NODES_STAY
         left = max(_LEAST_BEYOND_MEMORY, together)
         stall_s = _CAPTURE_S + max(0.0, copy_s - (step_s or copy_s))
         if costs is not None and costs.capture_s:

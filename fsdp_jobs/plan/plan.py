@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from fsdp_jobs.plan.shapes import ModelShape, shape_of
 from fsdp_jobs.plan.step_time import StepTime
 from fsdp_jobs.plan.topology import Node, Topology
 from fsdp_jobs.plan.traffic import Traffic
+from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.goodput import Costs, Failures
 
 
@@ -81,6 +83,13 @@ class Plan:
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def of(cls, run: RunDir) -> Plan | None:
+        """Return the plan of a run's newest submission; None when there is none that this version can read."""
+        with suppress(FileNotFoundError, KeyError, TypeError):
+            return cls.from_json(run.plan.read_text())
+        return None
 
     @classmethod
     def from_json(cls, text: str) -> Plan:

@@ -10,6 +10,7 @@ import pytest
 
 from fsdp_jobs.elastic.replicas import Difference, Place
 from fsdp_jobs.elastic.rounds import Coordinator
+from fsdp_jobs.run import events
 from fsdp_jobs.run.integrity import NO_LIMIT, digest
 from tests.elastic.cluster import Cluster
 
@@ -121,7 +122,43 @@ def test_two_replicas_are_told_apart_by_doing_the_step_again_at_most_twice(tmp_p
     job.tell(7)
     job.tell(8, {1: ("model.a",)})
     assert job.found[-1]["finding"] == "two" and job.coordinator.round.running, "never again"
-    assert job.last(job.members[0], "compared")["compared"] == 8  # type: ignore[index]
+    compared = job.last(job.members[0], "compared")
+    assert compared is not None and compared["compared"] == 8
+    assert not compared["differ"], "else nothing that is saved from now on could be gone on from"
+
+
+def test_a_round_that_went_on_from_where_replicas_agreed_is_gone_on_from(tmp_path: Path) -> None:
+    job = Replicas(tmp_path, 3, "integrity.action=restart", "elastic.join_window_s=0")
+    job.tell(900)
+    job.later(0.2, *job.members, step=1000)
+    job.tell(1000, {3: ("model.b",)})
+    assert job.again()["limit"] == 900
+    job.later(0.2, *job.members, step=5000, committed=5000)  # nothing more was compared
+    job.coordinator._break("something else", job.now)
+    assert job.again()["limit"] == NO_LIMIT and job.coordinator.committed == 5000
+
+
+@pytest.mark.parametrize(("place", "agreed", "limit"), [("storage", 900, 900), ("memory", -1, 999)])
+def test_what_all_have_read_from_one_file_was_the_same(tmp_path: Path, place: str, agreed: int, limit: int) -> None:
+    job = Replicas(tmp_path, 3, "integrity.action=restart", "elastic.join_window_s=0")
+    events.record(job.run, 0, events.Resumed(900, 0, 6, place))
+    job.tell(1000, {3: ("model.b",)})  # nothing was compared before, in this coordinator's life
+    assert job.found[0]["agreed"] == agreed
+    assert job.again()["limit"] == limit
+    assert Coordinator(job.config, job.run, 0, 0.0).limit == limit
+
+
+def test_many_ranks_make_a_short_sentence_and_a_notification_that_fails_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_long(*_: object) -> None:
+        raise OSError(7, "Argument list too long")
+
+    monkeypatch.setattr("fsdp_jobs.elastic.integrity.notify", too_long)
+    job = Replicas(tmp_path, 10)
+    job.tell(5)
+    job.tell(6, dict.fromkeys(range(20), ("model.a",)))
+    assert "and 12 more ranks" in job.found[0]["why"] and job.coordinator.round.running
 
 
 def test_a_replay_with_other_sums_on_both_sides_tells_nothing(tmp_path: Path) -> None:

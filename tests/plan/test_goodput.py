@@ -150,3 +150,19 @@ def test_the_plan_says_where_a_capture_has_no_second_copy_or_none_in_another_dom
     assert "no switches are known" in reasons("???")
     assert "Captures" not in reasons("aabb") and "captures" not in reasons("aabb")
     assert "captures of node0, node2 are copied under their own leaf switch" in reasons("aaab")
+
+
+def test_thousands_of_replicas_have_a_plan_with_captures() -> None:
+    overrides = ("fsdp=hybrid_shard", "fsdp.shard_group=8", "checkpoint.memory.every_steps=1")
+    assert plan(4096, *overrides).expected.tiers[0].share == pytest.approx(0.99)
+
+
+def test_a_plan_of_another_version_is_passed_over(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.plan.parent.mkdir(parents=True, exist_ok=True)
+    run.plan.write_text(plan(2).to_json())
+    assert Plan.of(run) == plan(2)
+    content = json.loads(run.plan.read_text())
+    del content["expected"]["tiers"]
+    run.plan.write_text(json.dumps(content))
+    assert Plan.of(run) is None

@@ -35,7 +35,7 @@ def write_report(run: RunDir, pngs: bool = False) -> list[Path]:
     """Write `report.html`, with `pngs` also each chart as a file, into the run directory; return the files."""
     written = [run.report]
     write_atomic(written[0], render(__package__, "report.html.j2", **content_of(run)))
-    for name, _, figure in charts(History.of(run), _status_of(run).goodput, _plan_of(run)) if pngs else ():
+    for name, _, figure in charts(History.of(run), _status_of(run).goodput, Plan.of(run)) if pngs else ():
         written.append(run.chart(name))
         figure.savefig(written[-1], dpi=200)
         plt.close(figure)
@@ -44,7 +44,7 @@ def write_report(run: RunDir, pngs: bool = False) -> list[Path]:
 
 def content_of(run: RunDir) -> dict[str, Any]:
     """Collect what the template `run.html.j2` shows, charts drawn."""
-    status, history, plan = _status_of(run), History.of(run), _plan_of(run)
+    status, history, plan = _status_of(run), History.of(run), Plan.of(run)
     goodput = status.goodput
     return {
         "name": run.name,
@@ -65,10 +65,6 @@ def _status_of(run: RunDir) -> RunStatus:
     status = RunStatus(run)
     status.update()
     return status
-
-
-def _plan_of(run: RunDir) -> Plan | None:
-    return Plan.from_json(run.plan.read_text()) if run.plan.exists() else None
 
 
 def _comparison(
