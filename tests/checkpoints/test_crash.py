@@ -17,7 +17,7 @@ import pytest
 from fsdp_jobs.checkpoints import catalog
 from tests.checkpoints.crash import Points
 from tests.checkpoints.saving import run_to_the_end, save_steps, trained, value_of
-from tests.integration.test_object_store import store  # noqa: F401 - a fixture
+from tests.store import simulated_store
 from tests.world import flip_byte
 
 KEEP = 2
@@ -149,13 +149,14 @@ def test_a_sample_of_all_crashes_loses_nothing(tmp_path: Path, place: str, actio
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("place", PLACES)
-def test_no_crash_at_any_point_loses_anything(tmp_path: Path, store: dict[str, str], place: str) -> None:  # noqa: F811
+def test_no_crash_at_any_point_loses_anything(tmp_path: Path, place: str) -> None:
     all_wrong: dict[str, str] = {}
-    for action in ACTIONS:
-        for fault in FAULTS_IN_STORE if place == "s3" else FAULTS:
-            every = 5 if place == "s3" and fault != "kill" else 1  # most of its points are questions
-            struck, wrong = _strike(tmp_path / action / fault, place, action, fault, every)
-            all_wrong |= wrong
-            row = f"| {place:<9} | {action:<7} | {fault:<6} |"
-            print(f"{row} {struck:>4} points | {len(wrong)} lost or half trusted |", flush=True)
+    with simulated_store():
+        for action in ACTIONS:
+            for fault in FAULTS_IN_STORE if place == "s3" else FAULTS:
+                every = 5 if place == "s3" and fault != "kill" else 1  # most of its points are questions
+                struck, wrong = _strike(tmp_path / action / fault, place, action, fault, every)
+                all_wrong |= wrong
+                row = f"| {place:<9} | {action:<7} | {fault:<6} |"
+                print(f"{row} {struck:>4} points | {len(wrong)} lost or half trusted |", flush=True)
     assert not all_wrong, all_wrong
