@@ -166,7 +166,7 @@ class MemoryCheckpoints:
     ) -> None:
         """Fill the slot and say that it is whole; in a thread. On a GPU the copy follows the event `updated`.
 
-        Where there is no room for it, no step is captured any more in this round, and training goes on.
+        When it does not fit, no further step of this round is captured, and training continues.
         """
         slot.withdraw()
         if self._stream is not None:
@@ -271,7 +271,7 @@ class MemoryCheckpoints:
 
         Raises:
             JobFailed: it is of another model.
-            CannotKeep: there is no room for what comes from other nodes.
+            CannotKeep: what other nodes send does not fit.
         """
         self.done = chosen[0].step  # first: an optimizer that gets its state now calls for a vote
         held: dict[int, set[str]] = {}

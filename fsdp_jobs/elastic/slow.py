@@ -86,7 +86,7 @@ def examine(windows: Sequence[Window], node: int, cause: str, ranks: int) -> Slo
 def pays(slow: SlowNode, nodes: int, without: int, steps: int) -> bool:
     """Whether a round of `without` nodes, the slow one not among them, does so many steps so much sooner than `nodes`.
 
-    With two nodes there is no telling which of them is at fault, and a node with rank 0 has more to do for
+    With two nodes it is not known which of them is at fault, and the node of rank 0 does more work for
     checkpoints. Ranks save before they are stopped, so what it costs is a restart.
     """
     saved_s = slow.lost_s - slow.step_s * max(0.0, nodes / max(1, without) - 1)

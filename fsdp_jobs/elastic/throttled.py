@@ -5,14 +5,14 @@ from __future__ import annotations
 import subprocess
 from contextlib import suppress
 
-# A limit of power by software is how a healthy GPU looks at full load, so it is no reason.
+# A software power limit is normal for a healthy GPU at full load, so it is not a reason.
 _REASONS = ("hw_thermal_slowdown", "sw_thermal_slowdown", "hw_power_brake_slowdown")
 _NAMES = ("clocks_event_reasons", "clocks_throttle_reasons")  # of newer and of older drivers
 _TIMEOUT_S = 10.0
 
 
 def throttled() -> list[str]:
-    """Return a sentence per GPU that is slowed down; empty where none is, and where there is no nvidia-smi."""
+    """Return a sentence per throttled GPU; empty if none is throttled or nvidia-smi is not installed."""
     for name in _NAMES:
         fields = ",".join(["index", "clocks.sm", "clocks.max.sm", *(f"{name}.{reason}" for reason in _REASONS)])
         command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
