@@ -1,9 +1,11 @@
 """What checkpoints in memory cost: tokens/s with a capture every step against the same job without.
 
-    python benchmarks/captures.py [--pairs 5] [--steps 60] [overrides]
+    python benchmarks/captures.py [--pairs 5] [--steps 60] [--wait 0.4] [overrides]
 
 Alternating pairs of whole jobs of two nodes on this machine. Each side's figure is the median step after the first
-five.
+five. Two ranks that compute fill two cores, so that whatever agents do is taken from a rank. With `--wait` the host
+waits so many seconds in each forward pass, as it does for a GPU, and there is little to compute besides; the state
+that is captured is the same.
 """
 
 from __future__ import annotations
@@ -16,20 +18,44 @@ import tempfile
 import time
 from pathlib import Path
 
+from torch import Tensor, nn
+
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.overhead import ours
+from fsdp_jobs.config.schema import LlamaConfig
+from fsdp_jobs.models.llama import Llama
 
+WAITING = ["model=custom", "model._target_=benchmarks.captures.waiting", "model.wrap_classes=[TransformerBlock]"]
+WAITING += ["data.seq_len=16", "data.micro_batch=1", "data.global_batch=2"]
 SAME = ["nodes=2", "nproc_per_node=1", "elastic.join_window_s=0"]
+
+
+class Waiting(Llama):
+    """Llama of `model=llama_debug` whose forward pass waits first."""
+
+    def __init__(self, seconds: float):
+        super().__init__(LlamaConfig(n_kv_heads=4))
+        self.seconds = seconds
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        return super().forward(tokens)
+
+
+def waiting(seconds: float) -> nn.Module:
+    return Waiting(seconds)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--wait", type=float, default=0.0, help="seconds")
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)}
+    same = [*SAME, *WAITING, f"model.kwargs={{seconds: {args.wait}}}"] if args.wait else SAME
     print(f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, 2 nodes of 1 rank, {args.steps} steps a run")
     print(f"{'pair':>4}  {'each step s/step':>16}  {'without s/step':>14}  {'with/without tokens/s':>22}")
     ratios = []
@@ -37,7 +63,7 @@ def main() -> None:
         for pair in range(args.pairs):
             seconds = {}
             for every in (0, 1) if pair % 2 == 0 else (1, 0):
-                overrides = [*SAME, *args.overrides, f"checkpoint.memory.every_steps={every}"]
+                overrides = [*same, *args.overrides, f"checkpoint.memory.every_steps={every}"]
                 seconds[every] = ours(Path(folder), f"pair-{pair}-{every}", args.steps, overrides)
             ratios.append(seconds[0] / seconds[1])
             print(f"{pair:>4}  {seconds[1]:>16.4f}  {seconds[0]:>14.4f}  {ratios[-1]:>22.3f}", flush=True)

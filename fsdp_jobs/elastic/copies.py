@@ -26,6 +26,7 @@ from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.memory import COPIES, Capture, Slot, adopt_folder, newest_in, slots_in
 
 _LOOK_S = 0.01  # between two looks for a new capture
+_LOOKS = 5  # after a change: the next one may have the same time stamp
 _CHUNK = 1 << 22  # bytes sent at once
 _PATIENCE_S = 30.0  # with a partner that does not answer
 _STRANGERS = 16  # connections at once that have not proved themselves
@@ -68,12 +69,17 @@ class Copies:
 
     def _keep(self) -> None:
         """Seal and send what is captured, until the end."""
-        failures = 0  # in a row
+        failures = seen_at = looks = 0  # failures in a row; looks at a folder in which nothing has changed
         while not self._over.wait(_REPEAT_S if failures else _LOOK_S):
             try:
+                seen_at, before = self.folder.stat().st_mtime_ns, seen_at
+                looks = looks + 1 if seen_at == before and not failures else 0
+                if looks >= _LOOKS:
+                    continue
                 for slot in slots_in(self.folder):
                     capture = None if slot.copied.exists() else slot.capture()
                     if capture is not None and capture.epoch == self._epoch:
+                        looks = -1  # what is not copied is looked at again
                         self._take_care(slot, capture)
                 failures = 0
             except Exception as e:  # whatever it is, the next look may be better
@@ -89,42 +95,38 @@ class Copies:
     def _take_care(self, slot: Slot, capture: Capture) -> None:
         """Raises: OSError, ValueError or KeyError when it is not sealed and copied."""
         if self._kept.get(capture.rank) != (capture.epoch, capture.step):
-            if not slot.sums.exists() and slot.seal() is None:
+            sums = json.loads(slot.sums.read_text()) if slot.sums.exists() else slot.seal(capture)
+            if sums is None:
                 return
-            sums = json.loads(slot.sums.read_text())
-            self._copy(slot, capture)
+            self._copy(slot, capture, sums)
             self._kept[capture.rank] = (capture.epoch, capture.step)
             same = {entry.name: sums[entry.name] for entry in capture.entries if entry.is_replicated}
             self._sums.take(capture.epoch, capture.step, capture.rank, same)
         if self._sums.may_follow(capture.step):
             slot.copied.touch()
 
-    def _copy(self, slot: Slot, capture: Capture) -> None:
+    def _copy(self, slot: Slot, capture: Capture, sums: dict[str, str]) -> None:
         """Raises: OSError, ValueError or KeyError when the partner does not have what no replica has."""
         copy, partner = capture.alone(), self._partner
         if partner is not None and copy.entries:
             try:
-                self._send(partner, slot, capture, copy)
+                self._send(partner, slot, capture, copy, sums)
             except ValueError:
                 if not (wrong := slot.verify()):
                     raise
                 slot.withdraw()  # it has changed since it was sealed; the next capture will do
                 self._tell(f"node {self.node}'s capture of step {capture.step} has changed: {wrong[:3]}")
 
-    def _send(self, partner: list[Any], slot: Slot, capture: Capture, copy: Capture) -> None:
+    def _send(self, partner: list[Any], slot: Slot, capture: Capture, copy: Capture, sums: dict[str, str]) -> None:
         """Raises: OSError, ValueError or KeyError when the partner does not have it."""
         connection, lines = self._connected(partner)
-        sums = json.loads(slot.sums.read_text())
         about = {"capture": vars(copy), "sums": {entry.name: sums[entry.name] for entry in copy.entries}}
         connection.sendall(line(about))
         begins = {entry.name: entry.begin for entry in capture.entries}
         with slot.data.open("rb") as data:
             for entry in copy.entries:
-                data.seek(begins[entry.name])
-                left = entry.bytes
-                while left and (chunk := data.read(min(left, _CHUNK))):
-                    connection.sendall(chunk)
-                    left -= len(chunk)
+                if entry.bytes:
+                    connection.sendfile(data, begins[entry.name], entry.bytes)  # from page to page, without a copy
         if json.loads(lines.readline() or b"{}") != {"is": "whole"}:
             raise ValueError("it has not come there whole")
 
@@ -222,7 +224,7 @@ class _Receiver(socketserver.StreamRequestHandler):
                         raise ValueError("cut off")
                     at += count
         slot.publish(capture)
-        slot.seal()
-        if not about["sums"].items() <= json.loads(slot.sums.read_text()).items():
+        sums = slot.seal(capture)
+        if sums is None or not about["sums"].items() <= sums.items():
             slot.withdraw()
             raise ValueError("damaged on its way")

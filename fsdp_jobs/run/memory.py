@@ -33,6 +33,7 @@ from fsdp_jobs.run.directory import RunDir, user_name
 
 COPIES = "copies"
 _NAME = re.compile(r"(\d+)-(\d+)-(\d+)")  # epoch, rank, slot
+_POPULATED = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # a fault per page takes longer than the copy
 _ALIGNED = 64  # bytes that every tensor begins at a multiple of
 _STALE_S = 3600.0  # after which a folder that no agent holds is another run's leftover
 
@@ -86,6 +87,11 @@ class Capture:
     def to_json(self) -> str:
         return json.dumps(vars(self))
 
+    def described(self) -> str:
+        """Return its description with a checksum, as it is in a slot."""
+        text = self.to_json()
+        return f"{_checksum(text.encode())}\n{text}"
+
     @classmethod
     def from_json(cls, text: str) -> Capture:
         content: dict[str, Any] = json.loads(text)
@@ -118,12 +124,11 @@ class Slot:
         """
         with open(os.open(self.data, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+b") as f:
             os.posix_fallocate(f.fileno(), 0, max(size, 1))  # else a write without room is a SIGBUS
-            return mmap.mmap(f.fileno(), max(size, 1))
+            return mmap.mmap(f.fileno(), max(size, 1), _POPULATED)
 
     def publish(self, capture: Capture) -> None:
         """Say that the data is whole."""
-        text = capture.to_json()
-        _write(self.about, f"{_checksum(text.encode())}\n{text}")
+        _write(self.about, capture.described())
 
     def capture(self) -> Capture | None:
         """Return what was captured here, if its data is whole; None also for a description that is damaged."""
@@ -136,19 +141,14 @@ class Slot:
         capture = Capture.from_json(text)
         return capture if Slot.of(self.about.parent, capture).about == self.about else None
 
-    def seal(self) -> Capture | None:
-        """Write the checksums of what was captured here; None if nothing is, or it was withdrawn meanwhile."""
-        capture = self.capture()
-        if capture is None:
-            return None
-        sums = self._checksums(capture)
-        try:
-            if self.capture() != capture:
-                return None
-            _write(self.sums, json.dumps(sums))
-        except FileNotFoundError:
-            return None
-        return capture
+    def seal(self, capture: Capture) -> dict[str, str] | None:
+        """Write and return the checksums of what was captured here; None if it was withdrawn meanwhile."""
+        with suppress(FileNotFoundError):
+            sums = self._checksums(capture)
+            if self.about.read_text() == capture.described():
+                _write(self.sums, json.dumps(sums))
+                return sums
+        return None
 
     def verify(self) -> list[str]:
         """Name the tensors whose bytes are not those that were sealed, or what else is wrong; empty when whole.
@@ -160,7 +160,7 @@ class Slot:
             if capture is None:
                 return ["it was never whole"]
             if not self.sums.exists():
-                self.seal()
+                self.seal(capture)
             expected, sums = json.loads(self.sums.read_text()), self._checksums(capture)
             return [name for name in expected.keys() | sums.keys() if expected.get(name) != sums.get(name)]
         except (OSError, ValueError, TypeError, AttributeError) as e:
@@ -168,7 +168,7 @@ class Slot:
 
     def _checksums(self, capture: Capture) -> dict[str, str]:
         """XXH3 of 128 bits for each tensor, and for the description of all (Y. Collet, xxhash.com)."""
-        with self.data.open("rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        with self.data.open("rb") as f, mmap.mmap(f.fileno(), 0, _POPULATED, mmap.PROT_READ) as data:
             view = memoryview(data)
             sums = {e.name: _checksum(view[e.begin : e.begin + e.bytes]) for e in capture.entries}
             view.release()

@@ -41,7 +41,8 @@ def _capture(checkpoints: Checkpointer, *steps: int, value: float | None = None)
         checkpoints.poll()
         assert checkpoints.memory is not None
         for slot in slots_in(checkpoints.memory.folder):  # in the agent's place
-            slot.seal()
+            if (capture := slot.capture()) is not None:
+                slot.seal(capture)
             slot.copied.touch()
 
 
