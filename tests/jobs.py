@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.tail import read_json_lines
+from fsdp_jobs.run.tail import Tail
 from fsdp_jobs.run.verdict import Verdict
 from tests.world import TINY
 
@@ -66,6 +66,11 @@ def environment(folder: Path, **env: str) -> dict[str, str]:
     }
 
 
+def hear_ctrl_c() -> None:
+    """Undo, in a child before it becomes a command, what a shell does to its background jobs: they ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 # Kills itself before the n-th change it makes to files that the pattern names, or before it starts such a process.
 _KILLER = """
 import os, signal, sys
@@ -88,17 +93,25 @@ def killed_at(number: int, pattern: str = "") -> list[str]:
     return [sys.executable, "-c", _KILLER, str(number), pattern]
 
 
+def _all_records(tail: Tail, read: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add what is new in a file to what was read of it: a waiting test looks 50 times a second."""
+    read += tail.records()
+    return read
+
+
 class Watched:
     """A run seen from its directory, by a test."""
 
     def __init__(self, run: RunDir):
         self.run = run
+        self._events: tuple[Tail, list[dict[str, Any]]] = (Tail(run.events), [])
+        self._metrics: tuple[Tail, list[dict[str, Any]]] = (Tail(run.metrics), [])
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        return [e for e in read_json_lines(self.run.events) if e["event"] == name]
+        return [e for e in _all_records(*self._events) if e["event"] == name]
 
     def metrics(self) -> list[dict[str, Any]]:
-        return list(read_json_lines(self.run.metrics))
+        return list(_all_records(*self._metrics))
 
     def losses(self) -> dict[int, float]:
         """Step -> loss, the newest where a step was done again."""
@@ -108,11 +121,14 @@ class Watched:
         metrics = self.metrics()
         return int(metrics[-1]["step"]) if metrics else 0
 
-    def until(self, true: Callable[[], bool], what: str, seconds: float = 90) -> None:
-        deadline = time.monotonic() + seconds
+    def until(self, true: Callable[[], bool], what: str, seconds: float = 180) -> None:
+        """Look again and again; no longer than half of the time is spent on looking, which others may need."""
+        now = time.monotonic()
+        deadline = now + seconds
         while not true():
             assert time.monotonic() < deadline, f"not within {seconds} s: {what}\n{self.story()}"
-            time.sleep(0.02)
+            time.sleep(max(0.02, time.monotonic() - now))
+            now = time.monotonic()
 
     def until_step(self, step: int) -> None:
         self.until(lambda: self.step() >= step, f"step {step}")
@@ -142,7 +158,7 @@ class Job(Watched):
     def resume(self, *overrides: str) -> None:
         self.submit("resume", self.name, *overrides)
 
-    def wait(self, seconds: float = 120) -> Verdict:
+    def wait(self, seconds: float = 240) -> Verdict:
         """Until the supervisor has gone; returns the last verdict."""
         self.until(lambda: self.supervisor() is None, "the end of the job", seconds)
         verdict = Verdict.read(self.run, self.run.last_attempt())

@@ -31,7 +31,7 @@ from fsdp_jobs.run.env import ADDRESS_ENV, ATTEMPT_ENV, COORDINATOR_ENV
 from fsdp_jobs.run.processes import die_with_parent
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit import submit as submission
-from tests.jobs import ROOT, Job, Nobody
+from tests.jobs import ROOT, Job, Nobody, Watched
 from tests.world import TINY, TINY_TASK
 
 CONTROL = "control"  # the machine beside the nodes, on the spine: the coordinator runs there
@@ -287,8 +287,8 @@ class NetnsJob(Job):
         config = compose_job(self.overrides)
         (prepared,) = submission.prepare([config])
         submission.submit([replace(prepared, launcher=Nobody())], [self.overrides])  # type: ignore[arg-type]
-        self.config, self.plan, self.run = config, prepared.plan, prepared.run
-        self.run = RunDir(prepared.run.path.resolve())
+        Watched.__init__(self, RunDir(prepared.run.path.resolve()))
+        self.config, self.plan = config, prepared.plan
         self.roles = {r.name: r for r in to_app(config, self.run, ranks_per_node(config), "").roles}
         self.attempt = -1
         self.started: dict[str, subprocess.Popen[bytes]] = {}  # by machine
@@ -333,14 +333,14 @@ class NetnsJob(Job):
                 if process is None or process.poll() is not None:
                     self.start_process(name)
 
-    def until(self, true: Any, what: str, seconds: float = 90) -> None:
+    def until(self, true: Any, what: str, seconds: float = 180) -> None:
         def tended() -> bool:
             self.tend()
             return bool(true())
 
         super().until(tended, what, seconds)
 
-    def wait(self, seconds: float = 120) -> Verdict:
+    def wait(self, seconds: float = 240) -> Verdict:
         """Until the attempt is judged and its processes have gone; returns the verdict."""
 
         def over() -> bool:

@@ -105,6 +105,12 @@ def train_here(run_dir: str, overrides: Sequence[str], nodes: int = 1) -> list[f
     return train_as(run_dir, config, by_hand if custom else make_plan(config).layout)
 
 
+def undisturbed_losses(folder: Path, nodes: int, ranks: int, *overrides: str) -> dict[int, float]:
+    """Step -> loss of a job of so many nodes, and ranks in all, that has no launcher, agents or faults."""
+    losses = run_world(ranks, train_here, str(folder / "undisturbed"), overrides, nodes)[0]
+    return dict(enumerate(losses, start=1))
+
+
 def train_as(run_dir: str, config: JobConfig, layout: Layout) -> list[float]:
     """Train a configuration in the present process group, as `train_here` does."""
     import torch.distributed as dist

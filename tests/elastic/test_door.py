@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from fsdp_jobs.config.hydra import compose_job
@@ -74,6 +75,12 @@ class Stranger:
             return True
 
 
+def listening() -> set[int]:
+    """The ports on which this process is listening."""
+    connections = psutil.Process().net_connections("tcp")
+    return {connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN}
+
+
 def serving(folder: Path, talk: Callable[[int, Server], None]) -> None:
     """Serve a coordinator while `talk` is a client of it, in a thread."""
 
@@ -83,7 +90,8 @@ def serving(folder: Path, talk: Callable[[int, Server], None]) -> None:
         config = compose_job(["nodes=1", "nproc_per_node=1"])
         server = Server(Coordinator(config, run, 0, time.monotonic()), "secret")
         serving = asyncio.create_task(server.serve("127.0.0.1", port))
-        await asyncio.sleep(0.2)
+        while not serving.done() and port not in listening():
+            await asyncio.sleep(0.01)
         await asyncio.to_thread(talk, port, server)
         serving.cancel()
 

@@ -15,8 +15,9 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.jobs import Job, cli, environment, job
-from tests.world import TINY
+from fsdp_jobs.run.directory import RunDir
+from tests.jobs import Job, Watched, cli, environment, hear_ctrl_c, job
+from tests.world import TINY, undisturbed_losses
 
 pytestmark = pytest.mark.integration
 
@@ -26,11 +27,7 @@ SAMPLES, BATCH = 63, 8  # an epoch is no whole number of steps
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """Losses of 40 steps on 2 nodes x 2 ranks that nobody touched."""
-    with job(tmp_path_factory.mktemp("undisturbed"), "calm", "steps=40", "checkpoint.every_steps=8") as calm:
-        assert calm.wait().verdict == "done"
-        losses = calm.losses()
-    assert len(losses) == 40
-    return losses
+    return undisturbed_losses(tmp_path_factory.mktemp("calm"), 2, 4, "steps=40")
 
 
 def test_a_killed_node_comes_back_and_the_losses_are_the_same_to_the_bit(
@@ -152,12 +149,10 @@ def test_ctrl_c_of_an_attached_job_saves_and_stops(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a CI's background shell may ignore it
+        preexec_fn=hear_ctrl_c,
     )
     watched = Job.__new__(Job)
-    from fsdp_jobs.run.directory import RunDir
-
-    watched.run = RunDir(tmp_path / "runs" / "c")
+    Watched.__init__(watched, RunDir(tmp_path / "runs" / "c"))
     try:
         watched.until_step(5)
         process.send_signal(signal.SIGINT)

@@ -16,7 +16,7 @@ import pytest
 
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.status import RunStatus
-from tests.jobs import cli, environment, job
+from tests.jobs import cli, environment, hear_ctrl_c, job
 from tests.recorded import add_line, recorded_run
 
 
@@ -156,7 +156,8 @@ def watch(folder: Path, *args: str) -> tuple[subprocess.Popen[bytes], int]:
     """`status --watch` in a terminal of its own; and the terminal."""
     terminal, inside = pty.openpty()
     argv = [sys.executable, "-m", "fsdp_jobs", "status", "--watch", *args]
-    watching = subprocess.Popen(argv, cwd=folder, env=environment(folder), stdin=inside, stdout=inside, stderr=inside)
+    in_terminal = {"stdin": inside, "stdout": inside, "stderr": inside, "preexec_fn": hear_ctrl_c}
+    watching = subprocess.Popen(argv, cwd=folder, env=environment(folder), **in_terminal)  # type: ignore[call-overload]
     os.close(inside)
     return watching, terminal
 
