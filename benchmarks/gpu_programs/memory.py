@@ -1,0 +1,72 @@
+"""Peak memory of optimizer steps on one GPU: by torch's allocator, by the driver, and planned. For gpu.py.
+
+    python benchmarks/gpu_programs/memory.py '[["model=llama_1b", ...], ...]'
+
+Prints a line of JSON for each list of overrides: bytes, or why there are none. The model, its sharding and the step
+are the trainer's; tokens are random.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.plan.plan import make_plan
+from fsdp_jobs.run.processes import free_port
+from fsdp_jobs.train.sharding import build_mesh
+from fsdp_jobs.train.trainer import Learner
+
+STEPS = 3
+
+
+def by_driver() -> int:
+    """Return the bytes of the device that are in use, by whomever."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def measure(overrides: list[str], device: torch.device) -> dict[str, Any]:
+    """Do a few steps of a configuration, and return the most that they took beside what is planned."""
+    config = compose_job(overrides)
+    plan, on_gpu = make_plan(config), device.type == "cuda"
+    assert plan.memory is not None
+    if not plan.fits:
+        return {"error": f"planned to need {plan.memory.total / 2**30:.1f} GiB of {plan.usable_bytes / 2**30:.1f}"}
+    gc.collect()
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    left_over = torch.cuda.memory_allocated() if on_gpu else 0
+    learner = Learner(config, plan.layout, build_mesh(plan.layout, device.type), device)
+    for _ in range(STEPS):
+        tokens = torch.randint(config.data.vocab_size, (config.data.micro_batch, config.data.seq_len + 1))
+        total = learner.backward([(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())])
+        learner.update(learner.clip())
+    if not torch.isfinite(total):
+        return {"error": f"the loss is {total.item()}"}
+    peaks = {"torch": torch.cuda.max_memory_allocated() - left_over, "driver": by_driver()} if on_gpu else {}
+    return {**peaks, "planned": plan.memory.total, "reserve": plan.memory.reserve}
+
+
+def main() -> None:
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    for overrides in json.loads(sys.argv[1]):
+        try:
+            found = measure(overrides, device)
+        except Exception as e:
+            found = {"error": f"{type(e).__name__}: {e}"[:200]}
+        print(json.dumps(found), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

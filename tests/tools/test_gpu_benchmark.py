@@ -1,0 +1,183 @@
+"""What benchmarks/gpu.py reads and judges, without a GPU; and that its plan is whole and short enough."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from benchmarks import gpu
+from benchmarks.gpu import CASES, GIB, MEMORY, Bench, Case, Row
+from benchmarks.gpu_programs import travel
+from fsdp_jobs.config.schema import RECOMPUTED, STRATEGIES
+from tests.jobs import ROOT
+from tests.world import TINY
+
+HERE = Bench(Path(), gpus=0)
+
+
+@pytest.mark.parametrize(
+    ("value", "low", "high", "verdict"),
+    [
+        *((0.9, 0.9, 1.1, "PASS"), (1.1, 0.9, 1.1, "PASS"), (0.85, 0.9, 1.1, "6% below")),
+        *(
+            (1.32, 0.9, 1.1, "20% above"),
+            (3.0, 0, 0, "3 above"),
+            (None, 0, 1, "FAIL"),
+            (math.nan, 0, 1, "FAIL"),
+            (7.0, -math.inf, math.inf, "PASS"),
+        ),
+    ],
+)
+def test_a_row_says_how_far_off_it_is(value: float | None, low: float, high: float, verdict: str) -> None:
+    assert Row("x", value, low, high).verdict == verdict
+
+
+def test_the_table_has_the_expected_range() -> None:
+    rows = [("speed", Row("1b", 0.97, 0.85, 1.18, note="n")), ("works", Row("main", 1, 1, 1)), ("x", Row("y", None, 0))]
+    assert list(gpu.table(rows))[2:] == [
+        "| speed | 1b | 0.97 | at least 0.85, at most 1.18 | PASS | n |",
+        "| works | main | 1 | 1 | PASS |  |",
+        "| x | y | - | at least 0 | FAIL |  |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("device", "gib", "option"),
+    [
+        *(("NVIDIA H200", 139.8, "h200"), ("NVIDIA H100 80GB HBM3", 79.1, "h100"), ("NVIDIA B200", 178, "b200")),
+        *(("NVIDIA A100-SXM4-40GB", 39.4, "a100_40"), ("NVIDIA A100-SXM4-80GB", 79.2, "a100_80")),
+        *(("NVIDIA L40S", 44.4, "l40s"), ("AMD Instinct MI300X", 191, "mi300x"), ("unheard of", 10, "h100")),
+    ],
+)
+def test_a_device_finds_its_option_of_hardware(device: str, gib: float, option: str) -> None:
+    assert gpu.option_of(device, [f.stem for f in gpu.HARDWARE.glob("*.yaml")], gib) == option
+
+
+def test_memory_is_compared_with_the_tensors_and_with_all() -> None:
+    measured = {"torch": 50 * GIB, "driver": 54 * GIB, "planned": 53 * GIB, "reserve": 3 * GIB}
+    answers = [json.dumps(measured), json.dumps({**measured, "torch": 60 * GIB}), json.dumps({"error": "too large"})]
+    rows = list(gpu.memory_rows(["a", "b", "c", "d"], answers, "Killed"))
+    assert [row.name for row in rows] == ["a, torch", "a, driver", "b, torch", "b, driver", "c", "d"]
+    assert [row.verdict for row in rows] == ["PASS", "PASS", "9% above", "PASS", "FAIL", "FAIL"]
+    assert [row.note for row in rows][::4] == ["50.0 GiB measured, 50.0 planned", "too large"]
+    assert rows[-1].note == "Killed"
+
+
+def test_what_a_configuration_takes_is_measured_in_real_steps() -> None:
+    """On the CPU, where no peaks are to be had."""
+    tiny = [*TINY, "nodes=1", "nproc_per_node=1", "fsdp=full_shard"]
+    command = [sys.executable, str(gpu.PROGRAMS / "memory.py"), json.dumps([tiny, [*tiny, "model.dims=65"]])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    good, bad = map(json.loads, done.stdout.splitlines())
+    assert good["planned"] > good["reserve"] > 0, done.stderr
+    assert "error" in bad
+
+
+def test_saves_are_compared_with_those_of_dcp() -> None:
+    found = {"state": 48.0 * GIB, "stall": 0.5, "ours_async": 40.0, "dcp_stall": 9.0, "dcp_async": 30.0}
+    assert [row.verdict for row in gpu.saving_rows("8b", found, "", True)] == ["PASS"] * 3
+    slow = {**found, "stall": 10.0, "ours_async": 150.0}
+    assert [row.verdict for row in gpu.saving_rows("8b", slow, "", True)] == ["33% above", "11% above", "25% above"]
+    assert [row.verdict for row in gpu.saving_rows("small", {**slow, "ours_async": 40.0}, "", False)] == ["PASS"] * 3
+    (failed,) = gpu.saving_rows("8b", None, "No space left", True)
+    assert (failed.verdict, failed.note) == ("FAIL", "No space left")
+
+
+@pytest.mark.parametrize(
+    ("disk", "host", "largest"), [(64e9, 128e9, "8b"), (30e9, 128e9, "3b"), (64e9, 40e9, "1b"), (1e9, 128e9, "160m")]
+)
+def test_the_largest_model_that_fits_is_saved(disk: float, host: float, largest: str) -> None:
+    assert gpu.fitting(disk, host) == largest
+
+
+def test_rates_become_lines_of_the_hardware_file() -> None:
+    said = yaml.safe_load((gpu.HARDWARE / "h200.yaml").read_text())
+    measured = {"bf16_tflops": 790.0, "memory_gb_s": 4300.0, "host_gb_s": 30.0}
+    matmul, memory, host = gpu.rate_rows(measured, said)
+    assert (matmul.verdict, memory.verdict, host.verdict) == ("PASS", "PASS", "29% below")
+    assert matmul.note.startswith("matmul_efficiency: 0.799  #") and memory.note.startswith("memory_gb_s: 4300.0  #")
+
+
+def test_outputs_of_others_are_read() -> None:
+    titan = "\n".join(f"\x1b[31mstep: {i:2}  loss: 12.0  \x1b[34mtps: {n}  mfu: 1%" for i, n in enumerate(TPS))
+    assert gpu.titan_speed(titan) == 30100
+    assert gpu.titan_speed("Traceback") is None
+    assert gpu.ratio_of("pair\nmedian ratio 1.011 (goal: at least 1.05)\n") == 1.011
+    assert gpu.ratio_of("Traceback") is None
+
+
+TPS = ("1,000", "2,000", "20,000", "29,000", "30,000", "30,100", "30,200")
+
+
+def test_the_flight_recorder_is_read() -> None:
+    entries = [{"profiling_name": "nccl:all_reduce", "state": state} for state in ("completed", "started", "scheduled")]
+    assert gpu.flight_records(pickle.dumps({"version": "2.10", "entries": entries})) == (3, 2)
+
+
+def test_what_a_case_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacks(*needs: str, bench: Bench = HERE) -> str:
+        return bench.lacks(Case("speed", "x", "", lambda bench: iter(()), needs))
+
+    assert lacks("gpu", "surely-not-there 3") == "no GPU, surely-not-there is not installed"
+    assert lacks("psutil") == lacks("new torch") == lacks("gpu", bench=Bench(Path(), 1)) == ""
+    assert lacks("torch 1.") == f"torch is {gpu.version_of('torch')}, not 1."
+    assert lacks("new torch", bench=Bench(Path(), 1, old_torch="too old")) == "too old"
+
+
+def test_an_old_torch_is_tried_without_no_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(gpu, "Job", lambda *args: started.append(args))
+    Bench(Path(), 1, "h200", old_torch="too old").job("x", "steps=3")
+    ((_, _, overrides, environment),) = started
+    assert "fsdp=full_shard" in overrides
+    say = "from fsdp_jobs.config.torch_version import _FSDP; print(_FSDP)"
+    done = subprocess.run([sys.executable, "-c", say], capture_output=True, text=True, env=environment)
+    assert done.stdout == "(2, 9)\n"
+
+
+def test_no_case_begins_that_would_outlast_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    def quick(bench: Bench) -> Any:
+        yield Row("quick", 1, 1, 1)
+
+    def wrong(bench: Bench) -> Any:
+        raise RuntimeError("it broke")
+
+    cases = [Case("speed", "a", "", quick, seconds=1), Case("speed", "b", "", quick, seconds=1000)]
+    cases += [Case("faults", "c", "", wrong, seconds=1), Case("faults", "d", "", quick, ("gpu",))]
+    rows, skipped = gpu.run(cases, HERE, time.monotonic() + 100)
+    assert [(part, row.verdict, row.note) for part, row in rows] == [
+        ("speed", "PASS", ""),
+        ("faults", "FAIL", "RuntimeError: it broke"),
+    ]
+    assert skipped == {"speed b": "no time left; by itself: name its part", "faults d": "no GPU"}
+
+
+def test_the_plan_is_whole_and_takes_under_ten_minutes() -> None:
+    assert gpu.seconds_of(CASES, cores=16) < gpu.LIMIT_S
+    works = {case.name for case in CASES if case.part == "works"}
+    assert works >= {*STRATEGIES, *(f"recompute-{kind}" for kind in RECOMPUTED), "script-fsdp1", "script-fsdp2"}
+    assert len(MEMORY) == 12 and len({f"{case.part} {case.name}" for case in CASES}) == len(CASES)
+
+
+def test_a_dry_run_shows_every_case_and_why_it_is_skipped(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main(["--dry-run"]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert "torch" in first and len(lines) == len(CASES) + 1
+    assert any(line.startswith("speed     torchtitan") and "not installed" in line for line in lines)
+
+
+def test_all_that_is_needed_can_travel() -> None:
+    needed = set(travel.requirements())
+    assert needed >= {"hydra-core", "omegaconf", "antlr4-python3-runtime", "torchx", "setproctitle", "xxhash"}
+    assert not needed & {"torch", "numpy", "transformers", "pytest"}
+    assert travel.missing() == [] and travel.missing(["surely_not_there"]) == ["surely_not_there"]
+    assert str(travel.WHEELS.relative_to(ROOT)) == "benchmarks/wheels"
