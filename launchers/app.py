@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-
-from torchx.specs import AppDef, Resource, Role, macros
+from typing import TYPE_CHECKING
 
 from fsdp_jobs.config.resolve import accelerator, node_range
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import SUBMISSION_ENV
 
+if TYPE_CHECKING:
+    from torchx.specs import AppDef, Role
+
 RUN_DIR_KEY = "fsdp_jobs/run_dir"  # in the AppDef's metadata
 
 
 def to_app(config: JobConfig, run: RunDir, nproc_per_node: int, submission: str) -> AppDef:
     """Describe a job: a coordinator and up to `nodes` agents of `nproc_per_node` ranks each."""
+    from torchx.specs import AppDef, Resource, Role, macros
+
     low, high = node_range(config.nodes)
     run_dir = str(run.path.resolve())
     env = {
@@ -46,5 +50,7 @@ def to_app(config: JobConfig, run: RunDir, nproc_per_node: int, submission: str)
 
 def arguments(role: Role, node: int | str = 0) -> list[str]:
     """Return a role's arguments with a node's number in them, or with what its cluster replaces by it."""
+    from torchx.specs import macros
+
     values = macros.Values(img_root="", app_id="", replica_id=str(node), rank0_env="")
     return list(values.apply(role).args)

@@ -1,4 +1,4 @@
-"""The interface of a launcher, the registry of launchers, and the one adapter that makes each a TorchX scheduler.
+"""The interface of a launcher, and the registry of launchers. TorchX is imported when a job is made of one.
 
 A launcher turns jobs into submissions on one kind of cluster. Exit codes of nodes get lost on the way, so what
 became of a job is read from its run directory: the verdict of its newest attempt.
@@ -14,40 +14,38 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from datetime import datetime
-from functools import cache, cached_property
+from functools import cached_property
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, TypeVar
-
-from torchx.schedulers import get_scheduler_factories
-from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream, filter_regex
-from torchx.specs import AppDef, AppDryRunInfo, AppState, Role, RoleStatus, make_app_handle
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import JobConfig
-from fsdp_jobs.launchers.app import RUN_DIR_KEY, to_app
+from fsdp_jobs.launchers.app import to_app
 from fsdp_jobs.launchers.state import State
-from fsdp_jobs.plan.plan import Plan
-from fsdp_jobs.plan.shapes import ModelShape
-from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.tail import follow_files
 from fsdp_jobs.run.verdict import Verdict, judge
 
+if TYPE_CHECKING:
+    from torchx.specs import AppDef, Role, RoleStatus
+
+    from fsdp_jobs.launchers.torchx_adapter import TorchxScheduler
+    from fsdp_jobs.plan.plan import Plan
+    from fsdp_jobs.plan.shapes import ModelShape
+    from fsdp_jobs.plan.topology import Topology
+
 SESSION = "fsdp_jobs"  # in a handle in place of the cluster, where there is only one, and in old handles
-WRITES_AT_ONCE = 16  # run directories: a slow shared file system serves many writers at the same time
-_CANCELS_AT_ONCE = 16
+_AT_ONCE = 16
 
 _Request = TypeVar("_Request")
+_Answer = TypeVar("_Answer")
 
 
-_TORCHX_STATES = {
-    State.QUEUED: AppState.PENDING,
-    State.RUNNING: AppState.RUNNING,
-    State.DONE: AppState.SUCCEEDED,
-    State.STOPPED: AppState.CANCELLED,
-    State.FAILED: AppState.FAILED,
-}
+def at_once(do: Callable[..., _Answer], *each: Iterable[Any]) -> list[_Answer]:
+    """Return what `do` returns for each, in order: a cluster, or a slow file system, serves many at the same time."""
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        return list(threads.map(do, *each))
 
 
 @dataclass
@@ -58,7 +56,7 @@ class Description:
     state: State
     message: str = ""  # why it waits, or how it ended
     restarts: int = 0
-    roles: list[RoleStatus] = field(default_factory=lambda: [RoleStatus("trainer", [])])
+    roles: list[RoleStatus] = field(default_factory=list)  # for TorchX, where the cluster tells of each node
 
     @classmethod
     def of_run(cls, app_id: str, run: RunDir, is_alive: bool) -> Description:
@@ -166,8 +164,7 @@ class Launcher(ABC):
 
     def cancel(self, app_ids: Sequence[str]) -> None:
         """End jobs at once, without checkpoints; of one that has ended, whatever its end has left on the cluster."""
-        with ThreadPoolExecutor(_CANCELS_AT_ONCE) as threads:
-            list(threads.map(self._cancel, app_ids))
+        at_once(self._cancel, app_ids)
 
     def _cancel(self, app_id: str) -> None:
         verdict, run = self.end(app_id), self.run_of(app_id)
@@ -229,19 +226,25 @@ class Launcher(ABC):
     @classmethod
     def scheduler(cls, session_name: str, **_kwargs: object) -> TorchxScheduler:
         """Return this launcher as TorchX makes its schedulers."""
+        from fsdp_jobs.launchers.torchx_adapter import TorchxScheduler
+
         return TorchxScheduler(cls(), session_name)
 
 
-def prepare_each(prepare: Callable[[Job], _Request], jobs: Sequence[Job]) -> list[_Request]:
-    """Prepare jobs one by one.
+def prepare_each(
+    jobs: Sequence[Job], problems_of: Callable[[Job], Iterable[Problem]], translate: Callable[[Job], _Request]
+) -> list[_Request]:
+    """Translate jobs that nothing is wrong with.
 
     Raises:
-        BadInput: with all problems of all jobs.
+        BadInput: with all problems of all jobs, and those that `translate` raises.
     """
     requests, problems = [], []
     for job in jobs:
         try:
-            requests.append(prepare(job))
+            if found := [*problems_of(job)]:
+                raise BadInput(found)
+            requests.append(translate(job))
         except BadInput as e:
             problems += e.problems
     if problems:
@@ -249,76 +252,23 @@ def prepare_each(prepare: Callable[[Job], _Request], jobs: Sequence[Job]) -> lis
     return requests
 
 
-class _Listed(ListAppResponse):  # type: ignore[misc]
-    """A line of `torchx list`: TorchX's runner would put its own session into every handle."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name not in vars(self):
-            super().__setattr__(name, value)
-
-
-class TorchxScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
-    """A launcher as `torchx status`, `log`, `cancel` and `list` use it."""
-
-    def __init__(self, launcher: Launcher, session_name: str):
-        super().__init__(launcher.name, session_name)
-        self.launcher = launcher
-
-    def _submit_dryrun(self, app: AppDef, cfg: dict[str, Any]) -> AppDryRunInfo[Any]:
-        job = Job(cfg["config"], RunDir(app.metadata[RUN_DIR_KEY]), cfg["plan"])
-        return AppDryRunInfo(self.launcher.prepare([job])[0], str)
-
-    def schedule(self, dryrun_info: AppDryRunInfo[Any]) -> str:
-        return self.launcher.submit([dryrun_info.request], 0, None)[0]
-
-    def describe(self, app_id: str) -> DescribeAppResponse | None:
-        (job,) = self.launcher.describe([app_id])
-        if job is None:
-            return None
-        state = _TORCHX_STATES.get(job.state, AppState.UNKNOWN)
-        return DescribeAppResponse(app_id, state, job.restarts, job.message, roles_statuses=job.roles)
-
-    def list(self) -> list[ListAppResponse]:
-        described = self.launcher.describe(self.launcher.known())
-        return [self._listed(job) for job in described if job is not None]
-
-    def _listed(self, job: Description) -> ListAppResponse:
-        handle = make_app_handle(self.backend, self.launcher.cluster_of(job.app_id), job.app_id)
-        return _Listed(job.app_id, _TORCHX_STATES[job.state], handle)
-
-    def _cancel_existing(self, app_id: str) -> None:
-        self.launcher.cancel([app_id])
-
-    def log_iter(
-        self,
-        app_id: str,
-        role_name: str,
-        k: int = 0,
-        regex: str | None = None,
-        since: datetime | None = None,
-        until: datetime | None = None,
-        should_tail: bool = False,
-        streams: Stream | None = None,
-    ) -> Iterable[str]:
-        lines = self.launcher.logs(app_id, role_name, k, should_tail)
-        return filter_regex(regex, lines) if regex else lines
-
-
-@cache
-def _factories() -> dict[str, Any]:
-    return dict(get_scheduler_factories())  # reads what every installed package says of itself
+def parse_handle(handle: str) -> tuple[str, str, str]:
+    """Return launcher, cluster and app id of a handle, `launcher://cluster/id`."""
+    launcher, _, place = handle.partition("://")
+    cluster, _, app_id = place.rpartition("/")
+    return launcher, cluster, app_id
 
 
 def launcher_of(name: str) -> Launcher:
-    """Return the launcher that is installed under a name.
+    """Return the launcher that is installed under a name: its `scheduler` is the entry point.
 
     Raises:
         BadInput: there is none, or it is another project's TorchX scheduler.
     """
-    factories = _factories()
-    scheduler = factories[name](SESSION) if name in factories else None
-    if not isinstance(scheduler, TorchxScheduler):
-        ours = ", ".join(sorted(known for known in factories if known.endswith("_fsdp")))
+    installed = entry_points(group="torchx.schedulers")
+    kind = getattr(installed[name].load(), "__self__", None) if name in installed.names else None
+    if not isinstance(kind, type) or not issubclass(kind, Launcher):
+        ours = ", ".join(sorted(known for known in installed.names if known.endswith("_fsdp")))
         what = f"not an installed launcher of fsdp_jobs; installed: {ours}"
         raise BadInput([Problem(f"cluster.launcher={name}", what, "cluster=local runs on this machine")])
-    return scheduler.launcher
+    return kind()

@@ -12,11 +12,11 @@ from __future__ import annotations
 import fcntl
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
-from fsdp_jobs.config.errors import BadInput, Problem
+from fsdp_jobs.config.errors import Problem
 from fsdp_jobs.config.resolve import ranks_per_node
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.launchers import attempts
@@ -34,7 +34,7 @@ class ComposeLauncher(Launcher):
     name = "compose_fsdp"
 
     def prepare(self, jobs: Sequence[Job]) -> list[Path]:
-        return prepare_each(_request, jobs)
+        return prepare_each(jobs, _problems, lambda job: job.run.path)  # the services need nothing else
 
     def submit(self, requests: Sequence[Path], parallelism: int, folder: Path | None) -> list[str]:
         return [run_dir.name for run_dir in requests]
@@ -64,13 +64,11 @@ class ComposeLauncher(Launcher):
 create_scheduler = ComposeLauncher.scheduler
 
 
-def _request(job: Job) -> Path:
-    """Return the run directory: the services need nothing else."""
+def _problems(job: Job) -> Iterator[Problem]:
     if job.run.path.parent != RUNS:
         what = f"the services of deploy/compose.yaml share {RUNS} only"
         cure = "docker compose -f deploy/compose.yaml up; cluster=docker needs no compose"
-        raise BadInput([Problem(f"runs_dir={job.run.path.parent}", what, cure)])
-    return job.run.path
+        yield Problem(f"runs_dir={job.run.path.parent}", what, cure)
 
 
 def _is_live(run: RunDir) -> bool:

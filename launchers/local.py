@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_jobs.config.clusters import LocalClusterConfig
-from fsdp_jobs.config.errors import BadInput, Problem
+from fsdp_jobs.config.errors import Problem
+from fsdp_jobs.config.resolve import node_range
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.launchers.app import arguments
 from fsdp_jobs.launchers.base import Job, prepare_each
@@ -62,30 +63,37 @@ class LocalLauncher(DetachedLauncher):
     supervisor = "fsdp_jobs.launchers.local"
 
     def prepare(self, jobs: Sequence[Job]) -> list[LocalRequest]:
-        return prepare_each(_request, jobs)
+        return prepare_each(jobs, _problems, _request)
 
 
 create_scheduler = LocalLauncher.scheduler
 
 
-def _request(job: Job) -> LocalRequest:
-    coordinator, agent = job.app.roles
-    nodes, ranks, gpus = agent.num_replicas, job.plan.ranks_per_node, visible_gpus()
+def _problems(job: Job) -> Iterator[Problem]:
+    nodes, ranks, gpus = node_range(job.config.nodes)[1], job.plan.ranks_per_node, visible_gpus()
     if job.config.cluster.accelerator == "cuda" and len(gpus) < nodes * ranks:
         what = f"{nodes} x {ranks} ranks need a GPU each; this machine shows {len(gpus)}"
         cure = "fewer nodes= or nproc_per_node=, or cluster.accelerator=auto, which then takes the CPU"
-        raise BadInput([Problem("cluster.accelerator=cuda", what, cure)])
+        yield Problem("cluster.accelerator=cuda", what, cure)
     memory, need = Path(job.config.checkpoint.memory.dir), nodes * job.plan.captured_bytes
-    if job.config.checkpoint.memory.every_steps and not memory.is_dir():
+    if not job.config.checkpoint.memory.every_steps:
+        return
+    if not memory.is_dir():
         what = "is not a folder on this machine"
-        raise BadInput([Problem(f"checkpoint.memory.dir={memory}", what, "/dev/shm, or another file system in memory")])
-    if need > (room := shutil.disk_usage(memory).free):
+        yield Problem(f"checkpoint.memory.dir={memory}", what, "/dev/shm, or another file system in memory")
+    elif need > (room := shutil.disk_usage(memory).free):
         what = f"captures of {nodes} nodes take {size(need)} of this machine's memory, and {size(room)} are free there"
         cure = "checkpoint.memory.dir in a larger file system in memory, or checkpoint.memory.every_steps=0"
-        raise BadInput([Problem(f"checkpoint.memory.dir={memory}", what, cure)])
+        yield Problem(f"checkpoint.memory.dir={memory}", what, cure)
+
+
+def _request(job: Job) -> LocalRequest:
+    coordinator, agent = job.app.roles
+    nodes, gpus = agent.num_replicas, visible_gpus()
+    needed = nodes * job.plan.ranks_per_node
     return LocalRequest(
         run_dir=str(job.run.path.resolve()),
-        gpus=gpus[: nodes * ranks] if len(gpus) >= nodes * ranks else [],
+        gpus=gpus[:needed] if len(gpus) >= needed else [],
         env=agent.env,
         coordinator=[coordinator.entrypoint, *arguments(coordinator)],
         nodes=[[agent.entrypoint, *arguments(agent, node)] for node in range(nodes)],

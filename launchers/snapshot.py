@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_jobs.config.errors import BadInput, Problem
+from fsdp_jobs.launchers.base import at_once
 
 _PACKAGE = Path(__file__).parent.parent
 
@@ -27,10 +28,9 @@ class Snapshot:
         """Copy into `folder`, replacing what is there; links stay links."""
         new = folder.with_name(f".{folder.name}.new")
         shutil.rmtree(new, ignore_errors=True)
-        for target, source in self.files.items():
-            (new / target).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source, new / target, follow_symlinks=False)
-        new.mkdir(parents=True, exist_ok=True)
+        for parent in {(new / target).parent for target in self.files} | {new}:
+            parent.mkdir(parents=True, exist_ok=True)
+        at_once(lambda target: shutil.copy2(self.files[target], new / target, follow_symlinks=False), self.files)
         _remove(folder)
         new.rename(folder)
 

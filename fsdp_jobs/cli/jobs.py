@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -122,6 +123,8 @@ def rehearse(args: list[str]) -> int:
         faults = "; ".join(f"{name}: {text}" for name, text in tool.FAULTS.items())
         raise BadInput([Problem(given, f"name a fault. {faults}", nearest(given, tool.FAULTS))])
     config = compose_job(_overrides(args[1:]))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(EXIT_FAILED))  # its job ends with it, as after Ctrl-C
     outcome = tool.rehearse(config, args[0], lambda text: console.print(text, style="dim"))
     took = "-" if outcome.recovery_s is None else f"{outcome.recovery_s:.1f} s"
     word = "[bold green]PASS[/bold green]" if outcome.passed else "[bold red]FAIL[/bold red]"

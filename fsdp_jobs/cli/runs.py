@@ -14,13 +14,10 @@ from itertools import compress
 from types import ModuleType
 
 from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 
-from fsdp_jobs.cli.follow import goodput_of
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem, nearest
 from fsdp_jobs.config.schema import load_config
-from fsdp_jobs.launchers.base import launcher_of
+from fsdp_jobs.launchers.base import launcher_of, parse_handle
 from fsdp_jobs.run.directory import RunDir, find_run, pending_in, rank_logs, runs_in
 from fsdp_jobs.run.identity import check_may_act
 from fsdp_jobs.run.status import ENDED, RunStatus
@@ -30,6 +27,7 @@ from fsdp_jobs.submit.overview import Overview, RunSummary
 from fsdp_jobs.submit.stop import stop
 from fsdp_jobs.submit.submitted import activity_of, describe, has_ended, kill, settle
 
+errors = Console(stderr=True, highlight=False, markup=False)
 console = Console(highlight=False, markup=False)  # what runs and launchers say is shown as it is
 
 _WATCH_S = 2.0  # between two looks of `status --watch`
@@ -57,8 +55,7 @@ def existing_run(name: str, runs_dir: str) -> RunDir:
 
 
 def _run_of_handle(handle: str) -> RunDir:
-    launcher, _, place = handle.partition("://")
-    cluster, _, app = place.rpartition("/")
+    launcher, cluster, app = parse_handle(handle)
     run = launcher_of(launcher).run_of(app, cluster)
     if run is None or run.read_job().get("handle") != handle:
         what = "is not the newest submission of a run made on this machine"
@@ -132,6 +129,9 @@ def _table(rows: Sequence[RunSummary], width: int | None) -> str:
 
 def _watch(overview: Overview, runs: Sequence[RunDir]) -> None:
     """Show the table again and again, until all of these runs have ended or the user has seen enough."""
+    from rich.live import Live
+    from rich.text import Text
+
     if not runs:
         console.print("all runs have ended")
         return
@@ -146,6 +146,8 @@ def _watch(overview: Overview, runs: Sequence[RunDir]) -> None:
 
 def _show_story(run: RunDir) -> None:
     """Print each failure of a run and what it cost, what the run does now, and where its time went."""
+    from fsdp_jobs.cli.follow import goodput_of
+
     status = RunStatus(run)
     status.update()
     for b in status.breaks:
@@ -174,6 +176,10 @@ def logs(args: list[str]) -> int:
     flags = parser.parse(args)
     active = activity_of(flags.run)
     pattern = rank_logs(flags.attempt, flags.node, flags.rank)
+    if not any(flags.run.path.glob(pattern)):
+        (row,) = Overview().look([flags.run])
+        why = f": {row.reason}" if row.reason else ""
+        errors.print(f"nothing is written there yet; {flags.run.name} is {row.state}{why}", soft_wrap=True)
     # the launcher is asked once in any case: it may have to fetch the logs
     for file, line in follow_files(flags.run.path, pattern, lambda: active() and flags.follow):
         if not flags.errors or looks_like_error(line):

@@ -74,36 +74,47 @@ def _read_object(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
+class _Within:
+    """A path in a run directory, made when it is asked for: of hundreds of runs few paths are."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    def __get__(self, run: RunDir, _kind: object = None) -> Path:
+        return run.path / self.path
+
+
 class RunDir:
     """The paths of one run."""
+
+    config = _Within("config.yaml")
+    plan = _Within("plan.json")
+    job = _Within("job.json")
+    identity = _Within("identity.json")  # who began this run, and where
+    submit = _Within("submit")
+    code = _Within("code")  # a copy of the code as it was at submission, or a link to one
+    request = _Within("submit/request.txt")  # what the launcher was given, as `dry_run` prints it
+    shape = _Within("submit/shape.json")  # of a custom model, for planning at run time
+    topology = _Within("submit/topology.yaml")  # the user's file, if there was one
+    token = _Within("submit/token")  # proves to the coordinator that an agent belongs to this job
+    node_labels = _Within("submit/node-labels.json")  # of Kubernetes machines, for planning at run time
+    written_by = _Within("submit/written-by")  # the Kubernetes submission whose pods write into this directory
+    mirrored = _Within("submit/mirrored.json")  # how far pods' logs have been copied into this directory
+    stop_request = _Within("stop")  # exists: save a checkpoint and stop
+    save_request = _Within("save")  # exists: save a checkpoint now, and continue
+    excluded = _Within("excluded.json")  # machines that failed too often: {host: {until, why}}
+    events = _Within("events.jsonl")
+    metrics = _Within("metrics.jsonl")
+    tracking = _Within("tracking.json")  # the tracker's id of this run, and how far it has the metrics
+    tracking_lock = _Within("tracking.lock")  # one process at a time sends metrics
+    checkpoints = _Within("checkpoints")
+    tensorboard = _Within("tensorboard")
+    export = _Within("export")
+    report = _Within("report.html")
 
     def __init__(self, path: Path | str):
         self.path = Path(path)
         self.name = self.path.name
-        self.config = self.path / "config.yaml"
-        self.plan = self.path / "plan.json"
-        self.job = self.path / "job.json"
-        self.identity = self.path / "identity.json"  # who began this run, and where
-        self.submit = self.path / "submit"
-        self.code = self.path / "code"  # a copy of the code as it was at submission, or a link to one
-        self.request = self.submit / "request.txt"  # what the launcher was given, as `dry_run` prints it
-        self.shape = self.submit / "shape.json"  # of a custom model, for planning at run time
-        self.topology = self.submit / "topology.yaml"  # the user's file, if there was one
-        self.token = self.submit / "token"  # proves to the coordinator that an agent belongs to this job
-        self.node_labels = self.submit / "node-labels.json"  # of Kubernetes machines, for planning at run time
-        self.written_by = self.submit / "written-by"  # the Kubernetes submission whose pods write into this directory
-        self.mirrored = self.submit / "mirrored.json"  # how far pods' logs have been copied into this directory
-        self.stop_request = self.path / "stop"  # exists: save a checkpoint and stop
-        self.save_request = self.path / "save"  # exists: save a checkpoint now, and continue
-        self.excluded = self.path / "excluded.json"  # machines that failed too often: {host: {until, why}}
-        self.events = self.path / "events.jsonl"
-        self.metrics = self.path / "metrics.jsonl"
-        self.tracking = self.path / "tracking.json"  # the tracker's id of this run, and how far it has the metrics
-        self.tracking_lock = self.path / "tracking.lock"  # one process at a time sends metrics
-        self.checkpoints = self.path / "checkpoints"
-        self.tensorboard = self.path / "tensorboard"
-        self.export = self.path / "export"
-        self.report = self.path / "report.html"
 
     def chart(self, name: str) -> Path:
         """Return the picture of one of the report's charts."""

@@ -9,7 +9,6 @@ import json
 import secrets
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -20,7 +19,7 @@ from fsdp_jobs.checkpoints.catalog import find_checkpoints
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
 from fsdp_jobs.config.resolve import node_range, ranks_per_node
 from fsdp_jobs.config.schema import CustomModelConfig, HfConfig, JobConfig, dump_config
-from fsdp_jobs.launchers.base import WRITES_AT_ONCE, Job, Launcher, launcher_of, new_submission
+from fsdp_jobs.launchers.base import Job, Launcher, at_once, launcher_of, new_submission
 from fsdp_jobs.launchers.state import State
 from fsdp_jobs.plan.plan import Plan, make_plan
 from fsdp_jobs.plan.shape_client import check_initial_weights, probe
@@ -161,7 +160,7 @@ def submit(
     Raises:
         BadInput, JobFailed: another command was faster, or a launcher refuses; nothing of these jobs is left.
     """
-    with ExitStack() as locks, ThreadPoolExecutor(WRITES_AT_ONCE) as threads:
+    with ExitStack() as locks:
         raise_file_limit()  # each run of a sweep has a lock
         for job in sorted(jobs, key=lambda job: job.run.path):  # in one order: two commands cannot wait for each other
             locks.enter_context(job.run.locked())
@@ -172,7 +171,7 @@ def submit(
         before = [job.run.job.read_text() if job.run.job.exists() else None for job in jobs]
         app_ids: dict[Path, str] = {}
         try:
-            list(threads.map(_write, jobs, overrides))
+            at_once(_write, jobs, overrides)
             for group in grouped(jobs, lambda job: job.launcher.name).values():
                 ids = group[0].launcher.submit([job.request for job in group], parallelism, folder)
                 app_ids |= {job.run.path: app_id for job, app_id in zip(group, ids, strict=True)}
@@ -184,7 +183,7 @@ def submit(
             for job, text in zip(jobs, before, strict=True):
                 _write_or_remove(job.run.job, text)
             raise
-        return list(threads.map(lambda job: record(job.run, job.launcher, app_ids[job.run.path]), jobs))
+        return at_once(lambda job: record(job.run, job.launcher, app_ids[job.run.path]), jobs)
 
 
 def _write(job: Prepared, overrides: Sequence[str]) -> None:

@@ -12,10 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
-from torchx.specs import make_app_handle, parse_app_handle
-
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
-from fsdp_jobs.launchers.base import SESSION, Description, Launcher, launcher_of
+from fsdp_jobs.launchers.base import SESSION, Description, Launcher, launcher_of, parse_handle
 from fsdp_jobs.launchers.state import State
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, write_atomic
@@ -60,7 +58,7 @@ def record(run: RunDir, launcher: Launcher, app_id: str | None) -> str:
     if app_id is None:
         write_atomic(run.job, json.dumps(job, indent=2))
         return ""
-    handle = str(make_app_handle(launcher.name, launcher.cluster_of(app_id), app_id))
+    handle = f"{launcher.name}://{launcher.cluster_of(app_id)}/{app_id}"
     write_atomic(run.job, json.dumps({**job, "handle": handle, "submitted": time.time()}, indent=2))
     events.record(run, run.last_attempt(), events.Submitted(handle))
     return handle
@@ -90,18 +88,18 @@ def describe(handles: Sequence[str]) -> list[Description]:
 
 def _elsewhere(launcher: Launcher, handle: str) -> str | None:
     """Return why a job cannot be asked for here: it is on another cluster than a command here reaches."""
-    _, session, app_id = parse_app_handle(handle)
+    _, session, app_id = parse_handle(handle)
     if session == SESSION or session == (here := launcher.cluster_of(app_id)):
         return None
     return f"{app_id} is on {session}, and this machine asks {here}: ask there"
 
 
 def _launcher_in(handle: str) -> str:
-    return str(parse_app_handle(handle)[0])
+    return parse_handle(handle)[0]
 
 
 def _app_id_in(handle: str) -> str:
-    return str(parse_app_handle(handle)[2])
+    return parse_handle(handle)[2]
 
 
 def is_active(handle: str) -> bool:
@@ -144,13 +142,19 @@ def kill(handles: Sequence[str]) -> None:
     """End jobs at once, without checkpoints.
 
     Raises:
-        BadInput, JobFailed: a launcher does not answer, or the job is on another cluster.
+        BadInput: a launcher does not answer, or the job is on another cluster.
+        JobFailed: a launcher does not answer, or the ends cannot be written down.
     """
     for name, group in grouped(handles, _launcher_in).items():
         launcher = launcher_of(name)
         if problems := [Problem(handle, why) for handle in group if (why := _elsewhere(launcher, handle))]:
             raise BadInput(problems)
-        launcher.cancel([_app_id_in(handle) for handle in group])
+        try:
+            launcher.cancel([_app_id_in(handle) for handle in group])
+        except OSError as e:
+            if e.filename is None:
+                raise
+            raise JobFailed(f"ended, but this cannot be recorded: {e.filename}: {e.strerror}") from e
 
 
 def replace_lost(handle: str) -> str:

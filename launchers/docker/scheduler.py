@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.launchers.base import Job, prepare_each
 from fsdp_jobs.launchers.detached import DetachedLauncher, staged
@@ -25,13 +24,11 @@ class DockerLauncher(DetachedLauncher):
         api = containers.connect()
         daemon = api.info()
 
-        def one(job: Job) -> DockerRequest:
-            gpus = visible_gpus() if job.plan.backend != "gloo" else []
-            if problems := list(validate.problems_of(api, job, daemon, gpus)):
-                raise BadInput(problems)
-            return containers.translate(job, daemon, gpus)
-
-        return prepare_each(one, jobs)
+        return prepare_each(
+            jobs,
+            lambda job: validate.problems_of(api, job, daemon, visible_gpus()),
+            lambda job: containers.translate(job, daemon, visible_gpus() if job.plan.backend != "gloo" else []),
+        )
 
     def stage(self, request: DockerRequest) -> None:
         if request.code is not None:

@@ -6,12 +6,11 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlencode
 
 import yaml
@@ -20,11 +19,8 @@ from fsdp_jobs.config.clusters import KubernetesClusterConfig
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.launchers.kubernetes.skeletons import Object
 
-_Question = TypeVar("_Question")
-_Answer = TypeVar("_Answer")
-
 _CONNECT_S, _ANSWER_S = 5.0, 30.0
-_QUESTIONS_AT_ONCE = 8
+_CONNECTIONS = 32
 _RETRY_S = 2.0
 ROLE_CURE = "ask for the role in deploy/kubernetes/base/rbac.yaml"
 _FORBIDDEN = {  # words of a message -> the cure; anything else is for an administrator to explain
@@ -250,14 +246,8 @@ def _client_of(context: str | None, file: str | None, _changed: tuple[int, ...])
         cure = "set KUBECONFIG to the file that the cluster's administrator gave you; kubectl get pods must work first"
         why = "not a mapping" if isinstance(e, TypeError | AttributeError) else e
         raise BadInput([Problem(where, f"no usable kubeconfig: {why}", cure)]) from e
-    configuration.retries, configuration.connection_pool_maxsize = False, _QUESTIONS_AT_ONCE
+    configuration.retries, configuration.connection_pool_maxsize = False, _CONNECTIONS
     return client.ApiClient(configuration), namespace
-
-
-def at_once(ask: Callable[[_Question], _Answer], questions: Iterable[_Question]) -> list[_Answer]:
-    """Ask a cluster several things at the same time; return the answers in order."""
-    with ThreadPoolExecutor(_QUESTIONS_AT_ONCE) as threads:
-        return list(threads.map(ask, questions))
 
 
 def explain(api: Api, error: ApiError, doing: str) -> Problem:

@@ -18,9 +18,9 @@ from fsdp_jobs.config.clusters import KubernetesClusterConfig
 from fsdp_jobs.config.errors import BadInput, JobFailed
 from fsdp_jobs.config.resolve import node_range, ranks_per_node
 from fsdp_jobs.config.schema import JobConfig, load_config, plain_values
-from fsdp_jobs.launchers.base import Description, Finding, Job, Launcher, prepare_each
+from fsdp_jobs.launchers.base import Description, Finding, Job, Launcher, at_once, prepare_each
 from fsdp_jobs.launchers.kubernetes import conditions, mirror, validate
-from fsdp_jobs.launchers.kubernetes.api import Api, ApiError, at_once, connect, explain
+from fsdp_jobs.launchers.kubernetes.api import Api, ApiError, connect, explain
 from fsdp_jobs.launchers.kubernetes.labels import ALL_APPS, APP, ROLE, Names, app_of, node_of, pods_write_here
 from fsdp_jobs.launchers.kubernetes.machines import topology_labels
 from fsdp_jobs.launchers.kubernetes.manifests import WORKLOADS, files_objects, owned_by
@@ -105,7 +105,7 @@ class KubernetesLauncher(Launcher):
         return validate.examine(config)
 
     def prepare(self, jobs: Sequence[Job]) -> list[KubernetesRequest]:
-        return prepare_each(_prepare, jobs)
+        return prepare_each(jobs, lambda job: validate.wrong_keys(job.config), _prepare)
 
     def submit(self, requests: Sequence[KubernetesRequest], parallelism: int, folder: Path | None) -> list[str]:
         """Create everything of each job, then start it.
@@ -215,13 +215,11 @@ create_scheduler = KubernetesLauncher.scheduler
 
 
 def _prepare(job: Job) -> KubernetesRequest:
-    validate.validate_configuration(job.config)
     cluster = cluster_of(job.config)
     api = connect(cluster)
-    validate.validate_memory(job.config, job.plan)
     names = Names(app_of(job.run.name, job.submission))
     objects = WORKLOADS[cluster.workload].objects(job, names)
-    validate.validate_with_cluster(api, job.config, objects)
+    validate.validate_with_cluster(api, job, objects)
     return KubernetesRequest(api.namespace, names, objects, job)
 
 
@@ -236,7 +234,7 @@ def _write_topology(api: Api, job: Job) -> None:
 def _describe_all(apps: Sequence[_App], api: Api) -> dict[str, Description | None]:
     """Describe apps of one namespace."""
     selector = apps[0].names.selector if len(apps) == 1 else ALL_APPS
-    pods, jobs = _by_app(api.pods(selector)), _by_app(api.jobs(selector))
+    pods, jobs = map(_by_app, at_once(lambda ask: ask(selector), (api.pods, api.jobs)))
     return {app.app_id: _describe(app, api, jobs[app.names.app], pods[app.names.app]) for app in apps}
 
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
 from fsdp_jobs.config.resolve import node_range
 from fsdp_jobs.config.schema import JobConfig
-from fsdp_jobs.launchers.base import Finding
-from fsdp_jobs.launchers.kubernetes.api import ROLE_CURE, Api, ApiError, at_once, connect, explain
+from fsdp_jobs.launchers.base import Finding, Job, at_once
+from fsdp_jobs.launchers.kubernetes.api import ROLE_CURE, Api, ApiError, connect, explain
 from fsdp_jobs.launchers.kubernetes.machines import topology_labels
 from fsdp_jobs.launchers.kubernetes.manifests import WORKLOADS
 from fsdp_jobs.launchers.kubernetes.pods import cluster_of
 from fsdp_jobs.launchers.kubernetes.skeletons import Object
 from fsdp_jobs.plan.memory import GIB, size
-from fsdp_jobs.plan.plan import Plan
 
 _KUEUE = "kueue.x-k8s.io"
 _NEEDED = {  # verb -> resources, of the core API
@@ -26,50 +26,40 @@ _NEEDED = {  # verb -> resources, of the core API
 }
 
 
-def validate_configuration(config: JobConfig) -> None:
-    """Validate the group `cluster` without asking the cluster.
-
-    Raises:
-        BadInput: with all problems.
-    """
-    if problems := list(_wrong_keys(config)):
-        raise BadInput(problems)
-
-
-def validate_memory(config: JobConfig, plan: Plan) -> None:
-    """Check that captures in memory have room in the pods' /dev/shm.
-
-    Raises:
-        BadInput: they have not.
-    """
-    from kubernetes.utils.quantity import parse_quantity
-
-    need, shm = plan.captured_bytes, cluster_of(config).shm
-    if config.checkpoint.memory.dir == "/dev/shm" and need > parse_quantity(shm):
-        what = f"captures (checkpoint.memory) take {size(need)} of it per node"
-        cure = f"cluster.shm={-(-need // GIB)}Gi, and as much more memory"
-        raise BadInput([Problem(f"cluster.shm={shm}", what, cure)])
-
-
-def validate_with_cluster(api: Api, config: JobConfig, objects: Sequence[Object]) -> None:
-    """Ask the cluster whether it would accept the job; nothing is created.
+def validate_with_cluster(api: Api, job: Job, objects: Sequence[Object]) -> None:
+    """Ask the cluster whether it would accept the job, everything at the same time; nothing is created.
 
     Raises:
         BadInput: with all problems: missing permissions first, then operators, then everything else.
     """
+    config = job.config
     try:
-        groups = api.groups()
-        problems = [*_not_permitted(api, config)] or [*_not_installed(config, groups)]
-        problems = problems or [*_claim_and_queue(api, config, groups), *_not_admitted(api, objects)]
+        with ThreadPoolExecutor() as threads:
+            groups = threads.submit(api.groups)
+            missing = threads.submit(lambda: [*_not_permitted(api, config)])
+            claim = threads.submit(lambda: [*_claim_and_queue(api, config, groups.result)])
+            refused = threads.submit(lambda: [*_not_admitted(api, objects)])
+        problems = missing.result() or [*_not_installed(config, groups.result())]
+        problems = problems or [*_no_room(job), *claim.result(), *refused.result()]
     except ApiError as e:
         problems = [explain(api, e, "cluster=kubernetes")]
     if problems:
         raise BadInput(list(dict.fromkeys(problems)))
 
 
+def _no_room(job: Job) -> Iterator[Problem]:
+    """Yield whether captures in memory have no room in the pods' /dev/shm."""
+    from kubernetes.utils.quantity import parse_quantity
+
+    need, shm = job.plan.captured_bytes, cluster_of(job.config).shm
+    if job.config.checkpoint.memory.dir == "/dev/shm" and need > parse_quantity(shm):
+        what = f"captures (checkpoint.memory) take {size(need)} of it per node"
+        yield Problem(f"cluster.shm={shm}", what, f"cluster.shm={-(-need // GIB)}Gi, and as much more memory")
+
+
 def examine(config: JobConfig) -> Iterator[Finding]:
     """Yield findings on the configuration, API, permissions, operators, claim, queue and switches."""
-    keys = list(_wrong_keys(config))
+    keys = list(wrong_keys(config))
     yield from _findings("configuration", keys)
     try:
         api = connect(cluster_of(config))
@@ -79,7 +69,7 @@ def examine(config: JobConfig) -> Iterator[Finding]:
         yield from _findings("permissions", missing)
         yield from _findings("operators", operators)
         if not (keys or missing or operators):
-            yield from _findings("claim, queue", list(_claim_and_queue(api, config, groups)))
+            yield from _findings("claim, queue", list(_claim_and_queue(api, config, lambda: groups)))
         labels = topology_labels(api, config, fresh=True)
     except (BadInput, ApiError) as e:
         yield from _findings("API", e.problems if isinstance(e, BadInput) else [explain(api, e, "cluster=kubernetes")])
@@ -114,7 +104,8 @@ def _not_permitted(api: Api, config: JobConfig) -> Iterator[Problem]:
             yield Problem(f"namespace {api.namespace}", what, ROLE_CURE)
 
 
-def _wrong_keys(config: JobConfig) -> Iterator[Problem]:
+def wrong_keys(config: JobConfig) -> Iterator[Problem]:
+    """Yield what is wrong with the group `cluster`, without asking the cluster."""
     cluster = cluster_of(config)
     if not cluster.image:
         what = "a job on Kubernetes needs an image with fsdp_jobs in it"
@@ -144,7 +135,7 @@ def _not_installed(config: JobConfig, groups: dict[str, str]) -> Iterator[Proble
         yield Problem(f"cluster.queue={cluster.queue}", what, "leave cluster.queue out")
 
 
-def _claim_and_queue(api: Api, config: JobConfig, groups: dict[str, str]) -> Iterator[Problem]:
+def _claim_and_queue(api: Api, config: JobConfig, groups: Callable[[], dict[str, str]]) -> Iterator[Problem]:
     cluster = cluster_of(config)
     claim = api.read("v1", "PersistentVolumeClaim", str(cluster.claim))
     modes = claim["spec"]["accessModes"] if claim is not None else []
@@ -155,7 +146,7 @@ def _claim_and_queue(api: Api, config: JobConfig, groups: dict[str, str]) -> Ite
         what = f"can be mounted {' or '.join(modes)} only; several pods write to it"
         yield Problem(f"cluster.claim={cluster.claim}", what, "a claim with ReadWriteMany")
     if cluster.queue is not None and cluster.workload != "volcano":
-        queues = [q["metadata"]["name"] for q in api.select(f"{_KUEUE}/{groups[_KUEUE]}", "LocalQueue")]
+        queues = [q["metadata"]["name"] for q in api.select(f"{_KUEUE}/{groups()[_KUEUE]}", "LocalQueue")]
         if cluster.queue not in queues:
             what = f"namespace {api.namespace} has the queues {', '.join(queues) or '(none)'}"
             yield Problem(f"cluster.queue={cluster.queue}", what, nearest(cluster.queue, queues))

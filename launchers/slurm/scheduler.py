@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import JobConfig
-from fsdp_jobs.launchers.base import WRITES_AT_ONCE, Description, Finding, Job, Launcher, prepare_each, restarts_of
+from fsdp_jobs.launchers.base import Description, Finding, Job, Launcher, at_once, prepare_each, restarts_of
 from fsdp_jobs.launchers.slurm import client, site, submission, validate
 from fsdp_jobs.launchers.slurm.script import Script, cluster_of, commands, script
 from fsdp_jobs.launchers.slurm.steps import Commands
@@ -65,14 +64,13 @@ class SlurmLauncher(Launcher):
     def prepare(self, jobs: Sequence[Job]) -> list[SlurmRequest]:
         take_once = cache(take)
 
-        def one(job: Job) -> SlurmRequest:
-            validate.check(job)
+        def translate(job: Job) -> SlurmRequest:
             limit_mb = cluster_of(job.config).snapshot_mb
             code = take_once(Path.cwd(), job.run.path.parent, limit_mb) if limit_mb else None
             here = site.probe(job)
             return SlurmRequest(job, script(job, here), commands(job, here), code)
 
-        requests = prepare_each(one, jobs)
+        requests = prepare_each(jobs, validate.problems_here, translate)
         problems = validate.check_count(len(requests))
         for group in submission.group_equal([request.script for request in requests]) if not problems else []:
             first = requests[group[0]]
@@ -87,11 +85,10 @@ class SlurmLauncher(Launcher):
         for number, group in enumerate(groups):
             for task, index in enumerate(group):
                 requests[index].commands.place = f"{number}_{task if len(group) > 1 else ''}"
-        with ThreadPoolExecutor(WRITES_AT_ONCE) as threads:
-            list(threads.map(lambda request: request.commands.write(request.job.run), requests))
+        at_once(lambda request: request.commands.write(request.job.run), requests)
         if folder is None:
             _write_code(requests, None)
-            ids = [submission.sbatch(request.job.run.submit / "slurm", request.text) for request in requests]
+            ids = [client.submit(request.text) for request in requests]
         else:
             own = folder.resolve() / "slurm" / requests[0].job.submission
             _write_code(requests, own)

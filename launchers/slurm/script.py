@@ -8,16 +8,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
-
-from torchx.specs import Role
+from typing import TYPE_CHECKING
 
 from fsdp_jobs.config.clusters import SlurmClusterConfig
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.app import arguments
 from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.slurm.steps import Commands
-from fsdp_jobs.plan.plan import Plan
 from fsdp_jobs.run.env import SUBMISSION_ENV
+
+if TYPE_CHECKING:
+    from torchx.specs import Role
+
+    from fsdp_jobs.plan.plan import Plan
 
 _BATCH = "fsdp_jobs.launchers.slurm.batch"
 _NODE_TEST = "fsdp_jobs.launchers.slurm.node_test"

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from fsdp_jobs.config.clusters import SlurmClusterConfig
-from fsdp_jobs.config.errors import BadInput, Problem
+from fsdp_jobs.config.errors import Problem
 from fsdp_jobs.config.resolve import accelerator
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.base import Finding, Job
@@ -39,17 +39,8 @@ def no_slurm(why: str) -> Problem:
     return Problem("cluster=slurm", f"there is no SLURM to submit to: {why}", cure)
 
 
-def check(job: Job) -> None:
-    """Check what this machine can tell without asking SLURM.
-
-    Raises:
-        BadInput: with all problems.
-    """
-    if problems := list(_problems_here(job)):
-        raise BadInput(problems)
-
-
-def _problems_here(job: Job) -> Iterator[Problem]:
+def problems_here(job: Job) -> Iterator[Problem]:
+    """Yield what this machine can tell without asking SLURM."""
     cluster, run = cluster_of(job.config), job.run
     values = {f"cluster.{key}": value for key, value in vars(cluster).items() if key != "setup"}
     for key, value in {**values, "runs_dir": str(run.path.parent)}.items():

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.jobs import cli
+from fsdp_jobs.run.directory import runs_in
+from fsdp_jobs.run.verdict import Verdict
+from tests.jobs import cli, environment
 
 pytestmark = pytest.mark.integration
 
@@ -65,3 +71,17 @@ def test_an_unknown_fault_names_those_there_are(tmp_path: Path) -> None:
     done = cli(tmp_path, "rehearse", "kill_nod")
     assert done.returncode == 2
     assert "did you mean kill_node?" in done.stderr and "hang_node" in done.stderr
+
+
+def test_the_job_of_a_rehearsal_that_is_ended_ends_with_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fsdp_jobs", "rehearse", "kill_rank"]
+    rehearsal = subprocess.Popen(command, cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.DEVNULL)
+    runs_dir = str(tmp_path / "runs")
+    while not (runs := runs_in(runs_dir)):
+        assert rehearsal.poll() is None
+        time.sleep(0.05)
+    time.sleep(1)  # it has begun to wait for steps
+    rehearsal.send_signal(signal.SIGTERM)
+    assert rehearsal.wait(60) == 1
+    verdict = Verdict.final(runs[0])
+    assert verdict is not None and verdict.reason.startswith("killed on request")

@@ -152,6 +152,14 @@ def test_a_launcher_that_does_not_answer_does_not_hide_the_others(tmp_path: Path
     assert there["state"] == "running" and "does not answer" in there["reason"] and there["step"] == 20
 
 
+def test_logs_of_a_run_that_has_written_none_say_what_it_does(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path / "runs", "quiet")
+    run.rank_log(0, 0, 0).unlink()
+    done = cli(tmp_path, "logs", "quiet")
+    assert done.returncode == 0 and not done.stdout
+    assert "nothing is written there yet; quiet is done: " in done.stderr
+
+
 def watch(folder: Path, *args: str) -> tuple[subprocess.Popen[bytes], int]:
     """`status --watch` in a terminal of its own; and the terminal."""
     terminal, inside = pty.openpty()

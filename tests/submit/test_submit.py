@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -78,3 +79,15 @@ def test_a_submission_leaves_no_topology_and_no_shape_of_the_one_before(tmp_path
     with_file.run.shape.write_text("of another model")
     submission.submit([replace(without, launcher=taking)], [keys])  # type: ignore[arg-type]
     assert known_places(without.run) == {} and not without.run.shape.exists()
+
+
+def test_a_job_that_was_killed_is_said_to_have_ended_when_this_cannot_be_written_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Full(_Launcher):
+        def cancel(self, app_ids: Sequence[str]) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device", "runs/a/attempts/0/verdict.json")
+
+    monkeypatch.setattr(submitted, "launcher_of", Full)
+    with pytest.raises(JobFailed, match=r"ended, but .*verdict.json: No space left on device"):
+        submitted.kill(["full://here/7"])

@@ -75,6 +75,11 @@ def check_schema(body: Object) -> None:
         raise Refused(400, f'{body["kind"]} in version "{body["apiVersion"]}" cannot be handled: {e.message}') from e
 
 
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 128  # connections that wait to be accepted
+    daemon_threads = True
+
+
 class SimulatedApi:
     """The server, its store, and what tests set: permissions, API groups, admission."""
 
@@ -92,8 +97,7 @@ class SimulatedApi:
         self.on_delete: Callable[[Object, int | None], bool] = lambda _body, _grace: True
         self.log_of: Callable[[Object, bool], Iterator[tuple[float, bytes]]] = lambda _pod, _follow: iter(())
         self.namespaces = {NAMESPACE}
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), _handler(self))
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     @property

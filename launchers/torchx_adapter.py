@@ -1,0 +1,79 @@
+"""The one adapter that makes each launcher a TorchX scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import datetime
+from typing import Any
+
+from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream, filter_regex
+from torchx.specs import AppDef, AppDryRunInfo, AppState, RoleStatus, make_app_handle
+
+from fsdp_jobs.launchers.app import RUN_DIR_KEY
+from fsdp_jobs.launchers.base import Description, Job, Launcher
+from fsdp_jobs.launchers.state import State
+from fsdp_jobs.run.directory import RunDir
+
+_TORCHX_STATES = {
+    State.QUEUED: AppState.PENDING,
+    State.RUNNING: AppState.RUNNING,
+    State.DONE: AppState.SUCCEEDED,
+    State.STOPPED: AppState.CANCELLED,
+    State.FAILED: AppState.FAILED,
+}
+
+
+class _Listed(ListAppResponse):  # type: ignore[misc]
+    """A line of `torchx list`: TorchX's runner would put its own session into every handle."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name not in vars(self):
+            super().__setattr__(name, value)
+
+
+class TorchxScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
+    """A launcher as `torchx status`, `log`, `cancel` and `list` use it."""
+
+    def __init__(self, launcher: Launcher, session_name: str):
+        super().__init__(launcher.name, session_name)
+        self.launcher = launcher
+
+    def _submit_dryrun(self, app: AppDef, cfg: dict[str, Any]) -> AppDryRunInfo[Any]:
+        job = Job(cfg["config"], RunDir(app.metadata[RUN_DIR_KEY]), cfg["plan"])
+        return AppDryRunInfo(self.launcher.prepare([job])[0], str)
+
+    def schedule(self, dryrun_info: AppDryRunInfo[Any]) -> str:
+        return self.launcher.submit([dryrun_info.request], 0, None)[0]
+
+    def describe(self, app_id: str) -> DescribeAppResponse | None:
+        (job,) = self.launcher.describe([app_id])
+        if job is None:
+            return None
+        state = _TORCHX_STATES.get(job.state, AppState.UNKNOWN)
+        roles = job.roles or [RoleStatus("trainer", [])]
+        return DescribeAppResponse(app_id, state, job.restarts, job.message, roles_statuses=roles)
+
+    def list(self) -> list[ListAppResponse]:
+        described = self.launcher.describe(self.launcher.known())
+        return [self._listed(job) for job in described if job is not None]
+
+    def _listed(self, job: Description) -> ListAppResponse:
+        handle = make_app_handle(self.backend, self.launcher.cluster_of(job.app_id), job.app_id)
+        return _Listed(job.app_id, _TORCHX_STATES[job.state], handle)
+
+    def _cancel_existing(self, app_id: str) -> None:
+        self.launcher.cancel([app_id])
+
+    def log_iter(
+        self,
+        app_id: str,
+        role_name: str,
+        k: int = 0,
+        regex: str | None = None,
+        since: datetime | None = None,
+        until: datetime | None = None,
+        should_tail: bool = False,
+        streams: Stream | None = None,
+    ) -> Iterable[str]:
+        lines = self.launcher.logs(app_id, role_name, k, should_tail)
+        return filter_regex(regex, lines) if regex else lines
