@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -87,18 +88,16 @@ def view(data: mmap, entry: Entry) -> Tensor:
 
 def part_of(data: mmap, entry: Entry, item: ReadItem) -> Tensor:
     """Return the part of a captured tensor that an item of DCP's plan reads."""
-    part = view(data, entry)
-    for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-        part = part.narrow(dim, offset, length)
-    return part
+    return narrow_tensor_by_index(view(data, entry), item.storage_offsets, item.lengths)
 
 
 def is_finite(tensor: Tensor, is_buffer: bool) -> bool:
     """Whether it may be gone on from; buffers may hold infinities, as masks do."""
-    if not tensor.is_floating_point():
+    if not tensor.is_floating_point() or not tensor.numel():
         return True
     values = tensor.float() if tensor.element_size() == 1 else tensor  # of 8 bits: they are not compared
-    return not bool(values.isnan().any()) if is_buffer else bool(values.isfinite().all())
+    ends = torch.stack(values.aminmax())  # NaN if there is one
+    return not bool((ends.isnan() if is_buffer else ~ends.isfinite()).any())
 
 
 def local(tensor: Tensor) -> Tensor:

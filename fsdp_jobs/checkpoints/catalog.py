@@ -16,17 +16,18 @@ import os
 import re
 import shutil
 import socket
-import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fsdp_jobs.checkpoints.blocks import difference
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import HOST_ENV
+from fsdp_jobs.run.memory import checksum
 
 MANIFEST = "manifest.json"
 SHARDS = "shards.json"  # the manifest of a step whose shards are on the nodes' own disks
@@ -62,7 +63,7 @@ class Manifest:
     mesh: dict[str, int]  # dimension name -> size
     torch_version: str
     time: float  # when the save began, seconds since 1970
-    files: dict[str, dict[str, int]]  # name -> {"bytes": size, "crc32": checksum}, without the manifest itself
+    files: dict[str, dict[str, Any]]  # name -> {"bytes": size, "xxh3_128": ends and sums of its blocks}
     stream: dict[str, Any] | None = None  # where a data set that is streamed is read on
     finite: bool = True  # whether no value was NaN and no weight infinite
     agreed: bool | None = None  # whether replicas held the same bits; None: not known
@@ -73,7 +74,8 @@ class Manifest:
 
     def write(self, folder: Path, name: str = MANIFEST) -> None:
         """Write it whole into a folder that exists; in an object store, this is the commit."""
-        text = json.dumps(asdict(self), indent=1)
+        content = asdict(self)
+        text = json.dumps({**content, "sum": _sum(content)}, indent=1)
         if is_object_store(folder):
             (folder / name).write_text(text)
             return
@@ -85,9 +87,15 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path, name: str = MANIFEST) -> Manifest:
-        """Raises: OSError, ValueError (not JSON) or TypeError (other fields) for what is not a manifest."""
+        """Raises: OSError, ValueError (not JSON, or another sum) or TypeError (other fields) for no manifest."""
         content: dict[str, Any] = json.loads((folder / name).read_text())
+        if content.pop("sum", expected := _sum(content)) != expected:  # those of earlier versions have none
+            raise ValueError("it differs from its checksum")
         return cls(**content)
+
+
+def _sum(content: dict[str, Any]) -> str:
+    return checksum(json.dumps({k: v for k, v in content.items() if k != "sum"}).encode())
 
 
 def folder_of(checkpoints: Path, step: int, save: str) -> Path:
@@ -120,13 +128,13 @@ def _newest_first(folders: list[Path]) -> list[Path]:
 
 
 def faults_in(
-    folder: Path, files: Mapping[str, dict[str, int] | None], contents: bool = True, from_disk: bool = False
+    folder: Path, files: Mapping[str, dict[str, Any] | None], contents: bool = True, from_disk: bool = False
 ) -> dict[str, str]:
     """Say of each of these files what is wrong with it as this machine reads it; whole ones are left out.
 
     Args:
-        files: name -> size and checksum, as a manifest lists them; None for a manifest itself.
-        contents: compare checksums too, not sizes alone.
+        files: name -> size and sums, as a manifest lists them; None for a manifest itself.
+        contents: compare sums too, and not sizes and the metadata alone.
         from_disk: not what the system's cache holds.
 
     Raises:
@@ -141,8 +149,7 @@ def faults_in(
             elif (size := file.stat().st_size) != expected["bytes"]:
                 fault = f"has {size} bytes instead of {expected['bytes']}"
             else:
-                value = checksum(file, from_disk) if contents else expected["crc32"]
-                fault = "" if value == expected["crc32"] else f"differs from its checksum ({value:08x})"
+                fault = difference(file, expected, from_disk) if contents or name == METADATA else ""
         except FileNotFoundError:
             fault = "is missing"
         except OSError as e:
@@ -172,8 +179,7 @@ def verify(folder: Path, shards: bool = True) -> list[str]:
     if faults := faults_in(folder, {MANIFEST: None}):
         return [*faults.values()]
     manifest = Manifest.read(folder)
-    read = {name: file for name, file in manifest.files.items() if shards or name == METADATA}
-    faults = faults_in(folder, manifest.files, contents=False) or faults_in(folder, read)
+    faults = faults_in(folder, manifest.files, contents=shards)
     return [*faults.values()] + ([] if manifest.finite else [NOT_FINITE])
 
 
@@ -185,17 +191,6 @@ def mark_agreed(checkpoints: Path, about: Callable[[int], bool | None]) -> None:
                 manifest, known = Manifest.read(folder, name), about(step_of(folder))
                 if manifest.agreed is None and known is not None:
                     replace(manifest, agreed=known).write(folder, name)
-
-
-def checksum(file: Path, from_disk: bool = False) -> int:
-    """Return the CRC-32 of a file's content, read from the disk and not from its cache if so wanted."""
-    value = 0
-    with file.open("rb") as f:
-        if from_disk and not is_object_store(file):
-            os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # drops clean pages
-        while block := f.read(1 << 22):
-            value = zlib.crc32(block, value)
-    return value
 
 
 def commit(temporary: Path, final: Path, manifest: Manifest) -> None:
@@ -272,14 +267,21 @@ def prune(checkpoints: Path, keep: int) -> list[Path]:
     return removed
 
 
-def refuse_to_begin_again(run: RunDir, checkpoints: Path, skipped: Mapping[str, list[str]]) -> None:
-    """Refuse to begin at step 0 a run that was further once; `skipped` says what is wrong with its checkpoints.
+def refuse_to_begin_again(
+    run: RunDir, checkpoints: Path, skipped: Mapping[str, list[str]], touched: Iterable[str]
+) -> None:
+    """Refuse to begin at step 0 a run that was further once.
+
+    Args:
+        skipped: what is wrong with its checkpoints.
+        touched: those of which parts were loaded before that was seen.
 
     Raises:
         JobFailed: it was.
     """
     kinds = (events.Checkpoint, events.Resumed)
     steps = [e.step for e in events.newest_events(run) if isinstance(e, kinds)]
+    steps += [step_of(checkpoints / name) for name in touched]
     if any(steps):
         reasons = [f"{name}: {'; '.join(faults)}" for name, faults in skipped.items()]
         found = reasons or sorted(f.name for f in checkpoints.glob("step-*")) or ["nothing"]

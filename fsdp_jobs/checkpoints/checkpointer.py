@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from torch.distributed.checkpoint.stateful import Stateful
 
 from fsdp_jobs.checkpoints import catalog, fsdp1
+from fsdp_jobs.checkpoints.blocks import Damaged
 from fsdp_jobs.checkpoints.catalog import MANIFEST, NOT_AGREED, NOT_FINITE, SHARDS, Manifest
 from fsdp_jobs.checkpoints.exchange import CannotKeep
 from fsdp_jobs.checkpoints.fsdp1 import Fsdp1State
@@ -128,7 +129,7 @@ class Checkpointer:
         if block:
             self._note_upload(wait=True)
 
-    def _begin(self, step: int, must_upload: bool) -> None:
+    def _begin(self, step: int, block: bool) -> None:
         self.saved_at, begin = time.monotonic(), time.perf_counter()
         world, mesh = self.layout.world_size, self.layout.mesh_shape
         self._saves += 1
@@ -143,11 +144,11 @@ class Checkpointer:
             pid=os.getpid(),
         )
         if self.disks is not None:
-            self._may_upload = self.disks.may_upload(must=must_upload)
+            self._may_upload = self.disks.may_upload(must=block)
             self._note_upload(wait=False)
         state, writer = self.state.to_save(), CommittingWriter(self._request)
         how: dict[str, Any] = {"storage_writer": writer, "planner": self.planner, "process_group": self.group}
-        if self.mode == "off":
+        if block or self.mode == "off":  # straight from the tensors
             self._written = Future()
             try:
                 dcp.save(state, **how)
@@ -265,8 +266,9 @@ class Checkpointer:
     def restore(self, otherwise: Callable[[], None] | None = None) -> int:
         """Load the newest whole checkpoint; without one call `otherwise`. Returns the step, 0 for none.
 
-        All ranks verify it together, and rank 0 chooses. Damaged ones are set aside and named in an event. What the
-        nodes have on their own disks is not read from shared storage.
+        Each rank verifies what it reads, and rank 0 chooses. When one finds damage, all of them read all of it before
+        they judge. Damaged ones are set aside and named in an event. What the nodes have on their own disks is not read
+        from shared storage.
 
         Raises:
             JobFailed: the checkpoint is of another model, or the run has had checkpoints and none can be used.
@@ -294,6 +296,8 @@ class Checkpointer:
             if (limit := known_here().limit) != NO_LIMIT:
                 catalog.mark_agreed(self.home, lambda step: None if step <= limit else False)
         useless: list[int] = []  # captured steps
+        doubted: set[str] = set()  # checkpoints in which a rank found damage while it loaded them
+        may_begin_again = self.config.restart_from_zero or not known_here().limit  # 0: there replicas agreed last
         while True:
             name, listed_in = self.ranks.from_rank_0(lambda: self._newest(skipped))
             newest = catalog.step_of(self.home / name) if name is not None else 0
@@ -301,22 +305,29 @@ class Checkpointer:
                 self.committed_step = newest if listed_in == MANIFEST else -1
                 return "memory", sent
             if name is None:
-                if not self.config.restart_from_zero and known_here().limit:  # 0: there replicas agreed last
-                    self.ranks.from_rank_0(lambda: catalog.refuse_to_begin_again(self.run, self.home, skipped))
+                if not may_begin_again:
+                    self.ranks.from_rank_0(lambda: catalog.refuse_to_begin_again(self.run, self.home, skipped, doubted))
                 return None
             folder, shards = self.home / name, None
-            manifest, faults = self.ranks.examine(folder, listed_in, shards=self.disks is None)
+            certain = may_begin_again or name in doubted  # then nothing of the state is touched by a damaged one
+            manifest, faults = self.ranks.examine(folder, listed_in, self.disks is None, certain)
             if manifest is not None and manifest.agreed is False and self.integrity.action != "report":
                 faults = [NOT_AGREED]
             if manifest is not None and not faults and self.disks is not None:
-                shards = self.disks.holding(manifest)
+                shards = self.disks.holding(manifest, certain)
                 if shards is None and listed_in == MANIFEST:
-                    manifest, faults = self.ranks.examine(folder, listed_in, shards=True)
+                    manifest, faults = self.ranks.examine(folder, listed_in, True, certain)
                 elif shards is None:
                     faults = ["these nodes' disks do not hold all of its shards"]
             if manifest is not None and not faults:
                 with self.ranks.reading(folder):
-                    self._load(folder, manifest, shards)
+                    try:
+                        self._load(folder, manifest, shards)
+                    except CheckpointException as e:
+                        if certain or not any(isinstance(cause, Damaged) for cause, _ in e.failures.values()):
+                            raise
+                        doubted.add(name)
+                        continue
                 if self.memory is not None:
                     self.ranks.gather(None)  # all have read
                     self.memory.forget()
@@ -349,8 +360,12 @@ class Checkpointer:
         return by_step[max(by_step)] if by_step else (None, "")
 
     def _load(self, folder: Path, manifest: Manifest, shards: Path | None) -> None:
-        """Load a verified checkpoint; `shards` is this node's folder when it is on the nodes' own disks."""
-        reader = SafeReader(folder, shards)
+        """Load a checkpoint; `shards` is this node's folder when it is on the nodes' own disks.
+
+        Raises:
+            CheckpointException: on all ranks, when one has failed; with Damaged, parts of the state are overwritten.
+        """
+        reader = SafeReader(folder, manifest.files, shards)
         metadata = reader.read_metadata()
         same_world = manifest.world_size == self.layout.world_size
         if self.memory is not None:

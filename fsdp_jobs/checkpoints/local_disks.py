@@ -20,10 +20,11 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.utils import _DistWrapper
 
+from fsdp_jobs.checkpoints.blocks import open_verified
 from fsdp_jobs.checkpoints.catalog import SHARDS, CannotReadHere, Manifest, faults_in, is_object_store
 from fsdp_jobs.checkpoints.exchange import fetch_files
 from fsdp_jobs.checkpoints.ranks import Ranks
-from fsdp_jobs.checkpoints.storage import Checksummed, SaveRequest
+from fsdp_jobs.checkpoints.storage import SaveRequest
 
 _BLOCK = 1 << 24  # bytes copied at once
 _KEPT = 2  # newest steps that stay on a node's disk
@@ -72,7 +73,7 @@ class LocalDisks:
             request.epoch.check()
             shards = Manifest.read(request.temporary, SHARDS)
             for source in sorted(request.shards.glob(f"__{self.rank}_*.distcp")):
-                _copy_checked(source, request.temporary / source.name, shards.files[source.name]["crc32"])
+                _copy_checked(source, request.temporary / source.name, shards.files[source.name])
 
         def commit(_: object) -> None:
             request.commit(Manifest.read(request.temporary, SHARDS))
@@ -89,10 +90,13 @@ class LocalDisks:
             if old != uploading:
                 shutil.rmtree(old, ignore_errors=True)
 
-    def holding(self, manifest: Manifest) -> Path | None:
-        """All ranks: this node's folder of a step if the nodes have every shard of it, undamaged; else None."""
+    def holding(self, manifest: Manifest, contents: bool) -> Path | None:
+        """All ranks: this node's folder of a step if the nodes have every shard of it, whole; else None.
+
+        `contents`: compare sums, too, and not sizes alone.
+        """
         shards = {name: file for name, file in manifest.files.items() if name.endswith(".distcp")}
-        best = self._best(manifest.step, shards) if self.leads else None
+        best = self._best(manifest.step, shards, contents) if self.leads else None
         by_rank = self.ranks.gather((self.ranks.node, best))
         self._leaders = {node: rank for rank, (node, found) in enumerate(by_rank) if found is not None}
         self._held: dict[int, set[str]] = {rank: by_rank[rank][1][1] for rank in self._leaders.values()}
@@ -100,12 +104,12 @@ class LocalDisks:
             return None
         return Path(by_rank[self._leaders[self.ranks.node]][1][0])
 
-    def _best(self, step: int, shards: dict[str, dict[str, int]]) -> tuple[str, set[str]]:
+    def _best(self, step: int, shards: dict[str, dict[str, Any]], contents: bool) -> tuple[str, set[str]]:
         """Return the folder here with most of a step's shards, and which it has; a new one if there is none."""
         best: tuple[str, set[str]] = (str(self.folder / f"step-{step:08d}.fetched"), set())
         for folder in self.folder.glob(f"step-{step:08d}.*"):
             try:
-                here = shards.keys() - faults_in(folder, shards).keys()
+                here = shards.keys() - faults_in(folder, shards, contents).keys()
             except CannotReadHere:
                 continue  # this disk is as good as lost, and peers or shared storage have what was on it
             if len(here) > len(best[1]):
@@ -125,12 +129,10 @@ class LocalDisks:
         self._thread.shutdown()
 
 
-def _copy_checked(source: Path, target: Path, crc32: int) -> None:
+def _copy_checked(source: Path, target: Path, expected: dict[str, Any]) -> None:
     """Raises: OSError when the copied bytes differ from those that were written."""
-    with source.open("rb") as f, target.open("wb") as raw:
-        to = Checksummed(raw)
+    with open_verified(source, expected) as f, target.open("wb") as to:
         shutil.copyfileobj(f, to, _BLOCK)
+        to.flush()
         if not is_object_store(target):
             os.fsync(to.fileno())
-    if to.crc32 != crc32:
-        raise OSError(f"{source} differs from its checksum")

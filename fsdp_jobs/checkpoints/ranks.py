@@ -44,12 +44,13 @@ class Ranks:
         dist.broadcast_object_list(answers, src=0, group=self.group)
         return answers[0]
 
-    def examine(self, folder: Path, listed_in: str, shards: bool) -> tuple[Manifest | None, list[str]]:
-        """Read a checkpoint. Returns its manifest, and the faults that two readings agree on.
+    def examine(self, folder: Path, listed_in: str, shards: bool, contents: bool) -> tuple[Manifest | None, list[str]]:
+        """Look at a checkpoint. Returns its manifest, and the faults that two readings agree on.
 
         Args:
             listed_in: the manifest's name.
-            shards: read them, too, and not the metadata alone.
+            shards: look at them, too, and not at the metadata alone.
+            contents: read them whole; else their sizes have to do.
 
         Raises:
             CannotReadHere: this machine alone cannot read it, or reads something else than the others.
@@ -59,10 +60,11 @@ class Ranks:
         manifest: Manifest = self.from_rank_0(lambda: Manifest.read(folder, listed_in))
         if not manifest.finite:
             return manifest, [NOT_FINITE]
-        faults = self._confirmed(folder, manifest.files if shards else {METADATA: manifest.files[METADATA]})
+        faults = self._confirmed(folder, manifest.files if shards else {METADATA: manifest.files[METADATA]}, contents)
         if not faults:
             with self.reading(folder):
-                lacking = self.from_rank_0(lambda: lacking_in(manifest.files, SafeReader(folder).read_metadata()))
+                metadata = SafeReader(folder, manifest.files).read_metadata
+                lacking = self.from_rank_0(lambda: lacking_in(manifest.files, metadata()))
             faults = [f"{listed_in} does not list {lacking}"] if lacking else []
         return manifest, faults
 
@@ -85,17 +87,17 @@ class Ranks:
                 self.gather(None)
             raise
 
-    def _confirmed(self, folder: Path, files: Mapping[str, dict[str, int] | None]) -> list[str]:
+    def _confirmed(self, folder: Path, files: Mapping[str, dict[str, Any] | None], contents: bool = False) -> list[str]:
         """Read files, each rank its part, and what seems damaged again, elsewhere or from the disk.
 
-        `files` is as `faults_in` wants it.
+        `files` and `contents` are as `faults_in` wants them.
 
         Raises:
             CannotReadHere: the other reading differs, and stays different.
         """
 
         def read(names: Iterable[str], from_disk: bool = True) -> dict[str, str]:
-            return catalog.faults_in(folder, {name: files[name] for name in names}, from_disk=from_disk)
+            return catalog.faults_in(folder, {name: files[name] for name in names}, contents, from_disk)
 
         seen = read(sorted(files)[self.rank :: self.world], from_disk=False)
         first = self.gather((self.node, seen))

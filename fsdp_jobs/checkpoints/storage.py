@@ -1,4 +1,4 @@
-"""Write and read DCP's files: checksummed, committed by rename, unpickled by a closed list of classes."""
+"""Write and read DCP's files: summed, committed by rename, unpickled by a closed list of classes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import io
 import os
 import pickle
 import warnings
-import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum, EnumType
 from pathlib import Path
-from typing import IO, Any, ClassVar, cast
+from types import MappingProxyType
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -21,12 +21,22 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from fsdp_jobs.checkpoints import catalog
-from fsdp_jobs.checkpoints.catalog import METADATA, NOT_FINITE, SHARDS, CannotReadHere, Manifest, is_object_store
+from fsdp_jobs.checkpoints.blocks import SummedFile, difference, open_verified
+from fsdp_jobs.checkpoints.captured import is_finite
+from fsdp_jobs.checkpoints.catalog import (
+    MANIFEST,
+    METADATA,
+    NOT_FINITE,
+    SHARDS,
+    CannotReadHere,
+    Manifest,
+    is_object_store,
+)
 from fsdp_jobs.config.schema import CheckpointConfig
 from fsdp_jobs.run.epoch import Epoch
 from fsdp_jobs.run.integrity import known_here
@@ -39,48 +49,30 @@ class NotFinite(Exception):
     """A state was saved, and is not one to go on from."""
 
 
-class Checksummed:
-    """A binary file, open for writing, that computes the CRC-32 of what is written through it."""
+class _SummedFileSystem(FileSystem):
+    """Files with their sums, by name: of those it reads as they have to be, of those it writes as they are.
 
-    def __init__(self, raw: IO[bytes]):
-        self.raw, self.crc32, self.size = raw, 0, 0
-        self.error: OSError | None = None
+    Its paths are Paths, or UPaths over fsspec.
+    """
 
-    def write(self, data: Any) -> int:
-        self.crc32 = zlib.crc32(data, self.crc32)
-        self.size += memoryview(data).nbytes
-        try:
-            return self.raw.write(data)
-        except OSError as e:
-            self.error = e  # torch.save reports it as a wrong position in the file
-            raise
-
-    def fileno(self) -> int:
-        self.raw.flush()  # before an fsync
-        return self.raw.fileno()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.raw, name)
-
-
-class _ChecksumFileSystem(FileSystem):
-    """Records size and checksum of every file it writes, by name. Its paths are Paths, or UPaths over fsspec."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, dict[str, int]] = {}
+    def __init__(self, sums: Mapping[str, dict[str, Any]] = MappingProxyType({})) -> None:
+        self.sums = dict(sums)
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        with cast(Path, path).open(mode) as raw:
-            if "r" in mode:
-                yield cast(io.IOBase, raw)
-            else:
-                stream = Checksummed(cast(IO[bytes], raw))
-                try:
-                    yield cast(io.IOBase, stream)
-                except RuntimeError as e:
-                    raise stream.error or e from e
-                self.sums[cast(Path, path).name] = {"bytes": stream.size, "crc32": stream.crc32}
+        file = cast(Path, path)
+        if "r" in mode:
+            with open_verified(file, self.sums.get(file.name)) as verified:
+                yield cast(io.IOBase, verified)
+            return
+        with file.open("wb") as raw:
+            stream = SummedFile(raw)
+            try:
+                yield cast(io.IOBase, stream)
+                stream.close()
+            except RuntimeError as e:
+                raise stream.error or e from e
+        self.sums[file.name] = stream.sums()
 
     def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str | os.PathLike[str]:
         return cast(Path, path) / suffix
@@ -152,7 +144,7 @@ class CommittingWriter(FileSystemWriter):
         sync = not is_object_store(request.temporary)
         super().__init__(str(request.temporary), single_file_per_rank=True, sync_files=sync, overwrite=False)
         self.request = request
-        self.fs: _ChecksumFileSystem = _ChecksumFileSystem()
+        self.fs: _SummedFileSystem = _SummedFileSystem()
         self.path = request.temporary
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -166,7 +158,7 @@ class CommittingWriter(FileSystemWriter):
                 self.request.temporary.mkdir()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's shard, and report its checksums and what in it is not finite.
+        """Write this rank's shard, and report its sums and what in it is not finite.
 
         Raises:
             OSError: with `read_back`, what was read back differs from what was written.
@@ -179,17 +171,12 @@ class CommittingWriter(FileSystemWriter):
         if self.request.config.read_back:
             for name, expected in self.fs.sums.items():
                 file = self.request.shards / name
-                if catalog.checksum(file, from_disk=True) != expected["crc32"]:
-                    raise OSError(f"{file}: what is on disk differs from what was written")
-        wrong = [i.index.fqn for i in plan.items if not self._is_finite(i.index.fqn, planner.resolve_data(i))]
+                if fault := difference(file, expected, from_disk=True):
+                    raise OSError(f"{file}: what is on disk {fault}")
+        names = ((i.index.fqn, planner.resolve_data(i)) for i in plan.items)
+        wrong = [n for n, tensor in names if not is_finite(tensor, n in self.request.buffers)]
         written.value().append(WriteResult(_REPORT, 0, (self.fs.sums, wrong)))
         return written
-
-    def _is_finite(self, name: str, tensor: Any) -> bool:
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or not tensor.numel():
-            return True
-        ends = torch.stack(tensor.aminmax())  # NaN if there is one
-        return not bool((ends.isnan() if name in self.request.buffers else ~ends.isfinite()).any())
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=str(self.path), save_id=self.save_id)  # no path object: it is unpickled
@@ -201,7 +188,7 @@ class CommittingWriter(FileSystemWriter):
             NotFinite: it is committed, and not one to go on from.
             OSError: what the ranks have reported is not what the metadata needs.
         """
-        files: dict[str, dict[str, int]] = {}
+        files: dict[str, dict[str, Any]] = {}
         wrong: list[str] = []
         for of_rank in results:
             sums, not_finite = of_rank.pop().storage_data
@@ -222,7 +209,7 @@ class CommittingWriter(FileSystemWriter):
             raise NotFinite(f"{NOT_FINITE} ({names}); it is kept, and no resume begins with it")
 
 
-def lacking_in(files: dict[str, dict[str, int]], metadata: Metadata) -> str:
+def lacking_in(files: dict[str, dict[str, Any]], metadata: Metadata) -> str:
     """Name the first file that the metadata needs and that is not listed, or too short; empty for none."""
     for piece in (metadata.storage_data or {}).values():
         if piece.offset + piece.length > files.get(piece.relative_path, {"bytes": -1})["bytes"]:
@@ -284,22 +271,31 @@ class _MetadataUnpickler(pickle.Unpickler):
 class SafeReader(FileSystemReader):
     """A DCP reader that executes nothing it reads: tensors weights-only, metadata of known classes."""
 
-    def __init__(self, folder: Path, shards: Path | None = None):
-        """`shards`: where they are, if not beside the metadata."""
+    def __init__(
+        self, folder: Path, files: Mapping[str, dict[str, Any]] = MappingProxyType({}), shards: Path | None = None
+    ):
+        """Compare what is read with `files` of a manifest, if it has one; `shards`: where they are, if not there."""
         super().__init__(str(folder))
-        self.fs: _ChecksumFileSystem = _ChecksumFileSystem()
+        self.fs: _SummedFileSystem = _SummedFileSystem(files)
         self.path: Path = shards or folder
         self.folder = folder
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
-        with (self.folder / METADATA).open("rb") as f:
-            metadata = cast(Metadata, _MetadataUnpickler(f).load())
+        with self.fs.create_stream(self.folder / METADATA, "rb") as f:
+            metadata = cast(Metadata, _MetadataUnpickler(io.BytesIO(f.read())).load())
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read in the order of the files; raises Damaged (an OSError) before DCP sees what was not written."""
+        places = [self.storage_data[item.storage_index] for item in plan.items]
+        in_order = sorted(range(len(places)), key=lambda i: (places[i].relative_path, places[i].offset))
+        return super().read_data(replace(plan, items=[plan.items[i] for i in in_order]), planner)
 
 
 def load_alone(folder: Path, state: dict[str, Tensor]) -> None:
     """Read the tensors of `state` from a checkpoint, in this process alone."""
+    files = Manifest.read(folder).files if (folder / MANIFEST).exists() else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # about the missing process group
-        dcp.load(state, storage_reader=SafeReader(folder), no_dist=True)
+        dcp.load(state, storage_reader=SafeReader(folder, files), no_dist=True)

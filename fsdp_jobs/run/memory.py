@@ -90,7 +90,7 @@ class Capture:
     def described(self) -> str:
         """Return its description with a checksum, as it is in a slot."""
         text = self.to_json()
-        return f"{_checksum(text.encode())}\n{text}"
+        return f"{checksum(text.encode())}\n{text}"
 
     @classmethod
     def from_json(cls, text: str) -> Capture:
@@ -136,7 +136,7 @@ class Slot:
             expected, _, text = self.about.read_text().partition("\n")
         except (FileNotFoundError, UnicodeDecodeError):
             return None
-        if _checksum(text.encode()) != expected:
+        if checksum(text.encode()) != expected:
             return None
         capture = Capture.from_json(text)
         return capture if Slot.of(self.about.parent, capture).about == self.about else None
@@ -167,15 +167,16 @@ class Slot:
             return [f"{type(e).__name__}: {e}"]
 
     def _checksums(self, capture: Capture) -> dict[str, str]:
-        """XXH3 of 128 bits for each tensor, and for the description of all (Y. Collet, xxhash.com)."""
+        """Return the sum of each tensor, and of the description of all."""
         with self.data.open("rb") as f, mmap.mmap(f.fileno(), 0, _POPULATED, mmap.PROT_READ) as data:
             view = memoryview(data)
-            sums = {e.name: _checksum(view[e.begin : e.begin + e.bytes]) for e in capture.entries}
+            sums = {e.name: checksum(view[e.begin : e.begin + e.bytes]) for e in capture.entries}
             view.release()
-        return {**sums, "": _checksum(capture.to_json().encode())}
+        return {**sums, "": checksum(capture.to_json().encode())}
 
 
-def _checksum(data: bytes | memoryview) -> str:
+def checksum(data: bytes | bytearray | memoryview) -> str:
+    """Return XXH3 of 128 bits (Y. Collet, xxhash.com)."""
     return xxhash.xxh3_128_hexdigest(data)
 
 

@@ -76,7 +76,7 @@ class _Writing:
     """A file that is open for writing."""
 
     def __init__(self, raw: Any, points: Points):
-        self.raw, self.points, self.writes = raw, points, 0
+        self.raw, self.points = raw, points
 
     def write(self, data: Any) -> Any:
         def half() -> None:
@@ -85,9 +85,7 @@ class _Writing:
             )
             self.raw.flush()
 
-        if self.writes % 40 == 0:  # a shard has hundreds of them, a few bytes each
-            self.points._hit("write", half)
-        self.writes += 1
+        self.points._hit("write", half)
         return self.raw.write(data)
 
     def __getattr__(self, name: str) -> Any:

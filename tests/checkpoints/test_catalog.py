@@ -9,14 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_jobs.checkpoints import catalog
+from fsdp_jobs.checkpoints.blocks import SummedFile
 from fsdp_jobs.checkpoints.catalog import Manifest
 
 
 def _write(checkpoints: Path, step: int, content: bytes = b"weights") -> Path:
     temporary = checkpoints / f"step-{step:08d}.0-0.tmp"
     temporary.mkdir(parents=True)
-    (temporary / "shard").write_bytes(content)
-    files = {"shard": {"bytes": len(content), "crc32": catalog.checksum(temporary / "shard")}}
+    with (temporary / "shard").open("wb") as raw:
+        shard = SummedFile(raw)
+        shard.write(content)
+        shard.close()
+    files = {"shard": shard.sums()}
     final = catalog.folder_of(checkpoints, step, "0-0")
     catalog.commit(temporary, final, Manifest(step, step * 8, 1, {"shard": 1}, "t", time.time(), files))
     return final

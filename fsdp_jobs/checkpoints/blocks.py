@@ -1,0 +1,193 @@
+"""Sum the blocks of a file while it is written, and compare them while it is read. No torch.
+
+A block ends where a large write begins or ends, or after 4 MiB. `torch.save` writes a tensor's data at once, so that
+who reads one tensor of a file reads whole blocks, straight into its memory, and what lies between tensors besides.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import IO, Any, cast
+
+from fsdp_jobs.run.memory import checksum
+
+SUMS = "xxh3_128"  # key of the ends and sums of a file's blocks; files of earlier versions have crc32 in its place
+_BLOCK = 1 << 22  # bytes, at most
+_LARGE = 1 << 16  # bytes of a write that gets blocks of its own
+_TAIL = 1 << 12  # bytes at its end that do not: where a zip file ends its reader looks at so many before
+_HELD = 4  # blocks that a reader keeps, for who reads parts of them
+
+
+class Damaged(OSError):
+    """A file that is read is not what was written."""
+
+
+class SummedFile:
+    """A binary file, open for writing, with the sums of what is written through it."""
+
+    def __init__(self, raw: IO[bytes]):
+        self.raw, self.size = raw, 0
+        self.error: OSError | None = None
+        self._sums: list[str] = []
+        self._small = bytearray()  # writes that wait for the end of their block
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        if len(view) >= _LARGE or len(self._small) + len(view) > _BLOCK:
+            self._flush()
+        at = len(view) - _TAIL if len(view) >= _LARGE else 0
+        for begin in range(0, at, _BLOCK):
+            self._write(view[begin : min(at, begin + _BLOCK)])
+        self._small += view[at:]
+        return len(view)
+
+    def _write(self, block: Any) -> None:
+        self.size += len(block)
+        self._sums.append(f"{self.size} {checksum(block)}")
+        try:
+            self.raw.write(block)
+        except OSError as e:
+            self.error = e  # torch.save reports it as a wrong position in the file
+            raise
+
+    def _flush(self) -> None:
+        if self._small:
+            block, self._small = self._small, bytearray()
+            self._write(block)
+
+    def tell(self) -> int:
+        return self.size + len(self._small)
+
+    def flush(self) -> None:
+        """Do nothing: a flush after each tensor must not end a block."""
+
+    def fileno(self) -> int:
+        self._flush()
+        self.raw.flush()  # before an fsync
+        return self.raw.fileno()
+
+    def close(self) -> None:
+        self._flush()
+        self.raw.close()
+
+    def sums(self) -> dict[str, Any]:
+        """Return what a manifest lists of this file, once it is closed."""
+        return {"bytes": self.size, SUMS: " ".join(self._sums)}
+
+
+class VerifiedFile(io.RawIOBase):
+    """A file, open for reading, that hands out nothing before the sum of its block was compared."""
+
+    def __init__(self, raw: IO[bytes], name: str, blocks: str):
+        self.raw, self.name, self.error = raw, name, cast(OSError | None, None)
+        words = blocks.split()
+        self._ends, self._sums = [int(end) for end in words[::2]], words[1::2]
+        self._at = 0
+        self._held = lru_cache(_HELD)(self._read_alone)
+
+    def readinto(self, buffer: Any) -> int:
+        """Read as much as there is room for; raises Damaged for a block that is not what was written."""
+        view, filled = memoryview(buffer).cast("B"), 0
+        while filled < len(view) and (number := bisect_right(self._ends, self._at)) < len(self._ends):
+            begin, end = self._bounds(number)
+            size = min(end - self._at, len(view) - filled)
+            if size == end - begin:
+                self._read(number, view[filled : filled + size])
+            else:
+                view[filled : filled + size] = self._held(number)[self._at - begin :][:size]
+            self._at, filled = self._at + size, filled + size
+        return filled
+
+    def _bounds(self, number: int) -> tuple[int, int]:
+        return (self._ends[number - 1] if number else 0), self._ends[number]
+
+    def _read_alone(self, number: int) -> memoryview:
+        begin, end = self._bounds(number)
+        block = memoryview(bytearray(end - begin))
+        self._read(number, block)
+        return block
+
+    def _read(self, number: int, into: memoryview) -> None:
+        begin, end = self._bounds(number)
+        try:
+            self.raw.seek(begin)
+            filled = 0
+            while filled < len(into) and (came := self.raw.readinto(into[filled:])):  # type: ignore[attr-defined]
+                filled += came
+            if filled < len(into) or checksum(into) != self._sums[number]:
+                raise Damaged(f"{self.name} {_difference(begin, end)}")
+        except OSError as e:
+            self.error = e  # torch.load may report another one
+            raise
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        size = self._ends[-1] if self._ends else 0
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: size}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+
+@contextmanager
+def open_verified(file: Path, expected: dict[str, Any] | None) -> Iterator[IO[bytes]]:
+    """Open a file; where it is not what a manifest lists, who reads it raises Damaged.
+
+    Args:
+        expected: of the manifest; None where there is none. What earlier versions wrote, with one sum for all of a
+            file, is read whole first.
+    """
+    if expected is None or SUMS not in expected:
+        if expected is not None and (fault := difference(file, expected)):
+            raise Damaged(f"{file.name} {fault}")
+        with file.open("rb") as raw:
+            yield raw
+        return
+    with file.open("rb", **({"buffering": 0} if isinstance(file, Path) else {})) as raw:
+        verified = VerifiedFile(raw, file.name, expected[SUMS])
+        try:
+            yield cast(IO[bytes], verified)
+        except RuntimeError as e:
+            raise verified.error or e from e
+
+
+def difference(file: Path, expected: dict[str, Any], from_disk: bool = False) -> str:
+    """Say where a file is not what a manifest lists, empty for nowhere; `from_disk`: not what the system's cache holds.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    block = memoryview(bytearray(_BLOCK))
+    with file.open("rb") as opened:
+        f: Any = opened
+        if from_disk and isinstance(file, Path):
+            os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # drops clean pages
+        if SUMS not in expected:
+            value = 0
+            while size := f.readinto(block):
+                value = zlib.crc32(block[:size], value)
+            return "" if value == expected["crc32"] else f"differs from its checksum ({value:08x})"
+        words, begin = expected[SUMS].split(), 0
+        for end, wanted in zip(map(int, words[::2]), words[1::2], strict=True):
+            part = block[: end - begin]
+            if f.readinto(part) < len(part) or checksum(part) != wanted:
+                return _difference(begin, end)
+            begin = end
+    return ""
+
+
+def _difference(begin: int, end: int) -> str:
+    return f"differs from its checksum in bytes {begin} to {end}"
