@@ -217,9 +217,9 @@ def _changed_on_disk(folder: str) -> str:
 
     def fsync_(descriptor: int) -> None:
         fsync(descriptor)
-        name = os.readlink(f"/proc/self/fd/{descriptor}")
-        if name.endswith(".distcp"):
-            _at(Path(name), 2000)
+        file = Path(f"/proc/self/fd/{descriptor}").readlink()
+        if file.suffix == ".distcp":
+            _at(file, 2000)
 
     assert dist.get_world_size() == 1
     with mock.patch.object(os, "fsync", fsync_):
