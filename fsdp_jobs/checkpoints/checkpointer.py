@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
@@ -91,6 +92,7 @@ class Checkpointer:
             self.mode = "process" if on_cuda else "thread"
         self.stager = DefaultStager(StagingOptions(on_cuda, self.mode == "process", True, on_cuda))
         self.planner = DefaultSavePlanner(enable_plan_caching=True)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
         self.committed_step = -1
         self.saved_at = time.monotonic()  # when the newest save began
         self.stall_s = 0.0  # time that steps have waited for saves since `take_stall`
@@ -146,21 +148,44 @@ class Checkpointer:
         if self.disks is not None:
             self._may_upload = self.disks.may_upload(must=block)
             self._note_upload(wait=False)
-        state, writer = self.state.to_save(), CommittingWriter(self._request)
-        how: dict[str, Any] = {"storage_writer": writer, "planner": self.planner, "process_group": self.group}
+        tensors, objects = self.state.to_capture()
         if block or self.mode == "off":  # straight from the tensors
             self._written = Future()
             try:
-                dcp.save(state, **how)
+                dcp.save(tensors | self.state.packed(objects), **self._how(self._request))
                 self._written.set_result(None)
             except (Exception, CheckpointException) as e:  # the second is none of the first
                 self._written.set_exception(e)
         else:
-            kind = AsyncCheckpointerType(self.mode)
-            response = dcp.async_save(state, **how, async_checkpointer_type=kind, async_stager=self.stager)
-            assert isinstance(response, AsyncSaveResponse)
-            self._staged, self._written = response.staging_completion, response.upload_completion
+            self._staged = Future()  # last: who starts a thread may wait for the interpreter's lock
+            self._written = self._thread.submit(
+                self._write, self._request, tensors, copy.deepcopy(objects), self._staged
+            )
         self.stall_s += time.perf_counter() - begin
+
+    def _how(self, request: SaveRequest) -> dict[str, Any]:
+        return {"storage_writer": CommittingWriter(request), "planner": self.planner, "process_group": self.group}
+
+    def _write(
+        self, request: SaveRequest, tensors: dict[str, Tensor], objects: dict[str, Any], staged: Future[None]
+    ) -> None:
+        """In a thread: copy the state, which may change from then on, and have the copy written."""
+        try:
+            state = tensors | self.state.packed(objects)
+            if self.mode == "process":
+                kind = AsyncCheckpointerType.PROCESS
+                response = dcp.async_save(
+                    state, **self._how(request), async_checkpointer_type=kind, async_stager=self.stager
+                )
+                assert isinstance(response, AsyncSaveResponse)
+                response.staging_completion.result()
+            else:
+                state = cast("Future[dict[str, Tensor]]", self.stager.stage(state)).result()
+        except BaseException as e:
+            staged.set_exception(e)  # the next update raises it, and the other ranks see this one go
+            raise
+        staged.set_result(None)
+        response.upload_completion.result() if self.mode == "process" else dcp.save(state, **self._how(request))
 
     def before_update(self) -> None:
         """Wait until a save has its copy of the state. The optimizer calls it before each update."""
@@ -385,6 +410,7 @@ class Checkpointer:
             JobFailed: the last save has failed.
         """
         self.finish()
+        self._thread.shutdown()
         self.stager.close()
         if self.disks is not None:
             self.disks.close()

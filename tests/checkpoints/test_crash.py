@@ -133,12 +133,12 @@ def _strike(tmp_path: Path, place: str, action: str, fault: str, every: int) -> 
     ("place", "action", "fault", "every"),
     [
         ("disk", "save", "kill", 17),
-        ("disk", "replace", "kill", 23),
-        ("disk", "resume", "kill", 23),
-        ("disk", "resume", "EIO", 23),
-        ("local_dir", "save", "kill", 23),
-        ("disk", "save", "ENOSPC", 31),
-        ("local_dir", "save", "EIO", 37),
+        ("disk", "replace", "kill", 13),
+        ("disk", "resume", "kill", 13),
+        ("disk", "resume", "EIO", 17),
+        ("local_dir", "save", "kill", 19),
+        ("disk", "save", "ENOSPC", 17),
+        ("local_dir", "save", "EIO", 23),
     ],
 )
 def test_a_sample_of_all_crashes_loses_nothing(tmp_path: Path, place: str, action: str, fault: str, every: int) -> None:
