@@ -156,7 +156,8 @@ def open_verified(file: Path, expected: dict[str, Any] | None) -> Iterator[IO[by
         with file.open("rb") as raw:
             yield raw
         return
-    with file.open("rb", **({"buffering": 0} if isinstance(file, Path) else {})) as raw:
+    unbuffered: dict[str, Any] = {"buffering": 0} if isinstance(file, Path) else {}
+    with cast(Any, file).open("rb", **unbuffered) as raw:
         verified = VerifiedFile(raw, file.name, expected[SUMS])
         try:
             yield cast(IO[bytes], verified)
