@@ -3,15 +3,17 @@
     python benchmarks/save.py [--saves 5] [--ranks 4] [--only-asynchronous] [--folder DIR] [overrides]
 
 One world of 2 x 2 ranks, hybrid_shard, about 1 GB of state; other worlds by `--ranks` and overrides. In turn, on the
-same folder: `dd` with fsync of as many bytes, a blocking `dcp.save`, ours blocking (fsync, read back, manifest,
-rename), `dcp.async_save` and ours asynchronous: of these the time that the trainer waits, and until it is written.
-Medians; the first of each is left out. Each save is removed before the next begins.
+same folder: `dd` with fsync of as many bytes, a blocking `dcp.save` and ours (fsync, manifest, rename), without and
+with reading back, `dcp.load` and our restore, from the disk and from the system's cache, `dcp.async_save` and ours
+asynchronous: of these the time that the trainer waits, and until it is written. Medians; the first of each is left
+out. Each save is removed before the next. CPU seconds and bytes read (`rchar` of /proc/self/io) are of all ranks.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import statistics
@@ -19,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 MODEL = ["model.dim=1024", "model.n_layers=6", "model.ffn_dim=2816", "model.vocab_size=256"]
@@ -28,12 +31,25 @@ JOB = ["nodes=2", "nproc_per_node=2", "fsdp=hybrid_shard", "fsdp.shard_group=2",
 NAMES = {
     "dd": "dd conv=fsync",
     "dcp": "blocking dcp.save",
+    "unread": "ours, blocking, checkpoint.read_back=false",
     "ours": "ours, blocking",
+    "dcp_disk": "dcp.load, from the disk",
+    "ours_disk": "ours, restored from the disk",
+    "dcp_cache": "dcp.load, from the cache",
+    "ours_cache": "ours, restored from the cache",
     "dcp_stall": "dcp.async_save: the trainer waits",
     "dcp_async": "dcp.async_save, until written",
     "stall": "ours, asynchronous: the trainer waits",
     "ours_async": "ours, asynchronous, until written",
 }
+
+LOADS = {"ours_disk": "dcp_disk", "ours_cache": "dcp_cache"}  # rows that are compared with another than the saves
+
+
+def _spent() -> list[float]:
+    """Return CPU seconds and bytes read of this process so far."""
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return [time.process_time(), float(counts["rchar"])]
 
 
 def worker(folder: Path, saves: int, blocking: bool, overrides: list[str]) -> None:
@@ -71,12 +87,23 @@ def worker(folder: Path, saves: int, blocking: bool, overrides: list[str]) -> No
     step(0)  # gives the optimizer its state
     state_bytes = sum(t.numel() * t.element_size() for t in checkpoints.state.live()[0].values())
     seconds: dict[str, list[float]] = {}
+    costs: dict[str, list[list[float]]] = {}
     written = 0
 
-    def timed(what: str, began: float) -> None:
-        """Note the seconds since `began`, and make room."""
-        nonlocal written
+    def timed(what: str, act: Callable[[], object]) -> None:
+        """Note the seconds that something takes all ranks, their CPU seconds, and the bytes they read."""
+        dist.barrier()
+        before, began = _spent(), time.perf_counter()
+        act()
+        dist.barrier()
         seconds.setdefault(what, []).append(time.perf_counter() - began)
+        spent = torch.tensor(_spent(), dtype=torch.float64) - torch.tensor(before, dtype=torch.float64)
+        dist.all_reduce(spent)
+        costs.setdefault(what, []).append(spent.tolist())
+
+    def remove() -> None:
+        """Make room."""
+        nonlocal written
         dist.barrier()
         if rank == 0:
             for checkpoint in find_checkpoints(run.checkpoints):
@@ -85,40 +112,57 @@ def worker(folder: Path, saves: int, blocking: bool, overrides: list[str]) -> No
             shutil.rmtree(folder / "plain", ignore_errors=True)
         dist.barrier()
 
-    def save_blocking(number: int) -> None:
-        began = time.perf_counter()
+    def dd() -> None:
         if rank == 0:
             dd = ["dd", "if=/dev/zero", f"of={folder}/dd", "bs=4M", f"count={state_bytes >> 22}", "conv=fsync"]
             subprocess.run(dd, check=True, capture_output=True)
-        dist.barrier()
-        timed("dd", began)
-        began = time.perf_counter()
-        dcp.save(checkpoints.state.live()[0], checkpoint_id=folder / "plain")
-        timed("dcp", began)
-        began = time.perf_counter()
-        checkpoints.save(number, block=True)
-        timed("ours", began)
+
+    def load(whose: str, where: Path, act: Callable[[], object]) -> None:
+        for file in where.iterdir() if rank == 0 else ():
+            with file.open("rb") as f:
+                os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        timed(f"{whose}_disk", act)
+        timed(f"{whose}_cache", act)
+
+    def save_blocking(number: int) -> None:
+        timed("dd", dd)
+        timed("dcp", lambda: dcp.save(checkpoints.state.live()[0], checkpoint_id=folder / "plain"))
+        load("dcp", folder / "plain", lambda: dcp.load(checkpoints.state.live()[0], checkpoint_id=folder / "plain"))
+        remove()
+        for what in ("unread", "ours"):
+            checkpoints.config.read_back = what == "ours"
+            timed(what, lambda: checkpoints.save(number + (what == "ours"), block=True))  # noqa: B023
+            assert checkpoints.failure is None, checkpoints.failure
+            if what == "ours":
+                load("ours", find_checkpoints(run.checkpoints)[0], checkpoints.restore)
+            remove()
 
     for i in range(saves + 1):
         dist.barrier()
         if blocking:
-            save_blocking(2 * i + 1)
+            save_blocking(3 * i + 1)
+        dist.barrier()
         began = time.perf_counter()
         uploaded = dcp.async_save(checkpoints.state.live()[0], checkpoint_id=folder / "plain")
         seconds.setdefault("dcp_stall", []).append(time.perf_counter() - began)
         step(2 * i + 1)
         assert isinstance(uploaded, Future)
         uploaded.result()
-        timed("dcp_async", began)
+        dist.barrier()
+        seconds.setdefault("dcp_async", []).append(time.perf_counter() - began)
+        remove()
         checkpoints.stall_s, began = 0.0, time.perf_counter()
-        checkpoints.save(2 * i + 2)
+        checkpoints.save(3 * i + 3)
         step(2 * i + 2)
         seconds.setdefault("stall", []).append(checkpoints.stall_s)
         checkpoints.finish()
-        timed("ours_async", began)
+        dist.barrier()
+        seconds.setdefault("ours_async", []).append(time.perf_counter() - began)
+        remove()
     if rank == 0:
         medians = {what: statistics.median(values[1:]) for what, values in seconds.items()}
-        print(json.dumps({"state": state_bytes, "written": written, **medians}))
+        spent = {what: [statistics.median(v) for v in zip(*values[1:], strict=True)] for what, values in costs.items()}
+        print(json.dumps({"state": state_bytes, "written": written, "costs": spent, **medians}))
     checkpoints.close()
     dist.destroy_process_group()
 
@@ -148,12 +192,16 @@ def main() -> None:
     state = found["state"]
     print(f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, {args.ranks} ranks, {state / 1e6:.0f} MB of state")
     base = "dcp_async" if args.only_asynchronous else "dcp"
-    print(f"| | seconds | MB/s | against {NAMES[base]} |")
-    print("|---|---|---|---|")
+    columns = f"seconds | MB/s | against {NAMES[base]}, or dcp.load | CPU s | read / state"
+    print(f"| load {os.getloadavg()[0]:.0f} | {columns} |")
+    print("|---|---|---|---|---|---|")
     for what, name in NAMES.items():
         if what in found:
             speed = f"{state / found[what] / 1e6:.0f}" if "stall" not in what else ""
-            print(f"| {name} | {found[what]:.3f} | {speed} | {found[what] / found[base]:.1%} |")
+            against = found[LOADS.get(what, base)]
+            cpu_s, read = found["costs"].get(what, (math.nan, math.nan))
+            ratio = f"{found[what] / against:.1%}"
+            print(f"| {name} | {found[what]:.3f} | {speed} | {ratio} | {cpu_s:.2f} | {read / state:.2f} |")
     print(f"written: {found['written'] / state:.4f} of the state")
     return None
 

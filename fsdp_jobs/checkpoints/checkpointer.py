@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -179,13 +180,15 @@ class Checkpointer:
                 )
                 assert isinstance(response, AsyncSaveResponse)
                 response.staging_completion.result()
+                save: Callable[[], object] = response.upload_completion.result
             else:
                 state = cast("Future[dict[str, Tensor]]", self.stager.stage(state)).result()
+                save = partial(dcp.save, state, **self._how(request))
         except BaseException as e:
             staged.set_exception(e)  # the next update raises it, and the other ranks see this one go
             raise
         staged.set_result(None)
-        response.upload_completion.result() if self.mode == "process" else dcp.save(state, **self._how(request))
+        save()
 
     def before_update(self) -> None:
         """Wait until a save has its copy of the state. The optimizer calls it before each update."""

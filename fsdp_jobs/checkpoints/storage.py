@@ -167,7 +167,7 @@ class CommittingWriter(FileSystemWriter):
         if self.request.local is not None:
             self.request.shards.mkdir(parents=True, exist_ok=True)
         self.path = self.request.shards
-        with serialization.patch("save.compute_crc32", False):  # torch's own sums, which nothing reads
+        with cast(Any, serialization).patch("save.compute_crc32", False):  # torch's own sums, which nothing reads
             written: Future[list[WriteResult]] = super().write_data(plan, planner)
         self.path = self.request.temporary
         if self.request.config.read_back:
@@ -175,8 +175,8 @@ class CommittingWriter(FileSystemWriter):
                 file = self.request.shards / name
                 if fault := difference(file, expected, from_disk=True):
                     raise OSError(f"{file}: what is on disk {fault}")
-        names = ((i.index.fqn, planner.resolve_data(i)) for i in plan.items)
-        wrong = [n for n, tensor in names if not is_finite(tensor, n in self.request.buffers)]
+        tensors = ((i.index.fqn, cast(Tensor, planner.resolve_data(i))) for i in plan.items)
+        wrong = [name for name, tensor in tensors if not is_finite(tensor, name in self.request.buffers)]
         written.value().append(WriteResult(_REPORT, 0, (self.fs.sums, wrong)))
         return written
 
