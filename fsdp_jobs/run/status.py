@@ -16,7 +16,7 @@ from fsdp_jobs.run.tail import Tail
 
 ENDED = ("done", "stopped", "failed")
 _ROUND_ENDS = (events.Submitted, events.AttemptStarted, events.RoundBroken, events.AttemptEnded)
-_GLANCE_BYTES = 1 << 14  # of metrics.jsonl, about fifty steps
+_GLANCE_BYTES = 1 << 12  # of metrics.jsonl, about a dozen steps
 
 
 @dataclass

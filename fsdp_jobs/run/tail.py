@@ -64,12 +64,16 @@ class Tail:
             return f.readline().rstrip(b"\n")
 
     def skip(self, but: int = 0) -> None:
-        """Leave out what is there now, except whole lines in about the last `but` bytes."""
-        if self.path.exists() and self.path.stat().st_size > self.offset + but:
+        """Leave out what is there now, except whole lines in about the last `but` bytes, and at least one if `but`."""
+        size = self.path.stat().st_size if self.path.exists() else 0
+        while size > self.offset + but:
             with self.path.open("rb") as f:
-                f.seek(-but, os.SEEK_END)
+                f.seek(size - but)
                 f.readline()
-                self.offset = f.tell()
+                if not but or f.tell() < size:
+                    self.offset = f.tell()
+                    return
+            but *= 4  # the last line is longer
 
 
 def json_objects(lines: Iterable[bytes], file: Path) -> Iterator[dict[str, Any]]:

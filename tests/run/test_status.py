@@ -60,6 +60,16 @@ def test_a_glance_sees_what_reading_everything_sees(tmp_path: Path) -> None:
     assert glanced.goodput == read.goodput and read.goodput.wall_s == 4000.0 - 100.0
 
 
+def test_a_glance_sees_a_line_of_any_length(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path)
+    own = {f"mine_{i}": 1.0 for i in range(2000)}
+    for step in (21, 22):
+        add_line(run.metrics, {"step": step, "loss": 0.5, "attempt": 0, "time": 200.0 + step, **own})
+    status = RunStatus(run)
+    status.glance()
+    assert (status.step, status.loss) == (22, 0.5)
+
+
 PLACED = {"strategy": "full_shard", "shard_group": 2, "world_size": 2, "nodes": [0, 1], "hosts": ["a", "b"]}
 
 
