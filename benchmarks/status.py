@@ -50,7 +50,14 @@ def records(folder: Path, steps: int) -> tuple[str, str]:
         for step in range(first, last + 1):
             values = {"loss": 4.0, "lr": 1e-3, "grad_norm": 1.0, "data_s": 0.001, "checkpoint_stall_s": 0.0}
             rates = {"step_s": 1.0, "tokens_per_s": 65536.0, "tokens_per_s_per_gpu": 4096.0, "mfu": 0.412345678}
-            record = {"step": step, **values, **rates, **clock.add(step, began + step, 1.0, 0.0), "attempt": 0, "time": began + step}
+            record = {
+                "step": step,
+                **values,
+                **rates,
+                **clock.add(step, began + step, 1.0, 0.0),
+                "attempt": 0,
+                "time": began + step,
+            }
             lines.append(json.dumps(record) + "\n")
             if step % 20 == 0:
                 saved = {"step": step, "bytes": 123456789, "seconds": 1.234567}
@@ -77,7 +84,10 @@ def make_runs(folder: Path, runs: int, steps: int, live: int) -> None:
         run.events.write_text(events + ("" if is_live else json.dumps(ended) + "\n"))
         run.metrics.write_text(metrics)
         handle = f"local_fsdp://fsdp_jobs/{app_id}"
-        write_atomic(run.job, json.dumps({"handle": handle, "overrides": [], "nodes": "2", "steps": steps, "submission": app_id[-14:]}))
+        write_atomic(
+            run.job,
+            json.dumps({"handle": handle, "overrides": [], "nodes": "2", "steps": steps, "submission": app_id[-14:]}),
+        )
         write_atomic(run.submit / "supervisor.json", json.dumps(me if is_live else {"pid": 0, "started": 0}))
         link = folder / ".state" / "fsdp_jobs" / "local" / app_id
         link.parent.mkdir(parents=True, exist_ok=True)
