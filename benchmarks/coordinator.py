@@ -82,11 +82,16 @@ class Agent:
         async def beat() -> None:
             for step in range(1, 1 << 30):
                 await asyncio.sleep(1.0)
-                send_and_wait("beat", ranks=[] if self.is_ready else [[step, 0, 1]] * self.ranks)
+                send_and_wait("beat", silent=0.0, ranks=[] if self.is_ready else [[step, 0, 1]] * self.ranks)
 
         name = f"node{self.node}"
         hello = {"attempt": 0, "node": self.node, "host": name, "address": name, "nproc": self.ranks, "agent": name}
-        hello |= {"switches": [f"block{self.node // 128}", f"leaf{self.node // 16}"], "ended": False, "signal": ""}
+        hello |= {
+            "switches": [f"block{self.node // 128}", f"leaf{self.node // 16}"],
+            "ended": False,
+            "signal": "",
+            "copies": 0,
+        }
         self._sent.clear()
         local = writer.get_extra_info("sockname")[:2]
         send_and_wait("hello", ready=self.is_ready, **{"from": local}, **hello, **self.in_round)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import psutil
 
 from fsdp_jobs.launchers.base import Description, Launcher
 from fsdp_jobs.launchers.queue import Queue, QueuedJob, leave, queue_of, withdraw
 from fsdp_jobs.launchers.state import State
-from fsdp_jobs.run import log
+from fsdp_jobs.launchers.supervisor import record_file, staged, staged_file
 from fsdp_jobs.run.directory import RunDir, write_atomic
-from fsdp_jobs.run.processes import kill_families, record_this_process, recorded_process, start_detached, visible_gpus
+from fsdp_jobs.run.processes import kill_families, recorded_process, start_detached, visible_gpus
 from fsdp_jobs.run.verdict import KILLED, WITHDRAWN, Verdict
 
 
@@ -31,18 +30,18 @@ class DetachedLauncher(Launcher):
 
     def stage(self, request: Any) -> None:
         """Write a request into its run directory."""
-        write_atomic(_staged(RunDir(request.run_dir)), json.dumps(vars(request), indent=1))
+        write_atomic(staged_file(RunDir(request.run_dir)), json.dumps(vars(request), indent=1))
 
     def choose_gpus(self, run: RunDir, others: Sequence[RunDir]) -> None:
         """Let a job that was not started yet use those GPUs of this machine that the fewest others use."""
         if gpus := staged(run)["gpus"]:
             used = Counter(gpu for other in others for gpu in staged(other)["gpus"])
             free = sorted(visible_gpus(), key=lambda gpu: used[gpu])[: len(gpus)]
-            write_atomic(_staged(run), json.dumps({**staged(run), "gpus": [*free, *gpus[len(free) :]]}, indent=1))
+            write_atomic(staged_file(run), json.dumps({**staged(run), "gpus": [*free, *gpus[len(free) :]]}, indent=1))
 
     def start(self, run: RunDir) -> None:
         """Start a job that was staged."""
-        start_detached(self.supervisor, run.path, _record(run), run.submit / "supervisor.log")
+        start_detached(self.supervisor, run.path, record_file(run), run.submit / "supervisor.log")
 
     def is_alive(self, run: RunDir) -> bool:
         """Whether a process of a run's newest job runs."""
@@ -112,28 +111,6 @@ def app_id_of(run: RunDir) -> str:
     return f"{run.name}-{run.submission}"
 
 
-def staged(run: RunDir) -> dict[str, Any]:
-    """Return the request of a run's newest job."""
-    return dict(json.loads(_staged(run).read_text()))
-
-
-def _staged(run: RunDir) -> Path:
-    return run.submit / "staged.json"
-
-
-def _record(run: RunDir) -> Path:
-    """Return the file that says which process is the run's supervisor."""
-    return run.submit / "supervisor.json"
-
-
 def supervisor_of(run: RunDir) -> psutil.Process | None:
     """Return the live supervisor of a run."""
-    return recorded_process(_record(run))
-
-
-def main(supervise: Callable[[RunDir], int | None]) -> NoReturn:
-    """Supervise the job of the run directory that the command line names."""
-    log.configure()
-    run = RunDir(sys.argv[1])
-    record_this_process(_record(run))
-    sys.exit(supervise(run))
+    return recorded_process(record_file(run))

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
-from fsdp_jobs.run import events
+from fsdp_jobs.run import events, log
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import SUBMISSION_ENV
-from fsdp_jobs.run.processes import die_with_parent
+from fsdp_jobs.run.processes import die_with_parent, record_this_process
 from fsdp_jobs.run.tail import last_lines
 from fsdp_jobs.run.verdict import Verdict
 
@@ -131,6 +133,28 @@ class Attempt:
             return
         events.record(self.run, self.number, events.ProcessRestarted(process.name, process.popen.returncode))
         process.start(self.echo)
+
+
+def main(supervise: Callable[[RunDir], int | None]) -> NoReturn:
+    """Supervise the job of the run directory that the command line names."""
+    log.configure()
+    run = RunDir(sys.argv[1])
+    record_this_process(record_file(run))
+    sys.exit(supervise(run))
+
+
+def staged(run: RunDir) -> dict[str, Any]:
+    """Return the request of a run's newest job."""
+    return dict(json.loads(staged_file(run).read_text()))
+
+
+def staged_file(run: RunDir) -> Path:
+    return run.submit / "staged.json"
+
+
+def record_file(run: RunDir) -> Path:
+    """Return the file that says which process is the run's supervisor."""
+    return run.submit / "supervisor.json"
 
 
 def _copy_output(process: subprocess.Popen[bytes], log: Path) -> None:

@@ -1,6 +1,6 @@
 """Define what a job is: dataclasses that Hydra composes and closes, and their file. No torch.
 
-YAML and OmegaConf are imported by the functions that need them: `status` and help answer without.
+YAML is imported by the functions that need it: help answers without.
 
 Every number has its unit in its name or its meaning. The folder `conf/` holds values; `validate.py` checks which
 combinations make sense; the tables of docs/configuration.md are generated from the meanings (docs/keys.py).
@@ -9,7 +9,7 @@ combinations make sense; the tables of docs/configuration.md are generated from 
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -341,16 +341,22 @@ def dump_config(config: JobConfig) -> str:
 
 
 def load_config(path: Path) -> JobConfig:
-    """Read what `dump_config` wrote, with the types its groups had."""
-    from omegaconf import DictConfig, OmegaConf
-
-    content = cast(DictConfig, OmegaConf.load(path))
-    typed = OmegaConf.structured(JobConfig)
+    """Read what `dump_config` wrote, with the types its groups had; OmegaConf, slow to import, checked it before."""
+    values, config = plain_values(path), JobConfig()
     for group, discriminator in (("model", "kind"), ("cluster", "launcher")):
         nodes = {getattr(node, discriminator): node for schema_group, _, node in SCHEMAS if schema_group == group}
-        if (chosen := content[group][discriminator]) in nodes:
-            typed[group] = OmegaConf.structured(nodes[chosen])
-    return cast(JobConfig, OmegaConf.to_object(OmegaConf.merge(typed, content)))
+        if (chosen := values[group][discriminator]) in nodes:
+            setattr(config, group, nodes[chosen]())
+    _fill(config, values)
+    return config
+
+
+def _fill(config: Any, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        if is_dataclass(held := getattr(config, name)):
+            _fill(held, value)
+        else:
+            setattr(config, name, value)
 
 
 def plain_values(path: Path) -> dict[str, Any]:

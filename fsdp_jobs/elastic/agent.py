@@ -195,7 +195,7 @@ class Agent(LocalElasticAgent):
             about = {"rank": w.global_rank, "status": status, "dumped": bool(stack.frames), "step": report.step}
             has_ended = status == "gone" or report.phase == Phase.DONE
             ranks.append(about | {"ended": has_ended, "place": str(stack), "waits": stack.is_in_collective})
-        self._handler.send_stacks(ranks)
+        self._handler.send("stacks", node=self._node, ranks=ranks)
 
     def _stacks(self) -> list[Stack]:
         """Make every rank write its stacks; without frames for those that do not."""
@@ -219,7 +219,7 @@ class Agent(LocalElasticAgent):
         return [Stack.parse(text.decode(errors="replace")) for text in written]
 
     def _watch_for_silence(self, limit_s: float) -> None:
-        """Tell the coordinator, again and again, that ranks which report no steps do nothing."""
+        """Tell the coordinator, with each beat, for how long ranks that report no steps have done nothing."""
         run = self._handler.run
         watch = Silence(limit_s, self._stacks, lambda: files_of(run) if self._handler.round.get("rank") == 0 else None)
         while True:
@@ -227,12 +227,12 @@ class Agent(LocalElasticAgent):
             workers, number = self.get_worker_group().workers, self._handler.running_round
             pids = [w.id for w in workers if isinstance(w.id, int)]
             phases = {state.read().phase for state in self._handler.states}
-            if number < 0 or len(pids) < len(workers) or not phases <= {Phase.STARTING, Phase.DONE}:
-                continue
-            with suppress(OSError, ValueError, psutil.Error):  # another round has begun: it looks again
-                written = (number, pids, [_size(self._logs.log(w.global_rank)) for w in workers])
-                if seconds := watch.look(pids, written, time.monotonic()):
-                    self._handler.send_silence(number, seconds)
+            seconds = None
+            if number >= 0 and len(pids) == len(workers) and phases <= {Phase.STARTING, Phase.DONE}:
+                with suppress(OSError, ValueError, psutil.Error):  # another round has begun: it looks again
+                    written = (number, pids, [_size(self._logs.log(w.global_rank)) for w in workers])
+                    seconds = watch.look(pids, written, time.monotonic())
+            self._handler.silence = number, seconds or 0.0
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         for w in worker_group.workers:

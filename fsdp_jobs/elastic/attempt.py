@@ -43,6 +43,7 @@ class Round:
     running: bool = False
     has_reports: bool = False  # some rank has reported a step
     saves: bool = False  # some rank has something to save with
+    has_gaps: bool = False  # ranks of some node have ended: the others cannot do a step
     requested: Request = Request.NONE
     parked_for: str = ""  # in place of nodes that join
     not_needed: set[str] = field(default_factory=set)  # ids of agents that would not put more nodes to work
@@ -141,9 +142,9 @@ class Attempt:
                 self._break(why, now, since)
         elif slowest is None or current.requested is not Request.NONE:
             return
-        elif current.watch.see(slowest, current.first_step, now) or self.agents.silent_s(now):
+        elif current.watch.see(slowest, current.first_step, now) or self.agents.silent_s():
             current.watch.asked_at, current.watch.answers = now, []
-            current.watch.silent_s = self.agents.silent_s(now) or None
+            current.watch.silent_s = self.agents.silent_s() or None
             self.agents.send("dump")
 
     def _watch_for_slow(self, now: float) -> None:
@@ -226,7 +227,7 @@ class Attempt:
         The others' silence has not lasted as long as the first one's.
         """
         broken, silence_s = self.round, self.elastic.heartbeat_timeout_s / 2
-        lost = broken.lost | {a.node for a in self.agents.in_round() if now - a.heard > silence_s}
+        lost = {a.node for a in self.agents.in_round() if a.is_unreachable or now - a.heard > silence_s} | broken.lost
         if broken.lost and len({broken.hosts.get(node) for node in lost}) > 1:
             broken.broken_why = f"the coordinator lost {len(lost)} of {broken.size} nodes at once"
         elif broken.lost and broken.culprit is None:

@@ -9,21 +9,21 @@ agents' hellos.
 from __future__ import annotations
 
 import asyncio
-import hmac
+import errno
 import json
 import logging
 import os
 import secrets
 import signal
+import socket
 import sys
 import time
-from contextlib import suppress
 from functools import partial
 
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.elastic import protocol
 from fsdp_jobs.elastic.placement import ConnectedAgent
-from fsdp_jobs.elastic.protocol import AGENT, Message, line, proof
+from fsdp_jobs.elastic.protocol import Message, line, unreachable_s
 from fsdp_jobs.elastic.rounds import Coordinator
 from fsdp_jobs.run import log
 from fsdp_jobs.run.directory import RunDir, checkpoints_of
@@ -38,6 +38,7 @@ _FAREWELL_S = 30.0  # for agents to leave after the verdict
 _PROVE_S = 10.0  # for a new connection to prove that it knows the token
 _STRANGERS = 256  # connections that have not yet, and more than the job has nodes; the oldest makes room for a new one
 _REPORT_S = 60.0  # between two lines about those that could not
+_UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 _CHARGE_S = 5.0  # between two looks whether another coordinator has taken over
 
 logger = logging.getLogger(__name__)
@@ -100,7 +101,8 @@ class Server:
 
     async def _agent(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         agent, is_end = None, False
-        with suppress(OSError, ValueError, KeyError, TypeError, EOFError):  # what is not a message ends the connection
+        try:
+            self._probe(writer)
             if await self._is_authentic(reader, writer):
                 hello = json.loads(await reader.readline())
                 identity = {key: hello[key] for key in _IDENTITY}
@@ -113,10 +115,25 @@ class Server:
                     # Only the kernel of a process that has died ends the connection without a word; unless something
                     # in between, which the agent does not see from its own end, has taken both ends for itself.
                     is_end = tuple(hello["from"]) == writer.get_extra_info("peername")[:2]
+        except OSError as e:
+            if agent is not None and e.errno in _UNREACHABLE:
+                agent.is_unreachable = True  # `tick` drops it, if others can be reached
+        except (ValueError, KeyError, TypeError, EOFError):
+            pass  # what is not a message ends the connection
         writer.close()
-        if agent is not None and not (agent.is_away and is_end):
+        if agent is not None and not (agent.is_unreachable or (agent.is_away and is_end)):
             why = f"node {agent.node} ({agent.host}) closed its connection: its agent is gone"
             self.coordinator.on_gone(agent, why, time.monotonic(), certain=is_end)
+
+    def _probe(self, writer: asyncio.StreamWriter) -> None:
+        """Have the kernel ask the other machine's whether it is there, which answers for processes that stand still."""
+        connection = writer.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if sys.platform == "linux":
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+            limit_ms = int(1000 * unreachable_s(self.coordinator.elastic))
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
 
     async def _is_authentic(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Challenge a new connection, and prove to it that this is the coordinator."""
@@ -131,10 +148,8 @@ class Server:
             received = await asyncio.wait_for(reader.readline(), _PROVE_S)
             if not received and writer in self._strangers:
                 return False  # it only looked whether somebody listens, as a guard does on SLURM
-            answer = json.loads(received)
-            nonce, theirs = str(answer["nonce"]), str(answer["proof"])
-            if hmac.compare_digest(theirs.encode(), proof(self.token, AGENT, challenge, nonce).encode()):
-                _send(writer, {"kind": "welcome", "proof": proof(self.token, protocol.COORDINATOR, challenge, nonce)})
+            if (answer := protocol.welcome(self.token, protocol.COORDINATOR, challenge, received)) is not None:
+                _send(writer, answer)
                 return True
         except (OSError, ValueError, KeyError, TypeError):
             pass
@@ -149,7 +164,7 @@ class Server:
 
 
 _IDENTITY = ("node", "host", "address", "nproc", "switches", "copies", "ended")  # of an agent, in hello
-_KINDS = ("beat", "failed", "ready", "master", "notice", "stacks", "silent", "throttled", "ended", "away")
+_KINDS = ("beat", "failed", "ready", "master", "notice", "stacks", "throttled", "ended", "away")
 _COMPARED = ("sums", "tensors")
 _HANDLERS = {kind: getattr(Coordinator, f"on_{kind}") for kind in (*_KINDS, *_COMPARED)}
 

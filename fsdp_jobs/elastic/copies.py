@@ -8,7 +8,6 @@ that neither ranks nor their collectives wait. After both have proved that they 
 
 from __future__ import annotations
 
-import hmac
 import json
 import secrets
 import shutil
@@ -19,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from fsdp_jobs.elastic.protocol import AGENT, PARTNER, Message, line, proof
+from fsdp_jobs.elastic.protocol import PARTNER, Message, enter, line, welcome
 from fsdp_jobs.elastic.sums import Sums
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
@@ -139,11 +138,7 @@ class Copies:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         lines = connection.makefile("rb")
         self._connection = partner, connection, lines
-        nonce, challenge = secrets.token_hex(), str(json.loads(lines.readline(4096))["nonce"])
-        connection.sendall(line({"nonce": nonce, "proof": proof(self._token, AGENT, challenge, nonce)}))
-        theirs = str(json.loads(lines.readline(4096))["proof"])
-        if not hmac.compare_digest(theirs, proof(self._token, PARTNER, challenge, nonce)):
-            raise ValueError("who answers does not know this job's token")
+        enter(connection, lines, self._token, PARTNER)
         return connection, lines
 
     def _disconnect(self) -> None:
@@ -200,13 +195,10 @@ class _Receiver(socketserver.StreamRequestHandler):
         try:
             challenge = secrets.token_hex()
             self.wfile.write(line({"nonce": challenge}))
-            answer = json.loads(self.rfile.readline(4096))
-            nonce = str(answer["nonce"])
-            expected = proof(self.server.token, AGENT, challenge, nonce)
-            if not hmac.compare_digest(str(answer["proof"]).encode(), expected.encode()):
-                return False
-            self.wfile.write(line({"proof": proof(self.server.token, PARTNER, challenge, nonce)}))
-            return True
+            answer = welcome(self.server.token, PARTNER, challenge, self.rfile.readline(4096))
+            if answer is not None:
+                self.wfile.write(line(answer))
+            return answer is not None
         finally:
             self.server.strangers.release()
 

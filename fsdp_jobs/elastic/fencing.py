@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fsdp_jobs.config.schema import ElasticConfig
-from fsdp_jobs.elastic.protocol import lease_s
+from fsdp_jobs.elastic.protocol import lease_s, unreachable_s
 from fsdp_jobs.run.epoch import ROUND, Fenced, claim
 
 _T = TypeVar("_T")
 _CLOCKS, _KILL_S = 1.05, 1.0  # added to a lease: for clocks of different speed (a factor), and for killing ranks
+_RECORD_S = 0.2  # for writing a line, by a rank that has just seen that it may
 _SOON_S = 0.02  # what takes a thread no longer is waited for: nobody notices
 _PATIENCE_S = 5.0  # with a store that does not answer, and between two claims of which the first has failed
 
@@ -36,6 +37,7 @@ class Leases(dict[str, float]):
     def __init__(self, elastic: ElasticConfig, unseen: Iterable[str]):
         super().__init__(dict.fromkeys(unseen, inf))  # until `on_charge`
         self._lasts_s = _CLOCKS * lease_s(elastic) + _KILL_S
+        self._fresh_s = _CLOCKS * unreachable_s(elastic) + _RECORD_S
 
     def hold(self, agent: str, now: float) -> None:
         """Note that an agent with ranks has been answered."""
@@ -49,9 +51,16 @@ class Leases(dict[str, float]):
         """Note that earlier coordinators give no more answers `late_s` from now."""
         self.update({holder: now + late_s + self._lasts_s for holder, end in self.items() if end == inf})
 
-    def running(self, now: float) -> int:
-        """Count the leases that have not run out."""
-        for holder in [holder for holder, end in self.items() if end <= now]:
+    def running(self, now: float, are_fenced: bool = False) -> int:
+        """Count the leases that have not run out.
+
+        Args:
+            now: monotonic seconds.
+            are_fenced: ranks that still run do no step without those that do not, and look for a newer round before
+                they write anything, once their node's newest answer is not fresh any more.
+        """
+        early_s = max(0.0, self._lasts_s - self._fresh_s) if are_fenced else 0.0
+        for holder in [holder for holder, end in self.items() if end - early_s <= now]:
             del self[holder]
         return len(self)
 

@@ -22,12 +22,12 @@ from fsdp_jobs.run.processes import die_with_parent, set_title
 _spawn = multiprocessing.util.spawnv_passfds
 
 
-def start(preload: str) -> None:
-    """Fork the fork server from this process, which has no threads yet, and have it import `preload`.
+def start(preload: list[str]) -> None:
+    """Fork the fork server from this process, which has no threads yet, and have it import these modules.
 
     Environment variables that are set later do not reach the ranks.
     """
-    multiprocessing.set_forkserver_preload([preload])
+    multiprocessing.set_forkserver_preload(preload)
     multiprocessing.resource_tracker.ensure_running()  # an interpreter of its own, which outlives this process
     multiprocessing.util.spawnv_passfds = _fork  # type: ignore[assignment]
     try:

@@ -21,8 +21,8 @@ from fsdp_jobs.plan.sources import from_kubernetes, from_yaml
 from fsdp_jobs.plan.topology import Node, Topology
 from fsdp_jobs.run.directory import RunDir
 
-_REJOIN_S = 1.0  # the join window after the first round
-_SAID_S = 5.0  # so long what an agent says once a second holds
+_REJOIN_S = 0.2  # the join window after the first round
+_RECONNECT_S = 1.0  # the same of a coordinator that has just been restarted: agents try again every 0.2 s
 _REPLACEMENT_S = 60.0  # an excluded machine is not waited for longer than a replacement takes to come
 
 
@@ -41,11 +41,12 @@ class ConnectedAgent:
     drop: Callable[[], None]
     heard: float  # monotonic time of its last sign of life
     is_away: bool = False  # it has said that the end of this connection will not be its own
+    is_unreachable: bool = False  # its machine has acknowledged no packets for a while
     is_leaving: bool = False  # it was told to end, and another one will be this node
     ready: bool = False
     in_round: bool = False
     ended: bool = False
-    silent: tuple[float, float] = (float("-inf"), 0.0)  # when it last said that its ranks do nothing; for how long
+    silent_s: float = 0.0  # for how long its ranks have done nothing, if they report no steps
     ranks: list[list[Any]] = field(default_factory=list)  # [step, committed, phase, *Times] of each; -1: no report
 
     @property
@@ -83,13 +84,17 @@ class Agents(dict[str, ConnectedAgent]):
         for agent in self.in_round():
             agent.send({"kind": kind, **content})
 
+    def are_heard(self, beside: ConnectedAgent, since: float) -> bool:
+        """Whether an agent on another machine has been heard of: who hears nobody may be cut off itself."""
+        return any(a.heard > since and a.host != beside.host for a in self.values() if not a.is_unreachable)
+
     def slowest_step(self) -> int | None:
         """Return the fewest steps that a rank of the round has reported; None before the first beat."""
         return min((step for a in self.in_round() for step, *_ in a.ranks), default=None)
 
-    def silent_s(self, now: float) -> float:
-        """Return for how many seconds all ranks of the round have done nothing, by what agents said just now."""
-        return min((a.silent[1] if now - a.silent[0] < _SAID_S else 0.0 for a in self.in_round()), default=0.0)
+    def silent_s(self) -> float:
+        """Return for how many seconds all ranks of the round have done nothing."""
+        return min((a.silent_s for a in self.in_round()), default=0.0)
 
     def are_parked(self) -> bool:
         phases = [phase for a in self.in_round() for _, _, phase, *_ in a.ranks]
@@ -110,13 +115,13 @@ class Formation:
     def restart(self, now: float) -> None:
         self.since, self._enough_since = now, None
 
-    def is_complete(self, ready: int, are_all_ready: bool, is_first: bool, now: float) -> bool:
+    def is_complete(self, ready: int, are_all_ready: bool, is_first: bool, is_new: bool, now: float) -> bool:
         """Whether the maximum is ready, or the minimum and no more have come for the join window."""
         if ready < self.min_nodes:
             self._enough_since = None
             return False
         self._enough_since = now if self._enough_since is None else self._enough_since
-        window_s = self.elastic.join_window_s if is_first else _REJOIN_S
+        window_s = self.elastic.join_window_s if is_first else _RECONNECT_S if is_new else _REJOIN_S
         return ready >= self.max_nodes or (are_all_ready and now - self._enough_since >= window_s)
 
     def waited_in_vain_s(self, ready: int, is_excluding: bool, now: float) -> float | None:

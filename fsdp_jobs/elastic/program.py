@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import PROGRAM_ENV
 
 TRAINER = "fsdp_jobs.train"  # the module that ranks run when the job names no program
+_IMPORTED = re.compile(r"^[ \t]*(?:from|import)[ \t]+(torch\.distributed[\w.]*|fsdp_jobs\b)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -41,9 +43,14 @@ class Program:
         return self.is_module or self.what.endswith(".py")
 
     @property
-    def preload(self) -> str:
-        """The module with the imports that such a process has done already."""
-        return f"{TRAINER}.trainer" if self.what == TRAINER else "fsdp_jobs.job"
+    def preload(self) -> list[str]:
+        """What such a process has imported before: of torch.distributed and this library, what the program names."""
+        if self.what == TRAINER:
+            return [f"{TRAINER}.trainer"]
+        place = Path(self.folder, *self.what.split("."))
+        files = [place.with_suffix(".py"), place / "__main__.py"] if self.is_module else [Path(self.what)]
+        text = next((file.read_text(errors="replace") for file in files if file.is_file()), "")
+        return [{"fsdp_jobs": "fsdp_jobs.job"}.get(name, name) for name in _IMPORTED.findall(text)]
 
     def to_environment(self) -> None:
         """Hand it on to the ranks that this process starts."""

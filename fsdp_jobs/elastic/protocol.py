@@ -11,13 +11,13 @@ Agent to coordinator:
             round, epoch, size, shard_group: what they run in,
             `NO_ROUND` when none do; ended: they have finished; signal: to stop, that came while there was no
             connection; from: the agent's end of the connection; at: when it was sent, by the agent's clock)
-    beat    ranks: [[step, committed, phase, *Times], ...], at
+    beat    ranks: [[step, committed, phase, *Times], ...], silent, at
+            (silent: seconds for which ranks that report no steps have done nothing, 0 while they do something)
     failed  failures: [...]     ranks here have failed, and the others are being stopped
     ready   failures: [...], at    no ranks run here; wants to be in the next round (failures: not reported yet)
     master  round, port       from the head of a round: the port at which its ranks meet
     notice  signal              this node received a signal to stop
     stacks  node, ranks: [...]          the state of its ranks, after a dump
-    silent  round, seconds              its ranks report no steps and have done nothing for so long; once a second
     throttled  why: [...]               what slows its processors down, by the driver; answers `slow`
     sums    round, step, sums: [[rank, digest], ...]    what its ranks hold, of what replicas must hold, too
     tensors round, step, rank, of, sums: [[name, sum], ...]     some of a rank's tensors, of so many; answers tell
@@ -56,6 +56,8 @@ from fsdp_jobs.run.epoch import Lease
 
 Message = dict[str, Any]
 AGENT, COORDINATOR, PARTNER = "agent", "coordinator", "partner"  # who proves
+_RETRY_S = 0.2  # between two tries to connect
+_LINE = 4096  # most bytes that are read from who has proved nothing
 NO_ROUND: Message = {"round": -1, "epoch": 0, "size": 0, "shard_group": 0}  # what `hello` says when no ranks run
 
 logger = logging.getLogger(__name__)
@@ -66,9 +68,44 @@ def proof(token: str, side: str, challenge: str, answer: str) -> str:
     return hmac.new(token.encode(), f"{side} {challenge} {answer}".encode(), "sha256").hexdigest()
 
 
+class Impostor(ValueError):
+    """Who answers a connection does not know this job's token."""
+
+
+def enter(connection: socket.socket, lines: IO[Any], token: str, whom: str) -> None:
+    """Prove on a new connection that this is an agent of the job, and have the other end prove who it is.
+
+    Raises:
+        ValueError, KeyError: it does not, as Impostor when it tries to.
+    """
+    challenge, answer = str(json.loads(lines.readline(_LINE))["nonce"]), secrets.token_hex()
+    connection.sendall(line({"kind": "answer", "nonce": answer, "proof": proof(token, AGENT, challenge, answer)}))
+    theirs = str(json.loads(lines.readline(_LINE))["proof"])
+    if not hmac.compare_digest(theirs.encode(), proof(token, whom, challenge, answer).encode()):
+        raise Impostor("who answers does not know this job's token")
+
+
+def welcome(token: str, side: str, challenge: str, received: str | bytes) -> Message | None:
+    """Return what proves to an agent that this is the other side; None if its answer does not prove that it is one.
+
+    Raises:
+        ValueError, KeyError, TypeError: it is no answer.
+    """
+    answer = json.loads(received)
+    nonce = str(answer["nonce"])
+    if not hmac.compare_digest(str(answer["proof"]).encode(), proof(token, AGENT, challenge, nonce).encode()):
+        return None
+    return {"kind": "welcome", "proof": proof(token, side, challenge, nonce)}
+
+
 def lease_s(elastic: ElasticConfig) -> float:
     """Return for how many seconds the coordinator's answer lets ranks run: `elastic.lease_s`, or its default."""
     return elastic.lease_s or 2 * elastic.heartbeat_timeout_s
+
+
+def unreachable_s(elastic: ElasticConfig) -> float:
+    """Return for how long a machine may acknowledge no packet, and a rank write without a look for newer rounds."""
+    return max(0.3 * elastic.heartbeat_timeout_s, 2 * elastic.heartbeat_interval_s)
 
 
 class Link:
@@ -79,13 +116,13 @@ class Link:
         address: str,
         token: str,
         hello: Callable[[], Message],
-        ranks: Callable[[], list[list[float]]],
+        report: Callable[[], Message],
         on_message: Callable[[Message], None],
         elastic: ElasticConfig,
     ):
         host, _, port = address.rpartition(":")
         self._address, self._token = (host, int(port)), token
-        self._hello, self._ranks, self._on_message, self._elastic = hello, ranks, on_message, elastic
+        self._hello, self._report, self._on_message, self._elastic = hello, report, on_message, elastic
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -101,7 +138,7 @@ class Link:
         return False
 
     def beat(self) -> None:
-        self.send("beat", ranks=self._ranks(), at=Lease.now())
+        self.send("beat", **self._report(), at=Lease.now())
 
     def _send_beats(self) -> None:
         while not self._closed.wait(self._elastic.heartbeat_interval_s):
@@ -115,41 +152,32 @@ class Link:
                     self._socket.shutdown(socket.SHUT_RDWR)
 
     def _run(self) -> None:
-        while not self._closed.wait(0.2):
+        while not self._closed.is_set():
+            with suppress(OSError, ValueError, KeyError), socket.create_connection(self._address, timeout=5) as link:
+                self._talk(link)
+            self._closed.wait(_RETRY_S)
+
+    def _talk(self, connection: socket.socket) -> None:
+        with connection.makefile("r") as lines:
+            connection.settimeout(self._elastic.heartbeat_timeout_s)  # the coordinator answers every beat
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             try:
-                connection = socket.create_connection(self._address, timeout=5)
-            except OSError:
-                continue
-            with connection, suppress(OSError, ValueError, KeyError), connection.makefile("r") as lines:
-                connection.settimeout(self._elastic.heartbeat_timeout_s)  # the coordinator answers every beat
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._prove(connection, lines)
-                local = connection.getsockname()[:2]
+                enter(connection, lines, self._token, COORDINATOR)
+            except Impostor as e:
+                logger.warning("%s:%d: %s", *self._address, e)
+                self._closed.wait(self._elastic.heartbeat_interval_s)
+                raise
+            local = connection.getsockname()[:2]
+            with self._lock:
+                connection.sendall(line({"kind": "hello", "from": local, "at": Lease.now(), **self._hello()}))
+                self._socket = connection
+            try:
+                for message in lines:
+                    self._on_message(json.loads(message))
+            finally:
+                self.send("away")
                 with self._lock:
-                    connection.sendall(line({"kind": "hello", "from": local, "at": Lease.now(), **self._hello()}))
-                    self._socket = connection
-                try:
-                    for message in lines:
-                        self._on_message(json.loads(message))
-                finally:
-                    self.send("away")
-                    with self._lock:
-                        self._socket = None
-
-    def _prove(self, connection: socket.socket, lines: IO[str]) -> None:
-        """Prove to the coordinator that this is an agent of the job, and have it prove that it is the coordinator.
-
-        Raises:
-            ValueError, KeyError: it is not.
-        """
-        challenge, answer = str(json.loads(lines.readline())["nonce"]), secrets.token_hex()
-        mine = proof(self._token, AGENT, challenge, answer)
-        connection.sendall(line({"kind": "answer", "nonce": answer, "proof": mine}))
-        theirs = str(json.loads(lines.readline())["proof"])
-        if not hmac.compare_digest(theirs, proof(self._token, COORDINATOR, challenge, answer)):
-            logger.warning("who answers at %s:%d does not know this job's token", *self._address)
-            self._closed.wait(self._elastic.heartbeat_interval_s)
-            raise ValueError("not the coordinator")
+                    self._socket = None
 
 
 def line(message: Message) -> bytes:

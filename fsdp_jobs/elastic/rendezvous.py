@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 from torch.distributed.elastic import rendezvous
 
 from fsdp_jobs.config.schema import ElasticConfig
-from fsdp_jobs.elastic.protocol import NO_ROUND, Link, Message, lease_s
+from fsdp_jobs.elastic.protocol import NO_ROUND, Link, Message, lease_s, unreachable_s
 from fsdp_jobs.elastic.rank_state import RankState, Request
 from fsdp_jobs.elastic.sums import Sums
 from fsdp_jobs.elastic.throttled import throttled
@@ -30,9 +30,11 @@ class CoordinatorRendezvous(rendezvous.RendezvousHandler):
         self.run, self.identity = run, identity
         self.states = [RankState(folder, local_rank) for local_rank in range(identity["nproc"])]
         self.lease, self.lease_s = Lease(folder), lease_s(elastic)
-        self.sums = Sums(folder, identity["nproc"], self._send)
+        self.fresh_s = min(self.lease_s, unreachable_s(elastic))
+        self.sums = Sums(folder, identity["nproc"], self.send)
         self.on_dump: Callable[[], None] = lambda: None
         self.is_stop_requested = False
+        self.silence = -1, 0.0  # a round, and for how many seconds its ranks, which report no steps, have done nothing
         self.round: Message = {}  # the newest that this node is part of; empty while it waits for one
         self.running_round = -1  # number of the one that it has ranks in, be it over
         self.end: Message = {}  # from the coordinator, when the attempt is over
@@ -45,27 +47,30 @@ class CoordinatorRendezvous(rendezvous.RendezvousHandler):
         for state in self.states:
             state.clear()
         token = run.token.read_text()
-        self._link = Link(os.environ[COORDINATOR_ENV], token, self._hello, self._reports, self._receive, elastic)
+        self._link = Link(os.environ[COORDINATOR_ENV], token, self._hello, self._report, self._receive, elastic)
 
     def _hello(self) -> Message:
         current, is_running = self.round, self.running_round > self._broken
         in_round = {key: current[key] for key in NO_ROUND} if current and is_running else NO_ROUND
         return self.identity | in_round | {"ready": self._waiting, "ended": self._ended, "signal": self._signal}
 
-    def _send(self, kind: str, **content: Any) -> None:
-        self._link.send(kind, **content)
+    def send(self, kind: str, **content: Any) -> bool:
+        """Send a message to the coordinator; False without a connection."""
+        return self._link.send(kind, **content)
 
-    def _reports(self) -> list[list[float]]:
+    def _report(self) -> Message:
         self.sums.look()
         read = [(state.read(), state.times()) for state in self.states]
-        return [[r.step, r.committed, r.phase, *(round(t, 6) for t in times)] for r, times in read]
+        ranks = [[r.step, r.committed, r.phase, *(round(t, 6) for t in times)] for r, times in read]
+        number, seconds = self.silence
+        return {"ranks": ranks, "silent": seconds if number == self.running_round else 0.0}
 
     def _receive(self, message: Message) -> None:
         with self._changed:
             match message["kind"]:
                 case "alive":
                     if message["at"] is not None:
-                        self.lease.renew(message["at"] + self.lease_s)
+                        self.lease.renew(message["at"] + self.lease_s, message["at"] + self.fresh_s)
                 case "round":
                     self.round, self._start, self._waiting = message, {}, False
                     self.sums.begin_round(message)
@@ -76,7 +81,7 @@ class CoordinatorRendezvous(rendezvous.RendezvousHandler):
                 case "request":
                     self.request(Request(message["request"]))
                 case "slow":
-                    threading.Thread(target=self._tell_throttled, name="throttled", daemon=True).start()
+                    threading.Thread(target=lambda: self.send("throttled", why=throttled()), daemon=True).start()
                 case "compared":
                     self.sums.note(message)
                 case "tell":
@@ -156,15 +161,6 @@ class CoordinatorRendezvous(rendezvous.RendezvousHandler):
     def num_nodes_waiting(self) -> int:
         """Return 1 when the running round is over and its ranks must be stopped."""
         return int(self._broken >= self.running_round or bool(self.end))
-
-    def send_stacks(self, ranks: list[Message]) -> None:
-        self._link.send("stacks", node=self.identity["node"], ranks=ranks)
-
-    def send_silence(self, number: int, seconds: float) -> None:
-        self._link.send("silent", round=number, seconds=seconds)
-
-    def _tell_throttled(self) -> None:
-        self._link.send("throttled", why=throttled())
 
     def ended(self) -> None:
         self._link.beat()

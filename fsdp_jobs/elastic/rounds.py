@@ -93,7 +93,7 @@ class Coordinator(ComparedAttempt):
             self.leases.hold(agent.id, now)
 
     def on_beat(self, agent: ConnectedAgent, message: Message, now: float) -> None:
-        agent.ranks = message["ranks"]
+        agent.ranks, agent.silent_s = message["ranks"], message["silent"]
         self._answer(agent, message, now)
         for step, committed, *_ in agent.ranks:
             self.step, self.committed = max(self.step, step), max(self.committed, committed)
@@ -103,14 +103,18 @@ class Coordinator(ComparedAttempt):
 
     def on_ready(self, agent: ConnectedAgent, message: Message, now: float) -> None:
         """Note that an agent has no ranks running and wants to be in the next round."""
-        self.leases.surrender(agent.id)
+        self._on_ranks_ended(agent)
         self.on_failed(agent, message, now)
         if agent.in_round and not self.round.stops_by_signal:
             self._break(f"node {agent.node} left the round", now)
-        agent.ready, agent.in_round, agent.ranks = True, False, []
+        agent.ready, agent.in_round, agent.ranks, agent.silent_s = True, False, [], 0.0
         self._answer(agent, message, now)
         if self.verdict is not None:
             self._send_end(agent)
+
+    def _on_ranks_ended(self, agent: ConnectedAgent) -> None:
+        self.leases.surrender(agent.id)
+        self.round.has_gaps |= agent.in_round
 
     def on_failed(self, agent: ConnectedAgent, message: Message, now: float) -> None:
         """Note that ranks of a node have failed; its agent is stopping the others."""
@@ -147,10 +151,6 @@ class Coordinator(ComparedAttempt):
     def on_stacks(self, agent: ConnectedAgent, message: Message, now: float) -> None:
         self.round.watch.answers.append(message)
 
-    def on_silent(self, agent: ConnectedAgent, message: Message, now: float) -> None:
-        if message["round"] == self.round.number:
-            agent.silent = now, message["seconds"]
-
     def on_throttled(self, agent: ConnectedAgent, message: Message, now: float) -> None:
         """Name a slow node, with what its driver says."""
         if (slow := self.round.slow.asked.pop(agent.node, None)) is not None:
@@ -177,7 +177,7 @@ class Coordinator(ComparedAttempt):
         del self.agents[agent.id]
         agent.drop()
         if certain:
-            self.leases.surrender(agent.id)
+            self._on_ranks_ended(agent)
         if agent.in_round and not agent.ended and self.verdict is None:
             self._record(events.NodeLost(agent.node, agent.host, why))
             self.round.lost.add(agent.node)
@@ -202,9 +202,11 @@ class Coordinator(ComparedAttempt):
         for agent in list(self.agents.values()):
             if blocked_s > _BLOCKED_S:
                 agent.heard += blocked_s
-            silent = now - agent.heard
-            if silent > self.elastic.heartbeat_timeout_s:
-                self.on_gone(agent, f"node {agent.node} ({agent.host}) was silent for {silent:.0f} s", now)
+            silent, recently = now - agent.heard, now - 1.5 * self.elastic.heartbeat_interval_s
+            is_cut_off = agent.is_unreachable and self.agents.are_heard(beside=agent, since=recently)
+            if is_cut_off or silent > self.elastic.heartbeat_timeout_s:
+                what = "cannot be reached" if is_cut_off else "was silent"
+                self.on_gone(agent, f"node {agent.node} ({agent.host}) {what} for {silent:.0f} s", now)
         if self.verdict is None:
             self._read_requests(now)
         if self.verdict is not None:
@@ -262,8 +264,8 @@ class Coordinator(ComparedAttempt):
         self._turn_away()
         ready = self.agents.ready()
         are_all_ready = len(ready) == len(self.agents)  # the others are still stopping their ranks
-        if self.formation.is_complete(len(ready), are_all_ready, self.round.number < 0, now):
-            if self.leases.running(now):
+        if self.formation.is_complete(len(ready), are_all_ready, self.round.number < 0, self._may_adopt, now):
+            if self.leases.running(now, are_fenced=self.round.saves and self.round.has_gaps):
                 self._warn("waiting until no rank of the round before can run any more")
             else:
                 self._form(ready, now)

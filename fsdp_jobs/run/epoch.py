@@ -22,7 +22,7 @@ from fsdp_jobs.run.env import EPOCH_ENV, RANK_STATE_ENV
 
 LOOK_S = 0.1  # between two looks at a lease
 ROUND, COORDINATOR = "round", "coordinator"  # what is numbered: rounds fence writers, coordinators each other
-_UNTIL = struct.Struct("<d")
+_UNTIL = struct.Struct("<dd")
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # goes on while the machine is suspended
 
 
@@ -96,7 +96,7 @@ def shared_memory(file: Path, size: int) -> mmap.mmap:
 
 
 class Lease:
-    """Until when this node's ranks may run and write: 8 bytes of memory, which its agent renews and its ranks read."""
+    """Until when this node's ranks may run and write: 16 bytes of memory, which its agent renews and its ranks read."""
 
     def __init__(self, folder: Path | str):
         """`folder` is that of the node's rank states."""
@@ -107,31 +107,25 @@ class Lease:
         """Return this machine's seconds, on a clock that nobody sets."""
         return time.clock_gettime(_CLOCK)
 
-    def renew(self, until: float) -> None:
-        """Let the ranks run until this time of `now`."""
-        _UNTIL.pack_into(self._map, 0, until)
+    def renew(self, until: float, fresh_until: float) -> None:
+        """Let the ranks run until a time of `now`, and until an earlier one without a look whether they still may."""
+        _UNTIL.pack_into(self._map, 0, until, fresh_until)
 
     def left_s(self) -> float:
         """Return for how many seconds the ranks may go on, negative when they may not; before any `renew`, for ever."""
         until = float(_UNTIL.unpack_from(self._map)[0])
         return until - self.now() if until else math.inf
 
+    def is_fresh(self) -> bool:
+        """Whether the coordinator has just answered, so that no other round can have begun."""
+        fresh_until = float(_UNTIL.unpack_from(self._map)[1])
+        return not fresh_until or self.now() < fresh_until
+
 
 @cache
 def _lease_of_node() -> Lease | None:
     folder = os.environ.get(RANK_STATE_ENV)
     return Lease(folder) if folder else None
-
-
-def check_lease() -> None:
-    """Refuse to go on when this node's lease has run out. Costs no input or output.
-
-    Raises:
-        Fenced: it has.
-    """
-    lease = _lease_of_node()
-    if lease is not None and (left := lease.left_s()) < 0:
-        raise Fenced(f"this node has had no answer from the coordinator: its lease ran out {-left:.1f} s ago")
 
 
 @dataclass(frozen=True)
@@ -143,8 +137,10 @@ class Epoch:
 
     @classmethod
     def of_rank(cls, home: Path) -> Epoch:
-        """Return the epoch that this rank's agent was given."""
-        return cls(home, int(os.environ.get(EPOCH_ENV, "0")))
+        """Return the epoch that this rank's agent was given, which fences its records from now on, too."""
+        global _epoch_of_rank
+        _epoch_of_rank = cls(home, int(os.environ.get(EPOCH_ENV, "0")))
+        return _epoch_of_rank
 
     def check(self) -> None:
         """Refuse to go on when this round is over. Costs one listing: for commits, prunes and uploads, not for steps.
@@ -153,6 +149,22 @@ class Epoch:
             Fenced: a newer round has begun, or this node's lease has run out.
             OSError: the folder of the checkpoints cannot be read.
         """
-        check_lease()
+        lease = _lease_of_node()
+        if lease is not None and (left := lease.left_s()) < 0:
+            raise Fenced(f"this node has had no answer from the coordinator: its lease ran out {-left:.1f} s ago")
         if self.number and (other := newest(self.home, ROUND)) > self.number:
             raise Fenced(f"round {other} of this run has begun elsewhere: nothing more is written for {self.number}")
+
+
+_epoch_of_rank = Epoch(Path(), 0)
+
+
+def check_may_record() -> None:
+    """Refuse to go on when this round may be over. Costs no input or output while the coordinator answers this node.
+
+    Raises:
+        Fenced, OSError: as `Epoch.check`.
+    """
+    lease = _lease_of_node()
+    if lease is not None and not lease.is_fresh():
+        _epoch_of_rank.check()

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, ClassVar, dataclass_transform
 
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.epoch import Fenced, check_lease
+from fsdp_jobs.run.epoch import Fenced, check_may_record
 from fsdp_jobs.run.tail import Tail, json_objects, newest_json_lines, read_json_lines
 
 # What a node can need longer for than the others.
@@ -312,7 +312,7 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
     """
     line = (json.dumps(record) + "\n").encode()
     try:
-        check_lease()
+        check_may_record()
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             with suppress(OSError):  # some shared file systems have no locks; O_APPEND alone has to do there

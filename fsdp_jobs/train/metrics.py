@@ -8,9 +8,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -50,13 +48,8 @@ class MetricsLog:
         self.spike = config.elastic.loss_spike
         self.losses: deque[float] = deque(maxlen=100)  # of the newest steps
         self.steps = StepClock(run)
-        self.open_tensorboard: Callable[[], Any] | None = None
         self.tensorboard: Any = None
-        self.rests_until = -math.inf
-        if importlib.util.find_spec("tensorboard") is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.open_tensorboard = partial(SummaryWriter, str(run.tensorboard))
+        self.rests_until = -math.inf if importlib.util.find_spec("tensorboard") is not None else math.inf
 
     def log(self, step: int, done_at: float, tokens: int, flops: float, values: dict[str, float]) -> None:
         """Record a step.
@@ -83,10 +76,13 @@ class MetricsLog:
 
     def _draw(self, step: int, values: dict[str, float]) -> None:
         """Write scalars for TensorBoard; where that fails, as on a full disk, try again a minute later."""
-        if self.open_tensorboard is None or time.monotonic() < self.rests_until:
+        if time.monotonic() < self.rests_until:
             return
         try:
-            self.tensorboard = self.tensorboard or self.open_tensorboard()
+            if self.tensorboard is None:
+                from torch.utils.tensorboard import SummaryWriter  # takes 0.7 s: not before the first step
+
+                self.tensorboard = SummaryWriter(str(self.run.tensorboard))
             for name, value in values.items():
                 self.tensorboard.add_scalar(name, value, step)
         except OSError as e:

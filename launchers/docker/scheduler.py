@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.launchers.base import Job, prepare_each
-from fsdp_jobs.launchers.detached import DetachedLauncher, staged
+from fsdp_jobs.launchers.detached import DetachedLauncher
 from fsdp_jobs.launchers.docker import containers, validate
 from fsdp_jobs.launchers.docker.containers import DockerRequest
+from fsdp_jobs.launchers.supervisor import staged
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.processes import visible_gpus
 

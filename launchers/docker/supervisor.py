@@ -19,8 +19,8 @@ from requests.exceptions import RequestException
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.resolve import node_range
 from fsdp_jobs.config.schema import load_config
-from fsdp_jobs.launchers.detached import main
 from fsdp_jobs.launchers.docker.containers import cluster_of, connect, containers_of, remove
+from fsdp_jobs.launchers.supervisor import main
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE, Verdict, judge

@@ -27,6 +27,7 @@ class Cluster:
         self.now = 0.0
         self.coordinator = Coordinator(self.config, self.run, 0, self.now)
         self.received: dict[str, list[dict[str, Any]]] = {}
+        self.silent: dict[str, float] = {}  # agent -> seconds for which its ranks have done nothing
 
     def join(
         self,
@@ -75,7 +76,8 @@ class Cluster:
             self.now += 0.1
             for member in beating:
                 ranks = [[step, committed, phase]] * 2 if member.in_round else []
-                self.coordinator.on_beat(member, {"ranks": ranks, "at": self.now}, self.now)
+                beat = {"ranks": ranks, "silent": self.silent.get(member.id, 0.0), "at": self.now}
+                self.coordinator.on_beat(member, beat, self.now)
             self.coordinator.tick(self.now)
 
     def last(self, member: ConnectedAgent, kind: str) -> dict[str, Any] | None:

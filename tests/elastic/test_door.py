@@ -131,7 +131,7 @@ def test_an_agent_does_not_believe_whoever_answers(caplog: pytest.LogCaptureFixt
     listener = socket.create_server(("127.0.0.1", 0))
     elastic = compose_job(["elastic.heartbeat_interval_s=0.1"]).elastic
     told: list[object] = []
-    link = Link(f"127.0.0.1:{listener.getsockname()[1]}", "secret", lambda: HELLO, list, told.append, elastic)
+    link = Link(f"127.0.0.1:{listener.getsockname()[1]}", "secret", lambda: HELLO, dict, told.append, elastic)
     connection, _ = listener.accept()
     with connection, connection.makefile("r") as lines:
         connection.sendall(b'{"nonce": "c"}\n')

@@ -6,17 +6,21 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_jobs.elastic.rank_state import SAVES_NOTHING
 from tests.elastic.cluster import Cluster, failure
 
 
-def test_a_fenced_node_that_wakes_up_is_told_that_its_round_is_over(tmp_path: Path) -> None:
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_fenced_node_that_wakes_up_is_told_that_its_round_is_over(tmp_path: Path, saves: bool) -> None:
     cluster = Cluster(tmp_path, "nodes=1:2", "elastic.join_window_s=0")
     a, b = cluster.join(0), cluster.join(1)
-    cluster.later(0.2, a, b)
-    cluster.later(11, a)
+    committed = -1 if saves else SAVES_NOTHING
+    cluster.later(0.2, a, b, committed=committed)
+    cluster.later(11, a, committed=committed)
+    assert cluster.coordinator.round.number == 0, "the others are still stopping their ranks"
     cluster.ready(a)
     cluster.later(8, a)
-    assert cluster.coordinator.round.number == 0, "its ranks may run until its lease ends"
+    assert cluster.coordinator.round.number == saves, "the program's own writing is fenced by its lease alone"
     cluster.later(6, a)
     assert cluster.coordinator.round.number == 1
     b_again = cluster.join(1, round_=0, size=2)
@@ -123,3 +127,34 @@ def test_an_agent_of_an_attempt_that_is_over_is_ended_and_not_adopted(tmp_path: 
     late = cluster.join(0, round_=3, size=1, attempt=-1)
     assert not cluster.is_taken and cluster.last(late, "end")["exit_code"] == 75  # type: ignore[index]
     assert not cluster.events("adopted") and not cluster.coordinator.agents
+
+
+def test_a_node_whose_machine_is_not_there_is_lost_sooner_than_a_silent_one(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=2:3", "elastic.join_window_s=0")
+    a, b, c = (cluster.join(node) for node in range(3))
+    cluster.later(1, a, b, c)
+    cut_at = cluster.now
+    cluster.later(3, a, b)
+    c.is_unreachable = True  # its connection has timed out
+    cluster.later(0.1, a, b)
+    assert "cannot be reached" in cluster.events("node_lost")[0]["why"]
+    for member in (a, b):
+        cluster.ready(member)
+    cluster.later(1, a, b)
+    assert cluster.coordinator.round.number == 1 and cluster.coordinator.round.size == 2
+    assert cluster.now - cut_at < 4.5, cluster.events("waiting")
+
+
+def test_who_hears_nobody_may_be_cut_off_itself_and_loses_none_before_the_timeout(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=2:3", "elastic.join_window_s=0")
+    members = [cluster.join(node) for node in range(3)]
+    cluster.later(1, *members)
+    for member in members:
+        cluster.later(3 if member is members[0] else 0.3)
+        member.is_unreachable = True
+    cluster.later(4)
+    assert not cluster.events("node_lost")
+    for node in range(3):  # the same agents, over new connections
+        cluster.join(node, round_=0, size=3)
+    cluster.later(1, *cluster.coordinator.agents.values())
+    assert cluster.coordinator.round.running and not cluster.events("node_lost")

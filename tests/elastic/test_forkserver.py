@@ -31,7 +31,7 @@ def rank(found):
     time.sleep(600)
 
 if __name__ == "__main__":
-    forkserver.start("json")
+    forkserver.start(["json"])
     context = multiprocessing.get_context("forkserver")
     found = context.Queue()
     context.Process(target=rank, args=(found,)).start()

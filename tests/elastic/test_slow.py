@@ -120,7 +120,7 @@ def train(cluster: Cluster, slow: int, windows: int = 6) -> None:
         sums = ranks.later(slower(slow, 1.2))
         for agent in cluster.coordinator.agents.in_round():
             rows = [[20 * (i + 1), 0, 1, *times] for times in sums[agent.node]]
-            cluster.coordinator.on_beat(agent, {"ranks": rows, "at": cluster.now}, cluster.now)
+            cluster.coordinator.on_beat(agent, {"ranks": rows, "silent": 0.0, "at": cluster.now}, cluster.now)
         cluster.now += 1.1
         cluster.coordinator.tick(cluster.now)
 

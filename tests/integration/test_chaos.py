@@ -168,7 +168,7 @@ def test_a_vanished_node_that_comes_back_or_is_replaced(
     else:
         job.fabric.heal(node)
     ends_well(job, undisturbed)
-    assert "was silent for" in told(job, "node_lost", node=victim, host=node)["why"]
+    assert "cannot be reached for" in told(job, "node_lost", node=victim, host=node)["why"]
     assert rounds(job) == [[0, 1, 2]] * 2
 
 

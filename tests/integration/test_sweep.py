@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from fsdp_jobs.launchers.detached import staged
+from fsdp_jobs.launchers.supervisor import staged
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.processes import recorded_process
 from tests.jobs import Watched, cli, environment

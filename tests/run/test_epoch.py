@@ -13,6 +13,8 @@ import pytest
 from fsdp_jobs.run import epoch
 from fsdp_jobs.run.env import EPOCH_ENV, RANK_STATE_ENV
 from fsdp_jobs.run.epoch import COORDINATOR, ROUND, Epoch, Fenced, Lease, claim, newest
+from fsdp_jobs.run.events import append_line
+from fsdp_jobs.run.tail import read_json_lines
 from tests.jobs import fill
 from tests.store import simulated_store
 
@@ -83,10 +85,10 @@ def test_a_node_whose_lease_ran_out_may_not_write(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv(EPOCH_ENV, "1")
     epoch._lease_of_node.cache_clear()
     mine, lease = Epoch.of_rank(tmp_path), Lease(tmp_path)
-    lease.renew(Lease.now() + 60)
+    lease.renew(Lease.now() + 60, Lease.now() + 60)
     mine.check()
     assert 59 < lease.left_s() <= 60
-    lease.renew(Lease.now() - 1)
+    lease.renew(Lease.now() - 1, Lease.now() - 1)
     with pytest.raises(Fenced, match="no answer from the coordinator"):
         mine.check()
     epoch._lease_of_node.cache_clear()
@@ -98,3 +100,22 @@ def test_a_program_without_a_launcher_is_never_fenced(tmp_path: Path, monkeypatc
     epoch._lease_of_node.cache_clear()
     claim(tmp_path, ROUND, "another run")
     Epoch.of_rank(tmp_path).check()
+
+
+def test_a_rank_looks_for_a_newer_round_before_it_records_once_its_nodes_answer_is_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RANK_STATE_ENV, str(tmp_path))
+    monkeypatch.setenv(EPOCH_ENV, str(claim(tmp_path, ROUND, "mine")))
+    epoch._lease_of_node.cache_clear()
+    Epoch.of_rank(tmp_path)
+    now, lease, lines = Lease.now(), Lease(tmp_path), tmp_path / "lines.jsonl"
+    lease.renew(now + 60, now - 1)
+    append_line(lines, {"step": 1})
+    claim(tmp_path, ROUND, "other")
+    append_line(lines, {"step": 2})
+    lease.renew(now + 60, now + 60)  # the coordinator answers: what was begun elsewhere is no newer round of it
+    append_line(lines, {"step": 3})
+    assert [line["step"] for line in read_json_lines(lines)] == [1, 3]
+    epoch._lease_of_node.cache_clear()
+    monkeypatch.setattr(epoch, "_epoch_of_rank", Epoch(tmp_path, 0))

@@ -46,7 +46,7 @@ def supervisors(folder: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline", "status"]):
         words = process.info["cmdline"] or []
-        if "fsdp_jobs.launchers.local" in words and words[-1].startswith(str(folder)):
+        if "fsdp_jobs.launchers.local_supervisor" in words and words[-1].startswith(str(folder)):
             found.append(process)
     return found
 

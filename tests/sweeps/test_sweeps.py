@@ -15,8 +15,9 @@ from fsdp_jobs.cli.main import main
 from fsdp_jobs.config.hydra import compose_job, compose_jobs
 from fsdp_jobs.config.schema import dump_config
 from fsdp_jobs.launchers import queue
-from fsdp_jobs.launchers.detached import staged
-from fsdp_jobs.launchers.local import LocalLauncher, LocalRequest
+from fsdp_jobs.launchers.local import LocalLauncher
+from fsdp_jobs.launchers.local_supervisor import LocalRequest
+from fsdp_jobs.launchers.supervisor import staged
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.sweeps.identity import canonical, name_for
@@ -114,7 +115,7 @@ def test_a_queued_job_is_started_or_withdrawn_once(tmp_path: Path, monkeypatch: 
     waiting.add(jobs, parallelism=9)
     assert waiting.why_waiting() is None, "no process would start them"
     for name, run in runs.items():
-        LocalLauncher().stage(LocalRequest(str(run.path), ["0"], {}, [], []))
+        LocalLauncher().stage(LocalRequest(str(run.path), ["0"], False, {}, [], []))
         run.job.write_text(json.dumps({"handle": f"local_fsdp://fsdp_jobs/{name}-1", "first_attempt": 0}))
     assert not queue.withdraw(runs["gone"], "gone-0") and queue.withdraw(runs["gone"], "gone-1")
     assert not queue.withdraw(runs["gone"], "gone-1")

@@ -1,0 +1,89 @@
+"""The supervisor of a job whose nodes are processes of this machine: in place of a cluster's scheduler. No torch.
+
+    python -m fsdp_jobs.launchers.local_supervisor RUN_DIR
+
+It outlives the terminal: it starts the coordinator and the agents of an attempt, restarts dead ones as a cluster would
+replace a node, and begins another attempt by the verdict. Ranks wait for it to start, so it imports little.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fsdp_jobs.launchers.supervisor import Attempt, Process, main, staged
+from fsdp_jobs.run import events
+from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.env import ADDRESS_ENV, ATTEMPT_ENV, COORDINATOR_ENV
+from fsdp_jobs.run.processes import free_port
+from fsdp_jobs.run.verdict import Verdict
+
+_LEAVE_S = 20.0  # for processes to end after their attempt's verdict
+
+
+@dataclass
+class LocalRequest:
+    """The processes of a job."""
+
+    run_dir: str
+    gpus: list[str]  # ids; none if there is not one for every rank
+    restart_nodes: bool
+    env: dict[str, str]
+    coordinator: list[str]  # its command line
+    nodes: list[list[str]]
+
+    def processes(self) -> Iterator[tuple[str, list[str], dict[str, str]]]:
+        """Yield name, command line and own environment of each process; every node has its share of the GPUs."""
+        yield "coordinator", self.coordinator, self.env
+        size = len(self.gpus) // len(self.nodes)
+        for node, argv in enumerate(self.nodes):
+            own = self.gpus[node * size : (node + 1) * size]
+            yield f"node-{node}", argv, {**self.env, "CUDA_VISIBLE_DEVICES": ",".join(own)}
+
+    def __str__(self) -> str:
+        processes = ((name, *(f"{k}={v}" for k, v in env.items()), *argv) for name, argv, env in self.processes())
+        return "\n".join(f"{name}: {' '.join(words)}" for name, *words in processes)
+
+
+class _LocalAttempt(Attempt):
+    """An attempt whose nodes are processes of this machine."""
+
+    def __init__(self, run: RunDir, request: LocalRequest):
+        super().__init__(run, run.last_attempt() + 1)
+        self.request = request
+
+    def restarts(self, process: Process) -> bool:
+        return super().restarts(process) and (self.request.restart_nodes or process.name == "coordinator")
+
+    def go(self) -> Verdict:
+        """Run the attempt to its end."""
+        self.folder.mkdir(parents=True)
+        events.record(self.run, self.number, events.AttemptStarted(len(self.request.nodes)))
+        address = f"127.0.0.1:{free_port()}"
+        env = {ATTEMPT_ENV: str(self.number), COORDINATOR_ENV: address, ADDRESS_ENV: "127.0.0.1"}
+        for name, argv, own in self.request.processes():
+            self.start(name, argv, {**os.environ, **own, **env})
+        verdict = self.supervise()
+        assert verdict is not None
+        self.finish(_LEAVE_S)
+        return verdict
+
+
+def supervise(run: RunDir) -> int:
+    """Run attempts until a verdict stops the job; return the exit code."""
+    request = LocalRequest(**staged(run))
+
+    def stop(number: int, _frame: object) -> None:
+        write_atomic(run.stop_request, f"{signal.Signals(number).name} to the supervisor")
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    while (verdict := _LocalAttempt(run, request).go()).decision == "requeue":
+        pass
+    return verdict.exit_code_of_attempt
+
+
+if __name__ == "__main__":
+    main(supervise)
