@@ -14,8 +14,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
-from importlib.metadata import entry_points
+from functools import cache, cached_property
+from importlib.metadata import EntryPoints, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -259,13 +259,18 @@ def parse_handle(handle: str) -> tuple[str, str, str]:
     return launcher, cluster, app_id
 
 
+@cache
+def _installed() -> EntryPoints:
+    return entry_points(group="torchx.schedulers")  # reads what every installed package says of itself
+
+
 def launcher_of(name: str) -> Launcher:
     """Return the launcher that is installed under a name: its `scheduler` is the entry point.
 
     Raises:
         BadInput: there is none, or it is another project's TorchX scheduler.
     """
-    installed = entry_points(group="torchx.schedulers")
+    installed = _installed()
     kind = getattr(installed[name].load(), "__self__", None) if name in installed.names else None
     if not isinstance(kind, type) or not issubclass(kind, Launcher):
         ours = ", ".join(sorted(known for known in installed.names if known.endswith("_fsdp")))
