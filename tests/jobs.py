@@ -43,7 +43,7 @@ class Nobody:
 
 
 def cli(
-    folder: Path, *args: str, timeout: float = 120, under: Sequence[str] = (), **env: str
+    folder: Path, *args: str, timeout: float = 240, under: Sequence[str] = (), **env: str
 ) -> subprocess.CompletedProcess[str]:
     """Run `python -m fsdp_jobs ARGS` in a folder, `under` another command if there is one."""
     return subprocess.run(

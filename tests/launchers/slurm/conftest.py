@@ -1,4 +1,4 @@
-"""Real SLURM clusters for all tests of this folder, one of each profile."""
+"""Real SLURM clusters for the tests of this folder, one of each profile, while they are needed."""
 
 import os
 from collections.abc import Iterator
@@ -19,18 +19,18 @@ def _running(profile: str) -> Iterator[Lab]:
     assert not made.folder.exists()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def lab() -> Iterator[Lab]:
     yield from _running("default")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def old() -> Iterator[Lab]:
     """Whole nodes, no accounting, no GPUs counted, no arrays, and no cgroups."""
     yield from _running("old")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def gpu() -> Iterator[Lab]:
     """GPUs of a type, interleaved leaves, small arrays, private data, and a job_submit.lua that wants a project."""
     yield from _running("gpu")

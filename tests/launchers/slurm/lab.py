@@ -17,9 +17,11 @@ import psutil
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.verdict import Verdict
 from tests.jobs import ROOT, Watched, cli
-from tests.world import TINY
+from tests.world import TINY_LLAMA, TINY_TASK
 
 CLUSTER = ROOT / "deploy" / "slurm" / "cluster"
+# A job that is only to be kept alive leaves the cores to others: 10 steps a second.
+PACED = ("model=custom", "model._target_=tests.models.paced", "model.wrap_classes=[Block]")
 ON_CPU = ("cluster=slurm", "cluster.accelerator=cpu", "hardware=cpu", "nproc_per_node=2")
 _TOOLS = ("slurmctld", "slurmd", "slurmdbd", "munged", "mariadbd", "ip", "unshare", "nsenter")
 
@@ -126,7 +128,8 @@ class SlurmJob(Watched):
     def __init__(self, lab: Lab, folder: Path, name: str, *overrides: str, tiny: bool = True):
         super().__init__(RunDir(folder / "runs" / name))
         self.lab, self.folder, self.name = lab, folder, name
-        self.submit(f"name={name}", *ON_CPU, *(TINY if tiny else ()), *overrides)
+        model = () if "model=custom" in overrides else TINY_LLAMA
+        self.submit(f"name={name}", *ON_CPU, *((*model, *TINY_TASK) if tiny else ()), *overrides)
 
     def submit(self, *args: str) -> str:
         done = self.lab.cli(self.folder, *args)

@@ -16,12 +16,12 @@ from fsdp_jobs.run.directory import RunDir
 from tests.jobs import Watched
 from tests.launchers.slurm.lab import Lab, Ordinary
 from tests.launchers.slurm.test_jobs import ENDLESS
-from tests.world import TINY
+from tests.world import TINY, TINY_TASK
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 PROJECT = ["cluster=slurm", "cluster.accelerator=cpu", "hardware=cpu", "nproc_per_node=1", "attach=false"]
-JOB = [*PROJECT, "cluster.account=proj", *TINY, *ENDLESS]
+JOB = [*PROJECT, "cluster.account=proj", *TINY_TASK, *ENDLESS]
 
 
 @pytest.fixture(scope="module")

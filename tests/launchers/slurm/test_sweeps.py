@@ -11,12 +11,12 @@ import pytest
 
 from fsdp_jobs.run.directory import RunDir
 from tests.jobs import Watched
-from tests.launchers.slurm.lab import ON_CPU, Lab, agent_of
-from tests.world import TINY
+from tests.launchers.slurm.lab import ON_CPU, PACED, Lab, agent_of
+from tests.world import TINY_TASK
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
-SMALL = (*ON_CPU[:-1], "nproc_per_node=1", "nodes=1", "cluster.exclusive=false", *TINY)
+SMALL = (*ON_CPU[:-1], "nproc_per_node=1", "nodes=1", "cluster.exclusive=false", *TINY_TASK, *PACED)
 ENDLESS = ("steps=100000", "optim.schedule=constant", "checkpoint.every_steps=20")
 
 
