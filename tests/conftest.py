@@ -11,7 +11,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-_LONGEST = ("slurm", "docker", "integration", "kubernetes")
+_LONGEST = ("docker", "slurm", "integration", "kubernetes")
 
 _skipped: list[str] = []
 

@@ -27,11 +27,10 @@ SMALL = (*TINY, "nodes=1", "nproc_per_node=2", "fsdp=full_shard", "checkpoint.ev
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 6 steps with checkpoints of steps 2, 4 and 6; and the losses of 8 in `straight`."""
+    """A run of 14 steps, each second of them saved."""
     folder = tmp_path_factory.mktemp("trained")
-    for name, steps in (("short", 6), ("straight", 8)):
-        done = cli(folder, f"name={name}", *SMALL, f"steps={steps}", "optim.decay_steps=8")
-        assert done.returncode == 0, done.stdout + done.stderr
+    done = cli(folder, "name=short", *SMALL, "steps=14", "optim.decay_steps=14")
+    assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
 
@@ -60,48 +59,53 @@ def _garbage_manifest(newest: Path) -> None:
     (newest / "manifest.json").write_text('{"step": ')
 
 
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (_flip, "__0_0.distcp differs from its checksum"),
-        (_truncate, "__1_0.distcp has"),
-        (_no_manifest, "manifest.json is missing"),
-        (_no_shard, "__0_0.distcp is missing"),
-        (_flip_metadata, ".metadata differs from its checksum"),
-        (_garbage_manifest, "manifest.json is damaged"),
-    ],
-)
-def test_a_damaged_checkpoint_is_named_and_passed_over(
-    trained: Path, tmp_path: Path, damage: Callable[[Path], None], said: str
-) -> None:
+DAMAGE: dict[int, tuple[Callable[[Path], None], str]] = {  # by step
+    14: (_flip, "__0_0.distcp differs from its checksum"),
+    12: (_truncate, "__1_0.distcp has"),
+    10: (_no_manifest, "manifest.json is missing"),
+    8: (_no_shard, "__0_0.distcp is missing"),
+    6: (_flip_metadata, ".metadata differs from its checksum"),
+    4: (_garbage_manifest, "manifest.json is damaged"),
+}
+
+
+def test_damaged_checkpoints_are_named_and_passed_over(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained / "runs", tmp_path / "runs")
     run = RunDir(tmp_path / "runs" / "short")
-    damage(run.checkpoints / "step-00000006")
-    done = cli(tmp_path, "resume", "short", "steps=8")
+    undamaged = losses_of(run)
+    for step, (damage, _) in DAMAGE.items():
+        damage(run.checkpoints / f"step-{step:08d}")
+    done = cli(tmp_path, "resume", "short", "steps=16")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "step-00000006 cannot be used" in done.stdout and said in done.stdout
-    assert events_of(run, "resumed")[-1]["step"] == 4
-    assert losses_of(run) == losses_of(RunDir(trained / "runs" / "straight"))
-    assert (run.checkpoints / "step-00000006.damaged").is_dir()
+    for step, (_, said) in DAMAGE.items():
+        lines = [line for line in done.stdout.splitlines() if f"step-{step:08d} cannot be used" in line]
+        assert lines and said in lines[0], done.stdout
+        assert (run.checkpoints / f"step-{step:08d}.damaged").is_dir()
+    assert events_of(run, "resumed")[-1]["step"] == 2
+    assert [m["step"] for m in Watched(run).metrics()] == [*range(1, 15), *range(3, 17)]
+    assert losses_of(run)[:14] == undamaged
     assert all(not catalog.verify(f) for f in catalog.find_checkpoints(run.checkpoints))
 
 
 def test_nothing_good_left_begins_again_only_when_told_so(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained / "runs", tmp_path / "runs")
     run = RunDir(tmp_path / "runs" / "short")
+    undamaged = losses_of(run)
     for folder in catalog.find_checkpoints(run.checkpoints):
         _flip(folder)
-    for found in ("step-00000002: __0_0.distcp differs from its checksum", "step-00000006.damaged"):
-        done = cli(tmp_path, "resume", "short", "steps=8")
+    for found in ("step-00000002: __0_0.distcp differs from its checksum", "step-00000014.damaged"):
+        done = cli(tmp_path, "resume", "short", "steps=14")
         assert done.returncode == 1 and "user_error" in done.stdout, done.stdout + done.stderr
-        assert "this run had a checkpoint of step 6" in done.stdout and found in done.stdout
+        assert "this run had a checkpoint of step 14" in done.stdout and found in done.stdout
         assert "checkpoint.restart_from_zero=true" in done.stdout
-    assert len(list(run.checkpoints.glob("*.damaged"))) == 3
-    done = cli(tmp_path, "resume", "short", "steps=8", "checkpoint.restart_from_zero=true")
+    assert len(list(run.checkpoints.glob("*.damaged"))) == 7
+    done = cli(tmp_path, "resume", "short", "steps=14", "checkpoint.restart_from_zero=true")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(list(run.checkpoints.glob("*.damaged"))) == 3
-    assert [e["checkpoint"] for e in events_of(run, "checkpoint_skipped")] == [f"step-0000000{s}" for s in (6, 4, 2)]
-    assert losses_of(run) == losses_of(RunDir(trained / "runs" / "straight"))
+    assert len(list(run.checkpoints.glob("*.damaged"))) == 7
+    skipped = [e["checkpoint"] for e in events_of(run, "checkpoint_skipped")]
+    assert skipped == [f"step-{step:08d}" for step in range(14, 0, -2)]
+    assert [m["step"] for m in Watched(run).metrics()] == [*range(1, 15), *range(1, 15)]
+    assert losses_of(run) == undamaged
 
 
 def test_killed_in_the_middle_of_a_save(tmp_path: Path) -> None:
@@ -121,11 +125,11 @@ def test_killed_in_the_middle_of_a_save(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_another_model(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained / "runs", tmp_path / "runs")
-    done = cli(tmp_path, "resume", "short", "steps=8", "model.dim=128", "allow_config_change=true")
+    done = cli(tmp_path, "resume", "short", "steps=16", "model.dim=128", "allow_config_change=true")
     assert done.returncode == 1
     assert "is of another model" in done.stdout and "tok_embeddings" in done.stdout
     assert "user_error" in done.stdout
-    assert catalog.find_checkpoints(tmp_path / "runs" / "short" / "checkpoints")[0].name == "step-00000006"
+    assert catalog.find_checkpoints(tmp_path / "runs" / "short" / "checkpoints")[0].name == "step-00000014"
 
 
 def test_export_gives_the_weights_that_were_trained(trained: Path, tmp_path: Path) -> None:

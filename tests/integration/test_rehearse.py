@@ -17,7 +17,7 @@ from tests.jobs import cli, environment
 pytestmark = pytest.mark.integration
 
 
-@pytest.mark.parametrize("fault", ["kill_rank", "corrupt_checkpoint"])
+@pytest.mark.parametrize("fault", [pytest.param("kill_rank", marks=pytest.mark.soak), "corrupt_checkpoint"])
 def test_a_rehearsal_of_a_large_job_in_small(tmp_path: Path, fault: str) -> None:
     done = cli(tmp_path, "rehearse", fault, "model=llama3_8b", "nodes=16", "fsdp=hybrid_shard", "cluster=slurm")
     assert done.returncode == 0, done.stdout + done.stderr

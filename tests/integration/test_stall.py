@@ -29,14 +29,14 @@ def test_a_hanging_rank_is_found_named_and_restarted(tmp_path: Path) -> None:
 
 
 def test_a_stopped_rank_is_the_culprit(tmp_path: Path) -> None:
-    with job(tmp_path, "frozen", "steps=400", "elastic.stall_timeout_s=3", "checkpoint.every_steps=50") as frozen:
+    with job(tmp_path, "frozen", "steps=200", "elastic.stall_timeout_s=3", "checkpoint.every_steps=50") as frozen:
         frozen.until_step(60)
         frozen.ranks(1)[0].send_signal(signal.SIGSTOP)
         frozen.until(lambda: bool(frozen.events("stalled")), "the stall is noticed", 30)
         why = frozen.events("stalled")[0]["why"]
         assert "on node 1 (stopped) does not respond" in why
         assert frozen.wait().verdict == "done"
-        assert len(frozen.losses()) == 400
+        assert len(frozen.losses()) == 200
 
 
 _DEADLOCK = """

@@ -7,6 +7,9 @@ neither start-up nor saves are in it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 
 from benchmarks.traffic import CASES, Result, measure, table
@@ -29,7 +32,13 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     return OnDemand()
 
 
-@pytest.mark.parametrize("key", [k for k in CASES if k != "blind"])
+def cases(*keys: str, soak: Sequence[str]) -> list[Any]:
+    return [*keys, *(pytest.param(key, marks=pytest.mark.soak) for key in soak)]
+
+
+@pytest.mark.parametrize(
+    "key", cases("full 4x2", "hybrid 4x2", "full names", "near", soak=("full 2x2", "hybrid 2x2", "near text"))
+)
 def test_each_node_sends_what_the_plan_says(measured: dict[str, Result], key: str) -> None:
     result = measured[key]
     print("\n" + "\n".join(table({key: result})))
@@ -38,7 +47,7 @@ def test_each_node_sends_what_the_plan_says(measured: dict[str, Result], key: st
         assert sent == pytest.approx(result.planned, rel=WITHIN), node
 
 
-@pytest.mark.parametrize("size", ["2x2", "4x2"])
+@pytest.mark.parametrize("size", cases("4x2", soak=["2x2"]))
 def test_shard_groups_inside_nodes_spare_the_network(measured: dict[str, Result], size: str) -> None:
     full, hybrid = measured[f"full {size}"], measured[f"hybrid {size}"]
     ratio, predicted = full.node / hybrid.node, full.planned / hybrid.planned
@@ -47,7 +56,10 @@ def test_shard_groups_inside_nodes_spare_the_network(measured: dict[str, Result]
     assert ratio > 1.5
 
 
-@pytest.mark.parametrize(("names", "plain"), [("full names", "full 4x2"), ("near text", "near")])
+@pytest.mark.parametrize(
+    ("names", "plain"),
+    [("full names", "full 4x2"), pytest.param("near text", "near", marks=pytest.mark.soak)],
+)
 def test_host_names_change_nothing(measured: dict[str, Result], names: str, plain: str) -> None:
     """Ranks follow the switches, however the names are ordered: torchrun's order by name would double a leaf's load."""
     assert measured[names].node == pytest.approx(measured[plain].node, rel=WITHIN)
