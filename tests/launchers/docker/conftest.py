@@ -26,7 +26,7 @@ def _ours() -> dict[str, set[str]]:
     }
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def docker_daemon() -> Iterator[None]:
     """A daemon that answers; at the end it has the containers, networks and volumes that it had."""
     if missing := daemon.why_not():
@@ -38,7 +38,7 @@ def docker_daemon() -> Iterator[None]:
         assert _ours() == before
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def image(docker_daemon: None) -> str:
     """The name of our image, built now."""
     daemon.build_image()

@@ -16,8 +16,7 @@ from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.verdict import Verdict
 from tests.jobs import ROOT, Watched
 from tests.launchers.docker.daemon import docker
-from tests.launchers.docker.test_jobs import undisturbed
-from tests.world import TINY
+from tests.world import TINY, undisturbed_losses
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -93,7 +92,7 @@ def test_services_scale_heal_and_go_on(services: Watched, image: str, tmp_path: 
 
     reached = services.step()
     losses = {step: loss for step, loss in services.losses().items() if step <= 150}
-    assert losses == pytest.approx(undisturbed(tmp_path, *_TASK, f"steps={len(losses)}"), rel=1e-5)
+    assert losses == pytest.approx(undisturbed_losses(tmp_path, 1, 1, *_TASK, f"steps={len(losses)}"), rel=1e-5)
 
     rest = tuple(f"steps={reached + 10}" if o.startswith("steps=") else o for o in _JOB)
     compose("up", "--detach", "--scale", "node=2", image=image, job=rest)
@@ -130,6 +129,6 @@ def test_the_slurm_profile_runs_a_job_through_the_slurm_launcher(slurm_cluster: 
     assert "submitted slurm_fsdp://compose/" in said and "job: done" in said, said
     hosts = watched.events("round_started")[-1]["hosts"]
     assert len(set(hosts)) == 2
-    assert watched.losses() == pytest.approx(undisturbed(tmp_path, *_TASK, "steps=40"), rel=1e-5)
+    assert watched.losses() == pytest.approx(undisturbed_losses(tmp_path, 1, 1, *_TASK, "steps=40"), rel=1e-5)
     accounted = docker("exec", slurm_cluster, "sacct", "--allocations", "--noheader", "--format=JobName,State")
     assert accounted.split()[0] == "job"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,9 +13,9 @@ import pytest
 from fsdp_jobs.launchers.detached import supervisor_of
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.verdict import Verdict
-from tests.jobs import Watched, cli
+from tests.jobs import ROOT, Watched, cli
 from tests.launchers.docker.daemon import SECRET, docker
-from tests.world import TINY
+from tests.world import TINY, TINY_LLAMA, TINY_TASK, undisturbed_losses
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -35,7 +36,8 @@ class DockerJob(Watched):
         super().__init__(RunDir(folder / "runs" / name))
         self.folder, self.name = folder, name
         where = ("cluster=docker", f"cluster.image={image}", f"name={name}", "attach=false")
-        done = cli(folder, *where, *(TINY if tiny else ()), *overrides)
+        model = () if "model=custom" in overrides else TINY_LLAMA
+        done = cli(folder, *where, *((*model, *TINY_TASK) if tiny else ()), *overrides)
         assert done.returncode == 0, done.stdout + done.stderr
 
     def verb(self, *args: str) -> str:
@@ -90,15 +92,10 @@ def docker_job(folder: Path, name: str, image: str, *overrides: str, tiny: bool 
     assert not job.left()
 
 
-def undisturbed(folder: Path, *overrides: str) -> dict[int, float]:
-    """Step -> loss of the same job as one process of this machine."""
-    done = cli(folder, "name=undisturbed", "nodes=1", "nproc_per_node=1", *TINY, *overrides, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return Watched(RunDir(folder / "runs" / "undisturbed")).losses()
-
-
 def test_whatever_is_done_to_containers_the_losses_are_the_undisturbed_ones(image: str, tmp_path: Path) -> None:
-    task = ("steps=300", "checkpoint.every_steps=10", "data.global_batch=12")
+    shutil.copy(ROOT / "tests" / "models.py", tmp_path / "own_models.py")  # containers see a copy of this folder
+    model = ("model=custom", "model._target_=own_models.paced", "model.wrap_classes=[Block]")
+    task = ("steps=300", "checkpoint.every_steps=10", "data.global_batch=12", *model)
     fleet = ("nodes=3", "nproc_per_node=2", "cluster.cpus=1", *_SOON)
     with docker_job(tmp_path, "chaos", image, *fleet, *task) as job:
         job.until_step(15)
@@ -127,8 +124,8 @@ def test_whatever_is_done_to_containers_the_losses_are_the_undisturbed_ones(imag
         assert (verdict.verdict, verdict.decision) == ("done", "stop"), job.story()
         restarted = [e["process"] for e in job.events("process_restarted") if e["exit_code"] == 137]
         assert "coordinator" in restarted and len(restarted) >= 2
-        expected = undisturbed(tmp_path, *task)
-        assert job.losses() == pytest.approx(expected, rel=1e-5)
+        here = [o.replace("own_models.paced", "tests.models.tiny") for o in task]
+        assert job.losses() == pytest.approx(undisturbed_losses(tmp_path, 1, 1, *here), rel=1e-5)
 
 
 def test_verbs_and_what_a_job_leaves(image: str, tmp_path: Path) -> None:
@@ -199,7 +196,7 @@ def test_what_nobody_restarts_is_named_and_cancel_leaves_nothing_even_without_a_
         supervisor.kill()
         assert "alone stopped: cancelled" in job.verb("cancel", "alone")
         assert job.left() == []
-    with docker_job(tmp_path, "twice", image, *task) as job:
+    with docker_job(tmp_path, "twice", image, *task, "nodes=1") as job:
         job.until_step(5)
         supervisor = supervisor_of(job.run)
         assert supervisor is not None
