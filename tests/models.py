@@ -143,3 +143,28 @@ def _flip(at: int, what: str, number: int, element: int, bit: int, optimizer: An
         own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         bits = own.detach().view(-1).view(torch.int32)
         bits[element % len(bits)] ^= 1 << bit
+
+
+class Wrong(Block):
+    """Computes its gradients wrong by a part in a million, on the rank and from the forward pass that WRONG names.
+
+    All ranks do, and every time by another factor, when WRONG is all.
+    """
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        rank, _, at = os.environ.get("WRONG", "").partition(":")
+        y = super().forward(x)
+        if y.requires_grad and rank in ("all", os.environ.get("RANK")):
+            self.calls += 1
+            factor = 1 + 1e-6 * (self.calls if rank == "all" else 1)
+            if self.calls >= int(at):
+                y.register_hook(lambda gradient: gradient * factor)
+        return y
+
+
+def computes_wrong(vocab: int = 256) -> nn.Module:
+    model = Tiny(vocab)
+    model.blocks[1] = Wrong(32)
+    return model

@@ -74,7 +74,8 @@ def _integrity(config: JobConfig) -> Iterator[Problem]:
     if every_steps and strategy in ("full_shard", "shard_grad_op"):
         what = f"fsdp.strategy={strategy} has one replica, and nothing to compare it with"
         yield Problem(f"integrity.every_steps={every_steps}", what, "fsdp=hybrid_shard, or integrity.every_steps=0")
-    if action != "report" and not every_steps and not config.checkpoint.memory.every_steps:
+    probes = config.integrity.probe_every_steps and not config.is_program
+    if action != "report" and not (every_steps or probes or config.checkpoint.memory.every_steps):
         cure = "integrity.every_steps=100, or checkpoint.memory.every_steps=auto"
         yield Problem(f"integrity.action={action}", "nothing is compared", cure)
 

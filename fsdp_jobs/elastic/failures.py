@@ -26,7 +26,8 @@ _OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|can't allocate memo
 # Errors of the machine and not of the program.
 _HARDWARE = re.compile(r"CUDA error|uncorrectable|\bECC\b|\bXid\b|cudaError|CUDA driver|no CUDA GPUs", re.IGNORECASE)
 
-_CANNOT_READ = "CannotReadHere"  # of a checkpoint that other nodes can read
+# Of a checkpoint that other nodes can read, and of gradients that other ranks compute otherwise.
+_HERE_ALONE = ("CannotReadHere", "ComputesWrong")
 
 
 def speaks_of_lost_peer(text: str) -> bool:
@@ -64,7 +65,7 @@ class Failure:
 
     @property
     def may_be_the_machines(self) -> bool:
-        return self.exit_code < 0 or bool(_HARDWARE.search(self.error)) or self.error.startswith(_CANNOT_READ)
+        return self.exit_code < 0 or bool(_HARDWARE.search(self.error)) or self.error.startswith(_HERE_ALONE)
 
     @property
     def signature(self) -> tuple[int, int, str] | None:
@@ -72,7 +73,7 @@ class Failure:
 
         Its own: the rank raised, or ended with an exit code, and not because a peer had gone.
         """
-        if not (self.error or self.exit_code > 0) or self.is_victim or self.error.startswith(_CANNOT_READ):
+        if not (self.error or self.exit_code > 0) or self.is_victim or self.error.startswith(_HERE_ALONE):
             return None
         return self.step, self.exit_code, re.sub(r"[0-9]+", "0", self.error)  # addresses and sizes differ
 

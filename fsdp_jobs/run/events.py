@@ -246,7 +246,7 @@ class Corruption(Event, sentence="{why}", style="red"):
 
     step: int
     agreed: int  # the newest step before it at which they did, -1 when none is known
-    finding: str  # outvoted | two | start | transient | reproduced | unknown
+    finding: str  # outvoted | two | start | transient | reproduced | unknown | computed
     ranks: list[int]  # those that are wrong; when it is not known which, all that hold these shards
     nodes: list[int]
     hosts: list[str]

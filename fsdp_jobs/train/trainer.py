@@ -22,6 +22,7 @@ from fsdp_jobs.train.data import batches, check_same_data
 from fsdp_jobs.train.loss import TokenLoss
 from fsdp_jobs.train.metrics import flops_per_token
 from fsdp_jobs.train.optim import build_optimizer, learning_rate, set_learning_rate
+from fsdp_jobs.train.probe import Probe
 from fsdp_jobs.train.sharding import compute_dtype, set_gradient_communication, sharded_model
 from fsdp_jobs.train.sources import open_samples
 
@@ -98,6 +99,7 @@ def main() -> int:
     samples = open_samples(data, config.seed)
     check_same_data(samples, data)
     learner = Learner(config, job.layout(), job.mesh(), device)
+    probe = Probe(config, learner.model, device, learner.backward)
     model, optimizer, scaler = learner.model, learner.optimizer, learner.scaler
     hyperparameters = Hyperparameters(optimizer)
     configured = hyperparameters.state_dict()
@@ -120,6 +122,8 @@ def main() -> int:
         set_learning_rate(optimizer, rate)
         grad_norm = learner.clip()
         learner.update(grad_norm)
+        if probe.every_steps and number % probe.every_steps == 0:
+            probe.run(number, microbatches[0])
         checkpoints.samples += data.global_batch
         checkpoints.stream = samples.mark
         if scaler is not None:

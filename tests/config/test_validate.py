@@ -82,6 +82,7 @@ def test_a_stream_is_refused_with_captures_which_do_not_hold_its_place() -> None
 def test_replicas_that_cannot_be_compared_are_refused() -> None:
     assert "integrity.every_steps=10" in wheres("integrity.every_steps=10", "fsdp=full_shard")
     assert "integrity.every_steps=10" not in wheres("integrity.every_steps=10", "fsdp=hybrid_shard")
-    assert "integrity.action=restart" in wheres("integrity.action=restart")
+    assert "integrity.action=restart" in wheres("integrity.action=restart", "integrity.probe_every_steps=0")
+    assert "integrity.action=restart" in wheres("integrity.action=restart", "script=train.py")
     for asked in ("integrity.every_steps=10", "checkpoint.memory.every_steps=1"):
-        assert "integrity.action=restart" not in wheres("integrity.action=restart", asked)
+        assert "integrity.action=restart" not in wheres("integrity.action=restart", "script=train.py", asked)

@@ -98,6 +98,19 @@ def test_what_happens_again_is_said_so_and_not_tried_for_ever(tmp_path: Path) ->
         assert len(flipped.events("round_started")) == 2
 
 
+def test_a_rank_that_computes_wrong_ends_and_counts_against_its_machine(tmp_path: Path) -> None:
+    model = ("model=custom", "model._target_=tests.models.computes_wrong", "model.wrap_classes=[Block]", "steps=12")
+    asked = ("nodes=3", "fsdp=full_shard", "integrity.probe_every_steps=4", "integrity.action=restart")
+    with job(tmp_path, "wrong", *TASK, *model, *asked, "checkpoint.every_steps=3", tiny=False, WRONG="1:11") as wrong:
+        assert wrong.wait().verdict == "done", wrong.story()
+        (found,) = wrong.events("corruption")
+        assert (found["finding"], found["ranks"], found["nodes"]) == ("computed", [1], [1]), found
+        assert (found["step"], found["agreed"]) == (8, 4), found
+        (broken,) = wrong.events("round_broken")
+        assert "ComputesWrong" in broken["why"] and len(wrong.events("round_started")) == 2, wrong.story()
+        assert broken["blamed"], broken
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(50))
 def test_a_bit_anywhere_in_the_live_state_is_found(tmp_path: Path, seed: int) -> None:
