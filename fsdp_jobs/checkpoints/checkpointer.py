@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import errno
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
-from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch import nn
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
 from fsdp_jobs.checkpoints import catalog, fsdp1
@@ -29,8 +25,9 @@ from fsdp_jobs.checkpoints.fsdp1 import Fsdp1State
 from fsdp_jobs.checkpoints.local_disks import LocalDisks
 from fsdp_jobs.checkpoints.memory import MemoryCheckpoints
 from fsdp_jobs.checkpoints.ranks import Ranks
+from fsdp_jobs.checkpoints.saver import Saver
 from fsdp_jobs.checkpoints.state import State
-from fsdp_jobs.checkpoints.storage import CommittingWriter, NotFinite, SafeReader, SaveRequest
+from fsdp_jobs.checkpoints.storage import NotFinite, SafeReader, SaveRequest
 from fsdp_jobs.checkpoints.sums import tell_sums
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.config.keys import AUTO
@@ -87,13 +84,7 @@ class Checkpointer:
         self.disks = LocalDisks(Path(local_dir) / run.name, self.ranks) if local_dir is not None else None
         every_steps = self.config.memory.every_steps
         self.memory = MemoryCheckpoints.of_rank(self.ranks, layout, self.state, every_steps, self._tell_failed)
-        on_cuda = device.type == "cuda"
-        self.mode = self.config.async_mode
-        if self.mode == AUTO:
-            self.mode = "process" if on_cuda else "thread"
-        self.stager = DefaultStager(StagingOptions(on_cuda, self.mode == "process", True, on_cuda))
-        self.planner = DefaultSavePlanner(enable_plan_caching=True)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
+        self.saver = Saver(self.config.async_mode, device, self.group)
         self.committed_step = -1
         self.saved_at = time.monotonic()  # when the newest save began
         self.stall_s = 0.0  # time that steps have waited for saves since `take_stall`
@@ -126,7 +117,7 @@ class Checkpointer:
         elif block and self.disks is not None and self._request is not None and not self._may_upload:
             self._may_upload = True
             self.disks.upload(self._request)
-        if block or self.mode == "off":
+        if block or self.saver.mode == "off":
             self.before_update()
             self.finish()
         if block:
@@ -149,46 +140,8 @@ class Checkpointer:
         if self.disks is not None:
             self._may_upload = self.disks.may_upload(must=block)
             self._note_upload(wait=False)
-        tensors, objects = self.state.to_capture()
-        if block or self.mode == "off":  # straight from the tensors
-            self._written = Future()
-            try:
-                dcp.save(tensors | self.state.packed(objects), **self._how(self._request))
-                self._written.set_result(None)
-            except (Exception, CheckpointException) as e:  # the second is none of the first
-                self._written.set_exception(e)
-        else:
-            self._staged = Future()  # last: who starts a thread may wait for the interpreter's lock
-            self._written = self._thread.submit(
-                self._write, self._request, tensors, copy.deepcopy(objects), self._staged
-            )
+        self._staged, self._written = self.saver.save(self._request, self.state, block)
         self.stall_s += time.perf_counter() - begin
-
-    def _how(self, request: SaveRequest) -> dict[str, Any]:
-        return {"storage_writer": CommittingWriter(request), "planner": self.planner, "process_group": self.group}
-
-    def _write(
-        self, request: SaveRequest, tensors: dict[str, Tensor], objects: dict[str, Any], staged: Future[None]
-    ) -> None:
-        """In a thread: copy the state, which may change from then on, and have the copy written."""
-        try:
-            state = tensors | self.state.packed(objects)
-            if self.mode == "process":
-                kind = AsyncCheckpointerType.PROCESS
-                response = dcp.async_save(
-                    state, **self._how(request), async_checkpointer_type=kind, async_stager=self.stager
-                )
-                assert isinstance(response, AsyncSaveResponse)
-                response.staging_completion.result()
-                save: Callable[[], object] = response.upload_completion.result
-            else:
-                state = cast("Future[dict[str, Tensor]]", self.stager.stage(state)).result()
-                save = partial(dcp.save, state, **self._how(request))
-        except BaseException as e:
-            staged.set_exception(e)  # the next update raises it, and the other ranks see this one go
-            raise
-        staged.set_result(None)
-        save()
 
     def before_update(self) -> None:
         """Wait until a save has its copy of the state. The optimizer calls it before each update."""
@@ -413,8 +366,7 @@ class Checkpointer:
             JobFailed: the last save has failed.
         """
         self.finish()
-        self._thread.shutdown()
-        self.stager.close()
+        self.saver.close()
         if self.disks is not None:
             self.disks.close()
         if self.memory is not None:

@@ -88,17 +88,11 @@ class State:
             self._fqns[name] = f"model.{next(iter(_get_fqns(self.model, name)))}"
         return self._fqns[name]
 
-    def to_save(self) -> dict[str, Tensor]:
-        """Return all that a checkpoint holds, as it is now; buffers copied, so that the next forward may change them.
-
-        Raises:
-            TypeError: a value is neither plain nor a tensor.
-        """
-        tensors, objects = self.to_capture()
-        return tensors | self.packed(objects)
-
     def to_capture(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the same in two: its tensors, and by name the objects that are still to be `packed`."""
+        """Return all that a checkpoint holds: its tensors, and by name the objects that are still to be `packed`.
+
+        The tensors are those that an update changes; buffers are copied, so that the next forward may change them.
+        """
         tensors, values = self.live()
         tensors |= {name: tensors[name].clone() for name in self.buffers & tensors.keys()}
         return tensors, {_VALUES: values, **{name: o.state_dict() for name, o in (self.others | self.random).items()}}

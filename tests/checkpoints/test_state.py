@@ -103,13 +103,13 @@ def _torn(folder: str) -> None:
     checkpoints = trained(folder, model=_Averaging(), async_mode="thread")
     _step(checkpoints, 1)
     gate = threading.Event()
-    stage = checkpoints.stager._stage
+    stage = checkpoints.saver.stager._stage
 
     def late(*args: Any, **kwargs: Any) -> Any:
         gate.wait(30)
         return stage(*args, **kwargs)
 
-    checkpoints.stager._stage = late  # type: ignore[method-assign]
+    checkpoints.saver.stager._stage = late  # type: ignore[method-assign]
     checkpoints.save(1)
     checkpoints.state.model(torch.ones(2, 4))  # the next step's forward, while nothing has been copied yet
     gate.set()
