@@ -3,7 +3,7 @@ PYTHON ?= python3
 # What pip is asked for. On a machine without a GPU: a CPU wheel's path, say.
 TORCH ?= torch>=2.13,<2.14
 EXTRAS ?= dev,dashboard,docker,kubernetes,tensorboard,s3,mlflow,wandb,hf,accelerate
-BENCHMARKS ?= plan_scale start overhead captures goodput against_accelerate save coordinator traffic recovery submit status
+BENCHMARKS ?= plan_scale start overhead captures goodput against_accelerate save coordinator traffic recovery submit status gpu
 
 # What depends on torch: the trainer needs a newer one than programs do.
 PROGRAM_TESTS = tests/config/test_torch_version.py tests/elastic tests/checkpoints/test_state.py tests/train/test_library.py tests/integration/test_scripts.py tests/tools/test_accelerate.py::test_a_program_of_accelerates_is_sharded_as_asked_and_lives_on

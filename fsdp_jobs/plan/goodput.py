@@ -97,8 +97,9 @@ def expect(
     seen, configured = seen or Failures(), config.hardware.failures_per_1000_node_days
     rate = 1e3 * (_RELIED_ON + seen.count) / (_RELIED_ON * 1e3 / max(1e-9, configured) + seen.node_days)
     mtbf_s = 86400e3 / (nodes * rate)
-    tiers = tuple(_tiers(config, layout, nodes, memory, step_s, costs, mtbf_s))
-    restart_s = costs.restart_s or _RESTART_S if costs is not None else _RESTART_S
+    known = costs or Costs(0.0, 0.0, 0.0)
+    tiers = tuple(_tiers(config, layout, nodes, memory, step_s, known, mtbf_s))
+    restart_s = known.restart_s or _RESTART_S
     lag_s = sum(t.share * t.written_s for t in tiers)  # a failure until then goes back to the save before
     kept = goodput([(t.share, t.every_s or t.best_s, t.stall_s) for t in tiers], restart_s + lag_s, mtbf_s)
     return Expected(mtbf_s, rate, seen, restart_s, costs is not None, tiers[-1].best_s, tiers, kept)
@@ -110,7 +111,7 @@ def _tiers(
     nodes: int,
     memory: Memory | None,
     step_s: float | None,
-    costs: Costs | None,
+    costs: Costs,
     mtbf_s: float,
 ) -> Iterator[Tier]:
     """Yield the places that the job is saved to, the fastest first; shared storage is always the last one."""
@@ -121,21 +122,16 @@ def _tiers(
         holders = max(2, min(layout.replicas, nodes)) - 1  # other nodes that have the same, replicas or a partner
         together = _SEVERAL_NODES * float(nodes - 1) ** -holders if nodes > 1 else 1 - _NODES_STAY
         left = max(_LEAST_BEYOND_MEMORY, together)
-        stall_s = _CAPTURE_S + max(0.0, copy_s - (step_s or copy_s))
-        if costs is not None and costs.capture_s:
-            stall_s = costs.capture_s
+        stall_s = costs.capture_s or _CAPTURE_S + max(0.0, copy_s - (step_s or copy_s))
         if every == AUTO:
             network_gb_s = hardware.inter_node_gb_s if layout.replicas == 1 else 0.0  # else nothing is sent
             send_s = copied / (network_gb_s * 1e9) if network_gb_s else 0.0
             busy_s = max(copy_s, send_s, copied * per_node / (_CHECKSUM_GB_S * 1e9), stall_s / _CAPTURES_COST)
-            every = ceil(busy_s / step_s) if step_s else 0
-            every = costs.capture_steps or every if costs is not None else every
+            every = costs.capture_steps or (ceil(busy_s / step_s) if step_s else 0)
         captured, best_s = memory.captured if memory is not None else 0, best_interval(stall_s, mtbf_s / (1 - left))
         best_s, every_s = max(best_s, step_s or 0.0), every * (step_s or 0.0)
         yield Tier("memory", 1 - left, stall_s, best_s, every_s, step_s or 0.0, every, captured * per_node)
-    stall_s, write_s = _LEAST_STALL_S + copy_s, 0.0
-    if costs is not None and costs.write_s:
-        stall_s, write_s = costs.stall_s, costs.write_s
+    stall_s, write_s = costs.stall_s if costs.write_s else _LEAST_STALL_S + copy_s, costs.write_s
     best_s = max(best_interval(stall_s, mtbf_s / left), write_s, 60.0)
     minutes, steps = checkpoint.every_minutes, checkpoint.every_steps
     configured = [best_s if minutes == AUTO else minutes * 60] if minutes else []

@@ -31,16 +31,9 @@ class Considered:
     """One option as the plan keeps it, chosen or not, with the reason."""
 
     name: str
-    strategy: str
-    shard_group: int
-    replicas: int
-    inside: str
-    crossing: int
-    nodes: int
     fits: bool
     memory_bytes: int
-    intra_node_bytes: dict[str, float]  # per node and step, by backend
-    inter_node_bytes: dict[str, float]
+    traffic: dict[str, Traffic]  # per node and step, by backend
     step_s: float
     tokens_per_s: float
     why: str
@@ -102,8 +95,8 @@ class Plan:
             "layout": Layout(**d["layout"]),
             "memory": d["memory"] and Memory(**d["memory"]),
             "time": d["time"] and StepTime(**d["time"]),
-            "traffic": {b: Traffic(**t) for b, t in d["traffic"].items()},
-            "considered": tuple(Considered(**c) for c in d["considered"]),
+            "traffic": _traffic(d),
+            "considered": tuple(Considered(**c | {"traffic": _traffic(c)}) for c in d["considered"]),
             "expected": Expected(**expected),
             "remedies": tuple(Remedy(tuple(r["overrides"]), r["result"]) for r in d["remedies"]),
         }
@@ -252,21 +245,9 @@ def _at_minimum(config: JobConfig, shape: ModelShape, topology: Topology, low: i
     return f"At the minimum of {low} nodes it does NOT fit: {option.name} is {over} over."
 
 
+def _traffic(d: dict[str, Any]) -> dict[str, Traffic]:
+    return {backend: Traffic(**sent) for backend, sent in d["traffic"].items()}
+
+
 def _considered(o: Option, why: str, taken: bool) -> Considered:
-    return Considered(
-        name=o.name,
-        strategy=o.layout.strategy,
-        shard_group=o.layout.shard_group,
-        replicas=o.layout.replicas,
-        inside=o.placement.inside,
-        crossing=o.placement.crossing,
-        nodes=len(o.placement.used),
-        fits=o.fits,
-        memory_bytes=o.memory.total,
-        intra_node_bytes={b: t.intra_node for b, t in o.traffic.items()},
-        inter_node_bytes={b: t.inter_node for b, t in o.traffic.items()},
-        step_s=o.time.step,
-        tokens_per_s=o.time.tokens_per_s,
-        why=why,
-        taken=taken,
-    )
+    return Considered(o.name, o.fits, o.memory.total, o.traffic, o.time.step, o.time.tokens_per_s, why, taken)

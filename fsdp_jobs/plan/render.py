@@ -144,7 +144,7 @@ def _options(plan: Plan) -> tuple[Table, Table]:
         plan.considered, key=lambda c: (not c.taken, not c.fits, -c.tokens_per_s if c.fits else c.memory_bytes)
     )
     for c in ordered[:MOST_OPTIONS_SHOWN]:
-        sizes = (c.memory_bytes, c.intra_node_bytes[plan.backend], c.inter_node_bytes[plan.backend])
+        sizes = (c.memory_bytes, c.traffic[plan.backend].intra_node, c.traffic[plan.backend].inter_node)
         style = ("bold green" if c.fits else "bold red") if c.taken else "" if c.fits else "dim"
         table.add_row(c.name, *map(size, sizes), f"{c.tokens_per_s:,.0f}", style=style)
         why.add_row(c.name, Text(c.why, "bold" if c.taken else ""))

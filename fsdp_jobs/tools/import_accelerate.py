@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
+from fsdp_jobs.config.schema import STRATEGIES
 from fsdp_jobs.run.directory import write_atomic
 
 
@@ -41,7 +42,6 @@ def _converted(value: Any, rule: dict[Any, Any]) -> Any:
     return value or None
 
 
-_STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")  # numbered from 1
 _GROUPS = {"fsdp_config": "fsdp_", "parallelism_config": "parallelism_config_", "dynamo_config": "dynamo_"}
 _RULES: dict[str, dict[Any, Any]] = yaml.safe_load(Path(__file__).with_name("accelerate.yaml").read_text())
 KNOWN = _RULES.keys()
@@ -145,12 +145,12 @@ def _convert_fsdp1(flat: dict[str, Any], replicas: int, group: int, result: Impo
         yield Problem(f"parallelism_config: {replicas} x {group}", "is for fsdp_version: 2", "fsdp_version: 2")
         return
     given = [flat[key] for key in ("fsdp_reshard_after_forward", "fsdp_sharding_strategy") if flat.get(key) is not None]
-    named = given[0] if given else _STRATEGIES[0]
-    by_number = {str(number): name for number, name in enumerate(_STRATEGIES, 1)}
+    named = given[0] if given else STRATEGIES[0]
+    by_number = {str(number): name for number, name in enumerate(STRATEGIES, 1)}  # as FSDP1 numbers them
     strategy = by_number.get(str(named), str(named).lower())
-    if strategy not in _STRATEGIES:
+    if strategy not in STRATEGIES:
         what = "is not a sharding strategy"
-        yield Problem(f"fsdp_sharding_strategy: {named}", what, f"one of {', '.join(_STRATEGIES)}")
+        yield Problem(f"fsdp_sharding_strategy: {named}", what, f"one of {', '.join(STRATEGIES)}")
         return
     result.values["fsdp.strategy"] = strategy
     if strategy.startswith("hybrid") and "nproc_per_node" in result.values:
