@@ -75,12 +75,15 @@ def test_a_cut_machine_is_lost_and_a_stopped_agent_is_not(tmp_path: Path) -> Non
         env = {**os.environ, "PYTHONPATH": str(ROOT), ATTEMPT_ENV: "0", COORDINATOR_ENV: address}
         coordinator = [sys.executable, "-m", "fsdp_jobs.elastic.coordinator", str(run.path)]
         fabric.run(CONTROL, coordinator, env, run.process_log(0, "coordinator"))
-        for name in fabric.nodes:
-            fabric.run(name, [sys.executable, "-c", AGENT, str(run.path), name, address], env, tmp_path / f"{name}.log")
+        agents = {
+            name: fabric.run(name, [sys.executable, "-c", AGENT, str(run.path), name, address], env, tmp_path / "log")
+            for name in fabric.nodes
+        }
         assert len(until("round_started", 1)["nodes"]) == 3
         fabric.signal_all("node2", signal.SIGSTOP)
         time.sleep(STOPPED_S)
         fabric.signal_all("node2", signal.SIGCONT)
+        agents["node2"].send_signal(signal.SIGCONT)  # nsenter stops when its child does
         time.sleep(1)
         assert not events("node_lost"), "its machine has acknowledged all packets"
         cut_at = time.time()
