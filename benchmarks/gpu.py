@@ -364,6 +364,7 @@ def _recovered(bench: Bench, compiled: bool) -> Iterator[Row]:
     every = ("steps=100000", "checkpoint.every_steps=10", f"fsdp.compile={str(compiled).lower()}")
     job = bench.job(f"recovery-{name}", *TINY, *every, **caches)
     job.until_step(25)
+    job.until(lambda: job.events("checkpoint"), "its first checkpoint")
     before = len(job.metrics())
     killed = time.time()
     job.ranks()[0].kill()
