@@ -89,7 +89,8 @@ def test_a_run_with_time_limits_hostile_words_and_a_secret(
     monkeypatch.setenv("MY_TOKEN", "very-secret")
     hostile = 'cluster.comment="it\'s; $(touch owned) #"'
     setup = """cluster.setup=['test -n "$MY_TOKEN"']"""
-    limits = ("cluster.time=1", "elastic.stop_grace_s=10")
+    # SLURM may send its signal a minute early: of one minute, a busy machine has not begun to train by then.
+    limits = ("cluster.time=2", "elastic.stop_grace_s=10")
     with slurm_job(lab, folder, "long", "nodes=1", *limits, hostile, setup, *ENDLESS) as job:
         job.until_attempt(0)
         handle = f"slurm_fsdp://lab/{job.id}"
