@@ -50,15 +50,6 @@ def call(*argv: str, stdin: str | None = None, env: Mapping[str, str] | None = N
     return done.stdout
 
 
-def submit(script: str, *options: str, env: Mapping[str, str] | None = None) -> str:
-    """Hand a script to sbatch; return the id of its job.
-
-    Raises:
-        SlurmError: SLURM does not take it; with all that sbatch and the site's plugins say.
-    """
-    return call("sbatch", "--parsable", *options, stdin=script, env=env).split()[-1].partition(";")[0]
-
-
 _answers: dict[tuple[str, ...], tuple[float, str]] = {}  # command -> when it was called, and what it printed
 
 

@@ -68,12 +68,12 @@ class Companions:
         folder = self.run.node(self.attempt, node)
         folder.mkdir(parents=True, exist_ok=True)
         output = str(folder).replace("%", "%%") + "/companion-%j.out"
-        options = ["--nodes=1", "--no-requeue", f"--job-name={name}-node-{node}", f"--output={output}"]
+        options = ["--parsable", "--nodes=1", "--no-requeue", f"--job-name={name}-node-{node}", f"--output={output}"]
         if excluded := [*self.run.excluded_hosts(), *self.commands.exclude]:
             options.append(f"--exclude={','.join(excluded)}")
         # What this job's environment says of its own allocation would be taken for requests.
         env = {k: v for k, v in self.env.items() if not k.startswith(("SLURM_", "SBATCH_")) or k == "SLURM_CONF"}
-        return client.submit(script, *options, *self.commands.submit, env=env)
+        return client.call("sbatch", *options, *self.commands.submit, stdin=script, env=env).strip().partition(";")[0]
 
     def release(self) -> None:
         """Cancel companions: running ones leave by themselves too, waiting ones would start in vain."""

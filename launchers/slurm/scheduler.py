@@ -88,7 +88,7 @@ class SlurmLauncher(Launcher):
         at_once(lambda request: request.commands.write(request.job.run), requests)
         if folder is None:
             _write_code(requests, None)
-            ids = [client.submit(request.text) for request in requests]
+            ids = [submission.sbatch(request.job.run.submit / "slurm", request.text) for request in requests]
         else:
             own = folder.resolve() / "slurm" / requests[0].job.submission
             _write_code(requests, own)

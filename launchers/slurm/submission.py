@@ -1,13 +1,37 @@
-"""Jobs with equal scripts as the tasks of job arrays."""
+"""Scripts handed to sbatch: one job alone, or jobs with equal scripts as the tasks of job arrays."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
+from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.launchers.slurm import client
 from fsdp_jobs.launchers.slurm.script import Script
 from fsdp_jobs.run.directory import RunDir
+
+
+def sbatch(folder: Path, script: str) -> str:
+    """Submit a script by submitit, and return SLURM's job id; the script stays as `folder`/<id>_submission.sh.
+
+    Raises:
+        JobFailed: SLURM does not take it; with all that sbatch and the site's plugins say.
+    """
+    from submitit.core.utils import FailedJobError
+    from submitit.slurm.slurm import SlurmExecutor
+
+    class Executor(SlurmExecutor):
+        """Submits a finished script: there is no function to pickle; srun and signals are the batch step's."""
+
+        def _make_submission_file_text(self, command: str, uid: str) -> str:
+            return command
+
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        return str(Executor(folder)._submit_command(script).job_id)
+    except (FailedJobError, OSError) as e:
+        raise JobFailed(f"sbatch: {e}") from e
+
 
 Groups = list[list[int]]  # indices of jobs with equal scripts
 
@@ -42,13 +66,12 @@ def submit_arrays(
         A job id for each, `<array>_<task>`; `<job>` for one that is no array.
 
     Raises:
-        SlurmError: SLURM does not take one of the arrays.
+        JobFailed: SLURM does not take one of the arrays.
     """
     ids = [""] * len(runs)
     lanes = min(parallelism, len(groups)) or len(groups)  # arrays that may run at once; others come after them
     share, rest = divmod(parallelism, lanes)
     arrays: list[str] = []
-    folder.mkdir(parents=True, exist_ok=True)
     try:
         for number, group in enumerate(groups):
             after = arrays[number - lanes] if number >= lanes else ""
@@ -57,14 +80,13 @@ def submit_arrays(
                 text = first.of_run(str(runs[group[0]].path.resolve()), name, tag, after)
             else:
                 links = folder / str(number)
-                links.mkdir()
+                links.mkdir(parents=True)
                 for task, job in enumerate(group):
                     (links / str(task)).symlink_to(runs[job].path.resolve())
                 at_once = share + (number % lanes < rest)
                 margin_s = max(scripts[job].margin_s for job in group)
                 text = first.of_array(links, name, tag, len(group), at_once, after, margin_s)
-            (folder / f"{number}.sh").write_text(text)
-            arrays.append(client.submit(text))
+            arrays.append(sbatch(folder, text))
             for task, job in enumerate(group):
                 ids[job] = f"{arrays[-1]}_{task}" if len(group) > 1 else arrays[-1]
     except BaseException:

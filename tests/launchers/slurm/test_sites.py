@@ -49,7 +49,7 @@ def test_of_many_submissions_of_one_name_at_once_exactly_one_is_taken(lab: Lab, 
     assert len(queued(lab)) == 1
 
 
-@pytest.mark.parametrize(("pattern", "number", "jobs"), [("--parsable", 1, 0), ("job.json", 2, 1)])
+@pytest.mark.parametrize(("pattern", "number", "jobs"), [(".submission_file", 1, 0), ("job.json", 2, 1)])
 def test_a_submission_that_is_killed_beside_sbatch_is_found_again(
     lab: Lab, folder: Path, pattern: str, number: int, jobs: int
 ) -> None:

@@ -22,7 +22,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cluster whose arrays have at most 3 tasks; sbatch counts jobs from 100 and keeps the scripts."""
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(client, "settings", lambda: {"MaxArraySize": "3"})
-    say(tmp_path, "sbatch", "n=$(ls | grep -c ^script); cat > script-$n; echo $((100 + n))")
+    say(tmp_path, "sbatch", 'n=$(ls | grep -c ^script); cp "$1" script-$n; echo Submitted batch job $((100 + n))')
     say(tmp_path, "scancel", "echo $* > cancelled")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -75,7 +75,7 @@ def test_where_there_are_more_arrays_than_may_run_some_wait_for_others(slurm: Pa
 
 def test_all_are_submitted_or_none(slurm: Path) -> None:
     (slurm / "script-0").touch()
-    say(slurm, "sbatch", "test $(ls | grep -c ^script) = 3 && exit 1; touch script-$$; echo 7")
+    say(slurm, "sbatch", "test $(ls | grep -c ^script) = 3 && exit 1; touch script-$$; echo Submitted batch job 7")
     with pytest.raises(JobFailed, match="sbatch"):
         submitted(slurm, [SMALL] * 7, 0)
     assert (slurm / "cancelled").read_text() == "--quiet 7 7\n"

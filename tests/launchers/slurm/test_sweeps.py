@@ -69,7 +69,7 @@ def test_a_hundred_jobs_are_one_array_and_only_the_failed_ones_are_done_again(la
         ids = sweep.handles()
         array = ids[0].partition("_")[0]
         assert ids == [f"{array}_{task}" for task in range(100)]
-        assert len(list((tmp_path / "sweeps/grid/slurm").glob("*/*.sh"))) == 1
+        assert len(list((tmp_path / "sweeps/grid/slurm").rglob("*_submission.sh"))) == 1
         assert "ArrayTaskThrottle=6" in lab.on_login("scontrol", "show", "job", array)
 
         running = range(6)
