@@ -1,7 +1,8 @@
 """Sum the blocks of a file while it is written, and compare them while it is read. No torch.
 
 A block ends where a large write begins or ends, or after 4 MiB. `torch.save` writes a tensor's data at once, so that
-who reads one tensor of a file reads whole blocks, straight into its memory, and what lies between tensors besides.
+who reads one large tensor of a file reads whole blocks, straight into its memory. Others share blocks, since a
+manifest lists those of all ranks; but small ones at the beginning of a file, which all ranks may need, have their own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from fsdp_jobs.run.memory import checksum
 
 SUMS = "xxh3_128"  # key of the ends and sums of a file's blocks; files of earlier versions have crc32 in its place
 _BLOCK = 1 << 22  # bytes, at most
-_LARGE = 1 << 16  # bytes of a write that gets blocks of its own
+SMALL = 1 << 16  # bytes of a write that is not
+_LARGE = 1 << 22  # bytes of a write that gets blocks of its own, but for its end
 _TAIL = 1 << 12  # bytes at its end that do not: where a zip file ends its reader looks at so many before
 _HELD = 4  # blocks that a reader keeps, for who reads parts of them
 
@@ -36,16 +38,19 @@ class SummedFile:
         self.raw, self.size = raw, 0
         self.error: OSError | None = None
         self._sums: list[str] = []
-        self._small = bytearray()  # writes that wait for the end of their block
+        self._pending = bytearray()  # writes that wait for the end of their block
+        self._are_small = True  # all of them
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        if len(view) >= _LARGE or len(self._small) + len(view) > _BLOCK:
+        are_small = self._are_small and len(view) < SMALL
+        if len(view) >= _LARGE or len(self._pending) + len(view) > _BLOCK or self._are_small > are_small:
             self._flush()
+        self._are_small = are_small
         at = len(view) - _TAIL if len(view) >= _LARGE else 0
         for begin in range(0, at, _BLOCK):
             self._write(view[begin : min(at, begin + _BLOCK)])
-        self._small += view[at:]
+        self._pending += view[at:]
         return len(view)
 
     def _write(self, block: Any) -> None:
@@ -58,12 +63,12 @@ class SummedFile:
             raise
 
     def _flush(self) -> None:
-        if self._small:
-            block, self._small = self._small, bytearray()
+        if self._pending:
+            block, self._pending = self._pending, bytearray()
             self._write(block)
 
     def tell(self) -> int:
-        return self.size + len(self._small)
+        return self.size + len(self._pending)
 
     def flush(self) -> None:
         """Do nothing: a flush after each tensor must not end a block."""
@@ -105,6 +110,10 @@ class VerifiedFile(io.RawIOBase):
             self._at, filled = self._at + size, filled + size
         return filled
 
+    def forget(self) -> None:
+        """Free the blocks that are held; the reader may be part of a cycle, and live on."""
+        self._held.cache_clear()
+
     def _bounds(self, number: int) -> tuple[int, int]:
         return (self._ends[number - 1] if number else 0), self._ends[number]
 
@@ -118,10 +127,7 @@ class VerifiedFile(io.RawIOBase):
         begin, end = self._bounds(number)
         try:
             self.raw.seek(begin)
-            filled = 0
-            while filled < len(into) and (came := self.raw.readinto(into[filled:])):  # type: ignore[attr-defined]
-                filled += came
-            if filled < len(into) or checksum(into) != self._sums[number]:
+            if not _fill(self.raw, into) or checksum(into) != self._sums[number]:
                 raise Damaged(f"{self.name} {_difference(begin, end)}")
         except OSError as e:
             self.error = e  # torch.load may report another one
@@ -163,6 +169,8 @@ def open_verified(file: Path, expected: dict[str, Any] | None) -> Iterator[IO[by
             yield cast(IO[bytes], verified)
         except RuntimeError as e:
             raise verified.error or e from e
+        finally:
+            verified.forget()
 
 
 def difference(file: Path, expected: dict[str, Any], from_disk: bool = False) -> str:
@@ -184,10 +192,18 @@ def difference(file: Path, expected: dict[str, Any], from_disk: bool = False) ->
         words, begin = expected[SUMS].split(), 0
         for end, wanted in zip(map(int, words[::2]), words[1::2], strict=True):
             part = block[: end - begin]
-            if f.readinto(part) < len(part) or checksum(part) != wanted:
+            if not _fill(f, part) or checksum(part) != wanted:
                 return _difference(begin, end)
             begin = end
     return ""
+
+
+def _fill(file: Any, into: memoryview) -> bool:
+    """Read on; whether there was enough. A store's file may give less than it is asked for."""
+    filled = 0
+    while filled < len(into) and (came := file.readinto(into[filled:])):
+        filled += came
+    return filled == len(into)
 
 
 def _difference(begin: int, end: int) -> str:

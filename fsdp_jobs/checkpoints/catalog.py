@@ -193,17 +193,23 @@ def mark_agreed(checkpoints: Path, about: Callable[[int], bool | None]) -> None:
                     replace(manifest, agreed=known).write(folder, name)
 
 
-def commit(temporary: Path, final: Path, manifest: Manifest) -> None:
+def commit(temporary: Path, final: Path, manifest: Manifest, check: Callable[[], None] = lambda: None) -> None:
     """Commit a written checkpoint: manifest, fsync of folders, rename. An older save of the step is replaced.
+
+    Args:
+        check: called right before what makes it a checkpoint; raises when the round is over.
 
     Raises:
         OSError: a file is not there, or of another size than was reported.
     """
     if faults := faults_in(temporary, manifest.files, contents=False):
         raise OSError(f"{temporary} is not whole: {'; '.join(faults.values())}")
+    if temporary == final:
+        check()
     manifest.write(temporary)
     if temporary != final:
         fsync_folder(temporary)
+        check()
         replaced = temporary.with_suffix(_REPLACED)
         with suppress(FileNotFoundError):
             final.rename(replaced)

@@ -90,7 +90,7 @@ class Checkpointer:
         self.stall_s = 0.0  # time that steps have waited for saves since `take_stall`
         self.failure: str | None = None  # of the newest save
         self._written_step = -1  # of the newest save that is whole, maybe on the nodes' disks alone
-        self._staged: Future[None] | None = None
+        self._staged: Future[Any] | None = None
         self._written: Future[Any] | None = None
         self._request: SaveRequest | None = None
         self._may_upload = True
@@ -111,6 +111,8 @@ class Checkpointer:
         Waits for the previous save first; a step that is saved already is not written again. A save that fails leaves
         nothing behind but an event, the text in `failure`, and the checkpoint before it.
         """
+        if self._staged is not None:
+            self._staged.result()  # who could not copy its state must not begin what others do not
         self.finish()
         if step != self._written_step:
             self._begin(step, block)
@@ -304,8 +306,10 @@ class Checkpointer:
                 with self.ranks.reading(folder):
                     try:
                         self._load(folder, manifest, shards)
-                    except CheckpointException as e:
-                        if certain or not any(isinstance(cause, Damaged) for cause, _ in e.failures.values()):
+                    except (CheckpointException, CannotKeep) as e:
+                        causes = [e] if isinstance(e, CannotKeep) else [cause for cause, _ in e.failures.values()]
+                        kind = Damaged if shards is None else OSError  # other disks have what one of them does not
+                        if certain or not any(isinstance(cause, kind) for cause in causes):
                             raise
                         doubted.add(name)
                         continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 
@@ -14,7 +15,7 @@ _BLOCK = 1 << 24  # bytes sent at once
 
 
 class CannotKeep(OSError):
-    """A node has no room for what others have sent to it, or cannot write it."""
+    """A node cannot read what others need, or has no room for what they have sent."""
 
 
 def fetch_files(
@@ -29,7 +30,7 @@ def fetch_files(
         into: where files from other nodes are written to.
 
     Raises:
-        CannotKeep: on all ranks, when one of them cannot write what it got.
+        CannotKeep: on all ranks, when one of them cannot read what it holds, or write what it got.
     """
     came, wrong = 0, ""
     by_rank = ranks.gather((leader, wanted))
@@ -38,7 +39,7 @@ def fetch_files(
         if name in held.get(target, ()):
             continue
         if ranks.rank == source:
-            _send(folder / name, target, ranks.group)
+            wrong = _send(folder / name, target, ranks.group) or wrong
         elif ranks.rank == target:
             size = torch.zeros(1, dtype=torch.int64)
             dist.recv(size, source, group=ranks.group)
@@ -56,11 +57,25 @@ def fetch_files(
     return came
 
 
-def _send(file: Path, to: int, group: dist.ProcessGroup) -> None:
-    dist.send(torch.tensor([file.stat().st_size]), to, group=group)
-    with file.open("rb") as f:
-        while block := f.read(_BLOCK):
-            dist.send(torch.frombuffer(bytearray(block), dtype=torch.uint8), to, group=group)
+def _send(file: Path, to: int, group: dist.ProcessGroup) -> str:
+    """Send a file; what cannot be read is sent as nothing or as zeros, and why is returned."""
+    wrong, size = "", 0
+    try:
+        f = file.open("rb")
+        size = os.fstat(f.fileno()).st_size
+    except OSError as e:
+        wrong = f"{file} cannot be read: {e.strerror}"
+    dist.send(torch.tensor([size]), to, group=group)
+    for begin in range(0, size, _BLOCK):
+        block = torch.zeros(min(_BLOCK, size - begin), dtype=torch.uint8)
+        try:
+            f.readinto(block.numpy().data)
+        except OSError as e:
+            wrong = f"{file} cannot be read: {e.strerror}"
+        dist.send(block, to, group=group)
+    if not wrong:
+        f.close()
+    return wrong
 
 
 def _blocks(size: int, source: int, group: dist.ProcessGroup) -> Iterator[torch.Tensor]:

@@ -86,6 +86,7 @@ class MemoryCheckpoints:
         self._maps: dict[int, mmap] = {}  # slot -> its data
         self._newest: Slot | None = None
         self._captures = 0  # in this round
+        self._number = 1  # of the slot of the newest
         self.step = -1  # the newest that is known to be with all nodes
         self._captured_step = -1
         self.done = 0  # steps
@@ -144,11 +145,12 @@ class MemoryCheckpoints:
         begin = time.perf_counter()
         if self._captures == 1 and self.leads:
             forget_before(self.folder, self.epoch)  # every node has the first capture of this round
-        if self._captures:
+        if self._newest is None or self._newest.about.exists():  # else the agent found it changed: its slot is free
+            self._number = 1 - self._number
             self.step = self._captured_step
-        number, self._captured_step = self._captures % 2, step
-        slot = Slot(self.folder, self.epoch, self.ranks.rank, number)
-        about = partial(Capture, self.epoch, self.ranks.rank, number, step, samples, self.ranks.world)
+        self._captured_step = step
+        slot = Slot(self.folder, self.epoch, self.ranks.rank, self._number)
+        about = partial(Capture, self.epoch, self.ranks.rank, self._number, step, samples, self.ranks.world)
         tensors, objects = self.state.to_capture()
         updated = torch.cuda.current_stream().record_event() if self._stream is not None else None
         self._copying = self._thread.submit(self._copy, slot, about, tensors, copy.deepcopy(objects), updated, record)

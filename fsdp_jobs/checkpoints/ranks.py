@@ -99,7 +99,7 @@ class Ranks:
         def read(names: Iterable[str], from_disk: bool = True) -> dict[str, str]:
             return catalog.faults_in(folder, {name: files[name] for name in names}, contents, from_disk)
 
-        seen = read(sorted(files)[self.rank :: self.world], from_disk=False)
+        seen = read(sorted(files)[self.rank :: self.world], from_disk=not contents)  # the little that all depend on
         first = self.gather((self.node, seen))
         if not any(faults for _, faults in first):
             return []

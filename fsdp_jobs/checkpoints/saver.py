@@ -27,53 +27,55 @@ class Saver:
     def __init__(self, mode: str, device: torch.device, group: dist.ProcessGroup):
         """`mode` is `checkpoint.async_mode`."""
         on_cuda = device.type == "cuda"
+        self._device = device
         self.mode = ("process" if on_cuda else "thread") if mode == AUTO else mode
         self.stager = DefaultStager(StagingOptions(on_cuda, self.mode == "process", True, on_cuda))
         self._planner, self._group = DefaultSavePlanner(enable_plan_caching=True), group
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
 
-    def save(self, request: SaveRequest, state: State, block: bool) -> tuple[Future[None], Future[Any]]:
+    def save(self, request: SaveRequest, state: State, block: bool) -> tuple[Future[Any], Future[Any]]:
         """Write a state or, without `block`, begin to. Returns what is done when it may change, and when it is written.
 
         Raises:
             TypeError: with `block`, a value is neither plain nor a tensor; else the first of the two has it.
         """
         tensors, objects = state.to_capture()
-        staged, written = Future[None](), Future[Any]()
         if not block and self.mode != "off":  # last: who starts a thread may wait for the interpreter's lock
             pack = partial(state.packed, copy.deepcopy(objects))
-            return staged, self._thread.submit(self._write, request, tensors, pack, staged)
-        whole = tensors | state.packed(objects)
-        staged.set_result(None)
+            ready = torch.cuda.current_stream().record_event() if self._device.type == "cuda" else None
+            staged = self._thread.submit(self._stage, request, tensors, pack, ready)
+            return staged, self._thread.submit(lambda: staged.result()())
+        whole, copied, written = tensors | state.packed(objects), Future[Any](), Future[Any]()
+        copied.set_result(None)
         try:
             dcp.save(whole, **self._how(request))
             written.set_result(None)
         except (Exception, CheckpointException) as e:  # the second is none of the first
             written.set_exception(e)
-        return staged, written
+        return copied, written
 
     def _how(self, request: SaveRequest) -> dict[str, Any]:
         return {"storage_writer": CommittingWriter(request), "planner": self._planner, "process_group": self._group}
 
-    def _write(
-        self, request: SaveRequest, tensors: dict[str, Tensor], pack: Callable[[], Any], staged: Future[None]
-    ) -> None:
-        """In a thread: copy the state, and have the copy written."""
-        try:
-            state, how = tensors | pack(), self._how(request)
-            if self.mode == "process":
-                kind = AsyncCheckpointerType.PROCESS
-                response = dcp.async_save(state, **how, async_checkpointer_type=kind, async_stager=self.stager)
-                assert isinstance(response, AsyncSaveResponse)
-                response.staging_completion.result()
-                save: Callable[[], object] = response.upload_completion.result
-            else:
-                save = partial(dcp.save, cast("Future[dict[str, Tensor]]", self.stager.stage(state)).result(), **how)
-        except BaseException as e:
-            staged.set_exception(e)  # the next update raises it, and the other ranks see this one go
-            raise
-        staged.set_result(None)
-        save()
+    def _stage(
+        self,
+        request: SaveRequest,
+        tensors: dict[str, Tensor],
+        pack: Callable[[], dict[str, Tensor]],
+        ready: torch.cuda.Event | None,
+    ) -> Callable[[], object]:
+        """In a thread: copy the state once it is `ready`. Returns what writes the copy, and holds nothing else."""
+        if ready is not None:
+            torch.cuda.set_device(self._device)  # of this thread
+            ready.synchronize()  # the stager copies on a stream of its own
+        state, how = tensors | pack(), self._how(request)
+        if self.mode == "process":
+            kind = AsyncCheckpointerType.PROCESS
+            response = dcp.async_save(state, **how, async_checkpointer_type=kind, async_stager=self.stager)
+            assert isinstance(response, AsyncSaveResponse)
+            response.staging_completion.result()
+            return response.upload_completion.result
+        return partial(dcp.save, cast("Future[dict[str, Tensor]]", self.stager.stage(state)).result(), **how)
 
     def close(self) -> None:
         """Release its resources, once the last save is over."""

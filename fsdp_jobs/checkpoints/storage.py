@@ -27,7 +27,7 @@ from torch.futures import Future
 from torch.utils.serialization import config as serialization
 
 from fsdp_jobs.checkpoints import catalog
-from fsdp_jobs.checkpoints.blocks import SummedFile, difference, open_verified
+from fsdp_jobs.checkpoints.blocks import SMALL, SummedFile, difference, open_verified
 from fsdp_jobs.checkpoints.captured import is_finite
 from fsdp_jobs.checkpoints.catalog import (
     MANIFEST,
@@ -128,7 +128,8 @@ class SaveRequest:
         """
         self.epoch.check()
         known = known_here()
-        catalog.commit(self.temporary, self.final, replace(manifest, agreed=known.about(self.step)))
+        manifest = replace(manifest, agreed=known.about(self.step))
+        catalog.commit(self.temporary, self.final, manifest, self.epoch.check)
         try:
             self.epoch.check()
             if known.compared >= 0:
@@ -167,6 +168,8 @@ class CommittingWriter(FileSystemWriter):
         if self.request.local is not None:
             self.request.shards.mkdir(parents=True, exist_ok=True)
         self.path = self.request.shards
+        items = sorted(plan.items, key=lambda item: (item.tensor_storage_size() or 0) >= SMALL)  # those are read by all
+        plan = replace(plan, items=items)
         with cast(Any, serialization).patch("save.compute_crc32", False):  # torch's own sums, which nothing reads
             written: Future[list[WriteResult]] = super().write_data(plan, planner)
         self.path = self.request.temporary

@@ -44,6 +44,7 @@ class Round:
     has_reports: bool = False  # some rank has reported a step
     saves: bool = False  # some rank has something to save with
     has_gaps: bool = False  # ranks of some node have ended: the others cannot do a step
+    has_cuts: bool = False  # a node was lost because its machine could not be reached
     requested: Request = Request.NONE
     parked_for: str = ""  # in place of nodes that join
     not_needed: set[str] = field(default_factory=set)  # ids of agents that would not put more nodes to work
@@ -226,7 +227,8 @@ class Attempt:
 
         The others' silence has not lasted as long as the first one's.
         """
-        broken, silence_s = self.round, self.elastic.heartbeat_timeout_s / 2
+        broken, timeout_s, beats_s = self.round, self.elastic.heartbeat_timeout_s, self.elastic.heartbeat_interval_s
+        silence_s = 1.5 * beats_s if broken.has_cuts else timeout_s / 2
         lost = {a.node for a in self.agents.in_round() if a.is_unreachable or now - a.heard > silence_s} | broken.lost
         if broken.lost and len({broken.hosts.get(node) for node in lost}) > 1:
             broken.broken_why = f"the coordinator lost {len(lost)} of {broken.size} nodes at once"

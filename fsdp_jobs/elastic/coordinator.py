@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 
 from fsdp_jobs.config.schema import load_config
@@ -107,7 +108,8 @@ class Server:
                 hello = json.loads(await reader.readline())
                 identity = {key: hello[key] for key in _IDENTITY}
                 identity |= {"id": hello["agent"], "send": partial(_send, writer), "drop": writer.close}
-                agent = ConnectedAgent(**identity, heard=time.monotonic())
+                is_beside = writer.get_extra_info("peername")[0] == writer.get_extra_info("sockname")[0]
+                agent = ConnectedAgent(**identity, heard=time.monotonic(), is_beside=is_beside)
                 if self.coordinator.on_hello(agent, hello, time.monotonic()):
                     while received := await reader.readline():
                         message = json.loads(received)
@@ -128,12 +130,14 @@ class Server:
     def _probe(self, writer: asyncio.StreamWriter) -> None:
         """Have the kernel ask the other machine's whether it is there, which answers for processes that stand still."""
         connection = writer.get_extra_info("socket")
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        if sys.platform == "linux":
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-            limit_ms = int(1000 * unreachable_s(self.coordinator.elastic))
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
+        elastic = self.coordinator.elastic
+        with suppress(OSError):  # not every sandbox has these; then silence has to do
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            if sys.platform == "linux":
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+                limit_s = unreachable_s(elastic) + elastic.heartbeat_interval_s  # since the last packet, not the cut
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * limit_s))
 
     async def _is_authentic(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Challenge a new connection, and prove to it that this is the coordinator."""

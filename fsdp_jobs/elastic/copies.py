@@ -97,15 +97,20 @@ class Copies:
             sums = json.loads(slot.sums.read_text()) if slot.sums.exists() else slot.seal(capture)
             if sums is None:
                 return
-            self._copy(slot, capture, sums)
+            if not self._copy(slot, capture, sums):
+                slot.copied.touch()  # its rank captures here anew
+                return
             self._kept[capture.rank] = (capture.epoch, capture.step)
             same = {entry.name: sums[entry.name] for entry in capture.entries if entry.is_replicated}
             self._sums.take(capture.epoch, capture.step, capture.rank, same)
         if self._sums.may_follow(capture.step):
             slot.copied.touch()
 
-    def _copy(self, slot: Slot, capture: Capture, sums: dict[str, str]) -> None:
-        """Raises: OSError, ValueError or KeyError when the partner does not have what no replica has."""
+    def _copy(self, slot: Slot, capture: Capture, sums: dict[str, str]) -> bool:
+        """Return whether the partner has what no replica has, False for a capture that has changed.
+
+        Raises: OSError, ValueError or KeyError when neither is so.
+        """
         copy, partner = capture.alone(), self._partner
         if partner is not None and copy.entries:
             try:
@@ -115,6 +120,8 @@ class Copies:
                     raise
                 slot.withdraw()  # it has changed since it was sealed; the next capture will do
                 self._tell(f"node {self.node}'s capture of step {capture.step} has changed: {wrong[:3]}")
+                return False
+        return True
 
     def _send(self, partner: list[Any], slot: Slot, capture: Capture, copy: Capture, sums: dict[str, str]) -> None:
         """Raises: OSError, ValueError or KeyError when the partner does not have it."""

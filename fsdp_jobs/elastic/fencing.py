@@ -57,12 +57,12 @@ class Leases(dict[str, float]):
         Args:
             now: monotonic seconds.
             are_fenced: ranks that still run do no step without those that do not, and look for a newer round before
-                they write anything, once their node's newest answer is not fresh any more.
+                they write anything, once their node's newest answer is not fresh any more. Then it counts earlier.
         """
-        early_s = max(0.0, self._lasts_s - self._fresh_s) if are_fenced else 0.0
-        for holder in [holder for holder, end in self.items() if end - early_s <= now]:
+        for holder in [holder for holder, end in self.items() if end <= now]:
             del self[holder]
-        return len(self)
+        early_s = max(0.0, self._lasts_s - self._fresh_s) if are_fenced else 0.0
+        return sum(end - early_s > now for end in self.values())
 
 
 class Epochs:

@@ -41,6 +41,7 @@ class ConnectedAgent:
     drop: Callable[[], None]
     heard: float  # monotonic time of its last sign of life
     is_away: bool = False  # it has said that the end of this connection will not be its own
+    is_beside: bool = False  # on the coordinator's own machine, which no cut of the network takes from it
     is_unreachable: bool = False  # its machine has acknowledged no packets for a while
     is_leaving: bool = False  # it was told to end, and another one will be this node
     ready: bool = False
@@ -84,9 +85,13 @@ class Agents(dict[str, ConnectedAgent]):
         for agent in self.in_round():
             agent.send({"kind": kind, **content})
 
-    def are_heard(self, beside: ConnectedAgent, since: float) -> bool:
-        """Whether an agent on another machine has been heard of: who hears nobody may be cut off itself."""
-        return any(a.heard > since and a.host != beside.host for a in self.values() if not a.is_unreachable)
+    def are_heard(self, but: ConnectedAgent, since: float) -> bool:
+        """Whether most other machines have been heard of, over the network: else the coordinator may be cut off."""
+        heard: dict[str, bool] = {}
+        for a in self.values():
+            if a.host != but.host and not a.is_beside:
+                heard[a.host] = heard.get(a.host, False) or (a.heard > since and not a.is_unreachable)
+        return 2 * sum(heard.values()) > len(heard)
 
     def slowest_step(self) -> int | None:
         """Return the fewest steps that a rank of the round has reported; None before the first beat."""

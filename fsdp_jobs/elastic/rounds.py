@@ -203,9 +203,10 @@ class Coordinator(ComparedAttempt):
             if blocked_s > _BLOCKED_S:
                 agent.heard += blocked_s
             silent, recently = now - agent.heard, now - 1.5 * self.elastic.heartbeat_interval_s
-            is_cut_off = agent.is_unreachable and self.agents.are_heard(beside=agent, since=recently)
+            is_cut_off = agent.is_unreachable and self.agents.are_heard(but=agent, since=recently)
             if is_cut_off or silent > self.elastic.heartbeat_timeout_s:
                 what = "cannot be reached" if is_cut_off else "was silent"
+                self.round.has_cuts |= is_cut_off
                 self.on_gone(agent, f"node {agent.node} ({agent.host}) {what} for {silent:.0f} s", now)
         if self.verdict is None:
             self._read_requests(now)
@@ -265,7 +266,8 @@ class Coordinator(ComparedAttempt):
         ready = self.agents.ready()
         are_all_ready = len(ready) == len(self.agents)  # the others are still stopping their ranks
         if self.formation.is_complete(len(ready), are_all_ready, self.round.number < 0, self._may_adopt, now):
-            if self.leases.running(now, are_fenced=self.round.saves and self.round.has_gaps):
+            are_fenced = self.round.saves and self.round.has_gaps and not self.config.is_program
+            if self.leases.running(now, are_fenced):
                 self._warn("waiting until no rank of the round before can run any more")
             else:
                 self._form(ready, now)

@@ -167,4 +167,9 @@ def check_may_record() -> None:
     """
     lease = _lease_of_node()
     if lease is not None and not lease.is_fresh():
-        _epoch_of_rank.check()
+        try:
+            _epoch_of_rank.check()
+        except (Fenced, OSError):
+            raise
+        except Exception as e:  # of a store's client
+            raise OSError(f"{_epoch_of_rank.home}: {e}") from e

@@ -312,11 +312,11 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
     """
     line = (json.dumps(record) + "\n").encode()
     try:
-        check_may_record()
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             with suppress(OSError):  # some shared file systems have no locks; O_APPEND alone has to do there
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
+            check_may_record()  # last: who is cut off may have waited long for the lock
             before = os.fstat(descriptor).st_size
             if os.write(descriptor, line) < len(line):
                 os.ftruncate(descriptor, before)  # never half a line

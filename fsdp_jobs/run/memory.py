@@ -33,7 +33,6 @@ from fsdp_jobs.run.directory import RunDir, user_name
 
 COPIES = "copies"
 _NAME = re.compile(r"(\d+)-(\d+)-(\d+)")  # epoch, rank, slot
-_POPULATED = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # a fault per page takes longer than the copy
 _ALIGNED = 64  # bytes that every tensor begins at a multiple of
 _STALE_S = 3600.0  # after which a folder that no agent holds is another run's leftover
 
@@ -124,7 +123,7 @@ class Slot:
         """
         with open(os.open(self.data, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+b") as f:
             os.posix_fallocate(f.fileno(), 0, max(size, 1))  # else a write without room is a SIGBUS
-            return mmap.mmap(f.fileno(), max(size, 1), _POPULATED)
+            return mmap.mmap(f.fileno(), max(size, 1))
 
     def publish(self, capture: Capture) -> None:
         """Say that the data is whole."""
@@ -168,7 +167,7 @@ class Slot:
 
     def _checksums(self, capture: Capture) -> dict[str, str]:
         """Return the sum of each tensor, and of the description of all."""
-        with self.data.open("rb") as f, mmap.mmap(f.fileno(), 0, _POPULATED, mmap.PROT_READ) as data:
+        with self.data.open("rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
             view = memoryview(data)
             sums = {e.name: checksum(view[e.begin : e.begin + e.bytes]) for e in capture.entries}
             view.release()

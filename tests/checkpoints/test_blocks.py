@@ -24,7 +24,7 @@ from fsdp_jobs.run.directory import RunDir
 from tests.checkpoints.saving import fill, save_steps, trained, value_of
 from tests.world import events_of, run_world
 
-SMALL_BLOCKS = {"_BLOCK": 64, "_LARGE": 16, "_TAIL": 4}
+SMALL_BLOCKS = {"_BLOCK": 64, "_LARGE": 32, "SMALL": 8, "_TAIL": 4}
 RECORDED = Path(__file__).parent / "recorded_crc32"  # a run of version 0.1 with one checkpoint, of two ranks
 
 
@@ -75,7 +75,8 @@ def test_what_is_read_is_what_was_written_or_nothing(
 
 
 def test_a_file_that_is_cut_is_damaged_from_there_on(tmp_path: Path) -> None:
-    expected = _write(tmp_path / "shard", [b"x" * 100_000, b"y" * 100_000])
+    with mock.patch.object(blocks, "_LARGE", 1 << 16):
+        expected = _write(tmp_path / "shard", [b"x" * 100_000, b"y" * 100_000])
     os.truncate(tmp_path / "shard", 150_000)
     with open_verified(tmp_path / "shard", expected) as f:
         assert f.read(95_904) == b"x" * 95_904

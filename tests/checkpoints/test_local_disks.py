@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import pathlib
 import shutil
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from fsdp_jobs.checkpoints import local_disks
@@ -39,6 +44,29 @@ def test_a_node_gets_what_it_lacks_from_its_peers(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / f"node-{node}")
     assert run_world(2, _resumed, str(tmp_path)) == [(4, 4.0), (4, 4.0)]
     assert [e["place"] for e in events_of(RunDir(tmp_path), "resumed")] == ["local_dir", "storage"]
+
+
+def _resumed_from_sick_disk(folder: str) -> tuple[int, float]:
+    """Node 1's disk tells sizes, and gives no byte of a shard."""
+    opened = pathlib.Path.open
+
+    def refuse(self: Path, *args: Any, **keys: Any) -> Any:
+        if "node-1" in str(self) and self.suffix == ".distcp":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(self))
+        return opened(self, *args, **keys)
+
+    pathlib.Path.open = refuse  # type: ignore[method-assign, assignment]
+    return _resumed(folder)
+
+
+@pytest.mark.parametrize("moved", [False, True], ids=["its own", "a peer's"])
+def test_a_disk_that_cannot_be_read_is_as_good_as_lost(tmp_path: Path, moved: bool) -> None:
+    run_world(2, _saved, str(tmp_path))
+    first, second = (next(tmp_path.glob(f"node-{node}/*/step-00000004.*")) for node in range(2))
+    if moved:
+        shutil.move(first / "__0_0.distcp", second / "__0_0.distcp")  # which node 1 has to send
+    assert run_world(2, _resumed_from_sick_disk, str(tmp_path)) == [(4, 4.0), (4, 4.0)]
+    assert [e["place"] for e in events_of(RunDir(tmp_path), "resumed")] == ["storage"]
 
 
 def _a_copy_dies(folder: str) -> tuple[int, str]:

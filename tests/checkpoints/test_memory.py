@@ -65,6 +65,24 @@ def _resume(folder: str, layout: Layout | None = None) -> tuple[int, float]:
     return step, found
 
 
+def _changes(folder: str) -> None:
+    checkpoints = _rank(folder, 1)
+    _capture(checkpoints, 1, 2)
+    memory = checkpoints.memory
+    assert memory is not None and memory._newest is not None
+    memory._newest.withdraw()  # as an agent does that finds it changed
+    memory._newest.copied.touch()
+    _capture(checkpoints, 3)
+    assert sorted(c.step for s in slots_in(memory.folder) if (c := s.capture())) == [1, 3] and memory.step == 1
+    _capture(checkpoints, 4)
+    assert sorted(c.step for s in slots_in(memory.folder) if (c := s.capture())) == [3, 4] and memory.step == 3
+    checkpoints.close()
+
+
+def test_a_capture_that_has_changed_is_not_made_up_for_with_the_only_other_one(tmp_path: Path) -> None:
+    run_world(1, _changes, str(tmp_path))
+
+
 def _leave_and_resume(
     folder: Path, on_disk: tuple[int, ...] = (2, 4), value: float | None = None, layout: Layout | None = None
 ) -> list[tuple[int, float]]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from fsdp_jobs.checkpoints.state import RandomState, _packed, _unpacked
@@ -121,6 +124,34 @@ def _torn(folder: str) -> None:
 
 def test_the_next_forward_does_not_change_the_buffers_of_a_save(tmp_path: Path) -> None:
     run_world(1, _torn, str(tmp_path))
+
+
+def _held(folder: str) -> None:
+    checkpoints = trained(folder, model=_Averaging(), async_mode="thread")
+    _step(checkpoints, 1)
+    copied, gate = [], threading.Event()
+    to_capture, save = checkpoints.state.to_capture, dcp.save
+
+    def noted() -> Any:
+        tensors, objects = to_capture()
+        copied.extend(weakref.ref(tensors[name]) for name in tensors.keys() & checkpoints.state.buffers)
+        return tensors, objects
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        gate.wait(30)
+        return save(*args, **kwargs)
+
+    checkpoints.state.to_capture, dcp.save = noted, late  # type: ignore[method-assign, assignment]
+    checkpoints.save(1)
+    checkpoints.before_update()
+    gc.collect()
+    assert copied and not any(ref() is not None for ref in copied), "copies on the device live until they are written"
+    gate.set()
+    checkpoints.close()
+
+
+def test_what_a_save_was_staged_from_is_freed_while_it_is_written(tmp_path: Path) -> None:
+    run_world(1, _held, str(tmp_path))
 
 
 class _Odd(nn.Linear):

@@ -145,6 +145,18 @@ def test_a_node_whose_machine_is_not_there_is_lost_sooner_than_a_silent_one(tmp_
     assert cluster.now - cut_at < 4.5, cluster.events("waiting")
 
 
+def test_who_hears_only_its_own_machine_is_cut_off_itself_and_loses_none_before_the_timeout(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=1:4", "elastic.join_window_s=0")
+    members = [cluster.join(node) for node in range(4)]
+    cluster.later(1, *members)
+    members[0].is_beside = True  # the coordinator runs on the first node, as on SLURM
+    cluster.later(3, members[0])
+    for member in members[1:]:
+        member.is_unreachable = True
+    cluster.later(4, members[0])
+    assert not cluster.events("node_lost") and cluster.coordinator.round.running
+
+
 def test_who_hears_nobody_may_be_cut_off_itself_and_loses_none_before_the_timeout(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, "nodes=2:3", "elastic.join_window_s=0")
     members = [cluster.join(node) for node in range(3)]

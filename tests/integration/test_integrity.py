@@ -103,12 +103,11 @@ def test_a_rank_that_computes_wrong_ends_and_counts_against_its_machine(tmp_path
     asked = ("nodes=3", "fsdp=full_shard", "integrity.probe_every_steps=4", "integrity.action=restart")
     with job(tmp_path, "wrong", *TASK, *model, *asked, "checkpoint.every_steps=3", tiny=False, WRONG="1:11") as wrong:
         assert wrong.wait().verdict == "done", wrong.story()
-        (found,) = wrong.events("corruption")
+        found, *_ = wrong.events("corruption")  # it begins again in the next round
         assert (found["finding"], found["ranks"], found["nodes"]) == ("computed", [1], [1]), found
         assert (found["step"], found["agreed"]) == (8, 4), found
-        (broken,) = wrong.events("round_broken")
-        assert "ComputesWrong" in broken["why"] and len(wrong.events("round_started")) == 2, wrong.story()
-        assert broken["blamed"], broken
+        broken, *_ = wrong.events("round_broken")
+        assert "ComputesWrong" in broken["why"] and broken["blamed"], broken
 
 
 @pytest.mark.soak
