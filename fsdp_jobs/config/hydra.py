@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
@@ -20,7 +20,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from fsdp_jobs.config.composed import composed
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
 from fsdp_jobs.config.groups import CONF_DIR, groups
 from fsdp_jobs.config.keys import dotted
@@ -95,8 +94,9 @@ def compose_jobs(jobs: Sequence[Sequence[str]]) -> list[JobConfig | BadInput]:
     """
     if not jobs:
         return []
-    composer = _Composer(jobs[0])
-    return [composer.compose(job) for job in jobs]
+    with hydra_here():
+        composer = _Composer(jobs[0])
+        return [composer.compose(job) for job in jobs]
 
 
 def compose_job(overrides: Sequence[str]) -> JobConfig:
@@ -117,7 +117,8 @@ def check_sweep(overrides: Sequence[str]) -> None:
     Raises:
         BadInput: every override that does not fit, those with several values left out.
     """
-    _, problems = _Composer(overrides).apply(overrides, sweep=True)
+    with hydra_here():
+        _, problems = _Composer(overrides).apply(overrides, sweep=True)
     if problems:
         raise BadInput(problems)
 
@@ -142,24 +143,17 @@ def _quoted(override: str) -> str:
     return f"{key}='{escaped}'"
 
 
-def _composed_by_hydra(choices: Sequence[str]) -> bytes:
-    """Return what a choice of groups composes to, and its keys, pickled: a job's own copy takes a tenth of the time."""
-    with hydra_here():
-        base = hydra_compose("config", overrides=list(choices))
-    return pickle.dumps((base, keys_of(base)))
-
-
 class _Composer:
-    """Put values over what a choice of groups composes to."""
+    """Put values over what a choice of groups composes to. Used within `hydra_here`."""
 
     def __init__(self, overrides: Sequence[str]):
         """Take the folders with groups of the user's from the `hydra.searchpath=...` of any job."""
         searched = [o.partition("=")[2] for o in overrides if o.startswith("hydra.searchpath=")]
         folders = [p.strip("'\"[] ").removeprefix("file://") for paths in searched for p in paths.split(",")]
         self.options = groups(*map(Path, folders))
-        self._parser = OverridesParser.create()
+        self._parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
         self._parsed: dict[str, Override] = {}
-        self._bases: dict[tuple[str, ...], bytes] = {}  # by choices
+        self._bases: dict[tuple[str, ...], tuple[DictConfig, list[str]]] = {}  # by choices, with their keys
 
     def compose(self, overrides: Sequence[str]) -> JobConfig | BadInput:
         config, problems = self.apply(overrides)
@@ -189,15 +183,17 @@ class _Composer:
             else:
                 values.append((text, override))
         try:
-            config, keys = self._base(tuple(choices))
+            base, keys = self._base(tuple(choices))
         except _FAILURES as e:
             return DictConfig({}), [*problems, Problem("configuration", _message(e))]
+        config = copy.deepcopy(base)
         return config, [*problems, *filter(None, (self._set(config, keys, *value) for value in values))]
 
     def _base(self, choices: tuple[str, ...]) -> tuple[DictConfig, list[str]]:
         if choices not in self._bases:
-            self._bases[choices] = composed(choices, lambda: _composed_by_hydra(choices))
-        return cast(tuple[DictConfig, list[str]], pickle.loads(self._bases[choices]))
+            base = hydra_compose("config", overrides=list(choices))
+            self._bases[choices] = base, keys_of(base)
+        return self._bases[choices]
 
     def _parse(self, text: str) -> Override | Problem:
         """Parse an override; an option that its group does not have is a problem, too."""
