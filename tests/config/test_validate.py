@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf.errors import OmegaConfBaseException
 
 from fsdp_jobs.config.clusters import CLUSTERS
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.keys import metadata
-from fsdp_jobs.config.schema import SCHEMAS
+from fsdp_jobs.config.schema import SCHEMAS, dump_config, load_config
 from fsdp_jobs.config.validate import config_problems
 
 # sbatch's own options mean what they mean to sbatch
@@ -86,3 +89,35 @@ def test_replicas_that_cannot_be_compared_are_refused() -> None:
     assert "integrity.action=restart" in wheres("integrity.action=restart", "script=train.py")
     for asked in ("integrity.every_steps=10", "checkpoint.memory.every_steps=1"):
         assert "integrity.action=restart" not in wheres("integrity.action=restart", "script=train.py", asked)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "key", "value"),
+    [
+        ("lr: 0.001", "lr: 3e-4", "optim.lr", 3e-4),
+        ("lr: 0.001", "lr: 1", "optim.lr", 1.0),
+        ("steps: 120", "steps: '60'", "steps", 60),
+        ("every_minutes: 0.0", "every_minutes: 15e-1", "checkpoint.every_minutes", 1.5),
+        ("script_args: ''", "script_args: 3", "script_args", "3"),
+    ],
+)
+def test_a_config_edited_by_hand_has_the_types_of_its_keys(
+    tmp_path: Path, before: str, after: str, key: str, value: Any
+) -> None:
+    file, text = tmp_path / "config.yaml", dump_config(compose_job(["nodes=2:4"]))
+    assert before in text
+    file.write_text(text.replace(before, after))
+    found = attrgetter(key)(load_config(file))
+    assert found == value and type(found) is type(value)
+    file.write_text(text)
+    assert load_config(file) == compose_job(["nodes=2:4"])
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [("lr: 0.001", "lr: fast", "'fast' of type 'str' could not be converted to Float"), ("lr:", "lrr:", "'lrr'")],
+)
+def test_what_is_wrong_in_a_config_edited_by_hand_is_said(tmp_path: Path, before: str, after: str, said: str) -> None:
+    (tmp_path / "config.yaml").write_text(dump_config(compose_job([])).replace(before, after))
+    with pytest.raises(OmegaConfBaseException, match=said):
+        load_config(tmp_path / "config.yaml")
