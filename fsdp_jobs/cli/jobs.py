@@ -123,8 +123,15 @@ def rehearse(args: list[str]) -> int:
         faults = "; ".join(f"{name}: {text}" for name, text in tool.FAULTS.items())
         raise BadInput([Problem(given, f"name a fault. {faults}", nearest(given, tool.FAULTS))])
     config = compose_job(_overrides(args[1:]))
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit(EXIT_FAILED))  # its job ends with it, as after Ctrl-C
+    heard = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]  # nohup
+
+    def end(*_: object) -> None:
+        for number in heard:
+            signal.signal(number, signal.SIG_IGN)  # another one does not interrupt the end
+        sys.exit(EXIT_FAILED)  # its job ends with it, as after Ctrl-C
+
+    for number in heard:
+        signal.signal(number, end)
     outcome = tool.rehearse(config, args[0], lambda text: console.print(text, style="dim"))
     took = "-" if outcome.recovery_s is None else f"{outcome.recovery_s:.1f} s"
     word = "[bold green]PASS[/bold green]" if outcome.passed else "[bold red]FAIL[/bold red]"

@@ -109,8 +109,8 @@ def rehearse(config: JobConfig, fault: str, say: Callable[[str], None]) -> Outco
         raise BadInput([Problem("checkpoint.memory.every_steps=0", what, "checkpoint.memory.every_steps=1")])
     (job,) = submission.prepare([scaled(config, fault)])
     run = job.run
-    (handle,) = submission.submit([job], [[]])
     try:
+        (handle,) = submission.submit([job], [[]])
         say(f"run {run.path}: training to step {_FAULT_AT}")
         _wait_until(lambda: _step(run) >= _FAULT_AT, handle, f"step {_FAULT_AT} was not reached")
         say(f"step {_step(run)}: {FAULTS[fault]}")
@@ -124,7 +124,8 @@ def rehearse(config: JobConfig, fault: str, say: Callable[[str], None]) -> Outco
         _wait_until(lambda: Verdict.final(run) is not None, handle, "the job did not end")
         return _judge(run, fault, injected_at)
     finally:
-        kill([handle])
+        if present := run.read_job().get("handle"):  # of the newest submission: some faults resume the run
+            kill([present])
 
 
 def _inject(run: RunDir, fault: str, heartbeat_timeout_s: float) -> None:
