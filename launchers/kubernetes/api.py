@@ -22,6 +22,7 @@ from fsdp_jobs.launchers.kubernetes.skeletons import Object
 _CONNECT_S, _ANSWER_S = 5.0, 30.0
 _CONNECTIONS = 32
 _RETRY_S = 2.0
+_THROTTLED_FOR_S = 20.0  # for which a request is retried that the server was too busy to look at
 ROLE_CURE = "ask for the role in deploy/kubernetes/base/rbac.yaml"
 _FORBIDDEN = {  # words of a message -> the cure; anything else is for an administrator to explain
     "exceeded quota": "ask for fewer nodes, or less cluster.cpus or cluster.memory",
@@ -33,14 +34,14 @@ _FORBIDDEN = {  # words of a message -> the cure; anything else is for an admini
 class ApiError(Exception):
     """The cluster's API refused a request with an HTTP status, or did not answer: status 0."""
 
-    def __init__(self, status: int, message: str):
+    def __init__(self, status: int, message: str, retry_s: float | None = None):
         super().__init__(message)
-        self.status, self.message = status, message
+        self.status, self.message, self.retry_s = status, message, retry_s
 
     @property
     def is_passing(self) -> bool:
-        """Whether the same request may succeed later: no answer, or an error of the server's own."""
-        return not 400 <= self.status < 500
+        """Whether the same request may succeed later: no answer, an error of the server's own, or too many requests."""
+        return self.status == 429 or not 400 <= self.status < 500
 
 
 @contextmanager
@@ -70,7 +71,7 @@ class Api:
     """
 
     def __init__(self, client: Any, namespace: str, where: str, retried_for_s: float):
-        """Wrap the library's ApiClient; `where` is the server's URL. All but POST and logs is retried for so long."""
+        """Wrap the library's ApiClient; `where` is the server's URL. All but creations and logs is retried so long."""
         self._client, self.namespace, self.where, self._retried_for_s = client, namespace, where, retried_for_s
 
     def create(self, body: Object, dry_run: bool = False) -> Object:
@@ -147,14 +148,17 @@ class Api:
         return self._path(body["apiVersion"], body["kind"], body["metadata"]["name"])
 
     def _json(self, method: str, path: str, body: Object | None = None, **query: str) -> Object:
-        deadline = time.monotonic() + (self._retried_for_s if method != "POST" else 0)
+        creates = method == "POST" and "dryRun" not in query and not path.endswith("reviews")
+        began, for_s = time.monotonic(), 0 if creates else self._retried_for_s
         while True:
             try:
                 return _content_of(self._send(method, path, query, body))
             except ApiError as e:
-                if not e.is_passing or time.monotonic() >= deadline:
+                limit = max(for_s, _THROTTLED_FOR_S) if e.status == 429 else for_s  # 429: nothing was done
+                if not e.is_passing or time.monotonic() - began >= limit:
                     raise
-            time.sleep(_RETRY_S)
+                pause = _RETRY_S if e.retry_s is None else min(e.retry_s, _ANSWER_S)
+            time.sleep(pause)
 
     def _json_or_none(self, method: str, path: str, **query: str) -> Object | None:
         try:
@@ -189,7 +193,8 @@ class Api:
             message = str(json.loads(refusal)["message"])
         except (LookupError, TypeError, ValueError):  # not the API's own
             message = f"{answer.status} {answer.reason}"
-        raise ApiError(answer.status, message)
+        after = answer.headers.get("Retry-After", "")
+        raise ApiError(answer.status, message, float(after) if after.isdecimal() else None)
 
 
 def _content_of(answer: Any) -> Object:

@@ -177,6 +177,28 @@ def test_what_is_no_answer_of_kubernetes(
     assert described.state is State.SILENT and words in described.message
 
 
+def test_a_busy_api_is_asked_again_and_takes_each_object_once(
+    api: SimulatedApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turned_away: set[str] = set()
+
+    def first_time(body: Object) -> Refused | None:
+        name = f"{body['kind']} {body['metadata']['name']}"
+        known = name in turned_away
+        turned_away.add(name)
+        return None if known else Refused(429, "too many requests, please try again later")
+
+    monkeypatch.setattr("fsdp_jobs.launchers.kubernetes.api._RETRY_S", 0.01)
+    api.refuse = first_time
+    jobs = submission.prepare([compose_job(JOB)])
+    turned_away.clear()
+    submission.submit(jobs, [JOB])
+    assert len(api.all("batch", "jobs")) == sum(name.startswith("Job ") for name in turned_away) > 1
+    monkeypatch.setattr("fsdp_jobs.launchers.kubernetes.api._THROTTLED_FOR_S", 0.1)
+    api.refuse = lambda _: Refused(429, "too many requests, please try again later")
+    assert "too many requests" in refused("name=y")
+
+
 def test_a_submission_asks_little_one_after_the_other_and_logs_in_once(
     api: SimulatedApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -500,6 +522,17 @@ class TestWaiting:
         assert main(["status"]) == 0
         said = capsys.readouterr().out
         assert "done" in said and "does not answer" not in said
+
+    def test_logs_that_are_fetched_now_are_not_said_to_be_missing(
+        self, api: SimulatedApi, app: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        running = {"containerStatuses": [{"name": "trainer", "state": {"running": {}}}]}
+        self.put_pod(api, app, {"phase": "Running", **running}, "trainer")
+        line = b"@attempts/0/node-0/rank-0.log:18 a line of rank 0\n"
+        api.log_of = lambda _pod, _follow: iter([(time.time(), line)])
+        assert main(["logs", "x"]) == 0
+        said = capsys.readouterr()
+        assert "a line of rank 0" in said.out and not said.err
 
     def test_many_jobs_take_one_list_of_pods_and_one_of_jobs(self, api: SimulatedApi) -> None:
         handles = []
