@@ -177,9 +177,10 @@ def logs(args: list[str]) -> int:
     active = activity_of(flags.run)
     pattern = rank_logs(flags.attempt, flags.node, flags.rank)
     if not any(flags.run.path.glob(pattern)):
-        (row,) = Overview().look([flags.run])
+        (row,) = Overview().look([flags.run])  # its launcher may fetch them
         why = f": {row.reason}" if row.reason else ""
-        errors.print(f"nothing is written there yet; {flags.run.name} is {row.state}{why}", soft_wrap=True)
+        if not any(flags.run.path.glob(pattern)):
+            errors.print(f"nothing is written there yet; {flags.run.name} is {row.state}{why}", soft_wrap=True)
     # the launcher is asked once in any case: it may have to fetch the logs
     for file, line in follow_files(flags.run.path, pattern, lambda: active() and flags.follow):
         if not flags.errors or looks_like_error(line):
