@@ -56,8 +56,8 @@ def _request(job: Job) -> LocalRequest:
     return LocalRequest(
         run_dir=str(job.run.path.resolve()),
         gpus=gpus[:needed] if len(gpus) >= needed else [],
-        restart_nodes=job.config.cluster.restart_nodes,
         env=agent.env,
         coordinator=[coordinator.entrypoint, *arguments(coordinator)],
         nodes=[[agent.entrypoint, *arguments(agent, node)] for node in range(nodes)],
+        restart_nodes=job.config.cluster.restart_nodes,
     )

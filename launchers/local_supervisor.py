@@ -29,10 +29,10 @@ class LocalRequest:
 
     run_dir: str
     gpus: list[str]  # ids; none if there is not one for every rank
-    restart_nodes: bool
     env: dict[str, str]
     coordinator: list[str]  # its command line
     nodes: list[list[str]]
+    restart_nodes: bool = True  # what earlier versions have queued does not say
 
     def processes(self) -> Iterator[tuple[str, list[str], dict[str, str]]]:
         """Yield name, command line and own environment of each process; every node has its share of the GPUs."""
