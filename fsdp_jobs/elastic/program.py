@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -49,7 +50,9 @@ class Program:
             return [f"{TRAINER}.trainer"]
         place = Path(self.folder, *self.what.split("."))
         files = [place.with_suffix(".py"), place / "__main__.py"] if self.is_module else [Path(self.what)]
-        text = next((file.read_text(errors="replace") for file in files if file.is_file()), "")
+        text = ""
+        with suppress(OSError):  # what cannot be read here, its ranks will tell of
+            text = next((file.read_text(errors="replace") for file in files if file.is_file()), "")
         return [{"fsdp_jobs": "fsdp_jobs.job"}.get(name, name) for name in _IMPORTED.findall(text)]
 
     def to_environment(self) -> None:

@@ -111,6 +111,13 @@ def test_a_run_goes_on_with_the_program_it_began_with(folder: Path) -> None:
         check_existing_run(compose_job(["script=train.py", "script_args=--lr 2"]), run)
 
 
+def test_a_program_that_cannot_be_looked_at_preloads_nothing(folder: Path) -> None:
+    assert Program(str(folder / "train.py"), False, str(folder), []).preload == []
+    (folder / "train.py").write_text("import torch.distributed.checkpoint as dcp\n")
+    assert Program(str(folder / "train.py"), False, str(folder), []).preload == ["torch.distributed.checkpoint"]
+    assert Program("m" * 300, True, str(folder), []).preload == []  # to the system no name, as others are no entry
+
+
 def _submitted(folder: Path, *overrides: str) -> tuple[JobConfig, RunDir, Plan]:
     config = compose_job(["name=r", "script=train.py", "nodes=2", "nproc_per_node=2", *overrides])
     return config, RunDir(folder / "runs" / "r"), make_plan(config)
