@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import io
+import json
 import pickle
+from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, MetadataIndex, TensorProperties
 
-from fsdp_jobs.checkpoints.storage import _MetadataUnpickler
+from fsdp_jobs.checkpoints.storage import _MetadataUnpickler, load_alone
 
 
 class _Call:
@@ -42,3 +46,18 @@ def test_metadata_sets_nothing_on_a_class() -> None:
     with pytest.raises(pickle.UnpicklingError, match=r"MetadataIndex\.__reduce__ is not allowed"):
         _MetadataUnpickler(io.BytesIO(text)).load()
     assert dict(vars(MetadataIndex)) == honest
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_manifest_of_another_tool_is_not_taken_for_ours(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    file = tmp_path / "manifest.json"
+    for theirs in ({"format": 2, "files": ["__0_0.distcp"], "sum": "abc"}, {"files": {}}, ["__0_0.distcp"], "x"):
+        file.write_text(json.dumps(theirs))
+        load_alone(tmp_path, state := {"w": torch.zeros(3)})
+        assert state["w"].tolist() == [1, 1, 1]
+    ours = {"step": 1, "samples": 1, "world_size": 1, "mesh": {}, "torch_version": "", "time": 0.0, "files": {}}
+    for damaged in (json.dumps({**ours, "sum": "abc"}), json.dumps({**ours, "sun": "abc"}), json.dumps(ours)[:-9], ""):
+        file.write_text(damaged)
+        with pytest.raises((ValueError, TypeError)):
+            load_alone(tmp_path, {"w": torch.zeros(3)})
