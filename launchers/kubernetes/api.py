@@ -34,7 +34,7 @@ _FORBIDDEN = {  # words of a message -> the cure; anything else is for an admini
 class ApiError(Exception):
     """The cluster's API refused a request with an HTTP status, or did not answer: status 0."""
 
-    def __init__(self, status: int, message: str, retry_s: float | None = None):
+    def __init__(self, status: int, message: str, retry_s: float = 0):
         super().__init__(message)
         self.status, self.message, self.retry_s = status, message, retry_s
 
@@ -157,7 +157,7 @@ class Api:
                 limit = max(for_s, _THROTTLED_FOR_S) if e.status == 429 else for_s  # 429: nothing was done
                 if not e.is_passing or time.monotonic() - began >= limit:
                     raise
-                pause = _RETRY_S if e.retry_s is None else min(e.retry_s, _ANSWER_S)
+                pause = min(e.retry_s or _RETRY_S, _ANSWER_S)
             time.sleep(pause)
 
     def _json_or_none(self, method: str, path: str, **query: str) -> Object | None:
@@ -194,7 +194,7 @@ class Api:
         except (LookupError, TypeError, ValueError):  # not the API's own
             message = f"{answer.status} {answer.reason}"
         after = answer.headers.get("Retry-After", "")
-        raise ApiError(answer.status, message, float(after) if after.isdecimal() else None)
+        raise ApiError(answer.status, message, float(after) if after.isdecimal() else 0)
 
 
 def _content_of(answer: Any) -> Object:
