@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Set
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -60,21 +61,21 @@ def fetch_files(
 def _send(file: Path, to: int, group: dist.ProcessGroup) -> str:
     """Send a file; what cannot be read is sent as nothing or as zeros, and why is returned."""
     wrong, size = "", 0
-    try:
-        f = file.open("rb")
-        size = os.fstat(f.fileno()).st_size
-    except OSError as e:
-        wrong = f"{file} cannot be read: {e.strerror}"
-    dist.send(torch.tensor([size]), to, group=group)
-    for begin in range(0, size, _BLOCK):
-        block = torch.zeros(min(_BLOCK, size - begin), dtype=torch.uint8)
+    with ExitStack() as stack:
         try:
-            f.readinto(block.numpy().data)
+            f = stack.enter_context(file.open("rb"))
+            size = os.fstat(f.fileno()).st_size
         except OSError as e:
             wrong = f"{file} cannot be read: {e.strerror}"
-        dist.send(block, to, group=group)
-    if not wrong:
-        f.close()
+        dist.send(torch.tensor([size]), to, group=group)
+        for begin in range(0, size, _BLOCK):
+            block = torch.zeros(min(_BLOCK, size - begin), dtype=torch.uint8)
+            try:
+                if f.readinto(block.numpy().data) < len(block):
+                    wrong = f"{file} is shorter than it was"
+            except OSError as e:
+                wrong = f"{file} cannot be read: {e.strerror}"
+            dist.send(block, to, group=group)
     return wrong
 
 

@@ -78,7 +78,7 @@ class MemoryCheckpoints:
         is_one_node = ranks.world == int(os.environ["LOCAL_WORLD_SIZE"])
         self._has_replica = layout.replicas > 1 and not is_one_node  # on another node
         self._group = dist.new_group(backend="gloo")  # votes must not meet the collectives of saves
-        self._ballot = torch.zeros(1, dtype=torch.int32)
+        self._ballot = torch.zeros(2, dtype=torch.int32)  # a vote, and whether a newest capture is no more
         self._voting: dist.Work | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="capture")
         self._copying: Future[None] | None = None
@@ -106,7 +106,8 @@ class MemoryCheckpoints:
         self.settle()
         if self._voting is None:
             is_busy = self._newest is not None and not self._newest.copied.exists()
-            self._ballot.fill_(_BUSY if is_busy else _DUE if self.ranks.rank == 0 and self._is_due() else 0)
+            self._ballot[0] = _BUSY if is_busy else _DUE if self.ranks.rank == 0 and self._is_due() else 0
+            self._ballot[1] = self._newest is not None and not self._newest.about.exists()  # its agent found it changed
             self._voting = dist.all_reduce(self._ballot, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def settle(self) -> None:
@@ -140,12 +141,13 @@ class MemoryCheckpoints:
         assert self._voting is not None
         self._voting.wait()
         self._voting, self.done = None, step
-        if int(self._ballot) != _DUE:
+        vote, is_lost = self._ballot.tolist()
+        if vote != _DUE:
             return
         begin = time.perf_counter()
         if self._captures == 1 and self.leads:
             forget_before(self.folder, self.epoch)  # every node has the first capture of this round
-        if self._newest is None or self._newest.about.exists():  # else the agent found it changed: its slot is free
+        if not is_lost:  # else its slots are free, on all ranks
             self._number = 1 - self._number
             self.step = self._captured_step
         self._captured_step = step

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from fsdp_jobs.config.clusters import CLUSTERS, ClusterConfig
+from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.keys import AUTO, dotted, key
 
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
@@ -349,32 +350,38 @@ def load_config(path: Path) -> JobConfig:
     Only a value that is not of its key's type, as an edit by hand may be, is given to OmegaConf, slow to import.
 
     Raises:
-        OmegaConfBaseException: a value cannot be converted to its key's type, or there is no such key.
+        BadInput: a value cannot be converted to its key's type, or there is no such key.
     """
     values, config = plain_values(path), JobConfig()
     for group, discriminator in (("model", "kind"), ("cluster", "launcher")):
         nodes = {getattr(node, discriminator): node for schema_group, _, node in SCHEMAS if schema_group == group}
         if (chosen := values[group][discriminator]) in nodes:
             setattr(config, group, nodes[chosen]())
-    if _fill(config, values):
-        return config
-    from omegaconf import OmegaConf
-
-    return cast(JobConfig, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(config), OmegaConf.load(path))))
+    _fill(config, values, f"{path}: ")
+    return config
 
 
-def _fill(config: Any, values: dict[str, Any]) -> bool:
-    """Set values; False as soon as one is not of its field's type, or has none."""
+def _fill(config: Any, values: dict[str, Any], where: str) -> None:
     declared = {f.name: str(f.type) for f in fields(config)}
     for name, value in values.items():
-        if is_dataclass(held := getattr(config, name, None)):
-            if not isinstance(value, dict) or not _fill(held, value):
-                return False
-        elif not _is_of(value, declared.get(name, "")):
-            return False
-        else:
+        if is_dataclass(held := getattr(config, name, None)) and isinstance(value, dict):
+            _fill(held, value, f"{where}{name}.")
+        elif _is_of(value, declared.get(name, "")):
             setattr(config, name, value)
-    return True
+        else:
+            setattr(config, name, _converted(type(config), name, value, f"{where}{name}={value}"))
+
+
+def _converted(group: type, name: str, value: Any, where: str) -> Any:
+    """Raises: BadInput for what cannot be converted to the type of the group's key."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        merged: Any = OmegaConf.merge(OmegaConf.structured(group), {name: value})
+        return OmegaConf.to_object(merged[name]) if OmegaConf.is_config(merged[name]) else merged[name]
+    except OmegaConfBaseException as e:
+        raise BadInput([Problem(where, str(e).partition("\n")[0])]) from e
 
 
 def _is_of(value: Any, declared: str) -> bool:

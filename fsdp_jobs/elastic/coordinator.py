@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import ipaddress
 import json
 import logging
 import os
@@ -108,7 +109,8 @@ class Server:
                 hello = json.loads(await reader.readline())
                 identity = {key: hello[key] for key in _IDENTITY}
                 identity |= {"id": hello["agent"], "send": partial(_send, writer), "drop": writer.close}
-                is_beside = writer.get_extra_info("peername")[0] == writer.get_extra_info("sockname")[0]
+                peer, own = (writer.get_extra_info(end)[0] for end in ("peername", "sockname"))
+                is_beside = peer == own or ipaddress.ip_address(peer.partition("%")[0]).is_loopback
                 agent = ConnectedAgent(**identity, heard=time.monotonic(), is_beside=is_beside)
                 if self.coordinator.on_hello(agent, hello, time.monotonic()):
                     while received := await reader.readline():

@@ -97,12 +97,13 @@ class Copies:
             sums = json.loads(slot.sums.read_text()) if slot.sums.exists() else slot.seal(capture)
             if sums is None:
                 return
-            if not self._copy(slot, capture, sums):
-                slot.copied.touch()  # its rank captures here anew
-                return
+            is_whole = self._copy(slot, capture, sums)
             self._kept[capture.rank] = (capture.epoch, capture.step)
             same = {entry.name: sums[entry.name] for entry in capture.entries if entry.is_replicated}
             self._sums.take(capture.epoch, capture.step, capture.rank, same)
+            if not is_whole:
+                slot.copied.touch()  # nothing is left here to wait for, which its rank sees
+                return
         if self._sums.may_follow(capture.step):
             slot.copied.touch()
 
@@ -120,6 +121,7 @@ class Copies:
                     raise
                 slot.withdraw()  # it has changed since it was sealed; the next capture will do
                 self._tell(f"node {self.node}'s capture of step {capture.step} has changed: {wrong[:3]}")
+                self._disconnect()
                 return False
         return True
 

@@ -159,14 +159,19 @@ class Epoch:
 _epoch_of_rank = Epoch(Path(), 0)
 
 
+def is_answered() -> bool:
+    """Whether the coordinator has just answered this node, so that no other round can have begun."""
+    lease = _lease_of_node()
+    return lease is None or lease.is_fresh()
+
+
 def check_may_record() -> None:
     """Refuse to go on when this round may be over. Costs no input or output while the coordinator answers this node.
 
     Raises:
         Fenced, OSError: as `Epoch.check`.
     """
-    lease = _lease_of_node()
-    if lease is not None and not lease.is_fresh():
+    if not is_answered():
         try:
             _epoch_of_rank.check()
         except (Fenced, OSError):

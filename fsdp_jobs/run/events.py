@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, ClassVar, dataclass_transform
 
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.epoch import Fenced, check_may_record
+from fsdp_jobs.run.epoch import Fenced, check_may_record, is_answered
 from fsdp_jobs.run.tail import Tail, json_objects, newest_json_lines, read_json_lines
 
 # What a node can need longer for than the others.
@@ -32,6 +32,8 @@ SLOW_CAUSES = {
     "compute": "its forward pass takes",
 }
 _CHECKPOINT = b'"event": "checkpoint",'
+
+_SOON_S = 0.1  # after a look whether this round is over, a record may be written
 
 logger = logging.getLogger(__name__)
 
@@ -312,11 +314,14 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
     """
     line = (json.dumps(record) + "\n").encode()
     try:
+        check_may_record()
+        checked_at = time.monotonic()
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             with suppress(OSError):  # some shared file systems have no locks; O_APPEND alone has to do there
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
-            check_may_record()  # last: who is cut off may have waited long for the lock
+            if time.monotonic() - checked_at > _SOON_S and not is_answered():  # it must not look with the lock held
+                raise Fenced("this node has had no answer from the coordinator while it waited for the file")
             before = os.fstat(descriptor).st_size
             if os.write(descriptor, line) < len(line):
                 os.ftruncate(descriptor, before)  # never half a line
@@ -324,7 +329,7 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
         finally:
             os.close(descriptor)
     except (OSError, Fenced) as e:
-        why = f"OSError: {e.strerror}" if isinstance(e, OSError) else e
+        why = f"OSError: {e.strerror or e}" if isinstance(e, OSError) else e
         logger.warning("%s; not recorded in %s", why, path)  # a rank's log shows no level
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf.errors import OmegaConfBaseException
 
 from fsdp_jobs.config.clusters import CLUSTERS
+from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.keys import metadata
 from fsdp_jobs.config.schema import SCHEMAS, dump_config, load_config
@@ -104,13 +104,17 @@ def test_replicas_that_cannot_be_compared_are_refused() -> None:
 def test_a_config_edited_by_hand_has_the_types_of_its_keys(
     tmp_path: Path, before: str, after: str, key: str, value: Any
 ) -> None:
-    file, text = tmp_path / "config.yaml", dump_config(compose_job(["nodes=2:4"]))
+    config = compose_job(["nodes=2:4"])
+    config.notify.command = "echo ${HOME} \\${X}"
+    file, text = tmp_path / "config.yaml", dump_config(config)
     assert before in text
     file.write_text(text.replace(before, after))
-    found = attrgetter(key)(load_config(file))
+    loaded = load_config(file)
+    found = attrgetter(key)(loaded)
     assert found == value and type(found) is type(value)
+    assert loaded.notify.command == "echo ${HOME} \\${X}", "what is right is left as it is"
     file.write_text(text)
-    assert load_config(file) == compose_job(["nodes=2:4"])
+    assert load_config(file) == config
 
 
 @pytest.mark.parametrize(
@@ -119,5 +123,5 @@ def test_a_config_edited_by_hand_has_the_types_of_its_keys(
 )
 def test_what_is_wrong_in_a_config_edited_by_hand_is_said(tmp_path: Path, before: str, after: str, said: str) -> None:
     (tmp_path / "config.yaml").write_text(dump_config(compose_job([])).replace(before, after))
-    with pytest.raises(OmegaConfBaseException, match=said):
+    with pytest.raises(BadInput, match=said):
         load_config(tmp_path / "config.yaml")
