@@ -53,7 +53,7 @@ class Probe:
     def run(self, step: int, microbatch: Microbatch) -> None:
         """All ranks, between an update and the next step: compare the gradients of rank 0's microbatch.
 
-        No state changes but the gradients, which are left as they come.
+        Afterwards there are no gradients; nothing else has changed.
 
         Raises:
             ComputesWrong: those of this rank differ, and `integrity.action` is not report.
