@@ -86,7 +86,8 @@ def test_of_two_replicas_a_replay_tells_which_was_wrong(
         if how == CAPTURED:
             assert (resumed["place"], resumed["step"]) == ("memory", found["agreed"]), "nothing else is done again"
         else:
-            assert resumed["step"] == 10 and agreed(flipped)[15] is not False, "that of the second time"
+            assert resumed["step"] in (5, 10), "the save of step 10 may have been under way"
+            assert agreed(flipped)[15] is not False, "that of the second time"
         assert flipped.losses() == calm, "not equal to the bit"
 
 
