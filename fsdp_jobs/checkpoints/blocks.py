@@ -39,14 +39,14 @@ class SummedFile:
         self.error: OSError | None = None
         self._sums: list[str] = []
         self._pending = bytearray()  # writes that wait for the end of their block
-        self._are_small = True  # all of them
+        self._are_small = True  # all writes so far
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        are_small = self._are_small and len(view) < SMALL
-        if len(view) >= _LARGE or len(self._pending) + len(view) > _BLOCK or self._are_small > are_small:
+        ends_small = self._are_small and len(view) >= SMALL
+        if len(view) >= _LARGE or len(self._pending) + len(view) > _BLOCK or ends_small:
             self._flush()
-        self._are_small = are_small
+        self._are_small &= not ends_small
         at = len(view) - _TAIL if len(view) >= _LARGE else 0
         for begin in range(0, at, _BLOCK):
             self._write(view[begin : min(at, begin + _BLOCK)])

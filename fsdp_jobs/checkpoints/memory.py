@@ -78,7 +78,7 @@ class MemoryCheckpoints:
         is_one_node = ranks.world == int(os.environ["LOCAL_WORLD_SIZE"])
         self._has_replica = layout.replicas > 1 and not is_one_node  # on another node
         self._group = dist.new_group(backend="gloo")  # votes must not meet the collectives of saves
-        self._ballot = torch.zeros(2, dtype=torch.int32)  # a vote, and whether a newest capture is no more
+        self._ballot = torch.zeros(2, dtype=torch.int32)  # a vote, and whether a newest capture was withdrawn
         self._voting: dist.Work | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="capture")
         self._copying: Future[None] | None = None

@@ -89,7 +89,7 @@ def welcome(token: str, side: str, challenge: str, received: str | bytes) -> Mes
     """Return what proves to an agent that this is the other side; None if its answer does not prove that it is one.
 
     Raises:
-        ValueError, KeyError, TypeError: it is no answer.
+        ValueError, KeyError, TypeError: it is not an answer.
     """
     answer = json.loads(received)
     nonce = str(answer["nonce"])
