@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import copy
+import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
@@ -36,6 +37,7 @@ _OPEN = tuple(
 _FAILURES = (HydraException, OmegaConfBaseException, YAMLError)
 
 
+@cache
 def register_schemas() -> None:
     """Register the dataclasses that the files in `conf/` build on, and the names of our plugins, with Hydra."""
     store = ConfigStore.instance()
@@ -153,16 +155,17 @@ class _Composer:
         self.options = groups(*map(Path, folders))
         self._parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
         self._parsed: dict[str, Override] = {}
-        self._bases: dict[tuple[str, ...], tuple[DictConfig, list[str]]] = {}  # by choices, with their keys
+        self._bases: dict[tuple[str, ...], tuple[bytes, list[str]]] = {}  # by choices, with their keys
 
     def compose(self, overrides: Sequence[str]) -> JobConfig | BadInput:
         config, problems = self.apply(overrides)
         if problems:
             return BadInput(problems)
-        if missing := OmegaConf.missing_keys(config):
-            return BadInput(Problem(k, "has no value", f"write {k}=...") for k in sorted(missing))
         try:
             return cast(JobConfig, OmegaConf.to_object(config))
+        except MissingMandatoryValue:
+            missing = sorted(OmegaConf.missing_keys(config))
+            return BadInput(Problem(k, "has no value", f"write {k}=...") for k in missing)
         except OmegaConfBaseException as e:
             return BadInput([Problem("configuration", _message(e))])
 
@@ -186,13 +189,14 @@ class _Composer:
             base, keys = self._base(tuple(choices))
         except _FAILURES as e:
             return DictConfig({}), [*problems, Problem("configuration", _message(e))]
-        config = copy.deepcopy(base)
+        config: DictConfig = pickle.loads(base)  # a quarter of the time of a deep copy
         return config, [*problems, *filter(None, (self._set(config, keys, *value) for value in values))]
 
-    def _base(self, choices: tuple[str, ...]) -> tuple[DictConfig, list[str]]:
+    def _base(self, choices: tuple[str, ...]) -> tuple[bytes, list[str]]:
+        """Return what choices compose to, pickled, and its keys."""
         if choices not in self._bases:
             base = hydra_compose("config", overrides=list(choices))
-            self._bases[choices] = base, keys_of(base)
+            self._bases[choices] = pickle.dumps(base), keys_of(base)
         return self._bases[choices]
 
     def _parse(self, text: str) -> Override | Problem:

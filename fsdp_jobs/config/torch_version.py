@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ _FSDP = (2, 13)  # the first whose FSDP2 is the trainer's: `replicate` takes a m
 def trainer_problems() -> Iterator[Problem]:
     """Yield why the trainer cannot run with this machine's torch; nothing where there is none."""
     try:
-        found = version("torch")
+        found = _installed()
     except PackageNotFoundError:
         return
     if _is_older(found):
@@ -52,3 +53,8 @@ def set_timeout(timeout: timedelta, group: ProcessGroup | None) -> None:
 
 def _is_older(found: str) -> bool:
     return tuple(int(number) for number in found.split(".")[:2]) < _FSDP
+
+
+@cache
+def _installed() -> str:
+    return version("torch")

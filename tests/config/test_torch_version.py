@@ -17,7 +17,7 @@ from tests.world import run_world
 
 @pytest.mark.parametrize("name", ["2.9.1+cu128", "2.12.0a0+git1"])
 def test_the_trainer_needs_a_newer_torch_than_programs_do(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(torch_version, "version", lambda _: name)
+    monkeypatch.setattr(torch_version, "_installed", lambda: name)
     with pytest.raises(BadInput) as refused:
         validate(compose_job(["cluster=local"]))
     assert f"torch {name}" in str(refused.value) and "pip install 'torch>=2.13'" in str(refused.value)
