@@ -2,7 +2,7 @@
 PYTHON ?= python3
 # What pip is asked for. On a machine without a GPU: a CPU wheel's path, say.
 TORCH ?= torch>=2.13,<2.14
-EXTRAS ?= dev,dashboard,slurm,docker,kubernetes,tensorboard,s3,mlflow,wandb,hf,accelerate
+EXTRAS ?= dev,dashboard,slurm,docker,kubernetes,tensorboard,s3,mlflow,wandb,hf,accelerate,docs
 BENCHMARKS ?= plan_scale start overhead captures goodput against_accelerate save coordinator traffic recovery submit status gpu
 
 # What depends on torch: the trainer needs a newer one than programs do.
@@ -16,7 +16,7 @@ PYTEST = $(BIN)/python -m pytest --numprocesses=3 --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint check test test-torch test-on bench soak docs-keys clean
+.PHONY: help setup demo lint check test test-torch test-on bench soak docs docs-keys dist clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -52,11 +52,20 @@ soak: $(READY)  ## what is slow and rare: tests, then 50 kills at random moments
 	$(PYTEST) -m soak
 	$(BIN)/python benchmarks/soak.py --kills 50
 
-docs-keys: $(READY)  ## the tables of docs/configuration.md, from the schema
+docs: $(READY)  ## the documentation site, in site/; a broken link or anchor is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean
+
+docs-keys: $(READY)  ## what docs/reference/ takes from the code: keys, verbs, events
 	$(BIN)/python docs/keys.py
 
+dist: $(READY)  ## wheel and sdist in dist/, checked by twine
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/twine check --strict dist/*
+
+
 clean:  ## remove .venv, caches and builds; runs/ stays
-	rm -rf $(VENV) .venv-torch-* dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml

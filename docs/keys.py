@@ -1,19 +1,27 @@
-"""Write the tables of keys in docs/configuration.md from the schema: `make docs-keys`."""
+"""Write what the pages of docs/reference/ take from the code: keys, verbs and events. `make docs-keys`."""
 
 from __future__ import annotations
 
+import argparse
+import inspect
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+from fsdp_jobs.cli import main as cli
 from fsdp_jobs.config import clusters, schema
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.keys import metadata
+from fsdp_jobs.run.events import Event
+from fsdp_jobs.tools.rehearse import FAULTS
 
-PAGE = Path(__file__).parent / "configuration.md"
-_TABLE = re.compile(r"<!-- keys: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
+REFERENCE = Path(__file__).parent / "reference"
+PAGES = tuple(REFERENCE / f"{name}.md" for name in ("configuration", "verbs", "events"))
+_MADE = re.compile(r"<!-- (keys|verbs|faults|events)(?:: (\w+))? -->\n.*?<!-- end -->", re.DOTALL)
 
 # Further classes of a group, by the option that they belong to. Clusters have pages of their own, but for one.
 FURTHER: dict[str, dict[str, type]] = {
@@ -23,9 +31,14 @@ FURTHER: dict[str, dict[str, type]] = {
 
 
 def with_tables(page: str) -> str:
-    """Return a page with what stands between `<!-- keys: GROUP -->` and `<!-- end -->` written anew."""
-    job = compose_job([])
-    return _TABLE.sub(lambda m: "\n".join([f"<!-- keys: {m[1]} -->", *table(job, m[1]), "<!-- end -->"]), page)
+    """Return a page with what stands between `<!-- keys: GROUP -->` and `<!-- end -->`, and the like, written anew."""
+    makers = {"keys": lambda group: table(compose_job([]), group), "verbs": verbs, "faults": faults, "events": events}
+
+    def made(found: re.Match[str]) -> str:
+        opening = found[0].partition("\n")[0]
+        return "\n".join([opening, "", *makers[found[1]](found[2] or ""), "", "<!-- end -->"])
+
+    return _MADE.sub(made, page)
 
 
 def table(job: schema.JobConfig, group: str) -> Iterator[str]:
@@ -72,5 +85,62 @@ def _shown(value: Any) -> str:
     return "(none)" if value == "???" else str(value).replace("'", "")
 
 
+class _Stopped(Exception):
+    """A verb has made its parser."""
+
+
+def parser_of(verb: str) -> argparse.ArgumentParser | None:
+    """Return the parser with which a verb reads its arguments, None if it has none: the verb is stopped there."""
+    found: list[argparse.ArgumentParser] = []
+
+    def stop(parser: argparse.ArgumentParser, *_: object) -> None:
+        found.append(parser)
+        raise _Stopped
+
+    first = [next(iter(FAULTS))] if verb == "rehearse" else []
+    with mock.patch.object(argparse.ArgumentParser, "parse_known_args", stop), suppress(_Stopped):
+        cli.main([verb, *first])
+    return found[0] if found else None
+
+
+def verbs(_: str) -> Iterator[str]:
+    """Yield a section for each verb: what it does, and its arguments."""
+    for verb, (_where, about) in cli._VERBS.items():
+        text = re.split(rf": {verb}| \\[", about)[0]
+        yield from (f"### {verb}", "", f"{text[0].upper()}{text[1:]}.", "")
+        parser = parser_of(verb)
+        rows = [_argument(action) for action in parser._actions if action.dest != "help"] if parser else []
+        if rows:
+            yield from ("| argument | |", "|---|---|", *rows, "")
+
+
+def _argument(action: argparse.Action) -> str:
+    value = action.metavar or (f"{{{','.join(map(str, action.choices))}}}" if action.choices else action.dest.upper())
+    is_switch = action.nargs == 0
+    names = [f"`{name}`" if is_switch else f"`{name} {value}`" for name in action.option_strings]
+    bounds = "" if action.default in (None, False, []) else f" (default {action.default})"
+    shown = ", ".join(names) or f"`{value if action.metavar else action.dest}`"
+    return f"| {shown} | {action.help or ''}{bounds} |".replace("|  |", "| |")
+
+
+def faults(_: str) -> Iterator[str]:
+    """Yield the faults of `rehearse` as a table."""
+    yield from ("| fault | |", "|---|---|")
+    for name, text in FAULTS.items():
+        yield f"| `{name}` | {text} |"
+
+
+def events(_: str) -> Iterator[str]:
+    """Yield a row for each type of event: its fields, and what it says of itself."""
+    common = {f.name for f in fields(Event)}
+    yield from ("| event | fields | |", "|---|---|---|")
+    for kind, cls in Event.KINDS.items():
+        own = ", ".join(f"`{f.name}`" for f in fields(cls) if f.name not in common)
+        said = inspect.getdoc(cls) if cls.__dict__.get("__doc__") and "(*" not in str(cls.__doc__) else ""
+        template = f"*{cls._template}*" if cls._template and not said else ""
+        yield f"| `{kind}` | {own} | {said or template} |".replace("|  |", "| |")
+
+
 if __name__ == "__main__":
-    PAGE.write_text(with_tables(PAGE.read_text()))
+    for page in PAGES:
+        page.write_text(with_tables(page.read_text()))

@@ -1,4 +1,4 @@
-"""The library for training programs: `from fsdp_jobs import job`. docs/library.md shows each name in use.
+"""The library for training programs: `from fsdp_jobs import job`. docs/guides/library.md shows each name in use.
 
 The same program runs under `fsdp-jobs script=...`, under plain torchrun, and alone, on CPU or GPU: without a
 launcher there is one shard group, checkpoints go to runs/<program>/, and metrics to stdout. The built-in trainer,

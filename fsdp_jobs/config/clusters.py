@@ -14,7 +14,7 @@ class ClusterConfig:
     """Where the job runs. A launcher's own keys are in a subclass."""
 
     launcher: str = key("???", "the TorchX scheduler that submits; set by the option")
-    topology: str | None = key(None, "file with the switch of each node ([docs/planning.md](planning.md#topology))")
+    topology: str | None = key(None, "file with the switch of each node")
     accelerator: str = key(AUTO, "auto: cuda if a node has a GPU for each rank", choices=(AUTO, "cpu", "cuda"))
     replaces_nodes: ClassVar[bool] = False  # one by one: a node that is told to end is no sign for the others
     shares_files: ClassVar[bool] = True  # paths in the configuration name the same files here and on the nodes

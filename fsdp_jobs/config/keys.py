@@ -17,7 +17,7 @@ def key(default: Any, meaning: str, *, choices: Sequence[str | bool] = (), at_le
 
     Args:
         default: `"???"` for a key that has to be given.
-        meaning: one line of docs/configuration.md, with the unit where the name does not have it.
+        meaning: one line of docs/reference/configuration.md, with the unit where the name does not have it.
         choices: the values it may have; of a list, each of its items.
         at_least: the smallest number it may be.
     """

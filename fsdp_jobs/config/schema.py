@@ -3,7 +3,7 @@
 YAML is imported by the functions that need it: help answers without.
 
 Every number has its unit in its name or its meaning. The folder `conf/` holds values; `validate.py` checks which
-combinations make sense; the tables of docs/configuration.md are generated from the meanings (docs/keys.py).
+combinations make sense; the tables of docs/reference/configuration.md are generated from the meanings (docs/keys.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What differs between the versions of torch that jobs run on: the one place that knows. Imports torch in ranks only.
 
-Programs run on 2.9 and later; the trainer, and `no_shard` of the library, need what 2.13 has. docs/scripts.md has the
-versions that were tried.
+Programs run on 2.9 and later; the trainer, and `no_shard` of the library, need what 2.13 has.
+docs/guides/torchrun.md has the versions that were tried.
 """
 
 from __future__ import annotations

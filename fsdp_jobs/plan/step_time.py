@@ -12,7 +12,7 @@ from fsdp_jobs.plan.memory import DTYPE_BYTES, master_bytes
 from fsdp_jobs.plan.shapes import ModelShape
 from fsdp_jobs.plan.traffic import RingBytes, hops
 
-# Constants that no data sheet gives. docs/planning.md says where they come from.
+# Constants that no data sheet gives. docs/how-it-works/planning.md says where they come from.
 LAYER_MATMUL = 0.85  # a layer's matmuls, against the best large matmul of the same GPU
 ATTENTION_IN_STEP = 0.7  # attention kernels in a training step, against their benchmark
 ELEMENTWISE_COMPILED = 0.4  # memory passes that torch.compile leaves of eager mode's

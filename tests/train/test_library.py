@@ -33,7 +33,7 @@ def run(folder: Path, *command: str) -> str:
 
 @pytest.mark.integration
 def test_the_page_runs_alone_and_goes_on_under_torchrun(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "library.md").read_text()
+    page = (ROOT / "docs" / "guides/library.md").read_text()
     program = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
     (tmp_path / "page.py").write_text(program.replace("61", "41"))
     said = run(tmp_path, sys.executable, "page.py")

@@ -46,7 +46,7 @@ def test_every_manifest_is_valid(file: Path) -> None:
 
 
 def test_every_key_is_on_its_page_with_its_default() -> None:
-    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    page = (ROOT / "docs" / "launchers/kubernetes.md").read_text()
     shown = {
         key: default
         for keys, default in re.findall(r"^\| (`cluster\..*?`) \| (\S+) \| ", page, re.MULTILINE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,14 +30,6 @@ IN_PODS = (
     "nproc_per_node=1",
 )
 JOB = (*IN_PODS, *TINY)
-
-
-@pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCluster]:
-    with SimulatedCluster(tmp_path / "cluster") as made:
-        monkeypatch.setenv("KUBECONFIG", str(made.api.write_kubeconfig(tmp_path / "kubeconfig")))
-        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / ".state"))
-        yield made
 
 
 @pytest.mark.seen

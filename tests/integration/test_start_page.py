@@ -1,0 +1,22 @@
+"""docs/start/laptop.md, run command by command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.pages import run_page
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+
+
+def but_for_the_installation(line: str) -> str:
+    """The environment is that of the tests; tests/test_packaging.py installs one."""
+    return "" if line in ("make setup", ". .venv/bin/activate") else line
+
+
+def test_the_page_for_this_machine_runs_as_it_says(tmp_path: Path) -> None:
+    run_page("laptop.md", tmp_path, but_for_the_installation)
+    run = tmp_path / "checkout" / "runs" / "first"
+    assert (run / "report.html").is_file() and list((run / "export").glob("*.safetensors"))
