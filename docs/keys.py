@@ -106,7 +106,7 @@ def parser_of(verb: str) -> argparse.ArgumentParser | None:
 def verbs(_: str) -> Iterator[str]:
     """Yield a section for each verb: what it does, and its arguments."""
     for verb, (_where, about) in cli._VERBS.items():
-        text = re.split(rf": {verb}| \\[", about)[0]
+        text = re.split(rf": {verb}| \[", about)[0]
         yield from (f"### {verb}", "", f"{text[0].upper()}{text[1:]}.", "")
         parser = parser_of(verb)
         rows = [_argument(action) for action in parser._actions if action.dest != "help"] if parser else []
@@ -136,9 +136,9 @@ def events(_: str) -> Iterator[str]:
     yield from ("| event | fields | |", "|---|---|---|")
     for kind, cls in Event.KINDS.items():
         own = ", ".join(f"`{f.name}`" for f in fields(cls) if f.name not in common)
-        said = inspect.getdoc(cls) if cls.__dict__.get("__doc__") and "(*" not in str(cls.__doc__) else ""
-        template = f"*{cls._template}*" if cls._template and not said else ""
-        yield f"| `{kind}` | {own} | {said or template} |".replace("|  |", "| |")
+        about = str(cls.__doc__)
+        said = f"*{cls._template}*" if about.startswith(f"{cls.__name__}(") else inspect.cleandoc(about)
+        yield f"| `{kind}` | {own} | {said} |".replace("|  |", "| |")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from fsdp_jobs.cli.main import _VERBS
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.hydra import compose_jobs, search_path
 from fsdp_jobs.sweeps.verbs import _ACTIONS
+from fsdp_jobs.tools.rehearse import FAULTS
 from tests.jobs import ROOT
 from tests.pages import PAGES, Command, commands_of, inline_commands
 
@@ -54,12 +55,12 @@ def overrides_of(words: Sequence[str]) -> list[str] | None:
     is_sweep = "--multirun" in args
     if "--cfg" in args:
         del args[args.index("--cfg") : args.index("--cfg") + 2]
-    fault = [args.pop(0)] if verb == "rehearse" else []
-    assert not fault or fault[0] in runpy.run_path(str(ROOT / "docs" / "keys.py"))["FAULTS"], "no such fault"
+    fault = args.pop(0) if verb == "rehearse" else "FAULT"
+    assert fault in (*FAULTS, "FAULT"), "no such fault"
     flags, rest = PARSER_OF(verb).parse_known_args([a for a in args if a not in ("--multirun", "--info")])
     assert not [word for word in rest if word.startswith("-")], "no such flag"
     if verb == "sweep":
-        assert flags.action in _ACTIONS, "no such action"
+        assert flags.action in (*_ACTIONS, "ACTION"), "no such action"
     if verb not in COMPOSING:
         assert all(word.startswith(("runs_dir=", "sweep.dir=")) for word in rest), "not an argument"
         return None
@@ -97,6 +98,8 @@ def test_every_command_of_ours_has_a_verb_flags_and_overrides_that_compose(users
     wrong, composing = [], []
     for command in found:
         for words in parts(command):
+            if len(words) == 2 + (words[1:2] == ["sweep"]) and words[1] in _VERBS:
+                continue  # the text speaks of a verb
             try:
                 overrides = overrides_of(words)
             except (AssertionError, SystemExit) as e:
@@ -104,9 +107,13 @@ def test_every_command_of_ours_has_a_verb_flags_and_overrides_that_compose(users
                 continue
             if overrides is not None:
                 composing.append((command, overrides))
-    for (command, _), composed in zip(composing, compose_jobs([o for _, o in composing]), strict=True):
-        if isinstance(composed, BadInput):
-            wrong.append(f"{command}\n    {composed}")
+    for _, some in itertools.groupby(composing, lambda job: job[1][:1] == [search_path("mine")]):
+        jobs = list(some)
+        made = compose_jobs([overrides for _, overrides in jobs])
+        for (command, _), composed in zip(jobs, made, strict=True):
+            left_out = "..." in command.words and "has no value" in str(composed)
+            if isinstance(composed, BadInput) and not left_out:
+                wrong.append(f"{command}\n    {composed}")
     assert not wrong, "\n".join(wrong)
 
 

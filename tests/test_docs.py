@@ -64,7 +64,7 @@ def test_what_pages_take_from_the_code_is_what_the_code_says() -> None:
 def test_every_option_is_in_the_table_of_groups() -> None:
     page = (ROOT / "docs" / "reference/configuration.md").read_text()
     for group, options in groups().items():
-        (row,) = re.findall(rf"^\| \[?`{group}`(?:\]\(#{group}\))? \| (.*?) \|", page, re.MULTILINE)
+        (row,) = re.findall(rf"^\| \[?`{group}`(?:\]\(#[\w-]+\))? \| (.*?) \|", page, re.MULTILINE)
         assert sorted(row.split(", ")) == options, group
 
 

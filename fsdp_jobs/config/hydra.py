@@ -126,8 +126,8 @@ def check_sweep(overrides: Sequence[str]) -> None:
 
 
 def _as_hydra_reads(overrides: Sequence[str]) -> list[str]:
-    """Quote `script_args`, which is written as in a shell, and choose `model=none` for the user's own program."""
-    quoted = [_quoted(o) if o.startswith("script_args=") else o for o in overrides]
+    """Quote values that are written as in a shell, and choose `model=none` for the user's own program."""
+    quoted = [_quoted(o) if o.startswith(("script_args=", "notify.command=")) else o for o in overrides]
     has_program = any(o.startswith(("script=", "module=")) and not o.endswith("=null") for o in quoted)
     has_model = any(o.startswith("model=") for o in quoted)
     return ["model=none", *quoted] if has_program and not has_model else quoted

@@ -83,10 +83,14 @@ class Event:
 
 
 class Submitted(Event):
+    """A cluster has taken the job."""
+
     handle: str | None = None
 
 
 class AttemptStarted(Event):
+    """The processes of an attempt are being started."""
+
     nodes: int | None = None
     hosts: list[str] | None = None
     slurm_job: str | None = None
@@ -94,6 +98,8 @@ class AttemptStarted(Event):
 
 
 class RoundStarted(Event, style="cyan"):
+    """The nodes of a round and their ranks are fixed."""
+
     nodes: list[int]
     hosts: list[str]
     strategy: str
@@ -118,6 +124,8 @@ class Adopted(Event):
 
 
 class RoundBroken(Event):
+    """A failure, or a node that leaves or joins, has ended a round."""
+
     why: str
     step: int
     committed: int  # step of the newest checkpoint
@@ -204,6 +212,8 @@ class NodeAskedFor(Event, sentence="SLURM job {slurm_job} will replace node {nod
 
 
 class Resumed(Event, style="green"):
+    """The ranks of a round have loaded a checkpoint."""
+
     step: int
     samples: int
     world_size: int
@@ -217,6 +227,8 @@ class Resumed(Event, style="green"):
 
 
 class Checkpoint(Event, style="blue"):
+    """A checkpoint is committed."""
+
     step: int
     bytes: int = 0
     seconds: float = 0.0
