@@ -56,6 +56,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return _LINK.sub(led, markdown)
 
 
+def on_post_page(output: str, **_: object) -> str:
+    """Name the theme's search for screen readers."""
+    search = 'data-md-component="search" role="dialog"'
+    return output.replace(search, f'{search} aria-label="Search"')
+
+
 def _outside(page: Path) -> Iterator[Path]:
     for target, _ in _LINK.findall(page.read_text()):
         path = Path(os.path.normpath(page.parent / target))

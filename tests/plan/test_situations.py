@@ -11,7 +11,7 @@ import pytest
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.plan.plan import Plan, make_plan
 
-DOCS = Path(__file__).parents[2] / "docs" / "how-it-works/planning.md"
+DOCS = Path(__file__).parents[2] / "docs" / "guides/sharding.md"
 FULL = "fsdp.activation_checkpointing=full"
 THIRTEEN = "model=llama2_7b model.dim=5120 model.n_layers=40 model.n_heads=40 model.n_kv_heads=40 model.ffn_dim=13824"
 HUGE = "model=llama3_70b model.dim=16384 model.n_layers=126 model.n_heads=128 model.n_kv_heads=8 model.ffn_dim=53248"
