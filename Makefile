@@ -2,8 +2,8 @@
 PYTHON ?= python3
 # What pip is asked for. On a machine without a GPU: a CPU wheel's path, say.
 TORCH ?= torch>=2.13,<2.14
-EXTRAS ?= dev,dashboard,slurm,docker,kubernetes,tensorboard,s3,mlflow,wandb,hf,accelerate,docs
-BENCHMARKS ?= plan_scale start overhead captures goodput against_accelerate save coordinator traffic recovery submit status gpu
+EXTRAS ?= dev,report,dashboard,slurm,docker,kubernetes,tensorboard,s3,mlflow,wandb,hf,accelerate,docs
+BENCHMARKS ?= plan_scale start overhead captures goodput against_accelerate save coordinator traffic recovery submit status dashboard gpu
 
 # What depends on torch: the trainer needs a newer one than programs do.
 PROGRAM_TESTS = tests/config/test_torch_version.py tests/elastic tests/checkpoints/test_state.py tests/train/test_library.py tests/integration/test_scripts.py tests/tools/test_accelerate.py::test_a_program_of_accelerates_is_sharded_as_asked_and_lives_on
@@ -16,7 +16,7 @@ PYTEST = $(BIN)/python -m pytest --numprocesses=3 --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint check test test-torch test-on bench soak docs docs-keys dist clean
+.PHONY: help setup demo lint check test test-torch test-on bench soak docs docs-keys dist vendor clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -63,6 +63,14 @@ dist: $(READY)  ## wheel and sdist in dist/, checked by twine
 	$(BIN)/python -m build --outdir dist .
 	$(BIN)/twine check --strict dist/*
 
+STATIC := $(CURDIR)/fsdp_jobs/observe/dashboard/static
+UPLOT = uplot-1.6.32
+UPLOT_SHA512 = KIMVnG68zvu5XXUbC4LQEPnhwOxBuLyW1AHtpm6IKTXImkbLgkMy+jabjLgSLMasNuGGzQm/ep3tOkyTxpiQIw==
+
+vendor:  ## the dashboard's charts, uPlot, from npm: the version that is named here, checked
+	set -e; cd "$$(mktemp -d)"; npm pack --silent $(subst -,@,$(UPLOT)); \
+	[ "$$(openssl dgst -sha512 -binary $(UPLOT).tgz | base64 -w0)" = "$(UPLOT_SHA512)" ] || { echo "$(UPLOT) is not what it was"; exit 1; }; \
+	tar -xzf $(UPLOT).tgz; cp package/dist/uPlot.iife.min.js package/dist/uPlot.min.css $(STATIC)/; cp package/LICENSE $(STATIC)/uPlot.LICENSE
 
 clean:  ## remove .venv, caches and builds; runs/ stays
 	rm -rf $(VENV) .venv-torch-* dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis

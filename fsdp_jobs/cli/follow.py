@@ -19,6 +19,7 @@ from fsdp_jobs.run.status import RunStatus, steps_done
 from fsdp_jobs.run.table import ago, duration
 from fsdp_jobs.run.tail import Logs, looks_like_error
 from fsdp_jobs.run.verdict import Verdict
+from fsdp_jobs.submit.overview import goodput_of
 
 _REFRESH_S = 0.25
 _PLAIN_EVERY_S = 5.0  # between progress lines where there is no terminal to redraw
@@ -121,10 +122,3 @@ def _facts(status: RunStatus) -> Iterator[tuple[str, str]]:
         beside = f", {plan.time.tokens_per_s:,.0f} planned" if plan is not None and plan.time is not None else ""
         yield "speed", f"{status.tokens_per_s:,.0f} tokens/s measured{beside}"
     yield "run", str(run.path)
-
-
-def goodput_of(status: RunStatus) -> str:
-    """Tell where a run's time went, and what its plan had predicted."""
-    plan = Plan.of(status.run)
-    predicted = f"; {plan.expected.goodput:.1%} predicted" if plan is not None else ""
-    return f"{status.goodput}{predicted}"

@@ -23,7 +23,7 @@ from fsdp_jobs.run.identity import check_may_act
 from fsdp_jobs.run.status import ENDED, RunStatus
 from fsdp_jobs.run.table import table_lines
 from fsdp_jobs.run.tail import follow_files, label, looks_like_error
-from fsdp_jobs.submit.overview import Overview, RunSummary
+from fsdp_jobs.submit.overview import Overview, RunSummary, story_of
 from fsdp_jobs.submit.stop import stop
 from fsdp_jobs.submit.submitted import activity_of, describe, has_ended, kill, settle
 
@@ -146,24 +146,10 @@ def _watch(overview: Overview, runs: Sequence[RunDir]) -> None:
 
 def _show_story(run: RunDir) -> None:
     """Print each failure of a run and what it cost, what the run does now, and where its time went."""
-    from fsdp_jobs.cli.follow import goodput_of
-
     status = RunStatus(run)
     status.update()
-    for b in status.breaks:
-        stamp = time.strftime("%b %d %H:%M:%S", time.localtime(b.time))
-        console.print(f"{stamp}  {b.why}: {b.lost} steps lost, training again after {b.recovered}", soft_wrap=True)
-    for host, why in run.excluded_hosts().items():
-        console.print(f"{host} is excluded: {why}", soft_wrap=True)
-    if status.spikes:
-        console.print(f"loss     {len(status.spikes)} spikes, the last: {status.spikes[-1].sentence()}", soft_wrap=True)
-    for slow in status.slow:
-        console.print(f"slow     {time.strftime('%H:%M', time.localtime(slow.time))} {slow.sentence()}", soft_wrap=True)
-    for corruption in status.corruptions:
-        console.print(f"corrupt  {corruption.sentence()}", soft_wrap=True)
-    console.print(f"now      {status.doing}")
-    if status.has_steps:
-        console.print(f"goodput  {goodput_of(status)}", soft_wrap=True)
+    for heading, sentence in story_of(status):
+        console.print(f"{heading:<7}  {sentence}", soft_wrap=True)
 
 
 def logs(args: list[str]) -> int:
@@ -230,13 +216,17 @@ def report(args: list[str]) -> int:
 
 
 def dashboard(args: list[str]) -> int:
+    from fsdp_jobs.sweeps.jobs import measured
+    from fsdp_jobs.sweeps.table import sweep_names
+
     parser = VerbParser("dashboard")
     parser.add_argument("--port", type=int, default=8265, help="0 takes a free one")
     where = "address to listen on; any other than this machine's own needs a token"
     parser.add_argument("--host", default="127.0.0.1", help=where)
     flags = parser.parse(args)
-    serve = _leaf("dashboard", "fsdp_jobs.observe.dashboard.serve").serve
-    return int(serve(flags.runs_dir, flags.host, flags.port, lambda url: console.print(url, soft_wrap=True)))
+    leaf = _leaf("dashboard", "fsdp_jobs.observe.dashboard.serve")
+    shown = leaf.Dashboard(flags.runs_dir, sweep_names, measured)
+    return int(leaf.serve(shown, flags.host, flags.port, lambda url: console.print(url, soft_wrap=True)))
 
 
 def _leaf(verb: str, module: str) -> ModuleType:

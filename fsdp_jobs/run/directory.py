@@ -71,7 +71,10 @@ def try_lock(file: IO[str]) -> bool:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text())) if path.exists() else {}
+    try:
+        return dict(json.loads(path.read_text())) if path.exists() else {}
+    except (ValueError, TypeError) as e:
+        raise BadInput([Problem(str(path), f"damaged: {e}", "restore the file, or move its run away")]) from e
 
 
 class _Within:
@@ -171,13 +174,26 @@ class RunDir:
         write_atomic(self.excluded, json.dumps(listed, indent=2))
 
     def read_job(self) -> dict[str, Any]:
-        """Return what was submitted last: handle, overrides, time, first attempt; empty before a submission."""
+        """Return what was submitted last: handle, overrides, time, first attempt; empty before a submission.
+
+        Raises:
+            BadInput: the file is damaged.
+        """
         return _read_object(self.job)
 
     @property
     def is_submitted(self) -> bool:
         """Return whether a launcher has taken this run: job.json is written before, and gets the handle after."""
         return "handle" in self.read_job()
+
+    @property
+    def is_damaged(self) -> bool:
+        """Return whether the record of its submission cannot be read."""
+        try:
+            self.read_job()
+        except (BadInput, OSError):
+            return True
+        return False
 
     @property
     def submission(self) -> str:
@@ -268,10 +284,10 @@ def find_run(runs_dir: str, name: str) -> RunDir:
 def pending_in(runs_dir: str) -> list[RunDir]:
     """Return the runs under a folder that are being submitted, or were when the command died."""
     runs = (RunDir(job.parent) for job in Path(runs_dir).glob("*/job.json"))
-    return [run for run in runs if run.pending_launcher is not None]
+    return [run for run in runs if not run.is_damaged and run.pending_launcher is not None]
 
 
 def runs_in(runs_dir: str) -> list[RunDir]:
-    """Return every submitted run under a folder, oldest first."""
+    """Return every submitted run under a folder, oldest first; one whose record is damaged counts as submitted."""
     jobs = sorted(Path(runs_dir).glob("*/job.json"), key=lambda f: f.stat().st_mtime)
-    return [run for f in jobs if (run := RunDir(f.parent)).is_submitted]
+    return [run for f in jobs if (run := RunDir(f.parent)).is_damaged or run.is_submitted]

@@ -17,6 +17,7 @@ from typing import Any
 TIMES = "log-times.jsonl"  # beside ranks' logs: {rank: [bytes, by when they were written]}, when they have grown
 _BLOCK = 1 << 16  # bytes read at once
 _LONGEST_LINE = 1 << 20  # bytes; longer lines come in parts
+_SHORT_LINE = 1 << 9  # bytes of a line of metrics.jsonl, about
 _ERROR = re.compile(r"Error\b|Exception|CRITICAL|FATAL|WARNING|Killed|Segmentation fault")
 
 logger = logging.getLogger(__name__)
@@ -125,6 +126,24 @@ def newest_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     return json_objects(lines_backwards(path), path)
 
 
+def sampled_json_lines(path: Path, count: int) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a .jsonl file, the newest first; of a long one about `count`, evenly spread over its bytes.
+
+    What is read is bounded, however long the file is.
+    """
+    size = path.stat().st_size if path.exists() else 0
+    if size <= count * _SHORT_LINE:
+        yield from newest_json_lines(path)
+        return
+    lines = [next(lines_backwards(path), b"")]
+    with path.open("rb") as f:
+        for i in reversed(range(count)):
+            f.seek(i * (size // count))
+            f.readline()
+            lines.append(f.readline())
+    yield from json_objects(filter(None, dict.fromkeys(lines)), path)
+
+
 def last_lines(file: Path, count: int) -> str:
     """Return the last lines of a file, empty when there is none. Only its end is read, however long it is."""
     newest = list(itertools.islice(lines_backwards(file), count))
@@ -138,10 +157,11 @@ class Logs:
         self.folder, self.pattern = folder, pattern
         self._tails: dict[Path, Tail] = {}
 
-    def skip(self) -> None:
-        """Leave out what is there now."""
-        for tail in self._all():
-            tail.skip()
+    def skip(self, but: int = 0) -> None:
+        """Leave out what is there now, except whole lines in about the last `but` bytes of all files together."""
+        tails = self._all()
+        for tail in tails:
+            tail.skip(but // len(tails))
 
     def backlog(self) -> Iterator[tuple[Path, str]]:
         """Yield what is there now with the file it is from, ordered by time to about a second."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.launchers.base import Description
 from fsdp_jobs.launchers.state import State
 from fsdp_jobs.run.directory import RunDir
@@ -13,6 +16,8 @@ from fsdp_jobs.run.status import ENDED, RunStatus, steps_done
 from fsdp_jobs.run.table import ago, duration
 from fsdp_jobs.submit.submitted import describe, is_silent
 
+DAMAGES = (BadInput, OSError, ValueError, TypeError, LookupError, AttributeError)  # of reading what is not as written
+
 
 @dataclass(frozen=True)
 class RunSummary:
@@ -20,19 +25,20 @@ class RunSummary:
 
     run: str
     handle: str
-    state: str  # queued, or a word of RunStatus.state
-    attempt: int | None
-    nodes: int
-    nodes_asked: str  # 4, or 2:8
-    step: int | None
-    steps: int | None
-    loss: float | None
-    tokens_per_s: float | None
-    eta_s: float | None
-    checkpoint_step: int | None
-    checkpoint_age_s: float | None
-    goodput: float | None  # 0 to 1
-    reason: str  # of the newest failure or end, or why it waits: then the scheduler's own words
+    state: str  # queued, damaged, or a word of RunStatus.state
+    attempt: int | None = None
+    nodes: int = 0
+    nodes_asked: str = "-"  # 4, or 2:8
+    step: int | None = None
+    steps: int | None = None
+    loss: float | None = None
+    tokens_per_s: float | None = None
+    eta_s: float | None = None
+    checkpoint_step: int | None = None
+    checkpoint_at: float | None = None  # seconds since 1970
+    checkpoint_age_s: float | None = None
+    goodput: float | None = None  # 0 to 1
+    reason: str = ""  # of the newest failure or end, or why it waits: then the scheduler's own words
 
     def cells(self) -> dict[str, str]:
         """Return heading -> text, for a table."""
@@ -51,9 +57,8 @@ class RunSummary:
         }
 
 
-def ask_launchers(statuses: Sequence[RunStatus]) -> dict[str, Description]:
-    """Return handle -> description of runs, with one question to each launcher."""
-    handles = [str(status.run.read_job()["handle"]) for status in statuses]
+def ask_launchers(handles: Sequence[str]) -> dict[str, Description]:
+    """Return handle -> description of jobs, with one question to each launcher."""
     return dict(zip(handles, describe(handles), strict=True))
 
 
@@ -61,28 +66,41 @@ class Overview:
     """Runs, read further at every look.
 
     Args:
-        ask: is called with the runs that have not ended, and returns handle -> what its launcher says.
+        ask: is called with the handles of runs that have not ended, and returns handle -> what its launcher says.
     """
 
-    def __init__(self, ask: Callable[[Sequence[RunStatus]], Mapping[str, Description]] = ask_launchers):
+    def __init__(self, ask: Callable[[Sequence[str]], Mapping[str, Description]] = ask_launchers):
         self._ask = ask
         self._statuses: dict[str, RunStatus] = {}
 
     def look(self, runs: Sequence[RunDir]) -> list[RunSummary]:
-        """Sum up every run as it is now, in the order given."""
-        statuses = []
+        """Sum up every run as it is now, in the order given; one whose records are damaged says so."""
+        read: dict[str, tuple[RunStatus, dict[str, Any]]] = {}
+        rows: dict[str, RunSummary] = {}
         for run in runs:
-            if run.name not in self._statuses:
-                self._statuses[run.name] = RunStatus(run)
-                self._statuses[run.name].glance()
-            statuses.append(self._statuses[run.name])
-            statuses[-1].update()
-        answers = self._ask([status for status in statuses if not status.ended])
-        return [_summary(status, answers) for status in statuses]
+            try:
+                read[run.name] = self._read(run)
+            except DAMAGES as e:
+                why = str(e.problems[0]) if isinstance(e, BadInput) else f"cannot be read: {type(e).__name__}: {e}"
+                rows[run.name] = RunSummary(run.name, "", "damaged", reason=why)
+        answers = self._ask([job["handle"] for status, job in read.values() if not status.ended])
+        rows |= {name: _summary(status, job, answers) for name, (status, job) in read.items()}
+        return [rows[run.name] for run in runs]
+
+    def _read(self, run: RunDir) -> tuple[RunStatus, dict[str, Any]]:
+        """Read a run further; return its status, and what was submitted with `handle` and `nodes`."""
+        job = run.read_job()
+        status = self._statuses.pop(run.name, None)  # kept only if it can be read further
+        if status is None:
+            status = RunStatus(run)
+            status.glance()
+        status.update()
+        self._statuses[run.name] = status
+        return status, {**job, "handle": job["handle"], "nodes": job["nodes"]}
 
 
-def _summary(status: RunStatus, answers: Mapping[str, Description]) -> RunSummary:
-    job, goodput = status.run.read_job(), status.goodput
+def _summary(status: RunStatus, job: Mapping[str, Any], answers: Mapping[str, Description]) -> RunSummary:
+    goodput = status.goodput
     state, reason = state_of(status, answers.get(job["handle"]))
     return RunSummary(
         run=status.run.name,
@@ -97,10 +115,41 @@ def _summary(status: RunStatus, answers: Mapping[str, Description]) -> RunSummar
         tokens_per_s=status.tokens_per_s or None,
         eta_s=None if state in ENDED else status.eta_s,
         checkpoint_step=status.committed if status.committed >= 0 else None,
+        checkpoint_at=status.committed_at or None,
         checkpoint_age_s=status.checkpoint_age_s,
         goodput=goodput.fraction if goodput.useful_s else None,
         reason=reason,
     )
+
+
+def story_of(status: RunStatus) -> Iterator[tuple[str, str]]:
+    """Yield (heading, sentence): what each failure cost, what is not as it should be, what the run does now.
+
+    Its status must have been read from the beginning, not at a glance.
+    """
+    for b in status.breaks:
+        stamp = time.strftime("%b %d %H:%M:%S", time.localtime(b.time))
+        yield stamp, f"{b.why}: {b.lost} steps lost, training again after {b.recovered}"
+    for host, why in status.run.excluded_hosts().items():
+        yield host, f"is excluded: {why}"
+    if status.spikes:
+        yield "loss", f"{len(status.spikes)} spikes, the last: {status.spikes[-1].sentence()}"
+    for slow in status.slow:
+        yield "slow", f"{time.strftime('%H:%M', time.localtime(slow.time))} {slow.sentence()}"
+    for corruption in status.corruptions:
+        yield "corrupt", str(corruption.sentence())
+    yield "now", status.doing
+    if status.has_steps:
+        yield "goodput", goodput_of(status)
+
+
+def goodput_of(status: RunStatus) -> str:
+    """Tell where a run's time went, and what its plan had predicted."""
+    from fsdp_jobs.plan.plan import Plan  # a table of runs needs none
+
+    plan = Plan.of(status.run)
+    predicted = f"; {plan.expected.goodput:.1%} predicted" if plan is not None else ""
+    return f"{status.goodput}{predicted}"
 
 
 def state_of(status: RunStatus, job: Description | None) -> tuple[str, str]:

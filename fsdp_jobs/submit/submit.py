@@ -66,7 +66,7 @@ def plan_of(config: JobConfig, run: RunDir | None = None) -> tuple[Plan, ModelSh
 @cache
 def _seen(runs_dir: str, launcher: str) -> Failures:
     """Return the failures of this cluster's nodes, rehearsed ones left out; read once for all jobs of a sweep."""
-    runs = [run for run in runs_in(runs_dir) if not run.name.startswith(REHEARSED)]
+    runs = [run for run in runs_in(runs_dir) if not (run.name.startswith(REHEARSED) or run.is_damaged)]
     return failures_of([run for run in runs if run.read_job()["handle"].startswith(f"{launcher}://")])
 
 

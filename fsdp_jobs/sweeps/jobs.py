@@ -17,7 +17,7 @@ from fsdp_jobs.submit.overview import Overview
 from fsdp_jobs.submit.submitted import settle
 from fsdp_jobs.submit.validate import composed
 from fsdp_jobs.sweeps.identity import canonical, identity, is_of_the_command
-from fsdp_jobs.sweeps.table import NEW, Row, Sweep
+from fsdp_jobs.sweeps.table import NEW, Row, Sweep, find_sweep, read_sweep
 
 _POLL_S = 1.0  # between two looks at jobs that are waited for, at first and after one has ended
 _SLOWEST_POLL_S = 15.0
@@ -36,6 +36,18 @@ def refresh(sweep: Sweep, rows: Sequence[Row]) -> None:
     for row, run, now in zip(submitted, runs, Overview().look(runs), strict=True):
         row.handle, row.state, row.step, row.reason = now.handle, now.state, now.step or 0, now.reason
         row.objective = last_value(run.metrics, sweep.objective)
+
+
+def measured(name: str, sweeps_dir: str = "sweeps") -> dict[str, Any]:
+    """Return a sweep's content with the newest objectives and the states as last seen; no launcher is asked.
+
+    Raises:
+        BadInput: there is no such sweep, or its table cannot be read.
+    """
+    sweep = read_sweep(find_sweep(name, sweeps_dir))
+    for row in sweep.jobs:
+        row.objective = last_value(sweep.run_of(row).metrics, sweep.objective)
+    return sweep.content()
 
 
 def last_value(metrics: Path, key: str) -> float | None:

@@ -111,6 +111,15 @@ class Sweep:
         measured = [row for row in self.jobs if row.is_measured]
         return min([row for row in measured if row.state == "done"] or measured, key=self.rank, default=None)
 
+    def content(self) -> dict[str, Any]:
+        """Return what pages show of it, the best job first; an objective that is not finite is None."""
+        about = {"name": self.name, "objective": self.objective, "direction": self.direction, "keys": self.keys}
+        rows = [
+            {**asdict(row), "values": row.values, "objective": row.objective if row.is_measured else None}
+            for row in sorted(self.jobs, key=self.rank)
+        ]
+        return {**about, "rows": rows}
+
 
 @contextmanager
 def locked(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
@@ -144,6 +153,11 @@ def locked(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
             return
 
 
+def sweep_names(sweeps_dir: str = "sweeps") -> list[str]:
+    """Return the names of all sweeps in a folder."""
+    return sorted(f.parent.name for f in Path(sweeps_dir).glob("*/sweep.yaml"))
+
+
 def find_sweep(name: str, sweeps_dir: str) -> Path:
     """Return the folder of a sweep.
 
@@ -152,7 +166,7 @@ def find_sweep(name: str, sweeps_dir: str) -> Path:
     """
     folder = find_run(sweeps_dir, name).path  # a sweep's name is the first part of its runs' names
     if not (folder / "sweep.yaml").exists():
-        names = sorted(f.parent.name for f in Path(sweeps_dir).glob("*/sweep.yaml"))
+        names = sweep_names(sweeps_dir)
         known = f"one of {', '.join(names)}" if names else "python -m fsdp_jobs --multirun ... makes one"
         raise BadInput([Problem(name, f"there is no such sweep under {sweeps_dir}/", nearest(name, names) or known)])
     return folder

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import re
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from starlette.testclient import TestClient
+import pytest
 
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.schema import dump_config
-from fsdp_jobs.observe.dashboard.app import make_app
-from fsdp_jobs.observe.report.history import History, thinned
+from fsdp_jobs.observe.report.history import History
 from fsdp_jobs.observe.report.page import write_report
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from tests.jobs import cli
+from tests.observe.browser import Watched, browser  # noqa: F401
 from tests.recorded import HOSTILE, recorded_run
 
 
@@ -66,11 +68,14 @@ def test_a_step_that_was_done_again_counts_once_and_breaks_the_line(tmp_path: Pa
     assert {kind: len(at) for kind, at in history.marks.items()} == {"fault": 1, "checkpoint": 1}
 
 
-def test_a_long_run_is_thinned_to_means() -> None:
-    records = [{"step": i, "loss": float(i % 2)} for i in range(100_000)]
-    steps, losses = thinned(records, "step", "loss")
-    assert len(steps) == 2000 and steps[-1] == 99_999
-    assert all(loss == 0.5 for loss in losses)
+def test_of_a_long_run_evenly_spread_steps_are_drawn(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path)
+    line = {"loss": 1.0, "attempt": 0, "grad_norm": 1.0, "tokens_per_s": 12345.678, "useful_s": 1.0, "step_s": 1.0}
+    with run.metrics.open("a") as f:
+        f.writelines(json.dumps({"step": i, "time": 130.0 + i, **line}) + "\n" for i in range(21, 100_000))
+    steps = [record["step"] for record in History.of(run).newest()]
+    assert 1990 < len(steps) < 2010 and steps[-1] == 99_999
+    assert max(after - before for before, after in pairwise(steps)) < 120
 
 
 def test_a_run_that_has_not_begun_has_a_report(tmp_path: Path) -> None:
@@ -93,7 +98,21 @@ def test_a_program_that_measures_little_or_nothing_has_a_report(tmp_path: Path) 
         assert "Where the time went" in page.read_text() and "Failures" in page.read_text()
         assert ("accuracy" in page.read_text()) == (name == "own")
         assert name in cli(tmp_path, "status", name).stdout
-    assert TestClient(make_app(str(tmp_path / "runs"), ["testserver"], None)).get("/rows").status_code == 200
+
+
+@pytest.mark.integration
+def test_a_report_is_legible_for_everybody(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    (file,) = write_report(recorded_run(tmp_path))
+    for name, settings in (
+        ("report", {}),
+        ("report-dark", {"color_scheme": "dark"}),
+        ("report-phone", {"viewport": {"width": 390, "height": 844}}),
+    ):
+        watched = Watched(browser, **settings)
+        watched.page.goto(file.as_uri())
+        watched.page.get_by_role("img", name="Over steps").wait_for()
+        watched.check()
+        watched.keep(tmp_path, name)
 
 
 def test_the_terminal_shows_what_a_run_wrote_as_it_is(tmp_path: Path) -> None:

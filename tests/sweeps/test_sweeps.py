@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,9 +23,10 @@ from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.sweeps.identity import canonical, name_for
 from fsdp_jobs.sweeps.jobs import last_value
-from fsdp_jobs.sweeps.report import Scale, write_sweep_report
+from fsdp_jobs.sweeps.report import write_sweep_report
 from fsdp_jobs.sweeps.table import Row, Sweep, read_sweep
 from tests.jobs import cli, environment
+from tests.observe.browser import Watched, browser  # noqa: F401
 from tests.observe.test_report import _Page
 from tests.recorded import HOSTILE
 from tests.world import TINY
@@ -212,15 +214,8 @@ def test_a_list_that_was_lost_is_made_again_from_the_runs(
     assert "lr=2e-3" in shown["lr-004"] and "resume" in shown["lr-004"] and "submit" in shown["lr-005"]
 
 
-def test_axes_suit_their_values() -> None:
-    rates = Scale.of("optim.lr", ["1e-4", "0.001", "0.003"])
-    assert rates.is_log and rates.ticks()[0] == (-4.0, "0.0001")
-    assert not Scale.of("seed", ["1", "2", "3"]).is_log
-    words = Scale.of("fsdp", ["full_shard", "auto", "full_shard"])
-    assert [text for _, text in words.ticks()] == ["full_shard", "auto"]
-
-
-def test_a_report_of_a_sweep_needs_no_network_and_executes_nothing(tmp_path: Path) -> None:
+@pytest.mark.integration
+def test_a_report_of_a_sweep_needs_no_network_and_executes_only_its_own_script(browser: Any, tmp_path: Path) -> None:  # noqa: F811
     losses = [3.0, 2.5, None, float("nan"), 2.7]
     rows = [
         Row(f"lr-{i:03d}", [f"optim.lr=1e-{i + 1}", f"fsdp={HOSTILE if i == 4 else 'auto'}"], "h", "done", 9, loss)
@@ -230,12 +225,20 @@ def test_a_report_of_a_sweep_needs_no_network_and_executes_nothing(tmp_path: Pat
     sweep = Sweep(tmp_path / "lr", "runs", [HOSTILE], jobs=rows)
     best = sweep.best()
     assert best is not None and best.run == "lr-001"
-    page = _Page()
-    page.feed(write_sweep_report(sweep).read_text())
-    assert "script" not in page.tags and "img" not in page.tags and all(link.startswith("#") for link in page.links)
-    text = " ".join(page.words)
+    page, file = _Page(), write_sweep_report(sweep)
+    page.feed(file.read_text())
+    assert page.tags.count("script") == 2 and "img" not in page.tags and not page.links
+    watched = Watched(browser)
+    watched.page.goto(file.as_uri())
+    watched.page.wait_for_selector("svg")
+    text = watched.page.inner_text("main")
     for word in (HOSTILE, "optim.lr (log)", "All keys together", "best: lr-001", "lr-003"):
         assert word in text, word
+    labels = watched.page.locator("svg").first.locator("text").all_text_contents()
+    assert {"0.1", "0.01", "auto"} <= set(labels) and any(label.startswith("<script>alert") for label in labels)
+    assert watched.page.locator("polyline.best title").text_content() == "lr-001: loss 2.5, optim.lr=1e-2 fsdp=auto"
+    watched.check()
+    watched.keep(tmp_path, "sweep-report")
     sweep.direction = "maximize"
     best = sweep.best()
     assert best is not None and best.run == "lr-000"

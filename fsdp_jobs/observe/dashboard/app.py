@@ -1,171 +1,212 @@
-"""The dashboard's web application: pages that refresh every two seconds and change nothing.
+"""The dashboard's web application: static files, JSON, and server-sent events. It changes nothing.
 
-Whatever runs have written is escaped, and browsers are told to execute only this application's script and to load
-nothing else. Pages of other sites cannot use it: it answers only to its own host names.
+Browsers are told to execute only this application's scripts, which never take what a run has written for HTML, and
+to load nothing else. Pages of other sites cannot use it: it answers only to its own host names.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
-import logging
+import json
+import math
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from itertools import chain, pairwise
 from pathlib import Path
+from typing import Any
 
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, RedirectResponse, Response
-from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 
 from fsdp_jobs.config.errors import BadInput
-from fsdp_jobs.launchers.base import Description
-from fsdp_jobs.observe.report.page import content_of
-from fsdp_jobs.pages.page import render
-from fsdp_jobs.run.directory import RunDir, find_run, rank_logs, runs_in
+from fsdp_jobs.observe.dashboard.live import LiveRows
+from fsdp_jobs.run.directory import RunDir, find_run, rank_logs
+from fsdp_jobs.run.events import Submitted, seldom_events
 from fsdp_jobs.run.status import RunStatus
-from fsdp_jobs.run.tail import label, last_lines
-from fsdp_jobs.submit.overview import Overview, ask_launchers
+from fsdp_jobs.run.tail import Logs, Tail, label, sampled_json_lines
+from fsdp_jobs.submit.overview import DAMAGES, story_of
 
-_ASK_EVERY_S = 5.0
-_LOG_LINES = 60  # of each rank
+_SEND_EVERY_S = 0.5
+_POINTS = 1000  # of a curve
+_LOG_BYTES = 8 << 20  # of all ranks' logs together, from their ends, that are searched
+_LOG_LINES = 1000  # that a browser gets of what is there already
 _HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; connect-src 'self'; style-src 'unsafe-inline'; "
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; connect-src 'self'; style-src 'self'; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
+_SHARED = ("fsdp_jobs.pages", "static")  # with the reports
 _COOKIE = "fsdp_jobs_token"
-
-logger = logging.getLogger(__name__)
 
 
 class Dashboard:
-    """The runs under one folder. Starlette calls the handlers, which are synchronous, in threads."""
-
-    def __init__(self, folder: str):
-        self.folder = folder
-        self._lock = threading.Lock()  # protects the next two, and matplotlib
-        self._overview = Overview(self._newest_answers)
-        self._reports: dict[str, tuple[list[int], str]] = {}  # run -> sizes of its records, its report
-        self._answers: dict[str, Description] = {}  # handle -> what its launcher said last
-        self._failure = ""  # why no launcher answered
-        self._asking, self._asked_at = threading.Thread(), -_ASK_EVERY_S
-
-    def routes(self) -> list[Route]:
-        return [
-            Route("/", self.index),
-            Route("/rows", self.rows),
-            Route("/live.js", self.script),
-            Route("/runs/{name}", self.run),
-            Route("/runs/{name}/report", self.report),
-            Route("/runs/{name}/logs", self.logs),
-        ]
-
-    def index(self, _: Request) -> Response:
-        return HTMLResponse(render(__package__, "shell.html.j2", name="runs", source="/rows", back=False))
-
-    def rows(self, _: Request) -> Response:
-        """Answer with the table of all runs, the newest first."""
-        with self._lock:
-            runs = [row.cells() for row in self._overview.look(runs_in(self.folder)[::-1])]
-        return HTMLResponse(render(__package__, "rows.html.j2", runs=runs, folder=self.folder))
-
-    def script(self, _: Request) -> Response:
-        return FileResponse(Path(__file__).parent / "live.js")
-
-    def run(self, request: Request) -> Response:
-        name = self._run_of(request).name
-        return HTMLResponse(render(__package__, "shell.html.j2", name=name, source=f"/runs/{name}/report", back=True))
-
-    def report(self, request: Request) -> Response:
-        """Answer with a run's report, drawn again when there is something new."""
-        run = self._run_of(request)
-        sizes = [f.stat().st_size if f.exists() else 0 for f in (run.events, run.metrics)]
-        with self._lock:
-            if run.name not in self._reports or self._reports[run.name][0] != sizes:
-                page = render("fsdp_jobs.observe.report", "run.html.j2", **content_of(run))
-                self._reports[run.name] = (sizes, page)
-            return HTMLResponse(self._reports[run.name][1])
-
-    def logs(self, request: Request) -> Response:
-        """Answer with the newest lines of every rank."""
-        run = self._run_of(request)
-        files = sorted(run.path.glob(rank_logs(run.last_attempt())))
-        lines = [f"== {label(file)}\n{last_lines(file, _LOG_LINES)}\n" for file in files]
-        return PlainTextResponse("\n".join(lines) or "no rank has written anything yet\n")
-
-    def _run_of(self, request: Request) -> RunDir:
-        """Return the run that a URL names; answer 404 when there is none."""
-        try:
-            run = find_run(self.folder, request.path_params["name"])
-        except BadInput:
-            run = None
-        if run is None or not run.is_submitted:
-            raise HTTPException(404, "there is no such run")
-        return run
-
-    def _newest_answers(self, statuses: Sequence[RunStatus]) -> dict[str, Description]:
-        """Return what launchers said last; ask them again, beside this request, every few seconds."""
-        if not self._asking.is_alive() and time.monotonic() - self._asked_at >= _ASK_EVERY_S:
-            self._asked_at = time.monotonic()
-            self._asking = threading.Thread(target=self._ask, args=(statuses,), daemon=True)
-            self._asking.start()
-        return self._answers
-
-    def _ask(self, statuses: Sequence[RunStatus]) -> None:
-        try:
-            self._answers, self._failure = ask_launchers(statuses), ""
-        except Exception as e:  # whatever a cluster's client raises: the run directories say what is known
-            if str(e) != self._failure:
-                logger.warning("a launcher does not answer: %s", e)
-            self._answers, self._failure = {}, str(e)
-
-
-def make_app(folder: str, hosts: list[str], token: str | None) -> Starlette:
-    """Make the application.
+    """The runs under one folder. Starlette calls handlers that are synchronous in threads.
 
     Args:
         folder: that the runs are in.
+        sweeps: returns the names of all sweeps.
+        sweep: returns a sweep of a name: keys, objective, and rows with the newest values; BadInput for none.
+    """
+
+    def __init__(self, folder: str, sweeps: Callable[[], list[str]], sweep: Callable[[str], dict[str, Any]]):
+        self.is_over: Callable[[], bool] = lambda: False  # streams are to end
+        self._live = LiveRows(folder)
+        self._sweeps, self._sweep = sweeps, sweep
+        self._lock = threading.Lock()  # protects the statuses
+        self._statuses: dict[str, RunStatus] = {}  # of runs that were looked at, read in full
+
+    def routes(self) -> list[Route | Mount]:
+        return [
+            Route("/api/rows", self.rows),
+            Route("/api/sweeps", lambda _: JSONResponse(self._sweeps())),
+            Route("/api/sweeps/{name}", lambda request: JSONResponse(self._sweep(request.path_params["name"]))),
+            Route("/api/runs/{name}", self.run),
+            Route("/api/runs/{name}/curves", self.curves),
+            Route("/api/runs/{name}/logs", self.logs),
+            Mount("/", StaticFiles(directory=Path(__file__).parent / "static", packages=[_SHARED], html=True)),
+        ]
+
+    async def rows(self, _: Request) -> Response:
+        """Stream the rows of all runs, then those that change; and the order of all where it changes."""
+
+        async def messages() -> AsyncIterator[dict[str, Any] | None]:
+            live, sent, said = self._live, dict[str, dict[str, Any]](), None
+            while not self.is_over():
+                live.watched_at = time.monotonic()
+                rows, news = live.rows, dict[str, Any]()
+                if changed := [row for name, row in rows.items() if sent.get(name) is not row]:
+                    news["rows"] = changed
+                if list(rows) != list(sent):
+                    news["order"] = list(rows)
+                if said != (say := {"folder": live.folder, "complete": live.is_complete, "trouble": live.trouble}):
+                    news |= say
+                sent, said = rows, say
+                yield news or None
+                await asyncio.sleep(_SEND_EVERY_S)
+
+        return _events(messages())
+
+    def run(self, request: Request) -> Response:
+        """Answer with what `status NAME` tells, the events with their sentences, and what was submitted."""
+        run = self._run_of(request)
+        with self._lock:
+            status = self._statuses.pop(run.name, None) or RunStatus(run)
+            status.update()
+            self._statuses[run.name] = status  # not one that cannot be read further
+            story = list(story_of(status))
+        happened = [{**event.to_record(), "sentence": event.sentence()} for event in seldom_events(Tail(run.events))]
+        config = run.config.read_text() if run.config.exists() else ""
+        return JSONResponse({"story": story, "events": happened, "submitted": run.read_job(), "config": config})
+
+    def curves(self, request: Request) -> Response:
+        """Answer with the columns of up to about 1,000 lines of metrics.jsonl, the newest first; null for no number.
+
+        `gaps` has when each submission was, and the seconds between it and the last event before.
+        """
+        run = self._run_of(request)
+        lines = list(sampled_json_lines(run.metrics, _POINTS))
+        columns = {key: [_finite(line.get(key)) for line in lines] for key in dict.fromkeys(chain.from_iterable(lines))}
+        happened = list(seldom_events(Tail(run.events)))
+        pairs = pairwise(happened[:1] + happened)
+        gaps = [(new.time, new.time - before.time) for before, new in pairs if isinstance(new, Submitted)]
+        return JSONResponse({"columns": columns, "gaps": gaps})
+
+    async def logs(self, request: Request) -> Response:
+        """Stream the newest lines of the newest attempt, then new ones; ends with the attempt, to be asked for again.
+
+        The query may have a `text` that lines have to contain, whatever its case, and a `rank`.
+        """
+        run = self._run_of(request)
+        text, rank = request.query_params.get("text", "").casefold(), request.query_params.get("rank", "")
+        attempt = run.last_attempt()
+        logs = Logs(run.path, rank_logs(attempt, rank=int(rank) if rank.isdecimal() else None))
+        logs.skip(but=_LOG_BYTES)
+
+        def matching(lines: Callable[[], Any]) -> list[tuple[str, str]]:
+            return list(deque(((label(f), line) for f, line in lines() if text in line.casefold()), _LOG_LINES))
+
+        async def messages() -> AsyncIterator[list[tuple[str, str]] | None]:
+            yield await run_in_threadpool(matching, logs.backlog)
+            while run.last_attempt() == attempt and not self.is_over():
+                yield await run_in_threadpool(matching, logs.new) or None
+                await asyncio.sleep(_SEND_EVERY_S)
+
+        return _events(messages())
+
+    def _run_of(self, request: Request) -> RunDir:
+        """Return the run that a URL names; answer 404 when there is none."""
+        run = find_run(self._live.folder, request.path_params["name"])
+        if not (run.is_damaged or run.is_submitted):
+            raise HTTPException(404, "there is no such run")
+        return run
+
+
+def _finite(value: Any) -> float | None:
+    return value if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _events(messages: AsyncIterator[Any]) -> Response:
+    """Stream messages as JSON; in place of None a comment, by which it is noticed that a browser has gone."""
+
+    async def lines() -> AsyncIterator[str]:
+        async for message in messages:
+            yield ":\n\n" if message is None else f"retry: 1000\ndata: {json.dumps(message)}\n\n"
+
+    return StreamingResponse(lines(), media_type="text/event-stream")
+
+
+def make_app(dashboard: Dashboard, hosts: list[str], token: str | None) -> Starlette:
+    """Make the application.
+
+    Args:
+        dashboard: what it shows.
         hosts: names by which it may be called.
         token: that every request needs; None for none.
     """
     middleware = [
-        Middleware(_Guard, token=token),
+        Middleware(BaseHTTPMiddleware, dispatch=partial(_guard, token)),
         Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False),
     ]
-    return Starlette(routes=Dashboard(folder).routes(), middleware=middleware)
+    unreadable = dict.fromkeys(DAMAGES, _unreadable)
+    return Starlette(routes=dashboard.routes(), middleware=middleware, exception_handlers=unreadable)
 
 
-class _Guard(BaseHTTPMiddleware):
+def _unreadable(_: Request, error: Exception) -> Response:
+    return PlainTextResponse(f"cannot be read: {error}", 404 if isinstance(error, BadInput) else 500)
+
+
+async def _guard(token: str | None, request: Request, call_next: RequestResponseEndpoint) -> Response:
     """Add headers to every response; with a token, require it: once in the URL, then as a cookie."""
+    response = _without_token(request, token) if token is not None else None
+    if response is None:
+        response = await call_next(request)
+    response.headers.update(_HEADERS)
+    return response
 
-    def __init__(self, app: ASGIApp, token: str | None):
-        super().__init__(app)
-        self.token = token
 
-    async def dispatch(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
-        response = self._without_token(request, self.token) if self.token is not None else None
-        if response is None:
-            response = await call_next(request)
-        response.headers.update(_HEADERS)
-        return response
-
-    def _without_token(self, request: Request, token: str) -> Response | None:
-        """Return the response to a request that does not have the token as a cookie."""
-        if _is_same(request.query_params.get("token", ""), token):
-            redirect = RedirectResponse(request.url.remove_query_params("token"))
-            redirect.set_cookie(_COOKIE, token, httponly=True, samesite="strict")
-            return redirect
-        if _is_same(request.cookies.get(_COOKIE, ""), token):
-            return None
-        return PlainTextResponse("open the address that `fsdp-jobs dashboard` printed: it has the token", 403)
+def _without_token(request: Request, token: str) -> Response | None:
+    """Return the response to a request that does not have the token as a cookie."""
+    if _is_same(request.query_params.get("token", ""), token):
+        redirect = RedirectResponse(request.url.remove_query_params("token"))
+        redirect.set_cookie(_COOKIE, token, httponly=True, samesite="strict")
+        return redirect
+    if _is_same(request.cookies.get(_COOKIE, ""), token):
+        return None
+    return PlainTextResponse("open the address that `fsdp-jobs dashboard` printed: it has the token", 403)
 
 
 def _is_same(given: str, token: str) -> bool:

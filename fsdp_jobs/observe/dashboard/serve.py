@@ -9,13 +9,13 @@ from collections.abc import Callable
 import uvicorn
 
 from fsdp_jobs.config.errors import BadInput, Problem
-from fsdp_jobs.observe.dashboard.app import make_app
+from fsdp_jobs.observe.dashboard.app import Dashboard, make_app
 from fsdp_jobs.run import log
 
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
-def serve(folder: str, host: str, port: int, say: Callable[[str], None]) -> int:
+def serve(dashboard: Dashboard, host: str, port: int, say: Callable[[str], None]) -> int:
     """Serve until Ctrl-C; `say` is called with the address to open.
 
     Raises:
@@ -26,13 +26,16 @@ def serve(folder: str, host: str, port: int, say: Callable[[str], None]) -> int:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen()  # a browser that opens the address at once waits
     except (OSError, OverflowError) as e:
         what = e.strerror if isinstance(e, OSError) else "a port is a number from 0 to 65535"
         raise BadInput([Problem(f"--host {host} --port {port}", str(what), "--port 0 takes a free one")]) from e
     is_local = host in _LOCAL
     token = secrets.token_urlsafe(24)
-    app = make_app(folder, ["127.0.0.1", "localhost", "[::1]"] if is_local else ["*"], token)
+    app = make_app(dashboard, ["127.0.0.1", "localhost", "[::1]"] if is_local else ["*"], token)
     name = {"0.0.0.0": "localhost", "::": "localhost"}.get(host, f"[{host}]" if ":" in host else host)
     say(f"http://{name}:{listener.getsockname()[1]}/?token={token}")
-    uvicorn.Server(uvicorn.Config(app, log_config=None, log_level="warning", lifespan="off")).run(sockets=[listener])
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, log_level="warning", lifespan="off"))
+    dashboard.is_over = lambda: server.should_exit  # else Ctrl-C would wait for browsers to go
+    server.run(sockets=[listener])
     return 0

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import io
+import re
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+from pathlib import Path
 from typing import Any
 
+import matplotlib
+
+matplotlib.use("agg")
+from markupsafe import Markup
+from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fsdp_jobs.observe.report.history import History, thinned
-from fsdp_jobs.pages.charts import FAULT, LINE, grid
+from fsdp_jobs.observe.report.history import History
 from fsdp_jobs.plan.plan import Plan
 from fsdp_jobs.run.goodput import Goodput
+
+_WIDTH = 11.0  # inches of every chart
+_LINE, _FAULT = "#1f5fa8", "#c0392b"
 
 _CURVES = {
     "loss": "loss",
@@ -26,15 +37,18 @@ _NO_CURVES = {"step", "time", "seconds", "attempt", "data_s", "checkpoint_stall_
 _NO_CURVES |= {"recover_s", "capture_s", "captures", "tokens_per_s_per_gpu", "loss_scale", "peak_memory_gib"}
 _MAX_OWN_CURVES = 12  # of keys that a user's program logs: what is legible on one page
 _CHECKPOINT = "#7f8c8d"
-_MARKS = {"fault": (FAULT, "x"), "damaged checkpoint": ("#d35400", "D"), "resumed": ("#2e8b57", "^")}
+_MARKS = {"fault": (_FAULT, "x"), "damaged checkpoint": ("#d35400", "D"), "resumed": ("#2e8b57", "^")}
 _PARTS = {
     "useful": ("useful_s", "#2e8b57"),
     "checkpoint stall": ("stall_s", "#d4a017"),
-    "lost and repeated": ("lost_s", FAULT),
+    "lost and repeated": ("lost_s", _FAULT),
     "recovering": ("recover_s", "#d35400"),
     "queue": ("queue_s", "#95a5a6"),
     "starting, stopping": ("start_s", "#6c8ebf"),
 }
+
+
+plt.style.use(Path(__file__).with_name("charts.mplstyle"))
 
 
 def charts(history: History, goodput: Goodput, plan: Plan | None) -> Iterator[tuple[str, str, Figure]]:
@@ -58,10 +72,10 @@ def _over_steps(history: History, curves: list[str], plan: Plan | None) -> Figur
     """Draw the newest record of each step, beside what was planned."""
     records = history.newest()
     planned = {"tokens_per_s": plan.time.tokens_per_s, "step_s": plan.time.step} if plan and plan.time else {}
-    figure, axes_of = grid([_CURVES.get(key, key) for key in curves], columns=2, height=2.4)
+    figure, axes_of = _grid([_CURVES.get(key, key) for key in curves], columns=2, height=2.4)
     for axes, key in zip(axes_of, curves, strict=True):
-        steps, values = thinned(records, "step", key)
-        axes.plot(steps, values, color=LINE, linewidth=1.2)
+        steps, values = zip(*[(r["step"], r[key]) for r in records if r.get(key) is not None], strict=True)
+        axes.plot(steps, values, color=_LINE, linewidth=1.2)
         if key in planned and planned[key] < 3 * statistics.median(values):  # else the curve is a line at the bottom
             axes.axhline(planned[key], color=_CHECKPOINT, linestyle="--", linewidth=1, label="planned")
             axes.legend()
@@ -75,13 +89,13 @@ def _over_time(history: History) -> Figure:
     end = max(r["seconds"] for r in history.steps)
     unit, size = next((u, s) for u, s in (("hours", 3600), ("minutes", 60), ("seconds", 1)) if end >= 3 * s or s == 1)
     curves = [key for key in ("step", "loss") if any(r.get(key) is not None for r in history.steps)]
-    figure, axes_of = grid(curves, columns=1, height=2.5, sharex=True)
+    figure, axes_of = _grid(curves, columns=1, height=2.5, sharex=True)
     for axes, key in zip(axes_of, curves, strict=True):
         for number, first, last in history.attempts:
-            axes.axvspan(first / size, last / size, color=LINE, alpha=0.04 + 0.05 * (number % 2), linewidth=0)
+            axes.axvspan(first / size, last / size, color=_LINE, alpha=0.04 + 0.05 * (number % 2), linewidth=0)
         for stretch in history.stretches():
-            seconds, values = thinned(stretch, "seconds", key)
-            axes.plot([s / size for s in seconds], values, color=LINE, linewidth=1.2)
+            known = [r for r in stretch if r.get(key) is not None]
+            axes.plot([r["seconds"] / size for r in known], [r[key] for r in known], color=_LINE, linewidth=1.2)
         _draw_marks(axes, {kind: [s / size for s in at] for kind, at in history.marks.items()})
     for number, first, _ in history.attempts:
         place = (first / size, 1)
@@ -96,7 +110,7 @@ def _draw_marks(axes: Axes, marks: dict[str, list[float]]) -> None:
     saved = marks.get("checkpoint", [])
     axes.plot(saved, [0.03] * len(saved), "|", color=_CHECKPOINT, markersize=9, transform=bottom, label="checkpoint")
     for moment in marks.get("fault", []):
-        axes.axvline(moment, color=FAULT, linewidth=0.8, alpha=0.6)
+        axes.axvline(moment, color=_FAULT, linewidth=0.8, alpha=0.6)
     for kind, (colour, sign) in _MARKS.items():
         if at := marks.get(kind):
             axes.plot(at, [0.06] * len(at), sign, color=colour, transform=bottom, label=kind)
@@ -104,7 +118,7 @@ def _draw_marks(axes: Axes, marks: dict[str, list[float]]) -> None:
 
 def _goodput(goodput: Goodput) -> Figure:
     """Draw one bar whose parts add up to the wall time."""
-    figure, (axes,) = grid([""], columns=1, height=1.4)
+    figure, (axes,) = _grid([""], columns=1, height=1.4)
     left = 0.0
     for name, (key, colour) in _PARTS.items():
         value = getattr(goodput, key)
@@ -116,3 +130,35 @@ def _goodput(goodput: Goodput) -> Figure:
     axes.grid(False)
     axes.legend(ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
     return figure
+
+
+def _grid(titles: Sequence[str], columns: int, height: float, sharex: bool = False) -> tuple[Figure, list[Axes]]:
+    """A figure with one chart per title, in rows of so many columns, each `height` inches high."""
+    rows = -(-len(titles) // columns)
+    size = (_WIDTH, height * rows)
+    figure, axes = plt.subplots(rows, columns, figsize=size, sharex=sharex, layout="constrained", squeeze=False)
+    for chart, title in zip(axes.flat, titles, strict=False):
+        chart.set_title(title)
+    for unused in axes.flat[len(titles) :]:
+        unused.set_visible(False)
+    return figure, list(axes.flat[: len(titles)])
+
+
+def to_svgs(charts: Iterable[tuple[str, str, Figure]]) -> list[tuple[str, Markup]]:
+    """(title, SVG) of charts that are given as (name, title, figure); the figures are closed."""
+    drawn = []
+    for name, title, figure in charts:
+        drawn.append((title, Markup(_to_svg(figure, name, title))))
+        plt.close(figure)
+    return drawn
+
+
+def _to_svg(figure: Figure, name: str, title: str) -> str:
+    """A chart for a page; its ids begin with its name, so that several can stand in one page."""
+    file = io.StringIO()
+    figure.savefig(file, format="svg", metadata={"Date": None})
+    svg = file.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r'(\bid="|url\(#|xlink:href="#)', rf"\g<1>{name}-", svg)
+    sized = r'<svg([^>]*?) width="[^"]*" height="[^"]*"'
+    return re.sub(sized, lambda m: f'<svg role="img" aria-label="{escape(title)}"{m[1]}', svg, count=1)

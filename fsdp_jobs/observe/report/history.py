@@ -8,7 +8,7 @@ from typing import Any
 
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.tail import read_json_lines
+from fsdp_jobs.run.tail import sampled_json_lines
 
 _MAX_POINTS = 2000  # of a curve: a chart has no more pixels
 _MARKS: dict[type[events.Event], str] = {
@@ -23,7 +23,7 @@ _MARKS: dict[type[events.Event], str] = {
 class History:
     """Everything a run has recorded, with the seconds since its first submission."""
 
-    steps: list[dict[str, Any]] = field(default_factory=list)  # lines of metrics.jsonl, as recorded
+    steps: list[dict[str, Any]] = field(default_factory=list)  # lines of metrics.jsonl, of a long run some of them
     attempts: list[tuple[int, float, float]] = field(default_factory=list)  # number, first and last second
     marks: dict[str, list[float]] = field(default_factory=dict)  # fault, checkpoint, ... -> the seconds of each
     rounds: list[events.RoundStarted] = field(default_factory=list)
@@ -42,7 +42,7 @@ class History:
             if isinstance(event, events.RoundStarted):
                 history.rounds.append(event)
         history.attempts = [(number, min(at), max(at)) for number, at in sorted(times.items()) if number >= 0]
-        for record in read_json_lines(run.metrics):
+        for record in reversed(list(sampled_json_lines(run.metrics, _MAX_POINTS))):
             if {"step", "time"} <= record.keys():
                 history.steps.append({"attempt": 0, **record, "seconds": record["time"] - began})
         return history
@@ -62,11 +62,3 @@ class History:
         """One record per step, the newest where a step was repeated, in the order of steps."""
         by_step = {record["step"]: record for record in self.steps}
         return [by_step[step] for step in sorted(by_step)]
-
-
-def thinned(records: list[dict[str, Any]], x: str, y: str) -> tuple[list[float], list[float]]:
-    """The columns x and y of the records that have y; means of neighbours where there are too many."""
-    pairs = [(float(r[x]), float(r[y])) for r in records if r.get(y) is not None]
-    width = max(1, -(-len(pairs) // _MAX_POINTS))
-    blocks = [pairs[i : i + width] for i in range(0, len(pairs), width)]
-    return [b[-1][0] for b in blocks], [sum(p[1] for p in b) / len(b) for b in blocks]

@@ -16,9 +16,8 @@ from typing import Any
 from markupsafe import Markup
 from matplotlib import pyplot as plt
 
-from fsdp_jobs.observe.report.charts import charts
+from fsdp_jobs.observe.report.charts import charts, to_svgs
 from fsdp_jobs.observe.report.history import History
-from fsdp_jobs.pages.charts import to_svgs
 from fsdp_jobs.pages.page import render
 from fsdp_jobs.pages.plan_svg import to_svg as plan_to_svg
 from fsdp_jobs.plan.layout import HYBRID, Layout
@@ -33,20 +32,10 @@ _MAX_PICTURES = 6  # newest rounds that are drawn
 
 def write_report(run: RunDir, pngs: bool = False) -> list[Path]:
     """Write `report.html`, with `pngs` also each chart as a file, into the run directory; return the files."""
-    written = [run.report]
-    write_atomic(written[0], render(__package__, "report.html.j2", **content_of(run)))
-    for name, _, figure in charts(History.of(run), _status_of(run).goodput, Plan.of(run)) if pngs else ():
-        written.append(run.chart(name))
-        figure.savefig(written[-1], dpi=200)
-        plt.close(figure)
-    return written
-
-
-def content_of(run: RunDir) -> dict[str, Any]:
-    """Collect what the template `run.html.j2` shows, charts drawn."""
-    status, history, plan = _status_of(run), History.of(run), Plan.of(run)
-    goodput = status.goodput
-    return {
+    status, history, plan = RunStatus(run), History.of(run), Plan.of(run)
+    status.update()
+    goodput, written = status.goodput, [run.report]
+    content = {
         "name": run.name,
         "status": status,
         "steps": steps_done(status.step, status.steps),
@@ -59,12 +48,12 @@ def content_of(run: RunDir) -> dict[str, Any]:
         "strftime": time.strftime,
         "localtime": time.localtime,
     }
-
-
-def _status_of(run: RunDir) -> RunStatus:
-    status = RunStatus(run)
-    status.update()
-    return status
+    write_atomic(run.report, render(__package__, "report.html.j2", **content))
+    for name, _, figure in charts(history, goodput, plan) if pngs else ():
+        written.append(run.chart(name))
+        figure.savefig(written[-1], dpi=200)
+        plt.close(figure)
+    return written
 
 
 def _comparison(

@@ -47,14 +47,14 @@ def services(image: str) -> Iterator[Watched]:
 
 
 def _in_the_dashboard() -> str:
-    """The table and the run's report, by the address that the service tells in its log; empty while there is none."""
+    """What the dashboard tells of the run, by the address in its service's log; empty while there is none."""
     logs = subprocess.run(["docker", "logs", f"{_PROJECT}_dashboard_1"], capture_output=True, text=True).stdout
     token = re.search(r"http://localhost:8265/\?token=(\S+)", logs)
     if token is None:
         return ""
     address = {"base_url": "http://127.0.0.1:8265", "follow_redirects": True}
     with suppress(httpx.TransportError), httpx.Client(**address) as client:  # the token becomes a cookie
-        return client.get(f"/rows?token={token[1]}").text + client.get("/runs/job/report").text
+        return client.get(f"/?token={token[1]}").text + client.get("/api/runs/job").text
     return ""
 
 
@@ -88,7 +88,7 @@ def test_services_scale_heal_and_go_on(services: Watched, image: str, tmp_path: 
 
     compose("--profile", "dashboard", "up", "--detach", "dashboard", image=image)
     services.until(lambda: "cancelled; saved at step" in _in_the_dashboard(), "the run in the dashboard", 60)
-    assert "<svg" in _in_the_dashboard()
+    assert "app.js" in _in_the_dashboard()
 
     reached = services.step()
     losses = {step: loss for step, loss in services.losses().items() if step <= 150}
