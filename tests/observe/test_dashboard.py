@@ -217,7 +217,6 @@ def test_a_running_job_and_its_fault_are_seen_without_a_reload(browser: Any, tmp
         page.evaluate("window.isSame = true")
         page.click("text=watched")
         page.wait_for_selector("#nodes .rank.running", timeout=30_000)
-        page.wait_for_selector("#log div", timeout=30_000)
         assert page.locator("#nodes .rank").count() == running.events("round_started")[-1]["world_size"]
         loss = page.locator("#story dd").nth(2)
         first = loss.inner_text()

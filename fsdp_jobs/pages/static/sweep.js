@@ -48,7 +48,7 @@ function parallel(sweep, rows, scales, best) {
   const axes = [...scales.map((scale) => ({ ...scale, valueOf: (row) => row.values[scale.key] })), { ...objective, valueOf: (row) => `${row.objective}` }];
   const x = (i) => left + (i * (width - left - 90)) / Math.max(1, axes.length - 1);
   const y = (place) => top + (1 - place) * (height - top - 16);
-  const chart = draw("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `All keys together: one line per job, ${rows.length} jobs; the table has the numbers` });
+  const chart = draw("svg", { viewBox: `0 0 ${width} ${height}`, class: "sweep", role: "img", "aria-label": `All keys together: one line per job, ${rows.length} jobs; the table has the numbers` });
   for (const row of [...rows].sort((a, b) => (a === best) - (b === best))) {
     const good = sweep.direction === "minimize" ? 1 - objective.placeOf(row.objective) : objective.placeOf(row.objective);
     const points = axes.map((axis, i) => `${x(i)},${y(axis.placeOf(axis.valueOf(row)))}`).join(" ");
@@ -68,10 +68,10 @@ function overKey(sweep, rows, scale, best) {
   const objective = scaleOf(sweep.objective, rows.map((row) => `${row.objective}`));
   const x = (place) => left + 12 + place * (width - left - 40);
   const y = (place) => 30 + (1 - place) * (height - bottom - 46);
-  const chart = draw("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${sweep.objective} over ${scale.key}` });
+  const chart = draw("svg", { viewBox: `0 0 ${width} ${height}`, class: "sweep", role: "img", "aria-label": `${sweep.objective} over ${scale.key}` });
   chart.append(draw("text", { x: left, y: 14, class: "name" }, scale.title));
   chart.append(draw("path", { d: `M${left} 22V${height - bottom}H${width - 8}`, class: "axis", fill: "none" }));
-  for (const [place, label] of scale.ticks) chart.append(draw("text", { x: x(place), y: height - 8, "text-anchor": "middle" }, label));
+  for (const [place, label] of scale.ticks) chart.append(draw("text", { x: x(place), y: height - 8, "text-anchor": place > 0.8 ? "end" : place < 0.2 ? "start" : "middle" }, label));
   for (const [place, label] of objective.ticks.filter((_, i, all) => i === 0 || i === all.length - 1)) {
     chart.append(draw("text", { x: left - 5, y: y(place) + 4, "text-anchor": "end" }, label));
   }
