@@ -41,7 +41,7 @@ def opened(chromium: Any, address: str, runs: int) -> tuple[Any, list[float]]:
     page = chromium.new_context().new_page()
     page.add_init_script(_NOTE.replace("RUNS", str(runs)))
     page.goto(address)
-    page.wait_for_function("window.noted", timeout=120_000)
+    page.wait_for_function("() => window.noted", timeout=120_000)
     return page, page.evaluate("window.noted")
 
 

@@ -112,7 +112,10 @@ def status(args: list[str]) -> int:
     else:
         sys.stdout.write(_table(rows, console.width if console.is_terminal else None) + "\n")
         if flags.name is not None:
-            _show_story(runs[0])
+            told = RunStatus(runs[0])
+            told.update()
+            for heading, sentence in story_of(told):
+                console.print(f"{heading:<7}  {sentence}", soft_wrap=True)
     return 0
 
 
@@ -142,14 +145,6 @@ def _watch(overview: Overview, runs: Sequence[RunDir]) -> None:
             if all(row.state in ENDED for row in rows):
                 return
             time.sleep(_WATCH_S)
-
-
-def _show_story(run: RunDir) -> None:
-    """Print each failure of a run and what it cost, what the run does now, and where its time went."""
-    status = RunStatus(run)
-    status.update()
-    for heading, sentence in story_of(status):
-        console.print(f"{heading:<7}  {sentence}", soft_wrap=True)
 
 
 def logs(args: list[str]) -> int:
