@@ -11,7 +11,7 @@ import secrets
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -81,6 +81,14 @@ class Finding:
     cure: str = ""
 
 
+def findings(what: str, problems: Sequence[Problem], fine: str = "nothing is missing") -> Iterator[Finding]:
+    """Yield a finding for each problem, or that there is none."""
+    for problem in problems:
+        yield Finding(what, "bad", f"{problem.where}: {problem.what}", problem.instead)
+    if not problems:
+        yield Finding(what, "ok", fine)
+
+
 def new_submission() -> str:
     """Return the id of a submission: the time and six random digits, in letters that every cluster takes."""
     return f"{time.strftime('%y%m%d%H%M%S')}-{secrets.token_hex(3)}"
@@ -95,6 +103,7 @@ class Job:
     plan: Plan
     shape: ModelShape | None = None  # of a custom model
     submission: str = field(default_factory=new_submission)  # jobs that are submitted together share it
+    away: list[str] = field(default_factory=list)  # of a dry run that cannot ask the cluster: as `Launcher.away`
 
     @cached_property
     def app(self) -> AppDef:
@@ -109,6 +118,7 @@ class Launcher(ABC):
     """Submits jobs to one kind of cluster. Every method takes many jobs and asks the cluster once where it can."""
 
     name: str  # of the TorchX scheduler, e.g. "slurm_fsdp"
+    output = "text"  # the format of `artefact`
 
     def topology(self, config: JobConfig) -> Topology | None:
         """Return where the nodes of this cluster are; None when it does not say."""
@@ -118,6 +128,22 @@ class Launcher(ABC):
         """Yield what `doctor` should know about this cluster, as it is examined."""
         yield from ()
 
+    def site_file(self) -> str:
+        """Return the facts of this cluster that dry runs elsewhere need, as a file.
+
+        Raises:
+            BadInput: they need none.
+            JobFailed: the cluster does not answer.
+        """
+        raise BadInput([Problem("--save", f"dry runs of {self.name} need no facts of a cluster", "cluster=slurm does")])
+
+    def away(self, config: JobConfig) -> list[str]:
+        """Return why this machine cannot ask the cluster, what a dry run then does not check, and what it assumes.
+
+        Empty: it can; what the cluster then refuses is for `prepare` to say.
+        """
+        return []
+
     @abstractmethod
     def prepare(self, jobs: Sequence[Job]) -> list[Any]:
         """Return one request for each job; `str(request)` is what `dry_run` prints. Writes and starts nothing.
@@ -125,6 +151,15 @@ class Launcher(ABC):
         Raises:
             BadInput: with all problems of all jobs.
         """
+
+    def artefact(self, request: Any, files: Mapping[Path, str | None]) -> str:
+        """Return what the cluster gets, and nothing else, for another tool to submit, compare or keep.
+
+        Args:
+            request: one of `prepare`.
+            files: path -> text of what submission would write into the run directory; None: nothing.
+        """
+        return str(request)
 
     @abstractmethod
     def submit(self, requests: Sequence[Any], parallelism: int, folder: Path | None) -> list[str]:

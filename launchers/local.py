@@ -6,15 +6,20 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import psutil
+
 from fsdp_jobs.config.clusters import LocalClusterConfig
 from fsdp_jobs.config.errors import Problem
-from fsdp_jobs.config.resolve import node_range
+from fsdp_jobs.config.resolve import accelerator_of_node, node_range, ranks_per_node
+from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.app import arguments
-from fsdp_jobs.launchers.base import Job, prepare_each
+from fsdp_jobs.launchers.base import Finding, Job, findings, prepare_each
 from fsdp_jobs.launchers.detached import DetachedLauncher
 from fsdp_jobs.launchers.local_supervisor import LocalRequest
 from fsdp_jobs.plan.memory import size
 from fsdp_jobs.run.processes import visible_gpus
+
+_SHM = 32 * 2**20  # bytes of /dev/shm for a rank: its data workers' batches, and NCCL's or gloo's buffers
 
 
 class LocalLauncher(DetachedLauncher):
@@ -23,6 +28,18 @@ class LocalLauncher(DetachedLauncher):
     name = "local_fsdp"
     supervisor = "fsdp_jobs.launchers.local_supervisor"
 
+    def examine(self, config: JobConfig) -> Iterator[Finding]:
+        ranks, gpus = node_range(config.nodes)[1] * ranks_per_node(config), len(visible_gpus())
+        fact = f"{gpus} for {ranks} ranks, which use {accelerator_of_node(config, gpus, ranks)}"
+        yield from findings("GPUs", list(_too_few_gpus(config)), fact)
+        if Path("/dev/shm").is_dir():  # macOS has none
+            free = shutil.disk_usage("/dev/shm").free
+            cure = "mount -o remount,size=50% /dev/shm; in a container: docker run --shm-size=8g"
+            yield Finding("/dev/shm", "ok" if free > ranks * _SHM else "warning", f"{size(free)} free", cure)
+        up = [name for name, interface in psutil.net_if_stats().items() if interface.isup]
+        fact = f"interfaces that are up: {', '.join(up)}; nodes here use the loopback"
+        yield Finding("network", "ok" if {"lo", "lo0"} & set(up) else "bad", fact, "ip link set lo up")
+
     def prepare(self, jobs: Sequence[Job]) -> list[LocalRequest]:
         return prepare_each(jobs, _problems, _request)
 
@@ -30,12 +47,17 @@ class LocalLauncher(DetachedLauncher):
 create_scheduler = LocalLauncher.scheduler
 
 
-def _problems(job: Job) -> Iterator[Problem]:
-    nodes, ranks, gpus = node_range(job.config.nodes)[1], job.plan.ranks_per_node, visible_gpus()
-    if job.config.cluster.accelerator == "cuda" and len(gpus) < nodes * ranks:
+def _too_few_gpus(config: JobConfig) -> Iterator[Problem]:
+    nodes, ranks, gpus = node_range(config.nodes)[1], ranks_per_node(config), visible_gpus()
+    if config.cluster.accelerator == "cuda" and len(gpus) < nodes * ranks:
         what = f"{nodes} x {ranks} ranks need a GPU each; this machine shows {len(gpus)}"
         cure = "fewer nodes= or nproc_per_node=, or cluster.accelerator=auto, which then takes the CPU"
         yield Problem("cluster.accelerator=cuda", what, cure)
+
+
+def _problems(job: Job) -> Iterator[Problem]:
+    nodes = node_range(job.config.nodes)[1]
+    yield from _too_few_gpus(job.config)
     memory, need = Path(job.config.checkpoint.memory.dir), nodes * job.plan.captured_bytes
     if not job.config.checkpoint.memory.every_steps:
         return

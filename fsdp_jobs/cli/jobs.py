@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import signal
 import sys
 import time
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -17,6 +20,7 @@ from fsdp_jobs.config.errors import BadInput, Problem, nearest
 from fsdp_jobs.config.groups import CONF_DIR
 from fsdp_jobs.config.hydra import compose_job, key_of, merge_overrides, register_schemas, search_path
 from fsdp_jobs.config.schema import PROGRAM_KEYS, TRAINERS_KEYS, JobConfig
+from fsdp_jobs.launchers.base import launcher_of
 from fsdp_jobs.launchers.state import State
 from fsdp_jobs.pages.plan_svg import to_svg
 from fsdp_jobs.plan.render import render
@@ -40,17 +44,26 @@ def submit(args: list[str]) -> int:
             what = f"submits, and {printing[0]} prints"
             raise BadInput([Problem(sweeping[0], what, "dry_run=true shows a sweep's jobs")])
         return _print_by_hydra(args)
-    overrides = _overrides([a for a in args if a not in sweeping])
-    return _submit_sweep(overrides) if sweeping else _submit(overrides)
+    if sweeping:
+        return _submit_sweep(_overrides([a for a in args if a not in sweeping]))
+    what = "with dry_run=true: what would be submitted, alone on stdout; yaml, for SLURM script"
+    flags, overrides = _parsed(args, "--output", "-o", metavar="FORMAT", help=what)
+    console.stderr = flags.output is not None
+    return _submit(overrides, flags.output)
 
 
-def _submit(overrides: Sequence[str]) -> int:
+def _submit(overrides: Sequence[str], output: str | None = None) -> int:
     (config,) = composed([overrides])
     _say_unused(overrides)
     (job,) = submission.prepare([config])
+    if output and (not config.dry_run or output != job.launcher.output):
+        what = f"a dry run with {job.launcher.name} shows {job.launcher.output}"
+        raise BadInput([Problem(f"--output {output}", what, f"dry_run=true --output {job.launcher.output}")])
+    for line in job.away:
+        console.print(line, style="yellow", markup=False, soft_wrap=True)
     console.print(render(job.plan))
     if config.dry_run:
-        console.print(str(job.request), markup=False, soft_wrap=True)
+        sys.stdout.write(submission.artefact_of(job, overrides) if output else f"{job.request}\n")
         console.print("dry run: nothing was submitted", style="yellow")
         return 0
     follower = Follower(job.run, console) if config.attach else None
@@ -112,7 +125,14 @@ def resume(args: list[str]) -> int:
 def examine(args: list[str]) -> int:
     from fsdp_jobs.tools.doctor import doctor
 
-    return doctor(_job_without_files(_overrides(args)), console)
+    what = "write the facts of this site that dry runs elsewhere need; they read cluster.site=FILE"
+    flags, overrides = _parsed(args, "--save", nargs="?", const="site.yaml", metavar="FILE", help=what)
+    config = _job_without_files(overrides)
+    if flags.save is not None:
+        made = f"# fsdp-jobs doctor {shlex.join(args)}\n# {datetime.now().astimezone():%Y-%m-%d %H:%M %z}\n"
+        write_atomic(Path(flags.save), made + launcher_of(config.cluster.launcher).site_file())
+        console.print(f"saved for dry runs elsewhere: cluster.site={flags.save}", markup=False, soft_wrap=True)
+    return doctor(config, console)
 
 
 def rehearse(args: list[str]) -> int:
@@ -140,17 +160,24 @@ def rehearse(args: list[str]) -> int:
 
 
 def _overrides(args: list[str]) -> list[str]:
-    """Return the overrides among the arguments, `--config-dir` as the one that it stands for.
+    """Return the overrides among the arguments, as `_parsed` does."""
+    return _parsed(args)[1]
+
+
+def _parsed(args: list[str], *own: str, **how: Any) -> tuple[argparse.Namespace, list[str]]:
+    """Return a verb's own flag, if it has one, and the overrides, `--config-dir` as the one that it stands for.
 
     Raises:
         BadInput: flags that there are not.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder with options of your own")
+    if own:
+        parser.add_argument(*own, **how)
     known, overrides = parser.parse_known_args(args)
     if unknown := [o for o in overrides if o.startswith("-")]:
         raise BadInput([Problem(u, "there is no such flag", "fsdp-jobs --help") for u in unknown])
-    return [*([search_path(known.config_dir)] if known.config_dir else []), *overrides]
+    return known, [*([search_path(known.config_dir)] if known.config_dir else []), *overrides]
 
 
 def _job_without_files(overrides: Sequence[str]) -> JobConfig:

@@ -32,7 +32,7 @@ errors = Console(stderr=True, highlight=False)
 
 # Verb -> module:name under fsdp_jobs, imported when it is used, which takes arguments and returns an exit code; help.
 _VERBS = {
-    "submit": ("cli.jobs:submit", "compose, plan and submit a job; the verb may be left out"),
+    "submit": ("cli.jobs:submit", "compose, plan and submit a job; the verb may be left out [--output FORMAT]"),
     "plan": ("cli.jobs:plan", "show how a job would be sharded, and why [--json] [--svg FILE]"),
     "status": ("cli.runs:status", "what runs are doing: status [NAME|HANDLE] [--watch] [--json]"),
     "logs": ("cli.runs:logs", "what ranks print: logs NAME [-f] [--rank R] [--node I] [--attempt K] [--errors]"),
@@ -42,7 +42,7 @@ _VERBS = {
     "dashboard": ("cli.runs:dashboard", "all runs live in a browser: dashboard [--port P] [--host ADDRESS]"),
     "list": ("cli.runs:list_runs", "all runs: the same as status without a name"),
     "resume": ("cli.jobs:resume", "continue a run, changed or not: resume NAME [overrides]"),
-    "doctor": ("cli.jobs:examine", "can jobs run on a cluster from here: doctor cluster=slurm"),
+    "doctor": ("cli.jobs:examine", "can jobs run here, or on a cluster: doctor [cluster=slurm] [--save FILE]"),
     "rehearse": ("cli.jobs:rehearse", "a small copy of your job suffers a real fault here: rehearse FAULT [overrides]"),
     "import-accelerate": (
         "tools.import_accelerate:main",

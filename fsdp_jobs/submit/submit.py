@@ -92,11 +92,15 @@ def prepare(configs: Sequence[JobConfig]) -> list[Prepared]:
     submission = new_submission()
     for config in configs:
         try:
-            run = _open(config, [job.run for job in jobs])
+            launcher = launcher_of(config.cluster.launcher)
+            away = launcher.away(config) if config.dry_run else []
+            config.cluster.shares_files &= not away
+            run = _open(config, [job.run for job in jobs], not away)
             before = run.read_job()
-            _check_free(run)
-            planned, launcher = plan_of(config, run), launcher_of(config.cluster.launcher)
-            jobs.append(Prepared(config, run, *planned, submission, launcher=launcher, before=before))
+            if not away:
+                _check_free(run)
+            planned = plan_of(config, run)
+            jobs.append(Prepared(config, run, *planned, submission, away, launcher=launcher, before=before))
         except BadInput as e:
             problems += e.problems
     for group in grouped(jobs, lambda job: job.launcher.name).values():
@@ -110,14 +114,15 @@ def prepare(configs: Sequence[JobConfig]) -> list[Prepared]:
     return jobs
 
 
-def _open(config: JobConfig, taken: Sequence[RunDir]) -> RunDir:
-    """Validate a configuration and return its run directory, which has to be this user's."""
+def _open(config: JobConfig, taken: Sequence[RunDir], continues: bool) -> RunDir:
+    """Validate a configuration, and with `continues` what it continues; return its run directory, this user's."""
     validate(config)
     run = run_dir_of(config)
     if any(run.path == other.path for other in taken):
         raise BadInput([Problem(f"name={run.name}", "names two jobs of the same submission")])
     check_may_act(run)
-    check_existing_run(config, run)
+    if continues:
+        check_existing_run(config, run)
     can_look = config.init_from is not None and config.cluster.shares_files
     if can_look and not find_checkpoints(checkpoints_of(config.checkpoint, run)):
         check_initial_weights(config)
@@ -188,32 +193,46 @@ def submit(
 
 def _write(job: Prepared, overrides: Sequence[str]) -> None:
     """Write what describes the job into its run directory; job.json gets the handle of this submission later."""
-    run = job.run
+    run, identity = job.run, identity_of(job.run, job.config)
     run.checkpoints.mkdir(parents=True, exist_ok=True)
-    job.config.name = run.name
-    write_atomic(run.config, dump_config(job.config))
-    write_atomic(run.plan, job.plan.to_json())
-    topology = job.config.cluster.topology
-    _write_or_remove(run.topology, None if topology is None else Path(topology).read_text())
-    _write_or_remove(run.shape, None if job.shape is None else job.shape.to_json())
-    write_atomic(run.token, secrets.token_hex(16), mode=0o600)
-    write_atomic(run.request, f"{job.request}\n")
     run.stop_request.unlink(missing_ok=True)
-    identity = identity_of(run, job.config)
     claim(run.identity, identity)
     if (elsewhere := job.config.checkpoint.dir) is not None and ("://" in elsewhere or Path(elsewhere).is_dir()):
         with suppress(OSError):  # it may be for the nodes alone
             claim(checkpoints_of(job.config.checkpoint, run) / run.identity.name, identity)
+    for path, text in _files_of(job, overrides).items():
+        _write_or_remove(path, text, mode=0o600 if path == run.token else 0o644)
+
+
+def _files_of(job: Prepared, overrides: Sequence[str]) -> dict[Path, str | None]:
+    """Return path -> text of what describes a job in its run directory, job.json last; None: it has no such file."""
+    run, topology = job.run, job.config.cluster.topology
+    job.config.name = run.name
     steps = None if job.config.is_program else job.config.steps  # only the program knows how many it will do
     about = {**run.read_job(), "overrides": list(overrides), "first_attempt": run.last_attempt() + 1}
     about |= {"nodes": str(job.config.nodes), "steps": steps}
     about |= {"submission": job.submission, "pending": job.launcher.name}  # until `record`
-    write_atomic(run.job, json.dumps(about, indent=2))
+    return {
+        run.config: dump_config(job.config),
+        run.plan: job.plan.to_json(),
+        run.topology: None if topology is None else Path(topology).read_text(),
+        run.shape: None if job.shape is None else job.shape.to_json(),
+        run.token: secrets.token_hex(16),
+        run.request: f"{job.request}\n",
+        run.job: json.dumps(about, indent=2),
+    }
 
 
-def _write_or_remove(path: Path, text: str | None) -> None:
+def artefact_of(job: Prepared, overrides: Sequence[str]) -> str:
+    """Return what the cluster of a dry run's job would get, and nothing else."""
+    job.config.dry_run = False
+    files = _files_of(job, [o for o in overrides if not o.startswith("dry_run=")])
+    return job.launcher.artefact(job.request, {job.run.identity: identity_of(job.run, job.config).to_json(), **files})
+
+
+def _write_or_remove(path: Path, text: str | None, mode: int = 0o644) -> None:
     """Write a file, or for None remove the one that an earlier submission left."""
     if text is not None:
-        write_atomic(path, text)
+        write_atomic(path, text, mode)
     else:
         path.unlink(missing_ok=True)

@@ -120,6 +120,8 @@ class SweepLauncher(Launcher):
         if self.config.dry_run:
             sweep = self._read()
             rows, undone = jobs.to_do(sweep, own)
+            for config in undone.values():
+                config.dry_run = True  # said of the command, and so of no row
             show_dry_run(console, rows, prepare(list(undone.values())))
         else:
             with locked(self.folder, console.print):

@@ -78,5 +78,7 @@ def show_dry_run(console: Console, rows: Sequence[Row], prepared: Sequence[Prepa
         action = f"none: it is {row.state}" if plan is None else "resume" if row.handle else "submit"
         layout = f"{plan.layout.strategy} over {plan.layout.shard_group} of {plan.layout.world_size}" if plan else ""
         lines.append([row.run, action, layout, " ".join(row.overrides)])
+    for line in dict.fromkeys(line for job in prepared for line in job.away):
+        console.print(line, style="yellow", soft_wrap=True)
     _print_table(console, ["run", "action", "plan", "overrides"], lines)
     console.print("dry run: nothing was submitted", style="yellow")

@@ -2,32 +2,68 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
+from pathlib import Path
+
 from rich.console import Console
 from rich.text import Text
 
-from fsdp_jobs.config.errors import BadInput, Problem
+from fsdp_jobs import __version__
+from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
 from fsdp_jobs.config.schema import JobConfig
-from fsdp_jobs.launchers.base import launcher_of
+from fsdp_jobs.config.torch_version import trainer_problems
+from fsdp_jobs.launchers.base import Finding, Launcher, findings, launcher_of
+from fsdp_jobs.plan.memory import size
 from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_FAILED
 
 _STYLES = {"ok": "green", "warning": "yellow", "bad": "bold red"}
+_DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+_LEAST_FREE = 10**9  # bytes
 
 
 def doctor(config: JobConfig, console: Console) -> int:
-    """Print what the cluster's launcher finds, as it finds it; return 0, or 1 when something is bad.
-
-    Raises:
-        BadInput: this launcher has nothing to examine.
-    """
+    """Print what this machine and the cluster's launcher find, as they find it; return 1 if something is bad."""
     states = []
-    for finding in launcher_of(config.cluster.launcher).examine(config):
+    for finding in chain(_this_machine(config), _cluster(config, launcher_of(config.cluster.launcher))):
         states.append(finding.state)
         state = (f"{finding.state:9}", _STYLES[finding.state])
         console.print(Text.assemble(state, f"{finding.what:16}{finding.fact}"), soft_wrap=True)
-        if finding.cure:
+        if finding.cure and finding.state != "ok":
             console.print(Text(f"{'':25}-> {finding.cure}"), soft_wrap=True)
-    if not states:
-        what = "this launcher has nothing to examine"
-        instead = "fsdp-jobs doctor cluster=slurm, or cluster=kubernetes; dry_run=true checks a job"
-        raise BadInput([Problem(f"cluster.launcher={config.cluster.launcher}", what, instead)])
     return EXIT_FAILED if "bad" in states else EXIT_DONE
+
+
+def _this_machine(config: JobConfig) -> Iterator[Finding]:
+    """Yield findings on versions and on the folder of runs."""
+    versions = [f"Python {platform.python_version()}", f"fsdp_jobs {__version__}"]
+    problems = [] if config.is_program else list(trainer_problems())
+    try:
+        versions.append(f"torch {version('torch')}")
+    except PackageNotFoundError:
+        missing = Problem("torch", "is not installed", "pip install torch")
+        problems += [missing] if config.cluster.shares_environment else []  # else nodes have their own
+    with suppress(OSError):  # there is no nvidia-smi
+        said = subprocess.run(_DRIVER, capture_output=True, text=True).stdout.splitlines()
+        versions.append(f"NVIDIA's driver {said[0] if said else 'does not answer'}")
+    yield from findings("versions", problems, ", ".join(versions))
+    runs = Path(config.runs_dir).resolve()
+    there = next(folder for folder in (runs, *runs.parents) if folder.exists())
+    may_write, free = there.is_dir() and os.access(there, os.W_OK | os.X_OK), shutil.disk_usage(there).free
+    state = "bad" if not may_write else "warning" if free < _LEAST_FREE else "ok"
+    fact = f"{runs}, {size(free)} free" if may_write else f"{there} is not a folder that you may write to"
+    yield Finding("runs_dir", state, fact, "runs_dir=... in a folder of yours with room")
+
+
+def _cluster(config: JobConfig, launcher: Launcher) -> Iterator[Finding]:
+    """Yield the launcher's findings; what ends them is the last one."""
+    try:
+        yield from launcher.examine(config)
+    except (BadInput, JobFailed) as e:
+        yield from findings("cluster", e.problems if isinstance(e, BadInput) else [Problem(launcher.name, str(e))])

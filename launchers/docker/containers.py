@@ -38,11 +38,16 @@ _PORT = 29400  # in the job's own network: nothing is published
 _AGENT_BYTES = GIB // 2  # an agent and its fork server, which has imported torch
 
 
+class NoDaemon(BadInput):
+    """No Docker daemon answers this user."""
+
+
 def connect() -> docker.APIClient:
     """Connect to the Docker daemon of DOCKER_HOST, DOCKER_CONTEXT or the chosen context, as `docker` does.
 
     Raises:
-        BadInput: it does not answer, denies permission, or is another machine's; there is no such context.
+        NoDaemon: it does not answer, or denies permission.
+        BadInput: it is another machine's; there is no such context.
     """
     where, name = os.environ.get("DOCKER_HOST"), os.environ.get("DOCKER_CONTEXT") or get_current_context_name()
     key = "DOCKER_HOST" if where else f"docker context {name}"
@@ -61,7 +66,7 @@ def connect() -> docker.APIClient:
         if "PermissionError" in str(e):
             what = "you may not use its socket"
             cure = "sudo usermod -aG docker $USER and log in again, or rootless Docker: dockerd-rootless-setuptool.sh"
-        raise BadInput([Problem(f"Docker at {where}", what, f"{cure}; cluster=local needs no Docker")]) from e
+        raise NoDaemon([Problem(f"Docker at {where}", what, f"{cure}; cluster=local needs no Docker")]) from e
 
 
 @dataclass

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from fsdp_jobs.config.schema import load_config
-from fsdp_jobs.launchers.base import Job, prepare_each
+from fsdp_jobs.config.schema import JobConfig, load_config
+from fsdp_jobs.launchers.base import Finding, Job, prepare_each
 from fsdp_jobs.launchers.detached import DetachedLauncher
 from fsdp_jobs.launchers.docker import containers, validate
 from fsdp_jobs.launchers.docker.containers import DockerRequest
@@ -20,10 +20,23 @@ class DockerLauncher(DetachedLauncher):
 
     name = "docker_fsdp"
     supervisor = "fsdp_jobs.launchers.docker.supervisor"
+    output = "yaml"
+
+    def examine(self, config: JobConfig) -> Iterator[Finding]:
+        return validate.examine(containers.connect(), config)
+
+    def away(self, config: JobConfig) -> list[str]:
+        try:
+            containers.connect()
+        except containers.NoDaemon as e:
+            unchecked = "not checked: the image, memory, GPUs and their runtime, data, names that are taken"
+            assumed = f"assumed: a daemon that runs as root, {validate.ASSUMED['NCPU']} CPUs"
+            return [e.problems[0].what, unchecked, assumed]
+        return []
 
     def prepare(self, jobs: Sequence[Job]) -> list[DockerRequest]:
-        api = containers.connect()
-        daemon = api.info()
+        api = None if jobs[0].away else containers.connect()
+        daemon = validate.ASSUMED if api is None else api.info()
 
         return prepare_each(
             jobs,

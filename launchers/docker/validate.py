@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,22 +12,57 @@ import docker
 from docker.utils import parse_bytes
 
 from fsdp_jobs.config.clusters import DockerClusterConfig
-from fsdp_jobs.config.errors import Problem
-from fsdp_jobs.config.resolve import node_range
-from fsdp_jobs.launchers.base import Job
+from fsdp_jobs.config.errors import BadInput, Problem
+from fsdp_jobs.config.resolve import accelerator, node_range, ranks_per_node
+from fsdp_jobs.config.schema import JobConfig
+from fsdp_jobs.launchers.base import Finding, Job, findings
 from fsdp_jobs.launchers.docker.containers import RUN_LABEL, cluster_of, memory_need, parse_mount, prefix_of, shm_need
 from fsdp_jobs.plan.memory import GIB
+from fsdp_jobs.run.processes import visible_gpus
+
+_BUILD = "docker build -t {} -f deploy/Dockerfile .   (in fsdp_jobs' checkout), or docker pull"
+_VERSIONS = "import fsdp_jobs, torch; print('fsdp_jobs', fsdp_jobs.__version__, 'torch', torch.__version__)"
+ASSUMED = {"MemTotal": math.inf, "NCPU": os.cpu_count() or 1}  # of a daemon that cannot be asked
 
 
-def problems_of(api: docker.APIClient, job: Job, daemon: dict[str, Any], gpus: list[str]) -> Iterator[Problem]:
-    """Yield what keeps a job from being submitted; `daemon` is what `docker info` shows, `gpus` this machine's ids."""
+def problems_of(api: docker.APIClient | None, job: Job, daemon: dict[str, Any], gpus: list[str]) -> Iterator[Problem]:
+    """Yield what keeps a job from being submitted.
+
+    Args:
+        api: None where the daemon cannot be asked.
+        daemon: what `docker info` shows.
+        gpus: this machine's ids.
+    """
     cluster = cluster_of(job.config)
     yield from _inputs(cluster)
-    yield from _image(api, cluster)
     yield from _sizes(job, daemon)
+    if api is None:
+        return
+    yield from _image(api, cluster)
     if job.plan.backend != "gloo":
-        yield from _gpus(job, daemon, gpus)
+        yield from _gpus(job.config, daemon, gpus)
     yield from _names(api, job)
+
+
+def examine(api: docker.APIClient, config: JobConfig) -> Iterator[Finding]:
+    """Yield findings on the daemon, GPUs, and the image, which is run once."""
+    cluster, daemon, gpus = cluster_of(config), api.info(), visible_gpus()
+    size = f"{daemon['NCPU']} CPUs, {daemon['MemTotal'] / GIB:.1f} GiB"
+    yield Finding("daemon", "ok", f"Docker {daemon['ServerVersion']}, {size}")
+    too_few = _gpus(config, daemon, gpus) if accelerator(config) == "cuda" else ()
+    yield from findings("GPUs", list(too_few), f"{len(gpus)} on this machine")
+    if problems := list(_image(api, cluster)):
+        raise BadInput(problems)
+    made = api.create_container(cluster.image, ["-c", _VERSIONS], entrypoint=["python"], network_disabled=True)["Id"]
+    try:
+        api.start(made)
+        failed, said = api.wait(made)["StatusCode"], api.logs(made).decode(errors="replace").splitlines()
+    except docker.errors.APIError as e:
+        failed, said = 1, [str(e.explanation)]
+    finally:
+        api.remove_container(made, force=True)
+    fact = f"{cluster.image}: {said[-1] if said else 'says nothing'}"
+    yield Finding("image", "bad" if failed else "ok", fact, _BUILD.format(cluster.image))
 
 
 def _inputs(cluster: DockerClusterConfig) -> Iterator[Problem]:
@@ -48,8 +84,7 @@ def _image(api: docker.APIClient, cluster: DockerClusterConfig) -> Iterator[Prob
         api.inspect_image(cluster.image)
     except docker.errors.APIError as e:
         what = "this Docker has no such image" if isinstance(e, docker.errors.ImageNotFound) else str(e.explanation)
-        cure = f"docker build -t {cluster.image} -f deploy/Dockerfile .   (in fsdp_jobs' checkout), or docker pull"
-        yield Problem(f"cluster.image={cluster.image}", what, cure)
+        yield Problem(f"cluster.image={cluster.image}", what, _BUILD.format(cluster.image))
 
 
 def _sizes(job: Job, daemon: dict[str, Any]) -> Iterator[Problem]:
@@ -72,12 +107,12 @@ def _sizes(job: Job, daemon: dict[str, Any]) -> Iterator[Problem]:
         yield Problem(f"cluster.cpus={cluster.cpus:g}", f"Docker has {daemon['NCPU']}", cure)
 
 
-def _gpus(job: Job, daemon: dict[str, Any], gpus: list[str]) -> Iterator[Problem]:
-    wanted = node_range(job.config.nodes)[1] * job.plan.ranks_per_node
+def _gpus(config: JobConfig, daemon: dict[str, Any], gpus: list[str]) -> Iterator[Problem]:
+    wanted = node_range(config.nodes)[1] * ranks_per_node(config)
     if len(gpus) < wanted:
         what = f"the job needs {wanted} GPUs, one per rank; this machine has {len(gpus)}"
         cure = "fewer nodes, a smaller nproc_per_node, or hardware=cpu to rehearse without"
-        yield Problem(f"nodes={job.config.nodes}", what, cure)
+        yield Problem(f"nodes={config.nodes}", what, cure)
     elif "nvidia" not in daemon.get("Runtimes", {}):
         what = "containers get GPUs by NVIDIA's runtime, which this Docker does not have"
         yield Problem("Docker", what, "install nvidia-container-toolkit, then: nvidia-ctk runtime configure")

@@ -44,6 +44,10 @@ class ApiError(Exception):
         return self.status == 429 or not 400 <= self.status < 500
 
 
+class NoKubeconfig(BadInput):
+    """There is no file that says where the cluster is, or it cannot be read."""
+
+
 @contextmanager
 def _connection_errors() -> Iterator[None]:
     """Raise ApiError in place of urllib3's exceptions."""
@@ -216,7 +220,8 @@ def connect(cluster: KubernetesClusterConfig, retried_for_s: float = 0) -> Api:
     """Connect to the namespace of the configuration, else of the kubeconfig or the pod's service account.
 
     Raises:
-        BadInput: the client library is not installed, there is no usable kubeconfig, or no such context.
+        NoKubeconfig: there is no usable one.
+        BadInput: the client library is not installed, or there is no such context.
     """
     file = os.environ.get("KUBECONFIG")
     files = [Path(name).expanduser() for name in (file or "~/.kube/config").split(os.pathsep)]
@@ -250,7 +255,7 @@ def _client_of(context: str | None, file: str | None, _changed: tuple[int, ...])
         where = f"KUBECONFIG={file or '~/.kube/config'}"
         cure = "set KUBECONFIG to the file that the cluster's administrator gave you; kubectl get pods must work first"
         why = "not a mapping" if isinstance(e, TypeError | AttributeError) else e
-        raise BadInput([Problem(where, f"no usable kubeconfig: {why}", cure)]) from e
+        raise NoKubeconfig([Problem(where, f"no usable kubeconfig: {why}", cure)]) from e
     configuration.retries, configuration.connection_pool_maxsize = False, _CONNECTIONS
     return client.ApiClient(configuration), namespace
 

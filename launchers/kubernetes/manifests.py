@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from fsdp_jobs.config.resolve import node_range
 from fsdp_jobs.launchers.base import Job
@@ -89,12 +90,13 @@ WORKLOADS = {
 }
 
 
-def files_objects(job: Job, names: Names) -> list[Object]:
-    """Translate files of the run directory: a ConfigMap, and a Secret with the job's token."""
+def files_objects(job: Job, names: Names, files: Mapping[Path, str | None] | None = None) -> list[Object]:
+    """Translate files of the run directory, or path -> text: a ConfigMap, and a Secret with the job's token."""
     metadata, run = _metadata(job, names, names.files), job.run
-    files = {f.name: f.read_text() for f in job_files(run) if f.exists()}
-    secret = {run.token.name: run.token.read_text()}
-    return [fill("config_map", metadata=metadata, files=files), fill("secret", metadata=metadata, files=secret)]
+    files = files or {f: f.read_text() for f in (*job_files(run), run.token) if f.exists()}
+    shown = {f.name: files[f] for f in job_files(run) if files.get(f)}
+    secret = {run.token.name: files[run.token]}
+    return [fill("config_map", metadata=metadata, files=shown), fill("secret", metadata=metadata, files=secret)]
 
 
 def owned_by(root: Object, body: Object) -> Object:
@@ -107,8 +109,8 @@ def owned_by(root: Object, body: Object) -> Object:
 def _metadata(job: Job, names: Names, name: str, queue: str | None = None, **annotations: str) -> Object:
     """Return an object's metadata; `queue` is that of Kueue, which is to admit it."""
     cluster = cluster_of(job.config)
-    labels = {**cluster.labels, **names.labels, QUEUE: queue}
-    return {"name": name, "labels": labels, "annotations": {**cluster.annotations, RUN: job.run.name, **annotations}}
+    where = {"name": name, "namespace": cluster.namespace, "labels": {**cluster.labels, **names.labels, QUEUE: queue}}
+    return {**where, "annotations": {**cluster.annotations, RUN: job.run.name, **annotations}}
 
 
 def _in_gang(names: Names) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -20,12 +20,12 @@ from fsdp_jobs.config.resolve import node_range, ranks_per_node
 from fsdp_jobs.config.schema import JobConfig, load_config, plain_values
 from fsdp_jobs.launchers.base import Description, Finding, Job, Launcher, at_once, prepare_each
 from fsdp_jobs.launchers.kubernetes import conditions, mirror, validate
-from fsdp_jobs.launchers.kubernetes.api import Api, ApiError, connect, explain
+from fsdp_jobs.launchers.kubernetes.api import Api, ApiError, NoKubeconfig, connect, explain
 from fsdp_jobs.launchers.kubernetes.labels import ALL_APPS, APP, ROLE, Names, app_of, node_of, pods_write_here
 from fsdp_jobs.launchers.kubernetes.machines import topology_labels
 from fsdp_jobs.launchers.kubernetes.manifests import WORKLOADS, files_objects, owned_by
 from fsdp_jobs.launchers.kubernetes.pods import cluster_of
-from fsdp_jobs.launchers.kubernetes.skeletons import Object
+from fsdp_jobs.launchers.kubernetes.skeletons import Object, merge
 from fsdp_jobs.launchers.state import State
 from fsdp_jobs.plan.sources import from_kubernetes
 from fsdp_jobs.plan.topology import Topology
@@ -45,11 +45,10 @@ class KubernetesRequest:
     names: Names
     objects: list[Object]
     job: Job
+    node_labels: dict[str, dict[str, str]] = field(default_factory=dict)  # of machines: pods may not ask for them
 
     def __str__(self) -> str:
-        without_shared_parts = json.loads(json.dumps(self.objects))  # YAML would render them as anchors and aliases
-        dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-        return str(yaml.dump_all(without_shared_parts, Dumper=dumper, sort_keys=False, width=120))
+        return _to_yaml(self.objects)
 
 
 @dataclass(frozen=True)
@@ -90,6 +89,7 @@ class KubernetesLauncher(Launcher):
     """Runs jobs as pods."""
 
     name = "kubernetes_fsdp"
+    output = "yaml"
 
     def topology(self, config: JobConfig) -> Topology | None:
         """Read the switches from the machines' labels; None without labels, enough machines, or an API."""
@@ -103,6 +103,24 @@ class KubernetesLauncher(Launcher):
 
     def examine(self, config: JobConfig) -> Iterator[Finding]:
         return validate.examine(config)
+
+    def away(self, config: JobConfig) -> list[str]:
+        try:
+            connect(cluster_of(config)).groups()
+        except (NoKubeconfig, ApiError) as e:
+            unchecked = "not checked: permissions, operators, claim, queue, quotas, admission"
+            why = e.problems[0].what if isinstance(e, NoKubeconfig) else f"the cluster's API does not answer: {e}"
+            return [] if getattr(e, "status", 0) else [why, unchecked, "assumed: all machines under one switch"]
+        return []
+
+    def artefact(self, request: KubernetesRequest, files: Mapping[Path, str | None]) -> str:
+        """Return everything as `submit` leaves it in the cluster, but for owners, which have ids there alone."""
+        job, (root, *owned) = request.job, request.objects
+        if request.node_labels:
+            files = {**files, job.run.node_labels: json.dumps(request.node_labels)}
+        if root["spec"].get("suspend"):
+            root = merge(root, {"spec": {"suspend": cluster_of(job.config).queue is not None}})
+        return _to_yaml([*files_objects(job, request.names, files), root, *owned])
 
     def prepare(self, jobs: Sequence[Job]) -> list[KubernetesRequest]:
         return prepare_each(jobs, lambda job: validate.wrong_keys(job.config), _prepare)
@@ -120,8 +138,10 @@ class KubernetesLauncher(Launcher):
         job, (root, *owned) = request.job, request.objects
         cluster, app_id = cluster_of(job.config), f"{request.namespace}:{request.names.app}"
         api = connect(cluster)
+        job.run.node_labels.unlink(missing_ok=True)  # of an earlier submission
+        if request.node_labels:
+            write_atomic(job.run.node_labels, json.dumps(request.node_labels))
         try:
-            _write_topology(api, job)
             owner = {**root, "metadata": api.create(root)["metadata"]}
             owned = [owned_by(owner, body) for body in (*files_objects(job, request.names), *owned)]
             at_once(api.create, [body for body in owned if body["kind"] != "Job"])
@@ -216,19 +236,20 @@ create_scheduler = KubernetesLauncher.scheduler
 
 def _prepare(job: Job) -> KubernetesRequest:
     cluster = cluster_of(job.config)
-    api = connect(cluster)
     names = Names(app_of(job.run.name, job.submission))
-    objects = WORKLOADS[cluster.workload].objects(job, names)
-    validate.validate_with_cluster(api, job, objects)
-    return KubernetesRequest(api.namespace, names, objects, job)
+    request = KubernetesRequest("", names, WORKLOADS[cluster.workload].objects(job, names), job)
+    if not job.away:
+        api = connect(cluster)
+        validate.validate_with_cluster(api, job, request.objects)
+        request.namespace = api.namespace
+        request.node_labels = topology_labels(api, job.config) if job.config.cluster.topology is None else {}
+    return request
 
 
-def _write_topology(api: Api, job: Job) -> None:
-    """Write the machines' labels into the run directory: pods may not ask for them."""
-    labels = topology_labels(api, job.config) if job.config.cluster.topology is None else {}
-    job.run.node_labels.unlink(missing_ok=True)  # of an earlier submission
-    if labels:
-        write_atomic(job.run.node_labels, json.dumps(labels))
+def _to_yaml(objects: Sequence[Object]) -> str:
+    without_shared_parts = json.loads(json.dumps(objects))  # YAML would render them as anchors and aliases
+    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+    return str(yaml.dump_all(without_shared_parts, Dumper=dumper, sort_keys=False, width=120))
 
 
 def _describe_all(apps: Sequence[_App], api: Api) -> dict[str, Description | None]:

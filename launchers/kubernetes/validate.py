@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
 from fsdp_jobs.config.resolve import node_range
 from fsdp_jobs.config.schema import JobConfig
-from fsdp_jobs.launchers.base import Finding, Job, at_once
+from fsdp_jobs.launchers.base import Finding, Job, at_once, findings
 from fsdp_jobs.launchers.kubernetes.api import ROLE_CURE, Api, ApiError, connect, explain
 from fsdp_jobs.launchers.kubernetes.machines import topology_labels
 from fsdp_jobs.launchers.kubernetes.manifests import WORKLOADS
@@ -60,32 +60,23 @@ def _no_room(job: Job) -> Iterator[Problem]:
 def examine(config: JobConfig) -> Iterator[Finding]:
     """Yield findings on the configuration, API, permissions, operators, claim, queue and switches."""
     keys = list(wrong_keys(config))
-    yield from _findings("configuration", keys)
+    yield from findings("configuration", keys)
     try:
         api = connect(cluster_of(config))
         groups = api.groups()
         yield Finding("API", "ok", f"{api.where}, namespace {api.namespace}")
         missing, operators = list(_not_permitted(api, config)), list(_not_installed(config, groups))
-        yield from _findings("permissions", missing)
-        yield from _findings("operators", operators)
+        yield from findings("permissions", missing)
+        yield from findings("operators", operators)
         if not (keys or missing or operators):
-            yield from _findings("claim, queue", list(_claim_and_queue(api, config, lambda: groups)))
+            yield from findings("claim, queue", list(_claim_and_queue(api, config, lambda: groups)))
         labels = topology_labels(api, config, fresh=True)
     except (BadInput, ApiError) as e:
-        yield from _findings("API", e.problems if isinstance(e, BadInput) else [explain(api, e, "cluster=kubernetes")])
+        yield from findings("API", e.problems if isinstance(e, BadInput) else [explain(api, e, "cluster=kubernetes")])
         return
-    if labels:
-        yield Finding("switches", "ok", f"labels of {len(labels)} machines name them")
-    else:
-        cure = "deploy/kubernetes/nodes.yaml lets you list nodes; cluster.topology=FILE names the switches"
-        yield Finding("switches", "warning", "no machine's labels that you may read name them", cure)
-
-
-def _findings(what: str, problems: Sequence[Problem]) -> Iterator[Finding]:
-    for problem in problems:
-        yield Finding(what, "bad", f"{problem.where}: {problem.what}", problem.instead)
-    if not problems:
-        yield Finding(what, "ok", "nothing is missing")
+    fact = f"labels of {len(labels)} machines name them" if labels else "no labels that you may read name them"
+    cure = "deploy/kubernetes/nodes.yaml lets you list nodes; cluster.topology=FILE names the switches"
+    yield Finding("switches", "ok" if labels else "warning", fact, cure)
 
 
 def needed_permissions(workload: str) -> list[tuple[str, str, str]]:

@@ -203,6 +203,15 @@ def partition(name: str | None) -> Partition:
     return next(known, Partition(name or "", False, ""))
 
 
+def silent() -> str:
+    """Return why SLURM cannot be asked here; empty: it answers."""
+    try:
+        settings()
+    except SlurmError as e:
+        return str(e)
+    return ""
+
+
 def settings() -> dict[str, str]:
     """Return `scontrol show config`, key -> value."""
     return dict(re.findall(r"^(\w+)\s*= (.*)$", recent("scontrol", "show", "config"), re.MULTILINE))

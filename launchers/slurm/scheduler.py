@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+
+import yaml
 
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import JobConfig
@@ -54,12 +56,28 @@ class SlurmLauncher(Launcher):
     """Submits scripts with sbatch and reads the queue with squeue."""
 
     name = "slurm_fsdp"
+    output = "script"
 
     def topology(self, config: JobConfig) -> Topology | None:
-        return site.cluster_topology(config)
+        return site.topology_of(site.site_of(config), config)
 
     def examine(self, config: JobConfig) -> Iterator[Finding]:
         return validate.examine(config)
+
+    def site_file(self) -> str:
+        return str(yaml.safe_dump(asdict(site.ask()), sort_keys=False, width=1000))
+
+    def away(self, config: JobConfig) -> list[str]:
+        if not (why := client.silent()):
+            return []
+        unchecked = "not checked: partition, account, QOS, limits, sizes of nodes, and files that only the cluster has"
+        here, file = site.site_of(config), cluster_of(config).site
+        whose = f"by {file} of cluster {here.cluster}" if file else f"without cluster.site=FILE of {site.SAVE}"
+        facts = f"'{here.gpu_option}', {len(here.switches) or 'no'} switches, {here.python} on the nodes"
+        return [why, unchecked, f"assumed {whose}: {facts}"]
+
+    def artefact(self, request: SlurmRequest, files: Mapping[Path, str | None]) -> str:
+        return request.text
 
     def prepare(self, jobs: Sequence[Job]) -> list[SlurmRequest]:
         take_once = cache(take)
@@ -67,10 +85,13 @@ class SlurmLauncher(Launcher):
         def translate(job: Job) -> SlurmRequest:
             limit_mb = cluster_of(job.config).snapshot_mb
             code = take_once(Path.cwd(), job.run.path.parent, limit_mb) if limit_mb else None
-            here = site.probe(job)
-            return SlurmRequest(job, script(job, here), commands(job, here), code)
+            here = site.site_of(job.config)
+            text = script(job, here, site.topology_of(here, job.config), site.measured_margin_s(job))
+            return SlurmRequest(job, text, commands(job, here), code)
 
         requests = prepare_each(jobs, validate.problems_here, translate)
+        if jobs[0].away:
+            return requests
         problems = validate.check_count(len(requests))
         for group in submission.group_equal([request.script for request in requests]) if not problems else []:
             first = requests[group[0]]

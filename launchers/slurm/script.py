@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import shlex
+import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from torchx.specs import Role
 
     from fsdp_jobs.plan.plan import Plan
+    from fsdp_jobs.plan.topology import Topology
 
 _BATCH = "fsdp_jobs.launchers.slurm.batch"
 _NODE_TEST = "fsdp_jobs.launchers.slurm.node_test"
@@ -28,13 +31,15 @@ _WHERE = ("partition", "account", "qos", "time", "mem", "constraint", "nodelist"
 _NOTES = ("comment", "mail_user", "mail_type")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Site:
-    """What a script depends on and only the cluster knows."""
+    """What plans and scripts depend on and only the cluster knows; the keys of a site file."""
 
+    cluster: str  # SLURM's ClusterName
     gpu_option: str = "--gpus-per-node={}"  # with the number of GPUs per node; empty: the cluster does not count GPUs
-    leaves: tuple[int, ...] = ()  # nodes under each leaf switch, most first; empty: the cluster does not say
-    margin_s: int = 120  # before the time limit or a preemption: time to save in
+    python: str = sys.executable  # the interpreter on the nodes, where `cluster.python` does not name one
+    partitions: dict[str, str] = field(default_factory=dict)  # name, with * the default one's -> nodes, a hostlist
+    switches: list[str] = field(default_factory=list)  # as `scontrol show topology` lists them; none: not known
 
 
 def cluster_of(config: JobConfig) -> SlurmClusterConfig:
@@ -48,10 +53,10 @@ def commands(job: Job, site: Site) -> Commands:
     cluster = cluster_of(job.config)
     trainer = job.role("trainer")
     inside = _container(cluster, trainer, str(job.run.path.resolve()))
-    agent = _argv(trainer, cluster)
+    agent = _argv(trainer, cluster, site)
     kind = [str(trainer.resource.cpu), "cuda" if trainer.resource.gpu else "cpu"]
     return Commands(
-        coordinator=_argv(job.role("coordinator"), cluster),
+        coordinator=_argv(job.role("coordinator"), cluster, site),
         agent=[*inside, *agent],
         node_test=[*inside, agent[0], "-m", _NODE_TEST, *kind] if cluster.preflight else [],
         env=trainer.env,
@@ -62,9 +67,9 @@ def commands(job: Job, site: Site) -> Commands:
     )
 
 
-def _argv(role: Role, cluster: SlurmClusterConfig) -> list[str]:
+def _argv(role: Role, cluster: SlurmClusterConfig, site: Site) -> list[str]:
     inside = cluster.container is not None and role.name == "trainer"
-    python = cluster.python or ("python3" if inside else role.entrypoint)
+    python = cluster.python or ("python3" if inside else site.python)
     return [python, *arguments(role, "{node}")]
 
 
@@ -136,20 +141,20 @@ class Script:
         return "\n".join([*lines, f"exec {shlex.quote(self.python)} -m {_BATCH} {run_dir}", ""])
 
 
-def script(job: Job, site: Site) -> Script:
-    """Render all of a batch script that does not depend on the run."""
+def script(job: Job, site: Site, topology: Topology | None, margin_s: int) -> Script:
+    """Render all of a batch script that does not depend on the run; `margin_s` as of `margin_s`."""
     cluster = cluster_of(job.config)
     trainer = job.role("trainer")
     low, high = trainer.min_replicas or trainer.num_replicas, trainer.num_replicas
     # With a range SLURM would take --ntasks-per-node for its minimum.
     nodes = [f"--nodes={high}", "--ntasks-per-node=1"] if low == high else [f"--nodes={low}-{high}"]
     return Script(
-        resources=(*nodes, *_resources(cluster, trainer, site), *_switches(cluster, job.plan, high, site)),
+        resources=(*nodes, *_resources(cluster, trainer, site), *_switches(cluster, job.plan, high, topology)),
         extra=tuple(cluster.extra),
         setup=tuple(cluster.setup),
-        python=cluster.python or trainer.entrypoint,
+        python=cluster.python or site.python,
         brings_code=bool(cluster.snapshot_mb),
-        margin_s=site.margin_s,
+        margin_s=margin_s,
     )
 
 
@@ -160,22 +165,23 @@ def _resources(cluster: SlurmClusterConfig, trainer: Role, site: Site) -> Iterat
             yield f"--{key.replace('_', '-')}={getattr(cluster, key)}"
     gpus = cluster.gpus_per_node or trainer.resource.gpu
     if gpus and site.gpu_option:
-        yield site.gpu_option.format(gpus)
+        yield site.gpu_option.replace("{}", str(gpus))
     if cluster.exclusive:
         yield "--exclusive"
     if cluster.cpus_per_task is not None or not cluster.exclusive:
         yield f"--cpus-per-task={cluster.cpus_per_task or trainer.resource.cpu}"
 
 
-def _switches(cluster: SlurmClusterConfig, plan: Plan, nodes: int, site: Site) -> Iterator[str]:
+def _switches(cluster: SlurmClusterConfig, plan: Plan, nodes: int, topology: Topology | None) -> Iterator[str]:
     """Ask for as few leaf switches as hold the job, when a shard group spans nodes.
 
     SLURM waits for them as long as its administrator allows (max_switch_wait, 300 s by default).
     """
     if cluster.switches is not None:
         yield f"--switches={cluster.switches}"
-    elif site.leaves and plan.layout.shard_group > plan.ranks_per_node:
-        yield f"--switches={sum(held < nodes for held in accumulate(site.leaves, initial=0))}"
+    elif topology is not None and plan.layout.shard_group > plan.ranks_per_node:
+        leaves = sorted(Counter(node.switch_path for node in topology.nodes).values(), reverse=True)
+        yield f"--switches={sum(held < nodes for held in accumulate(leaves, initial=0))}"
 
 
 def _quote_option(option: str) -> str:

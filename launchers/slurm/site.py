@@ -1,37 +1,94 @@
-"""What a plan and a script depend on and only the cluster knows."""
+"""What a plan and a script depend on and only the cluster knows: asked of it, read from a file, or assumed."""
 
 from __future__ import annotations
 
-from collections import Counter
+import sys
+from contextlib import suppress
 from functools import cache
 
-from fsdp_jobs.config.errors import BadInput
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.resolve import node_range, ranks_per_node
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.slurm import client
 from fsdp_jobs.launchers.slurm.script import Site, cluster_of, margin_s
-from fsdp_jobs.launchers.slurm.validate import no_slurm
 from fsdp_jobs.plan.sources import from_scontrol
 from fsdp_jobs.plan.topology import Topology, expand_hostlist
 from fsdp_jobs.run import events
 from fsdp_jobs.run.tail import read_json_lines
 
+SAVE = "fsdp-jobs doctor cluster=slurm --save FILE, on a login node of the cluster"
+_FLAT = ("topology/none", "topology/default", "topology/flat")
 
-def cluster_topology(config: JobConfig) -> Topology | None:
-    """Return the switches above the partition's nodes; None without SLURM, or where it does not know them.
+
+def ask() -> Site:
+    """Ask the cluster that a command here reaches.
+
+    Raises:
+        SlurmError: there is no SLURM here, or it does not answer.
+    """
+    settings = client.settings()
+    site = Site(settings["ClusterName"], "", sys.executable)
+    if "gpu" in settings.get("GresTypes", ""):
+        site.gpu_option = "--gpus-per-node={}" if "cons_tres" in settings["SelectType"] else "--gres=gpu:{}"
+    if settings["TopologyPlugin"] not in _FLAT:
+        with suppress(client.SlurmError):  # it may be closed to users
+            site.switches = client.recent("scontrol", "show", "topology").splitlines()
+            lines = client.recent("sinfo", "--all", "--noheader", "--format=%P %N").splitlines()
+            site.partitions = {name: nodes.strip() for name, _, nodes in (line.partition(" ") for line in lines)}
+    return site
+
+
+@cache
+def load(file: str) -> Site:
+    """Read a site file.
+
+    Raises:
+        BadInput: there is no such file, it is not YAML, or not of this form.
+    """
+    try:
+        site = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Site), OmegaConf.load(file)))
+        assert isinstance(site, Site)
+        from_scontrol("\n".join(site.switches), only=expand_hostlist(",".join(site.partitions.values())))
+    except (OSError, TypeError, ValueError, BadInput, yaml.YAMLError, OmegaConfBaseException) as e:
+        why = getattr(e, "strerror", None) or " ".join(str(e).split())
+        raise BadInput([Problem(f"cluster.site={file}", f"not a site file: {why}", SAVE)]) from e
+    return site
+
+
+def site_of(config: JobConfig) -> Site:
+    """Ask the cluster; where it cannot be asked, take `cluster.site`, or else what most sites have.
+
+    Raises:
+        BadInput: `cluster.site` is not a site file, or another cluster's than the one here.
+    """
+    file = cluster_of(config).site
+    site = Site("") if file is None else load(file)
+    try:
+        here = ask()
+    except client.SlurmError:
+        return site
+    if file is not None and site.cluster != here.cluster:
+        what = f"is of the cluster {site.cluster}; commands here reach {here.cluster}"
+        raise BadInput([Problem(f"cluster.site={file}", what, f"leave it out here, or make one: {SAVE}")])
+    return here
+
+
+def topology_of(site: Site, config: JobConfig) -> Topology | None:
+    """Return the switches above the partition's nodes; None where the site does not know them.
 
     For planning only: which of these nodes a job will get is not known before it starts.
     """
-    try:
-        if client.settings()["TopologyPlugin"] in ("topology/none", "topology/default", "topology/flat"):
-            return None
-        name = cluster_of(config).partition
-        partition = [f"--partition={name}"] if name is not None else []
-        hostlist = ",".join(client.recent("sinfo", "--noheader", "--format=%N", *partition).split())
-        topology = _topology(hostlist, client.recent("scontrol", "show", "topology"), ranks_per_node(config))
-    except client.SlurmError:
+    if not site.switches:
         return None
+    wanted = cluster_of(config).partition
+    names = [n for n in site.partitions if (n.endswith("*") if wanted is None else n.rstrip("*") in wanted.split(","))]
+    hosts = ",".join(site.partitions[name] for name in names)
+    topology = _topology(hosts, "\n".join(site.switches), ranks_per_node(config))
     return topology if len(topology.nodes) >= node_range(config.nodes)[1] else None
 
 
@@ -41,22 +98,8 @@ def _topology(hostlist: str, text: str, gpus: int) -> Topology:
     return from_scontrol(text, gpus, set(expand_hostlist(hostlist)))
 
 
-def probe(job: Job) -> Site:
-    """Return what the script has to know of this cluster, and of what this run has measured.
-
-    Raises:
-        BadInput: there is no SLURM here, or it does not answer.
-    """
-    try:
-        settings = client.settings()
-    except client.SlurmError as e:
-        raise BadInput([no_slurm(str(e))]) from e
-    option = ""
-    if "gpu" in settings.get("GresTypes", ""):
-        option = "--gpus-per-node={}" if "cons_tres" in settings["SelectType"] else "--gres=gpu:{}"
-    topology = cluster_topology(job.config)
-    leaves = Counter(node.switch_path for node in topology.nodes) if topology is not None else Counter()
+def measured_margin_s(job: Job) -> int:
+    """Return how many seconds before the time limit to ask for the last save, by what this run has measured."""
     saves = [e.seconds for e in events.read_events(job.run) if isinstance(e, events.Checkpoint)]
     step_s = max((m["step_s"] for m in read_json_lines(job.run.metrics)), default=0.0)
-    margin = margin_s(max(saves, default=0.0), step_s, job.config.elastic.stop_grace_s)
-    return Site(option, tuple(sorted(leaves.values(), reverse=True)), margin)
+    return margin_s(max(saves, default=0.0), step_s, job.config.elastic.stop_grace_s)

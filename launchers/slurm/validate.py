@@ -7,13 +7,14 @@ import os
 import pwd
 import re
 import secrets
-import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 
+from fsdp_jobs import __version__
 from fsdp_jobs.config.clusters import SlurmClusterConfig
 from fsdp_jobs.config.errors import Problem
 from fsdp_jobs.config.resolve import accelerator
@@ -26,21 +27,17 @@ _IN_MEMORY = ("tmpfs", "ramfs")  # file systems that no other machine can have m
 _ABOUT_NODES = ("node configuration", "nodes are busy", "node not available", "nodes required")
 _NO_REASON = "Unspecified error"  # where the site's own checks refuse, and say why in lines before
 _LEAST_TRAINING_S = 30  # between the start of a job and its last save
-_COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo")
 _WAIT_S = 30  # for a free node
-_ON_NODE = (
-    "import socket, sys, torch, fsdp_jobs;"
-    "print(open(sys.argv[1]).read(), socket.gethostname(), torch.__version__, torch.cuda.device_count())"
-)
-
-
-def no_slurm(why: str) -> Problem:
-    cure = "submit on a login node of the cluster; cluster=local runs on this machine, fsdp-jobs plan needs neither"
-    return Problem("cluster=slurm", f"there is no SLURM to submit to: {why}", cure)
+_CLOCK_SKEW_S = 2.0
+_ON_NODE = """
+import socket, sys, time, torch, fsdp_jobs
+print(open(sys.argv[1]).read(), socket.gethostname(), time.time())
+print(fsdp_jobs.__version__, torch.__version__, torch.cuda.device_count())
+"""
 
 
 def problems_here(job: Job) -> Iterator[Problem]:
-    """Yield what this machine can tell without asking SLURM."""
+    """Yield what this machine can tell: of the keys, and, if the cluster is to get the job, of itself."""
     cluster, run = cluster_of(job.config), job.run
     values = {f"cluster.{key}": value for key, value in vars(cluster).items() if key != "setup"}
     for key, value in {**values, "runs_dir": str(run.path.parent)}.items():
@@ -51,11 +48,14 @@ def problems_here(job: Job) -> Iterator[Problem]:
         if not option.startswith("-"):
             cure = "for example cluster.extra=\"['--licenses=foo']\""
             yield Problem(f"cluster.extra=[{option}]", "not an option of sbatch", cure)
+    if job.away:
+        return
     if (kind := file_system(run.path)) in _IN_MEMORY:
         what = f"is on {kind}, in this machine's memory: the nodes cannot see it"
         yield Problem(f"run directory {run.path}", what, "runs_dir=... on storage that the nodes share")
-    if shutil.which("sbatch") is None:
-        yield no_slurm("sbatch is not on this machine's PATH")
+    if why := client.silent():
+        cure = "submit on a login node; dry_run=true and plan work without one, cluster=local runs on this machine"
+        yield Problem("cluster=slurm", f"there is no SLURM to submit to: {why}", cure)
 
 
 def file_system(path: Path) -> str:
@@ -224,37 +224,27 @@ def _user() -> str:
 
 
 def examine(config: JobConfig) -> Iterator[Finding]:
-    """Yield findings one by one: the node may keep the caller waiting."""
+    """Yield findings one by one: the node may keep the caller waiting.
+
+    Raises:
+        SlurmError: there is no SLURM here, or it does not answer.
+    """
     cluster = cluster_of(config)
-    missing = [command for command in _COMMANDS if shutil.which(command) is None]
-    if missing:
-        yield Finding("commands", "bad", f"not on PATH: {', '.join(missing)}", "go to a login node of the cluster")
-        return
-    yield Finding("commands", "ok", client.call("sbatch", "--version").strip())
-    try:
-        settings, partition = client.settings(), client.partition(cluster.partition)
-    except client.SlurmError as e:
-        yield Finding("controller", "bad", str(e), "SLURM_CONF, or the cluster's administrator")
-        return
+    settings, partition = client.settings(), client.partition(cluster.partition)
     yield Finding("controller", "ok", f"cluster {settings['ClusterName']}, SLURM {settings['SLURM_VERSION']}")
     size = f"{partition.nodes} nodes, {partition.cpus} CPUs, {partition.gres}, at most {partition.time}"
-    if partition.nodes:
-        yield Finding("partition", "ok", f"{partition.name}: {size}")
-    else:
-        names = ", ".join(p.name for p in client.partitions())
-        yield Finding("partition", "bad", cluster.partition or "no default one", f"cluster.partition: {names}")
+    fact = f"{partition.name}: {size}" if partition.nodes else cluster.partition or "no default one"
+    names = ", ".join(p.name for p in client.partitions())
+    yield Finding("partition", "ok" if partition.nodes else "bad", fact, f"cluster.partition: {names}")
     try:
         client.call("sacct", "-n", "-X")
         yield Finding("accounting", "ok", "sacct answers")
     except client.SlurmError as e:
         fact = f"{str(e).splitlines()[-1]}; jobs that SLURM has forgotten are known by their run directories"
         yield Finding("accounting", "warning", fact)
-    if accelerator(config) == "cpu":
-        yield Finding("GPUs", "ok", "none requested")
-    elif "gpu" in settings.get("GresTypes", ""):
-        yield Finding("GPUs", "ok", "requested from SLURM")
-    else:
-        yield Finding("GPUs", "warning", "SLURM does not count GPUs here: a job takes whole nodes, and finds its own")
+    counts = accelerator(config) == "cpu" or "gpu" in settings.get("GresTypes", "")
+    fact = "requested from SLURM, or none" if counts else "SLURM does not count them: a job finds those of its nodes"
+    yield Finding("GPUs", "ok" if counts else "warning", fact)
     yield _preemption(settings, partition, config.elastic.stop_grace_s)
     yield from _node(config, cluster)
 
@@ -266,10 +256,9 @@ def _preemption(settings: dict[str, str], partition: client.Partition, grace_s: 
         return Finding("preemption", "ok", "no job of this partition is preempted")
     grace = re.search(r"GraceTime=(\d+)", shown)
     seconds = int(grace[1]) if grace else 0
-    if seconds < grace_s:
-        fact = f"a preempted job has {seconds} s to save; elastic.stop_grace_s is {grace_s:.0f}"
-        return Finding("preemption", "warning", fact, "a shorter checkpoint.every_minutes bounds what is lost")
-    return Finding("preemption", "ok", f"{seconds} s to save")
+    fact = f"a preempted job has {seconds} s to save; elastic.stop_grace_s is {grace_s:.0f}"
+    cure = "a shorter checkpoint.every_minutes bounds what is lost"
+    return Finding("preemption", "warning" if seconds < grace_s else "ok", fact, cure)
 
 
 def _node(config: JobConfig, cluster: SlurmClusterConfig) -> Iterator[Finding]:
@@ -285,14 +274,19 @@ def _node(config: JobConfig, cluster: SlurmClusterConfig) -> Iterator[Finding]:
     where = ["--nodes=1", "--ntasks=1", "--time=2", f"--immediate={_WAIT_S}", "--quiet", *options]
     python = cluster.python or sys.executable
     try:
-        _, host, torch, gpus = client.call("srun", *where, python, "-c", _ON_NODE, str(note)).split()
+        before = time.time()
+        _, host, now, fsdp_jobs, torch, gpus = client.call("srun", *where, python, "-c", _ON_NODE, str(note)).split()
+        skew_s = max(before - float(now), float(now) - time.time(), 0.0)
     except client.SlurmError as e:
         yield _why_no_node(str(e), runs, kind, note)
         return
     finally:
         note.unlink()
     yield Finding("runs_dir", "ok", f"{host} sees {runs} ({kind})")
-    yield Finding("python", "ok", f"{host} runs {python} with torch {torch}, {gpus} GPUs free")
+    fact = f"{host} runs {python} with fsdp_jobs {fsdp_jobs}, torch {torch}, {gpus} GPUs free"
+    yield Finding("python", "ok" if fsdp_jobs == __version__ else "warning", fact, f"fsdp_jobs {__version__} there")
+    fact = f"the clock of {host} differs by {skew_s:.1f} s from this machine's"
+    yield Finding("time", "ok" if skew_s < _CLOCK_SKEW_S else "warning", fact, "NTP on both")
 
 
 def _why_no_node(error: str, runs: Path, kind: str, note: Path) -> Finding:

@@ -35,14 +35,14 @@ def gpus_requested(cluster: str, config: JobConfig, plan: Plan) -> int:
     job = Job(config, RUN, plan)
     in_app = int(job.app.roles[1].resource.gpu)
     if cluster == "slurm":
-        text = script(job, Site("--gpus-per-node={}", 0, 70)).of_run(str(RUN.path), job.app.name, job.submission)
+        text = script(job, Site("lab"), None, 70).of_run(str(RUN.path), job.app.name, job.submission)
         assert (f"--gpus-per-node={in_app}\n" in text) == ("--gpus-per-node" in text) == bool(in_app)
     elif cluster == "kubernetes":
         spec = node_pod(job, Names("one-abc123"), "one", "0")["spec"]
         assert int(spec["containers"][0]["resources"]["limits"].get("nvidia.com/gpu", 0)) == in_app
     elif cluster == "docker":
         assert (plan.backend == "nccl") == bool(in_app), "Docker validates and requests GPUs for nccl"
-        assert any(validate._gpus(job, {}, [])), "this machine has none"
+        assert any(validate._gpus(config, {}, [])), "this machine has none"
     return in_app
 
 

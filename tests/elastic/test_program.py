@@ -125,7 +125,7 @@ def _submitted(folder: Path, *overrides: str) -> tuple[JobConfig, RunDir, Plan]:
 
 def test_slurm_brings_the_program_as_it_was_at_submission(folder: Path) -> None:
     config, run, plan = _submitted(folder, "cluster=slurm", "cluster.accelerator=cpu")
-    text = script(Job(config, run, plan), Site(gpu_option="")).of_run(str(run.path), "r", "s")
+    text = script(Job(config, run, plan), Site("lab", gpu_option=""), None, 70).of_run(str(run.path), "r", "s")
     assert f"PYTHONPATH={run.path}/code" in text and "--mem" not in text
     assert Program.of(config, run).what == str(folder / "train.py")
     write_atomic(run.path / "code" / "train.py", "")

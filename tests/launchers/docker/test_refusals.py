@@ -11,8 +11,10 @@ from typing import Any
 
 import docker as sdk
 import pytest
+import yaml
 from docker.errors import DockerException
 
+from fsdp_jobs import __version__
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.launchers.docker.containers import connect
 from tests.jobs import cli
@@ -35,6 +37,40 @@ def test_no_daemon(tmp_path: Path) -> None:
     said = refusal(tmp_path, DOCKER_HOST="unix:///nowhere/docker.sock")
     assert "Docker at unix:///nowhere/docker.sock: no Docker daemon answers" in said
     assert "systemctl start docker" in said
+
+
+def test_without_a_daemon_a_dry_run_shows_the_containers(tmp_path: Path) -> None:
+    job = ("cluster=docker", "nodes=2", "name=a", "dry_run=true", "--output", "yaml")
+    shown = cli(tmp_path, *job, DOCKER_HOST="unix:///nowhere/docker.sock")
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    content = yaml.safe_load(shown.stdout)
+    assert [c["hostname"] for c in content["containers"]] == ["coordinator", "node-0", "node-1"]
+    for words in ("no Docker daemon answers", "not checked: the image", "assumed: a daemon that runs as root", "FITS"):
+        assert words in shown.stderr, shown.stderr
+    assert not (tmp_path / "runs").exists()
+    small = cli(tmp_path, *job, "cluster.memory=64m", DOCKER_HOST="unix:///nowhere/docker.sock")
+    assert small.returncode == 2 and "ranks need" in small.stderr, "what the keys say alone is checked all the same"
+    elsewhere = cli(tmp_path, *job, DOCKER_HOST="ssh://somewhere.example")
+    assert elsewhere.returncode == 2 and "another machine's Docker" in elsewhere.stderr
+
+
+def test_doctor_says_whether_the_image_works(image: str, tmp_path: Path) -> None:
+    done = cli(tmp_path, "doctor", "cluster=docker", f"cluster.image={image}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{image}: fsdp_jobs {__version__} torch 2." in done.stdout and " CPUs, " in done.stdout, done.stdout
+    left = docker("ps", "--all", "--quiet", "--filter", f"ancestor={image}")
+    assert left == "", "the container that was tried is gone"
+    other = cli(tmp_path, "doctor", "cluster=docker", "cluster.image=fsdp_jobs-test-base")
+    assert other.returncode == 1 and "-> docker build -t fsdp_jobs-test-base" in other.stdout, other.stdout
+    none = cli(tmp_path, "doctor", "cluster=docker", "cluster.image=nobody/has-this:1", "hardware=h100")
+    assert none.returncode == 1 and "this Docker has no such image" in none.stdout, none.stdout
+    assert "the job needs 16 GPUs, one per rank; this machine has" in none.stdout, none.stdout
+
+
+def test_doctor_without_a_daemon(tmp_path: Path) -> None:
+    done = cli(tmp_path, "doctor", "cluster=docker", DOCKER_HOST="unix:///nowhere/docker.sock")
+    assert done.returncode == 1 and "no Docker daemon answers" in done.stdout, done.stdout + done.stderr
+    assert "-> start Docker Desktop, or: sudo systemctl start docker" in done.stdout
 
 
 def test_simulated_socket_without_permission(monkeypatch: pytest.MonkeyPatch) -> None:

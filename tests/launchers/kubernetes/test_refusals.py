@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import time
@@ -214,6 +215,52 @@ def test_a_submission_asks_little_one_after_the_other_and_logs_in_once(
     submission.submit(submission.prepare([compose_job(JOB)]), [JOB])
     assert len((tmp_path / "logins").read_text().splitlines()) == 1
     assert len(api.requests) == 28 and api.in_sequence() <= 14, api.requests  # 10 on a machine that does nothing else
+
+
+@pytest.mark.parametrize(
+    "more", [[], ["cluster.queue=research"], ["cluster.namespace=team", "nodes=2:4"], ["cluster.workload=jobset"]]
+)
+def test_manifests_on_stdout_are_what_the_simulated_api_gets(
+    api: SimulatedApi, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], more: list[str]
+) -> None:
+    """With the cluster at hand, and without; but for owners, which have ids in a cluster only."""
+    monkeypatch.setattr(submission, "new_submission", lambda: "261122210000-0a1b2c")
+    monkeypatch.setattr("secrets.token_hex", lambda size: "0f" * size)
+    _kueue(api)
+    api.groups["jobset.x-k8s.io"] = "v1alpha2"
+    if has_labels := "nodes=2:4" in more:
+        for name in ("m1", "m2", "m3", "m4"):
+            labels = {"network.topology.nvidia.com/leaf": "leaf1"}
+            machine = api.put("", "nodes", {"metadata": {"name": name, "labels": labels}})
+            machine["status"] = {"allocatable": {"nvidia.com/gpu": "8"}}
+    before, job = set(api.objects), [*JOB, *more, "attach=false"]
+
+    def printed() -> dict[str, Object]:
+        assert main([*job, "dry_run=true", "--output", "yaml"]) == 0
+        said = capsys.readouterr()
+        assert "dry run: nothing was submitted" in said.err and "FITS" in said.err
+        assert ("not checked: permissions" in said.err) == (os.environ["KUBECONFIG"] == "/nowhere")
+        return {f"{body['kind']} {body['metadata']['name']}": body for body in yaml.safe_load_all(said.out)}
+
+    shown = printed()
+    with monkeypatch.context() as away:
+        away.setenv("KUBECONFIG", "/nowhere")
+        rendered = printed()
+    assert not Path("runs").exists() and set(api.objects) == before
+    assert main(job) == 0
+    created = {}
+    for key in set(api.objects) - before:
+        body = copy.deepcopy(api.objects[key])
+        created[f"{body['kind']} {body['metadata']['name']}"] = body
+        for of_the_server in ("uid", "creationTimestamp", "ownerReferences", *(() if has_labels else ("namespace",))):
+            body["metadata"].pop(of_the_server, None)
+        del body["status"]
+    assert shown == created
+    carried = shown["ConfigMap x-0a1b2c-files"]["data"]
+    assert rendered == shown if not has_labels else json.loads(carried["node-labels.json"])["m4"] == labels
+    root = next(body for body in shown.values() if body["metadata"]["name"] == "x-0a1b2c")
+    assert root["spec"]["suspend"] is ("cluster.queue=research" in more)
+    assert [*shown][:2] == ["ConfigMap x-0a1b2c-files", "Secret x-0a1b2c-files"], "in this order kubectl creates them"
 
 
 def test_what_was_created_is_deleted_when_a_part_is_refused_after_all(api: SimulatedApi) -> None:

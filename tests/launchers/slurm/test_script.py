@@ -15,13 +15,15 @@ import pytest
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.slurm.script import Site, commands, margin_s, script
+from fsdp_jobs.launchers.slurm.site import topology_of
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.submit.submit import plan_of
 
 GOLDEN = Path(__file__).parent / "golden"
-OLD = Site(gpu_option="--gres=gpu:{}", margin_s=70)
-TREE = Site(gpu_option="--gpus-per-node={}", leaves=(18, 18, 18, 18), margin_s=70)
-NO_GPUS = Site(gpu_option="", margin_s=70)
+OLD = Site("old", gpu_option="--gres=gpu:{}", python="/env/bin/python")
+LEAVES = [f"SwitchName=leaf{i} Nodes=n[{18 * i + 1}-{18 * i + 18}]" for i in range(4)]
+TREE = Site("tree", python="/env/bin/python", partitions={"main*": "n[1-72]", "gpu": "n[1-72]"}, switches=LEAVES)
+NO_GPUS = Site("cpus", gpu_option="", python="/env/bin/python")
 
 CASES: dict[str, tuple[Site, list[str]]] = {
     "plain": (TREE, ["nodes=4", "model=llama_1b"]),
@@ -70,10 +72,10 @@ def rendered(site: Site, overrides: list[str], run_dir: str = "/shared/runs/gold
     plan, _ = plan_of(config)
     job = Job(config, RunDir(run_dir), plan)
     for role in job.app.roles:
-        role.entrypoint = "/env/bin/python"
         role.env = {"OMP_NUM_THREADS": "1"}
     agent = shlex.join(commands(job, site).agent)
-    return f"{script(job, site).of_run(run_dir, job.app.name, '250101120000-0a1b2c')}\n# agent: {agent}\n"
+    text = script(job, site, topology_of(site, config), 70).of_run(run_dir, job.app.name, "250101120000-0a1b2c")
+    return f"{text}\n# agent: {agent}\n"
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_jobs.config.errors import BadInput
+from fsdp_jobs.launchers.slurm.site import load
 from tests.jobs import cli, environment
 from tests.launchers.slurm.lab import CLUSTER, ON_CPU, Lab, slurm_job
 from tests.launchers.slurm.test_jobs import ENDLESS, as_undisturbed
@@ -37,7 +39,7 @@ REFUSED = {
 def test_without_slurm_a_submission_says_so_and_a_plan_works(tmp_path: Path) -> None:
     refused = cli(tmp_path, *ON_CPU, "nodes=2", "name=a", PATH="/nowhere")
     assert refused.returncode == 2
-    assert "sbatch is not on this machine's PATH" in refused.stderr
+    assert "there is no SLURM to submit to: scontrol is not on this machine's PATH" in refused.stderr
     assert not (tmp_path / "runs").exists()
     assert cli(tmp_path, "plan", "cluster=slurm", "nodes=4", "model=llama3_70b", PATH="/nowhere").returncode == 0
 
@@ -59,9 +61,18 @@ def test_bad_input_is_refused_with_our_keys_and_nothing_is_written(lab: Lab, tmp
 def test_doctor_looks_at_the_cluster_and_at_one_of_its_nodes(lab: Lab, tmp_path: Path) -> None:
     done = lab.cli(tmp_path, "doctor", *ON_CPU)
     assert done.returncode == 0, done.stdout + done.stderr
-    for fact in ("cluster lab, SLURM", "main: 4 nodes", "sacct answers", f"sees {tmp_path}/runs", "with torch 2.13"):
+    for fact in (
+        "cluster lab, SLURM",
+        "main: 4 nodes",
+        "sacct answers",
+        f"sees {tmp_path}/runs",
+        "torch 2.13",
+        "time",
+    ):
         assert fact in done.stdout
     assert "a preempted job has 30 s to save" in done.stdout
+    without = cli(tmp_path, "doctor", *ON_CPU, PATH="/nowhere")
+    assert without.returncode == 1 and "scontrol is not on this machine's PATH" in without.stdout, without.stdout
     done = lab.cli(tmp_path, "doctor", *ON_CPU, "cluster.partition=urgent")
     assert "no job of this partition is preempted" in done.stdout, done.stdout
     done = lab.cli(tmp_path, "doctor", *ON_CPU, "cluster.python=/nowhere/python")
@@ -71,6 +82,87 @@ def test_doctor_looks_at_the_cluster_and_at_one_of_its_nodes(lab: Lab, tmp_path:
     assert done.returncode == 1, done.stdout + done.stderr
     assert "the nodes do not see" in done.stdout
     assert not list(Path(tmp_path, "runs").iterdir()), "nothing is left"
+
+
+# `python -c` of this is `python -m fsdp_jobs`, but its submissions have always the same id.
+SAME_ID = """
+import sys
+from fsdp_jobs.cli.main import main
+from fsdp_jobs.submit import submit
+submit.new_submission = lambda: "261122210000-0a1b2c"
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_away_from_the_cluster_a_dry_run_is_what_slurm_gets(lab: Lab, tmp_path: Path) -> None:
+    """With the site file that doctor has saved, byte for byte; a shard group that spans nodes asks for switches."""
+    done = lab.cli(tmp_path, "doctor", *ON_CPU, "--save", "lab.yaml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    saved = (tmp_path / "lab.yaml").read_text()
+    assert saved.startswith("# fsdp-jobs doctor cluster=slurm") and "\ncluster: lab\n" in saved, saved
+    job = ["name=away", "nodes=4", "cluster=slurm", "hardware=h100", "model=llama3_8b", "fsdp=hybrid_shard"]
+    job += ["fsdp.shard_group=16", "nproc_per_node=8", "data=synthetic", "data.vocab_size=128256"]
+    job += [f"runs_dir={tmp_path}/runs", "cluster.extra=['--hold']", f"cluster.site={tmp_path}/lab.yaml"]
+    env = environment(tmp_path, PATH="/nowhere")
+    dry = [sys.executable, "-c", SAME_ID, *job, "dry_run=true", "--output", "script"]
+    away = subprocess.run(dry, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert away.returncode == 0, away.stdout + away.stderr
+    assert "scontrol is not on this machine's PATH" in away.stderr and "not checked: partition" in away.stderr
+    assert f"assumed by {tmp_path}/lab.yaml of cluster lab" in away.stderr and "FITS" in away.stderr, away.stderr
+    assert not list((tmp_path / "runs").iterdir()), "only doctor's folder"
+
+    on_login = [str(CLUSTER), "run", "login", sys.executable, "-c", SAME_ID, *job]
+    env = environment(tmp_path, FSDP_JOBS_SLURM=str(lab.folder))
+    submitted = subprocess.run(on_login, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+    (id,) = lab.on_login("squeue", "-h", "-o", "%i", "-n", "away").split()
+    try:
+        assert away.stdout == lab.on_login("scontrol", "write", "batch_script", id, "-")
+        assert "#SBATCH --switches=2\n" in away.stdout and "#SBATCH --gpus-per-node=8\n" in away.stdout
+    finally:
+        lab.on_login("scancel", id)
+
+    (tmp_path / "other.yaml").write_text(saved.replace("cluster: lab", "cluster: other"))
+    for verb in ([], ["dry_run=true"]):
+        refused = lab.cli(tmp_path, *job[:-1], "name=b", *verb, f"cluster.site={tmp_path}/other.yaml")
+        assert refused.returncode == 2 and "is of the cluster other; commands here reach lab" in refused.stderr
+        assert "doctor cluster=slurm --save" in refused.stderr, refused.stderr
+
+
+def test_without_a_site_file_a_dry_run_says_what_it_assumes(tmp_path: Path) -> None:
+    job = ["cluster=slurm", "nodes=2", "name=a", "data=tokens", "data.path=/shared/corpus.bin", "runs_dir=/shared/runs"]
+    job += ["data.vocab_size=256"]
+    shown = cli(tmp_path, *job, "dry_run=true", PATH="/nowhere")
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    assert "#SBATCH --gpus-per-node=8\n" in shown.stdout and '"agent": [' in shown.stdout
+    assert shown.stdout.index("assumed without cluster.site=FILE") < shown.stdout.index("FITS")
+    sweep = cli(tmp_path, "--multirun", *job, "seed=1,2", "dry_run=true", PATH="/nowhere")
+    assert sweep.returncode == 0 and "not checked: partition" in sweep.stdout and "a-001" in sweep.stdout, sweep.stderr
+    planned = cli(tmp_path, "plan", *job, f"cluster.site={tmp_path}/none.yaml", PATH="/nowhere")
+    assert planned.returncode == 2 and "No such file" in planned.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("cluster: [lab\n", "while parsing a flow sequence"),
+        ("- lab\n", "ListConfig"),
+        ("lab", "Key 'lab' not in 'Site'"),
+        ("", "cluster"),
+        ("partitions: {}\n", "cluster"),
+        ("cluster: lab\npartitons: {}\n", "partitons"),
+        ("cluster: lab\nswitches: 3\n", "switches"),
+        ("cluster: lab\nswitches: [leaf1]\n", "has neither SwitchName nor BlockName"),
+        ("cluster: lab\npartitions: {main: 'node[1-'}\n", "a bracket is open"),
+    ],
+)
+def test_a_broken_site_file_is_named_with_what_is_wrong(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "site.yaml").write_text(text)
+    with pytest.raises(BadInput) as raised:
+        load(str(tmp_path / "site.yaml"))
+    (problem,) = raised.value.problems
+    assert problem.where == f"cluster.site={tmp_path}/site.yaml" and words in problem.what, problem
+    assert problem.instead.startswith("fsdp-jobs doctor cluster=slurm --save FILE") and "\n" not in problem.what
 
 
 def torchx(lab: Lab, folder: Path, *args: str) -> str:
