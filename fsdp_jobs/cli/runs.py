@@ -20,7 +20,7 @@ from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.launchers.base import launcher_of, parse_handle
 from fsdp_jobs.run.directory import RunDir, find_run, pending_in, rank_logs, runs_in
 from fsdp_jobs.run.identity import check_may_act
-from fsdp_jobs.run.status import ENDED, RunStatus
+from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.table import table_lines
 from fsdp_jobs.run.tail import follow_files, label, looks_like_error
 from fsdp_jobs.submit.overview import Overview, RunSummary, story_of
@@ -107,7 +107,7 @@ def status(args: list[str]) -> int:
     elif not runs:
         console.print(f"no runs under {flags.runs_dir}/")
     elif flags.watch:
-        is_shown = [flags.name is not None or row.state not in ENDED for row in rows]
+        is_shown = [flags.name is not None or not row.is_over for row in rows]
         _watch(overview, list(compress(runs, is_shown)))
     else:
         sys.stdout.write(_table(rows, console.width if console.is_terminal else None) + "\n")
@@ -142,7 +142,7 @@ def _watch(overview: Overview, runs: Sequence[RunDir]) -> None:
         while True:
             rows = overview.look(runs)
             shown.update(Text(_table(rows, console.width)), refresh=True)
-            if all(row.state in ENDED for row in rows):
+            if all(row.is_over for row in rows):
                 return
             time.sleep(_WATCH_S)
 

@@ -40,6 +40,11 @@ class RunSummary:
     goodput: float | None = None  # 0 to 1
     reason: str = ""  # of the newest failure or end, or why it waits: then the scheduler's own words
 
+    @property
+    def is_over(self) -> bool:
+        """Return whether nothing more is to be expected of it."""
+        return self.state in (*ENDED, "damaged")
+
     def cells(self) -> dict[str, str]:
         """Return heading -> text, for a table."""
         return {

@@ -111,6 +111,7 @@ def test_a_run_with_damaged_files_says_so_and_the_others_are_told(tmp_path: Path
         "a-sound": "done", "b-cut": "damaged", "c-odd": "damaged", "d-typed": "damaged",
     }  # fmt: skip
     assert "b-cut/job.json: damaged" in rows["b-cut"]["reason"] and rows["b-cut"]["step"] is None
+    assert "all runs have ended" in cli(tmp_path, "status", "--watch", timeout=60).stdout
     looked = live.LiveRows(str(tmp_path / "runs"))
     until(lambda: looked.is_complete, "all are read")
     assert {name: row["state"] for name, row in looked.rows.items()} == {

@@ -110,8 +110,9 @@ def test_a_report_is_legible_for_everybody(browser: Any, tmp_path: Path) -> None
     ):
         watched = Watched(browser, **settings)
         watched.page.goto(file.as_uri())
-        watched.page.get_by_role("img", name="Over steps").wait_for()
+        watched.page.get_by_role("img", name="Over steps", exact=True).wait_for()
         watched.check()
+        assert watched.is_as_wide_as_the_window(), name
         watched.keep(tmp_path, name)
 
 

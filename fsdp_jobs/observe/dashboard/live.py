@@ -53,14 +53,13 @@ class LauncherAnswers:
 
     def _ask(self, handles: Sequence[str]) -> None:
         try:
-            self._answers = {**self._answers, **ask_launchers(handles)}
+            self._answers |= ask_launchers(handles)
         except Exception as e:  # whatever a cluster's client raises
             logger.warning("a launcher does not answer: %s", e)
             self._note_silence(handles, f"does not answer: {' '.join(str(e).split())}")
 
     def _note_silence(self, handles: Sequence[str], why: str) -> None:
-        silent = {h: Description(parse_handle(h)[2], State.SILENT, f"its launcher {why}") for h in handles}
-        self._answers = {**self._answers, **silent}
+        self._answers |= {h: Description(parse_handle(h)[2], State.SILENT, f"its launcher {why}") for h in handles}
 
 
 class LiveRows:
