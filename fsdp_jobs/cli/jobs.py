@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -18,8 +17,8 @@ from fsdp_jobs.cli.follow import Follower, summary
 from fsdp_jobs.cli.runs import run_parser
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
 from fsdp_jobs.config.groups import CONF_DIR
-from fsdp_jobs.config.hydra import compose_job, key_of, merge_overrides, register_schemas, search_path
-from fsdp_jobs.config.schema import PROGRAM_KEYS, TRAINERS_KEYS, JobConfig
+from fsdp_jobs.config.hydra import compose_job, flags_and_overrides, key_of, overrides_in, register_schemas
+from fsdp_jobs.config.schema import PROGRAM_KEYS, TRAINERS_KEYS
 from fsdp_jobs.launchers.base import launcher_of
 from fsdp_jobs.launchers.state import State
 from fsdp_jobs.pages.plan_svg import to_svg
@@ -28,7 +27,7 @@ from fsdp_jobs.run.directory import write_atomic
 from fsdp_jobs.run.verdict import EXIT_FAILED
 from fsdp_jobs.submit import submit as submission
 from fsdp_jobs.submit.submitted import activity_of, describe, kill, replace_lost
-from fsdp_jobs.submit.validate import composed, validate
+from fsdp_jobs.submit.validate import composed, job_without_files
 
 # Hydra's own flags: with one of these the command line is Hydra's.
 _MULTIRUN = ("--multirun", "-m")
@@ -45,9 +44,9 @@ def submit(args: list[str]) -> int:
             raise BadInput([Problem(sweeping[0], what, "dry_run=true shows a sweep's jobs")])
         return _print_by_hydra(args)
     if sweeping:
-        return _submit_sweep(_overrides([a for a in args if a not in sweeping]))
+        return _submit_sweep(overrides_in([a for a in args if a not in sweeping]))
     what = "with dry_run=true: what would be submitted, alone on stdout; yaml, for SLURM script"
-    flags, overrides = _parsed(args, "--output", "-o", metavar="FORMAT", help=what)
+    flags, overrides = flags_and_overrides(args, "--output", "-o", metavar="FORMAT", help=what)
     console.stderr = flags.output is not None
     return _submit(overrides, flags.output)
 
@@ -97,7 +96,7 @@ def plan(args: list[str]) -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--svg", metavar="FILE")
     flags, rest = parser.parse_known_args(args)
-    planned, _ = submission.plan_of(_job_without_files(_overrides(rest)))
+    planned, _ = submission.plan_of(job_without_files(overrides_in(rest)))
     if flags.svg:
         try:
             Path(flags.svg).write_text(to_svg(planned))
@@ -117,17 +116,15 @@ def resume(args: list[str]) -> int:
     if replaced := replace_lost(flags.run.read_job()["handle"]):
         console.print(replaced, markup=False)
         return 0
-    before = [o for o in flags.run.read_job()["overrides"] if key_of(o) not in ("attach", "dry_run")]
-    here = [f"name={flags.run.name}", f"runs_dir={flags.run.path.parent}"]
-    return _submit(merge_overrides(before, [*flags.overrides, *here]))
+    return _submit(submission.overrides_again(flags.run, flags.overrides))
 
 
 def examine(args: list[str]) -> int:
     from fsdp_jobs.tools.doctor import doctor
 
     what = "write the facts of this site that dry runs elsewhere need; they read cluster.site=FILE"
-    flags, overrides = _parsed(args, "--save", nargs="?", const="site.yaml", metavar="FILE", help=what)
-    config = _job_without_files(overrides)
+    flags, overrides = flags_and_overrides(args, "--save", nargs="?", const="site.yaml", metavar="FILE", help=what)
+    config = job_without_files(overrides)
     if flags.save is not None:
         made = f"# fsdp-jobs doctor {shlex.join(args)}\n# {datetime.now().astimezone():%Y-%m-%d %H:%M %z}\n"
         write_atomic(Path(flags.save), made + launcher_of(config.cluster.launcher).site_file())
@@ -142,7 +139,7 @@ def rehearse(args: list[str]) -> int:
         given = args[0] if args else "rehearse"
         faults = "; ".join(f"{name}: {text}" for name, text in tool.FAULTS.items())
         raise BadInput([Problem(given, f"name a fault. {faults}", nearest(given, tool.FAULTS))])
-    config = compose_job(_overrides(args[1:]))
+    config = compose_job(overrides_in(args[1:]))
     heard = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]  # nohup
 
     def end(*_: object) -> None:
@@ -157,38 +154,6 @@ def rehearse(args: list[str]) -> int:
     word = "[bold green]PASS[/bold green]" if outcome.passed else "[bold red]FAIL[/bold red]"
     console.print(f"{word} {args[0]}: {outcome.why}; next step after {took}, {outcome.lost_steps} steps repeated")
     return 0 if outcome.passed else EXIT_FAILED
-
-
-def _overrides(args: list[str]) -> list[str]:
-    """Return the overrides among the arguments, as `_parsed` does."""
-    return _parsed(args)[1]
-
-
-def _parsed(args: list[str], *own: str, **how: Any) -> tuple[argparse.Namespace, list[str]]:
-    """Return a verb's own flag, if it has one, and the overrides, `--config-dir` as the one that it stands for.
-
-    Raises:
-        BadInput: flags that there are not.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder with options of your own")
-    if own:
-        parser.add_argument(*own, **how)
-    known, overrides = parser.parse_known_args(args)
-    if unknown := [o for o in overrides if o.startswith("-")]:
-        raise BadInput([Problem(u, "there is no such flag", "fsdp-jobs --help") for u in unknown])
-    return known, [*([search_path(known.config_dir)] if known.config_dir else []), *overrides]
-
-
-def _job_without_files(overrides: Sequence[str]) -> JobConfig:
-    """Compose and validate a configuration, but for the data that it names.
-
-    Raises:
-        BadInput: with what is wrong with overrides, and with what the good ones make, all at once.
-    """
-    (config,) = composed([overrides], files=False)
-    validate(config, files=False)
-    return config
 
 
 def _among(args: list[str], flags: Sequence[str]) -> list[str]:

@@ -15,52 +15,22 @@ from types import ModuleType
 
 from rich.console import Console
 
-from fsdp_jobs.config.errors import BadInput, JobFailed, Problem, nearest
+from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
 from fsdp_jobs.config.schema import load_config
-from fsdp_jobs.launchers.base import launcher_of, parse_handle
-from fsdp_jobs.run.directory import RunDir, find_run, pending_in, rank_logs, runs_in
+from fsdp_jobs.run.directory import RunDir, pending_in, rank_logs, runs_in
 from fsdp_jobs.run.identity import check_may_act
 from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.table import table_lines
 from fsdp_jobs.run.tail import follow_files, label, looks_like_error
 from fsdp_jobs.submit.overview import Overview, RunSummary, story_of
 from fsdp_jobs.submit.stop import stop
-from fsdp_jobs.submit.submitted import activity_of, describe, has_ended, kill, settle
+from fsdp_jobs.submit.submitted import activity_of, describe, existing_run, has_ended, kill, settle
 
 errors = Console(stderr=True, highlight=False, markup=False)
 console = Console(highlight=False, markup=False)  # what runs and launchers say is shown as it is
 
 _WATCH_S = 2.0  # between two looks of `status --watch`
 _NUMBERS = ("step", "loss", "tok/s", "eta", "goodput")  # columns that are aligned to the right
-
-
-def existing_run(name: str, runs_dir: str) -> RunDir:
-    """Find the run of a name, or of the handle that a submission printed.
-
-    Raises:
-        BadInput: there is none.
-    """
-    if "://" in name:
-        return _run_of_handle(name)
-    run = find_run(runs_dir, name)
-    settle([run])
-    if run.is_submitted:
-        return run
-    what = f"there is no such run under {runs_dir}/"
-    cure = nearest(name, [r.name for r in runs_in(runs_dir)]) or "fsdp-jobs list"
-    if run.pending_launcher is not None:
-        what = "is being submitted, or was when that command died, and its launcher does not say whether it has it"
-        cure = "try again"
-    raise BadInput([Problem(name, what, cure)])
-
-
-def _run_of_handle(handle: str) -> RunDir:
-    launcher, cluster, app = parse_handle(handle)
-    run = launcher_of(launcher).run_of(app, cluster)
-    if run is None or run.read_job().get("handle") != handle:
-        what = "is not the newest submission of a run made on this machine"
-        raise BadInput([Problem(handle, what, "name the run: fsdp-jobs list")])
-    return run
 
 
 class VerbParser(argparse.ArgumentParser):
@@ -117,12 +87,6 @@ def status(args: list[str]) -> int:
             for heading, sentence in story_of(told):
                 console.print(f"{heading:<7}  {sentence}", soft_wrap=True)
     return 0
-
-
-def list_runs(args: list[str]) -> int:
-    if names := [a for a in args if not a.startswith(("-", "runs_dir="))]:
-        raise BadInput([Problem(names[0], "list shows all runs", f"fsdp-jobs status {names[0]}")])
-    return status(args)
 
 
 def _table(rows: Sequence[RunSummary], width: int | None) -> str:

@@ -26,6 +26,10 @@ class BadInput(Exception):
         self.problems = list(problems)
         super().__init__("\n".join(f"  {i}. {p}" for i, p in enumerate(self.problems, 1)))
 
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that IPython shows in place of a traceback."""
+        return [f"{type(self).__name__}:", *str(self).splitlines()]
+
 
 class JobFailed(Exception):
     """A failure after the job had started; the command line prints it and exits with 1."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -50,11 +51,15 @@ def register_schemas() -> None:
 
 @contextmanager
 def hydra_here() -> Iterator[None]:
-    """Set Hydra up for `conf/`."""
+    """Set Hydra up for `conf/`; afterwards it is as it was, which a notebook may depend on."""
     register_schemas()
+    before = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
-    with initialize_config_dir(config_dir=str(CONF_DIR), version_base="1.3"):
-        yield
+    try:
+        with initialize_config_dir(config_dir=str(CONF_DIR), version_base="1.3"):
+            yield
+    finally:
+        GlobalHydra.instance().hydra = before
 
 
 def keys_of(config: DictConfig) -> list[str]:
@@ -71,6 +76,27 @@ def merge_overrides(first: Sequence[str], then: Sequence[str]) -> list[str]:
     """Join two lists of overrides, where a key of the second replaces the same key of the first."""
     replaced = set(map(key_of, then))
     return [o for o in first if key_of(o) not in replaced] + list(then)
+
+
+def overrides_in(args: Sequence[str]) -> list[str]:
+    """Return the overrides among arguments, as `flags_and_overrides` does."""
+    return flags_and_overrides(args)[1]
+
+
+def flags_and_overrides(args: Sequence[str], *own: str, **how: Any) -> tuple[argparse.Namespace, list[str]]:
+    """Return a verb's own flag, if it has one, and the overrides, `--config-dir` as the one that it stands for.
+
+    Raises:
+        BadInput: flags that there are not.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder with options of your own")
+    if own:
+        parser.add_argument(*own, **how)
+    known, overrides = parser.parse_known_args(args)
+    if unknown := [o for o in overrides if o.startswith("-")]:
+        raise BadInput([Problem(u, "there is no such flag", "fsdp-jobs --help") for u in unknown])
+    return known, [*([search_path(known.config_dir)] if known.config_dir else []), *overrides]
 
 
 def search_path(config_dir: str) -> str:

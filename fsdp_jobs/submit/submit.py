@@ -17,6 +17,7 @@ from typing import Any
 
 from fsdp_jobs.checkpoints.catalog import find_checkpoints
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
+from fsdp_jobs.config.hydra import key_of, merge_overrides
 from fsdp_jobs.config.resolve import node_range, ranks_per_node
 from fsdp_jobs.config.schema import CustomModelConfig, HfConfig, JobConfig, dump_config
 from fsdp_jobs.launchers.base import Job, Launcher, at_once, launcher_of, new_submission
@@ -61,6 +62,12 @@ def plan_of(config: JobConfig, run: RunDir | None = None) -> tuple[Plan, ModelSh
     nodes = None if topology is None else node_range(config.nodes)[1]
     costs, seen = None if run is None else costs_of(run), _seen(config.runs_dir, config.cluster.launcher)
     return make_plan(config, topology, nodes, shape, costs=costs, seen=seen), shape
+
+
+def overrides_again(run: RunDir, changes: Sequence[str]) -> list[str]:
+    """Return the overrides that submit a run again: those of its newest submission, with changes."""
+    before = [o for o in run.read_job()["overrides"] if key_of(o) not in ("attach", "dry_run")]
+    return merge_overrides(before, [*changes, f"name={run.name}", f"runs_dir={run.path.parent}"])
 
 
 @cache

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
-from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
+from fsdp_jobs.config.errors import BadInput, JobFailed, Problem, nearest
 from fsdp_jobs.launchers.base import SESSION, Description, Launcher, launcher_of, parse_handle
 from fsdp_jobs.launchers.state import State
 from fsdp_jobs.run import events
-from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.directory import RunDir, find_run, runs_in, write_atomic
 from fsdp_jobs.run.identity import owner_of
 from fsdp_jobs.run.verdict import Verdict
 
@@ -31,6 +31,35 @@ def grouped(items: Iterable[_Item], launcher: Callable[[_Item], str]) -> dict[st
     for item in items:
         groups.setdefault(launcher(item), []).append(item)
     return groups
+
+
+def existing_run(name: str, runs_dir: str) -> RunDir:
+    """Find the run of a name, or of the handle that a submission printed.
+
+    Raises:
+        BadInput: there is none.
+    """
+    if "://" in name:
+        return _run_of_handle(name)
+    run = find_run(runs_dir, name)
+    settle([run])
+    if run.is_submitted:
+        return run
+    what = f"there is no such run under {runs_dir}/"
+    cure = nearest(name, [r.name for r in runs_in(runs_dir)]) or "fsdp-jobs list"
+    if run.pending_launcher is not None:
+        what = "is being submitted, or was when that command died, and its launcher does not say whether it has it"
+        cure = "try again"
+    raise BadInput([Problem(name, what, cure)])
+
+
+def _run_of_handle(handle: str) -> RunDir:
+    launcher, cluster, app = parse_handle(handle)
+    run = launcher_of(launcher).run_of(app, cluster)
+    if run is None or run.read_job().get("handle") != handle:
+        what = "is not the newest submission of a run made on this machine"
+        raise BadInput([Problem(handle, what, "name the run: fsdp-jobs list")])
+    return run
 
 
 def settle(runs: Iterable[RunDir]) -> None:

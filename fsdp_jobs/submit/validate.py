@@ -48,6 +48,17 @@ def composed(jobs: Sequence[Sequence[str]], files: bool = True) -> list[JobConfi
     raise BadInput(dict.fromkeys(problems))
 
 
+def job_without_files(overrides: Sequence[str]) -> JobConfig:
+    """Compose and validate a configuration, but for the data that it names: it is to be planned, not submitted.
+
+    Raises:
+        BadInput: what is wrong with overrides, and with what the good ones make, all at once.
+    """
+    (config,) = composed([overrides], files=False)
+    validate(config, files=False)
+    return config
+
+
 def check_existing_run(config: JobConfig, run: RunDir) -> None:
     """Check that a configuration continues the training of the run, if there is one.
 
