@@ -105,7 +105,7 @@ def parser_of(verb: str) -> argparse.ArgumentParser | None:
 
 def verbs(_: str) -> Iterator[str]:
     """Yield a section for each verb: what it does, and its arguments."""
-    for verb, (_where, about) in cli._VERBS.items():
+    for verb, (_where, about) in cli.VERBS.items():
         text = re.split(rf": {verb}| \[", about)[0]
         yield from (f"### {verb}", "", f"{text[0].upper()}{text[1:]}.", "")
         parser = parser_of(verb)

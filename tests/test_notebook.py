@@ -116,6 +116,7 @@ def test_a_job_is_submitted_found_again_stopped_and_continued(shell: Interactive
     steps = len(Job.of("first").metrics())
     assert "node-0/rank-0" in Job.of("first").logs()
     shown(again, f"job = Job.of('first', 'steps={steps + 5}'); job.submit()")
-    assert shown(again, f"{wait.replace('< 3', f'< {steps + 5}')}len(job.metrics())")["text/plain"] == f"{steps + 5}"
+    until_it_has_ended = "while job.status().state not in ('failed', 'done'): time.sleep(1)\n"
+    assert shown(again, f"{until_it_has_ended}len(job.metrics())")["text/plain"] == f"{steps + 5}"
     with pytest.raises(BadInput, match=f"run first is at step {steps + 5} already"):
         Job.of("first", "steps=3").submit()

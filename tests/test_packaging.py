@@ -107,6 +107,7 @@ def test_the_installed_wheel_runs_a_job_from_an_empty_folder(installed: Path, tm
     assert where.is_relative_to(installed.parent) and not where.is_symlink()
     assert (where / "py.typed").is_file() and not (where / "conf").is_symlink()
     assert "cluster=local" in run("python", "-m", "fsdp_jobs", "--help")
+    assert "complete -o default" in run("fsdp-jobs", "completion", "bash")
     small = ("model.dim=64", "model.n_layers=2", "model.n_heads=4", "model.n_kv_heads=2", "model.ffn_dim=96")
     data = ("data.global_batch=4", "data.seq_len=32", "data.workers=0")
     output = run("fsdp-jobs", "name=wheel", "steps=3", "nodes=1", "nproc_per_node=1", *small, *data)
@@ -116,3 +117,5 @@ def test_the_installed_wheel_runs_a_job_from_an_empty_folder(installed: Path, tm
     assert verdict is not None and verdict.verdict == "done"
     assert [m["step"] for m in read_json_lines(job.metrics)] == [1, 2, 3]
     assert sorted(f.name for f in empty.iterdir()) == ["runs"]
+    run("fsdp-jobs", "init", "cluster=slurm")
+    assert sorted(f.name for f in empty.iterdir()) == ["conf", "runs", "train.py"]

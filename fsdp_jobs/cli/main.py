@@ -31,7 +31,7 @@ errors = Console(stderr=True, highlight=False)
 
 
 # Verb -> module:name under fsdp_jobs, imported when it is used, which takes arguments and returns an exit code; help.
-_VERBS = {
+VERBS = {
     "submit": ("cli.jobs:submit", "compose, plan and submit a job; the verb may be left out [--output FORMAT]"),
     "plan": ("cli.jobs:plan", "show how a job would be sharded, and why [--json] [--svg FILE]"),
     "status": ("cli.runs:status", "what runs are doing: status [NAME|HANDLE] [--watch] [--json]"),
@@ -40,7 +40,7 @@ _VERBS = {
     "report": ("cli.runs:report", "a run's curves, faults, goodput and plan as an HTML file: report NAME [--png]"),
     "sweep": ("sweeps.verbs:sweep", "jobs of a --multirun: sweep status|resume|retry-failed|cancel|best|report NAME"),
     "dashboard": ("cli.runs:dashboard", "all runs live in a browser: dashboard [--port P] [--host ADDRESS]"),
-    "list": ("cli.runs:list_runs", "all runs: the same as status without a name"),
+    "list": ("cli.runs:status", "all runs: the same as status without a name"),
     "resume": ("cli.jobs:resume", "continue a run, changed or not: resume NAME [overrides]"),
     "doctor": ("cli.jobs:examine", "can jobs run here, or on a cluster: doctor [cluster=slurm] [--save FILE]"),
     "rehearse": ("cli.jobs:rehearse", "a small copy of your job suffers a real fault here: rehearse FAULT [overrides]"),
@@ -48,6 +48,9 @@ _VERBS = {
         "tools.import_accelerate:main",
         "a file of accelerate config as overrides: import-accelerate FILE [--experiment NAME]",
     ),
+    "init": ("cli.setup:init", "files to start from, in this folder: init cluster=slurm"),
+    "schema": ("cli.setup:schema", "a JSON schema by which editors complete and check a job's YAML"),
+    "completion": ("cli.setup:completion", "what a shell needs to complete commands: completion bash|zsh|fish"),
     "export": ("cli.runs:export", "a file of weights: export NAME [--format safetensors|pt] [--step N] [--out DIR]"),
 }
 
@@ -59,14 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         0; 1 when a job failed; 2 for bad input; 75 when a job was stopped to be requeued; 130 after Ctrl-C.
     """
     args = list(sys.argv[1:] if argv is None else argv)
-    verb = args.pop(0) if args and args[0] in _VERBS else "submit"
+    verb = args.pop(0) if args and args[0] in VERBS else "submit"
     if verb in ("submit", "plan") and ("--help" in args or "-h" in args):
         show_help()
         return 0
     try:
         if verb == "submit" and args and args[0].isidentifier():
-            raise BadInput([Problem(args[0], "not a verb", nearest(args[0], _VERBS) or "fsdp-jobs --help")])
-        module, _, name = _VERBS[verb][0].partition(":")
+            raise BadInput([Problem(args[0], "not a verb", nearest(args[0], VERBS) or "fsdp-jobs --help")])
+        module, _, name = VERBS[verb][0].partition(":")
         function: Callable[[list[str]], int] = getattr(importlib.import_module(f"fsdp_jobs.{module}"), name)
         return function(args)
     except BadInput as e:
@@ -99,7 +102,7 @@ def show_help() -> None:
     console.print("Plan, launch and keep alive FSDP training.\n")
     console.print("  fsdp-jobs [verb] [group=option ...] [key=value ...]     (or python -m fsdp_jobs)\n", markup=False)
     verbs = Table.grid(padding=(0, 3))
-    for verb, (_, text) in _VERBS.items():
+    for verb, (_, text) in VERBS.items():
         verbs.add_row(f"  {verb}", escape(text))
     console.print("[bold]verbs[/bold]", verbs, sep="\n")
     console.print("\n[bold]groups[/bold] (the first comment of each file in conf/)")

@@ -1,0 +1,100 @@
+"""The verbs that set a user up: completion in the shell, a schema for editors, files to start from. No torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from fsdp_jobs.cli.main import VERBS
+from fsdp_jobs.config.errors import BadInput, Problem, nearest
+from fsdp_jobs.config.groups import groups
+from fsdp_jobs.config.json_schema import job_schema
+from fsdp_jobs.run.directory import write_atomic
+
+_HERE = Path(__file__).parent
+_SHELLS = ("bash", "zsh", "fish")
+
+console = Console(highlight=False, markup=False)
+
+
+def completion(args: list[str]) -> int:
+    """Print a shell's completion: what can be known beforehand as text, runs looked up by the shell."""
+    parser = argparse.ArgumentParser(prog="fsdp-jobs completion")
+    parser.add_argument("shell", nargs="?", help=", ".join(_SHELLS))
+    if (shell := parser.parse_args(args).shell) not in _SHELLS:
+        what = f"needs the name of a shell: {', '.join(_SHELLS)}"
+        raise BadInput([Problem("completion", what, "fsdp-jobs completion bash")])
+    overrides = [f"{group}={option}" for group, options in groups().items() for option in options]
+    candidates = (
+        (_HERE / "completion" / "candidates.sh")
+        .read_text()
+        .replace("@OVERRIDES@", " ".join([*overrides, *_keys(job_schema())]))
+        .replace("@NAMES@", " ".join(VERBS))
+        .replace("@VERBS@", "\n".join(map(_case, VERBS)))
+    )
+    sys.stdout.write((_HERE / "completion" / f"{shell}.sh").read_text().replace("@CANDIDATES@", candidates))
+    return 0
+
+
+def _keys(schema: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield `key=` of every key of a schema, and `key=value` of what it may be."""
+    for name, about in schema["properties"].items():
+        for form in about.get("anyOf", [about]):
+            if "properties" in form:
+                yield from _keys(form, f"{prefix}{name}.")
+                continue
+            yield f"{prefix}{name}="
+            values = form.get("enum", [True, False] if form.get("type") == ["boolean"] else [])
+            yield from (f"{prefix}{name}={str(v).lower() if isinstance(v, bool) else v}" for v in values)
+
+
+def _case(verb: str) -> str:
+    """Return the shell's case of a verb: its words, by what its line of help says, and whether runs are among them."""
+    module, text = VERBS[verb]
+    words = re.findall(r"(?<=\[)--?[a-z-]+", text)
+    if alternatives := re.search(rf"{verb} ([\w-]+(?:\|[\w-]+)+)", text):
+        words += alternatives[1].split("|")
+    if module.startswith("cli.jobs:") or "cluster=" in text:
+        words.append("$overrides")
+    elif module.startswith("cli.runs:"):
+        words.append("runs_dir=")
+    names = "names=yes" if re.search(rf"{verb} \[?NAME", text) else ""
+    return f'{verb}) words="{" ".join(words)}" {names} ;;'
+
+
+def schema(args: list[str]) -> int:
+    """Print the JSON schema of a job."""
+    argparse.ArgumentParser(prog="fsdp-jobs schema").parse_args(args)
+    sys.stdout.write(json.dumps(job_schema(), indent=2) + "\n")
+    return 0
+
+
+def init(args: list[str]) -> int:
+    """Write files to start from into the working directory, unless one of them is there already."""
+    known = sorted(file.stem for file in (_HERE / "starter").glob("*.yaml"))
+    parser = argparse.ArgumentParser(prog="fsdp-jobs init")
+    parser.add_argument("cluster", nargs="?", default="cluster=local", help=f"cluster=, one of {', '.join(known)}")
+    given = parser.parse_args(args).cluster
+    if (cluster := given.removeprefix("cluster=")) not in known:
+        what = f"init takes cluster=, one of {', '.join(known)}"
+        raise BadInput([Problem(given, what, nearest(cluster, known))])
+    texts = {
+        "train.py": (_HERE / "starter" / "train.py.txt").read_text(),
+        "conf/experiment/mine.yaml": (_HERE / "starter" / f"{cluster}.yaml").read_text(),
+        "conf/job.schema.json": json.dumps(job_schema(), indent=2) + "\n",
+    }
+    if there := [file for file in texts if os.path.lexists(file)]:
+        raise BadInput(Problem(file, "is there already, and is not overwritten", "another folder") for file in there)
+    for file, text in texts.items():
+        write_atomic(Path(file), text)
+        console.print(f"wrote {file}")
+    console.print("next: edit conf/experiment/mine.yaml, then fsdp-jobs plan --config-dir conf experiment=mine")
+    return 0

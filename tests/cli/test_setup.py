@@ -1,0 +1,167 @@
+"""What sets a user up: completion in real shells, the first files, the schema that checks them."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from jsonschema import Draft7Validator
+
+from fsdp_jobs.config.json_schema import job_schema
+from fsdp_jobs.config.schema import plain_values
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.verdict import Verdict
+from tests.jobs import cli
+from tests.recorded import recorded_run
+
+SHELLS = {
+    "bash": (["bash", "--norc", "--noprofile", "-i"], "source {}"),
+    "zsh": (["zsh", "-f", "-i"], "autoload -U compinit; compinit -u -D; source {}"),
+    "fish": (["fish", "--no-config", "-i"], "source {}"),
+}
+
+
+class Shell:
+    """A shell in a terminal of its own, in a folder, for which there is no fsdp-jobs to ask."""
+
+    def __init__(self, argv: list[str], folder: Path):
+        self._terminal, inside = pty.openpty()
+        env = {"PATH": "/usr/bin:/bin", "TERM": "dumb", "HOME": str(folder), "LANG": "C.UTF-8", "PS1": "$ "}
+        self._process = subprocess.Popen(argv, cwd=folder, env=env, preexec_fn=lambda: os.login_tty(inside))
+        os.close(inside)
+        self.shown = ""
+
+    def type(self, keys: str, until: str) -> str:
+        """Type; return what the pattern's group matches in what is shown then."""
+        begin, deadline = len(self.shown), time.monotonic() + 60
+        os.write(self._terminal, keys.encode())
+        while (found := re.search(until, self.shown[begin:])) is None:
+            assert time.monotonic() < deadline, self.shown
+            if select.select([self._terminal], [], [], 0.2)[0]:
+                self.shown += os.read(self._terminal, 1 << 16).decode(errors="replace")
+        return found[1]
+
+    def completed(self, line: str) -> str:
+        """Type the beginning of a command and Tab; return its words as the shell would run them, each in <>."""
+        os.write(self._terminal, f"{line}\t".encode())
+        time.sleep(0.5)  # what is typed while a shell completes, it may throw away
+        return self.type("\x01printf '<%s>' \x05 END\r", r"(<fsdp-jobs>.*)<END>").strip()
+
+    def leave(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        os.close(self._terminal)
+
+
+@contextmanager
+def shell_with_completion(name: str, folder: Path) -> Iterator[Shell]:
+    done = cli(folder, "completion", name)
+    assert done.returncode == 0, done.stderr
+    (folder / "completion").write_text(done.stdout)
+    argv, source = SHELLS[name]
+    shell = Shell(argv, folder)
+    try:
+        shell.type(f"{source.format('completion')}; printf '%s' RE; printf '%s' ADY\r", r"(READY)")
+        yield shell
+    finally:
+        shell.leave()
+
+
+@pytest.mark.parametrize("name", SHELLS)
+def test_a_shell_completes_commands_without_starting_python(name: str, tmp_path: Path) -> None:
+    recorded_run(tmp_path / "runs", "first-try")
+    recorded_run(tmp_path / "elsewhere", "second")
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    (tmp_path / "conf" / "experiment" / "mine.yaml").touch()
+    with shell_with_completion(name, tmp_path) as shell:
+        for typed, completed in (
+            ("stat", "status"),
+            ("status fir", "status first-try"),
+            ("logs runs_dir=elsewhere sec", "logs runs_dir=elsewhere second"),
+            ("logs --err", "logs --errors"),
+            ("sweep retr", "sweep retry-failed"),
+            ("completion zs", "completion zsh"),
+            ("plan hardw", "plan hardware"),
+            ("plan fsdp.strat", "plan fsdp.strategy="),
+            ("plan nodes=4 fsdp.strategy=hybrid_shard_z", "plan nodes=4 fsdp.strategy=hybrid_shard_zero2"),
+            ("cluster=slu", "cluster=slurm"),
+            ("checkpoint.mem", "checkpoint.memory."),
+            ("--config-dir conf experiment=mi", "--config-dir conf experiment=mine"),
+            ("cluster.partit", "cluster.partition="),
+            ("data.path=elsew", "data.path=elsewhere"),
+            ("nosuchthing", "nosuchthing"),
+        ):
+            words = "".join(f"<{word}>" for word in ["fsdp-jobs", *completed.split()])
+            assert shell.completed(f"fsdp-jobs {typed}").replace("/>", ">") == words  # zsh takes a slash back
+        assert not re.search(r"rror:|Traceback|not found", shell.shown), shell.shown
+
+
+def candidates(folder: Path, line: str) -> list[str]:
+    """What bash would offer for a line."""
+    script = cli(folder, "completion", "bash").stdout
+    ask = '\nsh -c "$_fsdp_jobs_candidates" sh "$1"'
+    return subprocess.run(
+        ["bash", "-c", script + ask, "bash", line], cwd=folder, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+
+
+def test_what_is_offered_is_short_and_whole(tmp_path: Path) -> None:
+    assert candidates(tmp_path, "fsdp-jobs status ") == ["--json", "--watch", "runs_dir="]
+    assert candidates(tmp_path, "fsdp-jobs plan fsdp") == ["fsdp.", "fsdp="]
+    assert candidates(tmp_path, "fsdp-jobs plan attach=") == ["attach=false", "attach=true"]
+    assert candidates(tmp_path, "fsdp-jobs plan tracking.k") == ["tracking.kind="]
+    assert candidates(tmp_path, "fsdp-jobs plan optim.lr=") == []
+    first = candidates(tmp_path, "fsdp-jobs ")
+    assert {"plan", "status", "nodes=", "optim.", "optim=", "--multirun"} <= set(first) and len(first) < 80
+
+
+@pytest.mark.parametrize("args", [[], ["csh"]])
+def test_completion_of_no_shell(tmp_path: Path, args: list[str]) -> None:
+    done = cli(tmp_path, "completion", *args)
+    assert done.returncode == 2 and "needs the name of a shell: bash, zsh, fish" in done.stderr
+    assert not done.stdout
+
+
+@pytest.mark.parametrize("cluster", ["docker", "kubernetes", "local", "slurm"])
+def test_the_first_files_can_be_planned_and_are_never_overwritten(tmp_path: Path, cluster: str) -> None:
+    done = cli(tmp_path, "init", f"cluster={cluster}")
+    assert done.returncode == 0, done.stderr
+    written = {file: file.read_text() for file in tmp_path.rglob("*") if file.is_file()}
+    names = sorted(str(file.relative_to(tmp_path)) for file in written)
+    assert names == ["conf/experiment/mine.yaml", "conf/job.schema.json", "train.py"]
+    assert all(name in done.stdout for name in names)
+    mine = tmp_path / "conf" / "experiment" / "mine.yaml"
+    assert list(Draft7Validator(job_schema()).iter_errors(plain_values(mine))) == []
+    (command,) = re.findall(r"fsdp-jobs (plan .*)", done.stdout)
+    planned = cli(tmp_path, *command.split())
+    assert planned.returncode == 0 and "2 nodes" in planned.stdout, planned.stdout + planned.stderr
+    again = cli(tmp_path, "init", "cluster=local")
+    assert again.returncode == 2 and again.stderr.count("is there already, and is not overwritten") == 3
+    assert {file: file.read_text() for file in tmp_path.rglob("*") if file.is_file()} == written
+
+
+def test_first_files_for_a_cluster_that_there_is_not(tmp_path: Path) -> None:
+    done = cli(tmp_path, "init", "cluster=slrum")
+    assert done.returncode == 2 and "did you mean slurm?" in done.stderr
+    assert cli(tmp_path, "init", "nodes=4").returncode == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.integration
+def test_the_first_job_runs(tmp_path: Path) -> None:
+    assert cli(tmp_path, "init").returncode == 0
+    few = ["script_args=--steps 60", "hardware=cpu", "nproc_per_node=1", "name=mine"]
+    done = cli(tmp_path, "--config-dir", "conf", "experiment=mine", *few)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = RunDir(tmp_path / "runs" / "mine")
+    verdict = Verdict.read(run, 0)
+    assert verdict is not None and verdict.verdict == "done"
+    assert (run.checkpoints / "step-00000050").is_dir()
