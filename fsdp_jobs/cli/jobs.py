@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import signal
 import sys
 import time
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 
 from rich.console import Console
@@ -58,8 +56,10 @@ def _submit(overrides: Sequence[str], output: str | None = None) -> int:
     if output and (not config.dry_run or output != job.launcher.output):
         what = f"a dry run with {job.launcher.name} shows {job.launcher.output}"
         raise BadInput([Problem(f"--output {output}", what, f"dry_run=true --output {job.launcher.output}")])
-    for line in job.away:
-        console.print(line, style="yellow", markup=False, soft_wrap=True)
+    if job.away:
+        console.print(
+            "rendered without the cluster:", *job.away, sep="\n", style="yellow", markup=False, soft_wrap=True
+        )
     console.print(render(job.plan))
     if config.dry_run:
         sys.stdout.write(submission.artefact_of(job, overrides) if output else f"{job.request}\n")
@@ -126,7 +126,7 @@ def examine(args: list[str]) -> int:
     flags, overrides = flags_and_overrides(args, "--save", nargs="?", const="site.yaml", metavar="FILE", help=what)
     config = job_without_files(overrides)
     if flags.save is not None:
-        made = f"# fsdp-jobs doctor {shlex.join(args)}\n# {datetime.now().astimezone():%Y-%m-%d %H:%M %z}\n"
+        made = f"# fsdp-jobs doctor {' '.join(args)}\n# {time.strftime('%Y-%m-%d %H:%M %z')}\n"
         write_atomic(Path(flags.save), made + launcher_of(config.cluster.launcher).site_file())
         console.print(f"saved for dry runs elsewhere: cluster.site={flags.save}", markup=False, soft_wrap=True)
     return doctor(config, console)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +21,7 @@ from fsdp_jobs.run.processes import visible_gpus
 
 _BUILD = "docker build -t {} -f deploy/Dockerfile .   (in fsdp_jobs' checkout), or docker pull"
 _VERSIONS = "import fsdp_jobs, torch; print('fsdp_jobs', fsdp_jobs.__version__, 'torch', torch.__version__)"
-ASSUMED = {"MemTotal": math.inf, "NCPU": os.cpu_count() or 1}  # of a daemon that cannot be asked
+ASSUMED = {"MemTotal": 1 << 60, "NCPU": os.cpu_count() or 1}  # of a daemon that cannot be asked
 
 
 def problems_of(api: docker.APIClient | None, job: Job, daemon: dict[str, Any], gpus: list[str]) -> Iterator[Problem]:

@@ -72,9 +72,9 @@ class SlurmLauncher(Launcher):
             return []
         unchecked = "not checked: partition, account, QOS, limits, sizes of nodes, and files that only the cluster has"
         here, file = site.site_of(config), cluster_of(config).site
-        whose = f"by {file} of cluster {here.cluster}" if file else f"without cluster.site=FILE of {site.SAVE}"
         facts = f"'{here.gpu_option}', {len(here.switches) or 'no'} switches, {here.python} on the nodes"
-        return [why, unchecked, f"assumed {whose}: {facts}"]
+        source = f"by {file} of cluster {here.cluster}" if file else f"cluster.site=FILE tells: {site.SAVE}"
+        return [why, unchecked, f"assumed: {facts}; {source}"]
 
     def artefact(self, request: SlurmRequest, files: Mapping[Path, str | None]) -> str:
         return request.text

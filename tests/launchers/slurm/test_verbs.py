@@ -108,7 +108,7 @@ def test_away_from_the_cluster_a_dry_run_is_what_slurm_gets(lab: Lab, tmp_path: 
     away = subprocess.run(dry, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert away.returncode == 0, away.stdout + away.stderr
     assert "scontrol is not on this machine's PATH" in away.stderr and "not checked: partition" in away.stderr
-    assert f"assumed by {tmp_path}/lab.yaml of cluster lab" in away.stderr and "FITS" in away.stderr, away.stderr
+    assert f"by {tmp_path}/lab.yaml of cluster lab" in away.stderr and "FITS" in away.stderr, away.stderr
     assert not list((tmp_path / "runs").iterdir()), "only doctor's folder"
 
     on_login = [str(CLUSTER), "run", "login", sys.executable, "-c", SAME_ID, *job]
@@ -135,7 +135,8 @@ def test_without_a_site_file_a_dry_run_says_what_it_assumes(tmp_path: Path) -> N
     shown = cli(tmp_path, *job, "dry_run=true", PATH="/nowhere")
     assert shown.returncode == 0, shown.stdout + shown.stderr
     assert "#SBATCH --gpus-per-node=8\n" in shown.stdout and '"agent": [' in shown.stdout
-    assert shown.stdout.index("assumed without cluster.site=FILE") < shown.stdout.index("FITS")
+    assert shown.stdout.index("assumed: '--gpus-per-node={}'") < shown.stdout.index("FITS")
+    assert "cluster.site=FILE tells: fsdp-jobs doctor cluster=slurm --save FILE" in shown.stdout
     sweep = cli(tmp_path, "--multirun", *job, "seed=1,2", "dry_run=true", PATH="/nowhere")
     assert sweep.returncode == 0 and "not checked: partition" in sweep.stdout and "a-001" in sweep.stdout, sweep.stderr
     planned = cli(tmp_path, "plan", *job, f"cluster.site={tmp_path}/none.yaml", PATH="/nowhere")
