@@ -8,13 +8,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fsdp_jobs.notebook import Job as Job
 
-__version__ = "0.1.0"
-
 
 def __getattr__(name: str) -> Any:
-    """Import `Job` when it is asked for: a rank needs none of what it needs."""
-    if name != "Job":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from fsdp_jobs.notebook import Job
+    """Look up what is seldom asked for: `Job`, which no rank needs, and `__version__`, as it was installed."""
+    if name == "Job":
+        from fsdp_jobs.notebook import Job
 
-    return Job
+        return Job
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("fsdp_jobs")
+    except PackageNotFoundError:
+        return "unknown"  # a copy of the code, which is not installed

@@ -1,7 +1,7 @@
 """The library for training programs: `from fsdp_jobs import job`. docs/guides/library.md shows each name in use.
 
 The same program runs under `fsdp-jobs script=...`, under plain torchrun, and alone, on CPU or GPU: without a
-launcher there is one shard group, checkpoints go to runs/<program>/, and metrics to stdout. The built-in trainer,
+launcher there is one shard group, checkpoints go to `runs/<program>/`, and metrics to stdout. The built-in trainer,
 train/trainer.py, is such a program.
 
 Every rank calls every function, in the same order; `log`, `config`, `device` and `layout` may be called by one alone.

@@ -6,6 +6,7 @@ import re
 import runpy
 from dataclasses import fields
 from pathlib import Path
+from xml.etree import ElementTree
 
 from omegaconf import OmegaConf
 
@@ -77,6 +78,14 @@ def test_links_between_pages_lead_somewhere() -> None:
                 headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
                 slugs = {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
                 assert anchor in slugs, f"{page.name}: {target}#{anchor}"
+
+
+def test_pictures_are_whole_and_load_nothing() -> None:
+    pictures = list((ROOT / "docs" / "img").glob("*.svg"))
+    assert len(pictures) > 4
+    for picture in pictures:
+        for element in ElementTree.parse(picture).iter():
+            assert not [v for v in element.attrib.values() if "http" in v], picture.name
 
 
 def test_every_key_of_slurm_is_on_its_page() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import shutil
 import subprocess
 import sys
 import venv
@@ -91,6 +92,35 @@ def test_the_wheel_holds_one_package_with_conf_and_launchers_in_it(wheel: Path) 
     assert any(n.endswith(".dist-info/licenses/LICENSE") for n in names)
 
 
+def test_a_tree_without_git_a_clone_without_tags_and_a_tag_all_build(tmp_path: Path) -> None:
+    """The same version is in sdist and wheel, and twine finds nothing wrong with them."""
+    tree, dist = tmp_path / "fsdp_jobs", tmp_path / "dist"
+    unwanted = shutil.ignore_patterns(".git", ".venv*", ".*_cache", "__pycache__", "runs", "sweeps", "site", "dist")
+    shutil.copytree(ROOT, tree, symlinks=True, ignore=unwanted)
+    me = ("-c", "user.name=me", "-c", "user.email=me@example.org")
+
+    def run(*command: str | Path) -> None:
+        done = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def built() -> str:
+        shutil.rmtree(dist, ignore_errors=True)
+        run(sys.executable, "-m", "build", "--no-isolation", "--outdir", dist)
+        files = sorted(f.name for f in dist.iterdir())
+        version = files[0].removeprefix("fsdp_jobs-").partition("-py3")[0]
+        assert files == [f"fsdp_jobs-{version}-py3-none-any.whl", f"fsdp_jobs-{version}.tar.gz"]
+        run(sys.executable, "-m", "twine", "check", "--strict", *dist.iterdir())
+        return version
+
+    assert built() == "0.2.0.dev0"  # what pyproject.toml falls back to
+    run("git", "init", "--quiet")
+    run("git", "add", ".")
+    run("git", *me, "commit", "--quiet", "--message", "All of it")
+    assert ".dev" in built()
+    run("git", "tag", "v9.8.7")
+    assert built() == "9.8.7"
+
+
 def test_the_installed_wheel_runs_a_job_from_an_empty_folder(installed: Path, tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
     environment |= {"XDG_STATE_HOME": str(tmp_path / "state"), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
@@ -104,6 +134,8 @@ def test_the_installed_wheel_runs_a_job_from_an_empty_folder(installed: Path, tm
         return done.stdout
 
     where = Path(run("python", "-c", "import fsdp_jobs; print(fsdp_jobs.__file__)").strip()).parent
+    version = run("python", "-c", "import fsdp_jobs; print(fsdp_jobs.__version__)").strip()
+    assert version == next(installed.parent.rglob("fsdp_jobs-*.dist-info")).name.split("-")[1].removesuffix(".dist")
     assert where.is_relative_to(installed.parent) and not where.is_symlink()
     assert (where / "py.typed").is_file() and not (where / "conf").is_symlink()
     assert "cluster=local" in run("python", "-m", "fsdp_jobs", "--help")

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.jobs import cli
 from tests.pages import run_page
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 
 def but_for_the_installation(line: str) -> str:
@@ -17,6 +18,9 @@ def but_for_the_installation(line: str) -> str:
 
 
 def test_the_page_for_this_machine_runs_as_it_says(tmp_path: Path) -> None:
-    run_page("laptop.md", tmp_path, but_for_the_installation)
+    try:
+        run_page("laptop.md", tmp_path, but_for_the_installation)
+    finally:
+        cli(tmp_path / "checkout", "cancel", "first", "--now")  # what a failure has left
     run = tmp_path / "checkout" / "runs" / "first"
     assert (run / "report.html").is_file() and list((run / "export").glob("*.safetensors"))

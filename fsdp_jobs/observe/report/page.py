@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import statistics
 import time
@@ -16,6 +15,7 @@ from typing import Any
 from markupsafe import Markup
 from matplotlib import pyplot as plt
 
+from fsdp_jobs import __version__
 from fsdp_jobs.observe.report.charts import charts, to_svgs
 from fsdp_jobs.observe.report.history import History
 from fsdp_jobs.pages.page import render
@@ -110,5 +110,5 @@ def _environment(job: dict[str, Any]) -> dict[str, str]:
         "handle": job.get("handle", "-"),
         "overrides": " ".join(job.get("overrides", [])) or "-",
         "submitted": time.strftime("%Y-%m-%d %H:%M:%S", submitted) if submitted else "-",
-        "written by": f"fsdp_jobs {importlib.metadata.version('fsdp_jobs')} on Python {platform.python_version()}",
+        "written by": f"fsdp_jobs {__version__} on Python {platform.python_version()}",
     }

@@ -101,9 +101,9 @@ def _torch() -> str:
 @contextmanager
 def _wheels(folder: Path) -> Iterator[str]:
     """All that the image takes from pip, served on this machine; yields the URL."""
-    needed = [_torch(), "dumb-init", "hatchling"]
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    needed += project["dependencies"]
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project = declared["project"]
+    needed = [_torch(), "dumb-init", *declared["build-system"]["requires"], *project["dependencies"]]
     needed += [wheel for extra in _EXTRAS for wheel in project["optional-dependencies"][extra]]
     wheels = folder / "wheels"
     command = [

@@ -12,7 +12,7 @@ from tests.pages import run_page
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(bool(why_not()), reason=why_not()),
 ]
 

@@ -10,7 +10,7 @@ import pytest
 from tests.launchers.slurm.lab import CLUSTER, Lab
 from tests.pages import run_page
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 
 def without_gpus(line: str) -> str:
