@@ -9,16 +9,19 @@ what is lost is not replaced. Systems in turn, fault by fault:
   stock     torchrun --nnodes=3:4, c10d rendezvous, its defaults
   tuned     the same with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, last_call_timeout=1, keep_alive_interval=1,
             keep_alive_max_attempt=3, and a process-group timeout of 20 s in the script (gloo's default is 30 min)
+  captures  ours, which saves nothing on a disk, and captures every step in the nodes' memory
+  async     tuned, with a `dcp.async_save` of every step
 
 Faults, on a node that hosts neither rank 0 nor the rendezvous store: `agent` SIGKILLed; `node`, everything on it
 SIGKILLed at once; `vanished`, link down, nothing closed; `rank` SIGKILLed. Recovered is the first step that a new
 life of the world has done: a world that trains on with a rank whose agent is dead has not noticed, and the table
-says so. Needs root.
+says so. Behind the seconds: the steps that are done again, and the median step before the fault. Needs root.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -38,8 +41,9 @@ NODES = ["node1", "node2", "node3", "node4"]
 VICTIM = "node4"
 EVERY = 50
 FAULTS = ("agent", "node", "vanished", "rank")
-SYSTEMS = ("ours", "stock", "tuned")
+SYSTEMS = ("ours", "stock", "tuned", "captures", "async")
 JOB = ("data.global_batch=12", f"checkpoint.every_steps={EVERY}", "fsdp=full_shard", "nodes=3:4")
+CAPTURES = ("checkpoint.every_steps=0", "checkpoint.memory.every_steps=1")
 TUNED = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
 TUNED_TIMEOUT_S = 20
 
@@ -51,19 +55,29 @@ class Trial:
         self.seconds: float | None = None
         self.noticed: float | None = None  # the round was declared broken
         self.formed: float | None = None  # the next one had its places
+        self.repeated: int | None = None  # steps that were done again
+        self.step_s: float | None = None  # before the fault
         self.note = ""
 
     def __str__(self) -> str:
-        return f"{self.seconds:.1f} s" if self.seconds is not None else self.note
+        if self.seconds is None:
+            return self.note
+        return f"{self.seconds:.1f} s ({self.repeated} again; {1000 * (self.step_s or 0):.0f} ms)"
+
+    def steps_were(self, before: list[tuple[int, float]], first_later: int) -> None:
+        """Take down what the steps before the fault, with their times, and the first one of the new life tell."""
+        between = [then - now for (_, now), (_, then) in itertools.pairwise(before)]
+        self.repeated, self.step_s = before[-1][0] + 1 - first_later, statistics.median(between)
 
 
-def ours(fault: str, bound: float, folder: Path) -> Trial:
+def ours(fault: str, bound: float, folder: Path, captures: bool) -> Trial:
     from tests.netns import Fabric, netns_job
 
-    trial = Trial()
-    with Fabric(NODES) as fabric, netns_job(fabric, folder, "ours", *JOB, "steps=1000000") as job:
+    trial, overrides = Trial(), CAPTURES if captures else ()
+    with Fabric(NODES) as fabric, netns_job(fabric, folder, "ours", *JOB, *overrides, "steps=1000000") as job:
         job.until_step(EVERY + 5)
-        job.until(lambda: job.events("checkpoint"), "the first checkpoint")
+        if not captures:
+            job.until(lambda: job.events("checkpoint"), "the first checkpoint")
         began = time.time()
         if fault == "agent":
             job.agent(VICTIM).kill()
@@ -86,10 +100,12 @@ def ours(fault: str, bound: float, folder: Path) -> Trial:
         trial.seconds = end - began
         trial.noticed = job.events("round_broken")[0]["time"] - began
         trial.formed = job.events("round_started")[1]["time"] - began
+        steps = [(m["step"], m["time"]) for m in job.metrics()]
+        trial.steps_were([s for s in steps if s[1] < end], next(step for step, at in steps if at == end))
     return trial
 
 
-def torchrun(fault: str, bound: float, folder: Path, tuned: bool) -> Trial:
+def torchrun(fault: str, bound: float, folder: Path, tuned: bool, every: int) -> Trial:
     from tests.jobs import ROOT
     from tests.netns import Fabric
 
@@ -105,7 +121,7 @@ def torchrun(fault: str, bound: float, folder: Path, tuned: bool) -> Trial:
         agents = {}
         for node in NODES:
             local = [f"--local-addr={fabric.addresses[node]}", __file__, "--worker", str(folder)]
-            local += [f"--timeout={TUNED_TIMEOUT_S}"] if tuned else []
+            local += [f"--every={every}", *([f"--timeout={TUNED_TIMEOUT_S}"] if tuned else [])]
             agents[node] = fabric.run(node, [*argv, *local], env, folder / f"{node}.log")
 
         def steps() -> list[dict[str, Any]]:
@@ -143,6 +159,8 @@ def torchrun(fault: str, bound: float, folder: Path, tuned: bool) -> Trial:
             trial.note = f"job failed after {time.time() - began:.0f} s"
         else:
             trial.seconds = end - began
+            before = [(s["step"], s["time"]) for s in steps() if s["life"] == first_life]
+            trial.steps_were(before, next(s["step"] for s in steps() if s["life"] != first_life))
     return trial
 
 
@@ -157,8 +175,8 @@ def _await(what: Callable[[], Any], seconds: float) -> Any:
     return None
 
 
-def worker(folder: Path, timeout_s: float | None) -> None:
-    """The script under torchrun: FSDP2, a checkpoint every EVERY steps, resumed when started again."""
+def worker(folder: Path, timeout_s: float | None, every: int) -> None:
+    """The script under torchrun: FSDP2, a checkpoint every so many steps, resumed when started again."""
     import shutil
 
     import torch
@@ -174,7 +192,9 @@ def worker(folder: Path, timeout_s: float | None) -> None:
     from fsdp_jobs.train.sources import open_tokens
     from tests.world import TINY
 
+    saving: Any = None
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s) if timeout_s else None)
+    own = dist.new_group()  # of saves that run beside the steps
     rank, world = dist.get_rank(), dist.get_world_size()
     config = compose_job([*TINY, *JOB])
     torch.manual_seed(0)
@@ -204,11 +224,15 @@ def worker(folder: Path, timeout_s: float | None) -> None:
         if rank == 0:
             with (folder / "steps.jsonl").open("a") as f:
                 f.write(json.dumps({"step": step, "time": time.time(), "life": life}) + "\n")
-        if step % EVERY == 0:
+        if step % every == 0:
             state = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
-            dcp.save(state, checkpoint_id=folder / "saved" / str(step))
+            if every == 1:
+                saving.result() if saving is not None else None
+                saving = dcp.async_save(state, checkpoint_id=folder / "saved" / str(step), process_group=own)
+            else:
+                dcp.save(state, checkpoint_id=folder / "saved" / str(step))
             if rank == 0:
-                shutil.rmtree(folder / "saved" / str(step - 2 * EVERY), ignore_errors=True)
+                shutil.rmtree(folder / "saved" / str(step - 2 * every), ignore_errors=True)
 
 
 def main() -> None:
@@ -219,9 +243,10 @@ def main() -> None:
     parser.add_argument("--systems", nargs="*", choices=SYSTEMS, default=SYSTEMS)
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--timeout", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--every", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        return worker(args.worker, args.timeout)
+        return worker(args.worker, args.timeout, args.every)
     from tests.netns import why_not
 
     if why_not():
@@ -233,14 +258,17 @@ def main() -> None:
             for system in args.systems:
                 with tempfile.TemporaryDirectory() as folder:
                     a = (fault, args.bound, Path(folder))
-                    trial = ours(*a) if system == "ours" else torchrun(*a, tuned=system == "tuned")
+                    if system in ("ours", "captures"):
+                        trial = ours(*a, captures=system == "captures")
+                    else:
+                        trial = torchrun(*a, tuned=system != "stock", every=1 if system == "async" else EVERY)
                 results.setdefault((fault, system), []).append(trial)
                 print(f"  {fault:<9} {system:<6} {trial}", flush=True)
     print(f"| fault | {' | '.join(args.systems)} | ours: noticed, new round formed, first step |")
     print("|---|" + "---|" * (len(args.systems) + 1))
     for fault in args.faults:
         cells = [", ".join(str(t) for t in results[fault, s]) for s in args.systems]
-        parts = [t for t in results.get((fault, "ours"), []) if t.seconds is not None]
+        parts = [t for s in ("ours", "captures") for t in results.get((fault, s), []) if t.seconds is not None]
         if parts:
             means = [statistics.mean(getattr(t, k) for t in parts) for k in ("noticed", "formed", "seconds")]
             cells.append(", ".join(f"{m:.1f} s" for m in means))
