@@ -136,7 +136,7 @@ class Bench:
     def environment(self) -> dict[str, str]:
         """Return the environment of jobs, in which the trainer takes the torch that is here."""
         added = [str(PROGRAMS / "any_torch")] if self.old_torch else []
-        path = os.pathsep.join([*added, *filter(None, [os.environ.get("PYTHONPATH")])])
+        path = os.pathsep.join([*added, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
     def lacks(self, case: Case) -> str:
@@ -158,14 +158,14 @@ class Bench:
 
 
 class Job:
-    """A job of this machine, started as a user starts it."""
+    """A job of this machine, started as a user starts it; what its program writes where it is goes into `folder`."""
 
     def __init__(self, folder: Path, name: str, overrides: Sequence[str], env: dict[str, str]):
         self.run = RunDir(folder / name)
         command = [sys.executable, "-m", "fsdp_jobs", f"name={name}", f"runs_dir={folder}", *overrides]
         self.output = folder / f"{name}.out"
         with self.output.open("w") as out:
-            self.process = subprocess.Popen(command, stdout=out, stderr=out, env=env)
+            self.process = subprocess.Popen(command, stdout=out, stderr=out, env=env, cwd=folder)
 
     def wait(self, seconds: float = 300) -> Job:
         try:
