@@ -29,7 +29,7 @@ _LOOKS = 5  # after a change: the next one may have the same time stamp
 _CHUNK = 1 << 22  # bytes sent at once
 _PATIENCE_S = 30.0  # with a partner that does not answer
 _STRANGERS = 16  # connections at once that have not proved themselves
-_REPEAT_S = 5.0  # until it is tried again
+_REPEAT_S = 5.0  # until it is tried again, at most: sooner after few failures, and when a round begins
 
 
 class Copies:
@@ -48,7 +48,8 @@ class Copies:
         self._kept: dict[int, tuple[int, int]] = {}  # rank -> epoch and step of what is sealed and copied
         self._token = run.token.read_text()
         self._connection: tuple[list[Any], socket.socket, IO[bytes]] | None = None
-        self._over = threading.Event()
+        self._over = False
+        self._news = threading.Event()  # there is another round, or an end
         self._server = _Server(("", 0), self.folder / COPIES, self._token)
         self.port = int(self._server.server_address[1])
         self._keeper = threading.Thread(target=self._keep, name="captures", daemon=True)
@@ -62,6 +63,7 @@ class Copies:
     def begin_round(self, epoch: int, partner: list[Any] | None) -> None:
         """Take care of a round's captures from now on; `partner` is the host and port that gets copies, if any does."""
         before, self._epoch, self._partner = self._connection, epoch, partner
+        self._news.set()
         if before is not None and before[0] != partner:
             with suppress(OSError):
                 before[1].shutdown(socket.SHUT_RDWR)  # it may be dead, and its sender wait
@@ -69,7 +71,9 @@ class Copies:
     def _keep(self) -> None:
         """Seal and send what is captured, until the end."""
         failures = seen_at = looks = 0  # failures in a row; looks at a folder in which nothing has changed
-        while not self._over.wait(_REPEAT_S if failures else _LOOK_S):
+        while not self._over:
+            if self._news.wait(min(_REPEAT_S, 0.1 * 2 ** min(failures, 6)) if failures else _LOOK_S):
+                self._news.clear()
             try:
                 seen_at, before = self.folder.stat().st_mtime_ns, seen_at
                 looks = looks + 1 if seen_at == before and not failures else 0
@@ -84,7 +88,7 @@ class Copies:
             except Exception as e:  # whatever it is, the next look may be better
                 self._disconnect()
                 failures += 1
-                if failures == 2:  # the first one may be the loss of that node
+                if failures == 6:  # for some 6 s: it is not the loss of that node, which ends the round
                     self._tell(f"node {self.node}'s capture is not with {self._partner}: {type(e).__name__}: {e}")
 
     def _tell(self, why: str) -> None:
@@ -159,7 +163,8 @@ class Copies:
 
     def close(self, is_over: bool) -> None:
         """Stop; when the job is over, remove the folder."""
-        self._over.set()
+        self._over = True
+        self._news.set()
         self._server.shutdown()
         self._server.server_close()
         self._disconnect()
