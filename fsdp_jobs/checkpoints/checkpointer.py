@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, checkpoints_of
 from fsdp_jobs.run.epoch import Epoch, Fenced
 from fsdp_jobs.run.integrity import NO_LIMIT, known_here
+from fsdp_jobs.run.tail import lacks_line
 
 _CURES = (  # of saves that fail with these errors
     ((errno.ENOSPC, errno.EDQUOT), "Free space under {}."),
@@ -70,6 +72,7 @@ class Checkpointer:
         """
         self.run, self.config, self.integrity, self.layout = run, config.checkpoint, config.integrity, layout
         self.attempt, self.restart, self.on_restored = attempt, restart, on_restored
+        self.log_every = config.log_every_steps
         self.state = (Fsdp1State if fsdp1.is_used(model) else State)(model, optimizer, others, device)
         minutes = self.config.every_minutes
         self.every_s: float = run.planned_interval_s() if minutes == AUTO else minutes * 60  # 0: steps alone count
@@ -328,6 +331,8 @@ class Checkpointer:
     def _restore_captured(self, at_least: int, useless: list[int]) -> int | None:
         """Load what the nodes have in memory, if it is as new as a checkpoint. Returns the bytes that they sent."""
         while self.memory is not None and (chosen := self.memory.newest(at_least, useless)):
+            if self.ranks.from_rank_0(partial(lacks_line, self.run.metrics, chosen[0].step, self.log_every)):
+                chosen = self.memory.newest(max(at_least, chosen[0].step - 1), [*useless, chosen[0].step]) or chosen
             try:
                 if (sent := self.memory.load(chosen)) is not None:
                     self.samples, self._written_step = chosen[0].samples, -1

@@ -126,6 +126,11 @@ def newest_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     return json_objects(lines_backwards(path), path)
 
 
+def lacks_line(metrics: Path, step: int, every: int) -> bool:
+    """Whether a step alone has no line yet: rank 0 was lost before it had recorded what replicas captured."""
+    return step % every == 0 and next(newest_json_lines(metrics), {}).get("step") == step - every
+
+
 def sampled_json_lines(path: Path, count: int) -> Iterator[dict[str, Any]]:
     """Yield the objects of a .jsonl file, the newest first; of a long one about `count`, evenly spread over its bytes.
 

@@ -95,6 +95,16 @@ def test_the_newest_capture_is_gone_on_from(tmp_path: Path) -> None:
     assert _leave_and_resume(tmp_path) == [(6, 6.0)] * 2
 
 
+@pytest.mark.parametrize(("recorded", "taken"), [([5], 5), ([5, 6], 6), ([4], 6)])
+def test_a_step_that_replicas_captured_and_rank_0_has_not_recorded_is_done_again(
+    tmp_path: Path, recorded: list[int], taken: int
+) -> None:
+    """Unless more than one step would be: then the line is lost, and not the work."""
+    run_world(2, _leave, str(tmp_path), None, None, (2,))
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in recorded))
+    assert run_world(2, _resume, str(tmp_path)) == [(taken, float(taken))] * 2
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_one_that_is_not_finite_is_not(tmp_path: Path, value: float) -> None:
     assert _leave_and_resume(tmp_path, value=value) == [(4, 4.0)] * 2
