@@ -58,11 +58,13 @@ class Job:
 
     def plan(self) -> PlanShown:
         """Plan the job, as `fsdp-jobs plan` does. Nothing is written."""
+        submission.forget()
         planned, _ = submission.plan_of(job_without_files(self.overrides))
         return PlanShown(**vars(planned))
 
     def submit(self) -> str:
         """Submit the job, and return its handle at once; with `dry_run=true`, what would be submitted."""
+        submission.forget()
         (config,) = composed([self.overrides])
         (job,) = submission.prepare([config])
         if config.dry_run:

@@ -48,6 +48,18 @@ def test_a_plan_is_shown_as_tables_and_a_picture(shell: InteractiveShell, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_model_that_was_edited_is_planned_anew(shell: InteractiveShell, tmp_path: Path) -> None:
+    model, job = tmp_path / "mine.py", "Job('model=custom', 'model._target_=mine.model', 'fsdp.wrap=size')"
+    model.write_text("def model():\n    raise ValueError('a slip')\n")
+    assert isinstance(shell.run_cell(f"{job}.plan()").error_in_exec, BadInput)
+    counts = []
+    for width in (8, 16):
+        layers = f"torch.nn.Embedding(256, {width}), torch.nn.Linear({width}, 256)"
+        model.write_text(f"import torch\n\ndef model():\n    return torch.nn.Sequential({layers})\n")
+        counts.append(shell.run_cell(f"{job}.plan().memory.parameters").result)
+    assert 0 < counts[0] < counts[1]
+
+
 def test_a_mistake_is_told_as_at_the_prompt_and_without_a_traceback(shell: InteractiveShell, tmp_path: Path) -> None:
     for verb, overrides in (("plan", ["optim.lrr=1", "nodes=0"]), ("submit", ["steps=0", "data=tokens"])):
         said = cli(tmp_path, verb, *overrides).stderr

@@ -51,7 +51,7 @@ def _ask(question: str, config: JobConfig, where: str) -> str:
     fsdp = FsdpConfig(wrap=config.fsdp.wrap, min_num_params=config.fsdp.min_num_params)
     data = DataConfig(kind=config.data.kind, seq_len=config.data.seq_len)
     same = replace(config, name=None, seed=0, steps=1, fsdp=fsdp, data=data, optim=OptimConfig())
-    answer = _run_probe(question, dump_config(same))
+    answer = run_probe(question, dump_config(same))
     if answer.returncode:
         last = (answer.stderr.strip() or "no message").splitlines()[-1]
         raise BadInput([Problem(where, f"could not be probed: {last}")])
@@ -59,7 +59,7 @@ def _ask(question: str, config: JobConfig, where: str) -> str:
 
 
 @cache  # jobs that are submitted together mostly have the same model
-def _run_probe(question: str, config: str) -> subprocess.CompletedProcess[str]:
+def run_probe(question: str, config: str) -> subprocess.CompletedProcess[str]:
     with TemporaryDirectory() as folder:
         path = Path(folder, "config.yaml")
         path.write_text(config)

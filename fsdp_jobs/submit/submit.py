@@ -23,7 +23,7 @@ from fsdp_jobs.config.schema import CustomModelConfig, HfConfig, JobConfig, dump
 from fsdp_jobs.launchers.base import Job, Launcher, at_once, launcher_of, new_submission
 from fsdp_jobs.launchers.state import State
 from fsdp_jobs.plan.plan import Plan, make_plan
-from fsdp_jobs.plan.shape_client import check_initial_weights, probe
+from fsdp_jobs.plan.shape_client import check_initial_weights, probe, run_probe
 from fsdp_jobs.plan.shapes import ModelShape
 from fsdp_jobs.plan.sources import from_yaml
 from fsdp_jobs.plan.topology import Topology
@@ -75,6 +75,12 @@ def _seen(runs_dir: str, launcher: str) -> Failures:
     """Return the failures of this cluster's nodes, rehearsed ones left out; read once for all jobs of a sweep."""
     runs = [run for run in runs_in(runs_dir) if not (run.name.startswith(REHEARSED) or run.is_damaged)]
     return failures_of([run for run in runs if run.read_job()["handle"].startswith(f"{launcher}://")])
+
+
+def forget() -> None:
+    """Look again at what a command looks at once for all of its jobs: a notebook's model may have been edited."""
+    run_probe.cache_clear()
+    _seen.cache_clear()
 
 
 def _topology(config: JobConfig) -> Topology | None:
