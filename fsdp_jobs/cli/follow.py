@@ -109,7 +109,6 @@ def summary(status: RunStatus, console: Console) -> None:
 
 
 def _facts(status: RunStatus) -> Iterator[tuple[str, str]]:
-    run = status.run
     if status.loss is not None and status.first_loss is not None:
         yield "loss", f"{status.first_loss:.3f} -> {status.loss:.3f} over {status.step} steps"
     if recoveries := [b.recovered for b in status.breaks]:
@@ -118,7 +117,7 @@ def _facts(status: RunStatus) -> Iterator[tuple[str, str]]:
     if status.has_steps:
         yield "goodput", goodput_of(status)
     if status.tokens_per_s:
-        plan = Plan.of(run)
+        plan = Plan.of(status.run)
         beside = f", {plan.time.tokens_per_s:,.0f} planned" if plan is not None and plan.time is not None else ""
         yield "speed", f"{status.tokens_per_s:,.0f} tokens/s measured{beside}"
-    yield "run", str(run.path)
+    yield "run", str(status.run.path)

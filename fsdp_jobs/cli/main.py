@@ -48,7 +48,7 @@ VERBS = {
         "tools.import_accelerate:main",
         "a file of accelerate config as overrides: import-accelerate FILE [--experiment NAME]",
     ),
-    "init": ("cli.setup:init", "files to start from, in this folder: init cluster=slurm"),
+    "init": ("cli.setup:init", "files to start from, in this folder: init cluster=docker|kubernetes|local|slurm"),
     "schema": ("cli.setup:schema", "a JSON schema by which editors complete and check a job's YAML"),
     "completion": ("cli.setup:completion", "what a shell needs to complete commands: completion bash|zsh|fish"),
     "export": ("cli.runs:export", "a file of weights: export NAME [--format safetensors|pt] [--step N] [--out DIR]"),

@@ -18,9 +18,9 @@ from fsdp_jobs.config.errors import BadInput, Problem, nearest
 from fsdp_jobs.config.groups import groups
 from fsdp_jobs.config.json_schema import job_schema
 from fsdp_jobs.run.directory import write_atomic
+from fsdp_jobs.tools.rehearse import FAULTS
 
 _HERE = Path(__file__).parent
-_SHELLS = ("bash", "zsh", "fish")
 
 console = Console(highlight=False, markup=False)
 
@@ -28,10 +28,8 @@ console = Console(highlight=False, markup=False)
 def completion(args: list[str]) -> int:
     """Print a shell's completion: what can be known beforehand as text, runs looked up by the shell."""
     parser = argparse.ArgumentParser(prog="fsdp-jobs completion")
-    parser.add_argument("shell", nargs="?", help=", ".join(_SHELLS))
-    if (shell := parser.parse_args(args).shell) not in _SHELLS:
-        what = f"needs the name of a shell: {', '.join(_SHELLS)}"
-        raise BadInput([Problem("completion", what, "fsdp-jobs completion bash")])
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"))
+    shell = parser.parse_args(args).shell
     overrides = [f"{group}={option}" for group, options in groups().items() for option in options]
     candidates = (
         (_HERE / "completion" / "candidates.sh")
@@ -60,13 +58,15 @@ def _case(verb: str) -> str:
     """Return the shell's case of a verb: its words, by what its line of help says, and whether runs are among them."""
     module, text = VERBS[verb]
     words = re.findall(r"(?<=\[)--?[a-z-]+", text)
-    if alternatives := re.search(rf"{verb} ([\w-]+(?:\|[\w-]+)+)", text):
-        words += alternatives[1].split("|")
-    if module.startswith("cli.jobs:") or "cluster=" in text:
+    if alternatives := re.search(rf"{verb} (cluster=)?([\w-]+(?:\|[\w-]+)+)", text):
+        words += [f"{alternatives[1] or ''}{word}" for word in alternatives[2].split("|")]
+    if module.startswith("cli.jobs:"):
         words.append("$overrides")
     elif module.startswith("cli.runs:"):
         words.append("runs_dir=")
     names = "names=yes" if re.search(rf"{verb} \[?NAME", text) else ""
+    if verb == "rehearse":
+        names = f'; [ $# -gt 2 ] || words="{" ".join(FAULTS)}"'
     return f'{verb}) words="{" ".join(words)}" {names} ;;'
 
 

@@ -99,7 +99,8 @@ class RunStatus:
     def _measure(self, record: dict[str, Any]) -> None:
         self._newest = record
         if self._in_round:
-            self._recover(record.get("time", 0.0))
+            for b in self.breaks:  # the job trains again
+                b.recovered_s = record.get("time", 0.0) - b.time if b.recovered_s is None else b.recovered_s
         self.furthest = max(self.furthest, self.step)
         step = record.get("step", self.step)
         if step <= self.furthest:
@@ -113,11 +114,6 @@ class RunStatus:
         self.mfu = record.get("mfu")
         if self._in_round and self.state in ("submitted", "starting", "recovering"):
             self.state, self.doing = "running", "training"
-
-    def _recover(self, now: float) -> None:
-        """Note that the job trains again: every failure that it had not recovered from is over."""
-        for b in self.breaks:
-            b.recovered_s = now - b.time if b.recovered_s is None else b.recovered_s
 
     def _apply(self, event: Event) -> None:
         self.attempt = max(self.attempt, event.attempt)

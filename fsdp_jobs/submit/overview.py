@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,20 @@ from fsdp_jobs.run.status import ENDED, RunStatus, steps_done
 from fsdp_jobs.run.table import ago, duration
 from fsdp_jobs.submit.submitted import describe, is_silent
 
-DAMAGES = (BadInput, OSError, ValueError, TypeError, LookupError, AttributeError)  # of reading what is not as written
+DAMAGES = (BadInput, OSError, ValueError, TypeError, LookupError)  # of reading what is not as written
+
+logger = logging.getLogger(__name__)
+_noted: dict[str, str] = {}  # where -> the error noted last
+
+
+def damage(where: str, error: Exception) -> str:
+    """Say why something cannot be read; a daemon logs the traceback, once: it may be a programming error."""
+    if isinstance(error, BadInput):
+        return str(error.problems[0])
+    if _noted.get(where) != repr(error):
+        _noted[where] = repr(error)
+        logger.info("%s: cannot be read", where, exc_info=error)
+    return f"cannot be read: {type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True)
@@ -86,10 +100,13 @@ class Overview:
             try:
                 read[run.name] = self._read(run)
             except DAMAGES as e:
-                why = str(e.problems[0]) if isinstance(e, BadInput) else f"cannot be read: {type(e).__name__}: {e}"
-                rows[run.name] = RunSummary(run.name, "", "damaged", reason=why)
+                rows[run.name] = RunSummary(run.name, "", "damaged", reason=damage(str(run.path), e))
         answers = self._ask([job["handle"] for status, job in read.values() if not status.ended])
-        rows |= {name: _summary(status, job, answers) for name, (status, job) in read.items()}
+        for name, (status, job) in read.items():
+            try:
+                rows[name] = _summary(status, job, answers)
+            except DAMAGES as e:
+                rows[name] = RunSummary(name, "", "damaged", reason=damage(str(status.run.path), e))
         return [rows[run.name] for run in runs]
 
     def _read(self, run: RunDir) -> tuple[RunStatus, dict[str, Any]]:
@@ -105,7 +122,6 @@ class Overview:
 
 
 def _summary(status: RunStatus, job: Mapping[str, Any], answers: Mapping[str, Description]) -> RunSummary:
-    goodput = status.goodput
     state, reason = state_of(status, answers.get(job["handle"]))
     return RunSummary(
         run=status.run.name,
@@ -122,7 +138,7 @@ def _summary(status: RunStatus, job: Mapping[str, Any], answers: Mapping[str, De
         checkpoint_step=status.committed if status.committed >= 0 else None,
         checkpoint_at=status.committed_at or None,
         checkpoint_age_s=status.checkpoint_age_s,
-        goodput=goodput.fraction if goodput.useful_s else None,
+        goodput=goodput.fraction if (goodput := status.goodput).useful_s else None,
         reason=reason,
     )
 
@@ -167,5 +183,4 @@ def state_of(status: RunStatus, job: Description | None) -> tuple[str, str]:
     if job.state is State.QUEUED:
         return State.QUEUED.value, job.message
     state = job.state if job.state in (State.STOPPED, State.DONE) else State.FAILED
-    hint = "" if state is State.DONE else "its launcher no longer runs it: resume it"
-    return state.value, job.message or hint
+    return state.value, job.message or ("" if state is State.DONE else "its launcher no longer runs it: resume it")

@@ -83,8 +83,7 @@ def _best(sweep: Sweep, flags: argparse.Namespace) -> int:
         what = f"no job has a value of {sweep.objective} yet"
         raise BadInput([Problem(f"sweep {sweep.name}", what, _measured_keys(sweep))])
     run = sweep.run_of(row)
-    newest = next(iter(find_checkpoints(checkpoints_of(load_config(run.config).checkpoint, run))), None)
-    checkpoint = None if newest is None else str(newest)
+    checkpoint = next(map(str, find_checkpoints(checkpoints_of(load_config(run.config).checkpoint, run))), None)
     if flags.json:
         sys.stdout.write(json.dumps({**asdict(row), "checkpoint": checkpoint}, indent=2) + "\n")
         return 0

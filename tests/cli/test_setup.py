@@ -15,10 +15,12 @@ from pathlib import Path
 import pytest
 from jsonschema import Draft7Validator
 
+from fsdp_jobs.cli import setup
 from fsdp_jobs.config.json_schema import job_schema
 from fsdp_jobs.config.schema import plain_values
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.verdict import Verdict
+from fsdp_jobs.tools.rehearse import FAULTS
 from tests.jobs import cli
 from tests.recorded import recorded_run
 
@@ -119,14 +121,28 @@ def test_what_is_offered_is_short_and_whole(tmp_path: Path) -> None:
     assert candidates(tmp_path, "fsdp-jobs plan attach=") == ["attach=false", "attach=true"]
     assert candidates(tmp_path, "fsdp-jobs plan tracking.k") == ["tracking.kind="]
     assert candidates(tmp_path, "fsdp-jobs plan optim.lr=") == []
+    assert candidates(tmp_path, "fsdp-jobs init ") == ["cluster="]
+    clusters = sorted(file.stem for file in (Path(setup.__file__).parent / "starter").glob("*.yaml"))
+    assert candidates(tmp_path, "fsdp-jobs init cluster=") == [f"cluster={cluster}" for cluster in clusters]
+    assert {"kill_rank", "preempt"} < set(candidates(tmp_path, "fsdp-jobs rehearse ")) == set(FAULTS)
+    assert candidates(tmp_path, "fsdp-jobs rehearse preempt fsdp.strat") == ["fsdp.strategy="]
     first = candidates(tmp_path, "fsdp-jobs ")
     assert {"plan", "status", "nodes=", "optim.", "optim=", "--multirun"} <= set(first) and len(first) < 80
+
+
+def test_what_a_shell_would_execute_is_not_offered(tmp_path: Path) -> None:
+    for name in ("a$(touch PWNED)b", "a`touch PWNED`", "a;touch PWNED", "a b", "a\nb", "a-sound_1.0"):
+        for file in (tmp_path / "runs" / name / "job.json", tmp_path / "conf" / "group" / f"{name}.yaml"):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
+    assert candidates(tmp_path, "fsdp-jobs logs a") == ["a-sound_1.0"]
+    assert candidates(tmp_path, "fsdp-jobs --config-dir=conf group=") == ["group=a-sound_1.0"]
 
 
 @pytest.mark.parametrize("args", [[], ["csh"]])
 def test_completion_of_no_shell(tmp_path: Path, args: list[str]) -> None:
     done = cli(tmp_path, "completion", *args)
-    assert done.returncode == 2 and "needs the name of a shell: bash, zsh, fish" in done.stderr
+    assert done.returncode == 2 and "{bash,zsh,fish}" in done.stderr
     assert not done.stdout
 
 

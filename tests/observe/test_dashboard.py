@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shutil
@@ -11,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from fsdp_jobs.launchers.base import Description
 from fsdp_jobs.observe.dashboard import live
 from fsdp_jobs.observe.dashboard.app import Dashboard, make_app
 from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.status import RunStatus
+from fsdp_jobs.submit.overview import Overview
 from fsdp_jobs.sweeps.jobs import measured
 from fsdp_jobs.sweeps.table import Row, Sweep, sweep_names
 from tests.jobs import cli, environment, job
@@ -85,6 +88,9 @@ def test_it_answers_to_its_own_name_and_with_a_token_only_who_has_it(tmp_path: P
         assert web.get(page).status_code == web.get(f"{page}?token=wr%C3%B6ng").status_code == 403, page
     assert web.get("/?token=sesame").status_code == 200  # redirected, with a cookie
     assert "token" not in str(web.get("/").url) and web.get("/api/runs/recorded").status_code == 200
+    other = client(tmp_path, token="seed")  # on another port: the same cookies
+    other.cookies = web.cookies
+    assert other.get("/?token=seed").status_code == web.get("/").status_code == other.get("/").status_code == 200
 
 
 def test_a_curve_counts_the_last_of_repeated_steps_and_leaves_out_what_is_no_number(tmp_path: Path) -> None:
@@ -120,6 +126,71 @@ def test_a_run_with_damaged_files_says_so_and_the_others_are_told(tmp_path: Path
     assert client(tmp_path / "runs").get("/api/runs/d-typed").status_code == 500
     planned = cli(tmp_path, "plan", "nodes=1")  # learns how often nodes fail from the runs beside it
     assert planned.returncode == 0, planned.stderr
+
+
+def test_damage_of_one_run_is_logged_once_and_hides_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    odd = recorded_run(tmp_path, "odd")
+    write_atomic(odd.job, json.dumps({**odd.read_job(), "handle": ["x"]}))
+    recorded_run(tmp_path, "sound")
+    typed = recorded_run(tmp_path, "typed")
+    add_line(typed.metrics, {"step": "seven", "time": 150.0})
+    overview = Overview(lambda _: {})
+    for _ in range(3):
+        states = [row.state for row in overview.look([odd, RunDir(tmp_path / "sound"), typed])]
+        assert states == ["damaged", "done", "damaged"]
+        assert client(tmp_path).get("/api/runs/typed").status_code == 500
+    said = [record for record in caplog.records if "cannot be read" in record.message]
+    assert len(said) == 3 and all(record.exc_info for record in said), "two rows and a page"
+
+
+def test_a_run_whose_events_hold_no_number_is_shown(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path)
+    add_line(run.events, {"time": 131.0, "event": "loss_spike", "attempt": 0, "step": 9, "loss": float("inf"),
+                          "mean": 2.0, "deviations": float("nan")})  # fmt: skip
+    events = client(tmp_path).get("/api/runs/recorded").json()["events"]
+    assert events[-1]["event"] == "loss_spike" and events[-1]["loss"] is None
+
+
+def test_a_run_that_is_read_slowly_holds_up_no_other_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded_run(tmp_path, "long")
+    recorded_run(tmp_path, "short")
+    begun, goes_on, update = threading.Event(), threading.Event(), RunStatus.update
+
+    def slow(status: RunStatus) -> Any:
+        if status.run.name == "long":
+            begun.set()
+            goes_on.wait(30)
+        return update(status)
+
+    monkeypatch.setattr(RunStatus, "update", slow)
+    web = client(tmp_path)
+    reader = threading.Thread(target=web.get, args=("/api/runs/long",))
+    reader.start()
+    try:
+        assert begun.wait(30) and web.get("/api/runs/short").status_code == 200
+        assert not goes_on.is_set() and reader.is_alive()
+    finally:
+        goes_on.set()
+        reader.join(30)
+
+
+def test_no_file_of_a_log_is_touched_where_all_requests_are_answered_simulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded_run(tmp_path)
+    last_attempt, threads = RunDir.last_attempt, list[str]()
+
+    def noted(run: RunDir) -> int:
+        with suppress(RuntimeError):
+            threads.append(str(asyncio.get_running_loop()))
+        return last_attempt(run)
+
+    monkeypatch.setattr(RunDir, "last_attempt", noted)
+    shown = Dashboard(str(tmp_path), list, dict)
+    shown.is_over = lambda: True
+    logs = TestClient(make_app(shown, ["testserver"], None)).get("/api/runs/recorded/logs")
+    assert HOSTILE[:8] in logs.text and threads == []
 
 
 def test_the_states_are_those_of_status_and_only_what_changed_is_sent(tmp_path: Path) -> None:

@@ -21,10 +21,12 @@ set +f
     printf "%s\n" $words
     [ "$names" ] && for job in "$runs_dir"/*/job.json; do
         job=${job%/job.json}
+        case ${job##*/} in *[!A-Za-z0-9._-]*) continue ;; esac # a shell would execute what others wrote into it
         [ -d "$job" ] && printf "%s\n" "${job##*/}"
     done
     [ "$conf" ] && for file in "$conf"/*/*.yaml; do
         group=${file%/*} option=${file##*/}
+        case ${group##*/}$option in *[!A-Za-z0-9._-]*) continue ;; esac
         [ -f "$file" ] && printf "%s\n" "${group##*/}=${option%.yaml}"
     done
 } 2>/dev/null | while read -r candidate; do

@@ -7,6 +7,7 @@ to load nothing else. Pages of other sites cannot use it: it answers only to its
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import json
 import math
@@ -14,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from fsdp_jobs.run.directory import RunDir, find_run, rank_logs
 from fsdp_jobs.run.events import Submitted, seldom_events
 from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.tail import Logs, Tail, label, sampled_json_lines
-from fsdp_jobs.submit.overview import DAMAGES, story_of
+from fsdp_jobs.submit.overview import DAMAGES, damage, story_of
 
 _SEND_EVERY_S = 0.5
 _POINTS = 1000  # of a curve
@@ -50,7 +51,6 @@ _HEADERS = {
     "Cache-Control": "no-store",
 }
 _SHARED = ("fsdp_jobs.pages", "static")  # with the reports
-_COOKIE = "fsdp_jobs_token"
 
 
 class Dashboard:
@@ -66,8 +66,7 @@ class Dashboard:
         self.is_over: Callable[[], bool] = lambda: False  # streams are to end
         self._live = LiveRows(folder)
         self._sweeps, self._sweep = sweeps, sweep
-        self._lock = threading.Lock()  # protects the statuses
-        self._statuses: dict[str, RunStatus] = {}  # of runs that were looked at, read in full
+        self._read = lru_cache(20)(lambda run: (threading.Lock(), list[RunStatus]()))  # of the newest looks
 
     def routes(self) -> list[Route | Mount]:
         return [
@@ -103,14 +102,16 @@ class Dashboard:
     def run(self, request: Request) -> Response:
         """Answer with what `status NAME` tells, the events with their sentences, and what was submitted."""
         run = self._run_of(request)
-        with self._lock:
-            status = self._statuses.pop(run.name, None) or RunStatus(run)
+        lock, statuses = self._read(run.name)
+        with lock:
+            status = statuses.pop() if statuses else RunStatus(run)
             status.update()
-            self._statuses[run.name] = status  # not one that cannot be read further
+            statuses.append(status)  # not one that cannot be read further
             story = list(story_of(status))
         happened = [{**event.to_record(), "sentence": event.sentence()} for event in seldom_events(Tail(run.events))]
         config = run.config.read_text() if run.config.exists() else ""
-        return JSONResponse({"story": story, "events": happened, "submitted": run.read_job(), "config": config})
+        about = {"story": story, "events": happened, "submitted": run.read_job(), "config": config}
+        return JSONResponse(json.loads(json.dumps(about), parse_constant=lambda _: None))  # NaN is no JSON
 
     def curves(self, request: Request) -> Response:
         """Answer with the columns of up to about 1,000 lines of metrics.jsonl, the newest first; null for no number.
@@ -125,7 +126,7 @@ class Dashboard:
         gaps = [(new.time, new.time - before.time) for before, new in pairs if isinstance(new, Submitted)]
         return JSONResponse({"columns": columns, "gaps": gaps})
 
-    async def logs(self, request: Request) -> Response:
+    def logs(self, request: Request) -> Response:
         """Stream the newest lines of the newest attempt, then new ones; ends with the attempt, to be asked for again.
 
         The query may have a `text` that lines have to contain, whatever its case, and a `rank`.
@@ -141,7 +142,7 @@ class Dashboard:
 
         async def messages() -> AsyncIterator[list[tuple[str, str]] | None]:
             yield await run_in_threadpool(matching, logs.backlog)
-            while run.last_attempt() == attempt and not self.is_over():
+            while await run_in_threadpool(run.last_attempt) == attempt and not self.is_over():
                 yield await run_in_threadpool(matching, logs.new) or None
                 await asyncio.sleep(_SEND_EVERY_S)
 
@@ -185,8 +186,8 @@ def make_app(dashboard: Dashboard, hosts: list[str], token: str | None) -> Starl
     return Starlette(routes=dashboard.routes(), middleware=middleware, exception_handlers=unreadable)
 
 
-def _unreadable(_: Request, error: Exception) -> Response:
-    return PlainTextResponse(f"cannot be read: {error}", 404 if isinstance(error, BadInput) else 500)
+def _unreadable(request: Request, error: Exception) -> Response:
+    return PlainTextResponse(damage(request.url.path, error), 404 if isinstance(error, BadInput) else 500)
 
 
 async def _guard(token: str | None, request: Request, call_next: RequestResponseEndpoint) -> Response:
@@ -199,12 +200,13 @@ async def _guard(token: str | None, request: Request, call_next: RequestResponse
 
 
 def _without_token(request: Request, token: str) -> Response | None:
-    """Return the response to a request that does not have the token as a cookie."""
+    """Return the response to a request that does not have the token as a cookie; ports of a host share its cookies."""
+    cookie = f"fsdp_jobs_{hashlib.sha256(token.encode()).hexdigest()[:12]}"
     if _is_same(request.query_params.get("token", ""), token):
         redirect = RedirectResponse(request.url.remove_query_params("token"))
-        redirect.set_cookie(_COOKIE, token, httponly=True, samesite="strict")
+        redirect.set_cookie(cookie, token, httponly=True, samesite="strict")
         return redirect
-    if _is_same(request.cookies.get(_COOKIE, ""), token):
+    if _is_same(request.cookies.get(cookie, ""), token):
         return None
     return PlainTextResponse("open the address that `fsdp-jobs dashboard` printed: it has the token", 403)
 

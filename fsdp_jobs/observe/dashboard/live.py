@@ -13,7 +13,7 @@ from fsdp_jobs.launchers.base import Description, parse_handle
 from fsdp_jobs.launchers.state import State
 from fsdp_jobs.run.directory import runs_in
 from fsdp_jobs.run.table import duration
-from fsdp_jobs.submit.overview import Overview, RunSummary, ask_launchers
+from fsdp_jobs.submit.overview import Overview, ask_launchers
 from fsdp_jobs.submit.submitted import grouped
 
 _LOOK_EVERY_S = 1.0  # at runs; less often where a look takes longer than a quarter of it
@@ -91,14 +91,10 @@ class LiveRows:
         runs, found = runs_in(self.folder)[::-1], dict[str, dict[str, Any]]()
         for first in range(0, len(runs), _CHUNK):
             for summary in self._overview.look(runs[first : first + _CHUNK]):
-                row, before = _row_of(summary), self.rows.get(summary.run)
+                row = {**summary.cells(), "checkpoint": summary.checkpoint_at}  # not its age, which changes always
+                before = self.rows.get(summary.run)
                 found[summary.run] = before if before == row else row
             if not self.is_complete:
                 self.rows = dict(found)
         self.rows, self.is_complete = found, True
         self._launchers.ask_again()
-
-
-def _row_of(summary: RunSummary) -> dict[str, Any]:
-    """Return what a browser shows: the cells of `status`, but the checkpoint's time, since its age changes always."""
-    return {**summary.cells(), "checkpoint": summary.checkpoint_at}

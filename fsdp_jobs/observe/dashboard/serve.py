@@ -30,9 +30,8 @@ def serve(dashboard: Dashboard, host: str, port: int, say: Callable[[str], None]
     except (OSError, OverflowError) as e:
         what = e.strerror if isinstance(e, OSError) else "a port is a number from 0 to 65535"
         raise BadInput([Problem(f"--host {host} --port {port}", str(what), "--port 0 takes a free one")]) from e
-    is_local = host in _LOCAL
     token = secrets.token_urlsafe(24)
-    app = make_app(dashboard, ["127.0.0.1", "localhost", "[::1]"] if is_local else ["*"], token)
+    app = make_app(dashboard, ["127.0.0.1", "localhost", "[::1]"] if host in _LOCAL else ["*"], token)
     name = {"0.0.0.0": "localhost", "::": "localhost"}.get(host, f"[{host}]" if ":" in host else host)
     say(f"http://{name}:{listener.getsockname()[1]}/?token={token}")
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, log_level="warning", lifespan="off"))

@@ -38,6 +38,7 @@ _NO_CURVES |= {"recover_s", "capture_s", "captures", "tokens_per_s_per_gpu", "lo
 _MAX_OWN_CURVES = 12  # of keys that a user's program logs: what is legible on one page
 _CHECKPOINT = "#7f8c8d"
 _MARKS = {"fault": (_FAULT, "x"), "damaged checkpoint": ("#d35400", "D"), "resumed": ("#2e8b57", "^")}
+_MARKS["loss spike"] = ("#8e44ad", "*")
 _PARTS = {
     "useful": ("useful_s", "#2e8b57"),
     "checkpoint stall": ("stall_s", "#d4a017"),
@@ -80,7 +81,7 @@ def _over_steps(history: History, curves: list[str], plan: Plan | None) -> Figur
             axes.axhline(planned[key], color=_CHECKPOINT, linestyle="--", linewidth=1, label="planned")
             axes.legend()
     for axes in axes_of[-2:]:
-        axes.set_xlabel("step")
+        axes.set_xlabel("step; of a long run, about 2,000 of them are drawn")
     return figure
 
 
@@ -145,20 +146,16 @@ def _grid(titles: Sequence[str], columns: int, height: float, sharex: bool = Fal
 
 
 def to_svgs(charts: Iterable[tuple[str, str, Figure]]) -> list[tuple[str, Markup]]:
-    """(title, SVG) of charts that are given as (name, title, figure); the figures are closed."""
+    """Return (title, SVG) of charts that are given as (name, title, figure); the figures are closed.
+
+    Ids begin with the chart's name, so that several can stand in one page.
+    """
     drawn = []
     for name, title, figure in charts:
-        drawn.append((title, Markup(_to_svg(figure, name, title))))
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata={"Date": None})
         plt.close(figure)
+        svg = re.sub(r'(\bid="|url\(#|xlink:href="#)', rf"\g<1>{name}-", file.getvalue().partition("<svg")[2])
+        sized = re.sub(r' width="[^"]*" height="[^"]*"', "", svg, count=1)
+        drawn.append((title, Markup(f'<svg role="img" aria-label="{escape(title)}"{sized}')))
     return drawn
-
-
-def _to_svg(figure: Figure, name: str, title: str) -> str:
-    """A chart for a page; its ids begin with its name, so that several can stand in one page."""
-    file = io.StringIO()
-    figure.savefig(file, format="svg", metadata={"Date": None})
-    svg = file.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r'(\bid="|url\(#|xlink:href="#)', rf"\g<1>{name}-", svg)
-    sized = r'<svg([^>]*?) width="[^"]*" height="[^"]*"'
-    return re.sub(sized, lambda m: f'<svg role="img" aria-label="{escape(title)}"{m[1]}', svg, count=1)

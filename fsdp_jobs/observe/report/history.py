@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from fsdp_jobs.run import events
@@ -16,6 +16,7 @@ _MARKS: dict[type[events.Event], str] = {
     events.Checkpoint: "checkpoint",
     events.CheckpointSkipped: "damaged checkpoint",
     events.Resumed: "resumed",
+    events.LossSpike: "loss spike",
 }
 
 
@@ -47,16 +48,11 @@ class History:
                 history.steps.append({"attempt": 0, **record, "seconds": record["time"] - began})
         return history
 
-    def stretches(self) -> Iterator[list[dict[str, Any]]]:
-        """The records in stretches of one attempt without a step back."""
-        stretch: list[dict[str, Any]] = []
-        for record in self.steps:
-            if stretch and (record["step"] <= stretch[-1]["step"] or record["attempt"] != stretch[-1]["attempt"]):
-                yield stretch
-                stretch = []
-            stretch.append(record)
-        if stretch:
-            yield stretch
+    def stretches(self) -> list[list[dict[str, Any]]]:
+        """Return the records in stretches of one attempt without a step back."""
+        pairs = enumerate(pairwise(self.steps), start=1)
+        cuts = [i for i, (a, b) in pairs if b["step"] <= a["step"] or b["attempt"] != a["attempt"]]
+        return [self.steps[first:end] for first, end in pairwise([0, *cuts, len(self.steps)])]
 
     def newest(self) -> list[dict[str, Any]]:
         """One record per step, the newest where a step was repeated, in the order of steps."""

@@ -130,14 +130,18 @@ function listSweeps(names) {
   $("#sweeps").replaceChildren("Sweeps:", ...names.map((name) => el("a", { href: `#sweep/${encodeURIComponent(name)}` }, name)));
 }
 
-// What is drawn again when one of its runs has changed, every three seconds at most.
+// What is drawn again when one of its runs has changed, three seconds later and when it has been drawn before.
 const views = new Set();
 
 function view(draw, runs) {
-  const made = { runs, timer: 0, draw: () => Promise.resolve(draw()).catch((error) => say(error.message)) };
-  made.soon = () => { made.timer ||= setTimeout(() => { made.timer = 0; if (views.has(made)) made.draw(); }, 3000); };
+  let drawn = draw().catch((error) => say(error.message));
+  const made = { runs, timer: 0 };
+  made.soon = () => { made.timer ||= setTimeout(async () => {
+    await drawn; // a slow answer is not asked for twice
+    made.timer = 0;
+    if (views.has(made)) drawn = draw().catch((error) => say(error.message));
+  }, 3000); };
   views.add(made);
-  made.draw();
   return made;
 }
 
