@@ -17,12 +17,12 @@ class ClusterConfig:
     topology: str | None = key(None, "file with the switch of each node")
     accelerator: str = key(AUTO, "auto: cuda if a node has a GPU for each rank", choices=(AUTO, "cpu", "cuda"))
     replaces_nodes: ClassVar[bool] = False  # one by one: a node that is told to end is no sign for the others
-    shares_files = True  # paths in the configuration name the same files here and on the nodes; not away from these
+    shares_files: ClassVar[bool] = True  # paths in the configuration name the same files here and on the nodes
     shares_environment: ClassVar[bool] = False  # ranks get the environment of the submitting process
 
-    def runs_program_of_this_machine(self, path: str) -> bool:
+    def runs_program_of_this_machine(self, path: str, shares_files: bool) -> bool:
         """Return whether nodes run this file of the submitting machine, or a copy, and not one of an image."""
-        return self.shares_files
+        return shares_files
 
 
 @dataclass
@@ -49,7 +49,7 @@ class DockerClusterConfig(ClusterConfig):
     snapshot_mb: float = key(100.0, "largest copy of your code in the run directory, MB; 0: the image's code")
     keep: bool = key(False, "leave containers and network after the job, for inspection")
 
-    def runs_program_of_this_machine(self, path: str) -> bool:
+    def runs_program_of_this_machine(self, path: str, shares_files: bool) -> bool:
         return self.snapshot_mb > 0 and not Path(path).is_absolute()
 
 
@@ -93,8 +93,8 @@ class SlurmClusterConfig(ClusterConfig):
     regrow: bool = key(True, "request a new node when one is lost")
     site: str | None = key(None, "file of `doctor --save`, for plans and dry runs that cannot ask the cluster")
 
-    def runs_program_of_this_machine(self, path: str) -> bool:
-        return (self.shares_files and self.container is None) or not Path(path).is_absolute()
+    def runs_program_of_this_machine(self, path: str, shares_files: bool) -> bool:
+        return (shares_files and self.container is None) or not Path(path).is_absolute()
 
 
 @dataclass
@@ -102,7 +102,7 @@ class KubernetesClusterConfig(ClusterConfig):
     """Pods of the cluster that the kubeconfig names. Quantities as Kubernetes takes them: 500m, 16Gi."""
 
     replaces_nodes: ClassVar[bool] = True
-    shares_files = False
+    shares_files: ClassVar[bool] = False
     launcher: str = "kubernetes_fsdp"
     accelerator: str = "cuda"
     image: str | None = key(None, "image with fsdp_jobs in it, as deploy/Dockerfile builds it; has to be given")

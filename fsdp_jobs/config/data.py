@@ -17,13 +17,13 @@ _TOKENIZED = ("text", "hf_dataset")
 _READ_FROM_PATH = ("tokens", *_TOKENIZED)
 
 
-def data_problems(config: JobConfig, files: bool) -> Iterator[Problem]:
+def data_problems(config: JobConfig, files: bool, shares_files: bool) -> Iterator[Problem]:
     """Check the keys of `data` against each other and against the model; with `files`, the data itself."""
     data, vocab = config.data, getattr(config.model, "vocab_size", 0)
     if data.kind in _READ_FROM_PATH and files:
         if data.path is None:
             yield Problem("data.path", f"data={data.kind} needs to know what to read", "data.path=PATH")
-        elif config.cluster.shares_files:
+        elif shares_files:
             yield from (_token_file if data.kind == "tokens" else _documents)(data, data.path)
     if data.kind == "synthetic" and data.tokens <= data.seq_len:
         yield Problem(f"data.tokens={data.tokens}", f"one sample needs {data.seq_len + 1}")

@@ -14,7 +14,7 @@ from fsdp_jobs.config.errors import Problem, nearest
 from fsdp_jobs.config.schema import JobConfig, NoModelConfig
 
 
-def program_problems(config: JobConfig, files: bool) -> Iterator[Problem]:
+def program_problems(config: JobConfig, files: bool, shares_files: bool) -> Iterator[Problem]:
     """Check which program a job runs and with which arguments; with `files`, that it is there."""
     script, module = config.script, config.module
     if script is not None and module is not None:
@@ -29,9 +29,9 @@ def program_problems(config: JobConfig, files: bool) -> Iterator[Problem]:
         shlex.split(config.script_args)
     except ValueError as e:
         yield Problem(f"script_args={config.script_args}", f"{str(e).lower()}, as a shell reads it", "close the quote")
-    if files and script is not None and config.cluster.runs_program_of_this_machine(script):
+    if files and script is not None and config.cluster.runs_program_of_this_machine(script, shares_files):
         yield from _file(script)
-    if files and module is not None and config.cluster.shares_files and not _can_be_found(module):
+    if files and module is not None and shares_files and not _can_be_found(module):
         what = "there is no such module here"
         yield Problem(f"module={module}", what, "as for python -m, submitted from the folder that it is in; or script=")
 

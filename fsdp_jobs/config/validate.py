@@ -17,21 +17,25 @@ from fsdp_jobs.config.schema import HfConfig, JobConfig, LlamaConfig, NoModelCon
 from fsdp_jobs.config.torch_version import trainer_problems
 
 
-def config_problems(config: JobConfig, files: bool = True) -> Iterator[Problem]:
-    """Yield what is wrong with a configuration; without `files`, as for a plan, no data is looked at."""
+def config_problems(config: JobConfig, files: bool = True, is_away: bool = False) -> Iterator[Problem]:
+    """Yield what is wrong with a configuration; without `files`, as for a plan, no data is looked at.
+
+    `is_away`: paths are of the cluster's files, which this machine does not see.
+    """
     has_model = not isinstance(config.model, NoModelConfig)
+    shares_files = config.cluster.shares_files and not is_away
     yield from value_problems(config, unread=() if has_model else ("steps", "data.", "optim."))
     yield from _numbers_of_ranks(config)
     yield from _fsdp(config)
     yield from _elastic(config)
     yield from _integrity(config)
-    yield from program_problems(config, files)
+    yield from program_problems(config, files, shares_files)
     yield from _tracking(config)
     yield from _notify(config)
-    if files and not config.is_program and config.cluster.shares_files:
+    if files and not config.is_program and shares_files:
         yield from trainer_problems()
     if has_model:
-        yield from data_problems(config, files and not config.is_program)
+        yield from data_problems(config, files and not config.is_program, shares_files)
         if config.checkpoint.memory.every_steps and config.data.streaming:
             what = "a capture in memory does not hold where a stream is read on"
             yield Problem("data.streaming=true", what, "checkpoint.memory.every_steps=0, or data.streaming=false")

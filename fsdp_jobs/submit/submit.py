@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -102,13 +102,15 @@ def prepare(configs: Sequence[JobConfig]) -> list[Prepared]:
     """
     jobs: list[Prepared] = []
     problems: list[Problem] = []
+    asked: dict[str, list[str]] = {}
     submission = new_submission()
     for config in configs:
         try:
             launcher = launcher_of(config.cluster.launcher)
-            away = launcher.away(config) if config.dry_run else []
-            config.cluster.shares_files &= not away
-            run = _open(config, [job.run for job in jobs], not away)
+            if (cluster := repr((config.cluster, config.dry_run))) not in asked:  # once: it may not answer
+                asked[cluster] = launcher.away(config) if config.dry_run else []
+            away = asked[cluster]
+            run = _open(config, [job.run for job in jobs], bool(away))
             before = run.read_job()
             if not away:
                 _check_free(run)
@@ -127,16 +129,16 @@ def prepare(configs: Sequence[JobConfig]) -> list[Prepared]:
     return jobs
 
 
-def _open(config: JobConfig, taken: Sequence[RunDir], continues: bool) -> RunDir:
-    """Validate a configuration, and with `continues` what it continues; return its run directory, this user's."""
-    validate(config)
+def _open(config: JobConfig, taken: Sequence[RunDir], is_away: bool) -> RunDir:
+    """Validate a configuration, and, unless away, what it continues; return its run directory, this user's."""
+    validate(config, is_away=is_away)
     run = run_dir_of(config)
     if any(run.path == other.path for other in taken):
         raise BadInput([Problem(f"name={run.name}", "names two jobs of the same submission")])
     check_may_act(run)
-    if continues:
+    if not is_away:
         check_existing_run(config, run)
-    can_look = config.init_from is not None and config.cluster.shares_files
+    can_look = config.init_from is not None and config.cluster.shares_files and not is_away
     if can_look and not find_checkpoints(checkpoints_of(config.checkpoint, run)):
         check_initial_weights(config)
     return run
@@ -238,7 +240,7 @@ def _files_of(job: Prepared, overrides: Sequence[str]) -> dict[Path, str | None]
 
 def artefact_of(job: Prepared, overrides: Sequence[str]) -> str:
     """Return what the cluster of a dry run's job would get, and nothing else."""
-    job.config.dry_run = False
+    job = replace(job, config=replace(job.config, dry_run=False))
     files = _files_of(job, [o for o in overrides if not o.startswith("dry_run=")])
     return job.launcher.artefact(job.request, {job.run.identity: identity_of(job.run, job.config).to_json(), **files})
 

@@ -17,13 +17,13 @@ from fsdp_jobs.run.directory import RunDir, checkpoints_of
 from fsdp_jobs.run.identity import identity_of
 
 
-def validate(config: JobConfig, files: bool = True) -> None:
-    """Validate all but what only the run directory knows; without `files`, as for a plan, no data is looked at.
+def validate(config: JobConfig, files: bool = True, is_away: bool = False) -> None:
+    """Validate all but what only the run directory knows; `files` and `is_away` as in `config_problems`.
 
     Raises:
         BadInput: everything that is wrong.
     """
-    if problems := [*config_problems(config, files), *_sharding_problems(config)]:
+    if problems := [*config_problems(config, files, is_away), *_sharding_problems(config)]:
         raise BadInput(problems)
 
 

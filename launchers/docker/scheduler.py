@@ -35,7 +35,7 @@ class DockerLauncher(DetachedLauncher):
         return []
 
     def prepare(self, jobs: Sequence[Job]) -> list[DockerRequest]:
-        api = None if jobs[0].away else containers.connect()
+        api = None if all(job.away for job in jobs) else containers.connect()
         daemon = validate.ASSUMED if api is None else api.info()
 
         return prepare_each(

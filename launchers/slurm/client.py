@@ -17,6 +17,7 @@ from fsdp_jobs.run.directory import RunDir
 _UP = ("idle", "mixed", "allocated", "completing")  # states of nodes that jobs can have, now or later
 _TIMEOUT_S = 60.0  # of a command
 _QUEUE_AGE_S = 1.0  # one answer of squeue serves for so long
+_ERROR_AGE_S = 5.0  # of an error, which serves all jobs of a command
 _ACCOUNTING_AGE_S = 10.0  # of an answer of sacct, which is asked for jobs that the controller has forgotten
 
 # SLURM's states. One that is not listed belongs to a job that has nodes.
@@ -50,18 +51,25 @@ def call(*argv: str, stdin: str | None = None, env: Mapping[str, str] | None = N
     return done.stdout
 
 
-_answers: dict[tuple[str, ...], tuple[float, str]] = {}  # command -> when it was called, and what it printed
+_answers: dict[tuple[str, ...], tuple[float, str | SlurmError]] = {}  # command -> when, and what it said
 
 
 def recent(*argv: str, max_age_s: float = math.inf) -> str:
     """Return what a command printed at most `max_age_s` ago, or call it when there is no such answer.
 
     Raises:
-        SlurmError: as `call`.
+        SlurmError: as `call`; it is remembered, too, but for no more than some seconds.
     """
-    if argv not in _answers or time.monotonic() - _answers[argv][0] > max_age_s:
-        _answers[argv] = time.monotonic(), call(*argv)
-    return _answers[argv][1]
+    at, answer = _answers.get(argv, (-math.inf, SlurmError()))
+    if time.monotonic() - at > (min(max_age_s, _ERROR_AGE_S) if isinstance(answer, SlurmError) else max_age_s):
+        try:
+            answer = call(*argv)
+        except SlurmError as e:
+            answer = e
+        _answers[argv] = time.monotonic(), answer
+    if isinstance(answer, SlurmError):
+        raise SlurmError(*answer.args)
+    return answer
 
 
 def own_id() -> str:
@@ -219,7 +227,6 @@ def settings() -> dict[str, str]:
 
 def cpus_by_node(hosts: Sequence[str], text: str) -> dict[str, int]:
     """Parse SLURM_JOB_CPUS_PER_NODE (`2(x3),4`) for the hosts of a job."""
-    counts: list[int] = []
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        counts += [int(count)] * int(times or 1)
+    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    counts = [int(count) for count, times in groups for _ in range(int(times or 1))]
     return dict(zip(hosts, counts, strict=True))

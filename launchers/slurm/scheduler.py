@@ -90,11 +90,11 @@ class SlurmLauncher(Launcher):
             return SlurmRequest(job, text, commands(job, here), code)
 
         requests = prepare_each(jobs, validate.problems_here, translate)
-        if jobs[0].away:
+        if not (checked := [request for request in requests if not request.job.away]):
             return requests
-        problems = validate.check_count(len(requests))
-        for group in submission.group_equal([request.script for request in requests]) if not problems else []:
-            first = requests[group[0]]
+        problems = validate.check_count(len(checked))
+        for group in submission.group_equal([request.script for request in checked]) if not problems else []:
+            first = checked[group[0]]
             problems += validate.check_with_slurm(first.job, first.text, first.script.margin_s, len(group))
         if problems:
             raise BadInput(problems)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 
 import yaml
 from omegaconf import OmegaConf
@@ -43,7 +44,6 @@ def ask() -> Site:
     return site
 
 
-@cache
 def load(file: str) -> Site:
     """Read a site file.
 
@@ -51,12 +51,17 @@ def load(file: str) -> Site:
         BadInput: there is no such file, it is not YAML, or not of this form.
     """
     try:
-        site = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Site), OmegaConf.load(file)))
-        assert isinstance(site, Site)
-        from_scontrol("\n".join(site.switches), only=expand_hostlist(",".join(site.partitions.values())))
+        return _parsed(Path(file).read_text())
     except (OSError, TypeError, ValueError, BadInput, yaml.YAMLError, OmegaConfBaseException) as e:
         why = getattr(e, "strerror", None) or " ".join(str(e).split())
         raise BadInput([Problem(f"cluster.site={file}", f"not a site file: {why}", SAVE)]) from e
+
+
+@cache
+def _parsed(text: str) -> Site:
+    site = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Site), OmegaConf.create(text)))
+    assert isinstance(site, Site)
+    from_scontrol("\n".join(site.switches), only=expand_hostlist(",".join(site.partitions.values())))
     return site
 
 
@@ -64,16 +69,15 @@ def site_of(config: JobConfig) -> Site:
     """Ask the cluster; where it cannot be asked, take `cluster.site`, or else what most sites have.
 
     Raises:
-        BadInput: `cluster.site` is not a site file, or another cluster's than the one here.
+        BadInput: `cluster.site` is needed and not there, not a site file, or another cluster's than the one here.
     """
     file = cluster_of(config).site
-    site = Site("") if file is None else load(file)
     try:
         here = ask()
     except client.SlurmError:
-        return site
-    if file is not None and site.cluster != here.cluster:
-        what = f"is of the cluster {site.cluster}; commands here reach {here.cluster}"
+        return Site("") if file is None else load(file)
+    if file is not None and Path(file).exists() and (cluster := load(file).cluster) != here.cluster:
+        what = f"is of the cluster {cluster}; commands here reach {here.cluster}"
         raise BadInput([Problem(f"cluster.site={file}", what, f"leave it out here, or make one: {SAVE}")])
     return here
 

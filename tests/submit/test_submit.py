@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from fsdp_jobs.config.errors import JobFailed
+from fsdp_jobs.config.errors import BadInput, JobFailed
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.elastic.placement import known_places
+from fsdp_jobs.launchers.local import LocalLauncher
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.submit import submit as submission
 from fsdp_jobs.submit import submitted
@@ -66,6 +68,28 @@ def test_a_refused_submission_leaves_the_record_of_the_one_before(tmp_path: Path
     assert not second.run.job.exists()
     submission.submit([jobs[0]], [["steps=2"]])
     assert first.run.first_attempt() == 1
+
+
+def test_a_dry_run_away_from_its_cluster_asks_once_and_leaves_the_configuration_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(LocalLauncher, "away", lambda self, config: asked.append(config) or ["nobody answers"])
+    keys = [
+        f"runs_dir={tmp_path}",
+        "nodes=1",
+        "nproc_per_node=1",
+        "data=tokens",
+        "data.path=on-the-cluster.bin",
+        "data.vocab_size=256",
+    ]
+    configs = [compose_job([*keys, "dry_run=true", f"name={name}"]) for name in "abc"]
+    before = copy.deepcopy(configs)
+    jobs = submission.prepare(configs)
+    assert [job.away for job in jobs] == [["nobody answers"]] * 3 and len(asked) == 1
+    assert submission.artefact_of(jobs[0], []) and configs == before
+    with pytest.raises(BadInput, match=r"data\.path=on-the-cluster\.bin"):
+        submission.prepare([replace(configs[0], dry_run=False)])
 
 
 def test_a_submission_leaves_no_topology_and_no_shape_of_the_one_before(tmp_path: Path) -> None:

@@ -9,13 +9,16 @@ from pathlib import Path
 import pytest
 from torchx.specs import make_app_handle
 
-from fsdp_jobs.launchers.slurm import client
+from fsdp_jobs.config.errors import BadInput
+from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.launchers.slurm import client, site
 from fsdp_jobs.launchers.slurm.scheduler import SlurmLauncher
 from fsdp_jobs.launchers.slurm.steps import Commands
 from fsdp_jobs.launchers.state import State
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.verdict import Verdict
+from fsdp_jobs.submit import submit as submission
 
 NO_ACCOUNTING = "echo 'Slurm accounting storage is disabled' >&2; exit 1"
 
@@ -145,3 +148,32 @@ def test_a_job_is_found_by_the_submission_in_its_comment_and_is_nobody_elses(slu
     assert listed.app_handle == "slurm_fsdp://lab/4"
     run.job.write_text(json.dumps({"first_attempt": 0, "submission": "newer"}))
     assert state("4") is State.FAILED, "ids begin again: this job is another run's"
+
+
+def test_a_dry_run_of_many_jobs_asks_a_controller_that_does_not_answer_once(
+    slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say(slurm, "scontrol", "echo Unable to contact slurm controller >&2; exit 1")
+    monkeypatch.chdir(slurm)
+    keys = ["cluster=slurm", "cluster.accelerator=cpu", "nproc_per_node=1", "cluster.snapshot_mb=0", "dry_run=true"]
+    jobs = submission.prepare([compose_job([*keys, f"name={name}", f"cluster.time={name}0"]) for name in "123"])
+    assert [job.away[0] for job in jobs] == ["Unable to contact slurm controller"] * 3
+    assert (slurm / "calls").read_text().splitlines() == ["scontrol"]
+    monkeypatch.setattr(client, "_ERROR_AGE_S", 0.0)
+    (slurm / "scontrol").write_text("#!/bin/sh\necho 'ClusterName = lab'\n")
+    assert client.silent() == "", "it is back"
+
+
+def test_a_site_file_is_read_where_the_cluster_does_not_answer_as_it_is_now(slurm: Path) -> None:
+    file = slurm / "site.yaml"
+    config = compose_job(["cluster=slurm", f"cluster.site={file}"])
+    (slurm / "scontrol").write_text("#!/bin/sh\necho 'ClusterName = lab'; echo 'TopologyPlugin = topology/none'\n")
+    assert site.site_of(config).cluster == "lab", "it is not needed here"
+    file.write_text("cluster: other")
+    with pytest.raises(BadInput, match="is of the cluster other; commands here reach lab"):
+        site.site_of(config)
+    client._answers.clear()
+    say(slurm, "scontrol", "exit 1")
+    assert site.site_of(config).cluster == "other"
+    file.write_text("cluster: lab")
+    assert site.site_of(config).cluster == "lab"
