@@ -30,6 +30,7 @@ from fsdp_jobs.submit.validate import composed, job_without_files
 # Hydra's own flags: with one of these the command line is Hydra's.
 _MULTIRUN = ("--multirun", "-m")
 _PRINTING = ("--cfg", "-c", "--info", "-i", "--hydra-help")
+_SITE_FILE = "# fsdp-jobs doctor"  # a site file begins so
 
 console = Console(highlight=False)
 
@@ -123,11 +124,15 @@ def examine(args: list[str]) -> int:
     from fsdp_jobs.tools.doctor import doctor
 
     what = "write the facts of this site that dry runs elsewhere need; they read cluster.site=FILE"
-    flags, overrides = flags_and_overrides(args, "--save", nargs="?", const="site.yaml", metavar="FILE", help=what)
+    flags, overrides = flags_and_overrides(args, "--save", metavar="FILE", help=what)
     config = job_without_files(overrides)
     if flags.save is not None:
-        made = f"# fsdp-jobs doctor {' '.join(args)}\n# {time.strftime('%Y-%m-%d %H:%M %z')}\n"
-        write_atomic(Path(flags.save), made + launcher_of(config.cluster.launcher).site_file())
+        file, made = Path(flags.save), f"{_SITE_FILE} {' '.join(args)}\n# {time.strftime('%Y-%m-%d %H:%M %z')}\n"
+        is_other = file.is_dir() or (file.exists() and not file.read_bytes().startswith(_SITE_FILE.encode()))
+        if "=" in flags.save.partition("/")[0] or is_other:
+            what = "would be an override, or is there and not made by doctor"
+            raise BadInput([Problem(f"--save {file}", what, "--save site.yaml")])
+        write_atomic(file, made + launcher_of(config.cluster.launcher).site_file())
         console.print(f"saved for dry runs elsewhere: cluster.site={flags.save}", markup=False, soft_wrap=True)
     return doctor(config, console)
 

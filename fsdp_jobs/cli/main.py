@@ -24,6 +24,7 @@ _CANNOT_WRITE = {
     errno.EDQUOT: "make room in your quota, then repeat the command",
     errno.EACCES: "only its owner may do that",
     errno.EROFS: "choose another folder: runs_dir=...",
+    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "move it away, or give another name"),
 }
 
 console = Console(highlight=False)
@@ -40,7 +41,7 @@ VERBS = {
     "report": ("cli.runs:report", "a run's curves, faults, goodput and plan as an HTML file: report NAME [--png]"),
     "sweep": ("sweeps.verbs:sweep", "jobs of a --multirun: sweep status|resume|retry-failed|cancel|best|report NAME"),
     "dashboard": ("cli.runs:dashboard", "all runs live in a browser: dashboard [--port P] [--host ADDRESS]"),
-    "list": ("cli.runs:status", "all runs: the same as status without a name"),
+    "list": ("cli.runs:list_runs", "all runs: the same as status without a name"),
     "resume": ("cli.jobs:resume", "continue a run, changed or not: resume NAME [overrides]"),
     "doctor": ("cli.jobs:examine", "can jobs run here, or on a cluster: doctor [cluster=slurm] [--save FILE]"),
     "rehearse": ("cli.jobs:rehearse", "a small copy of your job suffers a real fault here: rehearse FAULT [overrides]"),

@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from itertools import compress
 from types import ModuleType
 
 from rich.console import Console
@@ -77,8 +76,7 @@ def status(args: list[str]) -> int:
     elif not runs:
         console.print(f"no runs under {flags.runs_dir}/")
     elif flags.watch:
-        is_shown = [flags.name is not None or not row.is_over for row in rows]
-        _watch(overview, list(compress(runs, is_shown)))
+        _watch(overview, [run for run, row in zip(runs, rows, strict=True) if flags.name or not row.is_over])
     else:
         sys.stdout.write(_table(rows, console.width if console.is_terminal else None) + "\n")
         if flags.name is not None:
@@ -87,6 +85,12 @@ def status(args: list[str]) -> int:
             for heading, sentence in story_of(told):
                 console.print(f"{heading:<7}  {sentence}", soft_wrap=True)
     return 0
+
+
+def list_runs(args: list[str]) -> int:
+    if names := [a for a in args if not a.startswith(("-", "runs_dir="))]:
+        raise BadInput([Problem(names[0], "list shows all runs", f"fsdp-jobs status {names[0]}")])
+    return status(args)
 
 
 def _table(rows: Sequence[RunSummary], width: int | None) -> str:

@@ -86,10 +86,10 @@ def init(args: list[str]) -> int:
     if (cluster := given.removeprefix("cluster=")) not in known:
         what = f"init takes cluster=, one of {', '.join(known)}"
         raise BadInput([Problem(given, what, nearest(cluster, known))])
-    texts = {
-        "train.py": (_HERE / "starter" / "train.py.txt").read_text(),
+    texts = {  # in this order: what fails, fails at the first
         "conf/experiment/mine.yaml": (_HERE / "starter" / f"{cluster}.yaml").read_text(),
         "conf/job.schema.json": json.dumps(job_schema(), indent=2) + "\n",
+        "train.py": (_HERE / "starter" / "train.py.txt").read_text(),
     }
     if there := [file for file in texts if os.path.lexists(file)]:
         raise BadInput(Problem(file, "is there already, and is not overwritten", "another folder") for file in there)

@@ -25,6 +25,7 @@ from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_FAILED
 
 _STYLES = {"ok": "green", "warning": "yellow", "bad": "bold red"}
 _DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+_DRIVER_S = 10.0  # for it to answer
 _LEAST_FREE = 10**9  # bytes
 
 
@@ -50,8 +51,17 @@ def _this_machine(config: JobConfig) -> Iterator[Finding]:
         missing = Problem("torch", "is not installed", "pip install torch")
         problems += [missing] if config.cluster.shares_environment else []  # else nodes have their own
     with suppress(OSError):  # there is no nvidia-smi
-        said = subprocess.run(_DRIVER, capture_output=True, text=True).stdout.splitlines()
-        versions.append(f"NVIDIA's driver {said[0] if said else 'does not answer'}")
+        smi = subprocess.Popen(_DRIVER, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        try:
+            said = smi.communicate(timeout=_DRIVER_S)[0].strip()
+        except subprocess.TimeoutExpired:
+            smi.kill()  # not waited for: nothing ends a process that is inside a wedged driver
+            said = f"no answer within {_DRIVER_S:.0f} s"
+        if said and smi.returncode == 0:
+            versions.append(f"NVIDIA's driver {said.splitlines()[0]}")
+        else:
+            fact = f"nvidia-smi: {' '.join(said.split()) or 'prints nothing'}"
+            yield Finding("driver", "warning", fact, "no job will find a GPU here: nvidia-smi, dmesg")
     yield from findings("versions", problems, ", ".join(versions))
     runs = Path(config.runs_dir).resolve()
     there = next(folder for folder in (runs, *runs.parents) if folder.exists())

@@ -41,7 +41,7 @@ CASES = [
     (["--multirun", "--cfg", "job", "seed=1,2"], "submits, and --cfg prints"),
     (["submitt"], "did you mean submit?"),
     (["resume"], "are required: name\n"),
-    (["doctor", "--save"], "dry runs of local_fsdp need no facts of a cluster"),
+    (["doctor", "--save", "site.yaml"], "dry runs of local_fsdp need no facts of a cluster"),
     (["--output", "yaml"], "--output yaml: a dry run with local_fsdp shows text"),
     (["dry_run=true", "--output", "script"], "-> dry_run=true --output text"),
     (["cluster=slurm", "dry_run=true", "data=tokens"], "data.path"),

@@ -171,6 +171,18 @@ def test_first_files_for_a_cluster_that_there_is_not(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("blocked", ["conf", "conf/experiment"])
+def test_where_a_file_is_in_the_way_nothing_is_written(tmp_path: Path, blocked: str) -> None:
+    file = tmp_path / blocked
+    file.parent.mkdir(exist_ok=True)
+    file.touch()
+    done = cli(tmp_path, "init")
+    assert done.returncode == 2 and "-> move it away, or give another name" in done.stderr, done.stderr
+    assert [f for f in tmp_path.rglob("*") if f.is_file()] == [file]
+    file.unlink()
+    assert cli(tmp_path, "init").returncode == 0
+
+
 @pytest.mark.integration
 def test_the_first_job_runs(tmp_path: Path) -> None:
     assert cli(tmp_path, "init").returncode == 0

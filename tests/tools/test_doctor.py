@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import re
 from importlib.metadata import version
 from pathlib import Path
 
+import pytest
+from rich.console import Console
+
 from fsdp_jobs import __version__
+from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.tools import doctor
 from tests.jobs import cli
 
 
@@ -16,6 +23,35 @@ def test_this_machine(tmp_path: Path) -> None:
     for words in (f"fsdp_jobs {__version__}, torch {version('torch')}", f"{tmp_path}/runs, ", "/dev/shm", "lo"):
         assert words in done.stdout, done.stdout
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("echo 535.1; echo 535.1", "torch [^ ]*, NVIDIA's driver 535.1\n"),
+        ("echo NVIDIA-SMI has failed; exit 9", "warning  driver +nvidia-smi: NVIDIA-SMI has failed\n"),
+        ("exit 0", "warning  driver +nvidia-smi: prints nothing\n"),
+        ("exec sleep 60", "warning  driver +nvidia-smi: no answer within 0 s\n"),
+    ],
+)
+def test_a_simulated_driver_that_is_broken_or_wedged_is_no_end_and_not_fine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, said: str
+) -> None:
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(doctor, "_DRIVER_S", 0.4 if "sleep" in script else 10.0)
+    shown = io.StringIO()
+    doctor.doctor(compose_job([f"runs_dir={tmp_path}/runs"]), Console(file=shown, width=200))
+    assert re.search(said, shown.getvalue()), shown.getvalue()
+
+
+@pytest.mark.parametrize("file", ["cluster=slurm", "train.py", "."])
+def test_a_site_file_overwrites_nothing_of_the_users(tmp_path: Path, file: str) -> None:
+    (tmp_path / "train.py").write_text("mine")
+    done = cli(tmp_path, "doctor", "--save", file)
+    assert done.returncode == 2 and f"--save {file}: would be an override, or is there" in done.stderr, done.stderr
+    assert (tmp_path / "train.py").read_text() == "mine" and not (tmp_path / "cluster=slurm").exists()
 
 
 def test_jobs_that_cannot_run_here(tmp_path: Path) -> None:
