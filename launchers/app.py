@@ -52,5 +52,4 @@ def arguments(role: Role, node: int | str = 0) -> list[str]:
     """Return a role's arguments with a node's number in them, or with what its cluster replaces by it."""
     from torchx.specs import macros
 
-    values = macros.Values(img_root="", app_id="", replica_id=str(node), rank0_env="")
-    return list(values.apply(role).args)
+    return list(macros.Values(img_root="", app_id="", replica_id=str(node), rank0_env="").apply(role).args)

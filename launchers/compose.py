@@ -51,7 +51,7 @@ class ComposeLauncher(Launcher):
 
     def describe(self, app_ids: Sequence[str]) -> list[Description | None]:
         runs = [self.run_of(app_id) for app_id in app_ids]
-        return [None if run is None else Description.of_run(run.name, run, _is_live(run)) for run in runs]
+        return [None if run is None else Description.of_run(run.name, run, Verdict.final(run) is None) for run in runs]
 
     def known(self) -> list[str]:
         return [run.name for run in runs_in(str(RUNS))]
@@ -71,14 +71,9 @@ def _problems(job: Job) -> Iterator[Problem]:
         yield Problem(f"runs_dir={job.run.path.parent}", what, cure)
 
 
-def _is_live(run: RunDir) -> bool:
-    """Whether the services still have something to do: no verdict has stopped the newest submission."""
-    return Verdict.final(run) is None
-
-
 def submit(run: RunDir, overrides: Sequence[str]) -> int:
     """Submit a job by the command line, unless it has not ended; return the exit code."""
-    if run.is_submitted and _is_live(run):
+    if run.is_submitted and Verdict.final(run) is None:
         print(f"{run.name} continues as it was submitted")
         return 0
     own = ["cluster=compose", f"runs_dir={RUNS}", f"name={run.name}", "attach=false"]

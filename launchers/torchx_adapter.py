@@ -54,8 +54,7 @@ class TorchxScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
         return DescribeAppResponse(app_id, state, job.restarts, job.message, roles_statuses=roles)
 
     def list(self) -> list[ListAppResponse]:
-        described = self.launcher.describe(self.launcher.known())
-        return [self._listed(job) for job in described if job is not None]
+        return [self._listed(job) for job in self.launcher.describe(self.launcher.known()) if job is not None]
 
     def _listed(self, job: Description) -> ListAppResponse:
         handle = make_app_handle(self.backend, self.launcher.cluster_of(job.app_id), job.app_id)

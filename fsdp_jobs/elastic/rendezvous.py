@@ -148,8 +148,7 @@ class CoordinatorRendezvous(rendezvous.RendezvousHandler):
                 if not self._start:
                     return None
                 host, port = self._start["host"], self._start["port"]
-        meeting = rendezvous.RendezvousStoreInfo(host, port)
-        return rendezvous.RendezvousInfo(HashStore(), rank, size, meeting)
+        return rendezvous.RendezvousInfo(HashStore(), rank, size, rendezvous.RendezvousStoreInfo(host, port))
 
     def is_cut_off(self) -> bool:
         """Whether this node's lease has run out, and so its round is over for it."""

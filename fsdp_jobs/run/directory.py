@@ -265,8 +265,7 @@ def run_dir_of(config: JobConfig) -> RunDir:
         return find_run(config.runs_dir, config.name)
     name = time.strftime(f"{config.model.kind}-%Y%m%d-%H%M%S")
     names = itertools.chain([name], (f"{name}-{i}" for i in itertools.count(2)))
-    runs = (find_run(config.runs_dir, name) for name in names)
-    return next(run for run in runs if not run.path.exists())
+    return next(run for name in names if not (run := find_run(config.runs_dir, name)).path.exists())
 
 
 def find_run(runs_dir: str, name: str) -> RunDir:

@@ -53,8 +53,7 @@ class Verdict:
     def close(self, run: RunDir, attempt: int, **details: Any) -> None:
         """End an attempt: write the verdict, record the event, start the notification if one is configured."""
         self.write(run, attempt)
-        ended = events.AttemptEnded(self.verdict, self.decision, self.reason, **details)
-        events.record(run, attempt, ended)
+        events.record(run, attempt, events.AttemptEnded(self.verdict, self.decision, self.reason, **details))
         notify(run, attempt, "requeue" if self.decision == "requeue" else self.verdict)
 
     @classmethod

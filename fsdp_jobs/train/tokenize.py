@@ -107,8 +107,7 @@ def cache_dir(data: DataConfig) -> Path:
     """Return the folder where tokens are kept between runs."""
     if data.cache_dir is not None:
         return Path(data.cache_dir)
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "fsdp_jobs" / "tokens"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "fsdp_jobs", "tokens")
 
 
 def _write(file: Path, data: DataConfig, documents: Iterable[list[int]]) -> None:

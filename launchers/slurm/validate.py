@@ -62,8 +62,7 @@ def file_system(path: Path) -> str:
     """Return the kind of file system that a path is on, or will be."""
     real = path.resolve()
     above = [mount for mount in psutil.disk_partitions(all=True) if real.is_relative_to(mount.mountpoint)]
-    innermost = max(reversed(above), key=lambda mount: len(mount.mountpoint))  # of several in one place the last
-    return str(innermost.fstype)
+    return str(max(reversed(above), key=lambda mount: len(mount.mountpoint)).fstype)  # of several in one place the last
 
 
 def _seconds(time: str) -> float:
