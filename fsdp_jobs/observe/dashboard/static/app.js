@@ -187,7 +187,7 @@ function pointsOf({ columns, gaps }, key, over) {
 function chart(title, key, over) {
   const keys = el("select", { "aria-label": `${title}: curve`, change: draw }, el("option", {}, key));
   const axis = el("select", { "aria-label": `${title}: over`, change: draw }, ...["step", "tokens", "time"].map((name) => el("option", { selected: name === over }, name)));
-  const plot = el("div", { class: "plot", role: "img" });
+  const plot = el("div", { class: "plot", role: "img", "aria-label": `${title}: not drawn yet` });
   const node = el("div", { class: "card" }, el("h2", {}, title), el("div", { class: "bar" }, keys, "over", axis), plot);
   let names = [], shown = null, drawnAs = "", isZoomed = false;
   async function draw() {
