@@ -21,11 +21,12 @@ from rich.console import Console, RenderableType
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
-from fsdp_jobs.cli.follow import progress_line, summary
+from fsdp_jobs.cli.follow import progress, summary
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.events import Event, Submitted, read_events
 from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.tail import read_json_lines
+from fsdp_jobs.submit.overview import summary_of
 
 WIDTH = 118  # characters
 CELL, LINE = 8.4, 19  # pixels
@@ -57,7 +58,7 @@ def main() -> None:
     changes = [*sorted({appears for _, appears in lines}), 1.0]
     for moment, following in itertools.pairwise(frames):
         begin, end = shown_at(moment), min(shown_at(following), SECONDS / film)
-        live = progress_line(status_at(recorded, moment))
+        live = progress(summary_of(status_at(recorded, moment), recorded.read_job(), {}))
         edges = [begin, *(c for c in changes if begin < c < end), end]
         for since, until in itertools.pairwise(edges):  # below the lines that are there by then
             y = sum(appears <= since for _, appears in lines)

@@ -1,10 +1,9 @@
-"""Show a job in the terminal while it runs: one live line, events, rank 0's output, every rank's errors."""
+"""Show jobs in the terminal while they run: a live view, events, rank 0's output, every rank's errors."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Console
 from rich.live import Live
@@ -15,35 +14,73 @@ from rich.text import Text
 from fsdp_jobs.elastic.failures import speaks_of_lost_peer
 from fsdp_jobs.plan.plan import Plan
 from fsdp_jobs.run.directory import RunDir, rank_logs
-from fsdp_jobs.run.status import RunStatus, steps_done
-from fsdp_jobs.run.table import ago, duration
+from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.tail import Logs, looks_like_error
 from fsdp_jobs.run.verdict import Verdict
-from fsdp_jobs.submit.overview import goodput_of
+from fsdp_jobs.submit.overview import Overview, RunSummary, goodput_of
 
 _REFRESH_S = 0.25
 _PLAIN_EVERY_S = 5.0  # between progress lines where there is no terminal to redraw
 
 
-def progress_line(status: RunStatus) -> Table:
-    """Draw one live line: state, bar, and the words of `_progress_words`."""
-    table = Table.grid(padding=(0, 2))
-    bar = ProgressBar(status.steps, status.step, width=24)
-    table.add_row(Text(status.state, style="bold"), bar, *_progress_words(status))
+class LiveView:
+    """Runs in the terminal, drawn anew at each `show`; without a terminal a plain line of each that has changed."""
+
+    def __init__(self, console: Console, transient: bool = False):
+        self.console = console
+        self._live = Live(console=console, auto_refresh=False, transient=transient, vertical_overflow="crop")
+        self._lines: dict[str, str] = {}  # run -> the plain line that was shown last
+        self._lines_at = 0.0
+
+    def __enter__(self) -> LiveView:
+        if self.console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def show(self, runs: Sequence[RunDir], rows: Sequence[RunSummary]) -> None:
+        """Show what an overview says of runs."""
+        if self.console.is_terminal:
+            view = Table.grid()
+            for run, row in zip(runs, rows, strict=True):
+                view.add_row(progress(row))
+                view.add_row(_health(row, run.planned_interval_s()))
+            self._live.update(view, refresh=True)
+        elif time.monotonic() - self._lines_at > _PLAIN_EVERY_S or all(row.is_over for row in rows):
+            self._lines_at = time.monotonic()
+            for row in rows:
+                if (line := "  ".join([row.run, row.state, *_words(row)])) != self._lines.get(row.run):
+                    self._lines[row.run] = line
+                    self.console.print(line, soft_wrap=True, markup=False)
+
+
+def _words(row: RunSummary) -> list[str]:
+    """Return step, loss, speed, model FLOP/s utilization, age of the newest checkpoint, time left."""
+    cells = row.cells()
+    mfu = [f"MFU {row.mfu:.1%}"] if row.mfu is not None else []
+    speed = [f"loss {cells['loss']}", f"{cells['tok/s']} tok/s", *mfu]
+    return [f"step {cells['step']}", *speed, f"ckpt {cells['checkpoint']}", f"eta {cells['eta']}"]
+
+
+def progress(row: RunSummary) -> Table:
+    """Draw a run's state, and a bar of its steps."""
+    step, *_, eta = _words(row)
+    table, words = Table.grid(padding=(0, 2)), Text(f"{step}  {eta}", no_wrap=True, overflow="ellipsis")
+    table.add_row(Text(row.run, style="bold"), row.state, ProgressBar(row.steps, row.step or 0, width=24), words)
     return table
 
 
-def _progress_words(status: RunStatus) -> list[str]:
-    """Return step, loss, speed, model FLOP/s utilization, age of the newest checkpoint, time left."""
-    words = [
-        f"step {steps_done(status.step, status.steps)}",
-        f"loss {status.loss:.4f}" if status.loss is not None else "loss -",
-        f"{status.tokens_per_s:,.0f} tok/s",
-        f"MFU {status.mfu:.1%}" if status.mfu is not None else "",
-        f"ckpt {ago(status.checkpoint_age_s)}",
-        f"eta {duration(status.eta_s)}",
-    ]
-    return [word for word in words if word]
+def _health(row: RunSummary, best_s: float) -> Table:
+    """Draw a bar of the nodes that it has, and one of its checkpoint's age, full after the plan's best interval."""
+    _, *speed, checkpoint, _ = _words(row)
+    asked = row.nodes_asked.rpartition(":")[2]
+    nodes = ProgressBar(int(asked) if asked.isdecimal() else None, row.nodes, width=8)
+    age = ProgressBar(best_s, min(best_s, row.checkpoint_age_s or 0.0), width=8)
+    table, words = Table.grid(padding=(0, 2)), Text("  ".join([checkpoint, *speed]), no_wrap=True, overflow="ellipsis")
+    table.add_row("  nodes", nodes, f"{row.nodes}/{row.nodes_asked}", age, words, style="dim")
+    return table
 
 
 class Follower:
@@ -54,20 +91,15 @@ class Follower:
         self.status = RunStatus(run)
         self.status.update()  # earlier submissions of the run are not shown
         self.status.state = "submitted"
+        self._overview = Overview(lambda _: {})
         self._logs = Logs(run.path, rank_logs())
         self._logs.skip()
 
     def follow(self, active: Callable[[], bool]) -> None:
         """Show the run until it has ended, or is not active any more. KeyboardInterrupt passes through."""
-        shown_at, shown_step = 0.0, -1
-        is_live = self.console.is_terminal
-        with Live(console=self.console, refresh_per_second=8, transient=True) if is_live else nullcontext() as live:
+        with LiveView(self.console, transient=True) as view:
             while not self._turn(active):
-                if live is not None:
-                    live.update(progress_line(self.status))
-                elif time.monotonic() - shown_at > _PLAIN_EVERY_S and self.status.step != shown_step:
-                    self.console.print("  ".join([self.status.state, *_progress_words(self.status)]), soft_wrap=True)
-                    shown_at, shown_step = time.monotonic(), self.status.step
+                view.show([self.status.run], self._overview.look([self.status.run]))
                 time.sleep(_REFRESH_S)
 
     def _turn(self, active: Callable[[], bool]) -> bool:

@@ -99,17 +99,16 @@ def _table(rows: Sequence[RunSummary], width: int | None) -> str:
 
 
 def _watch(overview: Overview, runs: Sequence[RunDir]) -> None:
-    """Show the table again and again, until all of these runs have ended or the user has seen enough."""
-    from rich.live import Live
-    from rich.text import Text
+    """Show runs again and again, until all of them have ended or the user has seen enough."""
+    from fsdp_jobs.cli.follow import LiveView
 
     if not runs:
         console.print("all runs have ended")
         return
-    with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False, vertical_overflow="crop") as shown:
+    with suppress(KeyboardInterrupt), LiveView(console) as view:
         while True:
             rows = overview.look(runs)
-            shown.update(Text(_table(rows, console.width)), refresh=True)
+            view.show(runs, rows)
             if all(row.is_over for row in rows):
                 return
             time.sleep(_WATCH_S)

@@ -47,6 +47,7 @@ class RunSummary:
     steps: int | None = None
     loss: float | None = None
     tokens_per_s: float | None = None
+    mfu: float | None = None  # 0 to 1
     eta_s: float | None = None
     checkpoint_step: int | None = None
     checkpoint_at: float | None = None  # seconds since 1970
@@ -104,7 +105,7 @@ class Overview:
         answers = self._ask([job["handle"] for status, job in read.values() if not status.ended])
         for name, (status, job) in read.items():
             try:
-                rows[name] = _summary(status, job, answers)
+                rows[name] = summary_of(status, job, answers)
             except DAMAGES as e:
                 rows[name] = RunSummary(name, "", "damaged", reason=damage(str(status.run.path), e))
         return [rows[run.name] for run in runs]
@@ -121,7 +122,8 @@ class Overview:
         return status, {**job, "handle": job["handle"], "nodes": job["nodes"]}
 
 
-def _summary(status: RunStatus, job: Mapping[str, Any], answers: Mapping[str, Description]) -> RunSummary:
+def summary_of(status: RunStatus, job: Mapping[str, Any], answers: Mapping[str, Description]) -> RunSummary:
+    """Sum up a run: `job` has its `handle` and `nodes`, `answers` what its launcher says, if it was asked."""
     state, reason = state_of(status, answers.get(job["handle"]))
     return RunSummary(
         run=status.run.name,
@@ -134,6 +136,7 @@ def _summary(status: RunStatus, job: Mapping[str, Any], answers: Mapping[str, De
         steps=status.steps,
         loss=status.loss,
         tokens_per_s=status.tokens_per_s or None,
+        mfu=status.mfu,
         eta_s=None if state in ENDED else status.eta_s,
         checkpoint_step=status.committed if status.committed >= 0 else None,
         checkpoint_at=status.committed_at or None,

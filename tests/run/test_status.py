@@ -216,7 +216,7 @@ def test_a_job_is_watched_to_its_end(tmp_path: Path) -> None:
         assert cli(tmp_path, "cancel", "live").returncode == 0
         shown = read_all(terminal)
         assert watching.wait(30) == 0, shown
-    steps = [int(step.replace(",", "")) for step in re.findall(r"live\s+\w+\s+0\s+1/1\s+([\d,]+)/100,000", shown)]
+    steps = [int(step.replace(",", "")) for step in re.findall(r"step ([\d,]+)/100,000", shown)]
     assert len(steps) > 1 and steps == sorted(steps) and steps[-1] >= now + 100
     assert "stopped" in shown
     assert "old" not in shown
