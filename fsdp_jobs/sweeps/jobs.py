@@ -59,7 +59,7 @@ def last_value(metrics: Path, key: str) -> float | None:
 def to_do(sweep: Sweep, jobs: Sequence[Sequence[str]]) -> tuple[list[Row], dict[str, JobConfig]]:
     """Return the rows of jobs, and by run the configurations of those that are neither done nor active.
 
-    Done means: all the steps that the overrides ask for.
+    Done means: all the steps that the overrides ask for; of a program, which alone knows them, that it has ended well.
 
     Raises:
         BadInput: overrides of any job that are wrong; a run of a row's name that is another job's.
@@ -74,7 +74,7 @@ def to_do(sweep: Sweep, jobs: Sequence[Sequence[str]]) -> tuple[list[Row], dict[
     refresh(sweep, sweep.jobs)
     undone = {}
     for row, config in zip(rows, configs, strict=True):
-        is_done = row.state == "done" and row.step >= config.steps
+        is_done = row.state == "done" and (config.is_program or row.step >= config.steps)
         if not is_done and not row.is_active:
             undone[row.run] = config
     return rows, undone
