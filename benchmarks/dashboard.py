@@ -7,7 +7,6 @@ Runs are those of benchmarks/status.py. Chromium runs on this machine, headless;
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import subprocess
@@ -19,7 +18,7 @@ from typing import Any
 
 import psutil
 from playwright.sync_api import sync_playwright
-from status import make_runs
+from status import arguments, make_runs
 
 _NOTE = """
 addEventListener("DOMContentLoaded", () => {
@@ -46,12 +45,7 @@ def opened(chromium: Any, address: str, runs: int) -> tuple[Any, list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--runs", type=int, default=500)
-    parser.add_argument("--steps", type=int, default=10_000)
-    parser.add_argument("--live", type=int, default=50)
-    parser.add_argument("--turns", type=int, default=3)
-    args = parser.parse_args()
+    args = arguments(__doc__)
     root = ["--no-sandbox"] if os.geteuid() == 0 else []
     with tempfile.TemporaryDirectory() as made, sync_playwright() as playwright:
         folder = Path(made)

@@ -104,13 +104,18 @@ def seconds(folder: Path, *argv: str) -> tuple[float, float, str]:
     return time.perf_counter() - began, cpu, done.stdout
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+def arguments(about: str | None) -> argparse.Namespace:
+    """How many runs of how many steps there are, how many of them live, and how often it is measured."""
+    parser = argparse.ArgumentParser(description=(about or "").partition("\n")[0])
     parser.add_argument("--runs", type=int, default=500)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--live", type=int, default=50)
     parser.add_argument("--turns", type=int, default=3)
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments(__doc__)
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         make_runs(folder, args.runs, args.steps, args.live)

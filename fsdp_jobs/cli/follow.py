@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 
 from rich.console import Console
 from rich.live import Live
@@ -17,7 +18,7 @@ from fsdp_jobs.run.directory import RunDir, rank_logs
 from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.tail import Logs, looks_like_error
 from fsdp_jobs.run.verdict import Verdict
-from fsdp_jobs.submit.overview import Overview, RunSummary, goodput_of
+from fsdp_jobs.submit.overview import RunSummary, goodput_of, summary_of
 
 _REFRESH_S = 0.25
 _PLAIN_EVERY_S = 5.0  # between progress lines where there is no terminal to redraw
@@ -31,6 +32,7 @@ class LiveView:
         self._live = Live(console=console, auto_refresh=False, transient=transient, vertical_overflow="crop")
         self._lines: dict[str, str] = {}  # run -> the plain line that was shown last
         self._lines_at = 0.0
+        self._best_s = cache(RunDir.planned_interval_s)  # read from a plan, which may be long
 
     def __enter__(self) -> LiveView:
         if self.console.is_terminal:
@@ -46,7 +48,7 @@ class LiveView:
             view = Table.grid()
             for run, row in zip(runs, rows, strict=True):
                 view.add_row(progress(row))
-                view.add_row(_health(row, run.planned_interval_s()))
+                view.add_row(_health(row, self._best_s(run)))
             self._live.update(view, refresh=True)
         elif time.monotonic() - self._lines_at > _PLAIN_EVERY_S or all(row.is_over for row in rows):
             self._lines_at = time.monotonic()
@@ -91,15 +93,15 @@ class Follower:
         self.status = RunStatus(run)
         self.status.update()  # earlier submissions of the run are not shown
         self.status.state = "submitted"
-        self._overview = Overview(lambda _: {})
         self._logs = Logs(run.path, rank_logs())
         self._logs.skip()
 
     def follow(self, active: Callable[[], bool]) -> None:
         """Show the run until it has ended, or is not active any more. KeyboardInterrupt passes through."""
+        job = self.status.run.read_job()
         with LiveView(self.console, transient=True) as view:
             while not self._turn(active):
-                view.show([self.status.run], self._overview.look([self.status.run]))
+                view.show([self.status.run], [summary_of(self.status, job, {})])
                 time.sleep(_REFRESH_S)
 
     def _turn(self, active: Callable[[], bool]) -> bool:

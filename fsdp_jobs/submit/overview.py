@@ -178,7 +178,8 @@ def goodput_of(status: RunStatus) -> str:
 
 def state_of(status: RunStatus, job: Description | None) -> tuple[str, str]:
     """Return state and reason of a run by its own record and its launcher's description; None if it was not asked."""
-    status.update()  # the launcher may have fetched more of the record
+    if job is not None:
+        status.update()  # the launcher may have fetched more of the record
     if status.ended or job is None or job.state is State.RUNNING:
         return status.state, status.reason
     if is_silent(status.run, job):
