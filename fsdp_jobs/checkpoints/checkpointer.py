@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -13,23 +14,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
 from fsdp_jobs.checkpoints import catalog, fsdp1
-from fsdp_jobs.checkpoints.blocks import Damaged
-from fsdp_jobs.checkpoints.catalog import MANIFEST, NOT_AGREED, NOT_FINITE, SHARDS, Manifest
-from fsdp_jobs.checkpoints.exchange import CannotKeep
+from fsdp_jobs.checkpoints.catalog import MANIFEST, SHARDS, Manifest
 from fsdp_jobs.checkpoints.fsdp1 import Fsdp1State
-from fsdp_jobs.checkpoints.local_disks import LocalDisks
+from fsdp_jobs.checkpoints.local_disks import LocalDisks, LocalTier
 from fsdp_jobs.checkpoints.memory import MemoryCheckpoints
+from fsdp_jobs.checkpoints.memory_tier import MemoryTier
 from fsdp_jobs.checkpoints.ranks import Ranks
 from fsdp_jobs.checkpoints.saver import Saver
 from fsdp_jobs.checkpoints.state import State
-from fsdp_jobs.checkpoints.storage import NotFinite, SafeReader, SaveRequest
+from fsdp_jobs.checkpoints.storage import NotFinite, SaveRequest
 from fsdp_jobs.checkpoints.sums import tell_sums
+from fsdp_jobs.checkpoints.tiers import Restored, SharedStorage, Tier
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.config.keys import AUTO
 from fsdp_jobs.config.schema import JobConfig
@@ -37,7 +36,6 @@ from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, checkpoints_of
 from fsdp_jobs.run.epoch import Epoch, Fenced
-from fsdp_jobs.run.integrity import NO_LIMIT, known_here
 from fsdp_jobs.run.tail import lacks_line
 
 _CURES = (  # of saves that fail with these errors
@@ -70,14 +68,13 @@ class Checkpointer:
             restart: differs between restarts of the run, so that no two write into the same folder.
             on_restored: called with the step at the end of `restore`.
         """
-        self.run, self.config, self.integrity, self.layout = run, config.checkpoint, config.integrity, layout
+        self.run, self.job, self.config, self.layout = run, config, config.checkpoint, layout
         self.attempt, self.restart, self.on_restored = attempt, restart, on_restored
-        self.log_every = config.log_every_steps
         self.state = (Fsdp1State if fsdp1.is_used(model) else State)(model, optimizer, others, device)
         minutes = self.config.every_minutes
         self.every_s: float = run.planned_interval_s() if minutes == AUTO else minutes * 60  # 0: steps alone count
         self.samples = 0  # consumed since the run began: for the program to count, saved with the rest
-        self.stream: dict[str, Any] | None = None  # JSON of rank 0: where a stream is read on; saved with the rest
+        self.stream: dict[str, Any] | None = None  # JSON, the same on every rank: where a stream is read on; saved, too
         self.home = checkpoints_of(self.config, run)
         self.epoch = Epoch.of_rank(self.home)
         self.group = dist.new_group(backend="gloo")  # the save's collectives must not meet the program's
@@ -130,13 +127,13 @@ class Checkpointer:
 
     def _begin(self, step: int, block: bool) -> None:
         self.saved_at, begin = time.monotonic(), time.perf_counter()
-        world, mesh = self.layout.world_size, self.layout.mesh_shape
+        world, mesh, stream = self.layout.world_size, self.layout.mesh_shape, copy.deepcopy(self.stream)
         self._saves += 1
         self._request = SaveRequest(
             checkpoints=self.home,
             save=f"{self.restart}-{self._saves}",
             epoch=self.epoch,
-            manifest=Manifest(step, self.samples, world, mesh, torch.__version__, time.time(), {}, self.stream),
+            manifest=Manifest(step, self.samples, world, mesh, torch.__version__, time.time(), {}, stream),
             config=self.config,
             local=self.disks.folder if self.disks is not None else None,
             buffers=self.state.buffers,
@@ -164,11 +161,11 @@ class Checkpointer:
         `record` is called in a thread, before anybody can go on from this step.
         """
         if self.memory is not None:
-            self.memory.after_step(step, self.samples, record)
+            self.memory.after_step(step, self.samples, self.stream, record)
 
     def compare(self, step: int, is_end: bool) -> None:
         """Have the state after `step` steps compared with that of replicas, if it is time to; captures are anyway."""
-        every = self.integrity.every_steps
+        every = self.job.integrity.every_steps
         is_due = is_end if self.memory is not None else every > 0 and (is_end or step % every == 0)
         if is_due and self.layout.replicas > 1:
             tell_sums(self.state, self.layout, step, self.rank)
@@ -260,113 +257,51 @@ class Checkpointer:
             JobFailed: the checkpoint is of another model, or the run has had checkpoints and none can be used.
             CannotReadHere: this machine alone cannot read it.
         """
-        loaded_from = self._restore_newest()
-        step, world = max(0, self.safe_step), self.layout.world_size
-        if loaded_from is None and otherwise is not None:
+        restored = self._restore_newest()
+        step, world = restored.step if restored is not None else 0, self.layout.world_size
+        if restored is None and otherwise is not None:
             otherwise()
-        if loaded_from is not None and self.rank == 0:
-            events.record(self.run, self.attempt, events.Resumed(step, self.samples, world, *loaded_from))
+        if restored is not None and self.rank == 0:
+            told = events.Resumed(step, restored.samples, world, restored.place, restored.sent)
+            events.record(self.run, self.attempt, told)
             print(f"resumed from step {step} on {world} ranks", flush=True)
-        if loaded_from is not None or otherwise is not None:  # else who calls this may yet fill the weights
+        if restored is not None or otherwise is not None:  # else who calls this may yet fill the weights
             self.compare(step, is_end=True)
         self.on_restored(step)
         return step
 
-    def _restore_newest(self) -> tuple[str, int | None] | None:
-        """Return where the state was read from, and the bytes that nodes sent; None when there is no checkpoint."""
-        skipped: dict[str, list[str]] = {}
-        if self.rank == 0:
-            self.epoch.check()
-            catalog.make_folder(self.home)
-            catalog.remove_unfinished(self.home)
-            if (limit := known_here().limit) != NO_LIMIT:
-                catalog.mark_agreed(self.home, lambda step: None if step <= limit else False)
-        useless: list[int] = []  # captured steps
-        doubted: set[str] = set()  # checkpoints in which a rank found damage while it loaded them
-        may_begin_again = self.config.restart_from_zero or not known_here().limit  # 0: there replicas agreed last
-        while True:
-            name, listed_in = self.ranks.from_rank_0(lambda: self._newest(skipped))
-            newest = catalog.step_of(self.home / name) if name is not None else 0
-            if (sent := self._restore_captured(newest, useless)) is not None:
-                self.committed_step = newest if listed_in == MANIFEST else -1
-                return "memory", sent
-            if name is None:
-                if not may_begin_again:
-                    self.ranks.from_rank_0(lambda: catalog.refuse_to_begin_again(self.run, self.home, skipped, doubted))
-                return None
-            folder, shards = self.home / name, None
-            certain = may_begin_again or name in doubted  # then nothing of the state is touched by a damaged one
-            manifest, faults = self.ranks.examine(folder, listed_in, self.disks is None, certain)
-            if manifest is not None and manifest.agreed is False and self.integrity.action != "report":
-                faults = [NOT_AGREED]
-            if manifest is not None and not faults and self.disks is not None:
-                shards = self.disks.holding(manifest, certain)
-                if shards is None and listed_in == MANIFEST:
-                    manifest, faults = self.ranks.examine(folder, listed_in, True, certain)
-                elif shards is None:
-                    faults = ["these nodes' disks do not hold all of its shards"]
-            if manifest is not None and not faults:
-                with self.ranks.reading(folder):
-                    try:
-                        self._load(folder, manifest, shards)
-                    except (CheckpointException, CannotKeep) as e:
-                        causes = [e] if isinstance(e, CannotKeep) else [cause for cause, _ in e.failures.values()]
-                        kind = Damaged if shards is None else OSError  # other disks have what one of them does not
-                        if certain or not any(isinstance(cause, kind) for cause in causes):
-                            raise
-                        doubted.add(name)
-                        continue
-                if self.memory is not None:
-                    self.ranks.gather(None)  # all have read
-                    self.memory.forget()
-                return "storage" if shards is None else "local_dir", None
-            skipped[name] = faults
-            if self.rank == 0:
-                if listed_in == MANIFEST and faults not in ([NOT_FINITE], [NOT_AGREED]):
-                    self.epoch.check()
-                    catalog.set_aside(folder)
-                events.record(self.run, self.attempt, events.CheckpointSkipped(name, faults))
-                print(f"WARNING {name} cannot be used; trying the one before: {'; '.join(faults)}", flush=True)
-
-    def _restore_captured(self, at_least: int, useless: list[int]) -> int | None:
-        """Load what the nodes have in memory, if it is as new as a checkpoint. Returns the bytes that they sent."""
-        while self.memory is not None and (chosen := self.memory.newest(at_least, useless)):
-            if self.ranks.from_rank_0(partial(lacks_line, self.run.metrics, chosen[0].step, self.log_every)):
-                chosen = self.memory.newest(max(at_least, chosen[0].step - 1), [*useless, chosen[0].step]) or chosen
-            try:
-                if (sent := self.memory.load(chosen)) is not None:
-                    self.samples, self._written_step = chosen[0].samples, -1
-                    return sent
-            except CannotKeep as e:
-                print(f"WARNING the capture of step {chosen[0].step} is not used: {e}", flush=True)
-            useless.append(chosen[0].step)
-        return None
-
-    def _newest(self, skipped: Collection[str]) -> tuple[str | None, str]:
-        """Return the name of the newest checkpoint, and what lists its shards, which says where those are."""
-        found = [(f, MANIFEST) for f in catalog.find_checkpoints(self.home)]
-        found += [(f, SHARDS) for f in catalog.find_on_nodes(self.home)] if self.disks is not None else []
-        by_step = {catalog.step_of(f): (f.name, name) for f, name in reversed(found) if f.name not in skipped}
-        return by_step[max(by_step)] if by_step else (None, "")
-
-    def _load(self, folder: Path, manifest: Manifest, shards: Path | None) -> None:
-        """Load a checkpoint; `shards` is this node's folder when it is on the nodes' own disks.
-
-        Raises:
-            CheckpointException: on all ranks, when one has failed; with Damaged, parts of the state are overwritten.
-        """
-        reader = SafeReader(folder, manifest.files, shards)
-        metadata = reader.read_metadata()
-        same_world = manifest.world_size == self.layout.world_size
+    def _restore_newest(self) -> Restored | None:
+        """Return what was restored; None when there is nothing to go on from."""
+        storage = SharedStorage(self.run, self.job, self.attempt, self.epoch, self.ranks, self.state)
+        storage.prepare()
+        tiers: list[Tier] = [storage]  # what is read faster comes later
+        if self.disks is not None:
+            tiers.append(LocalTier(self.disks, storage))
         if self.memory is not None:
-            self.memory.done = manifest.step
-        state = self.state.to_load(metadata, folder.name, same_world)
-        if self.disks is not None and shards is not None:
-            self.disks.fetch(shards, manifest, state, metadata)
-        dcp.load(state, storage_reader=reader, process_group=self.group)
-        self.state.take(state)
-        self.committed_step, self._written_step = manifest.step, manifest.step
-        self.samples, self.stream = manifest.samples, manifest.stream
+            captured = MemoryTier(self.memory, partial(lacks_line, self.run.metrics, every=self.job.log_every_steps))
+            tiers.append(captured)
+        restored: Restored | None = None
+        while restored is None:
+            newest: Tier | None = None
+            step = 0
+            for tier in tiers:
+                if (offered := tier.offer(step)) is not None:
+                    newest, step = tier, offered
+            if self.memory is not None:
+                self.memory.done = step  # before the optimizer gets its state, for which it may call `before_update`
+            if newest is None:
+                storage.check_may_begin_again()
+                return None
+            restored = newest.load()
+        self.samples, self.stream = restored.samples, restored.stream
+        self.committed_step, self._written_step = storage.step, -1
+        if restored.place != "memory":
+            self.committed_step = self._written_step = restored.step
+        if self.memory is not None:
+            self.memory.step = restored.step if restored.place == "memory" else -1
+            self.ranks.gather(None)  # all have read
+            captured.forget()
+        return restored
 
     def close(self) -> None:
         """Wait for the last save and release its resources.

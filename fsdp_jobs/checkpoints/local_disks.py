@@ -12,6 +12,7 @@ import os
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,21 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from fsdp_jobs.checkpoints.blocks import open_verified
-from fsdp_jobs.checkpoints.catalog import SHARDS, CannotReadHere, Manifest, faults_in, is_object_store
+from fsdp_jobs.checkpoints.catalog import (
+    MANIFEST,
+    SHARDS,
+    CannotReadHere,
+    Manifest,
+    faults_in,
+    find_checkpoints,
+    find_on_nodes,
+    is_object_store,
+    step_of,
+)
 from fsdp_jobs.checkpoints.exchange import fetch_files
 from fsdp_jobs.checkpoints.ranks import Ranks
 from fsdp_jobs.checkpoints.storage import SaveRequest
+from fsdp_jobs.checkpoints.tiers import Restored, SharedStorage
 
 _BLOCK = 1 << 24  # bytes copied at once
 _KEPT = 2  # newest steps that stay on a node's disk
@@ -90,8 +102,51 @@ class LocalDisks:
             if old != uploading:
                 shutil.rmtree(old, ignore_errors=True)
 
-    def holding(self, manifest: Manifest, contents: bool) -> Path | None:
-        """All ranks: this node's folder of a step if the nodes have every shard of it, whole; else None.
+    def close(self) -> None:
+        self._thread.shutdown()
+
+
+class LocalTier:
+    """What the nodes have on their disks between them. All ranks call each method, in the same order."""
+
+    def __init__(self, disks: LocalDisks, storage: SharedStorage):
+        self.folder, self.leads, self.ranks, self.storage = disks.folder, disks.leads, disks.ranks, storage
+        self._offered: tuple[str, str] | None = None  # a checkpoint, and what lists its shards
+        self._lacking: set[str] = set()  # checkpoints that these disks do not hold all shards of
+
+    def offer(self, at_least: int) -> int | None:
+        """Return the newest step of which these disks may hold every shard, if it is as new as `at_least`.
+
+        What was committed may be held here, too, and is not read from shared storage then.
+        """
+        self._offered = self.ranks.from_rank_0(self._newest)
+        step = -1 if self._offered is None else step_of(self.storage.home / self._offered[0])
+        return step if step >= at_least else None
+
+    def _newest(self) -> tuple[str, str] | None:
+        """Return the newest checkpoint that may be here and what lists its shards, which says where else they are."""
+        home, without = self.storage.home, self.storage.skipped.keys() | self._lacking
+        found = [(f, MANIFEST) for f in find_checkpoints(home)] + [(f, SHARDS) for f in find_on_nodes(home)]
+        left = [(folder.name, listed_in) for folder, listed_in in found if folder.name not in without]
+        return max(left, key=lambda one: step_of(home / one[0]), default=None)  # the first one of a step
+
+    def load(self) -> Restored | None:
+        """Load what was offered, if the nodes hold it between them."""
+        assert self._offered is not None
+        name, listed_in = self._offered
+        manifest = self.storage.examine(name, listed_in, shards=False)
+        if manifest is None:
+            return None
+        shards = self._holding(manifest, self.storage.is_certain(name))
+        if shards is not None:
+            return self.storage.read(name, manifest, shards, partial(self._fetch, shards))
+        self._lacking.add(name)
+        if listed_in == SHARDS:
+            self.storage.skip(name, ["these nodes' disks do not hold all of its shards"], is_damaged=False)
+        return None
+
+    def _holding(self, manifest: Manifest, contents: bool) -> Path | None:
+        """Return this node's folder of a step if the nodes have every shard of it, whole; else None.
 
         `contents`: compare sums, too, and not sizes alone.
         """
@@ -116,17 +171,14 @@ class LocalDisks:
                 best = str(folder), here
         return best
 
-    def fetch(self, folder: Path, manifest: Manifest, state: dict[str, Any], metadata: Metadata) -> None:
-        """All ranks, after `holding`: get from peers the shards that this node needs and lacks."""
+    def _fetch(self, folder: Path, state: dict[str, Any], metadata: Metadata) -> None:
+        """After `_holding`, get from peers the shards that this node needs and lacks."""
         planner = DefaultLoadPlanner()
         planner.set_up_planner(state, metadata, is_coordinator=False)
         stored = metadata.storage_data
         assert stored is not None
         wanted = {stored[item.storage_index].relative_path for item in planner.create_local_plan().items}
         fetch_files(self.ranks, self._leaders[self.ranks.node], self._held, wanted, folder, folder)
-
-    def close(self) -> None:
-        self._thread.shutdown()
 
 
 def _copy_checked(source: Path, target: Path, expected: dict[str, Any]) -> None:

@@ -36,9 +36,6 @@ def config_problems(config: JobConfig, files: bool = True, is_away: bool = False
         yield from trainer_problems()
     if has_model:
         yield from data_problems(config, files and not config.is_program, shares_files)
-        if config.checkpoint.memory.every_steps and config.data.streaming:
-            what = "a capture in memory does not hold where a stream is read on"
-            yield Problem("data.streaming=true", what, "checkpoint.memory.every_steps=0, or data.streaming=false")
     if files and config.checkpoint.dir is not None and "://" in config.checkpoint.dir:
         yield from _checkpoint_url(config.checkpoint.dir)
     if isinstance(config.model, LlamaConfig):

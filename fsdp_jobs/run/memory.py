@@ -64,6 +64,7 @@ class Capture:
     shard_group: int
     entries: list[Entry]
     is_whole: bool = True  # not only what is alone
+    stream: dict[str, Any] | None = None  # where a stream is read on
 
     @property
     def size(self) -> int:
@@ -84,7 +85,8 @@ class Capture:
         return replace(self, entries=entries, is_whole=len(entries) == len(self.entries)).placed()
 
     def to_json(self) -> str:
-        return json.dumps(vars(self))
+        """Return its description; without a stream that of captures that had none, which stay as they were sealed."""
+        return json.dumps({key: value for key, value in vars(self).items() if key != "stream" or value is not None})
 
     def described(self) -> str:
         """Return its description with a checksum, as it is in a slot."""

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_jobs.checkpoints.checkpointer import Checkpointer
-from fsdp_jobs.config.schema import CheckpointConfig, JobConfig, NoModelConfig
+from fsdp_jobs.config.schema import CheckpointConfig, IntegrityConfig, JobConfig, NoModelConfig
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run.directory import RunDir
 from tests import world
@@ -26,6 +26,7 @@ def trained(
     restart: str = "0-0",
     optimizer: Any = torch.optim.AdamW,
     model: nn.Module | None = None,
+    integrity_action: str = "report",
     **keys: Any,
 ) -> Checkpointer:
     """Make a checkpointer of a sharded model, whose ranks are nodes of their own; without asynchrony."""
@@ -39,6 +40,7 @@ def trained(
         script="program.py",
         model=NoModelConfig(),
         checkpoint=CheckpointConfig(**{"async_mode": "off", "every_steps": 1, "keep": 3, **keys}),
+        integrity=IntegrityConfig(action=integrity_action),
     )
     run, made = RunDir(Path(folder)), optimizer(model.parameters(), lr=0.1)
     layout = Layout("full_shard", world, world)

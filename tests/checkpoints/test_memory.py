@@ -37,6 +37,7 @@ def _rank(folder: str, epoch: int, layout: Layout | None = None) -> Checkpointer
 def _capture(checkpoints: Checkpointer, *steps: int, value: float | None = None) -> None:
     for step in steps:
         fill(checkpoints, float(step) if value is None else value)
+        checkpoints.stream = {"at": step}
         checkpoints.capture(step, lambda: None)
         checkpoints.poll()
         assert checkpoints.memory is not None
@@ -58,6 +59,7 @@ def _resume(folder: str, layout: Layout | None = None) -> tuple[int, float]:
     fill(checkpoints, -1.0)
     step = checkpoints.restore()
     found = value_of(checkpoints)
+    assert checkpoints.stream == ({"at": step} if step in (5, 6) else None), "where a stream is read on"
     _capture(checkpoints, step + 1, step + 2, step + 3)
     assert checkpoints.memory is not None
     assert len(list(checkpoints.memory.folder.glob("*.data"))) == 2, "what rounds before had captured has gone"

@@ -139,6 +139,23 @@ def _begun_again(folder: str) -> int:
     return trained(folder, "0-3", restart_from_zero=True).restore()
 
 
+def _restored_twice(folder: str) -> list[tuple[int, float]]:
+    checkpoints, found = trained(folder), []
+    save_steps(checkpoints, 2, 4)
+    if checkpoints.rank == 0:
+        flip_byte(Path(folder) / "checkpoints" / "step-00000004" / "__1_0.distcp")
+    dist.barrier()
+    for _ in range(2):
+        found.append((checkpoints.restore(), value_of(checkpoints)))
+        save_steps(checkpoints, 4)
+    checkpoints.close()
+    return found
+
+
+def test_a_second_restore_judges_anew(tmp_path: Path) -> None:
+    assert run_world(2, _restored_twice, str(tmp_path)) == [[(2, 2.0), (4, 4.0)]] * 2
+
+
 def _flip_once(folder: str) -> Any:
     """Resume where the first reading of a file finds other bytes than are on the disk, as with a sick cache."""
     opened, read = pathlib.Path.open, set[Path]()

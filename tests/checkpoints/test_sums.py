@@ -11,7 +11,6 @@ import torch
 from fsdp_jobs.checkpoints import catalog, sums
 from fsdp_jobs.checkpoints.catalog import NOT_AGREED, Manifest
 from fsdp_jobs.checkpoints.sums import checksum
-from fsdp_jobs.config.schema import IntegrityConfig
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.integrity import Known
 from tests.checkpoints.saving import save_steps, trained, value_of
@@ -48,8 +47,7 @@ def _save(folder: str) -> None:
 
 
 def _resume(folder: str, action: str) -> tuple[int, float]:
-    checkpoints = trained(folder, "0-1")
-    checkpoints.integrity = IntegrityConfig(action=action)
+    checkpoints = trained(folder, "0-1", integrity_action=action)
     step = checkpoints.restore()
     found = value_of(checkpoints)
     save_steps(checkpoints, 5, 6, 7)

@@ -76,12 +76,6 @@ def test_what_nothing_reads_is_not_checked() -> None:
     assert wheres("script=train.py", "elastic.exclude_after=-1", "seed=-1") == ["seed=-1", "elastic.exclude_after=-1"]
 
 
-def test_a_stream_is_refused_with_captures_which_do_not_hold_its_place() -> None:
-    stream = ("data=hf_dataset", "data.path=owner/name", "data.tokenizer=owner/name", "data.streaming=true")
-    assert "data.streaming=true" in wheres(*stream, "checkpoint.memory.every_steps=1")
-    assert "data.streaming=true" not in wheres(*stream)
-
-
 def test_replicas_that_cannot_be_compared_are_refused() -> None:
     assert "integrity.every_steps=10" in wheres("integrity.every_steps=10", "fsdp=full_shard")
     assert "integrity.every_steps=10" not in wheres("integrity.every_steps=10", "fsdp=hybrid_shard")

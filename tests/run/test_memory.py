@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,13 @@ def test_a_flipped_bit_anywhere_is_found(tmp_path: Path) -> None:
         same.write_bytes(one.read_bytes())
     (tmp_path / "x.json").write_text("{}")
     assert other.capture() is None and [s.about for s in slots_in(tmp_path) if s.capture()] == [slot.about]
+
+
+def test_captures_are_described_as_before_there_were_streams_unless_they_have_one(tmp_path: Path) -> None:
+    capture = captured(tmp_path).capture()
+    assert capture is not None and "stream" not in capture.to_json(), "what an older version has sealed stays whole"
+    streamed = replace(capture, stream={"at": 3})
+    assert Capture.from_json(streamed.to_json()) == streamed
 
 
 def test_what_was_not_sealed_in_time_is_sealed_by_who_reads_it_and_what_was_withdrawn_is_not(tmp_path: Path) -> None:
