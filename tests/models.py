@@ -121,6 +121,22 @@ def sleepy(vocab: int = 256) -> nn.Module:
     return model
 
 
+class Busy(Block):
+    """Takes 12 ms of a core, which is longer where there is less of a core to be had."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        began, work = time.thread_time(), torch.ones(64, 64)
+        while time.thread_time() - began < 0.012:
+            work = (work @ work).clamp(max=1)
+        return super().forward(x)
+
+
+def busy(vocab: int = 256) -> nn.Module:
+    model = Tiny(vocab)
+    model.blocks = nn.ModuleList([Busy(32)])
+    return model
+
+
 def flips_a_bit() -> nn.Module:
     """Tiny, of which one rank flips a bit after an update: FLIP is rank, rounds, step, tensor, element and bit.
 

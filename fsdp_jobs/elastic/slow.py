@@ -2,11 +2,13 @@
 
 Their steps take equally long: who is slow shows only in what a rank does without the others. A window is 20 steps or
 more. A node is slow when its slowest rank needs at least 1.07 times the median of the other nodes, loses at least 2 ms
-and 1% of a step, and is far outside of what the others differ by, in 4 of 5 windows.
+and 1% of a step (3% by waits), and is far outside of what the others differ by and of what it varies by itself, in 4
+of 5 windows.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +21,9 @@ from fsdp_jobs.run.events import SlowNode, SlowSteps
 _STEPS = 20  # of a window, at least
 _WINDOWS, _OFTEN = 5, 4
 _RATIO = 1.07  # a node that is 10% slow is measured at 1.08 to 1.12
-_LEAST_S, _LEAST_PART = 0.002, 0.01  # of a step
-_SPREADS = 5 * 1.4826  # median absolute deviations; 1.4826 of them are a standard deviation of normal numbers
+_LEAST_S = 0.002  # that it loses per step, and
+_LEAST_PART = {"data": 0.03, "checkpoint": 0.03, "compute": 0.01}  # of it: on a busy host everybody waits now and then
+_SPREADS = 5  # standard deviations
 _FORWARD_TO_STEP = 3  # backward does twice the work of forward
 _HOST_BOUND = 0.8  # of a GPU's time: it waits for what the host issues
 _LONGER = 1.25  # than in the windows before
@@ -68,15 +71,16 @@ def examine(windows: Sequence[Window], node: int, cause: str, ranks: int) -> Slo
     """Return what a node costs by one cause, if it is slow by it; all windows are of the same `ranks`."""
     others = [[s for other, s in w.by_node[cause].items() if other != node] for w in windows]
     middles, owns = [median(of) for of in others], [w.by_node[cause][node] for w in windows]
-    often, spread = _OFTEN, median(map(_deviation, others))
+    often, spread = _OFTEN, median(map(_between_nodes, others))
     if len(others[0]) < 3:  # too few to tell what is usual: by what changes over time
-        often, spread = len(windows), max(_deviation(middles), _deviation(owns))
+        often, spread = len(windows), _over_time(middles)
+    spread = max(spread, _over_time(owns))  # three nodes seem to agree by chance, while one is late now and then
     found: list[SlowNode] = []
     for window, own, of, middle in zip(windows, owns, others, middles, strict=True):
         step_s = window.step_s
         lost_s = min((own - middle) * (_FORWARD_TO_STEP if cause == "compute" else 1), step_s)
         is_far = own - middle > _SPREADS * spread
-        if own >= _RATIO * middle and lost_s >= max(_LEAST_S, _LEAST_PART * step_s) and is_far:
+        if own >= _RATIO * middle and lost_s >= max(_LEAST_S, _LEAST_PART[cause] * step_s) and is_far:
             why = "host" if cause == "compute" and window.is_host_bound[node] else cause
             hours = lost_s / step_s * ranks * 24
             found.append(SlowNode(node, "", why, own, middle, len(of), lost_s, step_s, hours))
@@ -93,9 +97,17 @@ def pays(slow: SlowNode, nodes: int, without: int, steps: int) -> bool:
     return slow.others > 1 and slow.cause != "checkpoint" and saved_s * steps > 3 * _RESTART_S
 
 
-def _deviation(values: Sequence[float]) -> float:
+def _between_nodes(values: Sequence[float]) -> float:
+    """Return what nodes differ by, as a standard deviation of normal numbers; slow ones among them do not count."""
     middle = median(values)
-    return median(abs(v - middle) for v in values)
+    return 1.4826 * median(abs(v - middle) for v in values)
+
+
+def _over_time(values: Sequence[float]) -> float:
+    """Return what a few windows differ by, as a standard deviation of normal numbers; one of five does not count."""
+    middle = median(values)
+    distances = sorted(abs(v - middle) for v in values)
+    return distances[math.ceil(0.8 * len(distances)) - 1] / 1.28
 
 
 class SlowWatch:

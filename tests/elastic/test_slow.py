@@ -57,10 +57,31 @@ def test_a_node_that_is_slower_by_a_tenth_is_named_within_five_windows(nodes: in
         assert ("not known which" in found.sentence()) is (nodes == 2)
 
 
+@pytest.mark.parametrize(("nodes", "slow"), [(4, {0, 1}), (8, {1, 5, 7}), (16, {0, 1, 2, 3, 4})])
+def test_slow_nodes_do_not_hide_each_other(nodes: int, slow: set[int]) -> None:
+    for seed in range(10):
+        ranks = Ranks(nodes, 0.005, seed)
+        found = found_in(ranks, lambda n, t: slower(n, 1.11)(n, t) if n in slow else t, windows=4 + len(slow))
+        assert {one.node for one in found if isinstance(one, SlowNode)} == slow
+
+
 @pytest.mark.parametrize("nodes", [2, 3, 4, 8])
 @pytest.mark.parametrize("noise", [0.0, 0.01, 0.05])
 def test_no_node_is_named_where_all_are_alike(nodes: int, noise: float) -> None:
     assert not [f for s in range(20) for f in found_in(Ranks(nodes, noise, s), windows=100)]
+
+
+@pytest.mark.parametrize("nodes", [4, 8])
+def test_no_node_is_named_for_being_late_now_and_then(nodes: int) -> None:
+    """Waits are those of four nodes on two cores with much other work, in parts of a step."""
+    for seed in range(20):
+        late = random.Random(seed)
+
+        def busy(_: int, times: Times, late: random.Random = late) -> Times:
+            return times._replace(data=late.gammavariate(1.6, 0.0022), checkpoint=late.gammavariate(3, 0.0045))
+
+        found = found_in(Ranks(nodes, 0.05, seed), busy, windows=300)
+        assert not [slow for slow in found if isinstance(slow, SlowNode)]
 
 
 def test_one_slow_window_in_five_is_no_slow_node() -> None:

@@ -111,15 +111,36 @@ def test_a_rank_that_computes_wrong_ends_and_counts_against_its_machine(tmp_path
         assert "ComputesWrong" in broken["why"] and broken["blamed"], broken
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("seed", range(50))
-def test_a_bit_anywhere_in_the_live_state_is_found(tmp_path: Path, seed: int) -> None:
+def _anywhere(seed: int, ranks: int) -> tuple[int, int, str]:
+    """Choose a rank, a step, and a bit of that rank's live state; return the first two and FLIP."""
     chance = random.Random(seed)
     tensor, element = chance.choice(("parameter", "exp_avg", "exp_avg_sq")), chance.randrange(1 << 20)
-    rank, step, bit = chance.randrange(6), chance.randrange(2, 9), chance.randrange(23)  # the mantissa's: none is NaN
-    flip = f"{rank}:0:{step}:{tensor}-{chance.randrange(20)}:{element}:{bit}"
+    rank, step, bit = chance.randrange(ranks), chance.randrange(2, 9), chance.randrange(23)  # the mantissa's: no NaN
+    return rank, step, f"{rank}:0:{step}:{tensor}-{chance.randrange(20)}:{element}:{bit}"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(50))
+def test_a_bit_anywhere_in_the_live_state_of_one_of_three_is_found(tmp_path: Path, seed: int) -> None:
+    rank, _, flip = _anywhere(seed, 6)
     with flipping(tmp_path, flip, *HYBRID, *(ASKED if seed % 2 else CAPTURED), "steps=12") as flipped:
         assert flipped.wait().verdict == "done", flipped.story()
         (found,) = flipped.events("corruption")
         assert (found["finding"], found["ranks"], found["nodes"]) == ("outvoted", [rank], [rank // 2]), (flip, found)
         assert found["tensors"], (flip, found)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(50))
+def test_a_bit_anywhere_in_the_live_state_of_one_of_two_is_found(tmp_path: Path, seed: int) -> None:
+    rank, step, flip = _anywhere(seed, 2)
+    asked = (*(ASKED if seed % 2 else CAPTURED), "integrity.action=restart", "steps=12")
+    with flipping(tmp_path, flip, *TWO, *asked) as flipped:
+        assert flipped.wait().verdict == "done", flipped.story()
+        found, judged = flipped.events("corruption")
+        assert (found["finding"], found["ranks"]) == ("two", [0, 1]) and found["tensors"], (flip, found)
+        is_at_once = found["step"] == step
+        assert is_at_once or not seed % 2, "it was compared at each step"
+        expected = ("transient", [rank]) if is_at_once else ("unknown", [0, 1])
+        assert (judged["finding"], judged["ranks"]) == expected, (flip, judged)
+        print("attributed" if is_at_once else "carried to the other one before it was captured", flush=True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -54,6 +57,62 @@ def test_ten_of_ten_nodes_that_become_slow_are_named_within_five_windows(tmp_pat
                     print(f"{found['own_s'] / found['others_s']:.3f} of the others, {steps} steps later", flush=True)
                     assert found["node"] == ten.events("round_started")[0]["nodes"][rank], found
                     assert steps <= 7 * WINDOW, "five windows of a few steps over 20, after the one it begins in"
+    assert named == 10
+
+
+@contextmanager
+def part_of_a_core(number: int) -> Iterator[Callable[[float, list[int]], None]]:
+    """Yield what lets processes have so much of a core from now on, by a cgroup of their own (version 1 or 2)."""
+    controller = Path("/sys/fs/cgroup/cpu")
+    group = (controller if controller.exists() else controller.parent) / f"fsdp-jobs-test-{os.getpid()}-{number}"
+    group.mkdir()
+
+    def limit(part: float, pids: list[int]) -> None:
+        period = 10_000  # us
+        if (group / "cpu.max").exists():
+            (group / "cpu.max").write_text(f"{int(part * period)} {period}")
+        else:
+            (group / "cpu.cfs_period_us").write_text(str(period))
+            (group / "cpu.cfs_quota_us").write_text(str(int(part * period)))
+        for pid in pids:
+            (group / "cgroup.procs").write_text(str(pid))
+
+    try:
+        yield limit
+    finally:
+        while (group / "cgroup.procs").read_text():  # they were killed
+            time.sleep(0.1)
+        group.rmdir()
+
+
+@pytest.mark.soak
+@needs_netns
+@pytest.mark.timeout(900)
+def test_ten_of_ten_nodes_that_get_a_tenth_less_of_a_core_are_named(tmp_path: Path) -> None:
+    """Each node has three tenths of a core; needs two cores with little else to do."""
+    model = ("model=custom", "model._target_=tests.models.busy", "model.wrap_classes=[Busy]", "fsdp=full_shard")
+    named = 0
+    with ExitStack() as stack:
+        fabric = stack.enter_context(Fabric([f"node{i}" for i in range(4)]))
+        limits = [stack.enter_context(part_of_a_core(i)) for i in range(4)]
+        for number in range(3):
+            with netns_job(fabric, tmp_path / str(number), "ten", *model, *TASK) as ten:
+                ten.until_step(1)
+                order = ten.events("round_started")[0]["nodes"]
+                for node, limit in enumerate(limits):
+                    limit(0.3, [rank.pid for rank in fabric.ranks(f"node{node}")])
+                ten.until(lambda job=ten: job.step() >= WARM_UP + 2 * WINDOW, "some windows")
+                for rank in random.Random(number).sample(range(4), min(4, 10 - named)):
+                    assert len(ten.events("slow_node")) == named - 4 * number, "one was named that is not slow"
+                    limits[order[rank]](0.27, [])
+                    since, named = ten.step(), named + 1
+                    told = named - 4 * number
+                    ten.until(lambda n=told, job=ten: len(job.events("slow_node")) >= n, "named")
+                    found, steps = ten.events("slow_node")[-1], ten.step() - since
+                    print(f"{found['own_s'] / found['others_s']:.3f} of the others, {steps} steps later", flush=True)
+                    assert found["node"] == order[rank], found
+                    assert steps <= 7 * WINDOW, "five windows of a few steps over 20, after the one it begins in"
+                    limits[order[rank]](0.3, [])
     assert named == 10
 
 
