@@ -151,6 +151,12 @@ def check_sweep(overrides: Sequence[str]) -> None:
         raise BadInput(problems)
 
 
+def for_sweep(override: str) -> str:
+    """Return an override as Hydra takes it before it composes any job: one for a key of the user's adds it."""
+    key = key_of(override)
+    return f"++{override}" if override.startswith(key) and f"{key}.".startswith(_OPEN) else override
+
+
 def _as_hydra_reads(overrides: Sequence[str]) -> list[str]:
     """Quote values that are written as in a shell, and choose `model=none` for the user's own program."""
     quoted = [_quoted(o) if o.startswith(("script_args=", "notify.command=")) else o for o in overrides]

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from rich.console import Console
 
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
-from fsdp_jobs.config.hydra import PLUGINS, check_sweep, hydra_here, key_of
+from fsdp_jobs.config.hydra import PLUGINS, check_sweep, for_sweep, hydra_here, key_of
 from fsdp_jobs.config.keys import value_problems
 from fsdp_jobs.run.directory import find_run
 from fsdp_jobs.submit.submit import prepare
@@ -56,7 +56,7 @@ def multirun(overrides: Sequence[str]) -> int:
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
         try:
-            hydra.multirun("config", show_ended, list(overrides), with_log_configuration=False)
+            hydra.multirun("config", show_ended, list(map(for_sweep, overrides)), with_log_configuration=False)
         except HydraException as e:
             raise BadInput([Problem("--multirun", str(e))]) from e
     return len(failed)

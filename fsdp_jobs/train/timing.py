@@ -8,6 +8,7 @@ collective: that span is the rank's own.
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from fsdp_jobs.elastic.rank_state import Times
 
 _WARM_UP = 50  # steps of a round that do not count: they compile, allocate and fill caches
 _MOST_BLOCKS = 16  # that are measured, evenly spread: on a GPU each takes two events per microbatch
+_MOST_SPANS = 1 << 16  # of a step; a program that never ends one keeps no more
 
 
 class _Span(NamedTuple):
@@ -35,8 +37,8 @@ class StepTimer:
         self._is_cuda = device.type == "cuda"
         self._blocks_per_measured = 1.0
         self._began_s, self._began = 0.0, self._mark()
-        self._spans: list[_Span] = []  # of this step
-        self._done: list[_Span] = []  # of the step before
+        self._spans = deque[_Span](maxlen=_MOST_SPANS)  # of this step
+        self._done = deque[_Span]()  # of the step before
         self._steps = 0
         self.compute_s = 0.0  # of the newest step that is known
         self.sums = Times()
@@ -62,7 +64,9 @@ class StepTimer:
         self._began_s, self._began = time.perf_counter(), self._mark()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _end(self, _block: nn.Module, inputs: tuple[object, ...], _output: object) -> None:
+    def _end(self, block: nn.Module, inputs: tuple[object, ...], _output: object) -> None:
+        if not block.training:
+            return
         host_s, ended = time.perf_counter() - self._began_s, self._mark()
         work = inputs[0].numel() if inputs and isinstance(inputs[0], Tensor) else 0
         events = None if self._began is None or ended is None else (self._began, ended)
@@ -78,7 +82,7 @@ class StepTimer:
             slowest_s: the longest `compute_s` of all ranks.
         """
         spans = self._done if self._is_cuda else self._spans
-        self._done, self._spans = self._spans, []
+        self._done, self._spans = self._spans, deque(maxlen=_MOST_SPANS)
         host_s = sum(s.host_s for s in spans) * self._blocks_per_measured
         pairs = [s.events for s in spans if s.events is not None and s.events[1].query()]
         on_gpu = sum(begin.elapsed_time(end) for begin, end in pairs) / 1e3
