@@ -141,6 +141,7 @@ def test_a_bit_anywhere_in_the_live_state_of_one_of_two_is_found(tmp_path: Path,
         assert (found["finding"], found["ranks"]) == ("two", [0, 1]) and found["tensors"], (flip, found)
         is_at_once = found["step"] == step
         assert is_at_once or not seed % 2, "it was compared at each step"
-        expected = ("transient", [rank]) if is_at_once else ("unknown", [0, 1])
-        assert (judged["finding"], judged["ranks"]) == expected, (flip, judged)
-        print("attributed" if is_at_once else "carried to the other one before it was captured", flush=True)
+        is_named = (judged["finding"], judged["ranks"]) == ("transient", [rank])
+        assert is_named or (judged["finding"], judged["ranks"]) == ("unknown", [0, 1]), (flip, judged)
+        assert is_named or not is_at_once, "gradients had not carried it to the other one yet"
+        print("named" if is_named else "not known which", flush=True)
