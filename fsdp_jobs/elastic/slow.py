@@ -23,7 +23,8 @@ _WINDOWS, _OFTEN = 5, 4
 _RATIO = 1.07  # a node that is 10% slow is measured at 1.08 to 1.12
 _LEAST_S = 0.002  # that it loses per step, and
 _LEAST_PART = {"data": 0.03, "checkpoint": 0.03, "compute": 0.01}  # of it: on a busy host everybody waits now and then
-_SPREADS = 5  # standard deviations
+_SPREADS = 5  # standard deviations of what the others differ by; but three seem to agree by chance now and then, so
+_OWN_SPREADS = 3  # of what a window of its own differs by from the next
 _FORWARD_TO_STEP = 3  # backward does twice the work of forward
 _HOST_BOUND = 0.8  # of a GPU's time: it waits for what the host issues
 _LONGER = 1.25  # than in the windows before
@@ -71,15 +72,14 @@ def examine(windows: Sequence[Window], node: int, cause: str, ranks: int) -> Slo
     """Return what a node costs by one cause, if it is slow by it; all windows are of the same `ranks`."""
     others = [[s for other, s in w.by_node[cause].items() if other != node] for w in windows]
     middles, owns = [median(of) for of in others], [w.by_node[cause][node] for w in windows]
-    often, spread = _OFTEN, median(map(_between_nodes, others))
+    often, far_s = _OFTEN, max(_SPREADS * median(map(_between_nodes, others)), _OWN_SPREADS * _over_time(owns))
     if len(others[0]) < 3:  # too few to tell what is usual: by what changes over time
-        often, spread = len(windows), _over_time(middles)
-    spread = max(spread, _over_time(owns))  # three nodes seem to agree by chance, while one is late now and then
+        often, far_s = len(windows), _SPREADS * max(_over_time(middles), _over_time(owns))
     found: list[SlowNode] = []
     for window, own, of, middle in zip(windows, owns, others, middles, strict=True):
         step_s = window.step_s
         lost_s = min((own - middle) * (_FORWARD_TO_STEP if cause == "compute" else 1), step_s)
-        is_far = own - middle > _SPREADS * spread
+        is_far = own - middle > far_s
         if own >= _RATIO * middle and lost_s >= max(_LEAST_S, _LEAST_PART[cause] * step_s) and is_far:
             why = "host" if cause == "compute" and window.is_host_bound[node] else cause
             hours = lost_s / step_s * ranks * 24
