@@ -125,10 +125,12 @@ class LocalTier:
 
     def _newest(self) -> tuple[str, str] | None:
         """Return the newest checkpoint that may be here and what lists its shards, which says where else they are."""
-        home, without = self.storage.home, self.storage.skipped.keys() | self._lacking
+        home = self.storage.home
         found = [(f, MANIFEST) for f in find_checkpoints(home)] + [(f, SHARDS) for f in find_on_nodes(home)]
-        left = [(folder.name, listed_in) for folder, listed_in in found if folder.name not in without]
-        return max(left, key=lambda one: step_of(home / one[0]), default=None)  # the first one of a step
+        left = [(f, listed_in) for f, listed_in in reversed(found) if f.name not in self.storage.skipped]
+        by_step = {step_of(f): (f.name, listed_in) for f, listed_in in left}  # what was committed is the step
+        steps = [step for step, (name, _) in by_step.items() if name not in self._lacking]
+        return by_step[max(steps)] if steps else None
 
     def load(self) -> Restored | None:
         """Load what was offered, if the nodes hold it between them."""

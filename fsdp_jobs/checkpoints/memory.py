@@ -134,9 +134,8 @@ class MemoryCheckpoints:
             self.step = self._captured_step
         self._captured_step = step
         slot = Slot(self.folder, self.epoch, self.ranks.rank, self._number)
-        about = partial(
-            Capture, self.epoch, self.ranks.rank, self._number, step, samples, self.ranks.world, stream=stream
-        )
+        mine = self.epoch, self.ranks.rank, self._number
+        about = partial(Capture, *mine, step, samples, self.ranks.world, stream=copy.deepcopy(stream))
         tensors, objects = self.state.to_capture()
         updated = torch.cuda.current_stream().record_event() if self._stream is not None else None
         self._copying = self._thread.submit(self._copy, slot, about, tensors, copy.deepcopy(objects), updated, record)

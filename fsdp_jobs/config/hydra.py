@@ -152,9 +152,11 @@ def check_sweep(overrides: Sequence[str]) -> None:
 
 
 def for_sweep(override: str) -> str:
-    """Return an override as Hydra takes it before it composes any job: one for a key of the user's adds it."""
+    """Return an override as Hydra takes it before it composes any job: one value for a key of the user's adds it."""
     key = key_of(override)
-    return f"++{override}" if override.startswith(key) and f"{key}.".startswith(_OPEN) else override
+    is_open = override.startswith(key) and f"{key}.".startswith(_OPEN)
+    has_one = is_open and not OverridesParser.create().parse_override(override).is_sweep_override()
+    return f"++{override}" if has_one else override
 
 
 def _as_hydra_reads(overrides: Sequence[str]) -> list[str]:

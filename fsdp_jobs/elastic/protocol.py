@@ -14,7 +14,8 @@ Agent to coordinator:
     beat    ranks: [[step, committed, phase, *Times], ...], silent, at
             (silent: seconds for which ranks that report no steps have done nothing, 0 while they do something)
     failed  failures: [...]     ranks here have failed, and the others are being stopped
-    ready   failures: [...], at    no ranks run here; wants to be in the next round (failures: not reported yet)
+    ready   failures: [...], after, at      no ranks run here; wants to be in the next round
+            (failures: not reported yet; after: the newest round that it knows of, -1 for none)
     master  round, port       from the head of a round: the port at which its ranks meet
     notice  signal              this node received a signal to stop
     stacks  node, ranks: [...]          the state of its ranks, after a dump

@@ -118,11 +118,12 @@ class CoordinatorRendezvous(rendezvous.RendezvousHandler):
         while True:
             self._link.beat()  # the last report of the ranks that ran here
             with self._changed:
+                after = self.round.get("round", -1)
                 self.round, self._waiting, self.running_round, self._ended = {}, True, -1, False
                 failures, self._failures = self._failures, []
                 for state in self.states:
                     state.clear()
-            self._link.send("ready", failures=failures, at=Lease.now())
+            self._link.send("ready", failures=failures, after=after, at=Lease.now())
             with self._changed:
                 self._changed.wait_for(lambda: self.round or self.end)
                 if self.end:

@@ -75,7 +75,7 @@ class Coordinator(ComparedAttempt):
         if message["signal"]:
             self.on_notice(agent, message, now)
         if message["ready"]:
-            self.on_ready(agent, {"failures": [], "at": message["at"]}, now)
+            self.on_ready(agent, {"failures": [], "after": number, "at": message["at"]}, now)
         else:
             self._answer(agent, message, now)
         return True
@@ -103,6 +103,8 @@ class Coordinator(ComparedAttempt):
 
     def on_ready(self, agent: ConnectedAgent, message: Message, now: float) -> None:
         """Note that an agent has no ranks running and wants to be in the next round."""
+        if agent.in_round and message["after"] < self.round.number:
+            return  # its `hello` had said so already, and the round that followed is on its way
         self._on_ranks_ended(agent)
         self.on_failed(agent, message, now)
         if agent.in_round and not self.round.stops_by_signal:

@@ -3,7 +3,7 @@
 Their steps take equally long: who is slow shows only in what a rank does without the others. A window is 20 steps or
 more. A node is slow when its slowest rank needs at least 1.07 times the median of the other nodes, loses at least 2 ms
 and 1% of a step (3% by waits), and is far outside of what the others differ by and of what it varies by itself, in 4
-of 5 windows.
+of 5 windows; with one or two others in all five.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from heapq import nlargest
 from statistics import median
 
 from fsdp_jobs.elastic.rank_state import Times
@@ -20,11 +21,12 @@ from fsdp_jobs.run.events import SlowNode, SlowSteps
 
 _STEPS = 20  # of a window, at least
 _WINDOWS, _OFTEN = 5, 4
-_RATIO = 1.07  # a node that is 10% slow is measured at 1.08 to 1.12
+_RATIO = 1.07  # a node that is 10% slow is measured at 1.08 to 1.18
 _LEAST_S = 0.002  # that it loses per step, and
 _LEAST_PART = {"data": 0.03, "checkpoint": 0.03, "compute": 0.01}  # of it: on a busy host everybody waits now and then
-_SPREADS = 5  # standard deviations of what the others differ by; but three seem to agree by chance now and then, so
-_OWN_SPREADS = 3  # of what a window of its own differs by from the next
+_SPREADS = 5  # standard deviations of what the others differ by
+_OWN_SPREADS = 3  # of what its own windows differ by: three others seem to agree by chance now and then
+_SUSPECTS = 3  # the worst nodes, which are looked at: one that varies much must not hide one that is steadily slow
 _FORWARD_TO_STEP = 3  # backward does twice the work of forward
 _HOST_BOUND = 0.8  # of a GPU's time: it waits for what the host issues
 _LONGER = 1.25  # than in the windows before
@@ -136,11 +138,11 @@ class SlowWatch:
             return None
         newest, ranks = list(self._windows)[-_WINDOWS:], sum(map(len, sums.values()))
         for cause in newest[0].by_node:
-            nodes = [node for node in sums if (node, cause) not in self._told]
-            worst = max(nodes, key=partial(_usual, newest, cause), default=None)
-            if worst is not None and (slow := examine(newest, worst, cause, ranks)) is not None:
-                self._told.add((worst, cause))
-                return slow
+            untold = [node for node in sums if (node, cause) not in self._told]
+            for node in nlargest(_SUSPECTS, untold, key=partial(_usual, newest, cause)):
+                if (slow := examine(newest, node, cause, ranks)) is not None:
+                    self._told.add((node, cause))
+                    return slow
         if sum(_imbalance(w) >= _IMBALANCE for w in newest) >= _OFTEN:
             return self._once("rotating", _ROTATING.format(lost=median(map(_imbalance, newest))))
         return self._look_back(newest)

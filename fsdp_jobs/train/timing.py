@@ -64,9 +64,9 @@ class StepTimer:
         self._began_s, self._began = time.perf_counter(), self._mark()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _end(self, block: nn.Module, inputs: tuple[object, ...], _output: object) -> None:
-        if not block.training:
-            return
+    def _end(self, _block: nn.Module, inputs: tuple[object, ...], _output: object) -> None:
+        if not torch.is_grad_enabled():
+            return  # a validation pass
         host_s, ended = time.perf_counter() - self._began_s, self._mark()
         work = inputs[0].numel() if inputs and isinstance(inputs[0], Tensor) else 0
         events = None if self._began is None or ended is None else (self._began, ended)

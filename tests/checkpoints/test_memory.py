@@ -39,6 +39,7 @@ def _capture(checkpoints: Checkpointer, *steps: int, value: float | None = None)
         fill(checkpoints, float(step) if value is None else value)
         checkpoints.stream = {"at": step}
         checkpoints.capture(step, lambda: None)
+        checkpoints.stream["at"] = -1  # a program that reads on meanwhile
         checkpoints.poll()
         assert checkpoints.memory is not None
         for slot in slots_in(checkpoints.memory.folder):  # in the agent's place

@@ -59,7 +59,8 @@ class Cluster:
         return member
 
     def ready(self, member: ConnectedAgent, *failures: dict[str, Any]) -> None:
-        self.coordinator.on_ready(member, {"failures": list(failures), "at": self.now}, self.now)
+        after = self.coordinator.round.number if member.in_round else -1
+        self.coordinator.on_ready(member, {"failures": list(failures), "after": after, "at": self.now}, self.now)
 
     def ended(self, member: ConnectedAgent) -> None:
         self.coordinator.on_ended(member, {}, self.now)

@@ -39,6 +39,19 @@ def test_an_elastic_job_waits_for_more_nodes_then_starts_with_enough(tmp_path: P
     assert cluster.last(a, "round")["size"] == 2  # type: ignore[index]
 
 
+def test_an_agent_that_says_twice_that_it_is_ready_has_not_left_the_round_that_followed(tmp_path: Path) -> None:
+    """It connects while it is about to say so: `hello` says it, too, and the round may begin in between."""
+    cluster = Cluster(tmp_path, "nodes=2", "elastic.join_window_s=0", "fsdp=full_shard")
+    a, b = cluster.join(0), cluster.join(1)
+    cluster.later(0.2, a, b)
+    assert cluster.last(b, "round") is not None
+    cluster.coordinator.on_ready(b, {"failures": [], "after": -1, "at": cluster.now}, cluster.now)
+    cluster.later(1, a, b)
+    assert cluster.last(a, "break") is None
+    cluster.ready(b)
+    assert cluster.last(a, "break") is not None
+
+
 def test_a_dead_agent_breaks_the_round_at_once_and_a_silent_one_after_its_timeout(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, "nodes=1:3", "elastic.join_window_s=0", "fsdp=full_shard")
     a, b, c = cluster.join(0), cluster.join(1), cluster.join(2)

@@ -44,7 +44,7 @@ def take(message):
         now["phase"] = message["request"]  # to park
     elif message["kind"] == "break":
         now.update(NO_ROUND, ready=True)
-        link.send("ready", failures=[], at=Lease.now())
+        link.send("ready", failures=[], after=message["round"], at=Lease.now())
 
 def report():
     return {"ranks": [] if now["ready"] else [[1, -1, now["phase"]]], "silent": 0.0}

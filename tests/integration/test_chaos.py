@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -244,6 +245,7 @@ def test_a_rank_is_killed_while_it_saves(job: NetnsJob, undisturbed: dict[int, f
     while not caught:  # a save that was over before its rank stood still does not count
         job.until(unfinished, "a save")
         rank.suspend()
+        time.sleep(0.5)  # that the others have for a commit, if the rank had written its part
         caught = unfinished()
         if not caught:
             rank.resume()

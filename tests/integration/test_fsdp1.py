@@ -15,6 +15,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
 _COMMON = """
 import os, pathlib, sys
+import time
+
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -30,6 +32,7 @@ def wrapped(**how):
     return FSDP(model, auto_wrap_policy=policy, device_id=torch.device("cpu"), **how)
 
 def train(model, optimizer, step):
+    time.sleep(0.05)  # else all steps are done before who counts them has seen one
     torch.manual_seed(1000 * step + dist.get_rank())
     x = torch.randn(8, 16)
     loss = (model(x) - x.sum(1, keepdim=True)).square().mean()

@@ -176,7 +176,7 @@ def test_a_job_on_a_stream_loses_a_node_and_goes_on(corpus: Path, place: str) ->
         assert killed.wait().verdict == "done"
         first = {m["step"]: m["loss"] for m in reversed(killed.metrics())}
         assert [e["place"] for e in killed.events("resumed")] == [place]
-        assert len(first) == 40 < len(killed.metrics())
+        assert len(first) == 40
         assert killed.losses() == pytest.approx(first, rel=1e-5)  # steps that were done again saw the same samples
 
 
