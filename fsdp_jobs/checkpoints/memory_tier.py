@@ -37,7 +37,6 @@ class MemoryTier:
         self._useless: list[int] = []  # steps that could not be loaded
         self._told: tuple[int, str] | None = None
         self._chosen: list[Found] = []
-        self._stream: dict[str, Any] | None = None
 
     def offer(self, at_least: int) -> int | None:
         """Return the newest step that the nodes hold whole, verified. A step without its line is done again."""
@@ -101,19 +100,22 @@ class MemoryTier:
         """Go on from what was offered. Nothing of the state changes before all ranks have it whole and finite."""
         like = self._chosen[0]
         try:
-            sent = self._read()
+            read = self._read()
         except CannotKeep as e:
             print(f"WARNING the capture of step {like.step} is not used: {e}", flush=True)
-            sent = None
-        if sent is None:
+            read = None
+        if read is None:
             self._chosen = []
             self._useless.append(like.step)
             return None
-        stream = self.ranks.from_rank_0(lambda: self._stream)  # any capture's will do, and one for all
-        return Restored("memory", like.step, like.samples, stream, sent)
+        sent, stream = read
+        one_for_all = self.ranks.from_rank_0(lambda: stream)
+        return Restored("memory", like.step, like.samples, one_for_all, sent)
 
-    def _read(self) -> int | None:
-        """Read what was chosen. Returns the bytes that nodes sent each other; None when it is not usable.
+    def _read(self) -> tuple[int, dict[str, Any] | None] | None:
+        """Read what was chosen. Returns the bytes that nodes sent each other, and where a stream is read on.
+
+        None when it is not usable.
 
         Raises:
             CannotKeep: what other nodes send does not fit.
@@ -131,7 +133,6 @@ class MemoryTier:
         came = fetch(wanted={f"{name}.json" for name in sources})
         captures = {name: _slot(where[name], by_name[name]).capture() for name in sources}
         whole = {name: capture for name, capture in captures.items() if capture is not None}
-        self._stream = next((c.stream for c in whole.values() if c.stream is not None), None)
         stored = metadata_of(whole)
         has_random = f"{RANDOM}{self.ranks.rank}" in stored.state_dict_metadata
         if not has_random and chosen[0].world_size == self.ranks.world:
@@ -157,7 +158,8 @@ class MemoryTier:
         for item, part in zip(items, parts, strict=True):
             planner.resolve_tensor(item).copy_(part)
         self.state.take(state)
-        return sum(int(came) for came, _ in by_rank)
+        stream = next((capture.stream for capture in whole.values() if capture.stream is not None), None)
+        return sum(int(came) for came, _ in by_rank), stream
 
     def _wrong_with(self, parts: list[Tensor], places: list[Place], state: dict[str, Tensor]) -> Iterable[str]:
         """Say why this rank cannot go on from the parts of tensors that it found."""
