@@ -112,7 +112,9 @@ def test_two_people_submit_a_sweep_at_once_and_wait_for_a_job_that_fails(sweep: 
     assert [process.returncode for process in both] == [1, 1], shown
     assert all("try-000 done: " in text and "try-001 failed: " in text for text in shown), shown
     assert sorted("2  submitted" in text for text in shown) == [False, True]
-    assert [len(sweep.run(i).events("submitted")) for i in (0, 1)] == [1, 1]
+    assert len(sweep.run(0).events("submitted")) == 1
+    _, *again = sweep.run(1).events("submitted")  # on a busy machine the second may come when it has failed already
+    assert all(e["time"] > sweep.run(1).events("attempt_ended")[0]["time"] for e in again)
     rows = yaml.safe_load((tmp_path / "sweeps" / "try" / "sweep.yaml").read_text())["jobs"]
     assert [row["state"] for row in rows] == ["done", "failed"] and rows[0]["objective"] > 0
     assert [staged(sweep.run(i).run)["gpus"] for i in (0, 1)] == [["3"], ["5"]], "each on a GPU of its own"
