@@ -103,7 +103,8 @@ def test_a_sweep_goes_on_after_its_queue_and_a_job_were_killed(sweep: Sweep, tmp
 
 
 def test_two_people_submit_a_sweep_at_once_and_wait_for_a_job_that_fails(sweep: Sweep, tmp_path: Path) -> None:
-    own = ["elastic.max_skipped_updates=1", "optim.warmup_steps=0", "optim.grad_clip_norm=0", "steps=6"]
+    own = ["elastic.max_skipped_updates=100", "elastic.stop_on_nan_loss=false", "steps=150"]  # alive for both to see
+    own += ["optim.warmup_steps=0", "optim.grad_clip_norm=0"]
     command = [sys.executable, "-m", "fsdp_jobs", "--multirun", "name=try", *SMALL, *own, "optim.lr=1e-3,1e30"]
     command += ["sweep.wait=true", "sweep.parallelism=2"]
     env = environment(tmp_path, CUDA_VISIBLE_DEVICES="3,5")  # as if there were GPUs
@@ -112,9 +113,7 @@ def test_two_people_submit_a_sweep_at_once_and_wait_for_a_job_that_fails(sweep: 
     assert [process.returncode for process in both] == [1, 1], shown
     assert all("try-000 done: " in text and "try-001 failed: " in text for text in shown), shown
     assert sorted("2  submitted" in text for text in shown) == [False, True]
-    assert len(sweep.run(0).events("submitted")) == 1
-    _, *again = sweep.run(1).events("submitted")  # on a busy machine the second may come when it has failed already
-    assert all(e["time"] > sweep.run(1).events("attempt_ended")[0]["time"] for e in again)
+    assert [len(sweep.run(i).events("submitted")) for i in (0, 1)] == [1, 1]
     rows = yaml.safe_load((tmp_path / "sweeps" / "try" / "sweep.yaml").read_text())["jobs"]
     assert [row["state"] for row in rows] == ["done", "failed"] and rows[0]["objective"] > 0
     assert [staged(sweep.run(i).run)["gpus"] for i in (0, 1)] == [["3"], ["5"]], "each on a GPU of its own"

@@ -167,16 +167,16 @@ def test_what_cannot_be_read_is_said_before_submission(corpus: Path) -> None:
 def test_a_job_on_a_stream_loses_a_node_and_goes_on(corpus: Path, place: str) -> None:
     stream = ["data=hf_dataset", f"data.path={corpus}/rows.jsonl", "data.streaming=true", "data.workers=1"]
     if place == "storage":
-        saved = ["checkpoint.every_steps=10", "checkpoint.async_mode=off"]
+        saved = ["checkpoint.every_steps=13", "checkpoint.async_mode=off"]
     else:
-        saved = ["checkpoint.every_steps=0", "checkpoint.memory.every_steps=10"]
+        saved = ["checkpoint.every_steps=0", "checkpoint.memory.every_steps=13"]
     with job(corpus, "killed", *stream, "steps=40", *saved) as killed:
-        killed.until_step(14)
+        killed.until_step(15)
         killed.agent(1).kill()
         assert killed.wait().verdict == "done"
         first = {m["step"]: m["loss"] for m in reversed(killed.metrics())}
         assert [e["place"] for e in killed.events("resumed")] == [place]
-        assert len(first) == 40
+        assert len(first) == 40 < len(killed.metrics())
         assert killed.losses() == pytest.approx(first, rel=1e-5)  # steps that were done again saw the same samples
 
 
