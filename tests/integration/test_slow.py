@@ -7,14 +7,14 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.jobs import cli, job
-from tests.netns import Fabric, needs_netns, netns_job
+from tests.netns import Fabric, NetnsJob, needs_netns, netns_job
 from tests.world import TINY_LLAMA, TINY_TASK
 
 pytestmark = pytest.mark.integration
@@ -36,28 +36,41 @@ def test_a_node_at_nine_tenths_of_the_speed_is_named(tmp_path: Path) -> None:
         assert "node 2" in told and "is slow: its forward pass takes" in told and "GPU hours a day" in told, told
 
 
+def ten_are_named(
+    fabric: Fabric, folder: Path, overrides: Sequence[str], slow: Callable[[NetnsJob, int | None], None], **env: str
+) -> None:
+    """Have ten ranks become slow one after the other; `slow` makes the one that it is given so, and no other."""
+    named = 0
+    for number in range(3):
+        with netns_job(fabric, folder / str(number), "ten", *overrides, *TASK, **env) as ten:
+            ten.until_step(1)
+            slow(ten, None)
+            ten.until(lambda job=ten: job.step() >= WARM_UP + 2 * WINDOW, "some windows")
+            for rank in random.Random(number).sample(range(4), min(4, 10 - named)):
+                assert len(ten.events("slow_node")) == named - 4 * number, "one was named that is not slow"
+                slow(ten, rank)
+                since, named = ten.step(), named + 1
+                told = named - 4 * number
+                ten.until(lambda n=told, job=ten: len(job.events("slow_node")) >= n, "named")
+                found, steps = ten.events("slow_node")[-1], ten.step() - since
+                print(f"{found['own_s'] / found['others_s']:.3f} of the others, {steps} steps later", flush=True)
+                assert found["node"] == ten.events("round_started")[0]["nodes"][rank], found
+                assert steps <= 7 * WINDOW, "five windows of a few steps over 20, after the one it begins in"
+    assert named == 10
+
+
 @pytest.mark.soak
 @needs_netns
 @pytest.mark.timeout(900)
 def test_ten_of_ten_nodes_that_become_slow_are_named_within_five_windows(tmp_path: Path) -> None:
-    slow_rank, named = tmp_path / "slow", 0
+    slow_rank = tmp_path / "slow"
+    slow_rank.write_text("")
+
+    def slow(_: NetnsJob, rank: int | None) -> None:
+        slow_rank.write_text("" if rank is None else str(rank))
+
     with Fabric([f"node{i}" for i in range(4)]) as fabric:
-        for number in range(3):
-            slow_rank.write_text("")
-            folder = tmp_path / str(number)
-            with netns_job(fabric, folder, "ten", *SLEEPY, *TASK, SLOW_FILE=str(slow_rank)) as ten:
-                ten.until(lambda job=ten: job.step() >= WARM_UP + 2 * WINDOW, "some windows")
-                for rank in random.Random(number).sample(range(4), min(4, 10 - named)):
-                    assert len(ten.events("slow_node")) == named - 4 * number, "one was named that is not slow"
-                    slow_rank.write_text(str(rank))
-                    since, named = ten.step(), named + 1
-                    told = named - 4 * number
-                    ten.until(lambda n=told, job=ten: len(job.events("slow_node")) >= n, "named")
-                    found, steps = ten.events("slow_node")[-1], ten.step() - since
-                    print(f"{found['own_s'] / found['others_s']:.3f} of the others, {steps} steps later", flush=True)
-                    assert found["node"] == ten.events("round_started")[0]["nodes"][rank], found
-                    assert steps <= 7 * WINDOW, "five windows of a few steps over 20, after the one it begins in"
-    assert named == 10
+        ten_are_named(fabric, tmp_path, SLEEPY, slow, SLOW_FILE=str(slow_rank))
 
 
 @contextmanager
@@ -91,29 +104,16 @@ def part_of_a_core(number: int) -> Iterator[Callable[[float, list[int]], None]]:
 def test_ten_of_ten_nodes_that_get_a_tenth_less_of_a_core_are_named(tmp_path: Path) -> None:
     """Each node has three tenths of a core; needs two cores with little else to do."""
     model = ("model=custom", "model._target_=tests.models.busy", "model.wrap_classes=[Busy]", "fsdp=full_shard")
-    named = 0
     with ExitStack() as stack:
         fabric = stack.enter_context(Fabric([f"node{i}" for i in range(4)]))
         limits = [stack.enter_context(part_of_a_core(i)) for i in range(4)]
-        for number in range(3):
-            with netns_job(fabric, tmp_path / str(number), "ten", *model, *TASK) as ten:
-                ten.until_step(1)
-                order = ten.events("round_started")[0]["nodes"]
-                for node, limit in enumerate(limits):
-                    limit(0.3, [rank.pid for rank in fabric.ranks(f"node{node}")])
-                ten.until(lambda job=ten: job.step() >= WARM_UP + 2 * WINDOW, "some windows")
-                for rank in random.Random(number).sample(range(4), min(4, 10 - named)):
-                    assert len(ten.events("slow_node")) == named - 4 * number, "one was named that is not slow"
-                    limits[order[rank]](0.27, [])
-                    since, named = ten.step(), named + 1
-                    told = named - 4 * number
-                    ten.until(lambda n=told, job=ten: len(job.events("slow_node")) >= n, "named")
-                    found, steps = ten.events("slow_node")[-1], ten.step() - since
-                    print(f"{found['own_s'] / found['others_s']:.3f} of the others, {steps} steps later", flush=True)
-                    assert found["node"] == order[rank], found
-                    assert steps <= 7 * WINDOW, "five windows of a few steps over 20, after the one it begins in"
-                    limits[order[rank]](0.3, [])
-    assert named == 10
+
+        def slow(job: NetnsJob, rank: int | None) -> None:
+            chosen = None if rank is None else job.events("round_started")[0]["nodes"][rank]
+            for node, limit in enumerate(limits):
+                limit(0.27 if node == chosen else 0.3, [process.pid for process in fabric.ranks(f"node{node}")])
+
+        ten_are_named(fabric, tmp_path, model, slow)
 
 
 @pytest.mark.soak
