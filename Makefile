@@ -6,8 +6,8 @@ EXTRAS ?= dev,report,dashboard,slurm,docker,kubernetes,tensorboard,s3,mlflow,wan
 BENCHMARKS ?= plan_scale start overhead captures goodput against_accelerate save coordinator traffic recovery submit status dashboard gpu
 
 # What depends on torch: the trainer needs a newer one than programs do.
-PROGRAM_TESTS = tests/config/test_torch_version.py tests/elastic tests/checkpoints/test_state.py tests/train/test_library.py tests/integration/test_scripts.py tests/tools/test_accelerate.py::test_a_program_of_accelerates_is_sharded_as_asked_and_lives_on
-TRAINER_TESTS = tests/checkpoints tests/train tests/tools tests/integration/test_main_job.py
+PROGRAM_TESTS = tests/config/test_torch_version.py tests/control tests/node tests/checkpoints/test_state.py tests/train/test_library.py tests/integration/test_scripts.py tests/hub/test_accelerate.py::test_a_program_of_accelerates_is_sharded_as_asked_and_lives_on
+TRAINER_TESTS = tests/checkpoints tests/tiers tests/guards tests/hub tests/train tests/tools tests/integration/test_main_job.py
 
 VENV ?= .venv
 BIN := $(VENV)/bin

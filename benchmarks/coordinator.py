@@ -28,11 +28,11 @@ import psutil
 
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.schema import dump_config
-from fsdp_jobs.elastic.protocol import AGENT, NO_ROUND, proof
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV
 from fsdp_jobs.run.events import Adopted, RoundStarted, read_events
 from fsdp_jobs.run.processes import free_port, raise_file_limit
+from fsdp_jobs.run.protocol import AGENT, NO_ROUND, proof
 
 _RETRY_S = 0.2  # as the agents' own link
 _AT_ONCE = 100  # connections that prove themselves; the coordinator drops the oldest of more than 256
@@ -131,7 +131,7 @@ class Bench:
 
     def start(self) -> None:
         env = {**os.environ, ATTEMPT_ENV: "0", COORDINATOR_ENV: f"127.0.0.1:{self.port}"}
-        command = [sys.executable, "-m", "fsdp_jobs.elastic.coordinator", str(self.run.path)]
+        command = [sys.executable, "-m", "fsdp_jobs.control.server", str(self.run.path)]
         log = self.run.process_log(0, "coordinator").open("a")
         self.process = subprocess.Popen(command, env=env, stderr=log)
         self.watched = psutil.Process(self.process.pid)

@@ -331,7 +331,7 @@ def preempted(bench: Bench) -> Iterator[Row]:
     job = bench.job("preempted", *TINY, "steps=100000", "checkpoint.every_steps=100000")
     job.until_step(8)
     supervisor = json.loads((job.run.submit / "supervisor.json").read_text())["pid"]
-    agents = [c for c in psutil.Process(supervisor).children() if "fsdp_jobs.elastic.agent" in c.cmdline()]
+    agents = [c for c in psutil.Process(supervisor).children() if "fsdp_jobs.node.agent" in c.cmdline()]
     agents[0].send_signal(signal.SIGTERM)
     job.until(lambda: job.events("resumed"), "the next attempt", 90)
     saved, resumed_at = job.events("checkpoint")[0]["step"], job.events("resumed")[0]["step"]

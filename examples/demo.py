@@ -52,7 +52,7 @@ class Killer(threading.Thread):
         known = json.loads((self.run_dir.submit / "supervisor.json").read_text())
         for child in psutil.Process(known["pid"]).children():
             words = child.cmdline()
-            if "fsdp_jobs.elastic.agent" in words and words[words.index("--node") + 1] == str(NODE):
+            if "fsdp_jobs.node.agent" in words and words[words.index("--node") + 1] == str(NODE):
                 return child
         raise RuntimeError(f"the job has no node {NODE}")
 

@@ -37,8 +37,8 @@ def to_app(config: JobConfig, run: RunDir, nproc_per_node: int, submission: str)
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     }
     role = partial(Role, image="", entrypoint=sys.executable)
-    coordinator = ["-m", "fsdp_jobs.elastic.coordinator", run_dir]
-    agent = ["-m", "fsdp_jobs.elastic.agent", run_dir, "--node", macros.replica_id, "--nproc", str(nproc_per_node)]
+    coordinator = ["-m", "fsdp_jobs.control.server", run_dir]
+    agent = ["-m", "fsdp_jobs.node.agent", run_dir, "--node", macros.replica_id, "--nproc", str(nproc_per_node)]
     gpus = nproc_per_node if accelerator(config) == "cuda" else 0
     node = Resource(cpu=nproc_per_node, gpu=gpus, memMB=1024 * nproc_per_node)
     roles = [

@@ -100,11 +100,11 @@ def main(argv: Sequence[str]) -> int:
         return submit(run, overrides)
     wrapped = ("--", sys.executable, "-m")
     if service == "coordinator":
-        command = ["fsdp_jobs.elastic.coordinator", str(run.path)]
+        command = ["fsdp_jobs.control.server", str(run.path)]
         return attempts.main("coordinator", str(run.path), _PORT, *wrapped, *command)
     node, _lock = claim_node(run)
     nproc = ranks_per_node(load_config(run.config))
-    command = ["fsdp_jobs.elastic.agent", str(run.path), "--node", str(node), "--nproc", str(nproc)]
+    command = ["fsdp_jobs.node.agent", str(run.path), "--node", str(node), "--nproc", str(nproc)]
     return attempts.main("node", str(run.path), f"coordinator:{_PORT}", *wrapped, *command)
 
 

@@ -184,7 +184,7 @@ class Job(Watched):
         raise AssertionError(f"no process {words}")
 
     def agent(self, node: int) -> psutil.Process:
-        return self.process("fsdp_jobs.elastic.agent", "--node", str(node))
+        return self.process("fsdp_jobs.node.agent", "--node", str(node))
 
     def ranks(self, node: int) -> list[psutil.Process]:
         """The ranks that a node's fork server has made."""

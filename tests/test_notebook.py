@@ -88,7 +88,7 @@ def test_what_a_run_has_written_is_escaped(shell: InteractiveShell, tmp_path: Pa
 
 def test_what_would_be_submitted_is_not(shell: InteractiveShell, tmp_path: Path) -> None:
     request = shown(shell, "Job('dry_run=true').submit()")["text/plain"]
-    assert "fsdp_jobs.elastic.agent" in request or "fsdp_jobs.launchers" in request
+    assert "fsdp_jobs.node.agent" in request or "fsdp_jobs.launchers" in request
     assert list(tmp_path.iterdir()) == []
 
 

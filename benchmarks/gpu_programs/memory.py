@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.job.sharding import build_mesh
 from fsdp_jobs.plan.plan import make_plan
 from fsdp_jobs.run.processes import free_port
-from fsdp_jobs.train.sharding import build_mesh
 from fsdp_jobs.train.trainer import Learner
 
 STEPS = 3

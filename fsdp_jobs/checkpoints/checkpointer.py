@@ -20,23 +20,23 @@ from torch.distributed.checkpoint.stateful import Stateful
 from fsdp_jobs.checkpoints import catalog, fsdp1
 from fsdp_jobs.checkpoints.catalog import MANIFEST, SHARDS, Manifest
 from fsdp_jobs.checkpoints.fsdp1 import Fsdp1State
-from fsdp_jobs.checkpoints.local_disks import LocalDisks, LocalTier
-from fsdp_jobs.checkpoints.memory import MemoryCheckpoints
-from fsdp_jobs.checkpoints.memory_tier import MemoryTier
 from fsdp_jobs.checkpoints.ranks import Ranks
 from fsdp_jobs.checkpoints.saver import Saver
 from fsdp_jobs.checkpoints.state import State
 from fsdp_jobs.checkpoints.storage import NotFinite, SaveRequest
-from fsdp_jobs.checkpoints.sums import tell_sums
 from fsdp_jobs.checkpoints.tiers import Restored, SharedStorage, Tier
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.config.keys import AUTO
 from fsdp_jobs.config.schema import JobConfig
+from fsdp_jobs.guards.replicas.rank import tell_sums
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, checkpoints_of
-from fsdp_jobs.run.epoch import Epoch, Fenced
 from fsdp_jobs.run.tail import lacks_line
+from fsdp_jobs.run.term import Epoch, Fenced
+from fsdp_jobs.tiers.disk import LocalDisks, LocalTier
+from fsdp_jobs.tiers.memory.restore import MemoryTier
+from fsdp_jobs.tiers.memory.snapshots import MemoryCheckpoints
 
 _CURES = (  # of saves that fail with these errors
     ((errno.ENOSPC, errno.EDQUOT), "Free space under {}."),

@@ -29,7 +29,6 @@ from torch.utils.serialization import config as serialization
 
 from fsdp_jobs.checkpoints import catalog
 from fsdp_jobs.checkpoints.blocks import SMALL, SummedFile, difference, open_verified
-from fsdp_jobs.checkpoints.captured import is_finite
 from fsdp_jobs.checkpoints.catalog import (
     MANIFEST,
     METADATA,
@@ -40,9 +39,10 @@ from fsdp_jobs.checkpoints.catalog import (
     is_object_store,
 )
 from fsdp_jobs.config.schema import CheckpointConfig
-from fsdp_jobs.run.epoch import Epoch
-from fsdp_jobs.run.integrity import known_here
+from fsdp_jobs.run.agreement import known_here
 from fsdp_jobs.run.processes import watch_parent
+from fsdp_jobs.run.term import Epoch
+from fsdp_jobs.tiers.memory.tensors import is_finite
 
 _REPORT = MetadataIndex("what a rank has written")
 

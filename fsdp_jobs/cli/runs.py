@@ -161,7 +161,7 @@ def export(args: list[str]) -> int:
     parser.add_argument("--step", type=int, help="of the checkpoint; the newest sound one when left out")
     parser.add_argument("--out", help="folder to write; <run directory>/export when left out")
     flags = parser.parse(args)
-    from fsdp_jobs.checkpoints.export import export
+    from fsdp_jobs.hub.export import export
 
     for file in export(flags.run, load_config(flags.run.config), flags.format, flags.step, flags.out):
         console.print(str(file), soft_wrap=True)

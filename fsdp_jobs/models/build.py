@@ -9,7 +9,7 @@ from hydra.utils import get_method
 from torch import nn
 
 from fsdp_jobs.config.schema import CustomModelConfig, FsdpConfig, HfConfig, LlamaConfig, ModelConfig
-from fsdp_jobs.models.huggingface import build_hf, is_hf, layer_classes
+from fsdp_jobs.hub.huggingface import build_hf, is_hf, layer_classes
 from fsdp_jobs.models.llama import Llama
 
 

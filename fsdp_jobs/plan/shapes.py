@@ -192,7 +192,7 @@ def llama_params(model: LlamaConfig) -> Params:
 def llama_shape(
     model: LlamaConfig, wrap: str = "layer", min_num_params: int = 0, accelerator: str = "cuda"
 ) -> ModelShape:
-    """Cut a Llama, from its numbers, into units as `fsdp.wrap` says and train/sharding.py does."""
+    """Cut a Llama, from its numbers, into units as `fsdp.wrap` says and job/sharding.py does."""
     params, activations = llama_params(model), llama_activations(model, accelerator)
     head_numel = (model.vocab_size + 1) * model.dim
     if wrap == "none":
@@ -213,7 +213,7 @@ def cut_by_size(params: Params, min_num_params: int) -> tuple[list[tuple[str, Pa
     """Cut a model into the smallest modules with at least `min_num_params` parameters; return them and the rest.
 
     Modules are read from the dotted names. Lists of modules, whose children are numbers, cannot be units;
-    neither can the root. train/sharding.py cuts live modules in the same way.
+    neither can the root. job/sharding.py cuts live modules in the same way.
     """
     units: list[tuple[str, Params]] = []
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, ClassVar, dataclass_transform
 
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.epoch import Fenced, check_may_record, is_answered
 from fsdp_jobs.run.tail import Tail, json_objects, newest_json_lines, read_json_lines
+from fsdp_jobs.run.term import Fenced, check_may_record, is_answered
 
 # What a node can need longer for than the others.
 SLOW_CAUSES = {

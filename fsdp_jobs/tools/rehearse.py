@@ -22,11 +22,11 @@ from fsdp_jobs.config.schema import JobConfig, LlamaConfig
 from fsdp_jobs.plan.layout import partners
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, write_atomic
-from fsdp_jobs.run.memory import slots_in
 from fsdp_jobs.run.tail import newest_json_lines, read_json_lines
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit import submit as submission
 from fsdp_jobs.submit.submitted import is_active, kill
+from fsdp_jobs.tiers.memory.slots import slots_in
 
 FAULTS = {
     "kill_node": "SIGKILL to a node's agent; its ranks die with it",
@@ -291,7 +291,7 @@ def _agent(run: RunDir, node: int) -> psutil.Process:
     path = str(Path(run.path).resolve())
     for process in psutil.process_iter(["cmdline"]):
         command = process.info["cmdline"] or []
-        if path in command and "fsdp_jobs.elastic.agent" in command and ("--node", str(node)) in pairwise(command):
+        if path in command and "fsdp_jobs.node.agent" in command and ("--node", str(node)) in pairwise(command):
             return process
     raise JobFailed(f"node {node} of {run.name} has no agent on this machine")
 

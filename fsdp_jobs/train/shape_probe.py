@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_jobs.checkpoints.pretrained import problems_of
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import JobConfig, load_config
+from fsdp_jobs.hub.pretrained import problems_of
 from fsdp_jobs.models.build import build_model, find_blocks, head_modules_of
 from fsdp_jobs.plan.shapes import Activations, ModelShape, Params, Unit, merged
 from fsdp_jobs.train.loss import linear_head_of
@@ -116,7 +116,7 @@ def activations_of(model: nn.Module, blocks: Sequence[nn.Module], seq_len: int) 
 def units_of(
     model: nn.Module, blocks: Sequence[nn.Module], head: Sequence[nn.Module], activations: Activations
 ) -> ModelShape:
-    """List the model's parameters by FSDP unit, as train/sharding.py makes them: blocks, head, and the rest."""
+    """List the model's parameters by FSDP unit, as job/sharding.py makes them: blocks, head, and the rest."""
     names = {p: n for n, p in model.named_parameters()}
     taken: set[nn.Parameter] = set()
 

@@ -15,9 +15,9 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_jobs.checkpoints.checkpointer import Checkpointer
 from fsdp_jobs.config.schema import CheckpointConfig, JobConfig, NoModelConfig
+from fsdp_jobs.job.sharding import build_mesh
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.train.sharding import build_mesh
 from tests.checkpoints.saving import trained
 from tests.world import run_world
 

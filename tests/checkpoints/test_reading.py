@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fsdp_jobs.checkpoints import catalog, ranks
 from fsdp_jobs.checkpoints.catalog import CannotReadHere
 from fsdp_jobs.config.errors import JobFailed
-from fsdp_jobs.elastic.failures import Failure
+from fsdp_jobs.control.failures import Failure
 from fsdp_jobs.run.directory import RunDir
 from tests.checkpoints.saving import run_to_the_end, save_steps, trained, value_of
 from tests.world import events_of, flip_byte, run_world

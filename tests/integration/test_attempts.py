@@ -39,8 +39,8 @@ class Containers(Watched):
         run_dir = str(self.run.path)
         address = str(self.port) if name == "coordinator" else f"127.0.0.1:{self.port}"
         if not command:
-            own = ("coordinator", run_dir) if name == "coordinator" else ("agent", run_dir, "--node", name[-1])
-            command = (sys.executable, "-m", f"fsdp_jobs.elastic.{own[0]}", *own[1:])
+            own = ("control.server", run_dir) if name == "coordinator" else ("node.agent", run_dir, "--node", name[-1])
+            command = (sys.executable, "-m", f"fsdp_jobs.{own[0]}", *own[1:])
             command += () if name == "coordinator" else ("--nproc", "1")
         role = name.partition("-")[0]
         self.started[name] = subprocess.Popen(

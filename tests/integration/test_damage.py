@@ -184,7 +184,7 @@ def test_a_job_outlives_a_disk_without_a_free_byte_and_saves_as_soon_as_there_is
         fill(small_disk)
         full.until(lambda: len(full.events("checkpoint_failed")) >= 2, "saves that fail")
         assert [e["attempt"] for e in full.events("round_started")] == [0] and not full.events("round_broken")
-        coordinator, ranks = full.process("fsdp_jobs.elastic.coordinator"), full.ranks(0)
+        coordinator, ranks = full.process("fsdp_jobs.control.server"), full.ranks(0)
         ranks[0].kill()
         full.until(lambda: len({*full.ranks(0)} - {*ranks}) == 2, "ranks of a second round")
         full.agent(0).send_signal(signal.SIGTERM)

@@ -64,7 +64,7 @@ def test_a_killed_rank_and_a_killed_coordinator(tmp_path: Path, undisturbed: dic
     saving = "checkpoint.async_mode=process"  # as on GPUs: in processes that end with their ranks
     with job(tmp_path, "hurt", "steps=40", "checkpoint.every_steps=8", saving) as hurt:
         hurt.until_step(10)
-        hurt.process("fsdp_jobs.elastic.coordinator").kill()
+        hurt.process("fsdp_jobs.control.server").kill()
         before = hurt.step()
         hurt.until_step(before + 5)  # nobody needs it to train
         hurt.until(lambda: bool(hurt.events("adopted")), "the new coordinator takes over")

@@ -15,7 +15,7 @@ import pytest
 
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.schema import dump_config
-from fsdp_jobs.elastic.tracker import unsent_lines
+from fsdp_jobs.node.tracker import unsent_lines
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from tests.jobs import Job, environment, job
 from tests.recorded import HOSTILE, recorded_run

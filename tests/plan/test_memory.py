@@ -20,11 +20,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_jobs.config.resolve import param_dtype
 from fsdp_jobs.config.schema import DataConfig, FsdpConfig, LlamaConfig
+from fsdp_jobs.job import sharding
 from fsdp_jobs.models.llama import Llama, rotary_angles
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.plan.memory import DTYPE_BYTES, GIB, Memory, peak_memory
 from fsdp_jobs.plan.shapes import ModelShape, Unit, llama_shape
-from fsdp_jobs.train import sharding
 from fsdp_jobs.train.loss import TokenLoss
 
 SMALL = LlamaConfig(vocab_size=4096, dim=256, n_layers=6, n_heads=8, n_kv_heads=4, ffn_dim=768)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_jobs.elastic.rank_logs import LogTimes
+from fsdp_jobs.node.rank_logs import LogTimes
 from fsdp_jobs.run.tail import TIMES, follow_files, last_lines
 from tests.jobs import cli, environment, job
 

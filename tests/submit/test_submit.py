@@ -13,7 +13,7 @@ import pytest
 
 from fsdp_jobs.config.errors import BadInput, JobFailed
 from fsdp_jobs.config.hydra import compose_job
-from fsdp_jobs.elastic.placement import known_places
+from fsdp_jobs.control.placement import known_places
 from fsdp_jobs.launchers.local import LocalLauncher
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.submit import submit as submission

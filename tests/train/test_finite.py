@@ -15,10 +15,10 @@ from fsdp_jobs.checkpoints import catalog
 from fsdp_jobs.checkpoints.catalog import NOT_FINITE, Manifest
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.config.schema import JobConfig, NoModelConfig
+from fsdp_jobs.job.metrics import MetricsLog
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.tail import read_json_lines
 from fsdp_jobs.train import trainer
-from fsdp_jobs.train.metrics import MetricsLog
 from tests.checkpoints.saving import fill, save_steps, trained, value_of
 from tests.world import events_of, run_world, train_here
 

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_jobs.config.schema import FsdpConfig, LlamaConfig, OptimConfig
+from fsdp_jobs.job.sharding import build_mesh
 from fsdp_jobs.models.llama import Llama
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.train import loss as loss_module
 from fsdp_jobs.train.data import IGNORE
 from fsdp_jobs.train.loss import TokenLoss
 from fsdp_jobs.train.optim import StochasticAdamW, build_optimizer, round_stochastically
-from fsdp_jobs.train.sharding import build_mesh
 from tests.world import run_world, train_here
 
 TINY = LlamaConfig(vocab_size=97, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48)

@@ -20,8 +20,8 @@ from contextlib import suppress
 from itertools import islice
 
 from fsdp_jobs.config.schema import plain_values
-from fsdp_jobs.elastic.tracker import FLUSH_S
 from fsdp_jobs.launchers.state import State
+from fsdp_jobs.node.tracker import FLUSH_S
 from fsdp_jobs.observe.trackers.trackers import TRACKERS
 from fsdp_jobs.run import events, log
 from fsdp_jobs.run.directory import RunDir, write_atomic

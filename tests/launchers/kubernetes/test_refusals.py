@@ -16,7 +16,7 @@ import yaml
 from fsdp_jobs.cli.main import main
 from fsdp_jobs.config.errors import BadInput, JobFailed
 from fsdp_jobs.config.hydra import compose_job
-from fsdp_jobs.elastic.placement import ConnectedAgent, RoundPlanner, known_places
+from fsdp_jobs.control.placement import ConnectedAgent, RoundPlanner, known_places
 from fsdp_jobs.launchers.kubernetes import scheduler
 from fsdp_jobs.launchers.kubernetes.scheduler import KubernetesLauncher
 from fsdp_jobs.launchers.state import State

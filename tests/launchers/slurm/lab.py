@@ -82,7 +82,7 @@ class Lab:
 
 def agent_of(run: RunDir, node: int) -> psutil.Process | None:
     """The agent of a node: not the srun that started it."""
-    wanted = ["fsdp_jobs.elastic.agent", str(run.path), "--node", str(node)]
+    wanted = ["fsdp_jobs.node.agent", str(run.path), "--node", str(node)]
     for process in psutil.process_iter(["cmdline"]):
         words: list[str] = process.info["cmdline"] or []
         if words and words[0].endswith("python") and words[2:6] == wanted:

@@ -13,4 +13,4 @@ set -e
 export FSDP_JOBS_SUBMISSION=250101120000-0a1b2c
 exec /env/bin/python -m fsdp_jobs.launchers.slurm.batch /shared/runs/golden
 
-# agent: apptainer exec --bind=/shared/runs/golden:/shared/runs/golden torch.sif python3 -m fsdp_jobs.elastic.agent /shared/runs/golden --node '{node}' --nproc 2
+# agent: apptainer exec --bind=/shared/runs/golden:/shared/runs/golden torch.sif python3 -m fsdp_jobs.node.agent /shared/runs/golden --node '{node}' --nproc 2

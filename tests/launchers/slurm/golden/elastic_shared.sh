@@ -14,4 +14,4 @@ export FSDP_JOBS_SUBMISSION=250101120000-0a1b2c
 export PYTHONSAFEPATH=1 PYTHONPATH=/shared/runs/golden/code${PYTHONPATH:+:$PYTHONPATH}
 exec /env/bin/python -m fsdp_jobs.launchers.slurm.batch /shared/runs/golden
 
-# agent: /env/bin/python -m fsdp_jobs.elastic.agent /shared/runs/golden --node '{node}' --nproc 4
+# agent: /env/bin/python -m fsdp_jobs.node.agent /shared/runs/golden --node '{node}' --nproc 4

@@ -1,0 +1,355 @@
+"""The coordinator's decisions: who forms a round, when it is over, when the attempt is. No torch, no network.
+
+A round is a set of nodes with fixed ranks. Agents hold a connection each; a closed connection is a dead agent, a
+silent one a lost node. When a round breaks, every agent stops its ranks and becomes ready again, and the next
+round starts with those that are there, once no rank of the one before can run any more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fsdp_jobs.config.errors import BadInput
+from fsdp_jobs.config.resolve import node_range
+from fsdp_jobs.config.schema import JobConfig
+from fsdp_jobs.control.attempt import Round
+from fsdp_jobs.control.failures import Failure
+from fsdp_jobs.control.fencing import Epochs
+from fsdp_jobs.control.placement import ConnectedAgent, Formation
+from fsdp_jobs.guards.replicas.control import ComparedAttempt
+from fsdp_jobs.guards.stall.control import StallWatch
+from fsdp_jobs.plan.layout import partners
+from fsdp_jobs.run import events
+from fsdp_jobs.run.directory import RunDir, checkpoints_of
+from fsdp_jobs.run.protocol import Message
+from fsdp_jobs.run.rank_state import SAVES_NOTHING, Request
+from fsdp_jobs.run.term import Fenced
+from fsdp_jobs.run.verdict import EXIT_REQUEUE, Verdict
+
+_SETTLE_S = 1.0  # after the first sign of a failure: for the reports that tell the cause
+_BLOCKED_S = 1.0  # a tick so much late: this process stood still, and the agents' messages wait
+
+
+class Coordinator(ComparedAttempt):
+    """The decisions, without the network: methods are called as messages arrive, `tick` ten times a second."""
+
+    def __init__(self, config: JobConfig, run: RunDir, number: int, now: float):
+        super().__init__(config, run, number)
+        self.formation = Formation(config.elastic, *node_range(config.nodes), now)
+        self._epochs = Epochs(checkpoints_of(config.checkpoint, run), number)
+        self._stop_by = 0.0
+        self._came_at = now  # when an agent of the round last did
+        self._exclusion = ""  # of the newest machine that was turned away
+        self._ticked = now
+
+    def on_hello(self, agent: ConnectedAgent, message: Message, now: float) -> bool:
+        """Take in an agent that connects, maybe with ranks running.
+
+        Returns False for one of another attempt, and while another agent of its node is well.
+        """
+        if message["attempt"] != self.number:
+            why = f"this is attempt {self.number}, and the agent's is {message['attempt']}"
+            agent.send({"kind": "end", "exit_code": EXIT_REQUEUE, "why": why})
+            return False
+        patience_s = min(3 * self.elastic.heartbeat_interval_s, self.elastic.heartbeat_timeout_s)
+        for other in [a for a in self.agents.values() if a.node == agent.node and a.id != agent.id]:
+            is_saving = other.in_round and self.stop_reason is not None and self.verdict is None
+            if is_saving or now - other.heard <= patience_s:
+                return False  # it asks again
+            self.on_gone(other, f"node {other.node} was silent and has been replaced", now)
+        self.agents[agent.id] = agent
+        self.leases.surrender(agent.host)
+        current, number = self.round, message["round"]
+        if self.verdict is not None:
+            self._send_end(agent)
+        elif number >= 0 and self._may_adopt and not current.running and number >= current.number:
+            known = {key: message[key] for key in ("epoch", "size", "shard_group")}  # the coordinator was restarted
+            self.round = replace(current, number=number, running=True, began_at=now, **known)
+            self._take_into_round(agent, now)
+            self._record(events.Adopted(self.round.size))
+        elif number >= 0 and number == current.number and current.running:
+            self._take_into_round(agent, now)
+        elif number >= 0:
+            self.leases.hold(agent.id, now)  # an answer may have reached it just before
+            agent.send({"kind": "break", "round": number, "why": "a newer round runs without this node"})
+        if message["signal"]:
+            self.on_notice(agent, message, now)
+        if message["ready"]:
+            self.on_ready(agent, {"failures": [], "after": number, "at": message["at"]}, now)
+        else:
+            self._answer(agent, message, now)
+        return True
+
+    def _take_into_round(self, agent: ConnectedAgent, now: float) -> None:
+        agent.in_round, self.round.hosts[agent.node], self._came_at = True, agent.host, now
+        self.leases.hold(agent.id, now)
+
+    def _answer(self, agent: ConnectedAgent, message: Message, now: float) -> None:
+        """Answer a sign of life; ranks of a round that is over are left to their lease."""
+        agent.heard = now
+        may_run = agent.in_round and self.round.running and not agent.ended
+        agent.send({"kind": "alive", "at": message["at"] if may_run or agent.ready else None})
+        if may_run:
+            self.leases.hold(agent.id, now)
+
+    def on_beat(self, agent: ConnectedAgent, message: Message, now: float) -> None:
+        agent.ranks, agent.silent_s = message["ranks"], message["silent"]
+        self._answer(agent, message, now)
+        for step, committed, *_ in agent.ranks:
+            self.step, self.committed = max(self.step, step), max(self.committed, committed)
+            if agent.in_round:
+                self.round.has_reports |= step >= 0
+                self.round.saves |= committed > SAVES_NOTHING
+
+    def on_ready(self, agent: ConnectedAgent, message: Message, now: float) -> None:
+        """Note that an agent has no ranks running and wants to be in the next round."""
+        if agent.in_round and message["after"] < self.round.number:
+            return  # its `hello` had said so already, and the round that followed is on its way
+        self._on_ranks_ended(agent)
+        self.on_failed(agent, message, now)
+        if agent.in_round and not self.round.stops_by_signal:
+            self._break(f"node {agent.node} left the round", now)
+        agent.ready, agent.in_round, agent.ranks, agent.silent_s = True, False, [], 0.0
+        self._answer(agent, message, now)
+        if self.verdict is not None:
+            self._send_end(agent)
+
+    def _on_ranks_ended(self, agent: ConnectedAgent) -> None:
+        self.leases.surrender(agent.id)
+        self.round.has_gaps |= agent.in_round
+
+    def on_failed(self, agent: ConnectedAgent, message: Message, now: float) -> None:
+        """Note that ranks of a node have failed; its agent is stopping the others."""
+        reports = sorted((Failure(**f) for f in message["failures"]), key=lambda f: f.time)
+        if not reports or self.verdict is not None:
+            return
+        if self.round.stops_by_signal:
+            agent.ended = True  # by the signal; others may still be saving
+            return
+        self.round.failures += reports
+        self.step = max(self.step, *(f.step for f in reports))
+        why = " and ".join(f.describe() for f in reports)
+        if self.round.running:
+            self._break(why, now)
+        elif self.round.broken_at is None and self._may_adopt:  # while there was no coordinator: it counts all the same
+            self.round.broken_at, self.round.broken_why, self._may_adopt = now, why, False
+            self.round.failed_at = now
+
+    def on_master(self, agent: ConnectedAgent, message: Message, now: float) -> None:
+        if agent is self.round.head and message["round"] == self.round.number:
+            for other in self.agents.in_round():
+                if other is not agent:
+                    other.send({**message, "kind": "start", "host": agent.address})
+
+    def on_notice(self, agent: ConnectedAgent, message: Message, now: float) -> None:
+        """Stop the job at a node's signal; where nodes are replaced one by one, save and go on without that node."""
+        agent.is_leaving = self.config.cluster.replaces_nodes
+        if agent.is_leaving and not all(a.is_leaving for a in self.agents.values()):
+            if agent.in_round and self.round.running and self.round.requested is Request.NONE:
+                self._request(Request.PARK)
+            return
+        self.on_stop(f"node {agent.node} received {message['signal']}", now)
+
+    def on_stacks(self, agent: ConnectedAgent, message: Message, now: float) -> None:
+        self.round.watch.answers.append(message)
+
+    def on_throttled(self, agent: ConnectedAgent, message: Message, now: float) -> None:
+        """Name a slow node, with what its driver says."""
+        if (slow := self.round.slow.asked.pop(agent.node, None)) is not None:
+            self.round.slow.named = replace(slow, host=agent.host, throttled=message["why"])
+            self._record(self.round.slow.named)
+
+    def on_ended(self, agent: ConnectedAgent, message: Message, now: float) -> None:
+        agent.ended = True
+        self.leases.surrender(agent.id)
+        if self.agents.have_ended() and self.verdict is None and not self.round.stops_by_signal:
+            self._close(self._done(), now)  # after a signal `_watch_round` does
+
+    def on_away(self, agent: ConnectedAgent, message: Message, now: float) -> None:
+        agent.is_away = True
+
+    def on_gone(self, agent: ConnectedAgent, why: str, now: float, certain: bool = False) -> None:
+        """Drop an agent whose connection has closed, or that has been silent for too long.
+
+        Args:
+            certain: its process is dead, and its ranks with it; else they may run until its lease ends.
+        """
+        if self.agents.get(agent.id) is not agent:
+            return
+        del self.agents[agent.id]
+        agent.drop()
+        if certain:
+            self._on_ranks_ended(agent)
+        if agent.in_round and not agent.ended and self.verdict is None:
+            self._record(events.NodeLost(agent.node, agent.host, why))
+            self.round.lost.add(agent.node)
+            self._break(why, now, now if certain else agent.heard)
+
+    def on_stop(self, why: str, now: float) -> None:
+        """Stop the job: a signal to any of its processes, or the user's cancel."""
+        if self.stop_reason is not None or self.verdict is not None or self.is_superseded:
+            return
+        self.stop_reason = why
+        self._record(events.StopRequested(why))
+        self._stop_by = now + self.elastic.stop_grace_s
+        if self.round.running:
+            self._request(Request.STOP)
+        else:
+            self._close(self._preempted(), now)
+
+    def tick(self, now: float) -> None:
+        blocked_s, self._ticked = now - self._ticked, now
+        if self.is_superseded:
+            return
+        for agent in list(self.agents.values()):
+            if blocked_s > _BLOCKED_S:
+                agent.heard += blocked_s
+            silent, recently = now - agent.heard, now - 1.5 * self.elastic.heartbeat_interval_s
+            is_cut_off = agent.is_unreachable and self.agents.are_heard(but=agent, since=recently)
+            if is_cut_off or silent > self.elastic.heartbeat_timeout_s:
+                what = "cannot be reached" if is_cut_off else "was silent"
+                self.round.has_cuts |= is_cut_off
+                self.on_gone(agent, f"node {agent.node} ({agent.host}) {what} for {silent:.0f} s", now)
+        if self.verdict is None:
+            self._read_requests(now)
+        if self.verdict is not None:
+            if self.closed_at is None:
+                self._announce(now)
+            return
+        if self.round.broken_at is not None:
+            if now - self.round.broken_at >= _SETTLE_S or not self.agents.in_round():
+                self.formation.restart(now)
+                self._judge(now)
+        elif self.round.running:
+            self._watch_round(now)
+        else:
+            self._maybe_form(now)
+
+    def _read_requests(self, now: float) -> None:
+        """Do what files in the run directory ask for."""
+        if self.run.stop_request.exists():
+            try:
+                self.on_stop(self.run.stop_request.read_text().strip() or "cancelled", now)
+            except (OSError, UnicodeDecodeError) as e:
+                self._warn(f"{self.run.stop_request} cannot be read, so nothing is stopped: {e}")
+        if self.round.running and self.run.save_request.exists():
+            try:
+                self.run.save_request.unlink()
+                self.agents.send("request", request=int(Request.SAVE))
+            except OSError as e:
+                self._warn(f"{self.run.save_request} cannot be removed, so nothing is saved for it: {e}")
+
+    def _watch_round(self, now: float) -> None:
+        here, current = len(self.agents.in_round()), self.round
+        if here == current.size and self.agents.have_ended() and current.requested is not Request.STOP:
+            self._close(self._done(), now)  # they had reported it to the coordinator before this one
+            return
+        has_left = self.agents.are_parked() or (current.stops_by_signal and self.agents.have_ended())
+        if self.stop_reason is not None and (now > self._stop_by or has_left):
+            if not has_left:
+                what = "saved" if current.has_reports else "ended"
+                self.stop_reason += f"; not {what} within {self.elastic.stop_grace_s:.0f} s"
+            self._close(self._preempted(), now)
+        elif current.stops_by_signal:
+            pass  # nodes leave the round one by one
+        elif 0 < here < current.size and now - self._came_at > self.elastic.heartbeat_timeout_s:
+            self._break(
+                f"{current.size - here} of {current.size} nodes did not reconnect to the restarted coordinator", now
+            )
+        else:
+            self._maybe_grow(now)
+            self._watch_for_slow(now)
+            self._watch_for_stall(now)
+            self._watch_comparison(now)
+
+    def _maybe_form(self, now: float) -> None:
+        """Form a round when enough nodes are ready; requeue the attempt when they do not come."""
+        self._turn_away()
+        ready = self.agents.ready()
+        are_all_ready = len(ready) == len(self.agents)  # the others are still stopping their ranks
+        if self.formation.is_complete(len(ready), are_all_ready, self.round.number < 0, self._may_adopt, now):
+            are_fenced = self.round.saves and self.round.has_gaps and not self.config.is_program
+            if self.leases.running(now, are_fenced):
+                self._warn("waiting until no rank of the round before can run any more")
+            else:
+                self._form(ready, now)
+        elif (wait_s := self.formation.waited_in_vain_s(len(ready), bool(self._exclusion), now)) is not None:
+            missing = f"{len(ready)} of at least {self.formation.min_nodes} nodes after {wait_s:.0f} s"
+            self._close(self.budget.requeue("; ".join(filter(None, [missing, self._exclusion]))), now)
+
+    def _turn_away(self) -> None:
+        """End ready agents whose node was told to end, or whose machine is excluded."""
+        ready = self.agents.ready()
+        excluded = self.run.excluded_hosts() if ready else {}
+        for agent in [a for a in ready if a.is_leaving or a.host in excluded]:
+            why = "this node was told to end"
+            if not agent.is_leaving:
+                why = self._exclusion = f"{agent.host} is excluded: {excluded[agent.host]}"
+            agent.send({"kind": "end", "exit_code": EXIT_REQUEUE, "why": why})
+            del self.agents[agent.id]
+
+    def _next_epoch(self, now: float) -> int | None:
+        """Return the number of the next round over all attempts; None while it is not claimed."""
+        try:
+            epoch = self._epochs.next(self.round.epoch, now)
+        except Fenced:
+            self.on_superseded()
+            return None
+        if epoch is None and self._epochs.problem:
+            self._warn(self._epochs.problem)
+            if now - self.formation.since > self.elastic.wait_for_nodes_s:
+                self._close(self.budget.requeue(self._epochs.problem), now)
+        return epoch
+
+    def _form(self, ready: list[ConnectedAgent], now: float) -> None:
+        """Plan with the ready nodes, and give each its ranks in topology order; until both are there, do nothing."""
+        try:
+            plan = self.planner.plan(ready, self.round.shard_group)
+        except BadInput as e:
+            self._close(Verdict("user_error", "stop", "; ".join(map(str, e.problems))), now)
+            return
+        epoch = self._next_epoch(now)
+        if plan is None or epoch is None:
+            return
+        by_name = {a.name: a for a in ready}
+        layout, chosen, number = plan.layout, [by_name[name] for name in plan.nodes], self.round.number + 1
+        self._epochs.use()
+        self._may_adopt, self._warned, compared = False, "", self._begin_comparing()
+        self.step = max(0, self.committed)
+        known: Message = {"epoch": epoch, "size": len(chosen), "shard_group": layout.shard_group}
+        self.round = Round(
+            StallWatch(self.config), number, **known, head=chosen[0], began_at=now, first_step=self.step, running=True
+        )
+        for rank, (agent, other) in enumerate(zip(chosen, partners(len(chosen)), strict=True)):
+            agent.ready, agent.ended, agent.ranks = False, False, []
+            self._take_into_round(agent, now)
+            partner = None if other is None else [chosen[other].address, chosen[other].copies]
+            given = {"rank": rank, "layout": layout.to_json(), "partner": partner, **compared}
+            agent.send({"kind": "round", "round": number, **known, **given})
+        nodes, hosts = [a.node for a in chosen], [a.host for a in chosen]
+        spares, why = [by_name[name].node for name in plan.spares], list(plan.reasons)
+        sharding = (layout.strategy, layout.shard_group, layout.world_size)
+        self._record(events.RoundStarted(nodes, hosts, *sharding, spares, why))
+
+    def _maybe_grow(self, now: float) -> None:
+        """Take in nodes that came after the round had started, once the ranks have saved and parked.
+
+        Ranks that report nothing are stopped for them at once, as torchrun does.
+        """
+        self._turn_away()
+        current, waiting = self.round, self.agents.ready()
+        new = {a.id for a in waiting} - current.not_needed
+        is_silent = not current.has_reports and now - current.began_at > self.elastic.join_window_s
+        may_grow = is_silent or self.step > current.first_step
+        if new and current.size < self.formation.max_nodes and current.requested is Request.NONE and may_grow:
+            usable = self.planner.usable_nodes([*self.agents.in_round(), *waiting], current.shard_group)
+            if usable is None:
+                return  # ask again
+            if usable > current.size:
+                self._request(Request.PARK)
+            current.not_needed |= new
+        if current.requested is Request.PARK and (self.agents.are_parked() or not current.has_reports):
+            leaving = sorted(a.node for a in self.agents.values() if a.is_leaving)
+            told = f"nodes {leaving} were told to end" if leaving else f"{len(waiting)} more nodes join"
+            told = current.parked_for or told
+            self._break(told, now)

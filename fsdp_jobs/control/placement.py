@@ -1,0 +1,193 @@
+"""Agents as the coordinator knows them: when they form a round, and which of them gets which ranks. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fsdp_jobs.config.errors import BadInput
+from fsdp_jobs.config.resolve import node_range, ranks_per_node
+from fsdp_jobs.config.schema import ElasticConfig, JobConfig
+from fsdp_jobs.control.fencing import begin
+from fsdp_jobs.plan.plan import Plan, make_plan, regroup
+from fsdp_jobs.plan.remedies import remedies
+from fsdp_jobs.plan.shapes import ModelShape, shape_of
+from fsdp_jobs.plan.sources import from_kubernetes, from_yaml
+from fsdp_jobs.plan.topology import Node, Topology
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.protocol import Message
+from fsdp_jobs.run.rank_state import Phase, Times
+
+_REJOIN_S = 0.2  # the join window after the first round
+_RECONNECT_S = 1.0  # the same of a coordinator that has just been restarted: agents try again every 0.2 s
+_REPLACEMENT_S = 60.0  # an excluded machine is not waited for longer than a replacement takes to come
+
+
+@dataclass
+class ConnectedAgent:
+    """One connected agent."""
+
+    node: int
+    host: str
+    address: str
+    nproc: int
+    switches: list[str]  # outermost first; empty when unknown
+    copies: int  # port for other nodes' captures; 0: none are kept
+    id: str  # of its process
+    send: Callable[[Message], None]
+    drop: Callable[[], None]
+    heard: float  # monotonic time of its last sign of life
+    is_away: bool = False  # it has said that the end of this connection will not be its own
+    is_beside: bool = False  # on the coordinator's own machine, which no cut of the network takes from it
+    is_unreachable: bool = False  # its machine has acknowledged no packets for a while
+    is_leaving: bool = False  # it was told to end, and another one will be this node
+    ready: bool = False
+    in_round: bool = False
+    ended: bool = False
+    silent_s: float = 0.0  # for how long its ranks have done nothing, if they report no steps
+    ranks: list[list[Any]] = field(default_factory=list)  # [step, committed, phase, *Times] of each; -1: no report
+
+    @property
+    def name(self) -> str:
+        """Return what plans call its node."""
+        return f"{self.host}/{self.node}"
+
+    @property
+    def times(self) -> list[Times]:
+        return [Times(*times) for _, _, _, *times in self.ranks]
+
+
+def known_places(run: RunDir) -> dict[str, Node]:
+    """Read where machines are, by name: from the user's topology file, or from Kubernetes' labels at submission."""
+    if run.topology.exists():
+        topology = from_yaml(run.topology.read_text())
+    elif run.node_labels.exists():
+        topology = from_kubernetes(json.loads(run.node_labels.read_text()))
+    else:
+        return {}
+    return {node.name: node for node in topology.nodes}
+
+
+class Agents(dict[str, ConnectedAgent]):
+    """The connected agents, by id."""
+
+    def in_round(self) -> list[ConnectedAgent]:
+        return [a for a in self.values() if a.in_round]
+
+    def ready(self) -> list[ConnectedAgent]:
+        return [a for a in self.values() if a.ready]
+
+    def send(self, kind: str, **content: Any) -> None:
+        """Send one message to every agent of the round."""
+        for agent in self.in_round():
+            agent.send({"kind": kind, **content})
+
+    def are_heard(self, but: ConnectedAgent, since: float) -> bool:
+        """Whether most other machines have been heard of, over the network: else the coordinator may be cut off."""
+        heard: dict[str, bool] = {}
+        for a in self.values():
+            if a.host != but.host and not a.is_beside:
+                heard[a.host] = heard.get(a.host, False) or (a.heard > since and not a.is_unreachable)
+        return 2 * sum(heard.values()) > len(heard)
+
+    def slowest_step(self) -> int | None:
+        """Return the fewest steps that a rank of the round has reported; None before the first beat."""
+        return min((step for a in self.in_round() for step, *_ in a.ranks), default=None)
+
+    def silent_s(self) -> float:
+        """Return for how many seconds all ranks of the round have done nothing."""
+        return min((a.silent_s for a in self.in_round()), default=0.0)
+
+    def are_parked(self) -> bool:
+        phases = [phase for a in self.in_round() for _, _, phase, *_ in a.ranks]
+        return bool(phases) and all(phase == Phase.PARKED for phase in phases)
+
+    def have_ended(self) -> bool:
+        return all(a.ended for a in self.in_round())
+
+
+class Formation:
+    """Decides whether enough nodes are ready to form a round."""
+
+    def __init__(self, elastic: ElasticConfig, min_nodes: int, max_nodes: int, now: float):
+        self.elastic, self.min_nodes, self.max_nodes = elastic, min_nodes, max_nodes
+        self.since = now
+        self._enough_since: float | None = None
+
+    def restart(self, now: float) -> None:
+        self.since, self._enough_since = now, None
+
+    def is_complete(self, ready: int, are_all_ready: bool, is_first: bool, is_new: bool, now: float) -> bool:
+        """Whether the maximum is ready, or the minimum and no more have come for the join window."""
+        if ready < self.min_nodes:
+            self._enough_since = None
+            return False
+        self._enough_since = now if self._enough_since is None else self._enough_since
+        window_s = self.elastic.join_window_s if is_first else _RECONNECT_S if is_new else _REJOIN_S
+        return ready >= self.max_nodes or (are_all_ready and now - self._enough_since >= window_s)
+
+    def waited_in_vain_s(self, ready: int, is_excluding: bool, now: float) -> float | None:
+        """Return how long fewer than the minimum were waited for, once that was too long; else None."""
+        wait_s = self.elastic.wait_for_nodes_s
+        wait_s = min(wait_s, _REPLACEMENT_S) if is_excluding else wait_s
+        return wait_s if ready < self.min_nodes and now - self.since > wait_s else None
+
+
+class RoundPlanner:
+    """Plans rounds with the agents that are there."""
+
+    def __init__(self, config: JobConfig, run: RunDir):
+        self.config = config
+        self.max_nodes = node_range(config.nodes)[1]
+        self.shape = ModelShape.from_json(run.shape.read_text()) if run.shape.exists() else None
+        self.places = known_places(run)
+        self._thread = ThreadPoolExecutor(1, "plan")
+        self._question: object = None  # what is planned
+        self._answer: Future[Plan] = Future()
+
+    def plan(self, agents: Sequence[ConnectedAgent], shard_group: int) -> Plan | None:
+        """Plan with at most `max_nodes` of these, in a thread; None while it is at work, so ask again.
+
+        A plan for other agents than these, as they were before, is thrown away.
+
+        Args:
+            shard_group: of the round before, 0 for the first.
+
+        Raises:
+            BadInput: a sharding that cannot be formed on these nodes.
+        """
+        present = tuple(self._place(agent) for agent in sorted(agents, key=lambda a: a.node)[: self.max_nodes])
+        if self._question != (present, shard_group):
+            self._answer.cancel()
+            self._question, self._answer = (present, shard_group), begin(self._thread, self._plan, present, shard_group)
+        return self._answer.result() if self._answer.done() else None
+
+    def _plan(self, present: Sequence[Node], shard_group: int) -> Plan:
+        if shard_group:
+            return regroup(self.config, present, shard_group, self.shape)
+        return make_plan(self.config, Topology.of(present), shape=self.shape, seek_remedies=False)
+
+    def usable_nodes(self, agents: Sequence[ConnectedAgent], shard_group: int) -> int | None:
+        """Count the nodes among these that a round would use: spares alone complete no group. None: ask again."""
+        try:
+            plan = self.plan(agents, shard_group)
+        except BadInput:
+            return 0
+        return None if plan is None else len(plan.nodes)
+
+    def _place(self, agent: ConnectedAgent) -> Node:
+        """Locate a node: as `known_places` says, else as its cluster's environment does."""
+        known = self.places.get(agent.host) or Node(agent.name, tuple(agent.switches))
+        return replace(known, name=agent.name, gpus=agent.nproc)
+
+    def what_would_fit(self, nodes: int) -> str:
+        """Say what to change when ranks run out of memory: the plan's remedies."""
+        shape = self.shape or shape_of(self.config)
+        if shape is None:
+            return "The plan does not know the program's model"
+        fitting = remedies(self.config, shape, Topology.flat(nodes, ranks_per_node(self.config)))[:3]
+        overrides = " or ".join(" ".join(remedy.overrides) for remedy in fitting)
+        return f"The plan says that less memory is taken with {overrides}" if overrides else "No setting takes less"

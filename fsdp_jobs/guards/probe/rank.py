@@ -1,0 +1,153 @@
+"""Find ranks that compute wrong: all take the same microbatch, and compare gradients before these are averaged.
+
+A wrong gradient is averaged into the same wrong value everywhere, so comparing what replicas hold (run/agreement.py)
+does not see it. Here all ranks are peers, whatever the sharding: a strict majority of them is right. Each computes
+twice, so that kernels whose sums come in another order each time are not taken for faults.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fsdp_jobs.config.schema import JobConfig
+from fsdp_jobs.guards.replicas.rank import checksum
+from fsdp_jobs.hub.shards import plain_name
+from fsdp_jobs.run import events
+from fsdp_jobs.run.agreement import digest
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.env import ATTEMPT_ENV, RUN_DIR_ENV
+from fsdp_jobs.run.verdict import notify
+
+Microbatch = tuple[Tensor, Tensor]
+_UNSTEADY = {"the same computation, done twice": "differs"}
+_NAMED = 3  # tensors and ranks in a sentence
+
+
+class ComputesWrong(RuntimeError):
+    """This rank's gradients are not those that most ranks have computed from the same tokens."""
+
+
+class Probe:
+    """Compares, on all ranks, the gradients of one microbatch, every `integrity.probe_every_steps` steps."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        model: nn.Module,
+        device: torch.device,
+        backward: Callable[[list[Microbatch]], Tensor],
+    ):
+        self.config, self.model, self.device, self._backward = config, model, device, backward
+        self.every_steps = config.integrity.probe_every_steps if dist.get_world_size() > 1 else 0
+        self._agreed = -1  # the newest step of this round at which all ranks were the same
+
+    def run(self, step: int, microbatch: Microbatch) -> None:
+        """All ranks, between an update and the next step: compare the gradients of rank 0's microbatch.
+
+        Afterwards there are no gradients; nothing else has changed.
+
+        Raises:
+            ComputesWrong: those of this rank differ, and `integrity.action` is not report.
+        """
+        shared = [microbatch]
+        dist.broadcast_object_list(shared, src=0)
+        sums = self._sums(step, shared[0])
+        sums = sums if sums == self._sums(step, shared[0]) else _UNSTEADY
+        digests: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(digests, digest(sums))
+        common, votes = Counter(digests).most_common(1)[0]
+        if common == digest(_UNSTEADY) and 2 * votes > len(digests):
+            self.every_steps = 0
+            if dist.get_rank() == 0:
+                print("WARNING no probe in this round: most ranks do not get the same gradients twice", flush=True)
+        elif votes == len(digests):
+            self._agreed = step
+        else:
+            self._find(step, sums, digests, common if 2 * votes > len(digests) else None)
+
+    def _sums(self, step: int, microbatch: Microbatch) -> dict[str, str]:
+        """Return the sums of the gradients that this rank computes by itself, of whole parameters, and of the loss."""
+        found: dict[str, Tensor] = {}
+        hooks = []
+
+        def note(name: str, gradient: Tensor) -> None:
+            found[name] = checksum(gradient)
+
+        def gathered(prefix: str, unit: nn.Module, _inputs: object) -> None:
+            for name, parameter in unit.named_parameters(prefix):
+                name = plain_name(name)
+                if parameter.requires_grad and not isinstance(parameter, DTensor) and name not in watched:
+                    watched.add(name)
+                    hooks.append(parameter.register_hook(partial(note, name)))
+
+        watched: set[str] = set()
+        unit: nn.Module
+        for prefix, unit in self.model.named_modules():
+            if isinstance(unit, FSDPModule):  # this hook runs inside FSDP's own, which gathers
+                hooks.append(unit.register_forward_pre_hook(partial(gathered, prefix)))
+        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        try:
+            with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+                torch.manual_seed(step)
+                found["the loss"] = checksum(self._backward([microbatch]))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        for buffer, before in buffers:
+            buffer.copy_(before)
+        values = torch.stack([*found.values()]).tolist()
+        return {name: f"{value:x}" for name, value in zip(found, values, strict=True)}
+
+    def _find(self, step: int, sums: dict[str, str], digests: list[str], right: str | None) -> None:
+        """Tell which ranks differ from the others, if it can be told, and end those if that is wanted."""
+        theirs = [sums]
+        dist.broadcast_object_list(theirs, src=digests.index(right) if right else 0)
+        own = sorted(name for name in sums.keys() | theirs[0].keys() if sums.get(name) != theirs[0].get(name))
+        by_rank: list[list[str]] = [[]] * len(digests)
+        dist.all_gather_object(by_rank, own[:_NAMED])
+        wrong = [r for r, found in enumerate(digests) if found != right] if right else [*range(len(digests))]
+        # Who differs from the first probe on may run on other hardware than most do.
+        ends = right is not None and self._agreed >= 0 and self.config.integrity.action != "report"
+        why = [""]
+        if dist.get_rank() == 0:
+            why = [self._record(step, wrong, sorted({n for names in by_rank for n in names}), right is not None, ends)]
+        dist.broadcast_object_list(why, src=0)  # it has been recorded before any rank ends
+        self.every_steps = self.every_steps if ends else 0  # it was told
+        if ends and dist.get_rank() in wrong:
+            raise ComputesWrong(why[0])
+
+    def _record(self, step: int, wrong: list[int], tensors: list[str], is_known: bool, ends: bool) -> str:
+        """Record what was found, and exclude the machines of wrong ranks if that is wanted. Returns the sentence."""
+        run, attempt = RunDir(os.environ[RUN_DIR_ENV]), int(os.environ[ATTEMPT_ENV])
+        round_ = next(e for e in events.newest_events(run) if isinstance(e, events.RoundStarted))
+        nproc = round_.world_size // len(round_.nodes)
+        nodes, hosts = [round_.nodes[r // nproc] for r in wrong], [round_.hosts[r // nproc] for r in wrong]
+        places = zip(wrong[:_NAMED], nodes, hosts, strict=False)
+        who = ", ".join(f"rank {r} on node {n} ({h}, local rank {r % nproc})" for r, n, h in places)
+        who += f" and {len(wrong) - _NAMED} more ranks" if len(wrong) > _NAMED else ""
+        others = "than most ranks" if is_known else "than each other, and it is not known which is right"
+        since = f"the last probe at which all were the same was at step {self._agreed}"
+        if self._agreed < 0:
+            since = "so it was at the first probe already: is this machine's hardware or software another?"
+        why = (
+            f"step {step}: {who} computed other gradients {others} from the same tokens: {', '.join(tensors)}; {since}"
+        )
+        finding = "computed" if is_known else "unknown"
+        events.record(run, attempt, events.Corruption(step, self._agreed, finding, wrong, nodes, hosts, tensors, why))
+        notify(run, attempt, "corruption", why)
+        sound = {*round_.hosts} - {*hosts}
+        for host in {*hosts} if ends and sound and self.config.integrity.action == "exclude" else ():
+            run.exclude(host, self.config.elastic.exclude_for_s, why)
+            events.record(run, attempt, events.MachineExcluded(host, why))
+        return why

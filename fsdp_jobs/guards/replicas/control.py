@@ -1,0 +1,205 @@
+"""The coordinator compares what replicas hold, and goes on from where they agreed. No torch, no network.
+
+Agents send a digest for each rank's shards; the sums of single tensors are asked for when digests differ. Of three
+replicas or more a strict majority is right. Of two the step is done again, from the newest at which they agreed: who
+gets other sums than before was wrong before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from fsdp_jobs.control.attempt import Attempt
+from fsdp_jobs.control.placement import ConnectedAgent
+from fsdp_jobs.guards.replicas.difference import (
+    OUTVOTED,
+    REPRODUCED,
+    START,
+    TRANSIENT,
+    TWO,
+    UNKNOWN,
+    Difference,
+    Place,
+    differing,
+)
+from fsdp_jobs.run import events
+from fsdp_jobs.run.agreement import NO_LIMIT
+from fsdp_jobs.run.protocol import Message
+from fsdp_jobs.run.verdict import Verdict, notify
+
+_ANSWERS_S = 1.0  # for agents to send the sums of single tensors
+_REPLAYS = 2  # of steps at which two replicas differ, in an attempt
+_KEPT = 64  # newest steps of which some ranks have not yet told; they do so once per heartbeat
+_NAMED, _NAMED_RANKS = 3, 8  # tensors and ranks in a sentence
+_ASKED = 256  # ranks for the sums of single tensors, at most: of more, the answers take longer than leases last
+
+
+@dataclass
+class _Comparison:
+    """What is known of one round."""
+
+    round: int = -1
+    digests: dict[int, dict[int, str]] = field(default_factory=dict)  # step -> rank -> of what it holds
+    places: dict[int, Place] = field(default_factory=dict)  # by rank
+    told: set[int] = field(default_factory=set)  # shards whose replicas are known to differ
+    open: Difference | None = None  # agents are asked for tensors
+
+
+class ComparedAttempt(Attempt):
+    """An attempt whose replicas are compared; unless `integrity.action` is report, a difference ends the round."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self._comparison = _Comparison()
+        self._agreed = -1  # the newest step at which all replicas were the same
+        self._suspect: Difference | None = None  # of two replicas; its step is done again
+        self._replays = 0
+        self._limited = -1  # the newest round that was told this limit
+
+    def _begin_comparing(self) -> Message:
+        """Return what agents have to know of a new round."""
+        if self.round.number == self._limited and self.round.has_reports:
+            self.limit = NO_LIMIT  # that round went on from there, and its first rank has marked what was after it
+        self.committed, self._limited = min(self.committed, self.limit), self.round.number + 1
+        replayed = self._suspect.step if self._suspect is not None else -1
+        return {"limit": self.limit, "replayed": replayed, "holds": self.config.integrity.action != "report"}
+
+    def on_sums(self, agent: ConnectedAgent, message: Message, now: float) -> None:
+        """Take in the digests of a node's ranks, and compare when those of all ranks at that step are there."""
+        if message["round"] != self.round.number or not self.round.running:
+            return
+        if self._comparison.round != self.round.number:
+            self._comparison = _Comparison(self.round.number)
+        step, known = message["step"], self._comparison
+        digests = known.digests.setdefault(step, {})
+        digests |= dict(message["sums"])
+        known.digests = dict(sorted(known.digests.items())[-_KEPT:])
+        known.places |= {r: Place(agent.node, agent.host, r % agent.nproc) for r in dict(message["sums"])}
+        if len(digests) == self.round.size * agent.nproc:
+            known.digests = {s: of_step for s, of_step in known.digests.items() if s > step}
+            self._compare(step, digests, now)
+
+    def on_tensors(self, agent: ConnectedAgent, message: Message, now: float) -> None:
+        """Take in sums of single tensors of one rank."""
+        difference, rank = self._comparison.open, message["rank"]
+        if difference is None or message["step"] != difference.step or rank not in difference.sums:
+            return
+        difference.expected[rank] = message["of"]
+        difference.sums[rank] |= dict(message["sums"])
+        if difference.is_told:
+            self._conclude(now)
+
+    def _close(self, verdict: Verdict, now: float) -> None:
+        self.round.running = False
+        self._conclude(now)
+        super()._close(verdict, now)
+
+    def _watch_comparison(self, now: float) -> None:
+        """Go on without what agents do not tell."""
+        if self._comparison.open is not None and now - self._comparison.open.asked_at > _ANSWERS_S:
+            self._conclude(now)
+
+    def _compare(self, step: int, digests: dict[int, str], now: float) -> None:
+        group, known = self.round.shard_group, self._comparison
+        shards = differing(digests, group)
+        known.told &= shards  # the others are the same again
+        if self._suspect is not None and step >= self._suspect.step:
+            self._judge_replay(step, digests, now)
+        self._agreed = min(self._agreed, step - 1) if shards else step  # also after a round that was further
+        self.limit = self.limit if shards else NO_LIMIT
+        if not shards - known.told:
+            self._go_on(step, bool(shards))
+        elif self.round.running:
+            if known.open is not None:
+                self._conclude(now)
+            holders = {rank: digest for rank, digest in digests.items() if rank % group in shards - known.told}
+            known.told |= shards
+            known.open = Difference.of(step, group, holders, known.places, now)
+            if len(holders) <= _ASKED:
+                self.agents.send("tell", round=self.round.number, step=step, ranks=[*holders])
+            else:
+                self._conclude(now)
+
+    def _go_on(self, step: int, differ: bool) -> None:
+        differ &= self.config.integrity.action == "report"  # else it is gone on with though nobody knows who is wrong
+        self.agents.send("compared", agreed=self._agreed, compared=step, differ=differ)
+
+    def _conclude(self, now: float) -> None:
+        """Tell what is known of the difference that is open, and go back to where replicas agreed if that is wanted."""
+        difference, self._comparison.open = self._comparison.open, None
+        if difference is None:
+            return
+        step, wrong = difference.step, difference.outvoted()
+        goes_back = self.round.running and self.config.integrity.action != "report"
+        if step == 0:
+            cure = "every rank has to begin with the same weights, and to train a replica of the same model"
+            why = self._record_corruption(difference, START, [*difference.sums], f"before the first step: {cure}")
+            if goes_back:
+                self._close(Verdict("user_error", "stop", why), now)
+            return
+        if wrong:
+            why = self._record_corruption(difference, OUTVOTED, [*wrong], "differs from the majority of its replicas")
+        else:
+            goes_back &= self._replays < _REPLAYS
+            how = "; it is done again to tell which" if goes_back else ""
+            why = self._record_corruption(difference, TWO, [*difference.sums], f"differ, and one of them is wrong{how}")
+            if goes_back:
+                self._suspect, self._replays = difference, self._replays + 1
+        if goes_back:
+            agreed = self._agreed_before(step)
+            self.limit, self._limited = agreed if agreed >= 0 else step - 1, -1
+            self._break_for(difference, [*wrong], why, now)
+        else:
+            self._go_on(step, differ=True)
+
+    def _judge_replay(self, step: int, digests: dict[int, str], now: float) -> None:
+        """Tell what doing a step again has shown."""
+        assert self._suspect is not None
+        suspect, self._suspect = self._suspect, None
+        finding, wrong = suspect.judge(digests) if step == suspect.step else (UNKNOWN, [])
+        if finding == TRANSIENT:
+            what = "was wrong: done again, the step gave other sums there, those that the others had at once"
+            why = self._record_corruption(suspect, finding, wrong, what)
+            if self.config.integrity.action == "exclude":
+                self._break_for(suspect, wrong, why, now)
+        elif finding == REPRODUCED:
+            what = "differ in the same way when the step is done again, so it is not known which is wrong"
+            self._record_corruption(suspect, finding, [*suspect.sums], what)
+            self._comparison.told |= {rank % suspect.shard_group for rank in suspect.sums}
+        else:
+            what = "differed, and doing the step again has not shown which was wrong"
+            self._record_corruption(suspect, UNKNOWN, [*suspect.sums], what)
+
+    def _record_corruption(self, difference: Difference, finding: str, ranks: list[int], what: str) -> str:
+        """Record a finding. Returns its sentence."""
+        tensors = difference.tensors()
+        places = [difference.places[rank] for rank in ranks]
+        who = ", ".join(f"rank {r} on {p}" for r, p in zip(ranks[:_NAMED_RANKS], places, strict=False))
+        who += f" and {len(ranks) - _NAMED_RANKS} more ranks" if len(ranks) > _NAMED_RANKS else ""
+        more = f" and {len(tensors) - _NAMED} more tensors" if len(tensors) > _NAMED else ""
+        where = f" in {', '.join(tensors[:_NAMED])}{more}" if tensors else ""
+        why = f"step {difference.step}: {who} {what}{where}"
+        agreed = self._agreed_before(difference.step)
+        nodes, hosts = [p.node for p in places], [p.host for p in places]
+        self._record(events.Corruption(difference.step, agreed, finding, ranks, nodes, hosts, tensors, why))
+        try:
+            notify(self.run, self.number, "corruption", why)
+        except OSError as e:
+            self._warn(f"the notification cannot be started: {e}")
+        return why
+
+    def _agreed_before(self, step: int) -> int:
+        """Return the newest step before one at which replicas differ where they were the same, -1 if none is known."""
+        resumed = next((e for e in events.newest_events(self.run) if isinstance(e, events.Resumed)), None)
+        read = resumed.step if resumed is not None and resumed.place != "memory" else -1  # by all, from one file
+        return max(min(self._agreed, step - 1), min(read, step))
+
+    def _break_for(self, difference: Difference, wrong: list[int], why: str, now: float) -> None:
+        """End the round because of ranks that are wrong; whose node it was is blamed, if it is one."""
+        places = {difference.places[rank][:2] for rank in wrong}
+        if len(places) == 1:
+            node, host = places.pop()
+            self.round.culprit = node if self.round.hosts.get(node) == host else None
+        self.round.excludes = self.config.integrity.action == "exclude" and self.round.culprit is not None
+        self._break(why, now)

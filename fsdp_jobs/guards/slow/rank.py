@@ -1,0 +1,98 @@
+"""Measure what a step takes this rank by itself: its data, its checkpoints, and the forward pass of its blocks.
+
+FSDP's collectives make all ranks wait for the slowest one in every block, so their steps take equally long, and
+none waits noticeably at the step's end. Between the all-gather of a block and the block's end there is no
+collective: that span is the rank's own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from fsdp_jobs.run.rank_state import Times
+
+_WARM_UP = 50  # steps of a round that do not count: they compile, allocate and fill caches
+_MOST_BLOCKS = 16  # that are measured, evenly spread: on a GPU each takes two events per microbatch
+_MOST_SPANS = 1 << 16  # of a step; a program that never ends one keeps no more
+
+
+class _Span(NamedTuple):
+    """One block's forward pass."""
+
+    host_s: float
+    work: int  # elements of its input
+    events: tuple[torch.cuda.Event, torch.cuda.Event] | None  # None on a CPU, where the host computes
+
+
+class StepTimer:
+    """Sums up this rank's own times; on a GPU those of a step are read in the next one, when nobody waits for them."""
+
+    def __init__(self, device: torch.device):
+        self._is_cuda = device.type == "cuda"
+        self._blocks_per_measured = 1.0
+        self._began_s, self._began = 0.0, self._mark()
+        self._spans = deque[_Span](maxlen=_MOST_SPANS)  # of this step
+        self._done = deque[_Span]()  # of the step before
+        self._steps = 0
+        self.compute_s = 0.0  # of the newest step that is known
+        self.sums = Times()
+
+    def watch(self, model: nn.Module) -> None:
+        """Measure the model's innermost FSDP units, after `fully_shard`: these hooks run inside FSDP's own."""
+        units = [m for m in model.modules() if isinstance(m, FSDPModule) and _units_in(m) == 1]
+        measured = units[:: len(units) // _MOST_BLOCKS + 1]
+        self._blocks_per_measured = len(units) / max(1, len(measured))
+        for unit in measured:
+            unit.register_forward_pre_hook(self._begin)
+            unit.register_forward_hook(self._end, prepend=True)
+
+    def _mark(self) -> torch.cuda.Event | None:
+        if not self._is_cuda:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _begin(self, _block: nn.Module, _inputs: object) -> None:
+        self._began_s, self._began = time.perf_counter(), self._mark()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _end(self, _block: nn.Module, inputs: tuple[object, ...], _output: object) -> None:
+        if not torch.is_grad_enabled():
+            return  # a validation pass
+        host_s, ended = time.perf_counter() - self._began_s, self._mark()
+        work = inputs[0].numel() if inputs and isinstance(inputs[0], Tensor) else 0
+        events = None if self._began is None or ended is None else (self._began, ended)
+        self._spans.append(_Span(host_s, work, events))
+
+    def end_step(self, step_s: float, data_s: float, checkpoint_s: float, slowest_s: float) -> None:
+        """Add a step.
+
+        Args:
+            step_s: seconds it took.
+            data_s: that it waited for its data.
+            checkpoint_s: that it waited for checkpoints.
+            slowest_s: the longest `compute_s` of all ranks.
+        """
+        spans = self._done if self._is_cuda else self._spans
+        self._done, self._spans = self._spans, deque(maxlen=_MOST_SPANS)
+        host_s = sum(s.host_s for s in spans) * self._blocks_per_measured
+        pairs = [s.events for s in spans if s.events is not None and s.events[1].query()]
+        on_gpu = sum(begin.elapsed_time(end) for begin, end in pairs) / 1e3
+        self.compute_s = on_gpu * self._blocks_per_measured if self._is_cuda else host_s
+        self._steps += 1
+        if self._steps > _WARM_UP:
+            work = float(sum(s.work for s in spans))
+            new = (1, step_s, data_s, checkpoint_s, self.compute_s, host_s, work, slowest_s)
+            self.sums = Times(*(a + b for a, b in zip(self.sums, new, strict=True)))
+
+
+def _units_in(module: nn.Module) -> int:
+    return sum(isinstance(m, FSDPModule) for m in module.modules())

@@ -1,0 +1,130 @@
+"""Export a checkpoint for other programs: safetensors as Hugging Face has them, or one .pt file. No GPU.
+
+At no time is more than one output file's worth of tensors in memory (safetensors), or one copy of the model (.pt).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from fsdp_jobs.checkpoints import catalog
+from fsdp_jobs.checkpoints.storage import SafeReader, load_alone
+from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
+from fsdp_jobs.config.schema import HfConfig, JobConfig, LlamaConfig
+from fsdp_jobs.hub.huggingface import folder_of, transformers
+from fsdp_jobs.models.llama import hf_config, hf_name
+from fsdp_jobs.run.directory import RunDir, checkpoints_of, write_atomic
+
+_FILE_BYTES = 5 * 2**30  # a safetensors file's size, at most (one larger tensor has a file of its own)
+
+
+def export(run: RunDir, config: JobConfig, file_format: str, step: int | None, out: str | None) -> list[Path]:
+    """Write the model of a checkpoint. Returns the files written.
+
+    Args:
+        file_format: "safetensors" (with `config.json` for a Llama or a model of transformers, so that transformers
+            opens it, and the tokenizer's files where the model came with some) or "pt".
+        step: of the checkpoint; None for the newest that is whole.
+        out: folder; None for `<run directory>/export`.
+
+    Raises:
+        BadInput: there is no such checkpoint.
+        JobFailed: the checkpoint asked for is damaged.
+    """
+    folder = _choose(run, config, step)
+    target = Path(out) if out is not None else run.export
+    target.mkdir(parents=True, exist_ok=True)
+    entries = SafeReader(folder).read_metadata().state_dict_metadata
+    saved = {n: e for n, e in entries.items() if n.startswith("model.") and isinstance(e, TensorStorageMetadata)}
+    if file_format == "pt":
+        file = target / "model.pt"
+        torch.save(_load(folder, saved), file)
+        return [file]
+    groups = list(_by_file(saved))
+    file_of: dict[str, str] = {}
+    for i, names in enumerate(groups, 1):
+        tensors = _load(folder, {n: saved[n] for n in names})
+        if isinstance(config.model, LlamaConfig):
+            tensors = {hf_name(n): tensor for n, tensor in tensors.items()}
+        file = target / ("model" + (f"-{i:05d}-of-{len(groups):05d}" if len(groups) > 1 else "") + ".safetensors")
+        save_file(tensors, file, metadata={"format": "pt"})
+        file_of |= dict.fromkeys(tensors, file.name)
+    written = [target / name for name in dict.fromkeys(file_of.values())]
+    dtype = str(next(iter(saved.values())).properties.dtype).removeprefix("torch.")
+    if len(groups) > 1:
+        total = sum(map(_bytes, saved.values()))
+        index = {"metadata": {"total_size": total}, "weight_map": file_of}
+        written.append(_write_json(target / "model.safetensors.index.json", index))
+    if isinstance(config.model, LlamaConfig):
+        written.append(_write_json(target / "config.json", hf_config(config.model, config.data.seq_len, dtype)))
+    elif isinstance(config.model, HfConfig):
+        written += _beside_weights(config.model, target, dtype)
+    return written
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> Path:
+    write_atomic(file, json.dumps(content, indent=1))
+    return file
+
+
+def _beside_weights(model: HfConfig, target: Path, dtype: str) -> list[Path]:
+    """Copy what a model's folder holds besides weights: configuration, generation settings, tokenizer."""
+    described = transformers().AutoConfig.from_pretrained(model.name_or_path, dtype=dtype, trust_remote_code=False)
+    described.save_pretrained(target)
+    written = [target / "config.json"]
+    for file in sorted(folder_of(model, weights=False).iterdir()):
+        is_other = file.name == "config.json" or file.name.endswith(".index.json")
+        if file.suffix in (".json", ".txt", ".model", ".jinja") and not is_other:
+            shutil.copyfile(file, target / file.name)
+            written.append(target / file.name)
+    return written
+
+
+def _choose(run: RunDir, config: JobConfig, step: int | None) -> Path:
+    home = checkpoints_of(config.checkpoint, run)
+    committed = catalog.find_checkpoints(home)
+    if not committed and not config.cluster.shares_files:
+        cure = f"copy them to {home} with the pod of deploy/kubernetes/reader.yaml, then repeat the command"
+        raise BadInput([Problem(run.name, "its checkpoints are on the claim, not on this machine", cure)])
+    steps = [catalog.step_of(f) for f in committed]
+    if step is not None and step not in steps:
+        others = f"one of {', '.join(map(str, steps)) or 'none'}"
+        raise BadInput([Problem(f"--step {step}", f"{run.name} has no such checkpoint", others)])
+    for folder in committed[0 if step is None else steps.index(step) :]:
+        faults = catalog.verify(folder)
+        if not faults:
+            return folder
+        if step is not None:
+            raise JobFailed(f"{folder.name} is damaged: {'; '.join(faults)}")
+    raise BadInput([Problem(run.name, "has no whole checkpoint yet", "let it train longer, or save more often")])
+
+
+def _bytes(entry: TensorStorageMetadata) -> int:
+    return int(entry.size.numel()) * entry.properties.dtype.itemsize
+
+
+def _by_file(saved: dict[str, TensorStorageMetadata]) -> Iterator[list[str]]:
+    names: list[str] = []
+    size = 0
+    for name, entry in saved.items():
+        if names and size + _bytes(entry) > _FILE_BYTES:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += _bytes(entry)
+    yield names
+
+
+def _load(folder: Path, entries: dict[str, TensorStorageMetadata]) -> dict[str, Tensor]:
+    state = {name: torch.empty(e.size, dtype=e.properties.dtype) for name, e in entries.items()}
+    load_alone(folder, state)
+    return {name.removeprefix("model."): tensor for name, tensor in state.items()}

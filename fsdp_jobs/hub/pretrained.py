@@ -1,0 +1,245 @@
+"""Pretrained weights for a new run: safetensors, .pt and .bin files, or a folder that DCP wrote.
+
+Every rank reads its own part of each tensor only; of a .pt file, which is mapped into memory, the pages they are in.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.tensor import DTensor
+
+from fsdp_jobs.checkpoints.catalog import METADATA
+from fsdp_jobs.checkpoints.storage import SafeReader, load_alone
+from fsdp_jobs.config.errors import BadInput, Problem
+from fsdp_jobs.config.schema import HfConfig, JobConfig, LlamaConfig, ModelConfig
+from fsdp_jobs.hub.huggingface import folder_of, is_hf, transformers
+from fsdp_jobs.hub.shards import copy_local_part, plain_name, weights_of
+
+_PREFIXES = ("", "model.", "module.", "state_dict.", "model_state_dict.", "_orig_mod.")
+_NO_WEIGHTS = ("optim", "lr_scheduler", "scheduler", "train_state", "dataloader", "rng", "scaler")
+_QUERIES_AND_KEYS = re.compile(r"\b(wq|wk|q_proj|k_proj)\.(weight|bias)$")
+
+
+_Tensors = tuple[dict[str, tuple[int, ...]], Callable[[dict[str, Tensor]], None]]  # shapes, and what reads them
+
+
+@dataclass(frozen=True)
+class Source:
+    """Tensors by name, beside the model that they are to fill."""
+
+    shapes: dict[str, tuple[int, ...]]
+    fill: Callable[[dict[str, Tensor]], None]  # copies into each tensor, by the source's names, what this rank holds
+    found: dict[str, str]  # the model's names -> the source's
+    missing: list[str]  # parameters of the model that the source lacks
+    left_over: list[str]  # tensors that the model lacks
+
+
+def _of_dcp(folder: Path) -> _Tensors:
+    entries = SafeReader(folder).read_metadata().state_dict_metadata
+    shapes = {n: tuple(e.size) for n, e in entries.items() if isinstance(e, TensorStorageMetadata)}
+    return shapes, partial(load_alone, folder)
+
+
+def _of_files(files: list[Path]) -> _Tensors:
+    tensors: dict[str, Any] = {}
+    for file in files:
+        tensors |= _of_safetensors(file) if file.suffix == ".safetensors" else _of_pickle(file)
+
+    def fill(targets: dict[str, Tensor]) -> None:
+        for name, target in targets.items():
+            copy_local_part(target, tensors[name])
+
+    return {n: tuple(t.shape if isinstance(t, Tensor) else t.get_shape()) for n, t in tensors.items()}, fill
+
+
+def _of_safetensors(file: Path) -> dict[str, Any]:
+    opened: Any = safe_open(file, framework="pt")
+    return {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - not a dictionary
+
+
+def _of_pickle(file: Path) -> dict[str, Any]:
+    try:
+        content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except RuntimeError:  # torch's form from before 1.6 cannot be mapped
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    return dict(_flat("", content))
+
+
+def _flat(prefix: str, content: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of nested dictionaries, names joined by dots."""
+    for key, value in content.items():
+        if isinstance(value, Tensor):
+            yield f"{prefix}{key}", value
+        elif isinstance(value, dict):
+            yield from _flat(f"{prefix}{key}.", value)
+
+
+def _open(path: Path, key: str) -> _Tensors:
+    """Open a file or folder of weights; `key` is the setting that named it, for errors.
+
+    Raises:
+        BadInput: nothing there can be read.
+    """
+    if (path / METADATA).is_file():
+        return _of_dcp(path)
+    for pattern in ("*.safetensors", "*.bin", "*.pt", "*.pth"):
+        files = [path] if path.is_file() and path.match(pattern) else sorted(path.glob(pattern))
+        index = next(path.glob(f"{pattern}.index.json"), None)
+        if len(files) > 1 and index is not None:  # a folder may hold the same weights twice
+            named = {path / n for n in json.loads(index.read_text())["weight_map"].values()}
+            files = [f for f in files if f in named] or files
+        if files:
+            return _of_files(files)
+    what = "holds no .safetensors, .bin, .pt or .pth file and no DCP checkpoint" if path.exists() else "is not there"
+    raise BadInput([Problem(f"{key}={path}", what, "a file of weights, or the folder they are in")])
+
+
+def open_source(model: nn.Module, config: JobConfig, path: Path, key: str) -> Source:
+    """Open a file or folder of weights, named by the setting `key`, and match its names with the model's.
+
+    Raises:
+        BadInput: nothing there can be read.
+    """
+    (shapes, fill), weights = _open(path, key), weights_of(model)
+    found, left_over = match(shapes, weights.keys(), config.init_key_map)
+    filled = {id(weights[name]) for name in found}  # tied weights have several names, and any of them will do
+    missing = [plain_name(n) for n, p in model.named_parameters() if id(p) not in filled]
+    return Source(shapes, fill, found, missing, left_over)
+
+
+def problems_of(model: nn.Module, config: JobConfig, source: Source | None = None) -> list[Problem]:
+    """List what keeps `init_from` from being this model's weights; the model may be on the meta device.
+
+    Raises:
+        BadInput: nothing there can be read.
+    """
+    source = source or open_source(model, config, Path(config.init_from or ""), "init_from")
+    weights = weights_of(model)
+    shapes = [(name, list(weights[name].shape), list(source.shapes[own])) for name, own in source.found.items()]
+    wrong = [Problem(n, f"is {ours} in the model and {its} in the source") for n, ours, its in shapes if ours != its]
+    return [*wrong, *_name_problems(f"init_from={config.init_from}", source.missing, source.left_over)]
+
+
+def load_initial(model: nn.Module, config: JobConfig) -> None:
+    """Load the weights that the configuration names, if any, into a new run's model. All ranks call it.
+
+    Raises:
+        BadInput: tensors that are missing, left over, or of another shape, by name.
+    """
+    if config.init_from is not None:
+        path, key = Path(config.init_from), "init_from"
+    elif isinstance(config.model, HfConfig) and config.model.pretrained:
+        path, key = folder_of(config.model), "model.name_or_path"
+    else:
+        return
+    source = open_source(model, config, path, key)
+    if config.init_from is not None and (problems := problems_of(model, config, source)):
+        raise BadInput(problems)
+    if source.missing:
+        _by_transformers(model, config.model)
+        return
+    weights = weights_of(model)
+    with torch.no_grad():
+        source.fill({name: weights[own] for own, name in source.found.items()})
+    if config.init_rope == "interleaved":
+        _reorder_rotated_rows(model, config)
+    if dist.get_rank() == 0:
+        print(f"initial weights: {len(source.found)} tensors of {path}", flush=True)
+        if source.left_over:
+            print(f"not used: {_first(source.left_over)}", flush=True)
+
+
+def match(source: Iterable[str], model: Collection[str], key_map: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Match names: the model's -> the source's, and those of the source that match none.
+
+    The source's names go through the key map first; then one common prefix is removed, or one of the model's added,
+    whichever matches most.
+    """
+    rules = [entry.partition("=>") for entry in key_map]
+    mapped: dict[str, str] = {}
+    for name in source:
+        new = name
+        for pattern, _, replacement in rules:
+            new = re.sub(pattern, replacement, new)
+        if new:
+            mapped[new] = name
+    added = ["", *sorted({f"{n.partition('.')[0]}." for n in model})]
+    pairs = [("", put) for put in added] + [(off, "") for off in _PREFIXES[1:]]
+
+    def renamed(off: str, put: str) -> dict[str, str]:
+        return {put + new.removeprefix(off): name for new, name in mapped.items() if new.startswith(off)}
+
+    off, put = max(pairs, key=lambda pair: len(renamed(*pair).keys() & set(model)))
+    candidates = renamed(off, put)
+    if put:  # only what lacks the prefix gets it
+        candidates = {(new if new in model else put + new): name for new, name in mapped.items()}
+    left_over = [name for new, name in candidates.items() if new not in model and not name.startswith(_NO_WEIGHTS)]
+    return {new: name for new, name in candidates.items() if new in model}, left_over
+
+
+def _name_problems(where: str, missing: list[str], left_over: list[str]) -> Iterator[Problem]:
+    if missing:
+        instead = "init_key_map=['REGEX=>REPLACEMENT'] turns its names into the model's"
+        yield Problem(where, f"has nothing for {_first(missing)}", instead)
+    if left_over:
+        instead = "init_key_map=['^NAME$=>'] leaves a tensor out"
+        yield Problem(where, f"holds more than the model has: {_first(left_over)}", instead)
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _head_width(model: Any, config: JobConfig) -> int:
+    if isinstance(config.model, LlamaConfig):
+        return config.model.dim // config.model.n_heads
+    if is_hf(model):
+        shape = model.config
+        return int(getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads)
+    raise BadInput([Problem("init_rope=interleaved", "is not supported for this model", "model=llama... or model=hf")])
+
+
+def _reorder_rotated_rows(model: nn.Module, config: JobConfig) -> None:
+    """Reorder queries and keys from rotated neighbours into pairs (i, i + width / 2) of each head."""
+    width = _head_width(model, config)
+    for name, parameter in model.named_parameters():
+        if _QUERIES_AND_KEYS.search(plain_name(name)):
+            assert isinstance(parameter, DTensor)
+            pairs = parameter.full_tensor().detach().unflatten(0, (-1, width // 2, 2))
+            copy_local_part(parameter, pairs.transpose(1, 2).flatten(0, 2))
+
+
+def _by_transformers(model: nn.Module, config: ModelConfig) -> None:
+    """Load weights whose layout differs from the model's: rank 0 has transformers read them, and sends them.
+
+    Raises:
+        BadInput: transformers does not find all of them either.
+    """
+    assert isinstance(config, HfConfig)
+    state: dict[str, Any] = {}
+    missing: list[Any] = [[]]
+    if dist.get_rank() == 0:
+        library = transformers().AutoModelForCausalLM
+        safe = {"weights_only": True, "trust_remote_code": False}
+        whole, info = library.from_pretrained(
+            config.name_or_path, dtype=torch.float32, output_loading_info=True, **safe
+        )
+        missing, state = [sorted(info["missing_keys"])], whole.state_dict()
+    dist.broadcast_object_list(missing, src=0)
+    if missing[0]:
+        raise BadInput(list(_name_problems(f"model.name_or_path={config.name_or_path}", missing[0], [])))
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, state, options=options)

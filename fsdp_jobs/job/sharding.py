@@ -1,0 +1,221 @@
+"""Parallelism applied to a plain model: its mesh, activation checkpointing, compile, FSDP2, weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+    offload_wrapper,
+)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from fsdp_jobs.config.resolve import output_dtype, param_dtype
+from fsdp_jobs.config.schema import FsdpConfig, HfConfig, JobConfig, ModelConfig
+from fsdp_jobs.config.torch_version import require_new_fsdp
+from fsdp_jobs.hub.huggingface import initial_pieces
+from fsdp_jobs.hub.shards import copy_local_part, plain_name, seed_of
+from fsdp_jobs.models.build import build_model, find_blocks, head_modules_of
+from fsdp_jobs.plan.layout import Layout
+
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# What selective checkpointing keeps: the outputs that are expensive to compute again.
+_EXPENSIVE_OPS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+}
+
+
+def compute_dtype(fsdp: FsdpConfig, device: torch.device) -> torch.dtype:
+    """Return the dtype that parameters are gathered and computed in."""
+    return TORCH_DTYPES[param_dtype(fsdp, device.type)]
+
+
+def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
+    """Return the mesh of a layout over all ranks in ascending order.
+
+    Raises:
+        RuntimeError: the layout is for another world, or a rank's place in the mesh differs from its
+            rank in the group. (DCP addresses shards by mesh coordinates and process groups sort their
+            ranks: where the two disagree, training works and checkpoints are silently wrong.)
+    """
+    if layout.world_size != dist.get_world_size():
+        raise RuntimeError(f"the layout is for {layout.world_size} ranks, the world has {dist.get_world_size()}")
+    shape = layout.mesh_shape
+    mesh = init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    for dim, place in enumerate(coordinate):
+        if place != dist.get_rank(mesh.get_group(dim)):
+            raise RuntimeError(f"mesh row {torch.as_tensor(mesh.mesh).tolist()} is out of rank order in dim {dim}")
+    return mesh
+
+
+def sharded_model(config: JobConfig, layout: Layout, mesh: DeviceMesh, device: torch.device) -> nn.Module:
+    """Build the model of a configuration, sharded as the layout says.
+
+    Its weights depend on the seed alone: not on the world size, the strategy or the grouping.
+
+    Raises:
+        ValueError: a wrap class that matches no module of the model.
+        RuntimeError: a parameter was left out of the sharding.
+    """
+    fsdp = config.fsdp
+    with torch.device("meta" if fsdp.meta_init else "cpu"):
+        torch.manual_seed(config.seed)
+        model = build_model(config.model)
+        if fsdp.master_dtype != "fp32":
+            for parameter in model.parameters():  # buffers keep their dtype
+                parameter.data = parameter.data.to(torch.bfloat16)
+    shard(model, find_blocks(model, config.model, fsdp), fsdp, layout, mesh, device)
+    if fsdp.meta_init:
+        model.to_empty(device="cpu" if fsdp.cpu_offload else device)
+        for module in model.modules():  # FSDP offloads parameters alone
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+        fill_weights(model, config.model, device, config.seed)
+    left_out = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
+    if left_out:
+        raise RuntimeError(f"not sharded: {', '.join(left_out[:5])}")
+    return model
+
+
+def make_equal(model: nn.Module) -> None:
+    """Send rank 0's weights and buffers to all, if the first numbers of any tensor differ between ranks."""
+    tensors = [*model.parameters(), *model.buffers()]
+    sums = [t.detach().flatten()[:8].double().sum().item() for t in tensors]
+    by_rank: list[list[float]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(by_rank, sums)
+    if any(other != by_rank[0] for other in by_rank):
+        for tensor in tensors:
+            dist.broadcast(tensor.detach(), src=0)
+
+
+def shard(
+    model: nn.Module, blocks: list[nn.Module], fsdp: FsdpConfig, layout: Layout, mesh: DeviceMesh, device: torch.device
+) -> None:
+    """Apply activation checkpointing, compilation and FSDP2 to a model whose blocks are given.
+
+    Each block becomes an FSDP unit, the head one that stays gathered (backward needs it at once), and the root.
+    """
+    if layout.strategy == "no_shard":
+        require_new_fsdp("fsdp=no_shard")
+    blocks = _checkpoint_activations(model, blocks, fsdp)
+    if fsdp.compile:
+        for block in blocks:
+            block.compile()
+    output = output_dtype(fsdp)
+    inner = MixedPrecisionPolicy(compute_dtype(fsdp, device), TORCH_DTYPES[fsdp.reduce_dtype])
+    outer = MixedPrecisionPolicy(
+        inner.param_dtype, inner.reduce_dtype, None if output is None else TORCH_DTYPES[output]
+    )
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if fsdp.cpu_offload else OffloadPolicy()
+
+    def apply(module: nn.Module | list[nn.Module], policy: MixedPrecisionPolicy, reshard: bool) -> None:
+        if layout.strategy == "no_shard":
+            replicate(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
+        else:
+            fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
+
+    for block in blocks:
+        apply(block, inner, layout.reshard_after_forward)
+    head = head_modules_of(model) if fsdp.wrap == "layer" else []
+    if head:
+        apply(head, inner, False)
+    apply(model, outer, False)
+    for ahead, order, prefetch in (
+        (fsdp.forward_prefetch, blocks, "set_modules_to_forward_prefetch"),
+        (fsdp.backward_prefetch, blocks[::-1], "set_modules_to_backward_prefetch"),
+    ):
+        for i, block in enumerate(order if ahead else []):
+            getattr(block, prefetch)(order[i + 1 : i + 1 + ahead])
+
+
+def _checkpoint_activations(model: nn.Module, blocks: list[nn.Module], fsdp: FsdpConfig) -> list[nn.Module]:
+    """Wrap blocks so that their activations are recomputed in backward. Returns all blocks, wrapped or not."""
+    kind = fsdp.activation_checkpointing
+    if kind == "none":
+        return blocks
+    options: dict[str, Any] = {"context_fn": _keep_expensive_ops} if kind == "selective" else {}
+    chosen = set(blocks[:: fsdp.activation_checkpointing_every] if kind == "every_n" else blocks)
+    wrapped = {block: block for block in blocks}
+
+    def wrap(block: nn.Module) -> nn.Module:
+        if wrapped[block] is block:
+            recomputed = checkpoint_wrapper(block, **options)
+            wrapped[block] = offload_wrapper(recomputed) if fsdp.activation_offload else recomputed
+        return wrapped[block]
+
+    apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=chosen.__contains__)
+    return list(wrapped.values())
+
+
+def _keep_expensive_ops() -> object:
+    def policy(_context: object, op: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in _EXPENSIVE_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def fill_weights(model: nn.Module, model_config: ModelConfig, device: torch.device, seed: int) -> None:
+    """Give the emptied shards their initial values.
+
+    A model with `init_parameter` fills one whole parameter at a time on every rank and keeps its
+    shard: no traffic, and never more than one parameter in memory. A model of transformers is filled
+    a layer at a time; of a pretrained one only the buffers, since hub/pretrained.py reads its weights.
+    Any other is built by rank 0 on its CPU and sent out tensor by tensor; buffers too, since to_empty() lost them.
+    """
+    if isinstance(model_config, HfConfig):
+        weights = {plain_name(n): t for n, t in [*model.named_parameters(), *model.named_buffers()]}  # tied ones once
+        for piece in initial_pieces(model_config, device, seed):
+            for name in piece.keys() & weights.keys():
+                if not (model_config.pretrained and isinstance(weights[name], DTensor)):
+                    copy_local_part(weights[name], piece[name])
+        return
+    if (init_parameter := getattr(model, "init_parameter", None)) is not None:
+        for name, parameter in model.named_parameters():
+            name = plain_name(name)
+            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            with torch.no_grad():
+                init_parameter(name, whole, torch.Generator(device).manual_seed(seed_of(seed, name)))
+            copy_local_part(parameter, whole)
+        return
+    state, buffers = {}, {}
+    if dist.get_rank() == 0:
+        torch.manual_seed(seed)
+        with torch.device("cpu"):
+            whole_model = build_model(model_config)
+        state, buffers = whole_model.state_dict(), dict(whole_model.named_buffers())
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, state, options=options)
+    for name, buffer in model.named_buffers():  # those that a state_dict leaves out too
+        if buffers:
+            buffer.copy_(buffers[plain_name(name)])
+        dist.broadcast(buffer, src=0)
+
+
+def set_gradient_communication(model: nn.Module, layout: Layout, last: bool) -> None:
+    """Set, before a microbatch's backward, what is sent of its gradients.
+
+    The last microbatch of a step always reduces in full. Before it: where the layout accumulates unsharded
+    gradients, nothing is sent; otherwise gradients are reduce-scattered inside the shard group, and a hybrid's
+    all-reduce between replicas waits for the last.
+    """
+    assert isinstance(model, FSDPModule)
+    if layout.accumulate_unsharded or layout.shard_group == 1:
+        model.set_requires_gradient_sync(last)
+    elif layout.replicas > 1:
+        model.set_requires_all_reduce(last)

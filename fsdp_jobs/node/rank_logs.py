@@ -1,0 +1,102 @@
+"""Environment, logs and error files of a node's ranks, as torch's agent asks for them; when the logs were written."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+
+from fsdp_jobs.config.resolve import accelerator_of_node
+from fsdp_jobs.config.schema import JobConfig
+from fsdp_jobs.node import accelerate_env
+from fsdp_jobs.node.rendezvous import CoordinatorRendezvous
+from fsdp_jobs.plan.layout import Layout
+from fsdp_jobs.run.env import EPOCH_ENV, LAYOUT_ENV, LOG_ENV, ROUND_ENV, STACKS_ENV
+from fsdp_jobs.run.tail import TIMES
+
+_EVERY_S = 1.0  # between two looks at the lengths of logs
+FLIGHT_RECORDER = "nccl-trace-rank-"  # NCCL's record of collectives: the rank is appended
+
+
+class RankLogs(LogsSpecs):
+    """Gives each rank its log, error file and layout through its environment; a rank redirects its own output."""
+
+    def __init__(self, config: JobConfig, handler: CoordinatorRendezvous, folder: Path):
+        """`folder` holds this node's rank states, error files and pipes."""
+        super().__init__()
+        self.config, self.run, self.handler, self.folder = config, handler.run, handler, folder
+        self.attempt, self.node = handler.identity["attempt"], handler.identity["node"]
+
+    def log(self, rank: int) -> Path:
+        return self.run.rank_log(self.attempt, self.node, rank)
+
+    def stacks(self, rank: int) -> Path:
+        return self.run.stacks(self.attempt, self.node, rank)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        error_files = {}
+        policy = self._policy(len(envs)) if self.config.is_program else {}  # the trainer shards by the layout itself
+        current = self.handler.round
+        for local_rank, env in envs.items():
+            error_files[local_rank] = str(self.folder / f"error-{local_rank}.json")
+            Path(error_files[local_rank]).unlink(missing_ok=True)
+            rank = int(env["RANK"])
+            env |= {
+                "TORCHELASTIC_ERROR_FILE": error_files[local_rank],
+                LOG_ENV: str(self.log(rank)),
+                STACKS_ENV: str(self.stacks(rank)),
+                LAYOUT_ENV: current["layout"],
+                ROUND_ENV: str(current["round"]),
+                EPOCH_ENV: str(current["epoch"]),
+                "TORCHELASTIC_RESTART_COUNT": str(current["round"]),  # the same on every node
+                "TORCH_FR_DUMP_TEMP_FILE": f"{self.run.node(self.attempt, self.node)}/{FLIGHT_RECORDER}",
+                "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{self.folder}/{FLIGHT_RECORDER}",
+            } | policy
+        no_files = dict.fromkeys(envs, "")
+        return LogsDest(stdouts=no_files, stderrs=no_files, error_files=error_files)  # newer versions have more kinds
+
+    def _policy(self, ranks: int) -> dict[str, str]:
+        """Return the layout as Accelerate reads it, without variables that the user's environment sets."""
+        device = accelerator_of_node(self.config, torch.cuda.device_count(), ranks)
+        policy = accelerate_env.environment(self.config, Layout.from_json(self.handler.round["layout"]), device)
+        return {name: value for name, value in policy.items() if name not in os.environ}
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self.run.attempt(self.attempt))
+
+
+class LogTimes:
+    """A thread that records how long a node's rank logs are, beside them, so that lines of all nodes can be ordered."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._known: dict[str, tuple[int, float]] = {}
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="log-times", daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._over.wait(_EVERY_S):
+            self._note()
+        self._note()
+
+    def _note(self) -> None:
+        """Append a line with the sizes that have changed, and when each file was last written to."""
+        with suppress(OSError):  # a full disk, or a file that has just gone: only the order of lines suffers
+            stats = {f.stem.removeprefix("rank-"): f.stat() for f in self._folder.glob("rank-*.log")}
+            sizes = {rank: (stat.st_size, round(stat.st_mtime, 3)) for rank, stat in stats.items() if stat.st_size}
+            changed = {rank: written for rank, written in sizes.items() if written != self._known.get(rank)}
+            if changed:
+                with (self._folder / TIMES).open("a") as f:
+                    f.write(json.dumps(changed) + "\n")
+                self._known |= changed
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join(_EVERY_S)

@@ -1,0 +1,91 @@
+"""Replicas hold the same bits: what a node knows of whether they do, and how its ranks tell. No torch.
+
+A rank writes the sums of its shards into the folder of its node's rank states, where its agent takes them away:
+
+    <epoch>-<step>-<rank>.shards    JSON: name of the tensor -> sum
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+from fsdp_jobs.run.env import EPOCH_ENV, RANK_STATE_ENV
+from fsdp_jobs.run.term import shared_memory
+
+NO_LIMIT = 1 << 62
+_KNOWN = struct.Struct("<qqq?qq")
+
+
+class Known(NamedTuple):
+    """What is known of a round's replicas."""
+
+    began: int = NO_LIMIT  # the step at which they were compared first
+    agreed: int = -1  # the newest step at which they were the same, -1 for none
+    compared: int = -1  # the newest at which they were compared, and after which the ranks may go on
+    differ: bool = False  # at that step
+    limit: int = NO_LIMIT  # steps after it are not gone on from, if they are not known to agree
+    replayed: int = -1  # a step that was found to differ, and is done again to find out why
+
+    def about(self, step: int) -> bool | None:
+        """Whether replicas were the same at a step; None when it is not known.
+
+        Of steps before the round it is not: what was wrong in one replica may have been saved, and read by all.
+        """
+        if step > self.agreed:
+            return False if self.differ else None
+        return True if step > self.began else None
+
+
+class Agreement:
+    """A few bytes of a node's memory: the agent writes what is known, ranks and their save processes read it."""
+
+    def __init__(self, folder: Path | str):
+        """`folder` is that of the node's rank states."""
+        self._map = shared_memory(Path(folder) / "agreement", _KNOWN.size)
+
+    def write(self, known: Known) -> None:
+        _KNOWN.pack_into(self._map, 0, *known)
+
+    def read(self) -> Known:
+        return Known(*_KNOWN.unpack_from(self._map))
+
+
+def known_here() -> Known:
+    """Return what this rank's agent knows; without an agent, nothing."""
+    folder = os.environ.get(RANK_STATE_ENV)
+    return Agreement(folder).read() if folder else Known()
+
+
+def write_sums(step: int, rank: int, sums: dict[str, str]) -> None:
+    """Tell this rank's agent the sums of its shards after `step` steps, if there is room: no job ends without."""
+    file = Path(os.environ[RANK_STATE_ENV]) / f"{os.environ[EPOCH_ENV]}-{step}-{rank}.shards"
+    part = file.with_suffix(".part")
+    try:
+        part.write_text(json.dumps(sums))
+        part.rename(file)
+    except OSError as e:
+        print(f"WARNING replicas are not compared at step {step}: {file.parent}: {e.strerror}", flush=True)
+        part.unlink(missing_ok=True)
+
+
+def take_sums(folder: Path) -> Iterator[tuple[int, int, int, dict[str, str]]]:
+    """Yield epoch, step, rank and sums of what ranks have written, in the order of steps, and remove it."""
+    files = {(*map(int, file.stem.split("-")),): file for file in folder.glob("*.shards")}
+    for (epoch, step, rank), file in sorted(files.items()):
+        with suppress(FileNotFoundError):  # another thread has just taken it
+            sums = json.loads(file.read_text())
+            file.unlink()
+            yield epoch, step, rank, sums
+
+
+def digest(sums: dict[str, str]) -> str:
+    """Return one sum over all."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(sorted(sums.items())).encode())

@@ -1,0 +1,192 @@
+"""Checkpoints on the nodes' own disks: written there first, copied to shared storage, read from there.
+
+On each node `<local_dir>/<run>/step-<N>.<restart>/` holds the shards that its ranks wrote. Metadata and the list
+of all shards (`shards.json`, in a manifest's form) are on shared storage, in the folder that becomes the
+checkpoint once every shard has been copied. A step of which the nodes hold every shard between them can be
+loaded: a node gets what it lacks from its peers.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.utils import _DistWrapper
+
+from fsdp_jobs.checkpoints.blocks import open_verified
+from fsdp_jobs.checkpoints.catalog import (
+    MANIFEST,
+    SHARDS,
+    CannotReadHere,
+    Manifest,
+    faults_in,
+    find_checkpoints,
+    find_on_nodes,
+    is_object_store,
+    step_of,
+)
+from fsdp_jobs.checkpoints.ranks import Ranks
+from fsdp_jobs.checkpoints.storage import SaveRequest
+from fsdp_jobs.checkpoints.tiers import Restored, SharedStorage
+from fsdp_jobs.tiers.exchange import fetch_files
+
+_BLOCK = 1 << 24  # bytes copied at once
+_KEPT = 2  # newest steps that stay on a node's disk
+_SLOWEST_COPY = timedelta(hours=1)  # between the first rank's shards on shared storage and the last one's
+
+
+class LocalDisks:
+    """One rank's access to its node's disk. Methods marked "All ranks" are called by all, in the same order."""
+
+    def __init__(self, folder: Path, ranks: Ranks):
+        self.folder, self.ranks, self.rank = folder, ranks, ranks.rank
+        self.leads = os.environ["LOCAL_RANK"] == "0"
+        copying = dist.new_group(backend="gloo", timeout=_SLOWEST_COPY)  # for the uploading threads
+        self._copying = _DistWrapper(copying, use_dist=True, coordinator_rank=0)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="upload")
+        self._upload: tuple[SaveRequest, Future[None]] | None = None
+
+    def may_upload(self, must: bool) -> bool:
+        """All ranks: whether the save that begins now may be copied to shared storage.
+
+        Not while the last copy runs; with `must`, waits for it.
+        """
+        if must and self._upload is not None:
+            self._upload[1].exception()
+        return not any(self.ranks.gather(self._upload is not None and not self._upload[1].done()))
+
+    def upload(self, request: SaveRequest) -> None:
+        """Begin to copy this rank's shards of a save that is whole on the nodes' disks."""
+        self._upload = request, self._thread.submit(self._copy, request)
+
+    def uploaded(self, wait: bool) -> tuple[SaveRequest, BaseException | None] | None:
+        """Return a copy that has ended since the last call, with its error."""
+        if self._upload is None or not (wait or self._upload[1].done()):
+            return None
+        (request, future), self._upload = self._upload, None
+        return request, future.exception()
+
+    def _copy(self, request: SaveRequest) -> None:
+        """In a thread of every rank: copy this rank's shards, and commit when all have.
+
+        Raises:
+            CheckpointException: what kept which rank from it, on all of them.
+        """
+
+        def copy() -> None:
+            request.epoch.check()
+            shards = Manifest.read(request.temporary, SHARDS)
+            for source in sorted(request.shards.glob(f"__{self.rank}_*.distcp")):
+                _copy_checked(source, request.temporary / source.name, shards.files[source.name])
+
+        def commit(_: object) -> None:
+            request.commit(Manifest.read(request.temporary, SHARDS))
+
+        self._copying.all_reduce("upload", copy, commit)
+
+    def tidy(self) -> None:
+        """Remove old steps from this node's disk: all but the newest, and the one that is being copied."""
+        if not self.leads:
+            return
+        uploading = self._upload[0].shards if self._upload is not None else None
+        by_age = sorted(self.folder.glob("step-*"), key=lambda f: f.stat().st_mtime, reverse=True)
+        for old in by_age[_KEPT:]:
+            if old != uploading:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+
+class LocalTier:
+    """What the nodes have on their disks between them. All ranks call each method, in the same order."""
+
+    def __init__(self, disks: LocalDisks, storage: SharedStorage):
+        self.folder, self.leads, self.ranks, self.storage = disks.folder, disks.leads, disks.ranks, storage
+        self._offered: tuple[str, str] | None = None  # a checkpoint, and what lists its shards
+        self._lacking: set[str] = set()  # checkpoints that these disks do not hold all shards of
+
+    def offer(self, at_least: int) -> int | None:
+        """Return the newest step of which these disks may hold every shard, if it is as new as `at_least`.
+
+        What was committed may be held here, too, and is not read from shared storage then.
+        """
+        self._offered = self.ranks.from_rank_0(self._newest)
+        step = -1 if self._offered is None else step_of(self.storage.home / self._offered[0])
+        return step if step >= at_least else None
+
+    def _newest(self) -> tuple[str, str] | None:
+        """Return the newest checkpoint that may be here and what lists its shards, which says where else they are."""
+        home = self.storage.home
+        found = [(f, MANIFEST) for f in find_checkpoints(home)] + [(f, SHARDS) for f in find_on_nodes(home)]
+        left = [(f, listed_in) for f, listed_in in reversed(found) if f.name not in self.storage.skipped]
+        by_step = {step_of(f): (f.name, listed_in) for f, listed_in in left}  # what was committed is the step
+        steps = [step for step, (name, _) in by_step.items() if name not in self._lacking]
+        return by_step[max(steps)] if steps else None
+
+    def load(self) -> Restored | None:
+        """Load what was offered, if the nodes hold it between them."""
+        assert self._offered is not None
+        name, listed_in = self._offered
+        manifest = self.storage.examine(name, listed_in, shards=False)
+        if manifest is None:
+            return None
+        shards = self._holding(manifest, self.storage.is_certain(name))
+        if shards is not None:
+            return self.storage.read(name, manifest, shards, partial(self._fetch, shards))
+        self._lacking.add(name)
+        if listed_in == SHARDS:
+            self.storage.skip(name, ["these nodes' disks do not hold all of its shards"], is_damaged=False)
+        return None
+
+    def _holding(self, manifest: Manifest, contents: bool) -> Path | None:
+        """Return this node's folder of a step if the nodes have every shard of it, whole; else None.
+
+        `contents`: compare sums, too, and not sizes alone.
+        """
+        shards = {name: file for name, file in manifest.files.items() if name.endswith(".distcp")}
+        best = self._best(manifest.step, shards, contents) if self.leads else None
+        by_rank = self.ranks.gather((self.ranks.node, best))
+        self._leaders = {node: rank for rank, (node, found) in enumerate(by_rank) if found is not None}
+        self._held: dict[int, set[str]] = {rank: by_rank[rank][1][1] for rank in self._leaders.values()}
+        if set().union(*self._held.values()) != shards.keys():
+            return None
+        return Path(by_rank[self._leaders[self.ranks.node]][1][0])
+
+    def _best(self, step: int, shards: dict[str, dict[str, Any]], contents: bool) -> tuple[str, set[str]]:
+        """Return the folder here with most of a step's shards, and which it has; a new one if there is none."""
+        best: tuple[str, set[str]] = (str(self.folder / f"step-{step:08d}.fetched"), set())
+        for folder in self.folder.glob(f"step-{step:08d}.*"):
+            try:
+                here = shards.keys() - faults_in(folder, shards, contents).keys()
+            except CannotReadHere:
+                continue  # this disk is as good as lost, and peers or shared storage have what was on it
+            if len(here) > len(best[1]):
+                best = str(folder), here
+        return best
+
+    def _fetch(self, folder: Path, state: dict[str, Any], metadata: Metadata) -> None:
+        """After `_holding`, get from peers the shards that this node needs and lacks."""
+        planner = DefaultLoadPlanner()
+        planner.set_up_planner(state, metadata, is_coordinator=False)
+        stored = metadata.storage_data
+        assert stored is not None
+        wanted = {stored[item.storage_index].relative_path for item in planner.create_local_plan().items}
+        fetch_files(self.ranks, self._leaders[self.ranks.node], self._held, wanted, folder, folder)
+
+
+def _copy_checked(source: Path, target: Path, expected: dict[str, Any]) -> None:
+    """Raises: OSError when the copied bytes differ from those that were written."""
+    with open_verified(source, expected) as f, target.open("wb") as to:
+        shutil.copyfileobj(f, to, _BLOCK)
+        to.flush()
+        if not is_object_store(target):
+            os.fsync(to.fileno())

@@ -1,0 +1,211 @@
+"""What the nodes of a job have in memory, as a tier to go on from: found, verified, and read over the network."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner
+
+from fsdp_jobs.checkpoints.state import RANDOM
+from fsdp_jobs.checkpoints.tiers import Restored
+from fsdp_jobs.run.agreement import known_here
+from fsdp_jobs.tiers.exchange import CannotKeep, fetch_files
+from fsdp_jobs.tiers.memory.slots import COPIES, Found, Slot, forget_before, lost_shards, newest_complete, slots_in
+from fsdp_jobs.tiers.memory.snapshots import MemoryCheckpoints
+from fsdp_jobs.tiers.memory.tensors import Place, is_finite, local, mapped, metadata_of, part_of
+
+_TRIES = 3  # to load a step, of rounds that then died
+_TRIED = "tried"  # file of the steps that were
+_FETCHED = "fetched"  # folder of what came from other nodes for a restore
+
+
+class MemoryTier:
+    """The captures of earlier rounds. All ranks call each method, in the same order."""
+
+    def __init__(self, captures: MemoryCheckpoints, lacks_line: Callable[[int], bool]):
+        """`lacks_line` says, on rank 0, whether a step is missing in the metrics."""
+        self.captures, self.folder, self.ranks, self.state = captures, captures.folder, captures.ranks, captures.state
+        self.leads, self._lacks_line = captures.leads, lacks_line
+        self._useless: list[int] = []  # steps that could not be loaded
+        self._told: tuple[int, str] | None = None
+        self._chosen: list[Found] = []
+
+    def offer(self, at_least: int) -> int | None:
+        """Return the newest step that the nodes hold whole, verified. A step without its line is done again."""
+        chosen = self._newest(at_least)
+        if chosen and self.ranks.from_rank_0(partial(self._lacks_line, chosen[0].step)):
+            chosen = self._newest(max(at_least, chosen[0].step - 1), [chosen[0].step]) or chosen
+        self._chosen = chosen
+        return chosen[0].step if chosen else None
+
+    def _newest(self, at_least: int, passed_over: Collection[int] = ()) -> list[Found]:
+        """Find the newest step that the nodes hold whole, and verify what they hold of it.
+
+        Args:
+            at_least: a step; one before it is not wanted.
+            passed_over: steps that are not wanted, either.
+        """
+        if self.leads:
+            shutil.rmtree(self.folder / _FETCHED, ignore_errors=True)
+        here, tried = ([*self._found()], self._tried()) if self.leads else ([], [])
+        by_rank = self.ranks.gather((self.ranks.node, self.leads, here, tried))
+        self._leader = next(r for r, (node, leads, *_) in enumerate(by_rank) if leads and node == self.ranks.node)
+        lost = {step for *_, steps in by_rank for step in steps if steps.count(step) >= _TRIES}
+        lost |= {*passed_over, *self._useless}
+        limit = known_here().limit
+        left = {one for _, _, found, _ in by_rank for one in found if one.step not in lost and one.step <= limit}
+        sound: set[Found] = set()
+        while (chosen := newest_complete(left)) and chosen[0].step >= at_least:
+            mine = [one for one in chosen if one.holder == self.ranks.rank and one not in sound]
+            with ThreadPoolExecutor(4) as several:
+                faults = dict(zip(mine, several.map(partial(_faults, self.folder), mine), strict=True))
+            for one, wrong in faults.items():
+                if wrong:
+                    print(f"WARNING {one.name} of step {one.step} is damaged, and not used: {wrong[:3]}", flush=True)
+            bad = {one for found in self.ranks.gather([one for one in mine if faults[one]]) for one in found}
+            if not bad:
+                if self.leads:
+                    with suppress(OSError):  # no room; then it is tried as often as the job is restarted
+                        (self.folder / _TRIED).write_text(json.dumps([*tried, chosen[0].step]))
+                return chosen
+            left -= bad
+            sound |= {*mine} - bad
+        if self.ranks.rank == 0 and (told := lost_shards(left, at_least)) and told != self._told:
+            self._told = told
+            self.captures.tell(*told)
+        return []
+
+    def _tried(self) -> list[int]:
+        """Return the steps that rounds before this have begun to load, and did not go on from."""
+        with suppress(OSError, ValueError):
+            return [int(step) for step in json.loads((self.folder / _TRIED).read_text())]
+        return []
+
+    def _found(self) -> Iterable[Found]:
+        """Return the captures that this node holds."""
+        for folder in (self.folder, self.folder / COPIES):
+            for slot in slots_in(folder):
+                if (capture := slot.capture()) is not None:
+                    yield Found.of(capture, is_copy=folder != self.folder, holder=self.ranks.rank)
+
+    def load(self) -> Restored | None:
+        """Go on from what was offered. Nothing of the state changes before all ranks have it whole and finite."""
+        like = self._chosen[0]
+        try:
+            read = self._read()
+        except CannotKeep as e:
+            print(f"WARNING the capture of step {like.step} is not used: {e}", flush=True)
+            read = None
+        if read is None:
+            self._chosen = []
+            self._useless.append(like.step)
+            return None
+        sent, stream = read
+        one_for_all = self.ranks.from_rank_0(lambda: stream)
+        return Restored("memory", like.step, like.samples, one_for_all, sent)
+
+    def _read(self) -> tuple[int, dict[str, Any] | None] | None:
+        """Read what was chosen. Returns the bytes that nodes sent each other, and where a stream is read on.
+
+        None when it is not usable.
+
+        Raises:
+            CannotKeep: what other nodes send does not fit.
+        """
+        chosen, held = self._chosen, dict[int, set[str]]()
+        for one in chosen:
+            held.setdefault(one.holder, set()).update(f"{one.name}.{suffix}" for suffix in ("json", "data", "sums"))
+        fetch = partial(fetch_files, self.ranks, self._leader, held, folder=self.folder, into=self.folder / _FETCHED)
+        by_name = {one.name: one for one in chosen}
+        sources = self._sources(chosen)
+        where = {
+            name: self.folder if f"{name}.data" in held.get(self._leader, ()) else self.folder / _FETCHED
+            for name in sources
+        }
+        came = fetch(wanted={f"{name}.json" for name in sources})
+        captures = {name: _slot(where[name], by_name[name]).capture() for name in sources}
+        whole = {name: capture for name, capture in captures.items() if capture is not None}
+        stored = metadata_of(whole)
+        has_random = f"{RANDOM}{self.ranks.rank}" in stored.state_dict_metadata
+        if not has_random and chosen[0].world_size == self.ranks.world:
+            print(f"WARNING rank {self.ranks.rank}'s random state is lost with its node, and begins anew", flush=True)
+        state = self.state.to_load(stored, f"the capture of step {chosen[0].step}", has_random)
+        planner = DefaultLoadPlanner()
+        planner.set_up_planner(state, stored, is_coordinator=False)
+        items = planner.create_local_plan().items
+        assert stored.storage_data is not None
+        places: list[Place] = [stored.storage_data[item.storage_index] for item in items]
+        read = {place.name for place in places}
+        came += fetch(wanted={f"{name}.{suffix}" for name in read for suffix in ("data", "sums")})
+        fetched = [by_name[name] for name in read if where[name] != self.folder]
+        wrong = [fault for one in fetched for fault in _faults(self.folder / _FETCHED, one)]
+        maps = {name: mapped(where[name] / f"{name}.data") for name in read}
+        parts = [part_of(maps[name], entry, item) for item, (name, entry) in zip(items, places, strict=True)]
+        wrong += self._wrong_with(parts, places, state)
+        by_rank = self.ranks.gather((came, wrong[:3]))
+        if faults := [fault for _, of_rank in by_rank for fault in of_rank]:
+            if self.leads:
+                print(f"WARNING the capture of step {chosen[0].step} is not used: {faults[:3]}", flush=True)
+            return None
+        for item, part in zip(items, parts, strict=True):
+            planner.resolve_tensor(item).copy_(part)
+        self.state.take(state)
+        stream = next((capture.stream for capture in whole.values() if capture.stream is not None), None)
+        return sum(int(came) for came, _ in by_rank), stream
+
+    def _wrong_with(self, parts: list[Tensor], places: list[Place], state: dict[str, Tensor]) -> Iterable[str]:
+        """Say why this rank cannot go on from the parts of tensors that it found."""
+        if sum(part.numel() for part in parts) != sum(local(tensor).numel() for tensor in state.values()):
+            yield "it does not hold all of this rank's state"
+        for (_, entry), part in zip(places, parts, strict=True):
+            if not is_finite(part, entry.name in self.state.buffers):
+                yield f"{entry.name} is not finite"
+
+    def forget(self) -> None:
+        """Remove what earlier rounds have captured but for what was loaded, once all ranks go on from something."""
+        if self.leads:
+            shutil.rmtree(self.folder / _FETCHED, ignore_errors=True)
+            (self.folder / _TRIED).unlink(missing_ok=True)
+            forget_before(self.folder, self.captures.epoch, {one.name for one in self._chosen})
+
+    def _sources(self, chosen: list[Found]) -> list[str]:
+        """Name the captures that this rank's state is in, the better ones first."""
+
+        def best(wanted: Callable[[Found], bool]) -> list[Found]:
+            return sorted(filter(wanted, chosen), key=lambda one: (one.holder != self._leader, one.is_copy))[:1]
+
+        rank, like = self.ranks.rank, chosen[0]
+        own = best(lambda one: one.rank == rank and one.is_whole) or best(lambda one: one.rank == rank)
+        places = range(like.shard_group)
+        if (like.world_size, like.shard_group) == (self.ranks.world, self.captures.layout.shard_group):
+            places = range(rank % like.shard_group, rank % like.shard_group + 1)
+            if own and own[0].is_whole:
+                return [own[0].name]
+        shards = [best(partial(_is_shard, at))[0] for at in places]
+        own = own if like.world_size == self.ranks.world else []
+        return list(dict.fromkeys(one.name for one in (*own, *shards)))
+
+
+def _slot(folder: Path, one: Found) -> Slot:
+    return Slot(folder / COPIES if one.is_copy else folder, one.epoch, one.rank, one.slot)
+
+
+def _faults(folder: Path, one: Found) -> list[str]:
+    """List what is wrong with a capture that was found, another one in its place included."""
+    slot = _slot(folder, one)
+    capture = slot.capture()
+    if capture is None or Found.of(capture, one.is_copy, one.holder) != one:
+        return ["it is not what was found"]
+    return slot.verify()
+
+
+def _is_shard(at: int, one: Found) -> bool:
+    return one.is_whole and one.rank % one.shard_group == at

@@ -1,0 +1,209 @@
+"""Checkpoints in the nodes' memory: each rank's part is captured there every few steps, and outlives the rank.
+
+The agent seals what was captured with checksums, and sends to another node what no replica there has
+(`copies.py`); files and slots are those of `slots.py`. All ranks capture a step, or none does: before
+each update they vote, against it as long as their last capture is not sealed and copied. So of two slots one always
+holds a step that all nodes have.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from mmap import mmap
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp_jobs.checkpoints.ranks import Ranks
+from fsdp_jobs.checkpoints.state import RANDOM, State
+from fsdp_jobs.config.keys import AUTO
+from fsdp_jobs.plan.layout import Layout
+from fsdp_jobs.run.agreement import known_here
+from fsdp_jobs.run.env import EPOCH_ENV, MEMORY_ENV
+from fsdp_jobs.tiers.memory.slots import (
+    Capture,
+    Entry,
+    Slot,
+    forget_before,
+)
+from fsdp_jobs.tiers.memory.tensors import (
+    address_of,
+    entry_of,
+    is_as_planned,
+    local,
+    view,
+)
+
+_DUE, _BUSY = 1, 2  # votes; the highest counts
+_AUTO_COST = 0.01  # of the time of training, that captures may take
+_SLACK = 1 << 20  # bytes for random states and counters, whose size varies
+
+Tell = Callable[[int, str], None]
+
+
+class MemoryCheckpoints:
+    """One rank's captures. Methods marked "All ranks" are called by all, in the same order."""
+
+    def __init__(self, folder: Path, ranks: Ranks, layout: Layout, state: State, every_steps: int | str, tell: Tell):
+        """All ranks. `tell` gets the step and the reason of a capture that has failed."""
+        self.folder, self.ranks, self.layout, self.state, self.tell = folder, ranks, layout, state, tell
+        self.every_steps, self.epoch = every_steps, int(os.environ[EPOCH_ENV])
+        self.leads = os.environ["LOCAL_RANK"] == "0"
+        is_one_node = ranks.world == int(os.environ["LOCAL_WORLD_SIZE"])
+        self._has_replica = layout.replicas > 1 and not is_one_node  # on another node
+        self._group = dist.new_group(backend="gloo")  # votes must not meet the collectives of saves
+        self._ballot = torch.zeros(2, dtype=torch.int32)  # a vote, and whether a newest capture was withdrawn
+        self._voting: dist.Work | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="capture")
+        self._copying: Future[None] | None = None
+        self._stream = torch.cuda.Stream(state.device) if state.device.type == "cuda" else None
+        self._maps: dict[int, mmap] = {}  # slot -> its data
+        self._newest: Slot | None = None
+        self._captures = 0  # in this round
+        self._number = 1  # of the slot of the newest
+        self.step = -1  # the newest that is known to be with all nodes
+        self._captured_step = -1
+        self.done = 0  # steps
+        self._since, self._cost_s = time.monotonic(), 0.0  # after the newest capture, and of it
+        self._taken_s = 0.0  # of that cost
+
+    @classmethod
+    def of_rank(
+        cls, ranks: Ranks, layout: Layout, state: State, every_steps: int | str, tell: Tell
+    ) -> MemoryCheckpoints | None:
+        """All ranks: return this rank's, if its agent keeps a folder for them."""
+        folder = os.environ.get(MEMORY_ENV)
+        return cls(Path(folder), ranks, layout, state, every_steps, tell) if folder else None
+
+    def before_update(self) -> None:
+        """All ranks, before the state changes: wait until what is being captured has been read, and vote."""
+        self.settle()
+        if self._voting is None:
+            is_busy = self._newest is not None and not self._newest.copied.exists()
+            self._ballot[0] = _BUSY if is_busy else _DUE if self.ranks.rank == 0 and self._is_due() else 0
+            self._ballot[1] = self._newest is not None and not self._newest.about.exists()  # its agent found it changed
+            self._voting = dist.all_reduce(self._ballot, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    def settle(self) -> None:
+        """Wait until what is being captured has been read."""
+        if self._copying is not None:
+            begin, copying, self._copying = time.perf_counter(), self._copying, None
+            copying.result()
+            self._cost_s += time.perf_counter() - begin
+
+    def take_stall(self) -> float:
+        """Return the seconds that steps have waited for captures since the last call."""
+        stall_s, self._taken_s = self._cost_s - self._taken_s, self._cost_s
+        return stall_s
+
+    def _is_due(self) -> bool:
+        if self.done < (replayed := known_here().replayed):
+            return self.done + 1 == replayed  # which must not be missed because of another
+        if not self._captures:
+            return True  # what a lost node had is copied again at once
+        if self.every_steps != AUTO:
+            every = int(self.every_steps)
+            return (self.done + 1) // every > self._captured_step // every  # the same steps in every round
+        return self._cost_s <= _AUTO_COST * (time.monotonic() - self._since)
+
+    def after_step(self, step: int, samples: int, stream: dict[str, Any] | None, record: Callable[[], None]) -> None:
+        """All ranks: begin to capture the state after `step` steps, if none was busy and it is time to.
+
+        `record` is called in a thread, before anybody can go on from this step.
+        """
+        self.before_update()  # where the optimizer made no update
+        assert self._voting is not None
+        self._voting.wait()
+        self._voting, self.done = None, step
+        vote, is_lost = self._ballot.tolist()
+        if vote != _DUE:
+            return
+        begin = time.perf_counter()
+        if self._captures == 1 and self.leads:
+            forget_before(self.folder, self.epoch)  # every node has the first capture of this round
+        if not is_lost:  # else its slots are free, on all ranks
+            self._number = 1 - self._number
+            self.step = self._captured_step
+        self._captured_step = step
+        slot = Slot(self.folder, self.epoch, self.ranks.rank, self._number)
+        mine = self.epoch, self.ranks.rank, self._number
+        about = partial(Capture, *mine, step, samples, self.ranks.world, stream=copy.deepcopy(stream))
+        tensors, objects = self.state.to_capture()
+        updated = torch.cuda.current_stream().record_event() if self._stream is not None else None
+        self._copying = self._thread.submit(self._copy, slot, about, tensors, copy.deepcopy(objects), updated, record)
+        self._captures, self._newest = self._captures + 1, slot
+        self._since, self._cost_s, self._taken_s = time.monotonic(), time.perf_counter() - begin, 0.0
+
+    def _copy(
+        self,
+        slot: Slot,
+        about: Callable[[int, list[Entry]], Capture],
+        tensors: dict[str, Tensor],
+        objects: dict[str, Any],
+        updated: torch.cuda.Event | None,
+        record: Callable[[], None],
+    ) -> None:
+        """Fill the slot and say that it is whole; in a thread. On a GPU the copy follows the event `updated`.
+
+        When it does not fit, no further step of this round is captured, and training continues.
+        """
+        slot.withdraw()
+        if self._stream is not None:
+            torch.cuda.set_device(self.state.device)  # of this thread
+        parts = tensors | self.state.packed(objects)
+        is_plans = all(is_as_planned(tensor, self.layout) for tensor in tensors.values())
+        has_replica = self._has_replica and is_plans
+        same = tensors.keys() - self.state.buffers if is_plans and self.layout.replicas > 1 else ()
+        entries = [
+            entry_of(name, part, not has_replica or name.startswith(RANDOM), name in same)
+            for name, part in parts.items()
+        ]
+        capture = about(self.layout.shard_group if is_plans else self.ranks.world, entries).placed()
+        try:
+            data = self._map(slot, capture)
+        except OSError as e:
+            self.tell(
+                capture.step,
+                f"no step is captured until the next round: {self.folder}: {e.strerror}; each of a rank's two "
+                f"captures takes {capture.size / 1e9:.3g} GB. Set checkpoint.memory.dir to a larger file system in "
+                "memory, enlarge /dev/shm, or set checkpoint.memory.every_steps=0.",
+            )
+            return
+        filled = [(entry, tensor) for entry, tensor in zip(capture.entries, parts.values(), strict=True) if entry.bytes]
+        with torch.cuda.stream(self._stream):  # does nothing for None
+            if updated is not None:
+                updated.wait()
+            views = [view(data, entry) for entry, _ in filled]
+            torch._foreach_copy_(views, [local(tensor) for _, tensor in filled], non_blocking=True)
+        if self._stream is not None:
+            self._stream.synchronize()
+        record()
+        slot.publish(capture)
+
+    def _map(self, slot: Slot, capture: Capture) -> mmap:
+        """Map a slot once, and let the GPU write there directly.
+
+        Raises:
+            OSError: there is no room.
+        """
+        data = self._maps.get(capture.slot)
+        if data is None or len(data) < capture.size:
+            if data is not None and self._stream is not None:
+                torch.cuda.cudart().cudaHostUnregister(address_of(data))
+            data = self._maps[capture.slot] = slot.map(capture.size + _SLACK)
+            if self._stream is not None:
+                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address_of(data), len(data), 0))
+        return data
+
+    def close(self) -> None:
+        """Wait for the capture under way."""
+        self.settle()
+        self._thread.shutdown()

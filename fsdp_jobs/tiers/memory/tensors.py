@@ -1,0 +1,105 @@
+"""Captures as tensors: their description, their memory, and what DCP's planner has to know of them."""
+
+from __future__ import annotations
+
+import math
+from mmap import mmap
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from fsdp_jobs.plan.layout import Layout
+from fsdp_jobs.tiers.memory.slots import Capture, Entry
+
+
+def entry_of(name: str, tensor: Tensor, is_alone: bool, is_replicated: bool) -> Entry:
+    """Describe this rank's part of a tensor."""
+    shape, offsets = tuple(tensor.shape), (0,) * tensor.dim()
+    if isinstance(tensor, DTensor):
+        _, offsets = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)
+    own, kind = local(tensor), str(tensor.dtype).removeprefix("torch.")
+    return Entry(
+        name, kind, [*shape], [*offsets], [*own.shape], own.numel() * own.element_size(), is_alone, 0, is_replicated
+    )
+
+
+def is_as_planned(tensor: Tensor, layout: Layout) -> bool:
+    """Whether ranks hold a tensor as the layout says: sharded over runs of consecutive ranks, or all of it."""
+    if not isinstance(tensor, DTensor):
+        return True
+    *outer, inner = tensor.placements
+    mesh, group = tensor.device_mesh.mesh, layout.shard_group if inner.is_shard() else 1
+    is_whole_world = mesh.numel() == layout.world_size and bool((mesh.flatten().diff() == 1).all())
+    is_group = (mesh.shape[-1] if inner.is_shard() else 1) == group
+    return is_whole_world and is_group and not any(p.is_shard() or p.is_partial() for p in outer)
+
+
+class Place(NamedTuple):
+    """Where a part of a tensor is."""
+
+    name: str  # of the capture
+    entry: Entry
+
+
+def metadata_of(captures: dict[str, Capture]) -> Metadata:
+    """Describe captures as DCP's planner wants it; of parts that several have, the first one's."""
+    tensors: dict[str, TensorStorageMetadata] = {}
+    places: dict[MetadataIndex, Place] = {}
+    for name, capture in captures.items():
+        for entry in capture.entries:
+            about = TensorProperties(dtype=getattr(torch, entry.dtype))
+            tensor = tensors.setdefault(entry.name, TensorStorageMetadata(about, torch.Size(entry.shape), []))
+            index = MetadataIndex(entry.name, entry.offsets)
+            if entry.bytes and index not in places:
+                places[index] = Place(name, entry)
+                tensor.chunks.append(ChunkStorageMetadata(torch.Size(entry.offsets), torch.Size(entry.sizes)))
+    return Metadata(dict(tensors), storage_data=places)
+
+
+def address_of(data: mmap) -> int:
+    """Return where a file is mapped to."""
+    return torch.frombuffer(data, dtype=torch.uint8).data_ptr()
+
+
+def mapped(file: Path) -> mmap:
+    """Map a file into memory."""
+    with file.open("r+b") as f:
+        return mmap(f.fileno(), 0)
+
+
+def view(data: mmap, entry: Entry) -> Tensor:
+    """Return a tensor whose memory is that of the file."""
+    kind = getattr(torch, entry.dtype)
+    return torch.frombuffer(data, dtype=kind, count=math.prod(entry.sizes), offset=entry.begin).view(entry.sizes)
+
+
+def part_of(data: mmap, entry: Entry, item: ReadItem) -> Tensor:
+    """Return the part of a captured tensor that an item of DCP's plan reads."""
+    return narrow_tensor_by_index(view(data, entry), item.storage_offsets, item.lengths)
+
+
+def is_finite(tensor: Tensor, is_buffer: bool) -> bool:
+    """Whether it may be gone on from; buffers may hold infinities, as masks do."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    values = tensor.float() if tensor.element_size() == 1 else tensor  # of 8 bits: they are not compared
+    ends = torch.stack(values.aminmax())  # NaN if there is one
+    return not bool((ends.isnan() if is_buffer else ~ends.isfinite()).any())
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,105 @@
+"""A coordinator with agents that are only messages, and a clock that only we move."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.control.coordinator import Coordinator
+from fsdp_jobs.control.placement import ConnectedAgent
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.rank_state import SAVES_NOTHING, Phase
+from fsdp_jobs.run.tail import read_json_lines
+from fsdp_jobs.run.verdict import Verdict
+
+PROGRAM = ("script=train.py", "elastic.join_window_s=1")
+SILENCE = {"step": -1, "committed": SAVES_NOTHING, "phase": int(Phase.STARTING)}
+
+
+class Cluster:
+    """A coordinator, its clock, and the messages each agent has received."""
+
+    def __init__(self, folder: Path, *overrides: str):
+        self.run = RunDir(folder / "run")
+        self.run.attempt(0).mkdir(parents=True, exist_ok=True)
+        self.config = compose_job(["nproc_per_node=2", *overrides])
+        self.now = 0.0
+        self.coordinator = Coordinator(self.config, self.run, 0, self.now)
+        self.received: dict[str, list[dict[str, Any]]] = {}
+        self.silent: dict[str, float] = {}  # agent -> seconds for which its ranks have done nothing
+
+    def join(
+        self,
+        node: int,
+        life: str = "a",
+        round_: int = -1,
+        size: int = 0,
+        switches: tuple[str, ...] = (),
+        host: str = "",
+        signal: str = "",
+        attempt: int = 0,
+    ) -> ConnectedAgent:
+        inbox = self.received.setdefault(f"{node}{life}", [])
+        member = ConnectedAgent(
+            node=node,
+            host=host or f"node{node}",
+            address=f"node{node}",
+            nproc=2,
+            switches=list(switches),
+            copies=0,
+            id=f"{node}{life}",
+            send=inbox.append,
+            drop=lambda: None,
+            heard=self.now,
+        )
+        running = {"round": round_, "epoch": 1 if round_ >= 0 else 0, "size": size, "shard_group": 2}
+        hello = {**running, "attempt": attempt, "ready": round_ < 0, "signal": signal, "at": self.now}
+        self.is_taken = self.coordinator.on_hello(member, hello, self.now)
+        return member
+
+    def ready(self, member: ConnectedAgent, *failures: dict[str, Any]) -> None:
+        after = self.coordinator.round.number if member.in_round else -1
+        self.coordinator.on_ready(member, {"failures": list(failures), "after": after, "at": self.now}, self.now)
+
+    def ended(self, member: ConnectedAgent) -> None:
+        self.coordinator.on_ended(member, {}, self.now)
+
+    def closed(self, member: ConnectedAgent) -> None:
+        """Its process has died, and the kernel has closed its connection."""
+        self.coordinator.on_gone(member, "closed", self.now, certain=True)
+
+    def later(
+        self, seconds: float, *beating: ConnectedAgent, step: int = 1, committed: int = -1, phase: int = 1
+    ) -> None:
+        end = self.now + seconds
+        while self.now < end - 1e-9:
+            self.now += 0.1
+            for member in beating:
+                ranks = [[step, committed, phase]] * 2 if member.in_round else []
+                beat = {"ranks": ranks, "silent": self.silent.get(member.id, 0.0), "at": self.now}
+                self.coordinator.on_beat(member, beat, self.now)
+            self.coordinator.tick(self.now)
+
+    def last(self, member: ConnectedAgent, kind: str) -> dict[str, Any] | None:
+        return next((m for m in reversed(self.received[member.id]) if m["kind"] == kind), None)
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [e for e in read_json_lines(self.run.events) if e["event"] == name]
+
+    @property
+    def verdict(self) -> Verdict | None:
+        return Verdict.read(self.run, 0)
+
+
+def failure(
+    node: int, rank: int, error: str = "", exit_code: int = 1, step: int = 5, time: float = 1.0
+) -> dict[str, Any]:
+    return {"node": node, "rank": rank, "exit_code": exit_code, "error": error, "time": time, "step": step}
+
+
+def fails(cluster: Cluster, members: list[ConnectedAgent], node: int, error: str = "") -> None:
+    """A rank of a node fails in the running round, and everyone comes back."""
+    failed = failure(node, node * 2, error, exit_code=1 if error else -9)
+    for member in members:
+        cluster.ready(member, *[failed] if member.node == node else [])

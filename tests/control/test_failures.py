@@ -1,0 +1,168 @@
+"""What follows from failures: another round, the end of the job, machines that are excluded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fsdp_jobs.run.rank_state import Request
+from tests.control.cluster import PROGRAM, SILENCE, Cluster, fails, failure
+
+
+@pytest.mark.parametrize(
+    ("errors", "verdict", "rounds"),
+    [
+        (["ValueError: bug", "ValueError: bug"], "user_error", 2),
+        (["JobFailed: checkpoint of another model"], "user_error", 1),
+        (["", "", "", ""], "infrastructure", 4),
+        (["ValueError: one", "ValueError: two", "KeyError: three", "OSError: four"], "user_error", 4),
+    ],
+)
+def test_when_failures_end_the_job(tmp_path: Path, errors: list[str], verdict: str, rounds: int) -> None:
+    cluster = Cluster(tmp_path, "nodes=2", "elastic.max_failures_without_progress=3", "elastic.exclude_after=0")
+    a, b = cluster.join(0), cluster.join(1)
+    for error in errors:
+        cluster.later(1.5, a, b)
+        cause = failure(1, 2, error, exit_code=1 if error else -9)
+        victim = failure(
+            0, 0, "RuntimeError: Connection closed by peer", time=0.5
+        )  # earlier, and no cause all the same
+        cluster.ready(b, cause)
+        cluster.ready(a, victim)
+    cluster.later(3, a, b)
+    assert cluster.verdict is not None, cluster.events("round_broken")
+    assert cluster.verdict.verdict == verdict and cluster.verdict.rank == 2
+    assert len(cluster.events("round_started")) == rounds
+
+
+def test_progress_renews_the_budget(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=1", "elastic.max_failures_without_progress=1")
+    a = cluster.join(0)
+    for i in range(6):
+        cluster.later(1.5, a, step=i * 10, committed=i * 10)
+        cluster.ready(a, failure(0, 0, exit_code=-9))
+    cluster.later(3, a, committed=60)
+    assert cluster.verdict is None
+
+
+def test_a_machine_that_fails_repeatedly_is_done_without_and_taken_back_later(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=2:3", "elastic.join_window_s=0", "elastic.exclude_after=3", "fsdp=full_shard")
+    members = [cluster.join(n) for n in range(3)]
+    for i in range(3):
+        cluster.later(1.5, *members, step=i + 1, committed=i)  # it makes progress: the budget is not what ends this
+        fails(cluster, members, node=2)
+    cluster.later(2, *members)
+    assert list(cluster.run.excluded_hosts()) == ["node2"]
+    (event,) = cluster.events("machine_excluded")
+    assert event["host"] == "node2" and "3 failures" in event["why"] and "rank 4 on node 2" in event["why"]
+    assert cluster.events("round_started")[-1]["nodes"] == [0, 1]
+    assert cluster.last(members[2], "end")["exit_code"] == 75  # type: ignore[index]
+    listed = json.loads(cluster.run.excluded.read_text())
+    cluster.run.excluded.write_text(json.dumps({"node2": {**listed["node2"], "until": 0}}))
+    cluster.later(1, *members[:2], step=9)
+    back = cluster.join(2, life="b")
+    cluster.later(1, *members[:2], back, step=9)
+    assert cluster.last(members[0], "request") == {"kind": "request", "request": int(Request.PARK)}
+
+
+def test_without_an_excluded_machine_below_the_minimum_the_launcher_is_to_find_another(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=2", "elastic.exclude_after=1")
+    members = [cluster.join(0), cluster.join(1)]
+    cluster.later(1.5, *members)
+    fails(cluster, members, node=1)
+    cluster.later(70, members[0])
+    assert cluster.verdict is not None and cluster.verdict.decision == "requeue"
+    assert "node1 is excluded" in cluster.verdict.reason
+
+
+def test_attempts_that_lead_nowhere_are_not_repeated_for_ever(tmp_path: Path) -> None:
+    decisions = []
+    for _ in range(4):
+        cluster = Cluster(tmp_path, "nodes=2", "elastic.wait_for_nodes_s=5")
+        cluster.later(6, cluster.join(0))
+        verdict = cluster.verdict
+        assert verdict is not None and verdict.verdict == "infrastructure"
+        decisions.append(verdict.decision)
+    assert decisions == ["requeue", "requeue", "requeue", "stop"]
+    assert "4 attempts without a new checkpoint" in verdict.reason
+
+
+def test_ranks_that_run_out_of_memory_stop_the_job_with_what_would_fit(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=2", "data.micro_batch=4")
+    members = [cluster.join(0), cluster.join(1)]
+    for size in (512, 514):
+        cluster.later(1.5, *members)
+        fails(cluster, members, node=1, error=f"OutOfMemoryError: CUDA out of memory. Tried to allocate {size} MiB")
+    cluster.later(3, *members)
+    assert cluster.verdict is not None and cluster.verdict.verdict == "user_error"
+    assert "the same error at the same step twice" in cluster.verdict.reason
+    assert "fsdp.activation_checkpointing=full" in cluster.verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("lives_s", "errors", "verdict"), [(700, 6, None), (5, 2, "user_error"), (700, 1, "user_error")]
+)
+def test_long_lives_are_a_silent_programs_progress(
+    tmp_path: Path, lives_s: float, errors: int, verdict: str | None
+) -> None:
+    """Six failures, `errors` different ones in turn, each after so many seconds."""
+    cluster = Cluster(tmp_path, "nodes=2", *PROGRAM)
+    members = [cluster.join(0), cluster.join(1)]
+    for i in range(6):
+        cluster.later(2, *members, **SILENCE)
+        cluster.now += lives_s
+        for member in members:
+            member.heard = cluster.now
+            failed = [failure(1, 2, f"ValueError: {'x' * (i % errors)}", step=-1)] if member.node else []
+            cluster.ready(member, *failed)
+        cluster.later(1.5, *members, **SILENCE)
+        if cluster.verdict is not None:
+            break
+    assert (cluster.verdict.verdict if cluster.verdict else None) == verdict
+
+
+def test_an_exit_code_without_a_word_is_the_programs(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=2", *PROGRAM)
+    members = [cluster.join(0), cluster.join(1)]
+    for _ in range(2):
+        cluster.later(2, *members, **SILENCE)
+        for member in members:
+            failed = [failure(1, 2, exit_code=3, step=-1)] if member.node else []
+            cluster.ready(member, *failed)
+    cluster.later(2, *members, **SILENCE)
+    assert cluster.verdict is not None
+    assert cluster.verdict.verdict == "user_error" and "exit code 3; the same twice in a row" in cluster.verdict.reason
+
+
+def test_a_coordinator_that_loses_several_machines_at_once_blames_none(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=3", "elastic.exclude_after=1")
+    a, b, c = (cluster.join(n) for n in range(3))
+    cluster.later(1, a, b, c)
+    cluster.later(0.5, a, b)
+    cluster.later(12, a)
+    (broken,) = cluster.events("round_broken")
+    assert broken["why"] == "the coordinator lost 2 of 3 nodes at once" and "blamed" not in broken
+    assert not cluster.run.excluded_hosts()
+
+
+def test_the_first_cause_is_the_first_that_arrived(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=2")
+    a, b = cluster.join(0), cluster.join(1)
+    cluster.later(1, a, b)
+    cluster.ready(b, failure(1, 2, exit_code=-9, time=5000.0))
+    cluster.ready(a, failure(0, 0, exit_code=-9, time=100.0))  # of a machine whose clock is behind
+    cluster.later(2, a, b)
+    assert "rank 2 on node 1" in cluster.events("round_broken")[0]["why"]
+
+
+def test_below_the_minimum_the_job_waits_then_leaves_to_be_requeued(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=2", "elastic.wait_for_nodes_s=30")
+    a = cluster.join(0)
+    cluster.later(29, a)
+    assert cluster.verdict is None
+    cluster.later(2, a)
+    assert cluster.verdict is not None
+    assert (cluster.verdict.verdict, cluster.verdict.decision) == ("infrastructure", "requeue")
+    assert cluster.last(a, "end")["exit_code"] == 75  # type: ignore[index]

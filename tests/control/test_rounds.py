@@ -1,0 +1,393 @@
+"""Who forms a round, when it ends, and how the attempt does when nothing has failed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
+from pathlib import Path
+
+import pytest
+
+from fsdp_jobs.control import fencing, placement
+from fsdp_jobs.control.placement import ConnectedAgent
+from fsdp_jobs.plan.layout import partners
+from fsdp_jobs.run import verdict
+from fsdp_jobs.run.rank_state import Phase, Request
+from tests.control.cluster import PROGRAM, SILENCE, Cluster, failure
+
+
+def test_ranks_follow_the_topology_and_natural_order(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=4")
+    members = {
+        n: cluster.join(n, switches=("spine", leaf))
+        for n, leaf in ((10, "leaf2"), (2, "leaf2"), (3, "leaf1"), (1, "leaf1"))
+    }
+    cluster.later(0.2, *members.values())
+    ranks = {n: cluster.last(m, "round")["rank"] for n, m in members.items()}  # type: ignore[index]
+    assert ranks == {1: 0, 3: 1, 2: 2, 10: 3}
+
+
+def test_an_elastic_job_waits_for_more_nodes_then_starts_with_enough(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=2:4", "elastic.join_window_s=20")
+    a, b = cluster.join(0), cluster.join(1)
+    cluster.later(19, a, b)
+    assert cluster.last(a, "round") is None
+    cluster.later(2, a, b)
+    assert cluster.last(a, "round")["size"] == 2  # type: ignore[index]
+
+
+def test_an_agent_that_says_twice_that_it_is_ready_has_not_left_the_round_that_followed(tmp_path: Path) -> None:
+    """It connects while it is about to say so: `hello` says it, too, and the round may begin in between."""
+    cluster = Cluster(tmp_path, "nodes=2", "elastic.join_window_s=0", "fsdp=full_shard")
+    a, b = cluster.join(0), cluster.join(1)
+    cluster.later(0.2, a, b)
+    assert cluster.last(b, "round") is not None
+    cluster.coordinator.on_ready(b, {"failures": [], "after": -1, "at": cluster.now}, cluster.now)
+    cluster.later(1, a, b)
+    assert cluster.last(a, "break") is None
+    cluster.ready(b)
+    assert cluster.last(a, "break") is not None
+
+
+def test_a_dead_agent_breaks_the_round_at_once_and_a_silent_one_after_its_timeout(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=1:3", "elastic.join_window_s=0", "fsdp=full_shard")
+    a, b, c = cluster.join(0), cluster.join(1), cluster.join(2)
+    cluster.later(0.2, a, b, c)
+    cluster.closed(c)
+    assert cluster.last(a, "break") is not None and cluster.last(b, "break") is not None
+    for member in (a, b):
+        cluster.ready(member)
+    cluster.later(3, a, b)
+    assert cluster.last(a, "round")["size"] == 2  # type: ignore[index]
+    silent_since = cluster.now
+    cluster.later(9, a)
+    assert len(cluster.events("node_lost")) == 1
+    cluster.later(2, a)
+    lost = cluster.events("node_lost")
+    assert len(lost) == 2 and "silent" in lost[1]["why"]
+    assert cluster.now - silent_since < 12
+
+
+@pytest.mark.seen
+def test_a_replacement_waits_for_the_node_that_still_saves_and_for_no_other(tmp_path: Path) -> None:
+    """A cluster may start the next pod of a node before an evicted one has ended, and one that it cannot reach."""
+    cluster = Cluster(tmp_path, "nodes=2", "elastic.join_window_s=0")
+    a, b = cluster.join(0), cluster.join(1)
+    cluster.later(0.2, a, b)
+    cluster.coordinator.on_stop("node 1 is told to end", cluster.now)
+    cluster.join(1, life="b", round_=-1)
+    assert not cluster.is_taken and not cluster.events("node_lost") and b in cluster.coordinator.agents.values()
+    cluster.later(11, a)  # b saves no longer: nothing is heard of it
+    assert [e["node"] for e in cluster.events("node_lost")] == [1]
+    new = cluster.join(1, life="c")
+    assert new in cluster.coordinator.agents.values()
+
+    cut_off = Cluster(tmp_path / "cut", "nodes=2", "elastic.join_window_s=0")
+    a, b = cut_off.join(0), cut_off.join(1)
+    cut_off.later(0.2, a, b)
+    cut_off.join(1, life="b")
+    assert not cut_off.is_taken, "the other has just been heard of"
+    cut_off.later(4, a)
+    new = cut_off.join(1, life="b")
+    assert new in cut_off.coordinator.agents.values() and b not in cut_off.coordinator.agents.values()
+
+
+def test_new_nodes_wait_until_the_ranks_have_saved_and_parked(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=1:2", "elastic.join_window_s=0", "fsdp=full_shard")
+    a = cluster.join(0)
+    cluster.later(0.5, a)
+    b = cluster.join(1)
+    cluster.later(1, a, b)
+    assert cluster.last(a, "request") == {"kind": "request", "request": int(Request.PARK)}
+    assert cluster.last(a, "break") is None
+    cluster.later(1, a, b, step=7, committed=7, phase=int(Phase.PARKED))
+    assert cluster.last(a, "break") is not None
+    cluster.ready(a)
+    cluster.later(2, a, b)
+    assert cluster.last(b, "round")["size"] == 2  # type: ignore[index]
+    assert cluster.verdict is None
+
+
+@pytest.mark.seen
+def test_where_nodes_are_replaced_the_notice_of_one_ends_its_part_alone(tmp_path: Path) -> None:
+    """A forced deletion of a pod is SIGTERM and 2 s, as seen on Kubernetes 1.36: no preemption of the job."""
+    pods = ("cluster=kubernetes", "cluster.accelerator=cpu", "hardware=cpu", "nodes=2", "elastic.join_window_s=0")
+    cluster = Cluster(tmp_path, *pods)
+    a, b = cluster.join(0), cluster.join(1)
+    for member in (a, b):
+        cluster.ready(member)
+    cluster.later(1, a, b)
+    cluster.coordinator.on_notice(b, {"signal": "SIGTERM"}, cluster.now)
+    assert cluster.last(a, "request") == {"kind": "request", "request": int(Request.PARK)}
+    assert not cluster.events("stop_requested")
+    cluster.later(1, a, b, step=7, committed=7, phase=int(Phase.PARKED))
+    assert cluster.last(a, "break") is not None
+    for member in (a, b):
+        cluster.ready(member)
+    cluster.later(2, a)
+    assert cluster.last(b, "end")["exit_code"] == 75 and cluster.verdict is None  # type: ignore[index]
+    assert "nodes [1] were told to end" in cluster.events("round_broken")[-1]["why"]
+    new = cluster.join(1, life="b")
+    cluster.ready(new)
+    cluster.later(2, a, new)
+    assert cluster.last(new, "round")["size"] == 2 and cluster.verdict is None  # type: ignore[index]
+
+    for member in (a, new):  # all of it is taken away
+        cluster.coordinator.on_notice(member, {"signal": "SIGTERM"}, cluster.now)
+    cluster.later(1, a, new, step=9, committed=9, phase=int(Phase.PARKED))
+    assert cluster.verdict is not None and cluster.verdict.verdict == "preempted"
+
+    killed = Cluster(tmp_path / "killed", *pods)
+    a, b = killed.join(0), killed.join(1)
+    for member in (a, b):
+        killed.ready(member)
+    killed.later(1, a, b)
+    killed.coordinator.on_notice(b, {"signal": "SIGTERM"}, killed.now)
+    killed.later(1, a, b)
+    killed.closed(b)  # before anything was saved
+    killed.later(0.2, a)
+    killed.ready(a)
+    new = killed.join(1, life="b")
+    killed.ready(new)
+    killed.later(5, a, new)
+    assert killed.last(new, "round")["size"] == 2 and killed.verdict is None  # type: ignore[index]
+
+
+def test_a_stop_request_saves_everywhere_and_is_judged_preempted(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=2")
+    a, b = cluster.join(0), cluster.join(1)
+    cluster.later(1, a, b)
+    cluster.coordinator.on_stop("SIGTERM received", cluster.now)
+    assert cluster.last(b, "request") == {"kind": "request", "request": int(Request.STOP)}
+    for member in (a, b):
+        cluster.ready(member, failure(member.node, 0, exit_code=75))
+    cluster.later(2, a, b)
+    assert cluster.verdict is not None
+    assert (cluster.verdict.verdict, cluster.verdict.decision) == ("preempted", "requeue")
+
+
+def test_a_restarted_coordinator_adopts_the_running_round(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=2")
+    a, b = cluster.join(0, round_=4, size=2), cluster.join(1, round_=4, size=2)
+    cluster.later(15, a, b)
+    assert cluster.coordinator.round.number == 4 and cluster.coordinator.round.running
+    assert cluster.last(a, "break") is None and cluster.last(b, "break") is None
+    for member in (a, b):
+        cluster.ended(member)
+    assert cluster.verdict is not None and cluster.verdict.verdict == "done"
+
+
+def test_a_restarted_coordinator_waits_as_long_as_agents_keep_coming(tmp_path: Path) -> None:
+    """Thousands take longer than a heartbeat may; once nobody comes any more, those that are missing are lost."""
+    cluster = Cluster(tmp_path, "nodes=4", "elastic.heartbeat_timeout_s=5")
+    came: list[ConnectedAgent] = []
+    for node in range(3):
+        came.append(cluster.join(node, round_=4, size=4))
+        cluster.later(4, *came)
+        assert cluster.coordinator.round.running, cluster.events("round_broken")
+    cluster.later(4, *came)
+    assert "1 of 4 nodes did not reconnect" in cluster.events("round_broken")[0]["why"]
+
+
+def test_ranks_that_left_on_request_while_there_was_no_coordinator_were_preempted(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=2")
+    members = [cluster.join(n, round_=0, size=2, signal="SIGTERM" if n else "") for n in range(2)]
+    for member in members:
+        cluster.ready(member, failure(member.node, member.node, exit_code=75))
+    cluster.later(3, *members)
+    assert cluster.verdict is not None
+    assert (cluster.verdict.verdict, cluster.verdict.decision) == ("preempted", "requeue")
+    assert "node 1 received SIGTERM" in cluster.verdict.reason
+
+
+def test_a_program_that_says_nothing_is_broken_off_for_new_nodes(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=1:2", *PROGRAM)
+    a = cluster.join(0)
+    cluster.later(3, a, **SILENCE)
+    assert [e["nodes"] for e in cluster.events("round_started")] == [[0]]
+    b = cluster.join(1)
+    cluster.later(1, a, b, **SILENCE)
+    assert cluster.last(a, "break") is not None
+    cluster.ready(a)
+    cluster.later(2, a, b, **SILENCE)
+    assert [e["nodes"] for e in cluster.events("round_started")] == [[0], [0, 1]]
+    assert cluster.events("round_started")[-1]["shard_group"] == 4, "full_shard over all there are"
+    assert cluster.coordinator.budget.count == 0, "growth is no failure"
+
+
+def test_a_program_that_says_nothing_leaves_node_by_node(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=2", *PROGRAM)
+    a, b = cluster.join(0), cluster.join(1)
+    cluster.later(3, a, b, **SILENCE)
+    cluster.coordinator.on_stop("node 0 received SIGTERM", cluster.now)
+    cluster.coordinator.on_failed(a, {"failures": [failure(0, 0, exit_code=-15, step=-1)]}, cluster.now)
+    cluster.ready(a)
+    cluster.later(20, a, b, **SILENCE)
+    assert cluster.verdict is None and cluster.last(b, "break") is None, "the other is still saving"
+    cluster.ended(b)
+    cluster.later(1, a, b, **SILENCE)
+    assert cluster.verdict is not None
+    assert (cluster.verdict.verdict, cluster.verdict.decision) == ("preempted", "requeue")
+
+
+def test_agents_whose_ranks_had_finished_tell_a_new_coordinator(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=2", *PROGRAM)
+    a = cluster.join(0, round_=0, size=2)
+    a.ended = True
+    cluster.later(2, a, **SILENCE)
+    assert cluster.verdict is None, "the other node may still run"
+    b = cluster.join(1, round_=0, size=2)
+    b.ended = True
+    cluster.later(1, a, b, **SILENCE)
+    assert cluster.verdict is not None and cluster.verdict.verdict == "done"
+
+
+def test_a_coordinator_that_stood_still_has_not_heard_less_of_its_agents(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=2")
+    a, b = cluster.join(0), cluster.join(1)
+    cluster.later(1, a, b)
+    cluster.now += 30
+    cluster.later(5)
+    cluster.later(1, a, b)
+    assert not cluster.events("node_lost")
+
+
+def test_a_stop_file_that_cannot_be_read_is_a_warning(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=1")
+    a = cluster.join(0)
+    cluster.run.stop_request.mkdir()
+    cluster.later(2, a)
+    assert cluster.verdict is None and not cluster.events("stop_requested")
+    assert "stop cannot be read" in cluster.events("waiting")[0]["why"]
+    assert len(cluster.events("waiting")) < 3, "said once"
+
+
+def test_torn_lines_do_not_keep_a_coordinator_from_starting(tmp_path: Path) -> None:
+    first = Cluster(tmp_path, "nodes=1")
+    a = first.join(0)
+    first.later(1, a)
+    with first.run.events.open("ab") as f:
+        f.write(b'{"time": 1.0, "event": "chec\n\xff\x00\n[1]\n{"event": "checkpoint"}\n{"a": 1}\n')
+        f.write(b'{"time": 2.0, "event": "checkpoint", "attempt": 0, "step": 7}\n')
+    cluster = Cluster(tmp_path, "nodes=1")
+    assert cluster.coordinator.committed == 7 and cluster.coordinator.round.number == 0
+
+
+@pytest.fixture
+def released(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Plans are not there before this is set; nor are they waited for."""
+    released, make_plan = threading.Event(), placement.make_plan
+    monkeypatch.setattr(fencing, "_SOON_S", 0)
+    monkeypatch.setattr(
+        placement, "make_plan", lambda *given, **named: released.wait(60) and make_plan(*given, **named)
+    )
+    yield released
+    released.set()
+
+
+def planned(cluster: Cluster) -> None:
+    work = (cluster.coordinator.planner._answer, cluster.coordinator._epochs._claim)
+    wait([future for future in work if future is not None], 60)
+
+
+def test_agents_are_answered_while_a_plan_is_computed(tmp_path: Path, released: threading.Event) -> None:
+    cluster = Cluster(tmp_path, "nodes=2")
+    a, b = cluster.join(0), cluster.join(1)
+    cluster.later(30, a, b)
+    assert cluster.last(a, "alive")["at"] == pytest.approx(cluster.now)  # type: ignore[index]
+    assert cluster.last(a, "round") is None and cluster.verdict is None
+    released.set()
+    planned(cluster)
+    cluster.later(0.1, a, b)
+    assert cluster.last(b, "round")["size"] == 2  # type: ignore[index]
+
+
+def test_a_plan_for_nodes_that_are_no_longer_there_is_thrown_away(tmp_path: Path, released: threading.Event) -> None:
+    cluster = Cluster(tmp_path, "nodes=2:4", "elastic.join_window_s=0", "elastic.max_failures_without_progress=0")
+    a, b, c = cluster.join(0), cluster.join(1), cluster.join(2)
+    cluster.later(0.5, a, b, c)
+    cluster.closed(b)
+    cluster.later(4, a)
+    elsewhere = cluster.join(2, life="b", host="node2b")  # in place of c, which is silent
+    d = cluster.join(3)
+    released.set()
+    for _ in range(3):
+        cluster.later(0.1, a, elsewhere, d)
+        planned(cluster)
+    cluster.later(0.1, a, elsewhere, d)
+    (started,) = cluster.events("round_started")
+    assert started["nodes"] == [0, 2, 3] and started["hosts"] == ["node0", "node2b", "node3"]
+    assert cluster.last(b, "round") is None and cluster.last(c, "round") is None
+    assert [cluster.last(member, "round")["rank"] for member in (a, elsewhere, d)] == [0, 1, 2]  # type: ignore[index]
+
+
+def test_a_round_does_not_begin_from_a_plan_when_the_job_was_stopped_meanwhile(
+    tmp_path: Path, released: threading.Event
+) -> None:
+    cluster = Cluster(tmp_path, "nodes=1")
+    a = cluster.join(0)
+    cluster.later(0.5, a)
+    cluster.coordinator.on_stop("cancelled", cluster.now)
+    released.set()
+    planned(cluster)
+    cluster.later(1, a)
+    assert cluster.last(a, "round") is None and cluster.last(a, "end") is not None
+    assert not cluster.events("round_started")
+
+
+def test_a_verdict_that_a_full_disk_has_no_room_for_is_written_later_and_agents_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever restarts processes reads the verdict: an agent that ended without it would be started again."""
+    cluster = Cluster(tmp_path, "nodes=1", "elastic.join_window_s=0")
+    a = cluster.join(0)
+    cluster.later(0.2, a)
+    with monkeypatch.context() as full:
+        full.setattr(verdict, "write_atomic", raises(errno.ENOSPC))
+        cluster.ended(a)
+        cluster.later(2, a)
+        assert cluster.verdict is None and cluster.last(a, "end") is None
+        cluster.closed(a)
+        again = cluster.join(0, life="b")
+        assert cluster.last(again, "end") is None
+        assert len(cluster.events("waiting")) == 1, "said once"
+    cluster.later(0.2, again)
+    assert cluster.verdict is not None and cluster.verdict.verdict == "done"
+    assert cluster.last(again, "end") is not None and len(cluster.events("attempt_ended")) == 1
+
+
+def test_a_request_to_stop_that_cannot_be_read_is_told_once_and_stops_nothing(tmp_path: Path) -> None:
+    """As another user's command leaves it in a run directory that the group may write."""
+    cluster = Cluster(tmp_path, "nodes=1", "elastic.join_window_s=0")
+    a = cluster.join(0)
+    cluster.later(0.2, a)
+    cluster.run.stop_request.mkdir()  # root can read every file
+    cluster.later(2, a)
+    (told,) = cluster.events("waiting")
+    assert "cannot be read, so nothing is stopped" in told["why"] and not cluster.events("stop_requested")
+    cluster.run.stop_request.rmdir()
+    cluster.run.stop_request.write_text("cancelled")
+    cluster.later(0.2, a)
+    assert [e["why"] for e in cluster.events("stop_requested")] == ["cancelled"]
+
+
+def raises(number: int) -> Callable[..., None]:
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+@pytest.mark.parametrize("nodes", range(1, 12))
+def test_copies_go_to_nodes_far_away_and_pairs_are_mutual(nodes: int) -> None:
+    of = partners(nodes)
+    if nodes == 1:
+        assert of == [None]
+        return
+    assert sorted(i for i in of if i is not None) == list(range(nodes)), "each keeps one other's"
+    assert all(other != i for i, other in enumerate(of))
+    in_pairs = sum(of[other] == i for i, other in enumerate(of) if other is not None)
+    assert in_pairs == nodes - (3 if nodes % 2 else 0)

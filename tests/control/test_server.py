@@ -1,0 +1,232 @@
+"""The coordinator's port: who is let in, what strangers cost, and what a closed connection proves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import resource
+import socket
+import struct
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.control import server as door
+from fsdp_jobs.control.coordinator import Coordinator
+from fsdp_jobs.control.server import Server
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.processes import free_port, raise_file_limit
+from fsdp_jobs.run.protocol import AGENT, COORDINATOR, Link, proof
+from fsdp_jobs.run.tail import read_json_lines
+
+HELLO = {
+    "attempt": 0,
+    "node": 0,
+    "host": "here",
+    "address": "here",
+    "nproc": 1,
+    "switches": [],
+    "copies": 0,
+    "agent": "a",
+    "ready": True,
+    "round": -1,
+    "epoch": 0,
+    "size": 0,
+    "shard_group": 0,
+    "ended": False,
+    "signal": "",
+}
+
+
+class Stranger:
+    """A connection, before it has proved anything."""
+
+    def __init__(self, port: int):
+        self.socket = socket.create_connection(("127.0.0.1", port), timeout=10)
+        self.lines = self.socket.makefile("r")
+
+    def send(self, **message: Any) -> None:
+        self.socket.sendall((json.dumps(message) + "\n").encode())
+
+    def receive(self) -> dict[str, Any]:
+        return dict(json.loads(self.lines.readline()))
+
+    def enter(self, token: str, **hello: Any) -> None:
+        challenge = self.receive()["nonce"]
+        self.send(nonce="n", proof=proof(token, AGENT, challenge, "n"))
+        assert self.receive()["proof"] == proof(token, COORDINATOR, challenge, "n")
+        self.send(kind="hello", at=0.0, **{"from": self.socket.getsockname(), **HELLO, **hello})
+
+    def is_closed(self) -> bool:
+        try:
+            while self.socket.recv(1 << 16):
+                pass
+            return True
+        except TimeoutError:
+            return False
+        except ConnectionError:
+            return True
+
+
+def listening() -> set[int]:
+    """The ports on which this process is listening."""
+    connections = psutil.Process().net_connections("tcp")
+    return {connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN}
+
+
+def serving(folder: Path, talk: Callable[[int, Server], None]) -> None:
+    """Serve a coordinator while `talk` is a client of it, in a thread."""
+
+    async def main() -> None:
+        run, port = RunDir(folder / "run"), free_port()
+        run.attempt(0).mkdir(parents=True)
+        config = compose_job(["nodes=1", "nproc_per_node=1"])
+        server = Server(Coordinator(config, run, 0, time.monotonic()), "secret")
+        serving = asyncio.create_task(server.serve("127.0.0.1", port))
+        while not serving.done() and port not in listening():
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(talk, port, server)
+        serving.cancel()
+
+    asyncio.run(main())
+
+
+def until(true: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def lost(server: Server) -> list[dict[str, Any]]:
+    return [e for e in read_json_lines(server.coordinator.run.events) if e["event"] == "node_lost"]
+
+
+def test_only_who_knows_the_token_gets_in_and_it_never_travels(tmp_path: Path) -> None:
+    def talk(port: int, server: Server) -> None:
+        for answer in ({"nonce": "n", "proof": "secret"}, {"nonce": "n", "proof": proof("x", AGENT, "c", "n")}, {}):
+            stranger = Stranger(port)
+            stranger.receive()
+            stranger.send(**answer)
+            assert stranger.is_closed()
+        replayed = Stranger(port)  # what another connection has proved
+        replayed.receive()
+        replayed.send(nonce="n", proof=proof("secret", AGENT, "an older challenge", "n"))
+        assert replayed.is_closed() and not server.coordinator.agents
+        friend = Stranger(port)
+        friend.enter("secret")
+        assert friend.receive()["kind"] == "alive"
+
+    serving(tmp_path, talk)
+
+
+def test_an_agent_does_not_believe_whoever_answers(caplog: pytest.LogCaptureFixture) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    elastic = compose_job(["elastic.heartbeat_interval_s=0.1"]).elastic
+    told: list[object] = []
+    link = Link(f"127.0.0.1:{listener.getsockname()[1]}", "secret", lambda: HELLO, dict, told.append, elastic)
+    connection, _ = listener.accept()
+    with connection, connection.makefile("r") as lines:
+        connection.sendall(b'{"nonce": "c"}\n')
+        sent = lines.readline()
+        connection.sendall(b'{"kind": "welcome", "proof": "trust me"}\n{"kind": "end", "exit_code": 0, "why": "x"}\n')
+        assert "secret" not in sent and lines.readline() == ""
+    link.close()
+    listener.close()
+    assert not told and "does not know this job's token" in caplog.text
+
+
+def test_strangers_fill_neither_descriptors_nor_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(door, "_STRANGERS", 8)
+    caplog.set_level(logging.INFO)
+
+    def talk(port: int, server: Server) -> None:
+        looks = Stranger(port)  # as a guard does, every few seconds
+        looks.receive()
+        looks.lines.close()
+        looks.socket.close()
+        until(lambda: not server._strangers)
+        assert not server._refused and not caplog.text
+        held = [Stranger(port) for _ in range(40)]
+        until(lambda: len(server._strangers) == 9)
+        friend = Stranger(port)
+        friend.enter("secret")
+        assert friend.receive()["kind"] == "alive"
+        for content in (b"GET / HTTP/1.1\n\n", b"\x00\xff\n", b"[]\n", b"7\n", b"x" * 200_000):
+            for stranger in [Stranger(port) for _ in range(10)]:
+                with suppress(OSError):
+                    stranger.socket.sendall(content)
+                assert stranger.is_closed()
+        assert held and list(server.coordinator.agents) == ["a"]
+
+    serving(tmp_path, talk)
+    lines = [r for r in caplog.records if "refused" in r.getMessage() or r.levelno >= logging.ERROR]
+    assert len(lines) == 1, caplog.text
+
+
+def test_who_proves_nothing_is_closed_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "_PROVE_S", 0.5)
+
+    def talk(port: int, server: Server) -> None:
+        stranger = Stranger(port)
+        stranger.receive()
+        assert stranger.is_closed()
+
+    serving(tmp_path, talk)
+
+
+def test_what_a_closed_connection_proves(tmp_path: Path) -> None:
+    def talk(port: int, server: Server) -> None:
+        def enters(agent: str, node: int, **hello: Any) -> Stranger:
+            stranger = Stranger(port)
+            stranger.enter("secret", agent=agent, node=node, **hello)
+            while stranger.receive()["kind"] != "round":
+                pass
+            return stranger
+
+        leases = server.coordinator.leases
+        dead = enters("dead", 0)
+        dead.lines.close()
+        dead.socket.close()  # as the kernel does when the process dies
+        until(lambda: len(lost(server)) == 1)
+        assert "dead" not in leases
+        reset = enters("reset", 0)
+        reset.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        reset.lines.close()
+        reset.socket.close()
+        until(lambda: len(lost(server)) == 2)
+        assert "reset" in leases, "it may train on"
+        leases.clear()
+        behind_proxy = enters("proxied", 0, **{"from": ["10.0.0.1", 1]})
+        behind_proxy.lines.close()
+        behind_proxy.socket.close()
+        until(lambda: len(lost(server)) == 3)
+        assert "proxied" in leases, "whatever is in between may have closed it"
+        leases.clear()
+        away = enters("away", 0)
+        away.send(kind="away")
+        away.lines.close()
+        away.socket.close()
+        time.sleep(1)
+        assert len(lost(server)) == 3 and "away" in leases, "it said that it would come again"
+
+    serving(tmp_path, talk)
+
+
+def test_the_limit_of_open_files_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+        raise_file_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(hard, 1 << 20) or hard == resource.RLIM_INFINITY
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

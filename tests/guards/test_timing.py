@@ -1,0 +1,37 @@
+"""What a step took a rank by itself."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from fsdp_jobs.guards.slow import rank as timing
+from fsdp_jobs.guards.slow.rank import StepTimer
+from tests.world import run_world
+
+
+def _timed() -> tuple[float, float, int]:
+    """Return what a step of a validation pass took, what one of training did, and how many passes are kept at most."""
+    timing._MOST_SPANS = 8
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    timer = StepTimer(torch.device("cpu"))
+    timer.watch(fully_shard(model.eval(), mesh=mesh))  # as `from_pretrained` returns them
+    times, kept = [], 0
+    for is_training in (False, True):
+        for _ in range(9):
+            with torch.set_grad_enabled(is_training):
+                model(torch.ones(1, 8))
+        kept = max(kept, len(timer._spans))
+        timer.end_step(1.0, 0.0, 0.0, 0.0)
+        times.append(timer.compute_s)
+    return times[0], times[1], kept
+
+
+def test_a_validation_pass_is_no_compute_of_a_step_and_what_is_kept_has_a_bound() -> None:
+    ((validation_s, training_s, kept),) = run_world(1, _timed)
+    assert validation_s == 0 < training_s and kept <= 8

@@ -1,0 +1,168 @@
+"""What is said of a program of the user's before it is submitted, and what is submitted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fsdp_jobs.config.errors import BadInput
+from fsdp_jobs.config.hydra import compose_job, compose_jobs
+from fsdp_jobs.config.schema import JobConfig, dump_config, load_config
+from fsdp_jobs.launchers.base import Job
+from fsdp_jobs.launchers.docker import containers
+from fsdp_jobs.launchers.slurm.script import Site, script
+from fsdp_jobs.node.program import Program
+from fsdp_jobs.pages.plan_svg import to_svg
+from fsdp_jobs.plan.plan import Plan, make_plan
+from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.env import LOG_ENV, PROGRAM_ENV, RANK_STATE_ENV, RUN_DIR_ENV, STACKS_ENV
+from fsdp_jobs.submit.validate import check_existing_run, validate
+from tests.jobs import cli
+from tests.plan.shown import render_text
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with a program, a package and a file that is neither."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pkg").mkdir()
+    for file in ("train.py", "pkg/__init__.py", "pkg/deep.py", "train.sh", "notes.txt"):
+        (tmp_path / file).write_text("raise SystemExit('looked at, not run')\n")
+    (tmp_path / "train.sh").chmod(0o755)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["script=trian.py"], ("there is no such file", "did you mean train.py?")),
+        (["script=pkg"], ("is a folder", "module=pkg")),
+        (["script=notes.txt"], ("neither Python (.py) nor executable", "chmod +x notes.txt")),
+        (["script=train.py", "module=pkg.deep"], ("script=train.py is given, too", "one of the two")),
+        (["module=pkg.deeper"], ("there is no such module here", "as for python -m")),
+        (["module=pkg.deep.er"], ("there is no such module here", "")),
+        (["script=train.py", "script_args=--name 'half"], ("no closing quotation", "close the quote")),
+        (["script_args=--lr 1"], ("the trainer takes no arguments", "script=train.py")),
+        (["model=none"], ("the trainer needs a model", "script=train.py")),
+        (["script=train.py", "fsdp.shard_group=3"], ("cannot be formed", "")),
+    ],
+)
+def test_bad_input_is_named_before_anything_is_started(overrides: list[str], said: tuple[str, str]) -> None:
+    with pytest.raises(BadInput) as found:
+        validate(compose_job(overrides))
+    assert all(words in str(found.value) for words in said), str(found.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["script=train.py", "steps=0", "data=tokens"],  # the trainer's keys mean nothing to it
+        ["script=train.sh"],
+        ["module=pkg.deep"],
+        ["script=train.py", "model=llama_1b"],
+        ["cluster=docker", "script=/in/the/image.py"],
+        ["cluster=kubernetes", "script=in/the/image.py", "cluster.image=i"],
+    ],
+)
+def test_what_can_be_run_is_not_refused(overrides: list[str]) -> None:
+    validate(compose_job(overrides))
+
+
+def test_keys_that_only_the_trainer_reads_are_named(folder: Path) -> None:
+    given = ("script=train.py", "steps=7", "optim.lr=0.1", "data=tokens", "nodes=1", "checkpoint.every_steps=5")
+    said = cli(folder, *given, "dry_run=true").stdout
+    assert "steps=7, optim.lr=0.1, data=tokens: no effect on your program" in said, said
+    assert "no effect" not in cli(folder, "steps=7", "dry_run=true").stdout
+
+
+@pytest.mark.parametrize("text", ["--lr=3e-4 --names a,b", "--text 'two words'", "5", "--set {a: 1} [x]", ""])
+def test_arguments_stand_as_in_a_shell(text: str) -> None:
+    overrides = ["script=train.py", f"script_args={text}"]
+    assert compose_job(overrides).script_args == text
+    assert compose_jobs([overrides])[0].script_args == text
+
+
+def test_arguments_that_hydra_has_escaped_for_a_sweep_are_read_back() -> None:
+    assert compose_jobs([["script=train.py", "script_args=--n\\ 1"]])[0].script_args == "--n 1"
+
+
+def test_nothing_is_known_of_a_programs_model_unless_one_is_named() -> None:
+    config = compose_job(["script=train.py", "nodes=4", "fsdp=hybrid_shard", "nproc_per_node=8"])
+    plan = Plan.from_json(make_plan(config).to_json())
+    assert plan.memory is None and plan.time is None
+    assert (plan.layout.strategy, plan.layout.shard_group, plan.layout.replicas) == ("hybrid_shard", 8, 4)
+    assert "memory and speed are not known: the model is the program's" in render_text(plan)
+    assert "not known" in to_svg(plan)
+    named = make_plan(compose_job(["script=train.py", "model=llama3_8b", "hardware=h100", "nodes=4"]))
+    assert named.memory is not None and named.parameters > 8e9
+
+
+def test_a_run_goes_on_with_the_program_it_began_with(folder: Path) -> None:
+    run = RunDir(folder / "runs" / "r")
+    write_atomic(run.config, dump_config(compose_job(["script=train.py", "script_args=--lr 1", "steps=7"])))
+    assert load_config(run.config).model.kind == "none"
+    check_existing_run(compose_job(["script=train.py", "script_args=--lr 1", "steps=9", "nodes=4"]), run)
+    with pytest.raises(BadInput, match="script_args=--lr 2: run r was trained with --lr 1"):
+        check_existing_run(compose_job(["script=train.py", "script_args=--lr 2"]), run)
+
+
+def test_a_program_that_cannot_be_looked_at_preloads_nothing(folder: Path) -> None:
+    assert Program(str(folder / "train.py"), False, str(folder), []).preload == []
+    (folder / "train.py").write_text("import torch.distributed.checkpoint as dcp\n")
+    assert Program(str(folder / "train.py"), False, str(folder), []).preload == ["torch.distributed.checkpoint"]
+    assert Program("m" * 300, True, str(folder), []).preload == []  # to the system no name, as others are no entry
+
+
+def _submitted(folder: Path, *overrides: str) -> tuple[JobConfig, RunDir, Plan]:
+    config = compose_job(["name=r", "script=train.py", "nodes=2", "nproc_per_node=2", *overrides])
+    return config, RunDir(folder / "runs" / "r"), make_plan(config)
+
+
+def test_slurm_brings_the_program_as_it_was_at_submission(folder: Path) -> None:
+    config, run, plan = _submitted(folder, "cluster=slurm", "cluster.accelerator=cpu")
+    text = script(Job(config, run, plan), Site("lab", gpu_option=""), None, 70).of_run(str(run.path), "r", "s")
+    assert f"PYTHONPATH={run.path}/code" in text and "--mem" not in text
+    assert Program.of(config, run).what == str(folder / "train.py")
+    write_atomic(run.path / "code" / "train.py", "")
+    assert Program.of(config, run).what == str(run.path / "code" / "train.py")
+    assert Program.of(config, run).folder == str(run.path / "code")
+
+
+def test_containers_of_a_program_have_no_limit_that_nobody_knows(folder: Path) -> None:
+    config, run, plan = _submitted(folder, "cluster=docker")
+    request = containers.translate(Job(config, run, plan), {"NCPU": 4}, [])
+    nodes = [c for c in request.containers if "-node-" in c["name"]]
+    assert [n["host_config"]["mem_limit"] for n in nodes] == [None, None]
+    given = compose_job([*("name=r", "script=train.py", "cluster=docker", "cluster.memory=2g"), "nproc_per_node=2"])
+    request = containers.translate(Job(given, run, plan), {"NCPU": 4}, [])
+    assert next(c for c in request.containers if "-node-" in c["name"])["host_config"]["mem_limit"] == 2 * 2**30
+
+
+def test_a_program_in_containers_works_where_it_can_write_and_how_to_mount_its_folder_is_said(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, run, plan = _submitted(folder, "cluster=docker")
+    request = containers.translate(Job(config, run, plan), {"NCPU": 4}, [])
+    assert {c["working_dir"] for c in request.containers} == {str(run.path)}
+    assert f"cluster.mounts=[{folder}:{folder}] mounts it" in caplog.text
+    caplog.clear()
+    mounted = compose_job(["name=r", "script=train.py", "cluster=docker", f"cluster.mounts=[{folder}:{folder}]"])
+    request = containers.translate(Job(mounted, run, plan), {"NCPU": 4}, [])
+    assert {c["working_dir"] for c in request.containers} == {str(folder)} and not caplog.text
+
+
+def test_what_a_rank_prints_is_lost_on_a_full_disk_and_it_goes_on(tmp_path: Path) -> None:
+    chatty = "import sys\nfor out in (sys.stdout, sys.stderr): print('a line', file=out, flush=True)\nopen('ran', 'w')"
+    (tmp_path / "chatty.py").write_text(chatty)
+    here = {RUN_DIR_ENV: tmp_path, RANK_STATE_ENV: tmp_path, LOG_ENV: "/dev/full", STACKS_ENV: tmp_path / "stacks"}
+    rank = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}
+    program = {PROGRAM_ENV: json.dumps({"what": "chatty.py", "is_module": False, "folder": "", "args": []})}
+    env = {**os.environ, **{key: str(value) for key, value in {**here, **rank, **program}.items()}}
+    code = "from fsdp_jobs.node.worker import run_program; run_program()"
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and (tmp_path / "ran").exists(), done.stderr

@@ -1,0 +1,121 @@
+"""Who may write for a run: numbers that only grow, on file systems and in a simulated store; leases."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from fsdp_jobs.run import term as epoch
+from fsdp_jobs.run.env import EPOCH_ENV, RANK_STATE_ENV
+from fsdp_jobs.run.events import append_line
+from fsdp_jobs.run.tail import read_json_lines
+from fsdp_jobs.run.term import COORDINATOR, ROUND, Epoch, Fenced, Lease, claim, newest
+from tests.jobs import fill
+from tests.store import simulated_store
+
+
+@pytest.fixture(params=["folder", "simulated store"])
+def home(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    if request.param == "folder":
+        yield tmp_path / "not yet there"
+        return
+    from upath import UPath
+
+    with simulated_store() as bucket:
+        yield cast(Path, UPath(f"s3://{bucket}/mine", use_listings_cache=False))
+
+
+def test_numbers_grow_and_an_older_round_may_not_write(home: Path) -> None:
+    assert newest(home, ROUND) == 0
+    first = Epoch(home, claim(home, ROUND, "attempt 0, round 0"))
+    first.check()
+    claim(home, COORDINATOR, "a coordinator fences no round")
+    first.check()
+    second = pickle.loads(pickle.dumps(Epoch(home, claim(home, ROUND, "attempt 0, round 1", last=1))))
+    second.check()
+    with pytest.raises(Fenced, match="round 2 of this run has begun elsewhere"):
+        first.check()
+    with pytest.raises(Fenced, match="round 2 of this run has begun elsewhere, after 1"):
+        claim(home, ROUND, "cut off since", last=1)
+    assert second.number == newest(home, ROUND) == 2
+    assert len(list((home / "epochs").iterdir())) == 2, "markers that nobody needs are left"
+
+
+def _claim_many(home: Path, name: str, count: int) -> list[int]:
+    return [claim(home, ROUND, f"{name} {i}") for i in range(count)]
+
+
+def test_no_two_get_the_same_number(home: Path) -> None:
+    with multiprocessing.get_context("spawn").Pool(4) as pool:
+        claimed = pool.starmap(_claim_many, [(home, f"claimant {i}", 6) for i in range(4)])
+    numbers = [number for numbers in claimed for number in numbers]
+    assert len(set(numbers)) == len(numbers) == 24
+    assert all(own == sorted(own) for own in claimed)
+    assert newest(home, ROUND) == max(numbers)
+
+
+def test_a_claim_whose_answer_was_lost_is_ones_own(home: Path) -> None:
+    claim(home, ROUND, "before")
+    marker = home / "epochs" / "round-00000002"
+    marker.write_text("mine")
+    assert epoch._create(marker, "mine")
+    assert not epoch._create(marker, "another's")
+
+
+def test_a_full_disk_has_room_for_a_claim(small_disk: Path) -> None:
+    """A marker whose line did not fit was taken for another coordinator's, and the job waited for ever."""
+    claim(small_disk, ROUND, "before")
+    fill(small_disk)
+    assert claim(small_disk, ROUND, "attempt 0 and forty letters that do not fit", last=1) == 2
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "epochs").write_text("a file")
+    with pytest.raises(OSError):
+        claim(tmp_path, ROUND, "anyone")
+
+
+def test_a_node_whose_lease_ran_out_may_not_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RANK_STATE_ENV, str(tmp_path))
+    monkeypatch.setenv(EPOCH_ENV, "1")
+    epoch._lease_of_node.cache_clear()
+    mine, lease = Epoch.of_rank(tmp_path), Lease(tmp_path)
+    lease.renew(Lease.now() + 60, Lease.now() + 60)
+    mine.check()
+    assert 59 < lease.left_s() <= 60
+    lease.renew(Lease.now() - 1, Lease.now() - 1)
+    with pytest.raises(Fenced, match="no answer from the coordinator"):
+        mine.check()
+    epoch._lease_of_node.cache_clear()
+
+
+def test_a_program_without_a_launcher_is_never_fenced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(RANK_STATE_ENV, raising=False)
+    monkeypatch.delenv(EPOCH_ENV, raising=False)
+    epoch._lease_of_node.cache_clear()
+    claim(tmp_path, ROUND, "another run")
+    Epoch.of_rank(tmp_path).check()
+
+
+def test_a_rank_looks_for_a_newer_round_before_it_records_once_its_nodes_answer_is_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RANK_STATE_ENV, str(tmp_path))
+    monkeypatch.setenv(EPOCH_ENV, str(claim(tmp_path, ROUND, "mine")))
+    epoch._lease_of_node.cache_clear()
+    Epoch.of_rank(tmp_path)
+    now, lease, lines = Lease.now(), Lease(tmp_path), tmp_path / "lines.jsonl"
+    lease.renew(now + 60, now - 1)
+    append_line(lines, {"step": 1})
+    claim(tmp_path, ROUND, "other")
+    append_line(lines, {"step": 2})
+    lease.renew(now + 60, now + 60)  # the coordinator answers: what was begun elsewhere is no newer round of it
+    append_line(lines, {"step": 3})
+    assert [line["step"] for line in read_json_lines(lines)] == [1, 3]
+    epoch._lease_of_node.cache_clear()
+    monkeypatch.setattr(epoch, "_epoch_of_rank", Epoch(tmp_path, 0))

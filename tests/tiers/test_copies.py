@@ -1,0 +1,65 @@
+"""What an agent does with a capture whose copy the partner does not take."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.tiers.memory.copies import Copies
+from fsdp_jobs.tiers.memory.slots import Capture, Entry, Slot
+
+
+class _Sums:
+    """Has nothing to compare with."""
+
+    def take(self, *_: Any) -> None: ...
+
+    def may_follow(self, _step: int) -> bool:
+        return True
+
+
+def _keeper(folder: Path, run: RunDir) -> Copies:
+    folder.mkdir()
+    copies = Copies(folder, run, 0, 0)
+    copies.start(_Sums())  # type: ignore[arg-type]
+    return copies
+
+
+def _capture(folder: Path, epoch: int) -> Slot:
+    entry = Entry("weight", "float32", [4], [0], [4], 16, is_alone=True)
+    capture = Capture(epoch, 0, 0, 7, 56, 2, 2, [entry]).placed()
+    slot = Slot.of(folder, capture)
+    slot.map(capture.size)[:16] = b"0123456789abcdef"
+    slot.publish(capture)
+    return slot
+
+
+def _until(what: Any, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_partner_of_a_new_round_gets_a_capture_however_often_the_one_before_has_failed(tmp_path: Path) -> None:
+    """A lost node's place is taken within seconds; each step that passes without a copy could be lost."""
+    run = RunDir(tmp_path / "run")
+    run.token.parent.mkdir(parents=True)
+    run.token.write_text("secret")
+    (tmp_path / "b").mkdir()
+    sender, partner = _keeper(tmp_path / "b" / "sender", run), _keeper(tmp_path / "b" / "partner", run)
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        sender.begin_round(1, ["127.0.0.1", nobody.getsockname()[1]])
+        _capture(sender.folder, 1)
+        _until(lambda: run.events.exists(), 30)  # it has failed for so long that it is said
+    assert "is not with" in run.events.read_text()
+    sender.begin_round(2, ["127.0.0.1", partner.port])
+    slot = _capture(sender.folder, 2)
+    _until(slot.copied.exists, 2)  # the wait between two tries is 5 s by now
+    assert [*(partner.folder / "copies").glob("2-0-0.data")]
+    for one in (sender, partner):
+        one.close(is_over=True)

@@ -1,0 +1,101 @@
+"""Checkpoints on the nodes' own disks: a node gets what it lacks from its peers, and shared storage has the rest."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pathlib
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from fsdp_jobs.checkpoints.catalog import MANIFEST, SHARDS, find_checkpoints, step_of
+from fsdp_jobs.checkpoints.checkpointer import Checkpointer
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.tiers import disk as local_disks
+from tests.checkpoints.saving import save_steps, trained, value_of
+from tests.world import events_of, run_world
+
+
+def _of_rank(folder: str, restart: str) -> Checkpointer:
+    return trained(folder, restart, local_dir=f"{folder}/node-{dist.get_rank()}")
+
+
+def _saved(folder: str) -> None:
+    checkpoints = _of_rank(folder, "0-0")
+    save_steps(checkpoints, 2, 4)
+    checkpoints.close()
+
+
+def _resumed(folder: str) -> tuple[int, float]:
+    checkpoints = _of_rank(folder, "0-1")
+    return checkpoints.restore(), value_of(checkpoints)
+
+
+def test_a_node_gets_what_it_lacks_from_its_peers(tmp_path: Path) -> None:
+    run_world(2, _saved, str(tmp_path))
+    first, second = (next(tmp_path.glob(f"node-{node}/*/step-00000004.*")) for node in range(2))
+    shutil.move(second / "__1_0.distcp", first / "__1_0.distcp")  # rank 1's part is on the other node alone
+    assert run_world(2, _resumed, str(tmp_path)) == [(4, 4.0), (4, 4.0)]
+    for node in range(2):
+        shutil.rmtree(tmp_path / f"node-{node}")
+    assert run_world(2, _resumed, str(tmp_path)) == [(4, 4.0), (4, 4.0)]
+    assert [e["place"] for e in events_of(RunDir(tmp_path), "resumed")] == ["local_dir", "storage"]
+
+
+def _resumed_from_sick_disk(folder: str) -> tuple[int, float]:
+    """Node 1's disk tells sizes, and gives no byte of a shard."""
+    opened = pathlib.Path.open
+
+    def refuse(self: Path, *args: Any, **keys: Any) -> Any:
+        if "node-1" in str(self) and self.suffix == ".distcp":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(self))
+        return opened(self, *args, **keys)
+
+    pathlib.Path.open = refuse  # type: ignore[method-assign, assignment]
+    return _resumed(folder)
+
+
+@pytest.mark.parametrize("moved", [False, True], ids=["its own", "a peer's"])
+def test_a_disk_that_cannot_be_read_is_as_good_as_lost(tmp_path: Path, moved: bool) -> None:
+    run_world(2, _saved, str(tmp_path))
+    first, second = (next(tmp_path.glob(f"node-{node}/*/step-00000004.*")) for node in range(2))
+    if moved:
+        shutil.move(first / "__0_0.distcp", second / "__0_0.distcp")  # which node 1 has to send
+    assert run_world(2, _resumed_from_sick_disk, str(tmp_path)) == [(4, 4.0), (4, 4.0)]
+    assert [e["place"] for e in events_of(RunDir(tmp_path), "resumed")] == ["storage"]
+
+
+def _a_copy_dies(folder: str) -> tuple[int, str]:
+    def die(*_: object) -> None:
+        raise SystemExit("the thread is gone")
+
+    checkpoints, copy = _of_rank(folder, "0-0"), local_disks._copy_checked
+    save_steps(checkpoints, 2)
+    local_disks._copy_checked = die if dist.get_rank() == 1 else copy  # type: ignore[assignment]
+    save_steps(checkpoints, 4)
+    of_four = str(checkpoints.failure)
+    local_disks._copy_checked = copy
+    save_steps(checkpoints, 6)
+    checkpoints.close()
+    return checkpoints.committed_step, of_four
+
+
+def test_a_copy_whose_thread_dies_is_a_failed_copy_and_holds_nobody_up(tmp_path: Path) -> None:
+    for step, failure in run_world(2, _a_copy_dies, str(tmp_path)):
+        assert step == 6 and "the thread is gone" in failure
+    assert [step_of(f) for f in find_checkpoints(tmp_path / "checkpoints")] == [6, 2]
+
+
+def test_a_cut_list_of_shards_costs_that_step_alone(tmp_path: Path) -> None:
+    run_world(2, _saved, str(tmp_path))
+    newest, before = find_checkpoints(tmp_path / "checkpoints")
+    on_nodes = newest.with_name("step-00000006.0-0-9.tmp")  # as if the copying of a step 6 had not ended
+    newest.rename(on_nodes)
+    (on_nodes / MANIFEST).unlink(missing_ok=True)
+    (on_nodes / SHARDS).write_text('{"step": 6, "sam')
+    assert run_world(2, _resumed, str(tmp_path)) == [(2, 2.0), (2, 2.0)]
+    assert before.exists()

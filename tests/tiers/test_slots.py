@@ -1,0 +1,150 @@
+"""Captures in memory: sealed, found, and refused when a bit of them has changed."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.tiers.memory import slots as memory
+from fsdp_jobs.tiers.memory.slots import (
+    COPIES,
+    Capture,
+    Entry,
+    Found,
+    Slot,
+    adopt_folder,
+    lost_shards,
+    newest_complete,
+    slots_in,
+)
+
+
+def captured(folder: Path, rank: int = 0, step: int = 1) -> Slot:
+    """One capture of two tensors, sealed."""
+    entries = [Entry("w", "float32", [8, 4], [4 * rank, 0], [4, 4], 64, True), Entry("n", "int64", [], [], [], 8, True)]
+    capture = Capture(1, rank, 0, step, 8 * step, 2, 2, entries).placed()
+    slot = Slot.of(folder, capture)
+    data = slot.map(capture.size)
+    data[:] = random.Random(rank).randbytes(len(data))
+    slot.publish(capture)
+    assert slot.seal(capture) is not None
+    return slot
+
+
+def test_a_flipped_bit_anywhere_is_found(tmp_path: Path) -> None:
+    slot = captured(tmp_path)
+    (capture,) = [slot.capture()]
+    assert slot.verify() == [] and capture is not None
+    places = [entry.begin * 8 + bit for entry in capture.entries for bit in range(entry.bytes * 8)]
+    for place in random.Random(0).sample(places, 100):
+        content = bytearray(slot.data.read_bytes())
+        content[place // 8] ^= 1 << place % 8
+        slot.data.write_bytes(content)
+        (named,) = slot.verify()
+        assert named == ("w" if place < 64 * 8 else "n")
+        content[place // 8] ^= 1 << place % 8
+        slot.data.write_bytes(content)
+    for file in (slot.about, slot.sums):
+        whole = file.read_bytes()
+        for place in random.Random(1).sample(range(8 * len(whole)), 100):
+            changed = bytearray(whole)
+            changed[place // 8] ^= 1 << place % 8
+            file.write_bytes(changed)
+            assert slot.verify(), place
+        file.write_bytes(whole[: len(whole) // 2])
+        assert slot.verify()
+        file.write_bytes(whole)
+    assert slot.verify() == []
+    other = Slot(tmp_path, 1, 0, 1)
+    for one, same in ((slot.about, other.about), (slot.data, other.data), (slot.sums, other.sums)):
+        same.write_bytes(one.read_bytes())
+    (tmp_path / "x.json").write_text("{}")
+    assert other.capture() is None and [s.about for s in slots_in(tmp_path) if s.capture()] == [slot.about]
+
+
+def test_captures_are_described_as_before_there_were_streams_unless_they_have_one(tmp_path: Path) -> None:
+    capture = captured(tmp_path).capture()
+    assert capture is not None and "stream" not in capture.to_json(), "what an older version has sealed stays whole"
+    streamed = replace(capture, stream={"at": 3})
+    assert Capture.from_json(streamed.to_json()) == streamed
+
+
+def test_what_was_not_sealed_in_time_is_sealed_by_who_reads_it_and_what_was_withdrawn_is_not(tmp_path: Path) -> None:
+    slot = captured(tmp_path)
+    slot.sums.unlink()
+    assert slot.verify() == []
+    capture = slot.capture()
+    slot.withdraw()
+    assert capture is not None and slot.verify() and slot.seal(capture) is None and not slot.sums.exists()
+
+
+def _found(step: int, rank: int, group: int = 2, epoch: int = 1, **more: object) -> Found:
+    about = {"is_whole": True, "is_copy": False, "holder": 0, "samples": 0, **more}
+    return Found(epoch=epoch, rank=rank, slot=0, step=step, world_size=4, shard_group=group, **about)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("found", "step"),
+    [
+        ([_found(7, 0), _found(7, 1)], 7),
+        ([_found(7, 0), _found(7, 3)], 7),  # a replica's rank has the same shards
+        ([_found(7, 0), _found(7, 2)], 0),
+        ([_found(7, 0), _found(7, 1), _found(8, 0)], 7),
+        ([_found(8, 0), _found(8, 1, is_copy=True), _found(7, 0), _found(7, 1)], 8),
+        ([_found(8, 0), _found(8, 1, is_copy=True, is_whole=False), _found(7, 0), _found(7, 1)], 7),
+        ([_found(9, 0, epoch=1), _found(9, 1, epoch=1), _found(8, 0, epoch=2), _found(8, 1, epoch=2)], 8),
+        ([_found(9, 0, epoch=1), _found(9, 1, epoch=2)], 0),  # two lives are not one state
+        ([], 0),
+    ],
+)
+def test_the_newest_step_whose_shards_are_all_there_is_chosen(found: list[Found], step: int) -> None:
+    chosen = newest_complete(found)
+    assert (chosen[0].step if chosen else 0) == step
+
+
+def test_what_was_lost_with_its_nodes_is_named() -> None:
+    left = [_found(5, 0, 4), _found(7, 1, 4), _found(7, 3, 4), _found(7, 2, 4, is_whole=False)]
+    told = lost_shards(left, 5)
+    assert told is not None and told[0] == 7 and "no node has its shards 0, 2 of 4 whole" in told[1]
+    assert lost_shards(left, 7) is None and lost_shards([], 0) is None
+
+
+def test_a_node_takes_over_what_an_agent_that_died_has_left_and_removes_what_nobody_wants(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory_, run = tmp_path / "shm", RunDir(tmp_path / "run")
+    memory_.mkdir()
+    run.path.mkdir()
+    run.job.write_text('{"submission": "first"}')
+    (first, lock), (second, other) = adopt_folder(memory_, run), adopt_folder(memory_, run)
+    assert first != second and (first / COPIES).is_dir()
+    lock.close()
+    assert adopt_folder(memory_, run)[0] == first  # its lock is free
+    run.job.write_text('{"submission": "second"}')
+    third, _third = adopt_folder(memory_, run)
+    assert {*memory_.iterdir()} == {second, third}, "of an earlier submission; the second is still held"
+    other.close()
+    (tmp_path / "another").mkdir()
+    _fourth = adopt_folder(memory_, RunDir(tmp_path / "another"))
+    assert second.exists(), "another run's, and not old"
+    monkeypatch.setattr(memory, "_STALE_S", -1.0)
+    _fifth = adopt_folder(memory_, RunDir(tmp_path / "another"))
+    assert not second.exists() and third.exists()
+
+
+def test_no_room_is_an_error_and_not_a_signal(tmp_path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("needs root, to mount")
+    small = tmp_path / "small"
+    small.mkdir()
+    assert os.system(f"mount -t tmpfs -o size=64k tmpfs {small}") == 0
+    try:
+        with pytest.raises(OSError, match="No space"):
+            Slot(small, 1, 0, 0).map(1 << 20)
+    finally:
+        os.system(f"umount {small}")

@@ -1,0 +1,167 @@
+"""Captures that must not be gone on from: others are, or the newest checkpoint on disk."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp_jobs.checkpoints import catalog
+from fsdp_jobs.checkpoints.checkpointer import Checkpointer
+from fsdp_jobs.config.schema import MemoryConfig
+from fsdp_jobs.plan.layout import Layout
+from fsdp_jobs.run.env import EPOCH_ENV, MEMORY_ENV
+from fsdp_jobs.run.tail import read_json_lines
+from fsdp_jobs.tiers.memory.slots import COPIES, slots_in
+from tests.checkpoints.saving import fill, save_steps, trained, value_of
+from tests.world import flip_byte, run_world
+
+
+def _rank(folder: str, epoch: int, layout: Layout | None = None) -> Checkpointer:
+    """A rank with memory of its own, whose agent does nothing by itself."""
+    memory = Path(folder) / f"memory-{dist.get_rank()}"
+    (memory / COPIES).mkdir(parents=True, exist_ok=True)
+    os.environ |= {MEMORY_ENV: str(memory), EPOCH_ENV: str(epoch), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    made = trained(folder, f"0-{epoch}", memory=MemoryConfig(1))
+    if layout is not None:
+        assert made.memory is not None
+        made.memory.layout, made.memory._has_replica = layout, layout.replicas > 1
+    return made
+
+
+def _capture(checkpoints: Checkpointer, *steps: int, value: float | None = None) -> None:
+    for step in steps:
+        fill(checkpoints, float(step) if value is None else value)
+        checkpoints.stream = {"at": step}
+        checkpoints.capture(step, lambda: None)
+        checkpoints.stream["at"] = -1  # a program that reads on meanwhile
+        checkpoints.poll()
+        assert checkpoints.memory is not None
+        for slot in slots_in(checkpoints.memory.folder):  # in the agent's place
+            if (capture := slot.capture()) is not None:
+                slot.seal(capture)
+            slot.copied.touch()
+
+
+def _leave(folder: str, layout: Layout | None, value: float | None, on_disk: tuple[int, ...]) -> None:
+    checkpoints = _rank(folder, 1, layout)
+    save_steps(checkpoints, *on_disk)
+    _capture(checkpoints, 5, 6, value=value)
+    checkpoints.close()
+
+
+def _resume(folder: str, layout: Layout | None = None) -> tuple[int, float]:
+    checkpoints = _rank(folder, 2, layout)
+    fill(checkpoints, -1.0)
+    step = checkpoints.restore()
+    found = value_of(checkpoints)
+    assert checkpoints.stream == ({"at": step} if step in (5, 6) else None), "where a stream is read on"
+    _capture(checkpoints, step + 1, step + 2, step + 3)
+    assert checkpoints.memory is not None
+    assert len(list(checkpoints.memory.folder.glob("*.data"))) == 2, "what rounds before had captured has gone"
+    checkpoints.close()
+    return step, found
+
+
+def _changes(folder: str) -> None:
+    checkpoints = _rank(folder, 1)
+    _capture(checkpoints, 1, 2)
+    memory = checkpoints.memory
+    assert memory is not None and memory._newest is not None
+    if dist.get_rank() == 1:
+        memory._newest.withdraw()  # as an agent does that finds it changed
+        memory._newest.copied.touch()
+    _capture(checkpoints, 3)
+    assert sorted(c.step for s in slots_in(memory.folder) if (c := s.capture())) == [1, 3] and memory.step == 1
+    _capture(checkpoints, 4)
+    assert sorted(c.step for s in slots_in(memory.folder) if (c := s.capture())) == [3, 4] and memory.step == 3
+    checkpoints.close()
+
+
+def test_a_capture_that_has_changed_is_not_made_up_for_with_the_only_other_one(tmp_path: Path) -> None:
+    run_world(2, _changes, str(tmp_path))
+
+
+def _leave_and_resume(
+    folder: Path, on_disk: tuple[int, ...] = (2, 4), value: float | None = None, layout: Layout | None = None
+) -> list[tuple[int, float]]:
+    run_world(2, _leave, str(folder), layout, value, on_disk)
+    return run_world(2, _resume, str(folder), layout)
+
+
+def test_the_newest_capture_is_gone_on_from(tmp_path: Path) -> None:
+    assert _leave_and_resume(tmp_path) == [(6, 6.0)] * 2
+
+
+@pytest.mark.parametrize(("recorded", "taken"), [([5], 5), ([5, 6], 6), ([4], 6)])
+def test_a_step_that_replicas_captured_and_rank_0_has_not_recorded_is_done_again(
+    tmp_path: Path, recorded: list[int], taken: int
+) -> None:
+    """Unless more than one step would be: then the line is lost, and not the work."""
+    run_world(2, _leave, str(tmp_path), None, None, (2,))
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in recorded))
+    assert run_world(2, _resume, str(tmp_path)) == [(taken, float(taken))] * 2
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_one_that_is_not_finite_is_not(tmp_path: Path, value: float) -> None:
+    assert _leave_and_resume(tmp_path, value=value) == [(4, 4.0)] * 2
+
+
+def test_one_is_taken_when_the_newer_checkpoint_on_disk_is_damaged(tmp_path: Path) -> None:
+    run_world(2, _leave, str(tmp_path), None, None, (2, 8))
+    newest = catalog.find_checkpoints(tmp_path / "checkpoints")[0]
+    flip_byte(next(newest.glob("*.distcp")))
+    assert run_world(2, _resume, str(tmp_path)) == [(6, 6.0)] * 2
+
+
+def test_half_a_model_is_never_gone_on_from_whatever_the_layout_says(tmp_path: Path) -> None:
+    replicas = Layout("hybrid_shard", 2, 1)  # and the program shards over both ranks
+    run_world(2, _leave, str(tmp_path), replicas, None, (2,))
+    shutil.rmtree(tmp_path / "memory-1")
+    assert run_world(2, _resume, str(tmp_path), replicas) == [(2, 2.0)] * 2
+
+
+def _resume_without_room(folder: str) -> tuple[int, float]:
+    checkpoints = _rank(folder, 2)
+    if dist.get_rank() == 1:  # a file may have so many bytes and no more, as on a full file system
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    step = checkpoints.restore()
+    checkpoints.capture(step + 1, lambda: None)
+    checkpoints.poll()
+    assert checkpoints.memory is not None
+    left = len(list(checkpoints.memory.folder.glob("2-*.json")))
+    assert left == 1 - dist.get_rank(), "training goes on where there is no room for a capture"
+    return step, value_of(checkpoints)
+
+
+def test_without_room_for_what_other_nodes_send_the_disk_is_read_and_training_goes_on(tmp_path: Path) -> None:
+    run_world(2, _leave, str(tmp_path), None, None, (2, 4))
+    for old, new in (("memory-0", "other"), ("memory-1", "memory-0"), ("other", "memory-1")):
+        (tmp_path / old).rename(tmp_path / new)  # so that each node has what the other one needs
+    assert run_world(2, _resume_without_room, str(tmp_path)) == [(4, 4.0)] * 2
+    failed = [e for e in read_json_lines(tmp_path / "events.jsonl") if e["event"] == "checkpoint_failed"]
+    assert [e["step"] for e in failed] == [5] and "checkpoint.memory.dir" in failed[0]["error"]
+
+
+def _die_while_loading(folder: str) -> None:
+    checkpoints = _rank(folder, 2)
+
+    def die(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    torch.Tensor.copy_ = die  # type: ignore[assignment]
+    with pytest.raises(OSError, match="No space"):
+        checkpoints.restore()
+
+
+def test_the_one_before_is_taken_when_three_rounds_have_died_of_the_newest(tmp_path: Path) -> None:
+    run_world(2, _leave, str(tmp_path), None, None, (2,))
+    for _ in range(3):
+        run_world(2, _die_while_loading, str(tmp_path))
+    assert run_world(2, _resume, str(tmp_path)) == [(5, 5.0)] * 2
