@@ -40,6 +40,7 @@ KINDS = {
     "events": "Event",
     "persistentvolumeclaims": "PersistentVolumeClaim",
     "jobs": "Job",
+    "networkpolicies": "NetworkPolicy",
     "jobsets": "JobSet",
     "localqueues": "LocalQueue",
     "workloads": "Workload",
@@ -102,7 +103,7 @@ class SimulatedApi:
         self.objects: dict[tuple[str, str], Object] = {}  # (group/plural, name) -> object
         self.allowed = role_of(ROLE)  # what the user may do: what the role that is shipped allows
         self.denied: set[tuple[str, str]] = set()  # (verb, resource) that this user lacks all the same
-        self.groups = {"batch": "v1", "authorization.k8s.io": "v1"}
+        self.groups = {"batch": "v1", "authorization.k8s.io": "v1", "networking.k8s.io": "v1"}
         self.refuse: Callable[[Object], Refused | None] = lambda _body: None
         self.token = TOKEN
         self.instead: tuple[int, str, int] | None = None  # status, body and bytes cut off it: what a proxy may answer

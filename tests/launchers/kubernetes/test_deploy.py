@@ -28,6 +28,7 @@ OPTIONAL = {
     ("create", "", "pods"),
     ("list", "kueue.x-k8s.io", "localqueues"),
     ("list", "kueue.x-k8s.io", "workloads"),
+    ("list", "networking.k8s.io", "networkpolicies"),
     *(("delete", "", rendered) for rendered in ("services", "configmaps", "secrets")),  # kubectl delete -f
 }
 
