@@ -2,7 +2,7 @@
 PYTHON ?= python3
 # What pip is asked for. On a machine without a GPU: a CPU wheel's path, say.
 TORCH ?= torch>=2.13,<2.14
-EXTRAS ?= dev,report,dashboard,slurm,docker,kubernetes,tensorboard,s3,mlflow,wandb,hf,accelerate,docs
+EXTRAS ?= dev,dashboard,slurm,docker,kubernetes,tensorboard,s3,mlflow,wandb,hf,accelerate,docs
 BENCHMARKS ?= plan_scale start overhead captures goodput against_accelerate save coordinator traffic recovery submit status dashboard gpu
 
 # What depends on torch: the trainer needs a newer one than programs do.

@@ -10,9 +10,9 @@ from rich.console import Console
 
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.hydra import overrides_in
-from fsdp_jobs.pages.plan_svg import to_svg
 from fsdp_jobs.plan.plan import Plan
 from fsdp_jobs.plan.render import render
+from fsdp_jobs.plan.svg import to_svg
 from fsdp_jobs.run.directory import RunDir, rank_logs
 from fsdp_jobs.run.status import ENDED
 from fsdp_jobs.run.tail import label, last_lines, read_json_lines

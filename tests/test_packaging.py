@@ -86,9 +86,16 @@ def test_the_wheel_holds_one_package_with_conf_and_launchers_in_it(wheel: Path) 
         missing = [f for f in files if f"fsdp_jobs/{f.relative_to(ROOT)}" not in names]
         assert not missing
     assert "fsdp_jobs/py.typed" in names
-    for file in ("index.html", "app.js", "uPlot.iife.min.js", "uPlot.min.css", "uPlot.LICENSE"):
+    for file in (
+        "index.html",
+        "app.js",
+        "sweep.js",
+        "style.css",
+        "uPlot.iife.min.js",
+        "uPlot.min.css",
+        "uPlot.LICENSE",
+    ):
         assert f"fsdp_jobs/observe/dashboard/static/{file}" in names
-    assert {"fsdp_jobs/pages/static/style.css", "fsdp_jobs/pages/static/sweep.js"} <= names
     assert any(n.endswith(".dist-info/licenses/LICENSE") for n in names)
 
 

@@ -19,8 +19,8 @@ from fsdp_jobs.config.hydra import compose_job, flags_and_overrides, key_of, ove
 from fsdp_jobs.config.schema import PROGRAM_KEYS, TRAINERS_KEYS
 from fsdp_jobs.launchers.base import launcher_of
 from fsdp_jobs.launchers.state import State
-from fsdp_jobs.pages.plan_svg import to_svg
 from fsdp_jobs.plan.render import render
+from fsdp_jobs.plan.svg import to_svg
 from fsdp_jobs.run.directory import write_atomic
 from fsdp_jobs.run.verdict import EXIT_FAILED
 from fsdp_jobs.submit import submit as submission

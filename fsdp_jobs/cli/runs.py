@@ -170,9 +170,11 @@ def export(args: list[str]) -> int:
 
 def report(args: list[str]) -> int:
     parser = run_parser("report")
-    parser.add_argument("--png", action="store_true", help="also a picture of each chart, for slides")
+    parser.add_argument("--png", action="store_true", help="also a picture of it, drawn by Chromium or Chrome")
     flags = parser.parse(args)
-    for file in _leaf("report", "fsdp_jobs.observe.report.page").write_report(flags.run, flags.png):
+    from fsdp_jobs.observe.report import write_report
+
+    for file in write_report(flags.run, flags.png):
         console.print(str(file), soft_wrap=True)
     return 0
 

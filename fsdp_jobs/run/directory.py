@@ -119,10 +119,6 @@ class RunDir:
         self.path = Path(path)
         self.name = self.path.name
 
-    def chart(self, name: str) -> Path:
-        """Return the picture of one of the report's charts."""
-        return self.path / f"report-{name}.png"
-
     def planned_interval_s(self) -> float:
         """Return the seconds from save to save that the plan at submission found best; half an hour without a plan."""
         return float(_read_object(self.plan).get("expected", {}).get("best_s", 1800.0))

@@ -113,7 +113,7 @@ class Sweep:
 
     def content(self) -> dict[str, Any]:
         """Return what pages show of it, the best job first; an objective that is not finite is None."""
-        about = {"name": self.name, "objective": self.objective, "direction": self.direction, "keys": self.keys}
+        about = {"objective": self.objective, "direction": self.direction, "keys": self.keys, "fixed": self.fixed}
         rows = [
             {**asdict(row), "values": row.values, "objective": row.objective if row.is_measured else None}
             for row in sorted(self.jobs, key=self.rank)

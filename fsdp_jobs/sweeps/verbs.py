@@ -103,11 +103,12 @@ def _measured_keys(sweep: Sweep) -> str:
 
 
 def _report(sweep: Sweep, _: argparse.Namespace) -> int:
-    try:
-        from fsdp_jobs.sweeps.report import write_sweep_report
-    except ImportError as e:
-        raise BadInput([Problem("sweep report", str(e), "pip install 'fsdp_jobs[report]'")]) from e
-    console.print(str(write_sweep_report(sweep)), soft_wrap=True)
+    from fsdp_jobs.observe.report import write_page
+
+    file = sweep.folder / "report.html"
+    answers = {"api/rows": {}, f"api/sweeps/{sweep.name}": sweep.content()}
+    write_page(file, f"sweep/{sweep.name}", answers)
+    console.print(str(file), soft_wrap=True)
     return 0
 
 

@@ -17,8 +17,8 @@ from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.docker import containers
 from fsdp_jobs.launchers.slurm.script import Site, script
 from fsdp_jobs.node.program import Program
-from fsdp_jobs.pages.plan_svg import to_svg
 from fsdp_jobs.plan.plan import Plan, make_plan
+from fsdp_jobs.plan.svg import to_svg
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.env import LOG_ENV, PROGRAM_ENV, RANK_STATE_ENV, RUN_DIR_ENV, STACKS_ENV
 from fsdp_jobs.submit.validate import check_existing_run, validate

@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import re
 from html.parser import HTMLParser
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.schema import dump_config
-from fsdp_jobs.observe.report.history import History
-from fsdp_jobs.observe.report.page import write_report
+from fsdp_jobs.observe.report import write_report
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from tests.jobs import cli
 from tests.observe.browser import Watched, browser  # noqa: F401
@@ -36,53 +35,28 @@ class _Page(HTMLParser):
         self.words.append(data)
 
 
-def test_a_report_needs_no_network_and_executes_nothing_that_a_run_wrote(tmp_path: Path) -> None:
-    written = write_report(recorded_run(tmp_path), pngs=True)
-    assert [f.name for f in written] == ["report.html", "report-steps.png", "report-time.png", "report-goodput.png"]
-    assert all(f.read_bytes().startswith(b"\x89PNG") for f in written[1:])
+def inside(page: Path) -> dict[str, Any]:
+    """What the file has in place of a server: answers by address."""
+    found = re.search(r'<script type="application/json" id="inside">(.*)</script>', page.read_text())
+    assert found is not None
+    return dict(json.loads(found[1])["answers"])
+
+
+def test_a_report_loads_nothing_and_executes_nothing_that_a_run_wrote(tmp_path: Path) -> None:
+    (written,) = write_report(recorded_run(tmp_path))
     page = _Page()
-    page.feed(written[0].read_text())
-    assert "script" not in page.tags
+    page.feed(written.read_text())
+    assert page.tags.count("script") == 3 and "img" not in page.tags and "link" not in page.tags
     assert all(link.startswith("#") for link in page.links), "something is loaded from elsewhere"
-    ids = re.findall(r'\bid="([^"]+)"', written[0].read_text())
-    assert len(ids) == len(set(ids)), "charts share ids"
-    text = " ".join(page.words)
-    assert HOSTILE in text and "img" not in page.tags
-    for word in (
-        "Over steps",
-        "loss",
-        "attempt 0",
-        "fault",
-        "checkpoint",
-        "Planned and measured",
-        "groups of 2",
-        "is slow: its forward",
-    ):
-        assert word in text, word
-
-
-def test_a_step_that_was_done_again_counts_once_and_breaks_the_line(tmp_path: Path) -> None:
-    history = History.of(recorded_run(tmp_path))
-    assert [r["step"] for r in history.newest()] == list(range(1, 21))
-    assert [[part[0]["step"], part[-1]["step"]] for part in history.stretches()] == [[1, 12], [11, 20]]
-    assert {kind: len(at) for kind, at in history.marks.items()} == {"fault": 1, "checkpoint": 1}
-
-
-def test_of_a_long_run_evenly_spread_steps_are_drawn(tmp_path: Path) -> None:
-    run = recorded_run(tmp_path)
-    line = {"loss": 1.0, "attempt": 0, "grad_norm": 1.0, "tokens_per_s": 12345.678, "useful_s": 1.0, "step_s": 1.0}
-    with run.metrics.open("a") as f:
-        f.writelines(json.dumps({"step": i, "time": 130.0 + i, **line}) + "\n" for i in range(21, 100_000))
-    steps = [record["step"] for record in History.of(run).newest()]
-    assert 1990 < len(steps) < 2010 and steps[-1] == 99_999
-    assert max(after - before for before, after in pairwise(steps)) < 120
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', written.read_text())
+    assert policy and policy[1].startswith("default-src 'none'; script-src 'sha256-") and "unsafe" not in policy[1]
 
 
 def test_a_run_that_has_not_begun_has_a_report(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "new")
     write_atomic(run.config, dump_config(compose_job(["name=new"])))
     (page,) = write_report(run)
-    assert "submitted" in page.read_text()
+    assert "name: new" in inside(page)["api/runs/new"]["config"]
 
 
 def test_a_program_that_measures_little_or_nothing_has_a_report(tmp_path: Path) -> None:
@@ -95,25 +69,82 @@ def test_a_program_that_measures_little_or_nothing_has_a_report(tmp_path: Path) 
         run.plan.unlink()
         run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
         (page,) = write_report(run)
-        assert "Where the time went" in page.read_text() and "Failures" in page.read_text()
-        assert ("accuracy" in page.read_text()) == (name == "own")
+        about, curves = inside(page)[f"api/runs/{name}"], inside(page)[f"api/runs/{name}/curves"]
+        assert any(HOSTILE in sentence for _, sentence in about["story"]), "the failure"
+        assert about["compared"] == [] and ("accuracy" in curves["columns"]) == (name == "own")
         assert name in cli(tmp_path, "status", name).stdout
 
 
 @pytest.mark.integration
-def test_a_report_is_legible_for_everybody(browser: Any, tmp_path: Path) -> None:  # noqa: F811
-    (file,) = write_report(recorded_run(tmp_path))
+def test_a_report_is_the_runs_page_without_a_server_legible_for_everybody(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    run = recorded_run(tmp_path)
+    write_atomic(run.rank_log(0, 0, 1), "\x1b[31mred words\x1b[0m\n")
+    (file,) = write_report(run)
     for name, settings in (
         ("report", {}),
         ("report-dark", {"color_scheme": "dark"}),
         ("report-phone", {"viewport": {"width": 390, "height": 844}}),
     ):
         watched = Watched(browser, **settings)
-        watched.page.goto(file.as_uri())
-        watched.page.get_by_role("img", name="Over steps", exact=True).wait_for()
+        page = watched.page
+        page.context.set_offline(True)
+        page.goto(file.as_uri())
+        page.get_by_role("img", name="loss over step; newest: recorded 3", exact=True).wait_for()
+        page.get_by_role("img", name=re.compile(r"goodput over time; newest: recorded 0\.")).wait_for()
+        text = page.inner_text("body")
+        for word in (
+            "20/20",
+            "2 steps lost",
+            "is slow: its forward",
+            "groups of 2",
+            "Planned and measured",
+            "as of 20",
+        ):
+            assert word in text, word
+        assert HOSTILE in page.inner_text("#events") and HOSTILE in page.inner_text("#log")
+        assert "red words" in page.inner_text("#log") and "\x1b" not in page.inner_text("#log")
+        assert not page.locator("#back, #logs, #runs").filter(visible=True).count(), "what needs a server"
         watched.check()
         assert watched.is_as_wide_as_the_window(), name
         watched.keep(tmp_path, name)
+
+
+@pytest.mark.integration
+def test_a_program_that_measures_nothing_has_no_empty_charts_and_no_label_is_repeated(
+    browser: Any,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    run = recorded_run(tmp_path, "script")
+    run.metrics.unlink()
+    watched = Watched(browser)
+    watched.page.goto(write_report(run)[0].as_uri())
+    watched.page.wait_for_selector("#events >> text=is slow")
+    assert not watched.page.locator("#run .plot").filter(visible=True).count()
+    write_report(recorded_run(tmp_path, "short"))
+    watched.page.add_init_script(
+        "const draw = CanvasRenderingContext2D.prototype.fillText; window.labels = [];"
+        "CanvasRenderingContext2D.prototype.fillText = function (text, ...at) {"
+        " labels.push(text); return draw.call(this, text, ...at); };"
+    )
+    watched.page.goto((tmp_path / "short" / "report.html").as_uri())
+    watched.page.get_by_role("img", name=re.compile("goodput over time; newest")).wait_for()
+    watched.page.wait_for_function("labels.includes('20s')")
+    labels = [label for label in watched.page.evaluate("labels") if label.endswith("s")]
+    assert len(labels) % len(set(labels)) == 0, labels
+    watched.check()
+
+
+@pytest.mark.integration
+def test_a_picture_of_a_report_needs_a_browser_and_says_so(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    browser: Any,  # noqa: F811
+) -> None:
+    page, picture = write_report(recorded_run(tmp_path), png=True)
+    assert picture == page.with_suffix(".png") and picture.read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BadInput, match="no browser"):
+        write_report(RunDir(tmp_path / "recorded"), png=True)
 
 
 def test_the_terminal_shows_what_a_run_wrote_as_it_is(tmp_path: Path) -> None:

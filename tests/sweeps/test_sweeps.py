@@ -19,11 +19,11 @@ from fsdp_jobs.launchers import queue
 from fsdp_jobs.launchers.local import LocalLauncher
 from fsdp_jobs.launchers.local_supervisor import LocalRequest
 from fsdp_jobs.launchers.supervisor import staged
+from fsdp_jobs.observe.report import write_page
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.sweeps.identity import canonical, name_for
 from fsdp_jobs.sweeps.jobs import last_value
-from fsdp_jobs.sweeps.report import write_sweep_report
 from fsdp_jobs.sweeps.table import Row, Sweep, read_sweep
 from tests.jobs import cli, environment
 from tests.observe.browser import Watched, browser  # noqa: F401
@@ -232,12 +232,15 @@ def test_a_report_of_a_sweep_needs_no_network_and_executes_only_its_own_script(b
     sweep = Sweep(tmp_path / "lr", "runs", [HOSTILE], jobs=rows)
     best = sweep.best()
     assert best is not None and best.run == "lr-001"
-    page, file = _Page(), write_sweep_report(sweep)
+    page, file = _Page(), tmp_path / "report.html"
+    write_page(file, "sweep/lr", {"api/rows": {}, "api/sweeps/lr": sweep.content()})
     page.feed(file.read_text())
-    assert page.tags.count("script") == 2 and "img" not in page.tags and not page.links
+    assert page.tags.count("script") == 3 and "img" not in page.tags and page.links == ["#"]
     watched = Watched(browser)
+    watched.page.context.set_offline(True)
     watched.page.goto(file.as_uri())
     watched.page.wait_for_selector("svg")
+    watched.page.click("text=Overrides of all jobs")
     text = watched.page.inner_text("main")
     for word in (HOSTILE, "optim.lr (log)", "All keys together", "best: lr-001", "lr-003"):
         assert word in text, word

@@ -10,13 +10,11 @@ import asyncio
 import hashlib
 import hmac
 import json
-import math
 import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from functools import lru_cache, partial
-from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +30,14 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from fsdp_jobs.config.errors import BadInput
+from fsdp_jobs.observe.answers import about, curves
 from fsdp_jobs.observe.dashboard.live import LiveRows
 from fsdp_jobs.run.directory import RunDir, find_run, rank_logs
-from fsdp_jobs.run.events import Submitted, seldom_events
 from fsdp_jobs.run.status import RunStatus
-from fsdp_jobs.run.tail import Logs, Tail, label, sampled_json_lines
-from fsdp_jobs.submit.overview import DAMAGES, damage, story_of
+from fsdp_jobs.run.tail import Logs, label
+from fsdp_jobs.submit.overview import DAMAGES, damage
 
 _SEND_EVERY_S = 0.5
-_POINTS = 1000  # of a curve
 _LOG_BYTES = 8 << 20  # of all ranks' logs together, from their ends, that are searched
 _LOG_LINES = 1000  # that a browser gets of what is there already
 _HEADERS = {
@@ -50,7 +47,6 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
-_SHARED = ("fsdp_jobs.pages", "static")  # with the reports
 
 
 class Dashboard:
@@ -76,7 +72,7 @@ class Dashboard:
             Route("/api/runs/{name}", self.run),
             Route("/api/runs/{name}/curves", self.curves),
             Route("/api/runs/{name}/logs", self.logs),
-            Mount("/", StaticFiles(directory=Path(__file__).parent / "static", packages=[_SHARED], html=True)),
+            Mount("/", StaticFiles(directory=Path(__file__).parent / "static", html=True)),
         ]
 
     async def rows(self, _: Request) -> Response:
@@ -100,31 +96,18 @@ class Dashboard:
         return _events(messages())
 
     def run(self, request: Request) -> Response:
-        """Answer with what `status NAME` tells, the events with their sentences, and what was submitted."""
+        """Answer with what is known about a run."""
         run = self._run_of(request)
         lock, statuses = self._read(run.name)
         with lock:
             status = statuses.pop() if statuses else RunStatus(run)
             status.update()
             statuses.append(status)  # not one that cannot be read further
-            story = list(story_of(status))
-        happened = [{**event.to_record(), "sentence": event.sentence()} for event in seldom_events(Tail(run.events))]
-        config = run.config.read_text() if run.config.exists() else ""
-        about = {"story": story, "events": happened, "submitted": run.read_job(), "config": config}
-        return JSONResponse(json.loads(json.dumps(about), parse_constant=lambda _: None))  # NaN is no JSON
+            return JSONResponse(about(status))
 
     def curves(self, request: Request) -> Response:
-        """Answer with the columns of up to about 1,000 lines of metrics.jsonl, the newest first; null for no number.
-
-        `gaps` has when each submission was, and the seconds between it and the last event before.
-        """
-        run = self._run_of(request)
-        lines = list(sampled_json_lines(run.metrics, _POINTS))
-        columns = {key: [_finite(line.get(key)) for line in lines] for key in dict.fromkeys(chain.from_iterable(lines))}
-        happened = list(seldom_events(Tail(run.events)))
-        pairs = pairwise(happened[:1] + happened)
-        gaps = [(new.time, new.time - before.time) for before, new in pairs if isinstance(new, Submitted)]
-        return JSONResponse({"columns": columns, "gaps": gaps})
+        """Answer with the curves of a run's metrics."""
+        return JSONResponse(curves(self._run_of(request)))
 
     def logs(self, request: Request) -> Response:
         """Stream the newest lines of the newest attempt, then new ones; ends with the attempt, to be asked for again.
@@ -154,10 +137,6 @@ class Dashboard:
         if not (run.is_damaged or run.is_submitted):
             raise HTTPException(404, "there is no such run")
         return run
-
-
-def _finite(value: Any) -> float | None:
-    return value if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def _events(messages: AsyncIterator[Any]) -> Response:

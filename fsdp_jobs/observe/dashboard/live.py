@@ -11,6 +11,7 @@ from typing import Any
 
 from fsdp_jobs.launchers.base import Description, parse_handle
 from fsdp_jobs.launchers.state import State
+from fsdp_jobs.observe.answers import row_of
 from fsdp_jobs.run.directory import runs_in
 from fsdp_jobs.run.table import duration
 from fsdp_jobs.submit.overview import Overview, ask_launchers
@@ -91,7 +92,7 @@ class LiveRows:
         runs, found = runs_in(self.folder)[::-1], dict[str, dict[str, Any]]()
         for first in range(0, len(runs), _CHUNK):
             for summary in self._overview.look(runs[first : first + _CHUNK]):
-                row = {**summary.cells(), "checkpoint": summary.checkpoint_at}  # not its age, which changes always
+                row = row_of(summary)
                 before = self.rows.get(summary.run)
                 found[summary.run] = before if before == row else row
             if not self.is_complete:

@@ -18,9 +18,14 @@ function el(tag, attributes = {}, ...children) {
   return node;
 }
 
+// A report is this page with the server's answers inside, by their addresses: it asks for nothing, and nothing changes.
+const inside = JSON.parse($("#inside")?.textContent ?? "null");
+const placeOf = () => (location.hash.slice(1) || (inside?.page ?? "")).split("/").map(decodeURIComponent);
+const isElsewhere = (kind, name) => placeOf()[0] !== kind || placeOf()[1] !== name;
 const api = (kind, name, rest = "") => `api/${kind}/${encodeURIComponent(name)}${rest}`;
 
 async function get(url) {
+  if (inside) return inside.answers[decodeURIComponent(url)];
   const answer = await fetch(url);
   if (!answer.ok) throw new Error(await answer.text());
   return answer.json();
@@ -28,6 +33,7 @@ async function get(url) {
 
 // A browser opens few connections to a server: streams of pages that nobody sees are closed.
 function stream(url, onOpen, onMessage) {
+  if (inside) { say(""); onOpen(); onMessage(inside.answers[decodeURIComponent(url.split("?")[0])]); return () => {}; }
   let source = null;
   function open() {
     if (document.hidden) return source?.close();
@@ -55,7 +61,7 @@ const many = (n, word) => `${n} ${word}${n === 1 ? "" : "s"}`;
 const short = (n) => Math.abs(n) >= 1e4 ? Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 2 }).format(n) : `${Number(n.toPrecision(5))}`;
 const clock = (time) => new Date(time * 1000).toLocaleString([], { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit", second: "2-digit" });
 const badge = (state) => el("span", { class: `state ${state}` }, state);
-let said = "", folder = "runs";
+let said = inside?.said ?? "", folder = "runs";
 
 function say(trouble) {
   const text = trouble || said;
@@ -112,7 +118,7 @@ function take(news) {
     for (const name of [...rows.keys()]) if (!there.has(name)) { rows.delete(name); lines.delete(name); selected.delete(name); }
     $(".runs tbody").replaceChildren(...news.order.map((name) => lines.get(name)));
     if (focused?.isConnected) focused.focus({ preventScroll: true });
-    get("api/sweeps").then(listSweeps).catch((error) => say(error.message));
+    if (!inside) get("api/sweeps").then(listSweeps).catch((error) => say(error.message));
   }
   if ("complete" in news) {
     folder = news.folder;
@@ -160,8 +166,24 @@ function curvesOf(run) {
   return made.answer;
 }
 
+const UNITS = [["d", 86400], ["h", 3600], ["m", 60], ["s", 1]];
+const TICKS_S = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 432000, 864000, 2592000];
+
+// Every whole second has its own label: ticks are never labelled alike.
+function since(seconds) {
+  let rest = Math.round(seconds), text = "";
+  for (const [unit, size] of UNITS) {
+    if (rest >= size) text += `${Math.floor(rest / size)}${unit}`;
+    rest %= size;
+  }
+  return text || "0s";
+}
+
+const beganOf = ({ columns, gaps }) => gaps[0]?.[0] ?? columns.time?.findLast((at) => at !== null) ?? 0;
+
 // x and y, oldest first; of a step that was done again the last counts. Lines come the newest first.
-function pointsOf({ columns, gaps }, key, over) {
+function pointsOf(answer, key, over) {
+  const { columns, gaps } = answer;
   const { step = [], time = [], tokens_per_s: rate = [], step_s = [], useful_s = [] } = columns;
   const kept = [];
   for (let i = 0, below = Infinity; i < step.length; i++) {
@@ -169,7 +191,7 @@ function pointsOf({ columns, gaps }, key, over) {
     kept.unshift(i);
     below = step[i];
   }
-  const began = gaps[0]?.[0] ?? time[kept[0]];
+  const began = beganOf(answer);
   const x = [], y = [];
   let tokens = 0, before = 0;
   for (const i of kept) {
@@ -189,35 +211,44 @@ function chart(title, key, over) {
   const axis = el("select", { "aria-label": `${title}: over`, change: draw }, ...["step", "tokens", "time"].map((name) => el("option", { selected: name === over }, name)));
   const plot = el("div", { class: "plot", role: "img", "aria-label": `${title}: not drawn yet` });
   const node = el("div", { class: "card" }, el("h2", {}, title), el("div", { class: "bar" }, keys, "over", axis), plot);
-  let names = [], shown = null, drawnAs = "", isZoomed = false;
+  let names = [], faults = [], shown = null, drawnAs = "", isZoomed = false;
   async function draw() {
     const runs = names, answers = await Promise.all(runs.map(curvesOf));
     if (runs !== names) return; // others were chosen meanwhile
     const numeric = ({ columns }) => Object.keys(columns).filter((name) => !INTERNAL.has(name) && columns[name].some((value) => value !== null));
-    const all = [...new Set(["loss", ...answers.flatMap(numeric), "goodput"])];
+    const found = new Set(answers.flatMap(numeric));
+    if (answers.some((answer) => pointsOf(answer, "goodput", "step")[1].length)) found.add("goodput");
+    const all = [...found].sort((a, b) => (b === "loss") - (a === "loss"));
     if (all.join() !== [...keys.options].map((option) => option.text).join()) keys.replaceChildren(...all.map((name) => el("option", { selected: name === keys.value }, name)));
     const tables = answers.map((answer) => pointsOf(answer, keys.value, axis.value));
     const data = tables.length ? uPlot.join(tables) : [[]];
     const newest = names.map((name, i) => `${name} ${tables[i][1].length ? short(tables[i][1].at(-1)) : "no values"}`);
     plot.setAttribute("aria-label", `${keys.value} over ${axis.value}; newest: ${newest.join(", ")}`);
     const as = JSON.stringify([names, keys.value, axis.value, dark.matches]);
-    if (as === drawnAs) return shown.setData(data, !isZoomed);
+    const isKnown = key === "goodput" ? found.has(key) : found.size > 0;
+    faults = axis.value === "time" && answers.length === 1 ? answers[0].faults.map((at) => at - beganOf(answers[0])) : [];
+    if (as === drawnAs) { shown.setData(data, !isZoomed); return isKnown; }
     shown?.destroy();
     [drawnAs, isZoomed] = [as, false];
     shown = new uPlot(options(names, axis.value), data, plot);
     shown.over.addEventListener("dblclick", () => { isZoomed = false; });
+    return isKnown;
   }
   function options(runs, over) {
     const [text, rule] = ["--text", "--rule"].map((name) => getComputedStyle(document.documentElement).getPropertyValue(name));
-    const x = over === "time" ? duration : short;
+    const x = over === "time" ? since : short;
     const side = { stroke: text, grid: { stroke: rule, width: 1 }, ticks: { stroke: rule, width: 1 } };
     return {
       width: Math.max(240, plot.clientWidth), height: 260, scales: { x: { time: false } }, cursor: { drag: { x: true, y: false } },
-      axes: [{ ...side, values: (_, at) => at.map(x) }, { ...side, size: 64, values: (_, at) => at.map(short) }],
+      axes: [{ ...side, ...(over === "time" && { incrs: TICKS_S }), values: (_, at) => at.map(x) }, { ...side, size: 64, values: (_, at) => at.map(short) }],
       series: [{ label: over, value: (_, v) => (v === null ? "-" : x(v)) }, ...runs.map((name, i) => ({ label: name, stroke: COLOURS[i % 8], width: 1.8,
         dash: i >= 8 ? [6, 4] : undefined, spanGaps: true, value: (_, v) => (v === null ? "-" : short(v)) }))],
-      hooks: { setSelect: [() => { isZoomed = true; }] },
+      hooks: { setSelect: [() => { isZoomed = true; }], draw: [markFaults] },
     };
+  }
+  function markFaults({ ctx, bbox, valToPos }) {
+    ctx.fillStyle = COLOURS[1];
+    for (const at of faults.map((seconds) => valToPos(seconds, "x", true))) if (at >= bbox.left && at <= bbox.left + bbox.width) ctx.fillRect(at, bbox.top, 1.5, bbox.height);
   }
   new ResizeObserver(() => shown?.setSize({ width: Math.max(240, plot.clientWidth), height: 260 })).observe(plot);
   dark.addEventListener("change", draw);
@@ -267,7 +298,7 @@ function replace(holder, key, make) { // only when it is different: what a user 
 
 async function showRun(name) {
   const about = await get(api("runs", name));
-  if (location.hash !== `#run/${encodeURIComponent(name)}`) return;
+  if (isElsewhere("run", name)) return;
   const row = rows.get(name), state = row?.state ?? "-", nodes = nodesOf(about.events);
   const told = [["step", row?.step ?? "-"], ["loss", row?.loss ?? "-"], ...(row?.reason ? [["reason", row.reason]] : []), ...about.story];
   replace($("#story"), JSON.stringify([state, told]), () => [el("dt", {}, "state"), el("dd", {}, badge(state)), ...terms(told)]);
@@ -278,11 +309,15 @@ async function showRun(name) {
   const happened = about.events.filter((event) => event.sentence).slice(-100).reverse();
   replace($("#events"), JSON.stringify(happened), () => terms(happened.map((event) => [clock(event.time), event.sentence])));
   const { handle = "-", overrides = [] } = about.submitted;
+  $("#compared").parentElement.hidden = !about.compared.length;
+  replace($("#compared"), JSON.stringify(about.compared), () => [el("thead", {}, el("tr", {}, ...["", "planned", "measured"].map((column) => (column ? el("th", { scope: "col", class: "n" }, column) : el("td"))))),
+    el("tbody", {}, ...about.compared.map(([what, planned, measured]) => el("tr", {}, el("th", { scope: "row" }, what), el("td", { class: "n" }, planned), el("td", { class: "n" }, measured))))]);
   replace($("#submitted"), handle, () => terms([["handle", handle], ["overrides", overrides.join(" ") || "-"]]));
   replace($("#config"), about.config, () => [about.config]);
-  await Promise.all(runCharts.map((made) => made.show([name])));
+  for (const made of runCharts) made.node.hidden = !(await made.show([name])); // a program may measure nothing
 }
 
+const COLOUR = /\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\))/g; // what colours a terminal, or names its window
 let stopLogs = () => {};
 
 function followLogs(name) {
@@ -291,7 +326,7 @@ function followLogs(name) {
   let count = 0;
   stopLogs = stream(api("runs", name, `/logs?${query}`), () => { count = 0; log.replaceChildren(); }, (news) => {
     const isAtEnd = log.scrollTop + log.clientHeight >= log.scrollHeight - 30;
-    log.append(...news.map(([from, line]) => el("div", {}, el("span", {}, `[${from}] `), line)));
+    log.append(...news.map(([from, line]) => el("div", {}, el("span", {}, `[${from}] `), line.replace(COLOUR, ""))));
     while (log.childElementCount > 5000) log.firstChild.remove();
     count += news.length;
     $("#lines").textContent = count ? many(count, "line") : "no such line yet";
@@ -303,10 +338,11 @@ function followLogs(name) {
 
 async function showSweep(name) {
   const sweep = await get(api("sweeps", name));
-  if (location.hash !== `#sweep/${encodeURIComponent(name)}`) return;
+  if (isElsewhere("sweep", name)) return;
   for (const row of sweep.rows) row.state = rows.get(row.run)?.state ?? row.state;
   const best = bestOf(sweep), value = (row) => (row.objective === null ? "-" : short(row.objective));
   $("#best").textContent = best ? `best: ${best.run}, ${sweep.objective} ${value(best)} with ${best.overrides.join(" ") || "no overrides"}` : `no job has a value of ${sweep.objective} yet`;
+  $("#fixed").textContent = sweep.fixed.join("\n") || "-";
   drawSweep($("#drawn"), sweep);
   $("#jobs").replaceChildren(el("thead", {}, el("tr", {}, ...["run", ...sweep.keys, "state", "step", sweep.objective, "reason"].map((column) => el("th", { scope: "col" }, column)))),
     el("tbody", {}, ...sweep.rows.map((row) => el("tr", {}, el("th", { scope: "row" }, rows.has(row.run) ? el("a", { href: `#run/${encodeURIComponent(row.run)}` }, row.run) : row.run),
@@ -319,12 +355,13 @@ async function showSweep(name) {
 let current = null;
 
 function route() {
-  const [kind, name] = [location.hash.slice(1).split("/")[0], decodeURIComponent(location.hash.split("/")[1] ?? "")];
+  const [kind, name] = placeOf();
   views.delete(current);
   stopLogs();
   current = null;
   for (const section of ["runs", "run", "sweep"]) $(`#${section}`).hidden = section !== (kind || "runs");
-  $("#back").hidden = kind === "";
+  $("#back").hidden = kind === "" || inside !== null;
+  $("#logs").hidden = inside !== null;
   document.title = $("#title").textContent = name ? `${kind === "sweep" ? "Sweep " : ""}${name}` : "Runs";
   if (kind === "run") { $("#text").value = $("#rank").value = ""; current = view(() => showRun(name), new Set([name])); followLogs(name); }
   if (kind === "sweep") current = view(() => showSweep(name));
@@ -337,7 +374,7 @@ $("#filter").addEventListener("input", filter);
 $("#logs").addEventListener("input", () => { clearTimeout(typing); typing = setTimeout(() => { if (current) followLogs([...current.runs][0]); }, 300); });
 for (const form of document.forms) form.addEventListener("submit", (event) => event.preventDefault());
 addEventListener("hashchange", route);
-addEventListener("keydown", (event) => { if (event.key === "/" && !event.target.matches("[type=search], [type=number], select")) { event.preventDefault(); $(location.hash.startsWith("#run/") ? "#text" : "#filter").focus(); } });
+addEventListener("keydown", (event) => { if (event.key === "/" && !event.target.matches("[type=search], [type=number], select")) { event.preventDefault(); $(placeOf()[0] === "run" ? "#text" : "#filter").focus(); } });
 setInterval(() => { for (const row of rows.values()) paint(row); }, 10_000);
 route();
 stream("api/rows", () => {}, take);

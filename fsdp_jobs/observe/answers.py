@@ -1,0 +1,89 @@
+"""Say what the pages of a run show, as objects for JSON. The dashboard sends them, a report contains them. No torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterator
+from itertools import chain, pairwise
+from typing import Any
+
+from fsdp_jobs.plan.memory import GIB
+from fsdp_jobs.plan.plan import Plan
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.events import RoundBroken, Submitted, seldom_events
+from fsdp_jobs.run.goodput import costs_of
+from fsdp_jobs.run.status import RunStatus
+from fsdp_jobs.run.tail import Tail, sampled_json_lines
+from fsdp_jobs.submit.overview import RunSummary, story_of
+
+_POINTS = 1000  # of a curve
+
+
+def row_of(summary: RunSummary) -> dict[str, Any]:
+    """Return a run's row in the table of runs, with the time of its checkpoint: an age would change always."""
+    return {**summary.cells(), "checkpoint": summary.checkpoint_at}
+
+
+def about(status: RunStatus) -> dict[str, Any]:
+    """Return what `status NAME` prints, the events with their sentences, plan against measurement, what was submitted.
+
+    Its status must have been read from the beginning, not at a glance.
+    """
+    run = status.run
+    happened = [{**event.to_record(), "sentence": event.sentence()} for event in seldom_events(Tail(run.events))]
+    content = {
+        "story": list(story_of(status)),
+        "events": happened,
+        "compared": list(_compared(status)),
+        "submitted": run.read_job(),
+        "config": run.config.read_text() if run.config.exists() else "",
+    }
+    answer: dict[str, Any] = json.loads(json.dumps(content), parse_constant=lambda _: None)  # NaN is no JSON
+    return answer
+
+
+def curves(run: RunDir) -> dict[str, Any]:
+    """Return the columns of up to about 1,000 lines of metrics.jsonl, the newest first; None for no number.
+
+    `gaps` has when each submission was, and the seconds between it and the last event before; `faults` has times.
+    """
+    lines = list(sampled_json_lines(run.metrics, _POINTS))
+    columns = {key: [_finite(line.get(key)) for line in lines] for key in dict.fromkeys(chain.from_iterable(lines))}
+    happened = list(seldom_events(Tail(run.events)))
+    pairs = pairwise(happened[:1] + happened)
+    gaps = [(new.time, new.time - before.time) for before, new in pairs if isinstance(new, Submitted)]
+    faults = [event.time for event in happened if isinstance(event, RoundBroken)]
+    return {"columns": columns, "gaps": gaps, "faults": faults}
+
+
+def _finite(value: Any) -> float | None:
+    return value if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _compared(status: RunStatus) -> Iterator[tuple[str, str, str]]:
+    """Yield (quantity, planned, measured): medians over all steps, of a repeated step its last run."""
+    plan, costs, goodput = Plan.of(status.run), costs_of(status.run), status.goodput
+    if plan is None:
+        return
+    if goodput.wall_s:
+        yield "goodput", f"{plan.expected.goodput:.1%}", f"{goodput.fraction:.1%}"
+    if costs is not None and costs.restart_s:
+        yield "seconds to recover", f"{plan.expected.restart_s:.1f}", f"{costs.restart_s:.1f}"
+    for tier in plan.expected.tiers:
+        if tier.place == "memory" and costs is not None and costs.capture_s:
+            yield "steps between captures in memory", f"{tier.every_steps:.3g}", f"{costs.capture_steps:.3g}"
+            yield "seconds that steps wait for each", f"{tier.stall_s:.4f}", f"{costs.capture_s:.4f}"
+    if plan.time is None or plan.memory is None:
+        return
+    newest_first = sampled_json_lines(status.run.metrics, _POINTS)
+    by_step = {line.get("step"): line for line in reversed(list(newest_first))}
+    for what, form, planned, key in (
+        ("seconds per step", ".3f", plan.time.step, "step_s"),
+        ("tokens/s, all ranks", ",.0f", plan.time.tokens_per_s, "tokens_per_s"),
+        ("peak GiB per GPU", ".2f", plan.memory.total / GIB, "peak_memory_gib"),
+    ):
+        values = [line[key] for line in by_step.values() if line.get(key) is not None]
+        if values:
+            yield what, format(planned, form), format(statistics.median(values), form)
