@@ -187,11 +187,21 @@ def _moments(
                 reduction=shape.root.numel * b_p + max(root_input, reduce_input),
                 accumulation=sums[shape.root], activations=0 if n else all_saved),
     ]  # fmt: skip
+    if fsdp.activation_offload:
+        host = offloaded_activations(shape, fsdp, tokens, b_p)
+        moments = [replace(m, host=host) for m in moments]
     if not fsdp.cpu_offload:
         return moments
     # CPUOffloadPolicy keeps parameters, reduced gradients and optimizer state in pinned host memory.
     host = 2 * state.parameters + state.optimizer
-    return [replace(m, parameters=0, gradients=0, optimizer=0, host=host) for m in moments]
+    return [replace(m, parameters=0, gradients=0, optimizer=0, host=m.host + host) for m in moments]
+
+
+def offloaded_activations(shape: ModelShape, fsdp: FsdpConfig, tokens: int, b_p: int) -> int:
+    """Return the bytes of block inputs that a microbatch of `tokens` keeps in host memory."""
+    a, every = shape.activations, max(1, fsdp.activation_checkpointing_every)
+    recomputed = a.layers if fsdp.activation_checkpointing != "every_n" else -(-a.layers // every)
+    return recomputed * tokens * a.block_input * b_p if fsdp.activation_offload else 0
 
 
 def _activations(shape: ModelShape, fsdp: FsdpConfig, data: DataConfig, b_p: int, scores: int) -> tuple[int, int, int]:
@@ -204,7 +214,7 @@ def _activations(shape: ModelShape, fsdp: FsdpConfig, data: DataConfig, b_p: int
     kept_input = 0 if fsdp.activation_offload else inputs
     every = max(1, fsdp.activation_checkpointing_every)
     kept = {
-        "none": 0 if fsdp.activation_offload else full,
+        "none": full,
         "full": kept_input,
         "every_n": (kept_input + (every - 1) * full) // every,
         "selective": selective - inputs + kept_input,

@@ -8,7 +8,7 @@ from fsdp_jobs.config.resolve import accelerator, backend, loss_chunk, param_dty
 from fsdp_jobs.config.schema import HardwareConfig, JobConfig
 from fsdp_jobs.plan.collectives import Group
 from fsdp_jobs.plan.layout import Layout
-from fsdp_jobs.plan.memory import DTYPE_BYTES, master_bytes
+from fsdp_jobs.plan.memory import DTYPE_BYTES, master_bytes, offloaded_activations
 from fsdp_jobs.plan.shapes import ModelShape
 from fsdp_jobs.plan.traffic import RingBytes, hops
 
@@ -171,6 +171,9 @@ def _compute(config: JobConfig, shape: ModelShape, layout: Layout, dtype: str) -
         "every_n": forward / max(1, fsdp.activation_checkpointing_every),
         "selective": passes * per_block,  # matmuls and attention are kept
     }[fsdp.activation_checkpointing]
+    if hardware.host_gb_s:  # down in forward and up in backward; the copies wait for the kernels before them
+        moved = offloaded_activations(shape, fsdp, tokens, b_p) / max(1, shape.n_blocks) / (hardware.host_gb_s * 1e9)
+        forward, backward = forward + moved, backward + moved
     loss_bytes = tokens * a.vocab * LOSS_BYTES
     if chunk := loss_chunk(fsdp, tokens, a.vocab if a.linear_head else 0):
         sums = -(-tokens // chunk) * a.head_flops // 2 * (8 if b_p == 4 else 8 + 2 * b_p)
