@@ -11,13 +11,16 @@ import psutil
 from fsdp_jobs.config.clusters import LocalClusterConfig
 from fsdp_jobs.config.errors import Problem
 from fsdp_jobs.config.resolve import accelerator_of_node, node_range, ranks_per_node
-from fsdp_jobs.config.schema import JobConfig
+from fsdp_jobs.config.schema import JobConfig, load_config
 from fsdp_jobs.launchers.app import arguments
 from fsdp_jobs.launchers.base import Finding, Job, findings, prepare_each
 from fsdp_jobs.launchers.detached import DetachedLauncher
 from fsdp_jobs.launchers.local_supervisor import LocalRequest
 from fsdp_jobs.plan.memory import size
+from fsdp_jobs.run import folders
+from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.processes import visible_gpus
+from fsdp_jobs.run.rank_state import remove_what_is_left
 
 _SHM = 32 * 2**20  # bytes of /dev/shm for a rank: its data workers' batches, and NCCL's or gloo's buffers
 
@@ -39,6 +42,14 @@ class LocalLauncher(DetachedLauncher):
         up = [name for name, interface in psutil.net_if_stats().items() if interface.isup]
         fact = f"interfaces that are up: {', '.join(up)}; nodes here use the loopback"
         yield Finding("network", "ok" if {"lo", "lo0"} & set(up) else "bad", fact, "ip link set lo up")
+
+    def kill(self, run: RunDir) -> bool:
+        """End all processes of a run's newest job, and remove what they kept in this machine's memory."""
+        had_job = super().kill(run)
+        if had_job:
+            remove_what_is_left()
+            folders.remove(Path(load_config(run.config).checkpoint.memory.dir), folders.snapshots_of(run))
+        return had_job
 
     def prepare(self, jobs: Sequence[Job]) -> list[LocalRequest]:
         return prepare_each(jobs, _problems, _request)

@@ -58,7 +58,7 @@ def main() -> None:
     changes = [*sorted({appears for _, appears in lines}), 1.0]
     for moment, following in itertools.pairwise(frames):
         begin, end = shown_at(moment), min(shown_at(following), SECONDS / film)
-        live = progress(summary_of(status_at(recorded, moment), recorded.read_job(), {}))
+        live = progress(summary_of(status_at(recorded, moment), recorded.read_job(), None))
         edges = [begin, *(c for c in changes if begin < c < end), end]
         for since, until in itertools.pairwise(edges):  # below the lines that are there by then
             y = sum(appears <= since for _, appears in lines)

@@ -285,16 +285,25 @@ def refuse_to_begin_again(
     Raises:
         JobFailed: it was.
     """
-    kinds = (events.Checkpoint, events.Resumed)
-    steps = [e.step for e in events.newest_events(run) if isinstance(e, kinds)]
-    steps += [step_of(checkpoints / name) for name in touched]
-    if any(steps):
+    steps = [_safe_at(event) for event in events.newest_events(run)]
+    steps += [step_of(checkpoints / name) for name in {*touched, *skipped}]
+    if max(steps, default=0) > 0:
         reasons = [f"{name}: {'; '.join(faults)}" for name, faults in skipped.items()]
         found = reasons or sorted(f.name for f in checkpoints.glob("step-*")) or ["nothing"]
         raise JobFailed(
             f"this run had a checkpoint of step {max(steps)}, and none that can be used is in {checkpoints} "
             f"(found: {', '.join(found)}). Put one back, or begin again with checkpoint.restart_from_zero=true."
         )
+
+
+def _safe_at(event: events.Event) -> int:
+    """Return a step that was safe when an event was recorded, 0 for none; snapshots have no event of their own."""
+    match event:
+        case events.Checkpoint() | events.Resumed():
+            return event.step
+        case events.RoundBroken() | events.AttemptEnded():
+            return event.committed or 0
+    return 0
 
 
 def remove(folder: Path) -> None:

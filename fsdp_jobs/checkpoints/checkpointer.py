@@ -278,7 +278,8 @@ class Checkpointer:
         if self.disks is not None:
             tiers.append(LocalTier(self.disks, storage))
         if self.memory is not None:
-            captured = MemoryTier(self.memory, partial(lacks_line, self.run.metrics, every=self.job.log_every_steps))
+            lacks = partial(lacks_line, self.run.metrics, every=self.job.log_every_steps)
+            captured = MemoryTier(self.memory, lacks, partial(_safe_before, self.run))
             tiers.append(captured)
         restored: Restored | None = None
         while restored is None:
@@ -317,3 +318,9 @@ class Checkpointer:
             self.memory.close()
         if self.failure is not None:
             raise JobFailed(f"{self.failure} Then resume {self.run.name}.")
+
+
+def _safe_before(run: RunDir) -> int:
+    """Return the newest step that was safe when the last round or attempt ended; -1 for none."""
+    ends = (e for e in events.newest_events(run) if isinstance(e, events.RoundBroken | events.AttemptEnded))
+    return next((e.committed for e in ends if e.committed is not None), -1)

@@ -101,7 +101,7 @@ class Follower:
         job = self.status.run.read_job()
         with LiveView(self.console, transient=True) as view:
             while not self._turn(active):
-                view.show([self.status.run], [summary_of(self.status, job, {})])
+                view.show([self.status.run], [summary_of(self.status, job, None)])
                 time.sleep(_REFRESH_S)
 
     def _turn(self, active: Callable[[], bool]) -> bool:

@@ -24,7 +24,7 @@ from fsdp_jobs.plan.render import render
 from fsdp_jobs.run.directory import write_atomic
 from fsdp_jobs.run.verdict import EXIT_FAILED
 from fsdp_jobs.submit import submit as submission
-from fsdp_jobs.submit.submitted import activity_of, describe, kill, replace_lost
+from fsdp_jobs.submit.submitted import activity_of, another_runs, describe, kill, replace_lost
 from fsdp_jobs.submit.validate import composed, job_without_files
 
 # Hydra's own flags: with one of these the command line is Hydra's.
@@ -114,7 +114,9 @@ def resume(args: list[str]) -> int:
     parser = run_parser("resume")
     parser.add_argument("overrides", nargs="*", default=[], help="what changes: group=option, key=value")
     flags = parser.parse(args)
-    if replaced := replace_lost(flags.run.read_job()["handle"]):
+    if copied := another_runs(flags.run):
+        console.print(f"{copied}: {flags.run.name} gets a job of its own", markup=False, soft_wrap=True)
+    elif replaced := replace_lost(flags.run.read_job()["handle"]):
         console.print(replaced, markup=False)
         return 0
     return _submit(submission.overrides_again(flags.run, flags.overrides))

@@ -46,7 +46,7 @@ VERBS = {
     "doctor": ("cli.jobs:examine", "can jobs run here, or on a cluster: doctor [cluster=slurm] [--save FILE]"),
     "rehearse": ("cli.jobs:rehearse", "a small copy of your job suffers a real fault here: rehearse FAULT [overrides]"),
     "import-accelerate": (
-        "tools.import_accelerate:main",
+        "hub.import_accelerate:main",
         "a file of accelerate config as overrides: import-accelerate FILE [--experiment NAME]",
     ),
     "init": ("cli.setup:init", "files to start from, in this folder: init cluster=docker|kubernetes|local|slurm"),

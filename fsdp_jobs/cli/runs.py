@@ -23,7 +23,7 @@ from fsdp_jobs.run.table import table_lines
 from fsdp_jobs.run.tail import follow_files, label, looks_like_error
 from fsdp_jobs.submit.overview import Overview, RunSummary, story_of
 from fsdp_jobs.submit.stop import stop
-from fsdp_jobs.submit.submitted import activity_of, describe, existing_run, has_ended, kill, settle
+from fsdp_jobs.submit.submitted import activity_of, check_own, existing_run, has_ended, job_of, kill, settle
 
 errors = Console(stderr=True, highlight=False, markup=False)
 console = Console(highlight=False, markup=False)  # what runs and launchers say is shown as it is
@@ -142,10 +142,10 @@ def cancel(args: list[str]) -> int:
     parser.add_argument("--now", action="store_true", help="at once, without a checkpoint")
     flags = parser.parse(args)
     check_may_act(flags.run)
-    handle = flags.run.read_job()["handle"]
-    if has_ended(flags.run, *describe([handle])):
+    check_own(flags.run)
+    if has_ended(flags.run, job_of(flags.run)):
         with suppress(BadInput, JobFailed):  # its launcher does not answer here
-            kill([handle])  # whatever its end has left
+            kill([flags.run.read_job()["handle"]])  # whatever its end has left
         console.print(f"{flags.run.name} is not running")
         return 0
     stop([flags.run], flags.now, lambda text: console.print(text, style="yellow"))

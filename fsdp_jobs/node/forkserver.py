@@ -48,6 +48,8 @@ def _fork(_executable: str, arguments: Sequence[str], descriptors: Sequence[int]
         set_title("fork server")
         die_with_parent()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # to all processes of a node: a request to save
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # what the agent handles is not for its ranks
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
         if os.getppid() == agent:  # else it died before the line above
             kept = sorted({0, 1, 2, *descriptors})
             for low, high in pairwise([*kept, resource.getrlimit(resource.RLIMIT_NOFILE)[0]]):

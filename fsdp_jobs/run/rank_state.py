@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import multiprocessing
 import multiprocessing.util
 import shutil
@@ -14,6 +13,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from fsdp_jobs.run import folders
 from fsdp_jobs.run.term import shared_memory
 
 SAVES_NOTHING = -2  # in place of the newest checkpoint's step: the rank has nothing to save with
@@ -24,7 +24,6 @@ _REQUEST_AT = 48
 _TIMES = struct.Struct("<8d")
 _TIMES_AT = 64
 _SIZE = 128
-_FOLDERS = "fsdp_jobs-"  # names of agents' folders begin so
 
 
 class Phase(IntEnum):
@@ -94,30 +93,31 @@ class RankState:
 
 
 def make_folder() -> Path:
-    """Make a folder for a node's rank states, in memory where possible, with a lock that says it is in use.
-
-    Folders of agents that were killed are removed: the kernel has released their locks. So are semaphores of agents
-    and ranks whose folder is gone. This process removes its own folder at its end.
-    """
-    shm = Path("/dev/shm")
-    base = shm if shm.is_dir() else Path(tempfile.gettempdir())
-    for old in base.glob(f"{_FOLDERS}*/lock"):
-        with suppress(OSError), old.open("w") as lock:  # another user's, or one in use, stays
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(old.parent)
-    for semaphore in shm.glob(f"sem.{_FOLDERS}*"):
-        if not (base / semaphore.name.removeprefix("sem.").rpartition("-")[0]).exists():
-            with suppress(OSError):
-                semaphore.unlink()
-    folder = Path(tempfile.mkdtemp(prefix=_FOLDERS, dir=base))
-    lock = (folder / "lock").open("w")
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    """Make a folder for a node's rank states, in memory where possible; this process removes it at its end."""
+    remove_what_is_left()
+    folder, lock = folders.make(_base(), folders.RANKS)
     multiprocessing.util.Finalize(None, _remove, (folder, lock), exitpriority=-100)  # after this process's semaphores
     return folder
 
 
-def _remove(folder: Path, _lock: IO[str]) -> None:
+def remove_what_is_left() -> None:
+    """Remove the folders of this user's agents that were killed, and semaphores of agents and ranks without one."""
+    base = _base()
+    folders.remove(base, folders.RANKS)
+    for semaphore in base.glob(f"sem.{folders.prefix(folders.RANKS)}*"):
+        if not (base / semaphore.name.removeprefix("sem.").rpartition("-")[0]).exists():
+            with suppress(OSError):
+                semaphore.unlink()
+
+
+def _base() -> Path:
+    shm = Path("/dev/shm")
+    return shm if shm.is_dir() else Path(tempfile.gettempdir())
+
+
+def _remove(folder: Path, lock: IO[str]) -> None:
     shutil.rmtree(folder, ignore_errors=True)
+    lock.close()
 
 
 def keep_temporaries_in(folder: Path) -> None:

@@ -15,7 +15,7 @@ from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.identity import owner_of
 from fsdp_jobs.run.status import ENDED, RunStatus, steps_done
 from fsdp_jobs.run.table import ago, duration
-from fsdp_jobs.submit.submitted import describe, is_silent
+from fsdp_jobs.submit.submitted import another_runs, describe, is_silent
 
 DAMAGES = (BadInput, OSError, ValueError, TypeError, LookupError)  # of reading what is not as written
 
@@ -102,10 +102,13 @@ class Overview:
                 read[run.name] = self._read(run)
             except DAMAGES as e:
                 rows[run.name] = RunSummary(run.name, "", "damaged", reason=damage(str(run.path), e))
-        answers = self._ask([job["handle"] for status, job in read.values() if not status.ended])
+        live = {name: job for name, (status, job) in read.items() if not status.ended}
+        others = {name: why for name in live if (why := another_runs(read[name][0].run))}
+        answers = self._ask([job["handle"] for name, job in live.items() if name not in others])
         for name, (status, job) in read.items():
+            strange = Description("", State.UNKNOWN, others[name]) if name in others else None
             try:
-                rows[name] = summary_of(status, job, answers)
+                rows[name] = summary_of(status, job, strange or answers.get(job["handle"]))
             except DAMAGES as e:
                 rows[name] = RunSummary(name, "", "damaged", reason=damage(str(status.run.path), e))
         return [rows[run.name] for run in runs]
@@ -122,9 +125,9 @@ class Overview:
         return status, {**job, "handle": job["handle"], "nodes": job["nodes"]}
 
 
-def summary_of(status: RunStatus, job: Mapping[str, Any], answers: Mapping[str, Description]) -> RunSummary:
-    """Sum up a run: `job` has its `handle` and `nodes`, `answers` what its launcher says, if it was asked."""
-    state, reason = state_of(status, answers.get(job["handle"]))
+def summary_of(status: RunStatus, job: Mapping[str, Any], described: Description | None) -> RunSummary:
+    """Sum up a run: `job` has its `handle` and `nodes`, `described` what its launcher says, if it was asked."""
+    state, reason = state_of(status, described)
     return RunSummary(
         run=status.run.name,
         handle=job["handle"],

@@ -9,7 +9,7 @@ from fsdp_jobs.config.schema import plain_values
 from fsdp_jobs.launchers.state import State
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.identity import check_may_act
-from fsdp_jobs.submit.submitted import describe, has_ended, kill
+from fsdp_jobs.submit.submitted import check_own, describe, has_ended, kill
 
 
 def stop(runs: Sequence[RunDir], now: bool, say: Callable[[str], None]) -> None:
@@ -22,10 +22,12 @@ def stop(runs: Sequence[RunDir], now: bool, say: Callable[[str], None]) -> None:
         say: is called with a message for each job that is killed because it did not stop in time.
 
     Raises:
-        BadInput, JobFailed: another user's run; a job that has to be killed, and whose launcher does not answer here.
+        BadInput, JobFailed: another user's run, or another run's job; a job that has to be killed, and whose launcher
+            does not answer here.
     """
     for run in runs:
         check_may_act(run)
+        check_own(run)
     handles = {run.name: str(run.read_job()["handle"]) for run in runs}
     states = [job.state for job in describe([handles[run.name] for run in runs])]
     queued = [run for run, state in zip(runs, states, strict=True) if state is State.QUEUED]

@@ -32,7 +32,7 @@ from fsdp_jobs.run.goodput import Failures, costs_of, failures_of
 from fsdp_jobs.run.identity import check_may_act, claim, identity_of
 from fsdp_jobs.run.processes import raise_file_limit
 from fsdp_jobs.run.verdict import Verdict
-from fsdp_jobs.submit.submitted import adopt, describe, grouped, has_ended, record
+from fsdp_jobs.submit.submitted import adopt, grouped, has_ended, job_of, record
 from fsdp_jobs.submit.validate import check_existing_run, validate
 
 REHEARSED = "rehearse-"  # names of runs begin so whose failures were injected
@@ -152,7 +152,7 @@ def _check_free(run: RunDir) -> None:
     """
     handle = run.read_job().get("handle")
     deadline = time.monotonic() + _LEAVES_S
-    while handle is not None and not has_ended(run, job := describe([handle])[0]):
+    while handle is not None and not has_ended(run, job := job_of(run)):
         if Verdict.final(run) is None or time.monotonic() > deadline:
             what = f"is in use by the live job {handle}"
             cure = f"fsdp-jobs cancel {run.name}, or wait for it: fsdp-jobs logs -f {run.name}"

@@ -131,6 +131,40 @@ def _app_id_in(handle: str) -> str:
     return parse_handle(handle)[2]
 
 
+def another_runs(run: RunDir) -> str:
+    """Return whose the job of a run's handle is when it is not this directory's; empty when it is, for all we know.
+
+    A copied directory has the handle of its original, and a cluster that has lost its state gives ids again.
+    """
+    launcher, cluster, app_id = parse_handle(str(run.read_job()["handle"]))
+    known = None
+    with suppress(BadInput):  # it is not installed here, which asking it will say
+        known = launcher_of(launcher).run_of(app_id, cluster)  # None: moved, or submitted elsewhere
+    if known is None or known.path.samefile(run.path):
+        return ""
+    if known.submission == run.submission:
+        return f"{run.path} is a copy of {known.path}, whose job this is"
+    return f"the cluster has given its id {app_id} to a job of {known.path}, and has forgotten this one"
+
+
+def check_own(run: RunDir) -> None:
+    """Check that the job of a run's handle is this directory's, before something is done to it.
+
+    Raises:
+        BadInput: it is another run's; names that.
+    """
+    if why := another_runs(run):
+        raise BadInput([Problem(f"run {run.name}", why, "name the run that has the job: fsdp-jobs list")])
+
+
+def job_of(run: RunDir) -> Description:
+    """Describe the job of a run's newest submission; UNKNOWN when the cluster has no such job of this run."""
+    handle = str(run.read_job()["handle"])
+    if why := another_runs(run):
+        return Description(_app_id_in(handle), State.UNKNOWN, why)
+    return describe([handle])[0]
+
+
 def is_active(handle: str) -> bool:
     """Return whether a job runs or is queued."""
     return describe([handle])[0].state.is_active
@@ -148,7 +182,7 @@ def activity_of(run: RunDir, said_at: float = -math.inf) -> Callable[[], bool]:
     def ask() -> bool:
         nonlocal said_at, active
         if active and time.monotonic() - said_at > _ASK_EVERY_S:
-            active = not has_ended(run, *describe([run.read_job()["handle"]]))
+            active = not has_ended(run, job_of(run))
             said_at = time.monotonic()
         return active
 

@@ -52,6 +52,7 @@ def examine(api: docker.APIClient, config: JobConfig) -> Iterator[Finding]:
     yield from findings("GPUs", list(too_few), f"{len(gpus)} on this machine")
     if problems := list(_image(api, cluster)):
         raise BadInput(problems)
+    yield Finding("image", "ok", f"{cluster.image} is here; Python is started in it, which can take a minute or more")
     made = api.create_container(cluster.image, ["-c", _VERSIONS], entrypoint=["python"], network_disabled=True)["Id"]
     try:
         api.start(made)
@@ -79,6 +80,10 @@ def _inputs(cluster: DockerClusterConfig) -> Iterator[Problem]:
 
 
 def _image(api: docker.APIClient, cluster: DockerClusterConfig) -> Iterator[Problem]:
+    if not cluster.image or cluster.image.startswith("-"):
+        what, cure = "is not the name of an image", "docker images lists those that this Docker has"
+        yield Problem(f"cluster.image={cluster.image or ''}", what, cure)
+        return
     try:
         api.inspect_image(cluster.image)
     except docker.errors.APIError as e:

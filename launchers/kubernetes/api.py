@@ -146,7 +146,8 @@ class Api:
 
     def _path(self, api_version: str, kind: str, name: str = "") -> str:
         root = f"/apis/{api_version}" if "/" in api_version else f"/api/{api_version}"
-        return f"{root}/namespaces/{self.namespace}/{kind.lower()}s" + (f"/{name}" if name else "")
+        plural = f"{kind.lower().removesuffix('y')}{'ies' if kind.endswith('y') else 's'}"
+        return f"{root}/namespaces/{self.namespace}/{plural}" + (f"/{name}" if name else "")
 
     def _path_of(self, body: Object) -> str:
         return self._path(body["apiVersion"], body["kind"], body["metadata"]["name"])

@@ -44,7 +44,13 @@ def ends_of(body: Object) -> dict[str, str]:
 
 
 def is_leaving(root: Object, pods: list[Object]) -> bool:
-    """Return whether a job has just ended and its nodes' pods end by themselves: all of them run, or have ended so."""
+    """Return whether a job has just ended and its nodes' pods end by themselves.
+
+    They do when its coordinator has judged an attempt, and when all of them run, or have ended so.
+    """
+    attempt, verdict = verdict_of(pods)
+    if verdict is None or attempt < 0:
+        return False
     phases = {p["status"].get("phase") for p in pods if p["metadata"]["labels"].get(ROLE) == "trainer"}
     is_recent = all(_seconds_since(time) < _LATE_S for time in ends_of(root).values() if time)
     return is_recent and "Running" in phases and phases <= {"Running", "Succeeded"}

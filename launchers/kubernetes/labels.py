@@ -38,6 +38,11 @@ def pods_write_here(run: RunDir, app: str) -> bool:
     return run.written_by.exists() and run.written_by.read_text() == app
 
 
+def ended_early(run: RunDir, app: str) -> Path:
+    """Return the mark of a submission that has ended before its files came: the run directory may be another's."""
+    return run.path.parent / f".{app}.ended"
+
+
 @dataclass(frozen=True)
 class Names:
     """Names of a job's objects. The one that owns the others is named `app`."""

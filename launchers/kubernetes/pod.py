@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from fsdp_jobs.config.errors import BadInput
@@ -25,6 +26,7 @@ from fsdp_jobs.launchers.kubernetes.labels import (
     STOP,
     TERMINATION_LOG,
     TOKEN_FILES,
+    ended_early,
     job_files,
     pods_write_here,
 )
@@ -35,6 +37,7 @@ from fsdp_jobs.run.tail import TIMES, Tail
 from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, Verdict
 
 _POLL_S = 0.5
+_FILES_S = 3600.0  # for which a node waits for the coordinator's pod to bring the job's files
 
 logger = logging.getLogger(__name__)
 
@@ -55,14 +58,21 @@ def main(role: str, app: str, run_dir: str, *attempts_args: str) -> int:
 
 
 def coordinate(run: RunDir, app: str, argv: Sequence[str]) -> int:
-    """Run attempts until the job ends; the verdict goes into the pod's status."""
+    """Run attempts until the job ends; the verdict goes into the pod's status.
+
+    A job that ends before its files are in the run directory leaves a mark beside it, for the nodes that wait.
+    """
     if not pods_write_here(run, app):
         try:
             seed(run)
-        except BadInput as e:
+            write_atomic(run.written_by, app)
+        except Exception as e:
+            with suppress(OSError):
+                ended_early(run, app).touch()
+            if not isinstance(e, BadInput):
+                raise
             _leave_word(Verdict("user_error", "stop", str(e)), -1)
             return EXIT_FAILED
-        write_atomic(run.written_by, app)
     with CoordinatorsPublisher(run):
         code = attempts.main(*argv)
     attempt = run.last_attempt()
@@ -82,18 +92,33 @@ def follow(run: RunDir, app: str, argv: Sequence[str]) -> int:
     """Run this node's part of all attempts.
 
     Returns:
-        0 when the job has ended, whatever the verdict; anything else asks Kubernetes for another pod.
+        0 when the job has ended, whatever the verdict, or its files never came; anything else asks Kubernetes for
+        another pod.
     """
-    if not pods_write_here(run, app):
-        logger.info("waiting for the coordinator's pod to bring the job's files to %s", run.path)
-    while not pods_write_here(run, app):
-        time.sleep(_POLL_S)
+    if not _files_come(run, app):
+        return EXIT_DONE
     node = int(argv[argv.index("--node") + 1])
     since = max(0, run.last_attempt())
     with Publisher(run, [rank_logs(node=node), f"attempts/*/node-{node}/{TIMES}"], since):
         code = attempts.main(*argv)
     verdict = Verdict.read(run, run.last_attempt())
     return EXIT_DONE if verdict is not None and verdict.decision == "stop" else code
+
+
+def _files_come(run: RunDir, app: str) -> bool:
+    """Wait until the coordinator's pod has brought the job's files; False when it never will."""
+    deadline = time.monotonic() + _FILES_S
+    if not pods_write_here(run, app):
+        logger.info("waiting for the coordinator's pod to bring the job's files to %s", run.path)
+    while not pods_write_here(run, app):
+        if ended_early(run, app).exists():
+            logger.error("the job has ended before its files were brought: the coordinator's pod says why")
+            return False
+        if time.monotonic() > deadline:
+            logger.error("no coordinator's pod has brought the job's files in %.0f s: this pod ends", _FILES_S)
+            return False
+        time.sleep(_POLL_S)
+    return True
 
 
 def seed(run: RunDir) -> None:

@@ -49,7 +49,6 @@ def node_pod(job: Job, names: Names, coordinator: str, node: str) -> Object:
     env = {ADDRESS_ENV: _field("status.podIP"), HOST_ENV: _field("spec.nodeName"), **_user_env(cluster)}
     part = ["node", names.app, _run_dir(job), f"{coordinator}:{COORDINATOR_PORT}"]
     template = _pod(job, names, role, [*part, "--", *_command(job, role, node)], env, own)
-    template["spec"]["tolerations"] += cluster.tolerations
     if cluster.queue is not None and cluster.leaf_label and cluster.workload != "volcano":
         template["metadata"].setdefault("annotations", {})[_KUEUE_TOPOLOGY] = cluster.leaf_label
     return template
@@ -88,8 +87,16 @@ def _pod(job: Job, names: Names, role: Role, arguments: list[str], env: Mapping[
     if "containers" in patch:  # a patch of the other role's container is not for this pod
         others = {"coordinator", "trainer"} - {role.name}
         patch["containers"] = [c for c in patch["containers"] if c["name"] not in others]
+    patch["tolerations"] = _tolerations(base, [*cluster.tolerations, *patch.get("tolerations", [])])
     template: Object = reduce(merge, [base, own, {"spec": patch}])
     return template
+
+
+def _tolerations(base: Object, more: list[Object]) -> list[Object]:
+    """Join the skeleton's tolerations with the user's, which replace those of the same taint."""
+    taints = [(toleration.get("key"), toleration.get("effect")) for toleration in more]
+    own = [t for t in base["spec"]["tolerations"] if (t["key"], t["effect"]) not in taints]
+    return [*own, *more]
 
 
 def _amounts(cluster: KubernetesClusterConfig, role: Role) -> dict[str, str]:

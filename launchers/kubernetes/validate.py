@@ -17,6 +17,7 @@ from fsdp_jobs.launchers.kubernetes.skeletons import Object
 from fsdp_jobs.plan.memory import GIB, size
 
 _KUEUE = "kueue.x-k8s.io"
+_OWN_POLICY = "fsdp-jobs"  # deploy/kubernetes/network-policy.yaml
 _NEEDED = {  # verb -> resources, of the core API
     "create": ("services", "configmaps", "secrets"),
     "get": ("persistentvolumeclaims", "pods/log"),
@@ -70,6 +71,7 @@ def examine(config: JobConfig) -> Iterator[Finding]:
         yield from findings("operators", operators)
         if not (keys or missing or operators):
             yield from findings("claim, queue", list(_claim_and_queue(api, config, lambda: groups)))
+        yield from _policies(api)
         labels = topology_labels(api, config, fresh=True)
     except (BadInput, ApiError) as e:
         yield from findings("API", e.problems if isinstance(e, BadInput) else [explain(api, e, "cluster=kubernetes")])
@@ -77,6 +79,20 @@ def examine(config: JobConfig) -> Iterator[Finding]:
     fact = f"labels of {len(labels)} machines name them" if labels else "no labels that you may read name them"
     cure = "deploy/kubernetes/nodes.yaml lets you list nodes; cluster.topology=FILE names the switches"
     yield Finding("switches", "ok" if labels else "warning", fact, cure)
+
+
+def _policies(api: Api) -> Iterator[Finding]:
+    """Yield whether policies of the namespace may keep a job's pods from each other."""
+    try:
+        policies = api.select("networking.k8s.io/v1", "NetworkPolicy")
+    except ApiError as e:
+        if e.status != 403:
+            raise
+        return
+    names = [policy["metadata"]["name"] for policy in policies]
+    fact = f"NetworkPolicy {', '.join(names)}: pods of a job must reach each other on all ports"
+    if names and _OWN_POLICY not in names:
+        yield Finding("network", "warning", fact, "deploy/kubernetes/network-policy.yaml lets them")
 
 
 def needed_permissions(workload: str) -> list[tuple[str, str, str]]:

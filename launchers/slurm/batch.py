@@ -48,7 +48,7 @@ class Batch(Attempt):
     def __init__(self, run: RunDir, commands: Commands):
         super().__init__(run, run.last_attempt() + 1)
         self.commands = commands
-        self.job_id = client.own_id()
+        self.job_id = client.own_id(commands.is_task)
         self.hosts = self.allocated = expand_hostlist(os.environ["SLURM_JOB_NODELIST"])
         self.coordinator = f"{socket.gethostname()}:{free_port()}"
         names = {ATTEMPT_ENV: str(self.number), COORDINATOR_ENV: self.coordinator}

@@ -14,6 +14,7 @@ from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.launchers.state import State
 from fsdp_jobs.run.directory import RunDir
 
+_FILTERS = ("SQUEUE_", "SINFO_", "SACCT_", "SCONTROL_", "SCANCEL_", "SLURM_TIME_FORMAT", "SLURM_CLUSTERS")
 _UP = ("idle", "mixed", "allocated", "completing")  # states of nodes that jobs can have, now or later
 _TIMEOUT_S = 60.0  # of a command
 _QUEUE_AGE_S = 1.0  # one answer of squeue serves for so long
@@ -34,13 +35,29 @@ class SlurmError(JobFailed):
     """A SLURM command that failed or is not installed; the message is the command's own."""
 
 
+def clean_environment() -> dict[str, str]:
+    """Return the environment for questions to SLURM: the user's filters and formats would change the answers."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(_FILTERS)}
+
+
+def own_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for a submission: inside a job without what describes that job and its allocation.
+
+    sbatch would take it for requests, and the new job's processes for their own.
+    """
+    if "SLURM_JOB_ID" not in env:
+        return dict(env)
+    return {name: value for name, value in env.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
+
+
 def call(*argv: str, stdin: str | None = None, env: Mapping[str, str] | None = None) -> str:
-    """Run a command and return what it prints.
+    """Run a command and return what it prints; without `env` in a clean environment.
 
     Raises:
         SlurmError: it is not installed, failed, or did not answer in time.
     """
     try:
+        env = clean_environment() if env is None else env
         done = subprocess.run(argv, input=stdin or "", env=env, capture_output=True, text=True, timeout=_TIMEOUT_S)
     except FileNotFoundError as e:
         raise SlurmError(f"{argv[0]} is not on this machine's PATH: go to a login node of the cluster") from e
@@ -72,13 +89,18 @@ def recent(*argv: str, max_age_s: float = math.inf) -> str:
     return answer
 
 
-def own_id() -> str:
+def own_id(is_task: bool) -> str:
     """Return the id of the job that this process belongs to, as squeue shows it.
 
     The last task of an array to start has the array's own number in SLURM_JOB_ID, which stands for all of them.
+
+    Args:
+        is_task: it was submitted as a task of an array. A job that was submitted from inside another one's task may
+            have that array's variables.
     """
-    array = os.environ.get("SLURM_ARRAY_JOB_ID")
-    return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ["SLURM_JOB_ID"]
+    if is_task:
+        return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    return os.environ["SLURM_JOB_ID"]
 
 
 @dataclass(frozen=True)

@@ -71,8 +71,7 @@ class Companions:
         options = ["--parsable", "--nodes=1", "--no-requeue", f"--job-name={name}-node-{node}", f"--output={output}"]
         if excluded := [*self.run.excluded_hosts(), *self.commands.exclude]:
             options.append(f"--exclude={','.join(excluded)}")
-        # What this job's environment says of its own allocation would be taken for requests.
-        env = {k: v for k, v in self.env.items() if not k.startswith(("SLURM_", "SBATCH_")) or k == "SLURM_CONF"}
+        env = {k: v for k, v in client.own_environment(self.env).items() if not k.startswith("SBATCH_")}
         return client.call("sbatch", *options, *self.commands.submit, stdin=script, env=env).strip().partition(";")[0]
 
     def release(self) -> None:
@@ -150,4 +149,5 @@ if __name__ == "__main__":
     role, directory, *more = sys.argv[1:]
     if role == "node":
         sys.exit(fill_in(RunDir(directory), int(more[0]), more[1]))
-    guard(RunDir(directory), int(os.environ[ATTEMPT_ENV]), client.own_id(), os.environ[COORDINATOR_ENV])
+    job_id = client.own_id(Commands.read(RunDir(directory)).is_task)
+    guard(RunDir(directory), int(os.environ[ATTEMPT_ENV]), job_id, os.environ[COORDINATOR_ENV])

@@ -21,6 +21,7 @@ from fsdp_jobs.launchers.state import State
 from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.tail import last_lines
 from fsdp_jobs.run.verdict import KILLED, WITHDRAWN, Verdict, judge
 
 _CANCEL_S = 15.0  # for SLURM to act on scancel
@@ -192,16 +193,20 @@ def _describe(app_id: str, job: client.QueuedJob | None, run: RunDir | None) -> 
     job = job if job is None or run is None or job.is_of(run) else None
     if run is None:
         return Description(app_id, job.state, _message(job)) if job is not None else None
-    state, message = (job.state, _message(job)) if job is not None else _forgotten(run)
+    state, message = (job.state, _message(job)) if job is not None else _forgotten(run, app_id)
     if not state.is_active:
         state, message = _end(run, job, state, message)
     return Description(app_id, state, message, restarts_of(run))
 
 
-def _forgotten(run: RunDir) -> tuple[State, str]:
+def _forgotten(run: RunDir, app_id: str) -> tuple[State, str]:
     """Return how a job without a verdict has ended that neither the controller nor accounting remembers."""
     if run.last_attempt() < run.first_attempt():
-        return State.STOPPED, "SLURM has forgotten the job, which never started: it was cancelled"
+        if (output := run.submit / f"slurm-{app_id}.out").exists():
+            said = " ".join(last_lines(output, 1)) or "it printed nothing"
+            return State.FAILED, f"SLURM has forgotten the job, which failed before its first line: {said}"
+        why = f"it was cancelled, or its node could not write {output}"
+        return State.STOPPED, f"SLURM has forgotten the job, which never started: {why}"
     newest = (e for e in events.newest_events(run) if e.attempt == run.last_attempt())
     asked = next((e.why for e in newest if isinstance(e, events.StopRequested)), None)
     if asked is not None:

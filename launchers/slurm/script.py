@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 _BATCH = "fsdp_jobs.launchers.slurm.batch"
 _NODE_TEST = "fsdp_jobs.launchers.slurm.node_test"
 _WHERE = ("partition", "account", "qos", "time", "mem", "constraint", "nodelist", "exclude", "reservation")
+_OF_THE_JOB = {
+    *(f"--{name}" for name in ("exclude", "nodelist", "nodes", "ntasks", "ntasks-per-node", "array", "dependency")),
+    *(f"--{name}" for name in ("output", "error", "job-name", "comment", "signal", "begin", "switches", "requeue")),
+}
 _NOTES = ("comment", "mail_user", "mail_type")
 
 
@@ -63,8 +67,13 @@ def commands(job: Job, site: Site) -> Commands:
         max_nodes=trainer.num_replicas,
         regrow=cluster.regrow,
         exclude=[cluster.exclude] if cluster.exclude else [],
-        submit=[o for o in _resources(cluster, trainer, site) if not o.startswith(("--exclude=", "--nodelist="))],
+        submit=[o for o in (*_resources(cluster, trainer, site), *cluster.extra) if _is_of_a_node(o)],
     )
+
+
+def _is_of_a_node(option: str) -> bool:
+    """Whether an option of sbatch holds for a job of one more node, too, and not for this very job."""
+    return option.partition("=")[0] not in _OF_THE_JOB
 
 
 def _argv(role: Role, cluster: SlurmClusterConfig, site: Site) -> list[str]:
@@ -121,17 +130,19 @@ class Script:
         return replace(self, margin_s=margin_s)._text(name, tag, after, [array, output], '"$run"', resolve)
 
     def _text(self, name: str, tag: str, after: str, own: Sequence[str], run_dir: str, *first: str) -> str:
+        waits = [o.partition("=")[2] for o in self.extra if o.startswith("--dependency=")]
+        waits = [f"afterany:{after}", *waits] if after else waits
         comments = [o for o in (*self.resources, *self.extra) if o.startswith("--comment=")]
         options = [
             f"--job-name={name}",
             *self.resources,
             *own,
-            *([f"--dependency=afterany:{after}"] if after else []),
             "--open-mode=append",
             "--requeue",
             "--no-kill",
             f"--signal=B:USR1@{self.margin_s}",
-            *self.extra,
+            *(o for o in self.extra if not o.startswith("--dependency=")),
+            *([f"--dependency={','.join(waits)}"] if waits else []),
             f"{' '.join(comments[-1:]) or '--comment='} fsdp_jobs:{tag}".replace("= ", "="),
         ]
         lines = ["#!/bin/bash", *(f"#SBATCH {_quote_option(o)}" for o in options), "set -e", *self.setup, *first]

@@ -23,6 +23,11 @@ class Commands:
     submit: list[str]  # options of sbatch for one more node
     place: str = ""  # in a sweep: <number of the script in its submission>_<task>; no task where it is no array
 
+    @property
+    def is_task(self) -> bool:
+        """Whether the job was submitted as a task of an array."""
+        return bool(self.place.partition("_")[2])
+
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2)
 

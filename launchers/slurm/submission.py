@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,10 +28,16 @@ def sbatch(folder: Path, script: str) -> str:
             return command
 
     folder.mkdir(parents=True, exist_ok=True)
+    before = dict(os.environ)
+    foreign = before.keys() - client.own_environment(before).keys()
+    for name in foreign:  # submitit passes this process's environment on
+        del os.environ[name]
     try:
         return str(Executor(folder)._submit_command(script).job_id)
     except (FailedJobError, OSError) as e:
         raise JobFailed(f"sbatch: {e}") from e
+    finally:
+        os.environ.update({name: before[name] for name in foreign})
 
 
 Groups = list[list[int]]  # indices of jobs with equal scripts

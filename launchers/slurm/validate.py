@@ -95,7 +95,7 @@ def check_with_slurm(job: Job, script: str, margin_s: int, count: int) -> list[P
         return problems
     try:
         array = [f"--array=0-{count - 1}"] if count > 1 else []
-        client.call("sbatch", "--test-only", *array, stdin=script)
+        client.call("sbatch", "--test-only", *array, stdin=script, env=client.own_environment(os.environ))
     except client.SlurmError as e:
         if found := re.search(r"\w*MaxSubmit\w*", str(e)):
             return [_too_many(count, found[0])]

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,10 +16,10 @@ import pytest
 
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.run.env import ADDRESS_ENV
-from fsdp_jobs.run.processes import free_port
+from fsdp_jobs.run.processes import free_port, has_signal
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit import submit as submission
-from tests.jobs import ROOT, Nobody, Watched
+from tests.jobs import ROOT, Job, Nobody, Watched, job
 from tests.world import TINY
 
 pytestmark = pytest.mark.integration
@@ -94,3 +95,18 @@ def test_what_never_works_ends_the_job_with_its_last_words(containers: Container
     assert (verdict.verdict, verdict.decision) == ("infrastructure", "stop")
     assert "No module named 'no_such_thing'" in verdict.last_lines
     assert containers.started["coordinator"].wait(60) == 1
+
+
+def test_a_signal_to_an_agent_that_still_imports_torch_stops_the_job(tmp_path: Path) -> None:
+    with job(tmp_path, "early", "steps=100000", nodes="1", nproc=1) as started:
+        started.until(lambda: has_handlers(started), "the agent")
+        started.agent(0).terminate()
+        started.until(lambda: started.run.verdict(0).exists(), "the end of the attempt")
+        (asked,) = started.events("stop_requested")
+        assert asked["why"] == "node 0 received SIGTERM" and not started.metrics(), started.story()
+
+
+def has_handlers(started: Job) -> bool:
+    with suppress(AssertionError, psutil.NoSuchProcess):
+        return has_signal(started.agent(0).pid, "SigCgt", signal.SIGTERM)
+    return False

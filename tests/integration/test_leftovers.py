@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -28,13 +30,30 @@ class OwnMemory(Job):
     def left(self) -> set[str]:
         """Agents whose folders or semaphores are in memory, and what of multiprocessing is not theirs."""
         names = [f.name.removeprefix("sem.").split("-") for f in Path(f"/proc/self/fd/{self.memory}").iterdir()]
-        return {"-".join(words[:2]) for words in names} | {f.name for f in (self.folder / "tmp").glob("pymp-*")}
+        return {"-".join(words[:4]) for words in names} | {f.name for f in (self.folder / "tmp").glob("pymp-*")}
+
+    def folders(self, name: str) -> list[Path]:
+        """An agent's folders of a kind, seen from here."""
+        return sorted(Path(f"/proc/self/fd/{self.memory}").glob(f"fsdp_jobs-{os.getuid()}-{name}-*"))
+
+    def kill_agents(self) -> None:
+        """Kill both agents with all that they have started, the machine stays."""
+        agents = [self.agent(0), self.agent(1)]
+        family = [*agents, *(child for agent in agents for child in agent.children(recursive=True))]
+        for process in family:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(family, timeout=30)
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Iterator[OwnMemory]:
+def with_own_memory() -> None:
     if os.geteuid() != 0:
         pytest.skip("needs root, for a /dev/shm of its own")
+
+
+@pytest.fixture
+def made(with_own_memory: None, tmp_path: Path) -> Iterator[OwnMemory]:
     (tmp_path / "tmp").mkdir()
     saves = ("checkpoint.every_steps=5", "checkpoint.async_mode=process")  # which has semaphores, and a socket
     job = OwnMemory(tmp_path, "left", "steps=100000", *saves, nodes="1")
@@ -47,7 +66,9 @@ def test_the_next_agent_removes_what_a_killed_one_has_left_and_the_last_leaves_n
     made.until(lambda: bool(made.events("checkpoint")), "a checkpoint")
     first = made.left()
     assert len(first) == 1, first
-    os.close(os.open("sem.fsdp_jobs-orphaned-a", os.O_CREAT, dir_fd=made.memory))  # of ranks whose agent has ended
+    os.close(
+        os.open(f"sem.fsdp_jobs-{os.getuid()}-ranks-orphaned-a", os.O_CREAT, dir_fd=made.memory)
+    )  # of ranks whose agent has ended
     agent = made.agent(0)
     for process in [*agent.children(recursive=True), agent]:  # with the tracker that would remove semaphores
         process.kill()
@@ -58,3 +79,45 @@ def test_the_next_agent_removes_what_a_killed_one_has_left_and_the_last_leaves_n
     assert len(second) == 1 and not second & first, second
     assert cli(made.folder, "cancel", "left").returncode == 0
     made.until(lambda: made.supervisor() is None and not made.left(), "an empty machine")
+
+
+@pytest.fixture
+def only_snapshots(with_own_memory: None, tmp_path: Path) -> Iterator[OwnMemory]:
+    """A job of two nodes that saves nothing but snapshots."""
+    (tmp_path / "tmp").mkdir()
+    saves = ("checkpoint.memory.every_steps=1", "checkpoint.every_steps=0", "integrity.probe_every_steps=0")
+    job = OwnMemory(tmp_path, "kept", "steps=100000", "elastic.join_window_s=0", *saves, nproc=1)
+    yield job
+    job.kill()
+    os.close(job.memory)
+
+
+def test_agents_that_are_killed_on_a_living_machine_lose_no_snapshot(only_snapshots: OwnMemory) -> None:
+    job = only_snapshots
+    job.until_step(10)
+    own = job.folders("memory")
+    others = own[0].with_name(f"fsdp_jobs-{os.getuid()}-memory-{'f' * 16}-another-1234")  # its job waits in a queue
+    shutil.copytree(own[0], others)
+    (others / "lock").write_text("")
+    job.kill_agents()
+    done = job.step()
+    job.until(lambda: bool(job.events("resumed")), "a restart")
+    (resumed,) = job.events("resumed")
+    assert resumed["place"] == "memory" and resumed["step"] >= done - 1, job.story()
+    assert {*job.folders("memory")} == {*own, others}, "adopted, and another job's is left alone"
+
+    job.until_step(resumed["step"] + 10)
+    for folder in own:  # as a site's epilog does: the machines live, and what was in their memory is gone
+        shutil.rmtree(folder)
+    job.kill_agents()
+    assert job.wait().verdict == "user_error", "it had a step that was safe, and does not begin again by itself"
+    assert "no node has any of it any more" in job.events("checkpoint_failed")[-1]["error"], job.story()
+
+
+def test_a_job_that_is_killed_leaves_nothing_in_memory(only_snapshots: OwnMemory) -> None:
+    job = only_snapshots
+    job.until_step(5)
+    inside = ["nsenter", f"--mount=/proc/{job.supervisor().pid}/ns/mnt", f"--wd={job.folder}"]  # type: ignore[union-attr]
+    killed = cli(job.folder, "cancel", "kept", "--now", under=inside)
+    assert killed.returncode == 0, killed.stdout + killed.stderr
+    assert not [f.name for f in Path(f"/proc/self/fd/{job.memory}").iterdir()]

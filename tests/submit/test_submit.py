@@ -29,6 +29,9 @@ class _Launcher:
     def find(self, run: RunDir) -> None:
         return None
 
+    def run_of(self, app_id: str, cluster: str) -> None:
+        return None
+
     def describe(self, app_ids: Sequence[str]) -> list[None]:
         return [None] * len(app_ids)
 

@@ -109,9 +109,11 @@ def test_the_newest_step_whose_shards_are_all_there_is_chosen(found: list[Found]
 
 def test_what_was_lost_with_its_nodes_is_named() -> None:
     left = [_found(5, 0, 4), _found(7, 1, 4), _found(7, 3, 4), _found(7, 2, 4, is_whole=False)]
-    told = lost_shards(left, 5)
+    told = lost_shards(left, 5, 7)
     assert told is not None and told[0] == 7 and "no node has its shards 0, 2 of 4 whole" in told[1]
-    assert lost_shards(left, 7) is None and lost_shards([], 0) is None
+    assert lost_shards(left, 7, 7) is None and lost_shards([], 0, -1) is None
+    told = lost_shards([], 0, 7)
+    assert told is not None and told[0] == 7 and "there is no older checkpoint" in told[1]
 
 
 def test_a_node_takes_over_what_an_agent_that_died_has_left_and_removes_what_nobody_wants(

@@ -30,8 +30,14 @@ _FETCHED = "fetched"  # folder of what came from other nodes for a restore
 class MemoryTier:
     """The captures of earlier rounds. All ranks call each method, in the same order."""
 
-    def __init__(self, captures: MemoryCheckpoints, lacks_line: Callable[[int], bool]):
-        """`lacks_line` says, on rank 0, whether a step is missing in the metrics."""
+    def __init__(self, captures: MemoryCheckpoints, lacks_line: Callable[[int], bool], safe: Callable[[], int]):
+        """Take what rank 0 asks of the run.
+
+        Args:
+            lacks_line: whether a step is missing in the metrics.
+            safe: the newest step that was safe when the round before this one ended; -1 for none.
+        """
+        self._safe = safe
         self.captures, self.folder, self.ranks, self.state = captures, captures.folder, captures.ranks, captures.state
         self.leads, self._lacks_line = captures.leads, lacks_line
         self._useless: list[int] = []  # steps that could not be loaded
@@ -78,7 +84,7 @@ class MemoryTier:
                 return chosen
             left -= bad
             sound |= {*mine} - bad
-        if self.ranks.rank == 0 and (told := lost_shards(left, at_least)) and told != self._told:
+        if self.ranks.rank == 0 and (told := lost_shards(left, at_least, self._safe())) and told != self._told:
             self._told = told
             self.captures.tell(*told)
         return []

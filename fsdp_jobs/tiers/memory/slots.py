@@ -13,7 +13,6 @@ two slots there, so that the newer capture is only written over the older one:
 
 from __future__ import annotations
 
-import fcntl
 import json
 import mmap
 import os
@@ -29,9 +28,13 @@ from typing import IO, Any, NamedTuple
 
 import xxhash
 
-from fsdp_jobs.run.directory import RunDir, user_name
+from fsdp_jobs.config.errors import BadInput
+from fsdp_jobs.run import folders
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.verdict import Verdict
 
 COPIES = "copies"
+_RUN = "run"  # file with the path of the run directory
 _NAME = re.compile(r"(\d+)-(\d+)-(\d+)")  # epoch, rank, slot
 _ALIGNED = 64  # bytes that every tensor begins at a multiple of
 _STALE_S = 3600.0  # after which a folder that no agent holds is another run's leftover
@@ -213,33 +216,39 @@ def forget_before(folder: Path, epoch: int, but: Collection[str] = ()) -> None:
 def adopt_folder(memory: Path, run: RunDir) -> tuple[Path, IO[str]]:
     """Return this node's folder of a submission, with the lock that says it is in use.
 
-    What an agent that has died left here is taken over; what earlier submissions of the run left is removed, and so
-    is what no agent has held for an hour.
+    What an agent that has died left here is adopted; what earlier submissions of the run left is removed, and so is
+    what no agent has held for an hour.
 
     Raises:
         OSError: nothing can be made there.
     """
     if not memory.is_dir():
         raise NotADirectoryError(f"checkpoint.memory.dir={memory} is not a folder on this machine")
-    prefix = f"fsdp_jobs-{user_name()}-memory-"
-    of_run = f"{prefix}{xxhash.xxh3_64_hexdigest(str(run.path.resolve()).encode())}-"
-    mine = f"{of_run}{run.submission}-"
-    own = [f for f in memory.glob(f"{prefix}*") if f.lstat().st_uid == os.getuid() and not f.is_symlink()]
-    for folder in sorted(own, key=newest_in, reverse=True):
-        is_mine = folder.name.startswith(mine)
-        with suppress(OSError):
-            lock = (folder / "lock").open("a")
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if is_mine:
-                return folder, lock
-            if folder.name.startswith(of_run) or time.time() - folder.stat().st_mtime > _STALE_S:
+    mine = f"{folders.snapshots_of(run)}-{run.submission}"
+    candidates = sorted(folders.owned(memory, mine), key=newest_in, reverse=True)
+    for folder in candidates:
+        if (lock := folders.take(folder, folders.DYING_S)) is not None:
+            return folder, lock
+    earlier = folders.owned(memory, folders.snapshots_of(run))
+    for folder in folders.owned(memory, "memory"):
+        if folder not in candidates and (lock := folders.take(folder)) is not None:
+            if folder in earlier or _is_left(folder):
                 shutil.rmtree(folder)
-    new = memory / f".{mine}{secrets.token_hex(4)}"
-    new.mkdir(mode=0o700)
-    (new / COPIES).mkdir(mode=0o700)
-    lock = (new / "lock").open("a")
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    return new.rename(memory / new.name.removeprefix(".")), lock  # locked before anybody can see it
+            lock.close()
+    folder, lock = folders.make(memory, mine)
+    (folder / COPIES).mkdir(mode=0o700)
+    (folder / _RUN).write_text(str(run.path.resolve()))
+    return folder, lock
+
+
+def _is_left(folder: Path) -> bool:
+    """Whether nobody restarts from another run's snapshots: the run has ended, or no agent came for an hour."""
+    if time.time() - folder.stat().st_mtime > _STALE_S:
+        return True
+    with suppress(OSError, ValueError, BadInput):
+        run = RunDir((folder / _RUN).read_text())
+        return Verdict.final(run) is not None
+    return False
 
 
 class Found(NamedTuple):
@@ -283,13 +292,20 @@ def newest_complete(found: Iterable[Found]) -> list[Found]:
     return []
 
 
-def lost_shards(found: Collection[Found], after: int) -> tuple[int, str] | None:
-    """Return the newest captured step after `after`, and which of its shards no node has; None when none is later."""
+def lost_shards(found: Collection[Found], after: int, safe: int) -> tuple[int, str] | None:
+    """Return the newest step after `after` that was in memory, and what is lost of it; None when none is later.
+
+    Args:
+        safe: the newest step that was safe when the round before ended: of a step that no node has a part of, nothing
+            else is known.
+    """
+    instead = "an older checkpoint is read" if after > 0 else "there is no older checkpoint"
     newest = max((one for one in found if one.step > after), key=lambda one: (one.epoch, one.step), default=None)
     if newest is None:
-        return None
+        lost = f"step {safe} was in the nodes' memory, and no node has any of it any more: {instead}"
+        return (safe, lost) if safe > after else None
     same = [one for one in found if (one.epoch, one.step) == (newest.epoch, newest.step) and one.is_whole]
     missing = sorted({*range(newest.shard_group)} - {one.rank % newest.shard_group for one in same})
     listed = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
     what = f"no node has its shards {listed} of {newest.shard_group} whole in memory any more"
-    return newest.step, f"step {newest.step} was captured, and {what}: an older checkpoint is read"
+    return newest.step, f"step {newest.step} was captured, and {what}: {instead}"

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from kubernetes import client, config
+from kubernetes.stream import stream
 
 from fsdp_jobs.run.verdict import Verdict
 from tests.jobs import cli
@@ -208,12 +209,26 @@ def test_a_killed_pod_is_replaced(cluster: Cluster, folder: Path, index: int) ->
         assert job.run.last_attempt() <= 0  # the attempt goes on
 
 
-def test_a_killed_coordinator_adopts_the_round(cluster: Cluster, folder: Path) -> None:
+def test_a_crashed_coordinator_adopts_the_round(cluster: Cluster, folder: Path) -> None:
+    """Memory that runs out kills all processes of a container at once (cgroup v2), as kill -9 on its machine does."""
     with running(cluster, folder, "coordinator") as job:
         (coordinator,) = cluster.pods(job, COORDINATOR)
-        cluster.kill(coordinator)
+        fill = ["python", "-c", "held = []\nwhile True: held.append(b'x' * 10**7)"]
+        with suppress(client.ApiException, OSError):
+            api = client.CoreV1Api().connect_get_namespaced_pod_exec
+            stream(api, coordinator.metadata.name, cluster.namespace, command=fill, stdout=True, _request_timeout=60)
         job.until_true(lambda: bool(job.events("adopted")), "the round is adopted")
         assert job.rounds() == 1
+
+
+def test_a_coordinator_that_is_deleted_by_force_costs_no_step(cluster: Cluster, folder: Path) -> None:
+    """A real kubelet sends SIGTERM all the same, and kills after 2 s: the round restarts from what was saved."""
+    with running(cluster, folder, "forced") as job:
+        (coordinator,) = cluster.pods(job, COORDINATOR)
+        cluster.kill(coordinator)
+        job.until_advanced(2)
+        steps = [m["step"] for m in job.metrics()]
+        assert len(steps) == len(set(steps)), "a step was done twice"
 
 
 def test_a_deleted_coordinator_saves_and_the_next_attempt_resumes(cluster: Cluster, folder: Path) -> None:

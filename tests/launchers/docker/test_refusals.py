@@ -118,7 +118,7 @@ def test_names_that_are_taken(image: str, strangers: None, tmp_path: Path) -> No
     assert "docker network rm fsdp-mine" in said
 
 
-@pytest.mark.parametrize("name", ["Upper/Case", "a b", "x:y:z", "@"])
+@pytest.mark.parametrize("name", ["Upper/Case", "a b", "x:y:z", "@", "--privileged", ""])
 def test_names_that_no_image_can_have(docker_daemon: None, tmp_path: Path, name: str) -> None:
     assert f"cluster.image={name}: " in " ".join(refusal(tmp_path, f"cluster.image='{name}'").split())
 

@@ -40,11 +40,14 @@ KINDS = {
     "events": "Event",
     "persistentvolumeclaims": "PersistentVolumeClaim",
     "jobs": "Job",
+    "networkpolicies": "NetworkPolicy",
     "jobsets": "JobSet",
     "localqueues": "LocalQueue",
     "workloads": "Workload",
 }
 SCHEMAS = Path(__file__).parent / "schemas"
+ROLE = Path(__file__).parents[3] / "deploy" / "kubernetes" / "base" / "rbac.yaml"
+_VERBS = {"POST": "create", "PATCH": "patch", "DELETE": "delete"}
 _PATH = re.compile(
     r"/(?:api|apis/(?P<group>[^/]+))/(?P<version>[^/]+)/namespaces/(?P<ns>[^/]+)/(?P<plural>[^/]+)"
     r"(?:/(?P<name>[^/]+))?(?:/(?P<sub>[^/]+))?"
@@ -75,6 +78,18 @@ def check_schema(body: Object) -> None:
         raise Refused(400, f'{body["kind"]} in version "{body["apiVersion"]}" cannot be handled: {e.message}') from e
 
 
+def role_of(file: Path) -> set[tuple[str, str, str]]:
+    """Return (verb, API group, resource) of what the roles in a file allow."""
+    rules = [rule for body in yaml.safe_load_all(file.read_text()) for rule in body.get("rules", [])]
+    return {
+        (verb, group, resource)
+        for rule in rules
+        for verb in rule["verbs"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+    }
+
+
 class _Server(ThreadingHTTPServer):
     request_queue_size = 128  # connections that wait to be accepted
     daemon_threads = True
@@ -86,8 +101,9 @@ class SimulatedApi:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.objects: dict[tuple[str, str], Object] = {}  # (group/plural, name) -> object
-        self.denied: set[tuple[str, str]] = set()  # (verb, resource) that the user lacks
-        self.groups = {"batch": "v1", "authorization.k8s.io": "v1"}
+        self.allowed = role_of(ROLE)  # what the user may do: what the role that is shipped allows
+        self.denied: set[tuple[str, str]] = set()  # (verb, resource) that this user lacks all the same
+        self.groups = {"batch": "v1", "authorization.k8s.io": "v1", "networking.k8s.io": "v1"}
         self.refuse: Callable[[Object], Refused | None] = lambda _body: None
         self.token = TOKEN
         self.instead: tuple[int, str, int] | None = None  # status, body and bytes cut off it: what a proxy may answer
@@ -192,7 +208,7 @@ class SimulatedApi:
         if path.endswith("/selfsubjectaccessreviews"):
             asked = body["spec"]["resourceAttributes"]
             resource = "/".join(filter(None, [asked["resource"], asked["subresource"]]))
-            allowed = (asked["verb"], resource) not in self.denied
+            allowed = self._may(asked["verb"], asked.get("group", ""), resource)
             return 201, {"kind": "SelfSubjectAccessReview", "status": {"allowed": allowed}}
         if path == "/api/v1/nodes":
             if ("list", "nodes") in self.denied:
@@ -206,6 +222,7 @@ class SimulatedApi:
             raise Refused(404, "the server could not find the requested resource")
         if found["ns"] not in self.namespaces:
             raise Refused(404, f'namespaces "{found["ns"]}" not found')
+        self._check(_VERBS.get(method, "get" if name else "list"), group, plural)
         with self.lock:
             if method == "POST":
                 return self._create(group, plural, query, body)
@@ -223,11 +240,15 @@ class SimulatedApi:
                 self.delete(stored, None if grace is None else int(grace))
             return 200, stored
 
+    def _may(self, verb: str, group: str, resource: str) -> bool:
+        return (verb, group, resource) in self.allowed and (verb, resource) not in self.denied
+
+    def _check(self, verb: str, group: str, plural: str) -> None:
+        if not self._may(verb, group, plural):
+            who = f'User "me" cannot {verb} resource "{plural}" in API group "{group}"'
+            raise Refused(403, f"{plural} is forbidden: {who}")
+
     def _create(self, group: str, plural: str, query: dict[str, str], body: Object) -> tuple[int, Object]:
-        if ("create", plural) in self.denied:
-            raise Refused(
-                403, f'{plural} is forbidden: User "me" cannot create resource "{plural}" in API group "{group}"'
-            )
         assert query.get("fieldValidation") == "Strict"
         check_schema(body)
         if (refusal := self.refuse(body)) is not None:

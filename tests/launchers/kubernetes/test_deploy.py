@@ -17,13 +17,20 @@ import yaml
 from fsdp_jobs.config.clusters import ClusterConfig, KubernetesClusterConfig
 from fsdp_jobs.launchers.kubernetes.validate import needed_permissions
 from tests.jobs import ROOT
+from tests.launchers.kubernetes.simulated_api import ROLE, role_of
 from tests.launchers.kubernetes.test_manifests import NEWEST
 
 DEPLOY = ROOT / "deploy" / "kubernetes"
 SCHEMAS = Path(__file__).parent / "schemas"
 
 # Used where the cluster allows it.
-OPTIONAL = {("create", "", "pods"), ("list", "kueue.x-k8s.io", "localqueues"), ("list", "kueue.x-k8s.io", "workloads")}
+OPTIONAL = {
+    ("create", "", "pods"),
+    ("list", "kueue.x-k8s.io", "localqueues"),
+    ("list", "kueue.x-k8s.io", "workloads"),
+    ("list", "networking.k8s.io", "networkpolicies"),
+    *(("delete", "", rendered) for rendered in ("services", "configmaps", "secrets")),  # kubectl delete -f
+}
 
 
 def documents(file: Path) -> Iterator[dict[str, Any]]:
@@ -59,13 +66,6 @@ def test_every_key_is_on_its_page_with_its_default() -> None:
 
 
 def test_the_role_is_what_submitting_takes_and_no_more() -> None:
-    (role,) = [b for b in documents(DEPLOY / "base" / "rbac.yaml") if b["kind"] == "Role"]
-    given = {
-        (verb, group, resource)
-        for rule in role["rules"]
-        for verb in rule["verbs"]
-        for group in rule["apiGroups"]
-        for resource in rule["resources"]
-    }
+    given = role_of(ROLE)
     needed = {p for workload in ("job", "jobset", "volcano") for p in needed_permissions(workload)}
     assert given == needed | OPTIONAL

@@ -49,7 +49,8 @@ CASES: dict[str, tuple[str, ...]] = {
         "cluster.image_pull_secrets=[registry]",
         "cluster.labels={team: llm}",
         "cluster.annotations={example.com/cost-centre: '42'}",
-        "cluster.pod_patch={schedulerName: custom, containers: [{name: trainer, lifecycle: "
+        "cluster.pod_patch={schedulerName: custom, tolerations: [{key: node.kubernetes.io/unreachable, "
+        "operator: Exists, effect: NoExecute, tolerationSeconds: 5}], containers: [{name: trainer, lifecycle: "
         "{preStop: {sleep: {seconds: 1}}}}]}",
         "cluster.run_as_user=null",
         "cluster.cpus=90",

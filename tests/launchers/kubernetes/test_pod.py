@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.events import append_line
 from fsdp_jobs.run.identity import Identity
 from fsdp_jobs.run.tail import Tail, read_json_lines
-from fsdp_jobs.run.verdict import EXIT_FAILED, Verdict
+from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_FAILED, Verdict
 
 
 class Logs:
@@ -160,3 +161,24 @@ def test_attempts_go_on_from_those_that_only_the_submit_machine_has(
         write_atomic(mounts / name, text)
     seed(run)  # onto a claim that was emptied
     assert run.first_attempt() == 3
+
+
+def test_nodes_end_when_their_job_was_refused_before_its_files_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, mounts, word = RunDir(tmp_path / "runs" / "x"), tmp_path / "mounts", tmp_path / "word"
+    for name, value in (("JOB_FILES", mounts), ("TOKEN_FILES", mounts), ("TERMINATION_LOG", word)):
+        monkeypatch.setattr(pod, name, str(value))
+    run.path.mkdir(parents=True)  # and nothing is mounted: the coordinator's pod dies of it
+    node = threading.Thread(target=lambda: codes.append(pod.follow(run, "bobs-app", ["--node", "0"])))
+    codes: list[int] = []
+    node.start()
+    with pytest.raises(FileNotFoundError):
+        pod.coordinate(run, "bobs-app", [])
+    node.join(20)
+    assert codes == [EXIT_DONE], "with another code Kubernetes makes another pod, which waits as well"
+
+
+def test_nodes_do_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pod, "_FILES_S", 0.0)
+    assert pod.follow(RunDir(tmp_path / "runs" / "x"), "app", ["--node", "0"]) == EXIT_DONE

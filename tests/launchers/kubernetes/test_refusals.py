@@ -368,6 +368,10 @@ class TestMachines:
 
         areas = ("configuration", "API", "permissions", "operators", "claim, queue", "switches")
         assert examined() == dict.fromkeys(areas, "ok")
+        api.put("networking.k8s.io", "networkpolicies", {"metadata": {"name": "deny-all"}})
+        assert examined()["network"] == "warning"
+        api.put("networking.k8s.io", "networkpolicies", {"metadata": {"name": "fsdp-jobs"}})
+        assert examined() == dict.fromkeys(areas, "ok")
         api.denied |= {("list", "nodes"), ("create", "jobs")}
         worse = examined("cluster.image=null", "cluster.queue=research")
         bad = {"configuration": "bad", "API": "ok", "permissions": "bad", "operators": "bad", "switches": "warning"}

@@ -174,15 +174,19 @@ def test_two_users_of_a_name_on_a_simulated_cluster_and_nodes_that_find_no_machi
     shown = cli(tmp_path / "ada", "status", "same").stdout
     assert "cannot be scheduled: 0/2 nodes are available" in shown, shown
 
-    second = cli(tmp_path / "bob", *waits[:-1], LOGNAME="bob")
-    assert second.returncode == 1 and "belongs to a run of ada" in second.stdout, second.stdout + second.stderr
+    second = cli(tmp_path / "bob", *JOB, "name=same", "nodes=2", "attach=false", LOGNAME="bob")
+    assert second.returncode == 0, second.stdout + second.stderr  # his nodes find machines, and wait for his files
+    job.until(lambda: len(cluster.pods("coordinator")) == 2, "bob's coordinator")
+    job.until(lambda: not cluster.running("trainer") and len(cluster.pods("trainer")) == 4, "they end by themselves")
+    assert "belongs to a run of ada" in cli(tmp_path / "bob", "status", "same").stdout
     assert "is not running" in cli(tmp_path / "bob", "cancel", "same").stdout
-    assert cluster.running("coordinator") and len(cluster.pods("trainer")) == 2
+    assert len(cluster.running("coordinator")) == 1
     assert not (cluster.claim / "same" / "stop").exists()
 
     stopped = cli(tmp_path / "ada", "cancel", "same")
     assert stopped.returncode == 0 and "same stopped: cancelled" in stopped.stdout, stopped.stdout + stopped.stderr
-    assert not cluster.pods("trainer"), "they ask for machines for ever"
+    waiting = [p for p in cluster.pods("trainer") if p["status"]["phase"] == "Pending"]
+    assert not waiting, "they ask for machines for ever"
     assert "stopped" in cli(tmp_path / "ada", "status", "same").stdout
 
 

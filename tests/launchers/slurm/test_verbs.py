@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 import subprocess
 import sys
 import time
@@ -11,6 +14,7 @@ import pytest
 
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.launchers.slurm.site import load
+from fsdp_jobs.run.directory import RunDir, write_atomic
 from tests.jobs import cli, environment
 from tests.launchers.slurm.lab import CLUSTER, ON_CPU, Lab, slurm_job
 from tests.launchers.slurm.test_jobs import ENDLESS, as_undisturbed
@@ -230,3 +234,47 @@ def test_a_run_directory_that_only_this_machine_has_is_named(lab: Lab, tmp_path:
     while "before its first line: do the nodes see" not in status:
         assert time.monotonic() < deadline, status
         status = lab.cli(tmp_path, "status", "lost", f"runs_dir={here}").stdout
+
+
+def test_what_users_environments_and_copies_do_not_do_to_a_job(lab: Lab, tmp_path: Path) -> None:
+    """Submitted from inside a task of another array, asked about with filters set, and its directory is copied."""
+    outer = {"SLURM_JOB_ID": "76", "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "1", "SLURM_MEM_PER_CPU": "100"}
+    filters = {"SQUEUE_PARTITION": "urgent", "SQUEUE_STATES": "CD", "SQUEUE_NAMES": "x", "SINFO_PARTITION": "urgent"}
+    os.environ |= {**outer, **filters}
+    try:
+        with slurm_job(lab, tmp_path, "mine", "nodes=2", "nproc_per_node=1", *ENDLESS) as job:
+            job.until_attempt(0)
+            (started,) = job.events("attempt_started")
+            assert started["slurm_job"] == job.id, "it takes the outer job for itself"
+            assert "mine  running" in lab.cli(tmp_path, "status", "mine").stdout
+            refused = lab.cli(tmp_path, "resume", "mine")
+            assert refused.returncode == 2 and "is in use by the live job" in refused.stderr, refused.stderr
+
+            shutil.copytree(tmp_path / "runs" / "mine", tmp_path / "runs" / "copy", symlinks=True)
+            said = f"runs/copy is a copy of {tmp_path}/runs/mine, whose job this is"
+            refused = lab.cli(tmp_path, "cancel", "copy", "--now")
+            assert refused.returncode == 2 and said in refused.stderr, refused.stdout + refused.stderr
+            assert said in lab.cli(tmp_path, "status", "copy").stdout
+            assert job.state() == "RUNNING" and not job.run.stop_request.exists()
+
+            step = job.step()
+            lab.on_login("scancel", "--signal=USR1", job.id)  # as at the time limit: it requeues itself
+            job.until_attempt(1)
+            assert job.verdict(0).verdict == "preempted" and job.events("resumed")[-1]["step"] >= step
+    finally:
+        for name in (*outer, *filters):
+            del os.environ[name]
+
+
+def test_a_job_whose_id_was_given_to_another_is_not_mistaken_for_it(lab: Lab, tmp_path: Path) -> None:
+    """The controller has lost its state: simulated by a handle in the older run's record that names the newer job."""
+    with slurm_job(lab, tmp_path, "newer", "nodes=1", "nproc_per_node=1", *ENDLESS) as job:
+        job.until_attempt(0)
+        older = RunDir(tmp_path / "runs" / "older")
+        shutil.copytree(job.run.path, older.path, symlinks=True)
+        write_atomic(older.job, json.dumps({**job.run.read_job(), "submission": "261101000000-aaaaaa"}))
+        refused = lab.cli(tmp_path, "cancel", "older", "--now")
+        said = f"has given its id {job.id} to a job of {job.run.path}"
+        assert refused.returncode == 2 and said in refused.stderr, refused.stdout + refused.stderr
+        assert said in lab.cli(tmp_path, "status", "older").stdout
+        assert job.state() == "RUNNING"

@@ -1,0 +1,236 @@
+"""torch's elastic agent, which asks the job's coordinator who is in a round, and tells it why ranks failed.
+
+torch's agent owns the ranks' processes and loops; what is overridden here are five of its steps:
+
+    run -> _initialize_workers   rendezvous (`rendezvous.py`), then counts the kernel's kills for memory
+             -> _start_workers   tiers learn of the round before its ranks start
+        -> _monitor_workers      every 0.1 s: a lease that ran out, ranks that failed, left or ended
+             -> _stop_workers    when ranks failed, or when the round is over (`num_nodes_waiting` says 1)
+        -> _exit_barrier         skipped: the coordinator knows when all have ended
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, SubprocessContext
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from fsdp_jobs.control.failures import Failure
+from fsdp_jobs.guards.silence.node import Silence, Stack, files_of
+from fsdp_jobs.node.rank_logs import FLIGHT_RECORDER, RankLogs
+from fsdp_jobs.node.rendezvous import CoordinatorRendezvous
+from fsdp_jobs.node.tracker import TrackerProcess
+from fsdp_jobs.run.processes import has_signal, kill_families, kills_for_memory
+from fsdp_jobs.run.protocol import Message
+from fsdp_jobs.run.rank_state import Phase, Request
+from fsdp_jobs.run.term import LOOK_S
+from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE
+from fsdp_jobs.tiers.memory.copies import Copies
+
+logger = logging.getLogger(__name__)
+
+_DUMP_S = 2.0  # for ranks to write their stacks
+_MOST_STACKS = 1 << 20  # bytes of a rank's stacks that are kept
+_SILENCE_S = 1.0  # between two looks at ranks that report no steps
+_STOP_RANKS_S = 5  # SIGTERM to SIGKILL, for ranks of a broken round: their state is in the checkpoint
+
+
+class Agent(LocalElasticAgent):
+    """torch's agent, which tells the coordinator why its ranks failed."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        logs: RankLogs,
+        handler: CoordinatorRendezvous,
+        tracker: TrackerProcess,
+        copies: Copies | None,
+    ):
+        super().__init__(spec, logs, start_method="forkserver")
+        self._copies = copies
+        self._handler, self._logs, self._tracker, self._node = handler, logs, tracker, handler.identity["node"]
+        self._is_terminating = False  # silent ranks have been sent SIGTERM
+        self._kills_for_memory = 0  # of this machine's kernel, before the round
+        handler.on_dump = self._dump
+        threading.Thread(target=self._keep_lease, name="lease", daemon=True).start()
+        config = logs.config
+        if config.is_program and (limit_s := config.elastic.stall_timeout_s):
+            threading.Thread(target=self._watch_for_silence, args=(limit_s,), name="silence", daemon=True).start()
+
+    def _initialize_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
+        self._kills_for_memory = kills_for_memory()
+        super()._initialize_workers(worker_group, *args, **kwargs)
+        self._tracker.begin_round(has_rank_0=self._handler.round["rank"] == 0)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> Any:
+        if self._copies is not None:
+            self._copies.begin_round(self._handler.round["epoch"], self._handler.round["partner"])
+        return super()._start_workers(worker_group)
+
+    def _keep_lease(self) -> None:
+        """Kill ranks that outlive this node's lease; when half of it is over, have them save what they can."""
+        has_asked = False
+        while True:
+            time.sleep(LOOK_S)
+            is_late = self._handler.lease.left_s() < self._handler.lease_s / 2
+            if is_late and not has_asked:
+                self._handler.request(Request.SAVE)
+            has_asked = is_late
+            if self._handler.is_cut_off() and self._handler.running_round >= 0:
+                kill_families(w.id for w in self.get_worker_group().workers if isinstance(w.id, int))
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self._handler.is_cut_off():
+            return RunResult(state=WorkerState.HEALTHY)  # no failure to report; torch's agent begins a new round
+        if self._handler.is_stop_requested and not self._is_terminating:
+            self._terminate_silent_ranks()
+        if self._is_terminating and self._any_runs():
+            return RunResult(state=WorkerState.HEALTHY)  # torch's would signal again as soon as the first has ended
+        if failures := self._dead(worker_group):
+            self._handler.failed([self._describe(rank, failure) for rank, failure in failures.items()])
+            self._stop_workers(worker_group)
+            return RunResult(state=WorkerState.FAILED, failures=failures)
+        result: RunResult = super()._monitor_workers(worker_group)
+        is_leaving = any(state.read().phase == Phase.LEAVING for state in self._handler.states)
+        if result.state == WorkerState.SUCCEEDED and is_leaving:
+            left = [(w.global_rank, self._step(w.local_rank)) for w in worker_group.workers]
+            now = time.time()
+            self._handler.failed([asdict(Failure(self._node, r, EXIT_REQUEUE, "", now, step)) for r, step in left])
+            return RunResult(state=WorkerState.FAILED)
+        if result.state == WorkerState.FAILED:
+            self._handler.failed([self._describe(rank, failure) for rank, failure in result.failures.items()])
+        elif result.state == WorkerState.SUCCEEDED:
+            self._handler.ended()
+        return result
+
+    def _dead(self, worker_group: WorkerGroup) -> dict[int, ProcessFailure]:
+        """Return by rank what has failed; torch's agent tells when it has ended the node's others, up to 30 s later."""
+        context, codes = self._pcontext, list[int | None]()
+        if isinstance(context, MultiprocessContext) and context._pc is not None:
+            codes = [process.exitcode for process in context._pc.processes]
+        elif isinstance(context, SubprocessContext):
+            codes = [handler.proc.poll() for _, handler in sorted(context.subprocess_handlers.items())]
+        if context is None or not any(code not in (None, EXIT_DONE, EXIT_REQUEUE) for code in codes):
+            return {}
+        return {
+            w.global_rank: ProcessFailure(w.local_rank, w.id, code or EXIT_FAILED, context.error_files[w.local_rank])
+            for w, code in zip(worker_group.workers, codes, strict=True)
+            if code not in (None, EXIT_DONE, EXIT_REQUEUE) or Path(context.error_files[w.local_rank]).exists()
+        }
+
+    def _terminate_silent_ranks(self) -> None:
+        """Send SIGTERM, as torchrun does, to ranks that have never reported and so read no requests."""
+        workers = self.get_worker_group().workers
+        if any(self._step(w.local_rank) >= 0 for w in workers):
+            return
+        self._is_terminating = True
+        for w in workers:
+            with suppress(ProcessLookupError):
+                if os.getpgid(w.id) == w.id:  # also what a program that is not Python has started
+                    os.killpg(w.id, signal.SIGTERM)
+                else:
+                    os.kill(w.id, signal.SIGTERM)
+
+    def _any_runs(self) -> bool:
+        for w in self.get_worker_group().workers:
+            with suppress(psutil.NoSuchProcess):
+                is_alive = psutil.Process(w.id).status() != psutil.STATUS_ZOMBIE
+                if is_alive and self._handler.states[w.local_rank].read().phase != Phase.DONE:
+                    return True
+        return False
+
+    def _step(self, local_rank: int) -> int:
+        """Return the steps that a rank has reported, -1 before its first report."""
+        return self._handler.states[local_rank].read().step
+
+    def _exit_barrier(self) -> None:
+        """Skip torch's barrier: the ranks of programs may end hours apart, and the coordinator knows when all have."""
+
+    def _describe(self, rank: int, failure: ProcessFailure) -> Message:
+        """Report a failed rank with the first line of its exception, from torch elastic's error file."""
+        error, has_file = "", Path(failure.error_file).exists()
+        if failure.exitcode == -signal.SIGKILL and kills_for_memory() > self._kills_for_memory:
+            error = "OutOfMemoryError: the kernel killed it because memory had run out"
+        elif failure.exitcode >= 0 and has_file:
+            content = failure.error_file_data["message"]
+            text = content["message"] if isinstance(content, dict) else str(content)
+            error = next(iter(text.strip().splitlines()), "")[:500]
+        ended_at = failure.timestamp if has_file else time.time()  # of an exception, else of now
+        return asdict(Failure(self._node, rank, failure.exitcode, error, ended_at, self._step(failure.local_rank)))
+
+    def _dump(self) -> None:
+        """Make every rank write its stacks, and report which did, and where they are."""
+        ranks = []
+        for w, stack in zip(self.get_worker_group().workers, self._stacks(), strict=True):
+            report, status = self._handler.states[w.local_rank].read(), "gone"
+            with suppress(psutil.NoSuchProcess):
+                status = psutil.Process(w.id).status()
+            with suppress(OSError):  # only with NCCL: ProcessGroupNCCL reads the pipe and writes its record out
+                pipe = self._logs.folder / f"{FLIGHT_RECORDER}{w.global_rank}.pipe"
+                with open(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK), "w") as f:
+                    f.write("1")
+            about = {"rank": w.global_rank, "status": status, "dumped": bool(stack.frames), "step": report.step}
+            has_ended = status == "gone" or report.phase == Phase.DONE
+            ranks.append(about | {"ended": has_ended, "place": str(stack), "waits": stack.is_in_collective})
+        self._handler.send("stacks", node=self._node, ranks=ranks)
+
+    def _stacks(self) -> list[Stack]:
+        """Make every rank write its stacks; without frames for those that do not."""
+        files, before = [], []
+        for w in self.get_worker_group().workers:
+            files.append(self._logs.stacks(w.global_rank))
+            if _size(files[-1]) > _MOST_STACKS:
+                os.truncate(files[-1], 0)
+            before.append(_size(files[-1]))
+            with suppress(OSError):
+                if has_signal(w.id, "SigCgt", signal.SIGUSR2):  # it would kill one that has just been started
+                    os.kill(w.id, signal.SIGUSR2)
+        deadline, after = time.monotonic() + _DUMP_S, list[int]()
+        while time.monotonic() < deadline:
+            time.sleep(0.1)
+            now = [_size(file) for file in files]
+            if now == after and all(n > b for n, b in zip(now, before, strict=True)):
+                break
+            after = now
+        written = [file.read_bytes()[b:] if _size(file) else b"" for file, b in zip(files, before, strict=True)]
+        return [Stack.parse(text.decode(errors="replace")) for text in written]
+
+    def _watch_for_silence(self, limit_s: float) -> None:
+        """Tell the coordinator, with each beat, for how long ranks that report no steps have done nothing."""
+        run = self._handler.run
+        watch = Silence(limit_s, self._stacks, lambda: files_of(run) if self._handler.round.get("rank") == 0 else None)
+        while True:
+            time.sleep(_SILENCE_S)
+            workers, number = self.get_worker_group().workers, self._handler.running_round
+            pids = [w.id for w in workers if isinstance(w.id, int)]
+            phases = {state.read().phase for state in self._handler.states}
+            seconds = None
+            if number >= 0 and len(pids) == len(workers) and phases <= {Phase.STARTING, Phase.DONE}:
+                with suppress(OSError, ValueError, psutil.Error):  # another round has begun: it looks again
+                    written = (number, pids, [_size(self._logs.log(w.global_rank)) for w in workers])
+                    seconds = watch.look(pids, written, time.monotonic())
+            self._handler.silence = number, seconds or 0.0
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        for w in worker_group.workers:
+            with suppress(OSError):
+                if has_signal(w.id, "SigIgn", signal.SIGTERM):
+                    os.kill(w.id, signal.SIGKILL)
+        if self._pcontext is not None:
+            self._pcontext.close(signal.SIGTERM, _STOP_RANKS_S)
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0

@@ -1,0 +1,98 @@
+"""Folders that agents keep in their machine's memory. No torch.
+
+Each is locked by its agent for as long as that lives. One that nobody has locked may be adopted or removed by another
+agent of the same user, which knows it by its name: the kind of folder comes first.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+import psutil
+import xxhash
+
+from fsdp_jobs.run.directory import RunDir, try_lock
+
+RANKS = "ranks"  # a kind of folder: rank states, sockets and semaphores
+DYING_S = 10.0  # for the ranks of an agent that was killed to end
+_LOCK = "lock"
+
+
+def make(base: Path, name: str) -> tuple[Path, IO[str]]:
+    """Make a folder whose name begins so, and lock it before anybody can see it.
+
+    Raises:
+        OSError: nothing can be made in `base`.
+    """
+    folder = base / f"{prefix(name)}{secrets.token_hex(4)}"
+    hidden = base / f".{folder.name}"
+    hidden.mkdir(mode=0o700)
+    lock = (hidden / _LOCK).open("w+")
+    try_lock(lock)
+    _sign(lock)
+    return hidden.rename(folder), lock
+
+
+def owned(base: Path, name: str) -> list[Path]:
+    """Return this user's folders whose names begin so, locked or not."""
+    found = []
+    for folder in base.glob(f"{prefix(name)}*"):
+        with suppress(OSError):  # it has just been removed
+            if folder.lstat().st_uid == os.getuid() and not folder.is_symlink():
+                found.append(folder)
+    return found
+
+
+def remove(base: Path, name: str) -> None:
+    """Remove this user's folders whose names begin so, but for those whose agent lives."""
+    for folder in owned(base, name):
+        if (lock := take(folder, DYING_S)) is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            lock.close()
+
+
+def take(folder: Path, patience_s: float = 0) -> IO[str] | None:
+    """Lock a folder whose agent has died; None while it lives, and when the folder has just been removed.
+
+    Ranks hold their agent's lock, too, and take a moment to die after it: that is waited for.
+    """
+    deadline = time.monotonic() + patience_s
+    with suppress(OSError):
+        lock = (folder / _LOCK).open("r+")
+        while not (has_lock := try_lock(lock)) and time.monotonic() < deadline and not _agent_lives(lock):
+            time.sleep(0.1)
+        with suppress(OSError):
+            if has_lock and os.path.samestat(os.fstat(lock.fileno()), (folder / _LOCK).stat()):
+                _sign(lock)
+                return lock
+        lock.close()
+    return None
+
+
+def _sign(lock: IO[str]) -> None:
+    lock.seek(0)
+    lock.truncate()
+    lock.write(str(os.getpid()))
+    lock.flush()
+
+
+def _agent_lives(lock: IO[str]) -> bool:
+    lock.seek(0)
+    signed = lock.read()
+    return signed.isdecimal() and psutil.pid_exists(int(signed))
+
+
+def snapshots_of(run: RunDir) -> str:
+    """Return how names of folders with a run's snapshots begin."""
+    return f"memory-{xxhash.xxh3_64_hexdigest(str(run.path.resolve()).encode())}"
+
+
+def prefix(name: str) -> str:
+    """Return how names of this user's folders of a kind begin."""
+    return f"fsdp_jobs-{os.getuid()}-{name}-"
