@@ -18,11 +18,11 @@ import shutil
 import socket
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from fsdp_jobs.checkpoints.blocks import difference
+from fsdp_jobs.checkpoints.blocks import SUMS, difference
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
@@ -34,6 +34,7 @@ SHARDS = "shards.json"  # the manifest of a step whose shards are on the nodes' 
 METADATA = ".metadata"  # which tensor is where, as torch's DCP writes it
 NOT_FINITE = "its values were not finite when it was saved"
 NOT_AGREED = "replicas did not hold the same bits when it was saved"
+OTHER_VERSION = "is of another version of fsdp_jobs"
 _DAMAGED = f"{MANIFEST}.damaged"
 _REPLACED = ".replaced"  # suffix of a step while another save of it takes its place
 _NAME = re.compile(r"step-(\d{8,})")
@@ -51,6 +52,10 @@ class CannotReadHere(JobFailed):
         machine = os.environ.get(HOST_ENV) or socket.gethostname()
         cure = "check this machine's disk or mount; nothing was set aside"
         super().__init__(f"{machine} cannot read {path}: {why}. {cure}.")
+
+
+class OtherVersion(ValueError):
+    """A manifest that is whole, and that this version does not understand."""
 
 
 @dataclass(frozen=True)
@@ -87,11 +92,23 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path, name: str = MANIFEST) -> Manifest:
-        """Raises: OSError, ValueError (not JSON, or another sum) or TypeError (other fields) for no manifest."""
+        """Read a manifest; fields of other versions are ignored.
+
+        Raises:
+            OSError, ValueError, TypeError: it is none: not there, not JSON, or with another sum.
+            OtherVersion: it is whole, and this version does not understand it.
+        """
         content: dict[str, Any] = json.loads((folder / name).read_text())
         if content.pop("sum", expected := _sum(content)) != expected:  # those of earlier versions have none
             raise ValueError("it differs from its checksum")
-        return cls(**content)
+        known = {field.name for field in fields(cls)}
+        try:
+            manifest = cls(**{key: value for key, value in content.items() if key in known})
+        except TypeError as e:
+            raise OtherVersion(f"{OTHER_VERSION}: {e}") from e
+        if unknown := [file for file, sums in manifest.files.items() if not {SUMS, "crc32"} & sums.keys()]:
+            raise OtherVersion(f"{OTHER_VERSION}: it has sums of another kind for {unknown[0]}")
+        return manifest
 
 
 def _sum(content: dict[str, Any]) -> str:
@@ -124,7 +141,12 @@ def find_on_nodes(checkpoints: Path) -> list[Path]:
 
 
 def _newest_first(folders: list[Path]) -> list[Path]:
-    return sorted(folders, key=lambda f: (step_of(f), f.name), reverse=True)
+    return sorted(folders, key=_order, reverse=True)
+
+
+def _order(folder: Path) -> list[str | int]:
+    """Return a name's words and numbers: of two saves of a step `0-10-1` is newer than `0-9-1`."""
+    return [int(word) if word.isdecimal() else word for word in re.split(r"(\d+)", folder.name)]
 
 
 def faults_in(
@@ -162,7 +184,9 @@ def faults_in(
 def _fault_of_manifest(folder: Path, name: str) -> str:
     try:
         Manifest.read(folder, name)
-    except (ValueError, TypeError) as e:
+    except OtherVersion as e:
+        return str(e)
+    except (ValueError, TypeError, AttributeError) as e:
         return f"is damaged: {e}"
     return ""
 

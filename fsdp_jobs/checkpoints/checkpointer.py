@@ -136,7 +136,7 @@ class Checkpointer:
             manifest=Manifest(step, self.samples, world, mesh, torch.__version__, time.time(), {}, stream),
             config=self.config,
             local=self.disks.folder if self.disks is not None else None,
-            buffers=self.state.buffers,
+            may_be_infinite=self.state.may_be_infinite,
             pid=os.getpid(),
         )
         if self.disks is not None:
@@ -233,7 +233,10 @@ class Checkpointer:
         self.failure = " ".join([f"checkpoint of step {request.step} failed: {what}.", *cures])
         if self.rank == 0:
             if not copied and not isinstance(cause, NotFinite):
-                catalog.remove(request.temporary)  # first: the disk that is full may be that of event and log, too
+                try:  # first: the disk that is full may be that of the event and the log
+                    catalog.remove(request.temporary)
+                except Exception as e:  # what refuses the save may refuse this: a credential that has expired
+                    self.failure += f" What it had written stays in {request.temporary}: {e}."
             self._tell_failed(request.step, self.failure)
 
     def _tell_failed(self, step: int, why: str) -> None:
@@ -295,8 +298,8 @@ class Checkpointer:
                 return None
             restored = newest.load()
         self.samples, self.stream = restored.samples, restored.stream
-        self.committed_step, self._written_step = storage.step, -1
-        if restored.place != "memory":
+        self.committed_step, self._written_step = storage.step, -1  # what storage lacks is saved again at the end
+        if restored.place == "storage":
             self.committed_step = self._written_step = restored.step
         if self.memory is not None:
             self.memory.step = restored.step if restored.place == "memory" else -1

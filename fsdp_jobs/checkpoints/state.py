@@ -56,6 +56,12 @@ class State:
             self._is_prepared = True
         return self._live()
 
+    @property
+    def may_be_infinite(self) -> frozenset[str]:
+        """The tensors that may hold infinities, as masks do: buffers, and parameters that training does not change."""
+        frozen = (name for name, p in self.model.named_parameters(remove_duplicate=False) if not p.requires_grad)
+        return self.buffers | {self._fqn(name) for name in frozen}
+
     def to_compare(self) -> dict[str, Tensor]:
         """Return what replicas hold in common, as it is now: parameters, and what the optimizer holds so far."""
         tensors, _ = self._live()

@@ -99,7 +99,7 @@ class SaveRequest:
     manifest: Manifest  # its files are known when all are written
     config: CheckpointConfig
     local: Path | None  # this run's folder on each node's own disk, if shards go there first
-    buffers: frozenset[str]  # tensors that may hold infinities, as masks do
+    may_be_infinite: frozenset[str]  # names of tensors
     pid: int  # of the rank
 
     @property
@@ -180,7 +180,7 @@ class CommittingWriter(FileSystemWriter):
                 if fault := difference(file, expected, from_disk=True):
                     raise OSError(f"{file}: what is on disk {fault}")
         tensors = ((i.index.fqn, cast(Tensor, planner.resolve_data(i))) for i in plan.items)
-        wrong = [name for name, tensor in tensors if not is_finite(tensor, name in self.request.buffers)]
+        wrong = [name for name, tensor in tensors if not is_finite(tensor, name in self.request.may_be_infinite)]
         written.value().append(WriteResult(_REPORT, 0, (self.fs.sums, wrong)))
         return written
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from fsdp_jobs.checkpoints import catalog
 from fsdp_jobs.checkpoints.blocks import Damaged
-from fsdp_jobs.checkpoints.catalog import MANIFEST, NOT_AGREED, NOT_FINITE, Manifest
+from fsdp_jobs.checkpoints.catalog import MANIFEST, NOT_AGREED, NOT_FINITE, OTHER_VERSION, Manifest
 from fsdp_jobs.checkpoints.ranks import Ranks
 from fsdp_jobs.checkpoints.state import State
 from fsdp_jobs.checkpoints.storage import SafeReader
@@ -112,7 +112,8 @@ class SharedStorage:
         if manifest is not None and manifest.agreed is False and self._refuses_differing:
             faults = [NOT_AGREED]
         if faults:
-            self.skip(name, faults, is_damaged=listed_in == MANIFEST and faults not in ([NOT_FINITE], [NOT_AGREED]))
+            is_damaged = faults not in ([NOT_FINITE], [NOT_AGREED]) and not any(OTHER_VERSION in f for f in faults)
+            self.skip(name, faults, is_damaged=listed_in == MANIFEST and is_damaged)
         return manifest if not faults else None
 
     def skip(self, name: str, faults: list[str], is_damaged: bool) -> None:

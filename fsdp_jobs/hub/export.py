@@ -102,6 +102,11 @@ def _choose(run: RunDir, config: JobConfig, step: int | None) -> Path:
     for folder in committed[0 if step is None else steps.index(step) :]:
         faults = catalog.verify(folder)
         if not faults:
+            on_nodes = [n for n in map(catalog.step_of, catalog.find_on_nodes(home)) if n > catalog.step_of(folder)]
+            if on_nodes and step is None:
+                print(
+                    f"WARNING step {on_nodes[0]} is only on the nodes' own disks: resume {run.name} to have it copied"
+                )
             return folder
         if step is not None:
             raise JobFailed(f"{folder.name} is damaged: {'; '.join(faults)}")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fsdp_jobs.checkpoints.catalog import find_on_nodes, step_of
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.launchers.base import Description
 from fsdp_jobs.launchers.state import State
@@ -165,6 +166,8 @@ def story_of(status: RunStatus) -> Iterator[tuple[str, str]]:
         yield "slow", f"{time.strftime('%H:%M', time.localtime(slow.time))} {slow.sentence()}"
     for corruption in status.corruptions:
         yield "corrupt", str(corruption.sentence())
+    if on_nodes := [n for n in map(step_of, find_on_nodes(status.run.checkpoints)) if n > status.committed]:
+        yield "checkpoint", f"step {on_nodes[0]} is only on the nodes' own disks: the next resume copies it"
     yield "now", status.doing
     if status.has_steps:
         yield "goodput", goodput_of(status)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -63,3 +66,29 @@ def test_any_flipped_bit_is_found(content: bytes, data: st.DataObject, tmp_path_
     (checkpoint / "shard").write_bytes(damaged)
     (fault,) = catalog.verify(checkpoint)
     assert fault.startswith("shard differs from its checksum")
+
+
+def _rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a manifest as another version of this program would have written it."""
+    file = folder / catalog.MANIFEST
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps({**content, "sum": catalog._sum(content)}))
+
+
+def test_fields_of_other_versions_condemn_nothing(tmp_path: Path) -> None:
+    folder = _write(tmp_path, 10)
+    _rewrite(folder, lambda content: content.update(config_digest="0a1b", kept_for={"years": 3}))
+    assert catalog.verify(folder) == [] and Manifest.read(folder).step == 10
+    _rewrite(folder, lambda content: content.pop("samples"))
+    (fault,) = catalog.verify(folder)
+    assert catalog.OTHER_VERSION in fault and "samples" in fault
+    _rewrite(folder, lambda content: content.update(samples=80, files={"shard": {"bytes": 7, "blake9": "0a"}}))
+    (fault,) = catalog.verify(folder)
+    assert catalog.OTHER_VERSION in fault and "shard" in fault
+
+
+def test_of_two_saves_of_a_step_in_a_store_the_later_is_newer() -> None:
+    names = ["step-00000010.0-9-1", "step-00000010.0-10-1", "step-00000009.1-0-1", "step-00000010.0-9-12"]
+    newest = catalog._newest_first([Path(name) for name in names])
+    assert [f.name for f in newest] == [names[1], names[3], names[0], names[2]]

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
-from fsdp_jobs.checkpoints import catalog, ranks
+from fsdp_jobs.checkpoints import catalog, ranks, storage
 from fsdp_jobs.checkpoints.catalog import CannotReadHere
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.control.failures import Failure
@@ -185,3 +187,59 @@ def test_a_manifest_that_lists_less_than_the_metadata_needs_is_passed_over(tmp_p
     assert run_world(2, _resumed, str(tmp_path)) == [(2, 2.0), (2, 2.0)]
     (skipped,) = events_of(RunDir(tmp_path), "checkpoint_skipped")
     assert "manifest.json does not list __1_0.distcp" in skipped["why"][0]
+
+
+def _saved_with_a_mask(folder: str) -> None:
+    model = nn.Linear(8, 8)
+    model.mask = nn.Parameter(torch.full((8, 8), -torch.inf), requires_grad=False)
+    checkpoints = trained(folder, model=model)
+    for step in (2, 4):
+        checkpoints.save(step, block=True)
+    checkpoints.close()
+
+
+def test_what_training_does_not_change_may_hold_infinities(tmp_path: Path) -> None:
+    run_world(2, _saved_with_a_mask, str(tmp_path))
+    assert not events_of(RunDir(tmp_path), "checkpoint_failed")
+    assert [catalog.verify(f) for f in catalog.find_checkpoints(RunDir(tmp_path).checkpoints)] == [[], []]
+
+
+def _resumed_from_what_it_knows(folder: str) -> tuple[int, float]:
+    newest = catalog.find_checkpoints(RunDir(folder).checkpoints)[0]
+    content = json.loads((newest / catalog.MANIFEST).read_text())
+    del content["samples"]  # as a version to come may do
+    content["sum"] = catalog._sum(content)
+    (newest / catalog.MANIFEST).write_text(json.dumps(content))
+    return _resumed(folder)
+
+
+def test_a_checkpoint_of_another_version_is_passed_over_and_left_as_it_is(tmp_path: Path) -> None:
+    run_world(1, _saved, str(tmp_path))
+    assert run_world(1, _resumed_from_what_it_knows, str(tmp_path)) == [(2, 2.0)]
+    assert [catalog.step_of(f) for f in catalog.find_checkpoints(RunDir(tmp_path).checkpoints)] == [4, 2]
+    (skipped,) = events_of(RunDir(tmp_path), "checkpoint_skipped")
+    assert catalog.OTHER_VERSION in skipped["why"][0]
+
+
+def _with_an_expired_credential(folder: str) -> None:
+    """Neither what is to be committed can be written nor what was written be removed."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "the credential has expired")
+
+    checkpoints = trained(folder)
+    save_steps(checkpoints, 2)
+    honest = catalog.commit, catalog.remove
+    catalog.commit = storage.commit = catalog.remove = refuse  # type: ignore[assignment, attr-defined]
+    save_steps(checkpoints, 4)
+    catalog.commit, catalog.remove = honest
+    storage.commit = honest[0]  # type: ignore[attr-defined]
+    save_steps(checkpoints, 6)
+    checkpoints.close()
+
+
+def test_a_save_that_fails_and_cannot_be_removed_is_recorded_and_training_goes_on(tmp_path: Path) -> None:
+    run_world(1, _with_an_expired_credential, str(tmp_path))
+    (failed,) = events_of(RunDir(tmp_path), "checkpoint_failed")
+    assert failed["step"] == 4 and "credential has expired" in failed["error"], failed
+    assert [catalog.step_of(f) for f in catalog.find_checkpoints(RunDir(tmp_path).checkpoints)] == [6, 2]

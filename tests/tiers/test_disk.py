@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fsdp_jobs.checkpoints.catalog import MANIFEST, SHARDS, find_checkpoints, step_of
+from fsdp_jobs.checkpoints.catalog import MANIFEST, SHARDS, find_checkpoints, find_on_nodes, step_of
 from fsdp_jobs.checkpoints.checkpointer import Checkpointer
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.tiers import disk as local_disks
-from tests.checkpoints.saving import save_steps, trained, value_of
+from tests.checkpoints.saving import fill, save_steps, trained, value_of
 from tests.world import events_of, run_world
 
 
@@ -99,3 +99,32 @@ def test_a_cut_list_of_shards_costs_that_step_alone(tmp_path: Path) -> None:
     (on_nodes / SHARDS).write_text('{"step": 6, "sam')
     assert run_world(2, _resumed, str(tmp_path)) == [(2, 2.0), (2, 2.0)]
     assert before.exists()
+
+
+def _cut_off(folder: str) -> None:
+    """The job ends while its last step is being copied."""
+    checkpoints = _of_rank(folder, "0-0")
+    save_steps(checkpoints, 2)
+    assert checkpoints.disks is not None
+    checkpoints.disks.upload = lambda request: None  # type: ignore[method-assign]
+    fill(checkpoints, 4.0)
+    checkpoints.save(4)
+
+
+def _ends_at_once(folder: str) -> int:
+    checkpoints = _of_rank(folder, "0-1")
+    step = checkpoints.restore()
+    checkpoints.save(step, block=True)  # as `finish` does, which has nothing left to train
+    checkpoints.close()
+    return step
+
+
+def test_a_last_step_that_was_not_copied_is_copied_by_the_next_resume(tmp_path: Path) -> None:
+    run_world(2, _cut_off, str(tmp_path))
+    assert [step_of(f) for f in find_checkpoints(RunDir(tmp_path).checkpoints)] == [2]
+    assert [step_of(f) for f in find_on_nodes(RunDir(tmp_path).checkpoints)] == [4]
+    assert run_world(2, _ends_at_once, str(tmp_path)) == [4, 4]
+    assert [step_of(f) for f in find_checkpoints(RunDir(tmp_path).checkpoints)] == [4, 2]
+    for node in range(2):
+        shutil.rmtree(tmp_path / f"node-{node}")
+    assert run_world(2, _resumed, str(tmp_path)) == [(4, 4.0), (4, 4.0)]

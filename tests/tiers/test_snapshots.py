@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import shutil
@@ -17,7 +18,7 @@ from fsdp_jobs.config.schema import MemoryConfig
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run.env import EPOCH_ENV, MEMORY_ENV
 from fsdp_jobs.run.tail import read_json_lines
-from fsdp_jobs.tiers.memory.slots import COPIES, slots_in
+from fsdp_jobs.tiers.memory.slots import COPIES, Capture, Slot, slots_in
 from tests.checkpoints.saving import fill, save_steps, trained, value_of
 from tests.world import flip_byte, run_world
 
@@ -165,3 +166,22 @@ def test_the_one_before_is_taken_when_three_rounds_have_died_of_the_newest(tmp_p
     for _ in range(3):
         run_world(2, _die_while_loading, str(tmp_path))
     assert run_world(2, _resume, str(tmp_path)) == [(5, 5.0)] * 2
+
+
+def _without_room_to_publish(folder: str) -> list[int]:
+    checkpoints = _rank(folder, 1)
+    publish = Slot.publish
+
+    def full(slot: Slot, capture: Capture) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(slot.about))
+
+    Slot.publish = full  # type: ignore[method-assign]
+    _capture(checkpoints, 5)
+    Slot.publish = publish  # type: ignore[method-assign]
+    _capture(checkpoints, 6)  # training goes on
+    checkpoints.close()
+    return [event["step"] for event in read_json_lines(Path(folder) / "events.jsonl")]
+
+
+def test_memory_that_is_full_when_a_capture_is_published_costs_the_capture_and_no_rank(tmp_path: Path) -> None:
+    assert run_world(1, _without_room_to_publish, str(tmp_path)) == [[5]]

@@ -48,7 +48,7 @@ class MemoryTier:
         """Return the newest step that the nodes hold whole, verified. A step without its line is done again."""
         chosen = self._newest(at_least)
         if chosen and self.ranks.from_rank_0(partial(self._lacks_line, chosen[0].step)):
-            chosen = self._newest(max(at_least, chosen[0].step - 1), [chosen[0].step]) or chosen
+            chosen = self._newest(at_least, [chosen[0].step]) or chosen
         self._chosen = chosen
         return chosen[0].step if chosen else None
 
@@ -171,8 +171,9 @@ class MemoryTier:
         """Say why this rank cannot go on from the parts of tensors that it found."""
         if sum(part.numel() for part in parts) != sum(local(tensor).numel() for tensor in state.values()):
             yield "it does not hold all of this rank's state"
+        may_be_infinite = self.state.may_be_infinite
         for (_, entry), part in zip(places, parts, strict=True):
-            if not is_finite(part, entry.name in self.state.buffers):
+            if not is_finite(part, entry.name in may_be_infinite):
                 yield f"{entry.name} is not finite"
 
     def forget(self) -> None:

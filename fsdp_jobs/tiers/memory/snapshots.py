@@ -168,25 +168,35 @@ class MemoryCheckpoints:
         ]
         capture = about(self.layout.shard_group if is_plans else self.ranks.world, entries).placed()
         try:
-            data = self._map(slot, capture)
+            self._fill(self._map(slot, capture), capture, list(parts.values()), updated)
         except OSError as e:
-            self.tell(
-                capture.step,
-                f"no step is captured until the next round: {self.folder}: {e.strerror}; each of a rank's two "
-                f"captures takes {capture.size / 1e9:.3g} GB. Set checkpoint.memory.dir to a larger file system in "
-                "memory, enlarge /dev/shm, or set checkpoint.memory.every_steps=0.",
-            )
+            self._give_up(capture, e)
             return
-        filled = [(entry, tensor) for entry, tensor in zip(capture.entries, parts.values(), strict=True) if entry.bytes]
+        record()
+        try:
+            slot.publish(capture)
+        except OSError as e:
+            self._give_up(capture, e)
+
+    def _give_up(self, capture: Capture, error: OSError) -> None:
+        """Say that there is no room: without its description nobody takes a slot for whole."""
+        self.tell(
+            capture.step,
+            f"no step is captured until the next round: {self.folder}: {error.strerror}; each of a rank's two "
+            f"captures takes {capture.size / 1e9:.3g} GB. Set checkpoint.memory.dir to a larger file system in "
+            "memory, enlarge /dev/shm, or set checkpoint.memory.every_steps=0.",
+        )
+
+    def _fill(self, data: mmap, capture: Capture, parts: list[Tensor], updated: torch.cuda.Event | None) -> None:
+        """Copy tensors to where the capture has them."""
+        filled = [(entry, part) for entry, part in zip(capture.entries, parts, strict=True) if entry.bytes]
         with torch.cuda.stream(self._stream):  # does nothing for None
             if updated is not None:
                 updated.wait()
             views = [view(data, entry) for entry, _ in filled]
-            torch._foreach_copy_(views, [local(tensor) for _, tensor in filled], non_blocking=True)
+            torch._foreach_copy_(views, [local(part) for _, part in filled], non_blocking=True)
         if self._stream is not None:
             self._stream.synchronize()
-        record()
-        slot.publish(capture)
 
     def _map(self, slot: Slot, capture: Capture) -> mmap:
         """Map a slot once, and let the GPU write there directly.

@@ -91,13 +91,13 @@ def part_of(data: mmap, entry: Entry, item: ReadItem) -> Tensor:
     return narrow_tensor_by_index(view(data, entry), item.storage_offsets, item.lengths)
 
 
-def is_finite(tensor: Tensor, is_buffer: bool) -> bool:
-    """Whether it may be gone on from; buffers may hold infinities, as masks do."""
+def is_finite(tensor: Tensor, may_be_infinite: bool) -> bool:
+    """Whether a restart may use a tensor: it holds no NaN, and no infinity unless it may."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     values = tensor.float() if tensor.element_size() == 1 else tensor  # of 8 bits: they are not compared
     ends = torch.stack(values.aminmax())  # NaN if there is one
-    return not bool((ends.isnan() if is_buffer else ~ends.isfinite()).any())
+    return not bool((ends.isnan() if may_be_infinite else ~ends.isfinite()).any())
 
 
 def local(tensor: Tensor) -> Tensor:
