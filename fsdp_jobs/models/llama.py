@@ -39,6 +39,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
+def _takes_grouped_heads(q: Tensor) -> bool:
+    """Return whether a fused kernel takes fewer key than query heads: on CUDA flash and cuDNN, 16 bits, from sm80 on.
+
+    The others have torch multiply whole matrices, and keep heads x length x length numbers for backward.
+    """
+    if q.device.type != "cuda":
+        return True
+    return q.dtype != torch.float32 and torch.cuda.get_device_capability(q.device) >= (8, 0)
+
+
 class Attention(nn.Module):
     """Causal grouped-query attention over x [batch, length, dim]."""
 
@@ -60,7 +70,11 @@ class Attention(nn.Module):
         q = rotate(heads(self.wq(x), self.heads), cos, sin)
         k = rotate(heads(self.wk(x), self.kv_heads), cos, sin)
         v = heads(self.wv(x), self.kv_heads)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.kv_heads != self.heads)
+        grouped = self.kv_heads != self.heads
+        if grouped and not _takes_grouped_heads(q):
+            k, v = (t.repeat_interleave(self.heads // self.kv_heads, dim=1) for t in (k, v))
+            grouped = False
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         return self.wo(out.transpose(1, 2).reshape(batch, length, -1))  # type: ignore[no-any-return]
 
 

@@ -59,6 +59,11 @@ class Choice:
     considered: Sequence[tuple[Option, str]] = ()
 
 
+def device_of(config: JobConfig) -> str:
+    """Return what the plan calls the device of one rank."""
+    return "GPU" if accelerator(config) == "cuda" else "rank"
+
+
 def usable_bytes(hardware: HardwareConfig) -> int:
     """Return the device bytes that a plan may fill: the memory less the margin."""
     return int(hardware.memory_gib * GIB * (1 - MARGIN))
@@ -116,6 +121,8 @@ def options_of(
         options += [price(config, shape, name, placement) for name in names]
     if not options:
         raise BadInput([grouping.impossible(group)])
+    if strategy == AUTO and grouping.world == 1 and not options[0].fits:  # it frees each block after its forward
+        options.append(price(config, shape, "full_shard", options[0].placement))
     return options
 
 
@@ -138,7 +145,7 @@ def choose(
         best, reason = _held(config, allowed, best, reason, previous_group)
     reasons = [reason]
     if len(allowed) < len(options) and unrestricted.name != best.name:
-        reasons.append(_criticism(best, unrestricted))
+        reasons.append(_criticism(config, best, unrestricted))
     if best not in options:
         options.append(best)
     taken = "chosen" if best.fits else "nearest to fitting"
@@ -207,7 +214,7 @@ def _best(config: JobConfig, options: list[Option]) -> tuple[Option, str]:
             better = zip(_ORDER, order(best)[:3], order(others[0])[:3], strict=True)
             what = next((criterion for criterion, least, second in better if least < second), _ORDER[-1])
             decided = f"{what} of the {len(near)} options within {NEAR - 1:.0%} of the shortest predicted step"
-    need = f"{size(best.memory.total)} of {size(usable_bytes(config.hardware))} usable per GPU"
+    need = f"{size(best.memory.total)} of {size(usable_bytes(config.hardware))} usable per {device_of(config)}"
     return best, f"{best.name} {decided}: {need}{_where(best)}."
 
 
@@ -227,7 +234,8 @@ def _excess(config: JobConfig, o: Option) -> str:
     hardware, exceeded = config.hardware, []
     if (over := o.memory.total - usable_bytes(hardware)) > 0:
         name, most = next(iter(o.memory.parts().items()))
-        usable = f"the {size(usable_bytes(hardware))} usable per GPU (hardware.memory_gib={hardware.memory_gib:g})"
+        per_device = f"{size(usable_bytes(hardware))} usable per {device_of(config)}"
+        usable = f"the {per_device} (hardware.memory_gib={hardware.memory_gib:g})"
         exceeded.append(f"{size(over)} over {usable}, {size(most)} of it {name}")
     if not _host_fits(config, o.memory):
         parts = {"offloaded state": o.memory.host, "captures (checkpoint.memory)": o.memory.captured}
@@ -284,11 +292,12 @@ def _why_not(o: Option, best: Option, config: JobConfig) -> str:
     return f"A {which} group: {speed}{sends}."
 
 
-def _criticism(best: Option, unrestricted: Option) -> str:
+def _criticism(config: JobConfig, best: Option, unrestricted: Option) -> str:
     """Say what the plan would have chosen by itself, where the configuration excludes it."""
     if unrestricted.fits and not best.fits:
         return f"As configured it does not fit; left to itself the plan takes {unrestricted.name}, which does."
     change = (unrestricted.time.tokens_per_s / best.time.tokens_per_s - 1) * 100
     saved = best.memory.total - unrestricted.memory.total
-    gain = f"{change:+.0f}% tokens/s predicted and {size(abs(saved))} {'less' if saved > 0 else 'more'} memory per GPU"
+    memory = f"{size(abs(saved))} {'less' if saved > 0 else 'more'} memory per {device_of(config)}"
+    gain = f"{change:+.0f}% tokens/s predicted and {memory}"
     return f"As configured; left to itself the plan takes {unrestricted.name}: {gain}."

@@ -86,9 +86,8 @@ def peak_memory(
         accelerator: cpu or cuda, for the dtype `auto` and for the reserve.
         microbatches: of one rank in one optimizer step.
     """
-    is_cuda = accelerator == "cuda"
-    moments = _moments(shape, layout, fsdp, data, DTYPE_BYTES[param_dtype(fsdp, accelerator)], microbatches, is_cuda)
-    if is_cuda:
+    moments = _moments(shape, layout, fsdp, data, accelerator, microbatches)
+    if accelerator == "cuda":
         fixed = CUDA_CONTEXT + NCCL_PER_GROUP * (0 if layout.world_size == 1 else 2 if layout.strategy in HYBRID else 1)
         moments = [replace(m, reserve=fixed + int(FRAGMENTATION * m.tensors)) for m in moments]
     else:
@@ -106,8 +105,10 @@ def captured_bytes(shape: ModelShape, layout: Layout, fsdp: FsdpConfig, is_one_n
 
 
 def _moments(
-    shape: ModelShape, layout: Layout, fsdp: FsdpConfig, data: DataConfig, b_p: int, microbatches: int, is_cuda: bool
+    shape: ModelShape, layout: Layout, fsdp: FsdpConfig, data: DataConfig, accelerator: str, microbatches: int
 ) -> list[Memory]:
+    dtype = param_dtype(fsdp, accelerator)
+    b_p, scores = DTYPE_BYTES[dtype], shape.activations.scores(data.seq_len, dtype, accelerator)
     group, b_r, b_m = layout.shard_group, DTYPE_BYTES[fsdp.reduce_dtype], master_bytes(fsdp)
     shard = shape.shard_numel(group)
     n = shape.n_blocks
@@ -131,18 +132,18 @@ def _moments(
     waiting = shape.waiting * b_p
     reduce_input, head_input = block * group * b_r, head * group * b_r
 
-    saved, head_saved, live = _activations(shape, fsdp, data, b_p)
+    saved, head_saved, live = _activations(shape, fsdp, data, b_p, scores)
     all_saved = saved * max(n, 1) + head_saved
     tokens = data.micro_batch * data.seq_len
     # Whole logits: log-softmax, its gradient and the gradient of its input are fp32 each, and the logits live on.
     logits = tokens * shape.activations.vocab
     made, in_loss_function, in_head_backward, afterwards = (logits * b for b in (b_p, b_p + 12, 2 * b_p, b_p))
     if chunk := loss_chunk(fsdp, tokens, shape.activations.vocab if shape.activations.linear_head else 0):
-        # Inside the head's forward: a chunk's logits and log-softmax (CPUs widen the logits first), or its errors and
+        # Inside the head's forward: a chunk's logits and log-softmax (of widened logits), or its errors and
         # its part of the head's gradient; that gradient's sums, fp32; the gradient of the hidden states.
         weight = shape.activations.head_flops // 2
         hidden, summed = tokens * shape.activations.block_input * b_p, weight * 4 if b_p < 4 else 0
-        at_once, widened = min(chunk, tokens) * shape.activations.vocab, 0 if is_cuda or b_p == 4 else 4
+        at_once, widened = min(chunk, tokens) * shape.activations.vocab, 4 if b_p < 4 else 0
         in_chunk = max(at_once * (b_p + 4 + widened), (at_once + weight) * b_p if summed else 0)
         in_loss_function, in_loss = in_chunk + hidden + weight * 4, in_loss + head * group * b_p * (group > 1)
         made, in_head_backward, afterwards = 0, summed + hidden, 0
@@ -186,28 +187,38 @@ def _moments(
                 reduction=shape.root.numel * b_p + max(root_input, reduce_input),
                 accumulation=sums[shape.root], activations=0 if n else all_saved),
     ]  # fmt: skip
+    if fsdp.activation_offload:
+        host = offloaded_activations(shape, fsdp, tokens, b_p)
+        moments = [replace(m, host=host) for m in moments]
     if not fsdp.cpu_offload:
         return moments
     # CPUOffloadPolicy keeps parameters, reduced gradients and optimizer state in pinned host memory.
     host = 2 * state.parameters + state.optimizer
-    return [replace(m, parameters=0, gradients=0, optimizer=0, host=host) for m in moments]
+    return [replace(m, parameters=0, gradients=0, optimizer=0, host=m.host + host) for m in moments]
 
 
-def _activations(shape: ModelShape, fsdp: FsdpConfig, data: DataConfig, b_p: int) -> tuple[int, int, int]:
+def offloaded_activations(shape: ModelShape, fsdp: FsdpConfig, tokens: int, b_p: int) -> int:
+    """Return the bytes of block inputs that a microbatch of `tokens` keeps in host memory."""
+    a, every = shape.activations, max(1, fsdp.activation_checkpointing_every)
+    recomputed = a.layers if fsdp.activation_checkpointing != "every_n" else -(-a.layers // every)
+    return recomputed * tokens * a.block_input * b_p if fsdp.activation_offload else 0
+
+
+def _activations(shape: ModelShape, fsdp: FsdpConfig, data: DataConfig, b_p: int, scores: int) -> tuple[int, int, int]:
     """Return the bytes that a unit keeps for backward (mean), that the head keeps, and that backward adds."""
     a, tokens = shape.activations, data.micro_batch * data.seq_len
-    full = tokens * (a.block_saved * b_p + a.block_saved_fp32 * 4)
+    full = tokens * (a.block_saved * b_p + (a.block_saved_fp32 + scores) * 4)
     inputs = tokens * a.block_input * b_p
     selective = min(full, inputs + tokens * a.block_matmul * b_p)
     head = tokens * (a.head_saved * b_p + a.head_saved_fp32 * 4)
     kept_input = 0 if fsdp.activation_offload else inputs
     every = max(1, fsdp.activation_checkpointing_every)
     kept = {
-        "none": 0 if fsdp.activation_offload else full,
+        "none": full,
         "full": kept_input,
         "every_n": (kept_input + (every - 1) * full) // every,
         "selective": selective - inputs + kept_input,
     }[fsdp.activation_checkpointing]
     recomputed = {"none": 0, "selective": full - selective}.get(fsdp.activation_checkpointing, full)
     units_per_layer = max(1, shape.n_blocks) / max(1, a.layers)
-    return int(kept / units_per_layer), head, recomputed + tokens * a.block_peak * b_p
+    return int(kept / units_per_layer), head, recomputed + tokens * (a.block_peak * b_p + scores * 4)

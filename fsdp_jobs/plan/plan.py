@@ -12,6 +12,7 @@ from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.keys import AUTO
 from fsdp_jobs.config.resolve import backend, node_range, ranks_per_node
 from fsdp_jobs.config.schema import JobConfig
+from fsdp_jobs.plan.advice import advice
 from fsdp_jobs.plan.choose import Option, choose, usable_bytes
 from fsdp_jobs.plan.goodput import Expected, Tier, expect
 from fsdp_jobs.plan.grouping import Grouping
@@ -120,7 +121,7 @@ def make_plan(
         topology: where its nodes are; without one all are taken to be under one switch.
         nodes: how many of them take part; without it the job's maximum, or all of a smaller topology.
         shape: the model's, where the configuration does not give it (custom models, probed).
-        seek_remedies: find settings that make a job fit that does not; each try is a plan of its own.
+        seek_remedies: find settings that make a job fit that does not, or what is better; each try is a plan.
         costs: of checkpoints and restarts, measured on this run.
         seen: failures that this cluster had.
         previous_group: as for `regroup`.
@@ -142,6 +143,8 @@ def make_plan(
             found = remedies(config, shape, topology)
         elif option.fits and previous_group is None and low < min(high, len(topology.nodes)):
             notes.append(_at_minimum(config, shape, topology, low))
+        if option.fits and seek_remedies and previous_group is None:
+            notes += advice(config, shape, topology, option)
     used = [topology.nodes[i] for i in placement.used]
     if config.checkpoint.memory.every_steps:
         notes += _where_captures_are(choice.layout, used)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, replace
-from typing import Any
 
 import yaml
 
 from fsdp_jobs.config.keys import AUTO
-from fsdp_jobs.config.resolve import ranks_per_node
+from fsdp_jobs.config.resolve import accelerator, ranks_per_node
 from fsdp_jobs.config.schema import JobConfig
-from fsdp_jobs.plan.choose import choose
+from fsdp_jobs.plan.choose import choose, device_of, usable_bytes
 from fsdp_jobs.plan.memory import size
 from fsdp_jobs.plan.shapes import ModelShape
 from fsdp_jobs.plan.topology import Topology
 
-OFFLOAD = "fsdp.cpu_offload=true"
+ACTIVATION_OFFLOAD = "fsdp.activation_offload=true"
+COSTLY = (ACTIVATION_OFFLOAD, "fsdp.cpu_offload=true", "fsdp.master_dtype=bf16_stochastic")
+CHECKPOINTING = ("fsdp.activation_checkpointing=selective", "fsdp.activation_checkpointing=full")
 MOST_NODES = 4096  # no larger number of nodes is tried
+CLOSE = 0.97  # of the usable memory, from which on a remedy says how close it is
 
 
 @dataclass(frozen=True)
@@ -29,16 +31,22 @@ class Remedy:
 
 
 def remedies(config: JobConfig, shape: ModelShape, topology: Topology) -> list[Remedy]:
-    """List what fits: one setting changed, or more nodes; else all together, with offload, with more nodes."""
+    """List what fits on the nodes that are there: one setting, else the fewest together; then more GPUs, more nodes.
+
+    Where more nodes are not enough they come with every setting that costs neither precision nor host memory.
+    """
     changes = _changes(config)
-    single = [r for override in changes for r in _tried(config, [override], shape, topology)]
-    single += _nodes_needed(config, [], shape, topology)
-    if single or not changes:
-        return single
-    strongest = list({o.partition("=")[0]: o for o in changes}.values())  # the last of each key
-    mild = [o for o in strongest if o != OFFLOAD]
-    together = _tried(config, mild, shape, topology) or _tried(config, strongest, shape, topology)
-    return together + _nodes_needed(config, mild, shape, topology)
+    is_offloaded = config.fsdp.activation_checkpointing != "none"
+    singles = [o for o in changes if is_offloaded or o != ACTIVATION_OFFLOAD]
+    found = [r for override in singles for r in _tried(config, [override], shape, topology)]
+    found = found or _together(config, changes, shape, topology)
+    if accelerator(config) == "cpu":
+        return found
+    per_node = config.hardware.gpus_per_node
+    if ranks_per_node(config) < per_node and all(not n.switch_path or n.gpus >= per_node for n in topology.nodes):
+        found = found + _tried(config, [f"nproc_per_node={per_node}"], shape, topology)
+    mild = list({_key(o): o for o in changes if o not in COSTLY}.values())  # the last of each key
+    return found + (_nodes_needed(config, [], shape, topology) or _nodes_needed(config, mild, shape, topology))
 
 
 def _changes(config: JobConfig) -> list[str]:
@@ -46,23 +54,48 @@ def _changes(config: JobConfig) -> list[str]:
     fsdp = config.fsdp
     changes = {
         "fsdp=auto": fsdp.strategy != AUTO or fsdp.shard_group != AUTO,
+        "fsdp.accumulate_unsharded=false": fsdp.accumulate_unsharded is True,
+        "fsdp.chunked_loss=true": fsdp.chunked_loss is False,
         "fsdp.activation_checkpointing=selective": fsdp.activation_checkpointing == "none",
         "fsdp.activation_checkpointing=full": fsdp.activation_checkpointing != "full",
-        "fsdp.accumulate_unsharded=false": fsdp.accumulate_unsharded is True,
         "data.micro_batch=1": config.data.micro_batch > 1,
-        OFFLOAD: not fsdp.cpu_offload,
+        ACTIVATION_OFFLOAD: not fsdp.activation_offload,
+        "fsdp.cpu_offload=true": not fsdp.cpu_offload,
+        "fsdp.master_dtype=bf16_stochastic": fsdp.master_dtype == "fp32",
     }
     return [override for override, takes_less in changes.items() if takes_less]
 
 
+def _together(config: JobConfig, changes: list[str], shape: ModelShape, topology: Topology) -> list[Remedy]:
+    """Add settings, mildest first, until the job fits; then leave out those that are not needed."""
+    taken: list[str] = []
+    for override in changes:
+        taken = [o for o in taken if _key(o) != _key(override)] + [override]
+        if not _tried(config, taken, shape, topology):
+            continue
+        for other in [o for o in taken if o not in CHECKPOINTING]:
+            fewer = [o for o in taken if o != other]
+            taken = fewer if fewer and _tried(config, fewer, shape, topology) else taken
+        return _tried(config, taken, shape, topology)
+    return []
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0]
+
+
 def _with(config: JobConfig, overrides: list[str]) -> JobConfig:
     """Apply overrides of the few forms that `_changes` yields."""
-    changed: dict[str, dict[str, Any]] = {"fsdp": {}, "data": {}}
     for override in overrides:
-        key, _, value = override.partition("=")
+        key, _, text = override.partition("=")
         group, _, name = key.partition(".")
-        changed[group] |= {name: yaml.safe_load(value)} if name else {"strategy": AUTO, "shard_group": AUTO}
-    return replace(config, **{group: replace(getattr(config, group), **values) for group, values in changed.items()})
+        value = yaml.safe_load(text)
+        if name:
+            value = replace(getattr(config, group), **{name: value})
+        elif group == "fsdp":
+            value = replace(config.fsdp, strategy=AUTO, shard_group=AUTO)
+        config = replace(config, **{group: value})
+    return config
 
 
 def _tried(
@@ -73,7 +106,11 @@ def _tried(
     if option is None or not option.fits:
         return []
     host = f", {size(option.memory.host)} of host memory per rank" if option.memory.host else ""
-    return [Remedy((*overrides, *further), f"{option.name}: {size(option.memory.total)} per GPU{host}")]
+    close = ""
+    if option.memory.total > CLOSE * usable_bytes(config.hardware):
+        close = f", within {1 - CLOSE:.0%} of the limit"
+    result = f"{option.name}: {size(option.memory.total)} per {device_of(config)}{host}{close}"
+    return [Remedy((*overrides, *further), result)]
 
 
 def _nodes_needed(config: JobConfig, overrides: list[str], shape: ModelShape, topology: Topology) -> list[Remedy]:

@@ -42,8 +42,13 @@ def render(plan: Plan) -> RenderableType:
         lines = [f"- {' '.join(r.overrides)}   ({r.result})" for r in plan.remedies]
         parts.append(Panel("\n".join(lines), title="What would make it fit (each was planned)", border_style="yellow"))
     elif not plan.fits:
-        parts.append(Text("No setting of this job and no number of nodes up to 4,096 was found to make it fit.", "red"))
+        nodes = "" if plan.backend == "gloo" else " and no number of nodes up to 4,096"
+        parts.append(Text(f"No setting of this job{nodes} was found to make it fit.", "red"))
     return Group(*parts)
+
+
+def _device(plan: Plan) -> str:
+    return "GPU" if plan.backend == "nccl" else "rank"
 
 
 def title_of(plan: Plan) -> str:
@@ -58,10 +63,11 @@ def summary_of(plan: Plan) -> str:
     time = plan.time
     if time is None:
         return f"on {plan.hardware}; memory and speed are not known: the model is the program's"
+    mfu = f", MFU {time.mfu:.0%}" if plan.backend == "nccl" else ""
     seconds = f"{time.step:.3g} s" if time.step >= 1 else f"{time.step * 1e3:.3g} ms"
     return (
         f"{plan.parameters / 1e9:.3g} B parameters on {plan.hardware}; a step takes {seconds}: "
-        f"{time.tokens_per_s:,.0f} tokens/s, {time.tokens_per_s_per_rank:,.0f} per GPU, MFU {time.mfu:.0%} (predicted)"
+        f"{time.tokens_per_s:,.0f} tokens/s, {time.tokens_per_s_per_rank:,.0f} per {_device(plan)}{mfu} (predicted)"
     )
 
 
@@ -118,7 +124,7 @@ def span(first: int, last: int) -> str:
 
 def _memory(plan: Plan, memory: Memory) -> Table:
     sizes = (Column(name, justify="right") for name in ("size", "of usable"))
-    table = _titled(f"Peak memory per GPU: {memory.moment}", "part", *sizes, "", box=box.SIMPLE_HEAD)
+    table = _titled(f"Peak memory per {_device(plan)}: {memory.moment}", "part", *sizes, "", box=box.SIMPLE_HEAD)
     usable = max(1, plan.usable_bytes)
     for name, value in memory.parts().items():
         if value:

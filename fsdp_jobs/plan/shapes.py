@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from fsdp_jobs.config.errors import BadInput, Problem
-from fsdp_jobs.config.resolve import accelerator
+from fsdp_jobs.config.resolve import accelerator, param_dtype
 from fsdp_jobs.config.schema import JobConfig, LlamaConfig, NoModelConfig
 
 Shape = tuple[int, ...]
@@ -57,7 +57,16 @@ class Activations:
     head_flops: int = 0  # forward FLOPs of the head
     attention_width: int = 0  # heads x head_dim: attention costs 4 x width x context FLOPs forward
     head_width: int = 128  # elements of an attention head
+    grouped_heads: bool = False  # the attention kernel itself is given fewer key than query heads
     elementwise: int = 0  # elements that a block's forward reads and writes outside matmuls and attention
+
+    def scores(self, seq_len: int, dtype: str, accelerator: str) -> int:
+        """Return the attention scores that a token keeps in a block: none where a fused kernel takes its heads.
+
+        CUDA has no fused kernel for grouped heads in fp32, so torch multiplies whole matrices.
+        """
+        fused = not self.grouped_heads or dtype != "fp32" or accelerator != "cuda"
+        return 0 if fused else self.attention_width // self.head_width * seq_len
 
 
 @dataclass(frozen=True)
@@ -131,27 +140,30 @@ def shape_of(config: JobConfig) -> ModelShape | None:
     if isinstance(config.model, NoModelConfig):
         return None
     if isinstance(config.model, LlamaConfig):
-        return llama_shape(config.model, config.fsdp.wrap, config.fsdp.min_num_params, accelerator(config))
+        device = accelerator(config)
+        dtype = param_dtype(config.fsdp, device)
+        return llama_shape(config.model, config.fsdp.wrap, config.fsdp.min_num_params, device, dtype)
     cure = "probe it with fsdp_jobs.plan.shape_client"
     raise BadInput([Problem(f"model={config.model.kind}", "its shape is not known here", cure)])
 
 
-def llama_activations(model: LlamaConfig, accelerator: str) -> Activations:
+def llama_activations(model: LlamaConfig, accelerator: str, dtype: str) -> Activations:
     """Count what a token costs in models/llama.py.
 
     Saved per block, from what autograd keeps for each operation (compare Korthikanti et al. 2022,
-    arXiv:2205.05198, section 4.1): input, attention_norm's output, q, attention's output, middle of the
-    block, ffn_norm's output (6 d), k and v (2 d_kv), w1, its SiLU, w3, their product (4 f). CUDA's norm
-    kernel keeps its input and one number per token; on the CPU the norm keeps its input and its normalised
-    input in fp32, and the output of attention is copied once.
+    arXiv:2205.05198, section 4.1): input, attention_norm's output, q, attention's output by heads
+    and by tokens, middle of the block, ffn_norm's output (7 d), k and v (2 d_kv; in fp32 on CUDA repeated for all
+    query heads), w1, its SiLU, w3, their product (4 f). CUDA's norm kernel keeps its input and one number per token;
+    on the CPU the norm keeps its input and its normalised input in fp32.
     """
     d, f, v = model.dim, model.ffn_dim, model.vocab_size
     kv = d // model.n_heads * model.n_kv_heads
     cpu = accelerator == "cpu"
+    kept_kv = d if dtype == "fp32" and not cpu else kv
     return Activations(
         layers=model.n_layers,
         block_input=d,
-        block_saved=(5 if cpu else 6) * d + 2 * kv + 4 * f,
+        block_saved=(5 if cpu else 7) * d + 2 * kept_kv + 4 * f,
         block_saved_fp32=(4 * d if cpu else 0) + model.n_heads + 2,
         block_matmul=4 * d + 2 * kv + 2 * f,
         block_peak=d + 2 * f,
@@ -190,10 +202,10 @@ def llama_params(model: LlamaConfig) -> Params:
 
 
 def llama_shape(
-    model: LlamaConfig, wrap: str = "layer", min_num_params: int = 0, accelerator: str = "cuda"
+    model: LlamaConfig, wrap: str = "layer", min_num_params: int = 0, accelerator: str = "cuda", dtype: str = "bf16"
 ) -> ModelShape:
     """Cut a Llama, from its numbers, into units as `fsdp.wrap` says and job/sharding.py does."""
-    params, activations = llama_params(model), llama_activations(model, accelerator)
+    params, activations = llama_params(model), llama_activations(model, accelerator, dtype)
     head_numel = (model.vocab_size + 1) * model.dim
     if wrap == "none":
         return ModelShape(Unit("root", params), (), activations, waiting=head_numel)

@@ -8,7 +8,7 @@ from fsdp_jobs.config.resolve import accelerator, backend, loss_chunk, param_dty
 from fsdp_jobs.config.schema import HardwareConfig, JobConfig
 from fsdp_jobs.plan.collectives import Group
 from fsdp_jobs.plan.layout import Layout
-from fsdp_jobs.plan.memory import DTYPE_BYTES, master_bytes
+from fsdp_jobs.plan.memory import DTYPE_BYTES, master_bytes, offloaded_activations
 from fsdp_jobs.plan.shapes import ModelShape
 from fsdp_jobs.plan.traffic import RingBytes, hops
 
@@ -28,6 +28,7 @@ ATTENTION_UNKNOWN = 0.45  # of the best large matmul, where `hardware.attention_
 LOSS_BYTES = 38
 # In chunks: written (2), in log-softmax (6), in the exponential (8), narrowed (6), read by two matmuls (4).
 CHUNKED_LOSS_BYTES = 26
+SCORE_PASSES = 8  # whole matrices of scores: written and read by matmuls, the scale, the mask, the softmax
 UPDATE_PASSES = 7  # AdamW reads parameter, gradient, two moments and writes three of them
 CLIP_PASSES = 3  # the norm reads gradients, the clipping reads and writes them
 # ZeRO-Offload's AdamW on two sockets (Ren et al. 2021, arXiv:2101.06840, table 4): 2.6 s for 10 B parameters.
@@ -134,9 +135,13 @@ def step_time(config: JobConfig, shape: ModelShape, layout: Layout, ring: RingBy
     )
 
 
-def attention_rate(hardware: HardwareConfig, best_rate: float, head_width: int, seq_len: int) -> float:
-    """Return FLOP/s of causal attention in a training step, forward and backward together."""
-    longest = hardware.attention_tflops * 1e12 or ATTENTION_UNKNOWN * best_rate
+def attention_rate(hardware: HardwareConfig, best_rate: float, head_width: int, seq_len: int, dtype: str) -> float:
+    """Return FLOP/s of causal attention in a training step, forward and backward together.
+
+    Flash attention has no fp32: there it is the memory-efficient kernel, which computes as fp32 matmuls do.
+    """
+    measured = 0.0 if dtype == "fp32" else hardware.attention_tflops * 1e12
+    longest = measured or ATTENTION_UNKNOWN * best_rate
     by_width = head_width / (head_width + HALF_RATE_WIDTH) * (128 + HALF_RATE_WIDTH) / 128
     by_length = seq_len / (seq_len + HALF_RATE_TOKENS)
     return longest * min(1.0, by_width) * by_length * ATTENTION_IN_STEP
@@ -151,10 +156,11 @@ def _compute(config: JobConfig, shape: ModelShape, layout: Layout, dtype: str) -
     per_byte = 1 / (hardware.memory_gb_s * 1e9) if hardware.memory_gb_s else 0.0
 
     matmul = tokens * a.matmul_flops / matmul_rate
-    kernel_rate = attention_rate(hardware, best_rate, a.head_width, data.seq_len)
+    kernel_rate = attention_rate(hardware, best_rate, a.head_width, data.seq_len, dtype)
     attention = tokens * 2 * a.attention_width * data.seq_len / kernel_rate  # causal: half of 4 x width x sequence
     elementwise = a.elementwise * (ELEMENTWISE_COMPILED if fsdp.compile else 1)
-    passes = tokens * elementwise * b_p * per_byte
+    scores = a.scores(data.seq_len, dtype, accelerator(config))
+    passes = tokens * (elementwise + SCORE_PASSES * scores) * b_p * per_byte
     per_block = a.layers / max(1, shape.n_blocks)
     forward = (matmul + attention + passes) * per_block
     # Flash attention's backward runs five matmuls against two (Dao et al. 2022, arXiv:2205.14135).
@@ -165,6 +171,9 @@ def _compute(config: JobConfig, shape: ModelShape, layout: Layout, dtype: str) -
         "every_n": forward / max(1, fsdp.activation_checkpointing_every),
         "selective": passes * per_block,  # matmuls and attention are kept
     }[fsdp.activation_checkpointing]
+    if hardware.host_gb_s:  # down in forward and up in backward; the copies wait for the kernels before them
+        moved = offloaded_activations(shape, fsdp, tokens, b_p) / max(1, shape.n_blocks) / (hardware.host_gb_s * 1e9)
+        forward, backward = forward + moved, backward + moved
     loss_bytes = tokens * a.vocab * LOSS_BYTES
     if chunk := loss_chunk(fsdp, tokens, a.vocab if a.linear_head else 0):
         sums = -(-tokens // chunk) * a.head_flops // 2 * (8 if b_p == 4 else 8 + 2 * b_p)

@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_jobs.config.errors import BadInput
@@ -32,6 +34,25 @@ MATMULS = ("mm", "addmm", "bmm", "baddbmm")
 ATTENTION = "_scaled_dot_product"
 
 
+class _Attention(TorchFunctionMode):
+    """Have attention take the kernel that a GPU would, and note its heads.
+
+    With dropout a CPU multiplies whole matrices of scores; a GPU's fused kernels have dropout.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head_width, self.grouped = 128, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p"), args, strict=False)) | (kwargs or {})
+        self.head_width = given["query"].shape[-1]
+        self.grouped = given["query"].shape[-3] != given["key"].shape[-3]
+        return func(**given | {"dropout_p": 0.0})
+
+
 class _Counter(TorchDispatchMode):
     """Sum up matmul FLOPs, outputs worth keeping and elements moved, inside blocks and outside."""
 
@@ -40,7 +61,6 @@ class _Counter(TorchDispatchMode):
         self.inside = False
         self.flops = {True: 0, False: 0}
         self.kept = self.moved = self.attention = 0
-        self.head_width = 128
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -49,12 +69,12 @@ class _Counter(TorchDispatchMode):
         if not isinstance(first, Tensor):
             return out
         if name in MATMULS:
-            self.flops[self.inside] += 2 * first.numel() * args[-1 if name in ("mm", "bmm") else 1].shape[-2]
+            # a bias comes first: the last operand is [K, N]
+            self.flops[self.inside] += 2 * first.numel() * args[-1].shape[-2]
             self.kept += first.numel() if self.inside else 0
         elif name.startswith(ATTENTION):
             self.kept += first.numel() if self.inside else 0
             self.attention += first.numel()
-            self.head_width = first.shape[-1]
         elif self.inside and not func.is_view:
             self.moved += first.numel() + sum(a.numel() for a in args if isinstance(a, Tensor))
         return out
@@ -62,7 +82,7 @@ class _Counter(TorchDispatchMode):
 
 def activations_of(model: nn.Module, blocks: Sequence[nn.Module], seq_len: int) -> Activations:
     """Measure what a token costs in this model, from one sample of `seq_len` tokens; means over the blocks."""
-    counter = _Counter()
+    counter, attention = _Counter(), _Attention()
     parameters = {p.untyped_storage()._cdata for p in model.parameters()}
     saved: dict[int, tuple[Tensor, bool]] = {}  # the tensor is kept, so that its storage's address stays its own
     inputs: list[int] = []
@@ -86,7 +106,7 @@ def activations_of(model: nn.Module, blocks: Sequence[nn.Module], seq_len: int) 
         block.register_forward_hook(leave)
     if (head := linear_head_of(model)) is not None:
         head.register_forward_hook(lambda _module, _args, out: made.append(out))
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), counter:
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), counter, attention:
         logits = model(torch.zeros((1, seq_len), dtype=torch.int64))
 
     def elements(inside: bool) -> int:
@@ -108,7 +128,8 @@ def activations_of(model: nn.Module, blocks: Sequence[nn.Module], seq_len: int) 
         matmul_flops=counter.flops[True] // each,
         head_flops=counter.flops[False] // seq_len,
         attention_width=counter.attention // each,
-        head_width=counter.head_width,
+        head_width=attention.head_width,
+        grouped_heads=attention.grouped,
         elementwise=counter.moved // each,
     )
 

@@ -309,7 +309,7 @@ def test_a_shard_group_may_be_several_nodes_of_one_nvlink_domain() -> None:
 class TestRegroup:
     """Deciding again when nodes come and go. Groups of two nodes fit; one node does not."""
 
-    config = sized(12.0, 4, 64, accumulate_unsharded=True)
+    config = sized(12.5, 4, 64, accumulate_unsharded=True)
     before = on(replace(config, fsdp=replace(config.fsdp, shard_group=8)), leaves([4, 4], 4))
 
     def test_before(self) -> None:

@@ -12,12 +12,12 @@ from fsdp_jobs.plan.grouping import Grouping
 from fsdp_jobs.plan.plan import Plan, make_plan
 from fsdp_jobs.plan.shapes import shape_of
 from fsdp_jobs.plan.topology import Topology
-from tests.plan.published import OUT_OF_MEMORY, ROWS, Published, job
+from tests.plan.published import OUT_OF_MEMORY, ROWS, Published, job, shape
 
 
 @cache
 def planned(row: Published) -> Plan:
-    return make_plan(job(row), seek_remedies=False)
+    return make_plan(job(row), shape=shape(row), seek_remedies=False)
 
 
 def ratio(row: Published) -> float:
@@ -42,9 +42,9 @@ def test_no_length_is_far_off(tokens: int) -> None:
 
 
 def test_what_ran_fits_and_what_ran_out_of_memory_does_not() -> None:
-    assert sum(planned(r).fits for r in ROWS) >= 0.9 * len(ROWS)
+    assert sum(planned(r).fits for r in ROWS) >= len(ROWS) - 1
     for row in OUT_OF_MEMORY:
-        assert not make_plan(job(row), seek_remedies=False).fits, row
+        assert not planned(row).fits, row
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda r: f"{r.model}-{r.hardware}-{r.gpus}-{r.seq_len}-{r.published:.0f}")

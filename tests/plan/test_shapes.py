@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.hydra import compose_job
@@ -18,6 +20,7 @@ from fsdp_jobs.plan.memory import peak_memory
 from fsdp_jobs.plan.plan import make_plan
 from fsdp_jobs.plan.shape_client import probe
 from fsdp_jobs.plan.shapes import llama_params, llama_shape
+from fsdp_jobs.train.shape_probe import activations_of, units_of
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
 PRESETS = sorted(p.stem for p in CONF.glob("llama*.yaml"))
@@ -75,6 +78,64 @@ def build(**kwargs):
 def broken(**kwargs):
     return 7
 """
+
+
+class Biased(nn.Module):
+    """A block whose linear layers have a bias, and attention with dropout."""
+
+    def __init__(self, width: int, dropout: float):
+        super().__init__()
+        self.dropout = dropout
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.inner, self.outer = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+        seen = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout)
+        x = x + self.out(seen.transpose(1, 2).flatten(2))
+        return x + self.outer(torch.relu(self.inner(x)))
+
+
+class OfBiased(nn.Module):
+    def __init__(self, width: int = 64, dropout: float = 0.1):
+        super().__init__()
+        self.embed = nn.Embedding(512, width)
+        self.blocks = nn.ModuleList(Biased(width, dropout) for _ in range(3))
+        self.head = nn.Linear(width, 512)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("seq_len", [32, 128, 1024])
+def test_biased_layers_are_six_flops_a_weight_and_attention(seq_len: int) -> None:
+    with FakeTensorMode():
+        model = OfBiased()
+        shape = units_of(model, list(model.blocks), [], activations_of(model, list(model.blocks), seq_len))
+    weights = sum(p.numel() for n, p in model.named_parameters() if p.ndim > 1 and not n.startswith("embed"))
+    assert shape.flops_per_token(seq_len) == 6 * weights + 12 * 3 * 64 * seq_len
+
+
+def test_dropout_in_attention_costs_no_matrix_of_scores() -> None:
+    def saved(dropout: float) -> int:
+        with FakeTensorMode():
+            model = OfBiased(dropout=dropout)
+            return activations_of(model, list(model.blocks), 4096).block_saved
+
+    assert saved(0.1) == saved(0.0)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_gpt2_is_six_flops_a_weight_and_attention(tmp_path: Path, dropout: float) -> None:
+    sizes = {"n_embd": 128, "n_layer": 3, "n_head": 4, "vocab_size": 512, "n_positions": 256, "attn_pdrop": dropout}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))
+    model = ["model=hf", f"model.name_or_path={tmp_path}", "model.pretrained=false"]
+    shape = probe(compose_job([*model, "data.vocab_size=512", "data.seq_len=256"]))
+    weights = 3 * 12 * 128**2 + 512 * 128
+    assert shape.flops_per_token(256) == 6 * weights + 12 * 3 * 128 * 256
 
 
 class TestProbe:
