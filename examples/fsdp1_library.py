@@ -56,7 +56,8 @@ def main() -> None:
     checkpoints = job.checkpointer(model, optimizer)
     first = checkpoints.restore()
 
-    loader = DataLoader(data, batch_sampler=job.ElasticSampler(data, batch=64).after(first))
+    order = job.ElasticSampler(data, batch=64).after(first)
+    loader = DataLoader(data, batch_sampler=order, generator=torch.Generator())  # else it draws from the restored one
     for number, (x, y) in zip(range(first + 1, args.steps + 1), loader, strict=False):
         loss = nn.functional.mse_loss(model(x.to(device)), y.to(device))
         loss.backward()

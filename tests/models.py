@@ -47,6 +47,17 @@ def tiny(vocab: int = 256) -> nn.Module:
     return Tiny(vocab)
 
 
+class Dropping(Tiny):
+    """Draws from the device's generator in each forward pass."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return torch.dropout(super().forward(tokens), 0.1, self.training)
+
+
+def dropping() -> nn.Module:
+    return Dropping()
+
+
 class Paced(Tiny):
     """Waits in each forward pass of a rank: a job that a test only has to keep alive leaves the cores to others."""
 

@@ -144,6 +144,7 @@ def batches(
         num_workers=workers,
         prefetch_factor=data.prefetch if workers else None,
         pin_memory=pin,
+        generator=torch.Generator(),  # else the loader draws its seed from the generator that a restore has set
         # Forked from the rank, and killed with it. (A rank's own default would be to start a second fork server,
         # which imports torch once more.)
         multiprocessing_context="fork" if workers else None,
@@ -166,8 +167,12 @@ class ElasticSampler(Sampler[list[int]]):
     """A batch sampler for a DataLoader: each sample once per epoch, in an order set by the seed alone.
 
     A step takes the next `batch` samples of that order over all ranks, and each rank gets its part of them. So a job
-    that goes on with more or fewer ranks, `DataLoader(data, batch_sampler=sampler.after(step))`, goes on with the same
-    samples. It never ends: epochs follow each other.
+    that continues with more or fewer ranks continues with the same samples. It never ends: epochs follow each other.
+
+        DataLoader(data, batch_sampler=sampler.after(step), generator=torch.Generator())
+
+    Without `generator` the loader draws its seed from torch's global one, so that dropout on a CPU differs after a
+    restore.
     """
 
     def __init__(self, data: Sized, batch: int, seed: int = 0):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fsdp_jobs.config.schema import DataConfig
 from fsdp_jobs.hub.sources import open_tokens
 from fsdp_jobs.train.data import IGNORE, Samples, batches, microbatches, sample_at
+from tests.world import run_world, train_here
 
 
 @settings(deadline=None)
@@ -80,3 +81,17 @@ def test_the_standard_library_is_read_the_same_twice() -> None:
     tokens = open_tokens(data)
     assert len(tokens) > 5_000_000 and tokens.max() < 256
     assert Samples(tokens, 10, seed=0).fingerprint() == Samples(open_tokens(data), 10, seed=0).fingerprint()
+
+
+def _whole_and_in_two_parts(folder: str, workers: int) -> tuple[list[float], list[float]]:
+    dropout = ("model=custom", "model._target_=tests.models.dropping", "model.wrap_classes=[Block]")
+    asked = (*dropout, "optim.schedule=constant", f"data.workers={workers}")
+    whole = train_here(f"{folder}/whole", [*asked, "steps=6"])
+    train_here(f"{folder}/parts", [*asked, "steps=3"])
+    return whole, train_here(f"{folder}/parts", [*asked, "steps=6"])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_resume_draws_the_random_numbers_that_would_have_been_next(tmp_path: Path, workers: int) -> None:
+    whole, parts = run_world(2, _whole_and_in_two_parts, str(tmp_path), workers)[0]
+    assert len(whole) == 6 and parts == whole
