@@ -41,8 +41,8 @@ def prepare(folder: Path, steps: int, width: int) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from fsdp_jobs.hub.sources import open_tokens
     from fsdp_jobs.train.data import Samples
+    from fsdp_jobs.train.sources import open_tokens
 
     torch.manual_seed(0)
     heads = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}

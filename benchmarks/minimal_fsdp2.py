@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fsdp_jobs.config.hydra import compose_job
-from fsdp_jobs.hub.sources import open_tokens
 from fsdp_jobs.models.llama import Llama
 from fsdp_jobs.train.data import Samples
+from fsdp_jobs.train.sources import open_tokens
 
 
 def main() -> None:

@@ -187,9 +187,9 @@ def worker(folder: Path, timeout_s: float | None, every: int) -> None:
     from torch.distributed.fsdp import fully_shard
 
     from fsdp_jobs.config.hydra import compose_job
-    from fsdp_jobs.hub.sources import open_tokens
     from fsdp_jobs.models.llama import Llama
     from fsdp_jobs.train.data import Samples
+    from fsdp_jobs.train.sources import open_tokens
     from tests.world import TINY
 
     saving: Any = None

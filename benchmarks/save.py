@@ -63,10 +63,10 @@ def worker(folder: Path, saves: int, blocking: bool, overrides: list[str]) -> No
     from fsdp_jobs.checkpoints.catalog import find_checkpoints
     from fsdp_jobs.checkpoints.checkpointer import Checkpointer
     from fsdp_jobs.config.hydra import compose_job, merge_overrides
-    from fsdp_jobs.hub.sources import open_samples
     from fsdp_jobs.job.sharding import build_mesh
     from fsdp_jobs.plan.plan import make_plan
     from fsdp_jobs.run.directory import RunDir
+    from fsdp_jobs.train.sources import open_samples
     from fsdp_jobs.train.trainer import Learner
 
     config = compose_job(merge_overrides(JOB, overrides))

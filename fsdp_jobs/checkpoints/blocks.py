@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, cast
 
-from fsdp_jobs.tiers.memory.slots import checksum
+from fsdp_jobs.run.checksum import checksum
 
 SUMS = "xxh3_128"  # key of the ends and sums of a file's blocks; files of earlier versions have crc32 in its place
 _BLOCK = 1 << 22  # bytes, at most

@@ -25,9 +25,9 @@ from typing import Any
 from fsdp_jobs.checkpoints.blocks import SUMS, difference
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.run import events
+from fsdp_jobs.run.checksum import checksum
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import HOST_ENV
-from fsdp_jobs.tiers.memory.slots import checksum
 
 MANIFEST = "manifest.json"
 SHARDS = "shards.json"  # the manifest of a step whose shards are on the nodes' own disks

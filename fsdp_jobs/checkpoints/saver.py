@@ -13,12 +13,23 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 from fsdp_jobs.checkpoints.state import State
 from fsdp_jobs.checkpoints.storage import CommittingWriter, SaveRequest
 from fsdp_jobs.config.keys import AUTO
+
+
+class _Stager(DefaultStager):
+    """A stager for many saves: that of torch 2.11 empties its table of copiers after each one."""
+
+    def _stage(self, state_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        if not self._state_dict_stager._deepcopy_dispatch:
+            options = self._config
+            self._state_dict_stager = StateDictStager(options.use_pinned_memory, options.use_shared_memory)
+        return super()._stage(state_dict, **kwargs)
 
 
 class Saver:
@@ -29,7 +40,7 @@ class Saver:
         on_cuda = device.type == "cuda"
         self._device = device
         self.mode = ("process" if on_cuda else "thread") if mode == AUTO else mode
-        self.stager = DefaultStager(StagingOptions(on_cuda, self.mode == "process", True, on_cuda))
+        self.stager = _Stager(StagingOptions(on_cuda, self.mode == "process", True, on_cuda))
         self._planner, self._group = DefaultSavePlanner(enable_plan_caching=True), group
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
 

@@ -38,11 +38,11 @@ from fsdp_jobs.checkpoints.catalog import (
     Manifest,
     is_object_store,
 )
+from fsdp_jobs.checkpoints.tensors import is_finite
 from fsdp_jobs.config.schema import CheckpointConfig
 from fsdp_jobs.run.agreement import known_here
 from fsdp_jobs.run.processes import watch_parent
 from fsdp_jobs.run.term import Epoch
-from fsdp_jobs.tiers.memory.tensors import is_finite
 
 _REPORT = MetadataIndex("what a rank has written")
 

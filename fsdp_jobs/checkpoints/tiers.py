@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from fsdp_jobs.checkpoints import catalog
 from fsdp_jobs.checkpoints.blocks import Damaged
 from fsdp_jobs.checkpoints.catalog import MANIFEST, NOT_AGREED, NOT_FINITE, OTHER_VERSION, Manifest
+from fsdp_jobs.checkpoints.exchange import CannotKeep
 from fsdp_jobs.checkpoints.ranks import Ranks
 from fsdp_jobs.checkpoints.state import State
 from fsdp_jobs.checkpoints.storage import SafeReader
@@ -23,7 +24,6 @@ from fsdp_jobs.run import events
 from fsdp_jobs.run.agreement import NO_LIMIT, known_here
 from fsdp_jobs.run.directory import RunDir, checkpoints_of
 from fsdp_jobs.run.term import Epoch
-from fsdp_jobs.tiers.exchange import CannotKeep
 
 
 class Restored(NamedTuple):

@@ -12,9 +12,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from fsdp_jobs.control.failures import speaks_of_lost_peer
 from fsdp_jobs.plan.plan import Plan
 from fsdp_jobs.run.directory import RunDir, rank_logs
+from fsdp_jobs.run.failure import speaks_of_lost_peer
 from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.tail import Logs, looks_like_error
 from fsdp_jobs.run.verdict import Verdict

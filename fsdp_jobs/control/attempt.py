@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from fsdp_jobs.config.resolve import node_range
 from fsdp_jobs.config.schema import JobConfig
-from fsdp_jobs.control.failures import Budget, Failure, Machines, find_cause
+from fsdp_jobs.control.failures import Budget, Machines, find_cause
 from fsdp_jobs.control.fencing import Leases
 from fsdp_jobs.control.placement import Agents, ConnectedAgent, RoundPlanner
 from fsdp_jobs.guards.replicas.difference import OUTVOTED, TWO
@@ -17,6 +17,7 @@ from fsdp_jobs.guards.stall.control import StallWatch
 from fsdp_jobs.run import events
 from fsdp_jobs.run.agreement import NO_LIMIT
 from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.failure import Failure
 from fsdp_jobs.run.rank_state import Request
 from fsdp_jobs.run.tail import last_lines
 from fsdp_jobs.run.verdict import Verdict

@@ -13,7 +13,6 @@ from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.resolve import node_range
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.control.attempt import Round
-from fsdp_jobs.control.failures import Failure
 from fsdp_jobs.control.fencing import Epochs
 from fsdp_jobs.control.placement import ConnectedAgent, Formation
 from fsdp_jobs.guards.replicas.control import ComparedAttempt
@@ -21,6 +20,7 @@ from fsdp_jobs.guards.stall.control import StallWatch
 from fsdp_jobs.plan.layout import partners
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, checkpoints_of
+from fsdp_jobs.run.failure import Failure
 from fsdp_jobs.run.protocol import Message
 from fsdp_jobs.run.rank_state import SAVES_NOTHING, Request
 from fsdp_jobs.run.term import Fenced

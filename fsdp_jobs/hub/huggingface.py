@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import HfConfig
-from fsdp_jobs.hub.shards import seed_of
+from fsdp_jobs.models.weights import seed_of
 
 _SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]  # of a repository: configuration, tokenizer
 

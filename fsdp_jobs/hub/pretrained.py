@@ -26,7 +26,7 @@ from fsdp_jobs.checkpoints.storage import SafeReader, load_alone
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import HfConfig, JobConfig, LlamaConfig, ModelConfig
 from fsdp_jobs.hub.huggingface import folder_of, is_hf, transformers
-from fsdp_jobs.hub.shards import copy_local_part, plain_name, weights_of
+from fsdp_jobs.models.weights import copy_local_part, plain_name, weights_of
 
 _PREFIXES = ("", "model.", "module.", "state_dict.", "model_state_dict.", "_orig_mod.")
 _NO_WEIGHTS = ("optim", "lr_scheduler", "scheduler", "train_state", "dataloader", "rng", "scaler")

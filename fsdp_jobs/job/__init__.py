@@ -35,6 +35,7 @@ from fsdp_jobs.config.schema import JobConfig, NoModelConfig, load_config
 from fsdp_jobs.guards.slow.rank import StepTimer
 from fsdp_jobs.job import sharding
 from fsdp_jobs.job.metrics import MetricsLog
+from fsdp_jobs.job.sampler import ElasticSampler
 from fsdp_jobs.models.build import find_blocks
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run import events
@@ -42,7 +43,6 @@ from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ATTEMPT_ENV, LAYOUT_ENV, RANK_STATE_ENV, ROUND_ENV, RUN_DIR_ENV
 from fsdp_jobs.run.processes import free_port
 from fsdp_jobs.run.rank_state import SAVES_NOTHING, Phase, RankState, Request
-from fsdp_jobs.train.data import ElasticSampler
 
 __all__ = ["Checkpointer", "ElasticSampler", "checkpointer", "config", "device", "finish", "init", "layout", "log"]
 __all__ += ["mesh", "set_timeout", "shard", "should_stop", "step"]

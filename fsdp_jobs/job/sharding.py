@@ -23,8 +23,8 @@ from fsdp_jobs.config.resolve import output_dtype, param_dtype
 from fsdp_jobs.config.schema import FsdpConfig, HfConfig, JobConfig, ModelConfig
 from fsdp_jobs.config.torch_version import require_new_fsdp
 from fsdp_jobs.hub.huggingface import initial_pieces
-from fsdp_jobs.hub.shards import copy_local_part, plain_name, seed_of
 from fsdp_jobs.models.build import build_model, find_blocks, head_modules_of
+from fsdp_jobs.models.weights import copy_local_part, plain_name, seed_of
 from fsdp_jobs.plan.layout import Layout
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

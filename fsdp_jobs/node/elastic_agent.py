@@ -27,11 +27,11 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from fsdp_jobs.control.failures import Failure
 from fsdp_jobs.guards.silence.node import Silence, Stack, files_of
 from fsdp_jobs.node.rank_logs import FLIGHT_RECORDER, RankLogs
 from fsdp_jobs.node.rendezvous import CoordinatorRendezvous
 from fsdp_jobs.node.tracker import TrackerProcess
+from fsdp_jobs.run.failure import Failure
 from fsdp_jobs.run.processes import has_signal, kill_families, kills_for_memory
 from fsdp_jobs.run.protocol import Message
 from fsdp_jobs.run.rank_state import Phase, Request

@@ -33,10 +33,10 @@ from fsdp_jobs.checkpoints.catalog import (
     is_object_store,
     step_of,
 )
+from fsdp_jobs.checkpoints.exchange import fetch_files
 from fsdp_jobs.checkpoints.ranks import Ranks
 from fsdp_jobs.checkpoints.storage import SaveRequest
 from fsdp_jobs.checkpoints.tiers import Restored, SharedStorage
-from fsdp_jobs.tiers.exchange import fetch_files
 
 _BLOCK = 1 << 24  # bytes copied at once
 _KEPT = 2  # newest steps that stay on a node's disk

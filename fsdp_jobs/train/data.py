@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import signal
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -18,44 +18,16 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.config.schema import DataConfig
+from fsdp_jobs.job.sampler import sample_at
 from fsdp_jobs.run.processes import die_with_parent
 
 Tokens = npt.NDArray[np.unsignedinteger]
 
 IGNORE = -100  # label of a token that does not count, as in cross_entropy's ignore_index
-
-
-def sample_at(position: int, samples: int, seed: int) -> int:
-    """Return the sample at a position: a permutation of range(samples) per epoch, in O(1) memory and time.
-
-    A four-round Feistel network over the smallest even number of bits that holds `samples`, walked until it
-    lands inside (Black and Rogaway 2002, "Ciphers with arbitrary finite domains").
-    """
-    epoch, index = divmod(position, samples)
-    half = max(1, ((samples - 1).bit_length() + 1) // 2)
-    mask = (1 << half) - 1
-    while True:
-        left, right = index >> half, index & mask
-        for round_ in range(4):
-            left, right = right, left ^ (_mix(right, round_, epoch, seed) & mask)
-        index = (left << half) | right
-        if index < samples:
-            return index
-
-
-def _mix(value: int, round_: int, epoch: int, seed: int) -> int:
-    """Return a 64-bit hash of four integers (the finaliser of splitmix64, Steele et al. 2014)."""
-    z = value
-    for salt in (round_, epoch, seed):
-        z = (z + (salt + 1) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-        z ^= z >> 31
-    return z
 
 
 def microbatches(first: int, data: DataConfig, rank: int, world: int) -> list[list[int]]:
@@ -161,43 +133,3 @@ def batches(
 def _begin_worker(_worker: int) -> None:
     die_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # to all processes of a node: the ranks are still saving
-
-
-class ElasticSampler(Sampler[list[int]]):
-    """A batch sampler for a DataLoader: each sample once per epoch, in an order set by the seed alone.
-
-    A step takes the next `batch` samples of that order over all ranks, and each rank gets its part of them. So a job
-    that continues with more or fewer ranks continues with the same samples. It never ends: epochs follow each other.
-
-        DataLoader(data, batch_sampler=sampler.after(step), generator=torch.Generator())
-
-    Without `generator` the loader draws its seed from torch's global one, so that dropout on a CPU differs after a
-    restore.
-    """
-
-    def __init__(self, data: Sized, batch: int, seed: int = 0):
-        """Order `data` in steps of `batch` samples over all ranks.
-
-        Raises:
-            ValueError: some rank would get no sample.
-        """
-        self.samples, self.batch, self.seed = len(data), batch, seed
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.world = dist.get_world_size() if dist.is_initialized() else 1
-        self.steps_done = 0
-        if batch < self.world:
-            raise ValueError(f"batch={batch} leaves some of {self.world} ranks without a sample")
-        if not self.samples:
-            raise ValueError("there are no samples")
-
-    def after(self, step: int) -> ElasticSampler:
-        """Continue the order after so many steps."""
-        self.steps_done = step
-        return self
-
-    def __iter__(self) -> Iterator[list[int]]:
-        low, high = self.rank * self.batch // self.world, (self.rank + 1) * self.batch // self.world
-        first = self.steps_done * self.batch
-        while True:
-            yield [sample_at(p, self.samples, self.seed) for p in range(first + low, first + high)]
-            first += self.batch

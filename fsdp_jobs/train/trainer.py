@@ -12,19 +12,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_jobs import job
 from fsdp_jobs.checkpoints.state import Hyperparameters
+from fsdp_jobs.checkpoints.tensors import local
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.config.torch_version import require_new_fsdp
 from fsdp_jobs.guards.probe.rank import Probe
 from fsdp_jobs.hub.pretrained import load_initial
-from fsdp_jobs.hub.sources import open_samples
 from fsdp_jobs.job.metrics import flops_per_token
 from fsdp_jobs.job.sharding import compute_dtype, set_gradient_communication, sharded_model
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_REQUEUE
-from fsdp_jobs.tiers.memory.tensors import local
 from fsdp_jobs.train.data import batches, check_same_data
 from fsdp_jobs.train.loss import TokenLoss
 from fsdp_jobs.train.optim import build_optimizer, learning_rate, set_learning_rate
+from fsdp_jobs.train.sources import open_samples
 
 
 class Learner:

@@ -19,8 +19,8 @@ from torch import nn
 from fsdp_jobs.checkpoints import catalog, ranks, storage
 from fsdp_jobs.checkpoints.catalog import CannotReadHere
 from fsdp_jobs.config.errors import JobFailed
-from fsdp_jobs.control.failures import Failure
 from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.failure import Failure
 from tests.checkpoints.saving import run_to_the_end, save_steps, trained, value_of
 from tests.world import events_of, flip_byte, run_world
 

@@ -53,8 +53,8 @@ def _first_loss(name_or_path: str) -> float:
     import torch
     import transformers as t
 
-    from fsdp_jobs.hub.sources import open_tokens
     from fsdp_jobs.train.data import Samples
+    from fsdp_jobs.train.sources import open_tokens
 
     data = compose_job(list(TINY_TASK)).data
     samples = Samples(open_tokens(data), data.seq_len, 0)

@@ -60,8 +60,8 @@ def _rows(
     data: DataConfig, world: int, first: int, steps: int, mark: dict[str, Any] | None = None
 ) -> Iterator[list[list[int]]]:
     """The samples of each step over all ranks, tokens and last label, in the order of their positions."""
-    from fsdp_jobs.hub.sources import open_samples
     from fsdp_jobs.train.data import IGNORE, batches
+    from fsdp_jobs.train.sources import open_samples
 
     each = [open_samples(data, seed=3) for _ in range(world)]
     for samples in each:
@@ -101,8 +101,8 @@ def noted(row: dict[str, str]) -> list[int]:
 def test_a_stream_is_read_on_where_it_was_on_any_world(
     corpus: Path, monkeypatch: pytest.MonkeyPatch, step: int, workers: int
 ) -> None:
-    from fsdp_jobs.hub.sources import open_samples
     from fsdp_jobs.train.data import batches
+    from fsdp_jobs.train.sources import open_samples
 
     monkeypatch.setenv("NOTES", str(corpus / "notes"))
     own = "tests.hub.test_sources.noted"
@@ -125,7 +125,7 @@ def test_a_stream_is_read_on_where_it_was_on_any_world(
 def test_tokens_are_made_once_and_again_when_what_they_come_from_changes(
     corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from fsdp_jobs.hub.sources import open_tokens
+    from fsdp_jobs.train.sources import open_tokens
 
     data = _data(corpus, "text")
     text = "".join(texts())

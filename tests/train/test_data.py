@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_jobs.config.schema import DataConfig
-from fsdp_jobs.hub.sources import open_tokens
-from fsdp_jobs.train.data import IGNORE, Samples, batches, microbatches, sample_at
+from fsdp_jobs.job.sampler import sample_at
+from fsdp_jobs.train.data import IGNORE, Samples, batches, microbatches
+from fsdp_jobs.train.sources import open_tokens
 from tests.world import run_world, train_here
 
 

@@ -91,7 +91,7 @@ def test_a_signal_without_a_launcher_saves_all_that_has_a_state(tmp_path: Path) 
 
 
 def test_each_sample_comes_once_an_epoch_whatever_becomes_of_the_world() -> None:
-    from fsdp_jobs.train.data import ElasticSampler
+    from fsdp_jobs.job.sampler import ElasticSampler
 
     samples, batch, seen, by_step = range(60), 12, Counter[int](), []
     step = 0
@@ -114,7 +114,7 @@ def test_each_sample_comes_once_an_epoch_whatever_becomes_of_the_world() -> None
 def test_a_batch_that_is_too_small_for_the_world_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch.distributed as dist
 
-    from fsdp_jobs.train.data import ElasticSampler
+    from fsdp_jobs.job.sampler import ElasticSampler
 
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)

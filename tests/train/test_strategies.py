@@ -98,9 +98,9 @@ def _one_rank_overflows() -> tuple[float, float, bool, bool]:
     from torch.distributed.tensor import DTensor
 
     from fsdp_jobs.config.hydra import compose_job
-    from fsdp_jobs.hub.sources import open_samples
     from fsdp_jobs.job.sharding import build_mesh
     from fsdp_jobs.plan.plan import make_plan
+    from fsdp_jobs.train.sources import open_samples
     from fsdp_jobs.train.trainer import Learner
     from tests.world import TINY
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.guards.replicas.rank import checksum
-from fsdp_jobs.hub.shards import plain_name
+from fsdp_jobs.models.weights import plain_name
 from fsdp_jobs.run import events
 from fsdp_jobs.run.agreement import digest
 from fsdp_jobs.run.directory import RunDir

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from fsdp_jobs.checkpoints.state import State
+from fsdp_jobs.checkpoints.tensors import is_as_planned, local
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run.agreement import write_sums
 from fsdp_jobs.run.env import RANK_STATE_ENV
-from fsdp_jobs.tiers.memory.tensors import is_as_planned, local
 
 _BLOCK = 1 << 22  # elements at once, each of which takes 16 bytes meanwhile
 _BLOCK_CPU = 1 << 16  # so that they stay in the cache: five times as fast

@@ -14,13 +14,14 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner
 
+from fsdp_jobs.checkpoints.exchange import CannotKeep, fetch_files
 from fsdp_jobs.checkpoints.state import RANDOM
+from fsdp_jobs.checkpoints.tensors import is_finite, local
 from fsdp_jobs.checkpoints.tiers import Restored
 from fsdp_jobs.run.agreement import known_here
-from fsdp_jobs.tiers.exchange import CannotKeep, fetch_files
 from fsdp_jobs.tiers.memory.slots import COPIES, Found, Slot, forget_before, lost_shards, newest_complete, slots_in
 from fsdp_jobs.tiers.memory.snapshots import MemoryCheckpoints
-from fsdp_jobs.tiers.memory.tensors import Place, is_finite, local, mapped, metadata_of, part_of
+from fsdp_jobs.tiers.memory.tensors import Place, mapped, metadata_of, part_of
 
 _TRIES = 3  # to load a step, of rounds that then died
 _TRIED = "tried"  # file of the steps that were

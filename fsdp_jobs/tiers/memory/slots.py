@@ -26,10 +26,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-import xxhash
-
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.run import folders
+from fsdp_jobs.run.checksum import checksum
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.verdict import Verdict
 
@@ -177,11 +176,6 @@ class Slot:
             sums = {e.name: checksum(view[e.begin : e.begin + e.bytes]) for e in capture.entries}
             view.release()
         return {**sums, "": checksum(capture.to_json().encode())}
-
-
-def checksum(data: bytes | bytearray | memoryview) -> str:
-    """Return XXH3 of 128 bits (Y. Collet, xxhash.com)."""
-    return xxhash.xxh3_128_hexdigest(data)
 
 
 def _write(file: Path, text: str) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fsdp_jobs.checkpoints.ranks import Ranks
 from fsdp_jobs.checkpoints.state import RANDOM, State
+from fsdp_jobs.checkpoints.tensors import is_as_planned, local
 from fsdp_jobs.config.keys import AUTO
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run.agreement import known_here
@@ -34,13 +35,7 @@ from fsdp_jobs.tiers.memory.slots import (
     Slot,
     forget_before,
 )
-from fsdp_jobs.tiers.memory.tensors import (
-    address_of,
-    entry_of,
-    is_as_planned,
-    local,
-    view,
-)
+from fsdp_jobs.tiers.memory.tensors import address_of, entry_of, view
 
 _DUE, _BUSY = 1, 2  # votes; the highest counts
 _AUTO_COST = 0.01  # of the time of training, that captures may take

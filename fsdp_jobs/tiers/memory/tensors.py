@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fsdp_jobs.plan.layout import Layout
+from fsdp_jobs.checkpoints.tensors import local
 from fsdp_jobs.tiers.memory.slots import Capture, Entry
 
 
@@ -34,17 +34,6 @@ def entry_of(name: str, tensor: Tensor, is_alone: bool, is_replicated: bool) -> 
     return Entry(
         name, kind, [*shape], [*offsets], [*own.shape], own.numel() * own.element_size(), is_alone, 0, is_replicated
     )
-
-
-def is_as_planned(tensor: Tensor, layout: Layout) -> bool:
-    """Whether ranks hold a tensor as the layout says: sharded over runs of consecutive ranks, or all of it."""
-    if not isinstance(tensor, DTensor):
-        return True
-    *outer, inner = tensor.placements
-    mesh, group = tensor.device_mesh.mesh, layout.shard_group if inner.is_shard() else 1
-    is_whole_world = mesh.numel() == layout.world_size and bool((mesh.flatten().diff() == 1).all())
-    is_group = (mesh.shape[-1] if inner.is_shard() else 1) == group
-    return is_whole_world and is_group and not any(p.is_shard() or p.is_partial() for p in outer)
 
 
 class Place(NamedTuple):
@@ -89,17 +78,3 @@ def view(data: mmap, entry: Entry) -> Tensor:
 def part_of(data: mmap, entry: Entry, item: ReadItem) -> Tensor:
     """Return the part of a captured tensor that an item of DCP's plan reads."""
     return narrow_tensor_by_index(view(data, entry), item.storage_offsets, item.lengths)
-
-
-def is_finite(tensor: Tensor, may_be_infinite: bool) -> bool:
-    """Whether a restart may use a tensor: it holds no NaN, and no infinity unless it may."""
-    if not tensor.is_floating_point() or not tensor.numel():
-        return True
-    values = tensor.float() if tensor.element_size() == 1 else tensor  # of 8 bits: they are not compared
-    ends = torch.stack(values.aminmax())  # NaN if there is one
-    return not bool((ends.isnan() if may_be_infinite else ~ends.isfinite()).any())
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,34 @@
+"""What checkpoints ask of a tensor: this rank's part, whether it is finite, and sharded as planned."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdp_jobs.plan.layout import Layout
+
+
+def is_as_planned(tensor: Tensor, layout: Layout) -> bool:
+    """Whether ranks hold a tensor as the layout says: sharded over runs of consecutive ranks, or all of it."""
+    if not isinstance(tensor, DTensor):
+        return True
+    *outer, inner = tensor.placements
+    mesh, group = tensor.device_mesh.mesh, layout.shard_group if inner.is_shard() else 1
+    is_whole_world = mesh.numel() == layout.world_size and bool((mesh.flatten().diff() == 1).all())
+    is_group = (mesh.shape[-1] if inner.is_shard() else 1) == group
+    return is_whole_world and is_group and not any(p.is_shard() or p.is_partial() for p in outer)
+
+
+def is_finite(tensor: Tensor, may_be_infinite: bool) -> bool:
+    """Whether a restart may use a tensor: it holds no NaN, and no infinity unless it may."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    values = tensor.float() if tensor.element_size() == 1 else tensor  # of 8 bits: they are not compared
+    ends = torch.stack(values.aminmax())  # NaN if there is one
+    return not bool((ends.isnan() if may_be_infinite else ~ends.isfinite()).any())
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
