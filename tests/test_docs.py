@@ -102,21 +102,12 @@ def test_every_key_of_slurm_is_on_its_page() -> None:
         assert default == text.removesuffix(".0"), key
 
 
-def test_architecture_lists_every_module() -> None:
+def test_architecture_lists_every_package() -> None:
     page = (ROOT / "docs" / "how-it-works/architecture.md").read_text()
-    shown = {}
-    for section in re.split(r"^### ", page, flags=re.MULTILINE)[1:]:
-        heading, _, body = section.partition("\n")
-        if (folder := re.fullmatch(r"`([\w/]+)/`", heading)) is not None:
-            body = re.split(r"^## ", body, flags=re.MULTILINE)[0]
-            shown[folder[1]] = sorted(re.findall(r"^\| `(\w+)` \| \S", body, re.MULTILINE))
-    modules: dict[str, list[str]] = {}
-    for top in ("fsdp_jobs", "launchers"):
-        for file in sorted((ROOT / top).rglob("*.py")):  # links are not followed: launchers/ is at the top
-            below = file.relative_to(ROOT)
-            if file.name != "__init__.py" and not any(parent.is_symlink() for parent in file.parents):
-                modules.setdefault(str(below.parent), []).append(file.stem)
-    assert shown == {folder: sorted(names) for folder, names in modules.items()}
+    rows = re.findall(r"^\| (`[^|]*) \| ", page.split("## Packages")[1].split("## ")[0], re.MULTILINE)
+    shown = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    packages = {file.parent.name for file in (ROOT / "fsdp_jobs").glob("*/__init__.py")}
+    assert shown == packages | {"notebook"}
 
 
 def test_architecture_names_only_modules_that_exist() -> None:
