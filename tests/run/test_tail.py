@@ -72,11 +72,14 @@ def test_the_tail_of_a_short_file(tmp_path: Path) -> None:
 def test_logs_follow_across_a_requeue_and_stay_in_order(tmp_path: Path) -> None:
     """Two nodes that take turns; the job is told to leave in between, and is started again."""
     (tmp_path / "turns.py").write_text(
-        "import os, time\n"
-        "rank, began = int(os.environ['RANK']), time.time()\n"
+        "import os, pathlib, time\n"
+        "attempt, rank = os.environ['FSDP_JOBS_ATTEMPT'], int(os.environ['RANK'])\n"
         "for turn in range(4):\n"
-        "    time.sleep(max(0.0, began // 5 * 5 + 5 + 2.5 * turn + 1.2 * rank - time.time()))\n"
-        "    print('attempt', os.environ['FSDP_JOBS_ATTEMPT'], 'turn', turn, 'rank', rank, flush=True)\n"
+        "    while len(list(pathlib.Path().glob(f'{attempt}-*'))) != 2 * turn + rank:\n"
+        "        time.sleep(0.05)\n"
+        "    time.sleep(1.2)\n"
+        "    print('attempt', attempt, 'turn', turn, 'rank', rank, flush=True)\n"
+        "    pathlib.Path(f'{attempt}-{turn}-{rank}').touch()\n"
         "print('ZeroDivisionError: said, not raised')\n"
     )
     follow = [sys.executable, "-m", "fsdp_jobs", "logs", "-f", "turns"]

@@ -44,11 +44,12 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 def supervisors(folder: Path) -> list[psutil.Process]:
     """Every process that supervises a run under a folder, recorded or not."""
     found = []
-    for process in psutil.process_iter(["cmdline", "status"]):
+    for process in psutil.process_iter(["cmdline", "ppid"]):
         words = process.info["cmdline"] or []
         if "fsdp_jobs.launchers.local_supervisor" in words and words[-1].startswith(str(folder)):
             found.append(process)
-    return found
+    own = {process.pid for process in found}
+    return [process for process in found if process.info["ppid"] not in own]  # not a child that is about to become a command
 
 
 def end_supervisors(folder: Path) -> None:
