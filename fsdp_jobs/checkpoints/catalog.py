@@ -240,7 +240,6 @@ def commit(temporary: Path, final: Path, manifest: Manifest, check: Callable[[],
         temporary.rename(final)
         fsync_folder(final.parent)
         remove(replaced)
-    (final / SHARDS).unlink(missing_ok=True)
 
 
 def make_folder(folder: Path) -> None:
@@ -337,6 +336,12 @@ def remove(folder: Path) -> None:
             folder.fs.rm(folder.path, recursive=True)  # type: ignore[attr-defined]
     else:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_failed(temporary: Path) -> None:
+    """Remove what a save that failed has written, unless a store took its manifest and the answer to that was lost."""
+    if not is_object_store(temporary) or not (temporary / MANIFEST).exists():
+        remove(temporary)
 
 
 def remove_unfinished(checkpoints: Path) -> None:

@@ -234,7 +234,7 @@ class Checkpointer:
         if self.rank == 0:
             if not copied and not isinstance(cause, NotFinite):
                 try:  # first: the disk that is full may be that of the event and the log
-                    catalog.remove(request.temporary)
+                    catalog.remove_failed(request.temporary)
                 except Exception as e:  # what refuses the save may refuse this: a credential that has expired
                     self.failure += f" What it had written stays in {request.temporary}: {e}."
             self._tell_failed(request.step, self.failure)

@@ -34,7 +34,6 @@ from fsdp_jobs.checkpoints.catalog import (
     METADATA,
     NOT_FINITE,
     SHARDS,
-    CannotReadHere,
     Manifest,
     is_object_store,
 )
@@ -132,12 +131,13 @@ class SaveRequest:
         manifest = replace(manifest, agreed=known.about(self.step))
         catalog.commit(self.temporary, self.final, manifest, self.epoch.check)
         try:
+            (self.final / SHARDS).unlink(missing_ok=True)
             self.epoch.check()
             if known.compared >= 0:
                 catalog.mark_agreed(self.checkpoints, known.about)
             catalog.prune(self.checkpoints, self.config.keep)
-        except (OSError, CannotReadHere, RuntimeError) as e:  # it is committed nevertheless
-            print(f"WARNING older checkpoints stay: {e}", flush=True)
+        except Exception as e:  # a store's client has its own kinds; it is committed nevertheless
+            print(f"WARNING older checkpoints stay: {type(e).__name__}: {e}", flush=True)
 
 
 class CommittingWriter(FileSystemWriter):

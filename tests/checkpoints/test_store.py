@@ -1,0 +1,47 @@
+"""A checkpoint in an object store is there from its manifest on, whatever its client says afterwards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from fsdp_jobs.checkpoints import catalog
+from fsdp_jobs.checkpoints.catalog import Manifest
+from fsdp_jobs.run.directory import RunDir
+from tests.checkpoints.saving import save_steps, trained
+from tests.world import events_of, run_world
+
+
+class Refused(Exception):
+    """As clients have them: no OSError."""
+
+
+def _refuse(*_: object) -> None:
+    raise Refused("the credential has expired")
+
+
+def _save_with_refusals(folder: str) -> list[str]:
+    checkpoints = trained(folder, dir="memory://kept")
+    write = Manifest.write
+
+    def write_and_lose_the_answer(self: Manifest, *args: Any) -> None:
+        write(self, *args)
+        _refuse()
+
+    save_steps(checkpoints, 1)
+    with patch.object(catalog, "prune", _refuse):
+        save_steps(checkpoints, 2)
+    with patch.object(Manifest, "write", write_and_lose_the_answer):
+        save_steps(checkpoints, 3)
+    with patch.object(Manifest, "write", _refuse):
+        save_steps(checkpoints, 4)
+    return [f.name for f in checkpoints.home.glob("step-*")]
+
+
+def test_what_a_store_refuses_after_the_manifest_removes_nothing(tmp_path: Path) -> None:
+    (names,) = run_world(1, _save_with_refusals, str(tmp_path))
+    assert sorted(name.partition(".")[0] for name in names) == [f"step-0000000{step}" for step in (1, 2, 3)]
+    run = RunDir(tmp_path)
+    assert [event["step"] for event in events_of(run, "checkpoint")] == [1, 2]
+    assert [event["step"] for event in events_of(run, "checkpoint_failed")] == [3, 4]
