@@ -49,7 +49,7 @@ def supervisors(folder: Path) -> list[psutil.Process]:
         if "fsdp_jobs.launchers.local_supervisor" in words and words[-1].startswith(str(folder)):
             found.append(process)
     own = {process.pid for process in found}
-    return [process for process in found if process.info["ppid"] not in own]  # not a child that is about to become a command
+    return [process for process in found if process.info["ppid"] not in own]  # a fork is still named so
 
 
 def end_supervisors(folder: Path) -> None:
