@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -172,6 +174,27 @@ def _flip(at: int, what: str, number: int, element: int, bit: int, optimizer: An
         bits[element % len(bits)] ^= 1 << bit
 
 
+class Averages(Tiny):
+    """Reads a buffer that its rank alone has updated, counts in Python, and draws from Python and NumPy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(32))
+        self.calls: list[int] = []
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.calls.append(len(self.calls))
+        self.scale = self.scale * (1 + 1e-3 * len(self.calls))
+        if os.environ.get("AVERAGES") == "of a rank":
+            self.average = 0.9 * self.average + 0.1 * self.embed(tokens).detach().mean((0, 1))
+            return super().forward(tokens) + self.average.mean()
+        return super().forward(tokens) / self.scale.max() * (1 + random.random() + np.random.rand())
+
+
+def averages() -> nn.Module:
+    return Averages()
+
+
 class Wrong(Block):
     """Computes its gradients wrong by a part in a million, on the rank and from the forward pass that WRONG names.
 
@@ -184,9 +207,9 @@ class Wrong(Block):
         rank, _, at = os.environ.get("WRONG", "").partition(":")
         y = super().forward(x)
         if y.requires_grad and rank in ("all", os.environ.get("RANK")):
-            self.calls += 1
-            factor = 1 + 1e-6 * (self.calls if rank == "all" else 1)
-            if self.calls >= int(at):
+            Wrong.calls += 1  # the machine's, not the model's
+            factor = 1 + 1e-6 * (Wrong.calls if rank == "all" else 1)
+            if Wrong.calls >= int(at):
                 y.register_hook(lambda gradient: gradient * factor)
         return y
 

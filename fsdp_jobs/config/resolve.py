@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.keys import AUTO
-from fsdp_jobs.config.schema import FsdpConfig, HardwareConfig, JobConfig
+from fsdp_jobs.config.schema import CustomModelConfig, FsdpConfig, HardwareConfig, JobConfig
 
 LOGITS_AT_ONCE = 2**27
 
@@ -76,6 +76,16 @@ def param_dtype(fsdp: FsdpConfig, device: str) -> str:
     if fsdp.param_dtype == AUTO:
         return "bf16" if device == "cuda" else "fp32"
     return fsdp.param_dtype
+
+
+def probe_every_steps(config: JobConfig) -> int:
+    """Return the steps between two probes, 0 for none; auto is off for models whose code may hold state of any kind."""
+    chosen = config.integrity.probe_every_steps
+    if config.is_program:
+        return 0
+    if chosen == AUTO:
+        return 0 if isinstance(config.model, CustomModelConfig) else 1000
+    return int(chosen)
 
 
 def output_dtype(fsdp: FsdpConfig) -> str | None:

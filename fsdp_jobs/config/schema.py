@@ -195,8 +195,11 @@ class IntegrityConfig:
     """Whether replicas hold the same bits, and what follows when they do not."""
 
     every_steps: int = key(0, "steps between two comparisons; 0: only captures are compared", at_least=0)
-    probe_every_steps: int = key(
-        1000, "the trainer's steps between two probes whether all ranks compute the same; 0 is off", at_least=0
+    probe_every_steps: Any = key(
+        AUTO,
+        "the trainer's steps between two probes whether all ranks compute the same; 0 is off, "
+        "auto 1000 for Llamas and Hugging Face's models and off for your own",
+        at_least=0,
     )
     action: str = key(
         "report",

@@ -12,7 +12,7 @@ from fsdp_jobs.config.data import HUB_NAME, data_problems
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.keys import value_problems
 from fsdp_jobs.config.program import program_problems
-from fsdp_jobs.config.resolve import node_range, ranks_per_node
+from fsdp_jobs.config.resolve import node_range, probe_every_steps, ranks_per_node
 from fsdp_jobs.config.schema import HfConfig, JobConfig, LlamaConfig, NoModelConfig
 from fsdp_jobs.config.torch_version import trainer_problems
 
@@ -75,8 +75,7 @@ def _integrity(config: JobConfig) -> Iterator[Problem]:
     if every_steps and strategy in ("full_shard", "shard_grad_op"):
         what = f"fsdp.strategy={strategy} has one replica, and nothing to compare it with"
         yield Problem(f"integrity.every_steps={every_steps}", what, "fsdp=hybrid_shard, or integrity.every_steps=0")
-    probes = config.integrity.probe_every_steps and not config.is_program
-    if action != "report" and not (every_steps or probes or config.checkpoint.memory.every_steps):
+    if action != "report" and not (every_steps or probe_every_steps(config) or config.checkpoint.memory.every_steps):
         cure = "integrity.every_steps=100, or checkpoint.memory.every_steps=auto"
         yield Problem(f"integrity.action={action}", "nothing is compared", cure)
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.config.resolve import probe_every_steps
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
 from tests.world import events_of, run_world, train_here
@@ -83,3 +87,30 @@ def test_two_ranks_that_differ_are_both_named(tmp_path: Path) -> None:
 def test_kernels_that_never_add_alike_are_no_fault(tmp_path: Path) -> None:
     run_world(3, _train, str(tmp_path / "run"), "all:1")
     assert not _found(tmp_path / "run")
+
+
+STATE = ("model=custom", "model._target_=tests.models.averages", "model.wrap_classes=[Block]", "data.micro_batch=1")
+
+
+def _with_state(folder: str, averages: str) -> list[list[float]]:
+    os.environ["AVERAGES"] = averages
+    losses = []
+    for every in (0, 2):
+        random.seed(int(os.environ["RANK"]))
+        np.random.seed(int(os.environ["RANK"]))
+        asked = (*STATE, "steps=7", f"integrity.probe_every_steps={every}")
+        losses.append(train_here(f"{folder}/{every}", asked, nodes=4))
+    return losses
+
+
+@pytest.mark.parametrize("averages", ["of a rank", "none"])
+def test_state_of_a_model_is_kept_and_accuses_nobody(tmp_path: Path, averages: str) -> None:
+    without, probed = run_world(4, _with_state, str(tmp_path), averages)[0]
+    assert probed == without and len(probed) == 7
+    assert not _found(tmp_path / "2")
+
+
+def test_models_of_the_users_own_are_probed_when_that_is_asked_for() -> None:
+    own = ("model=custom", "model._target_=tests.models.tiny", "model.wrap_classes=[Block]")
+    asked = ([], own, [*own, "integrity.probe_every_steps=50"], ["integrity.probe_every_steps=0"])
+    assert [probe_every_steps(compose_job([*overrides])) for overrides in asked] == [1000, 0, 50, 0]

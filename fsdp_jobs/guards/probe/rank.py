@@ -11,6 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fsdp_jobs.config.resolve import probe_every_steps
 from fsdp_jobs.config.schema import JobConfig
+from fsdp_jobs.guards.probe.state import held_by, kept
 from fsdp_jobs.guards.replicas.rank import checksum
 from fsdp_jobs.models.weights import plain_name
 from fsdp_jobs.run import events
@@ -29,7 +32,15 @@ from fsdp_jobs.run.verdict import notify
 
 Microbatch = tuple[Tensor, Tensor]
 _UNSTEADY = {"the same computation, done twice": "differs"}
+_T = TypeVar("_T")
 _NAMED = 3  # tensors and ranks in a sentence
+
+
+def _of_all(own: _T) -> list[_T]:
+    """Return what each rank has given, by rank."""
+    given: list[_T] = [own] * dist.get_world_size()
+    dist.all_gather_object(given, own)
+    return given
 
 
 class ComputesWrong(RuntimeError):
@@ -47,32 +58,41 @@ class Probe:
         backward: Callable[[list[Microbatch]], Tensor],
     ):
         self.config, self.model, self.device, self._backward = config, model, device, backward
-        self.every_steps = config.integrity.probe_every_steps if dist.get_world_size() > 1 else 0
+        self.every_steps = probe_every_steps(config) if dist.get_world_size() > 1 else 0
         self._agreed = -1  # the newest step of this round at which all ranks were the same
 
     def run(self, step: int, microbatch: Microbatch) -> None:
         """All ranks, between an update and the next step: compare the gradients of rank 0's microbatch.
 
-        Afterwards there are no gradients; nothing else has changed.
+        Afterwards there are no gradients; nothing else has changed. Where ranks hold other buffers or attributes, or
+        one does not get the same gradients twice the first time, no rank is to blame: then there are no more probes.
 
         Raises:
             ComputesWrong: those of this rank differ, and `integrity.action` is not report.
         """
-        shared = [microbatch]
-        dist.broadcast_object_list(shared, src=0)
-        sums = self._sums(step, shared[0])
-        sums = sums if sums == self._sums(step, shared[0]) else _UNSTEADY
-        digests: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(digests, digest(sums))
+        held = held_by(self.model)
+        theirs: list[Any] = [held, microbatch]
+        dist.broadcast_object_list(theirs, src=0)
+        others = sorted(name for name, value in held.items() | theirs[0].items() if held.get(name) != value)
+        if different := [name for names in _of_all(others[:_NAMED]) for name in names]:
+            self._stop(f"ranks do not hold the same in {different[0]}, and may rightly compute other gradients")
+            return
+        sums = self._sums(step, theirs[1])
+        sums = sums if sums == self._sums(step, theirs[1]) else _UNSTEADY
+        digests = _of_all(digest(sums))
         common, votes = Counter(digests).most_common(1)[0]
-        if common == digest(_UNSTEADY) and 2 * votes > len(digests):
-            self.every_steps = 0
-            if dist.get_rank() == 0:
-                print("WARNING no probe in this round: most ranks do not get the same gradients twice", flush=True)
+        unsteady = digests.count(digest(_UNSTEADY))
+        if 2 * unsteady > len(digests) or (unsteady and self._agreed < 0):
+            self._stop(f"{unsteady} of {len(digests)} ranks do not get the same gradients twice")
         elif votes == len(digests):
             self._agreed = step
         else:
             self._find(step, sums, digests, common if 2 * votes > len(digests) else None)
+
+    def _stop(self, why: str) -> None:
+        self.every_steps = 0
+        if dist.get_rank() == 0:
+            print(f"WARNING no probe in this round: {why}", flush=True)
 
     def _sums(self, step: int, microbatch: Microbatch) -> dict[str, str]:
         """Return the sums of the gradients that this rank computes by itself, of whole parameters, and of the loss."""
@@ -94,18 +114,14 @@ class Probe:
         for prefix, unit in self.model.named_modules():
             if isinstance(unit, FSDPModule):  # this hook runs inside FSDP's own, which gathers
                 hooks.append(unit.register_forward_pre_hook(partial(gathered, prefix)))
-        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         try:
-            with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-                torch.manual_seed(step)
+            with kept(self.model, self.device, step):
                 found["the loss"] = checksum(self._backward([microbatch]))
         finally:
             for hook in hooks:
                 hook.remove()
         for parameter in self.model.parameters():
             parameter.grad = None
-        for buffer, before in buffers:
-            buffer.copy_(before)
         values = torch.stack([*found.values()]).tolist()
         return {name: f"{value:x}" for name, value in zip(found, values, strict=True)}
 
@@ -114,8 +130,7 @@ class Probe:
         theirs = [sums]
         dist.broadcast_object_list(theirs, src=digests.index(right) if right else 0)
         own = sorted(name for name in sums.keys() | theirs[0].keys() if sums.get(name) != theirs[0].get(name))
-        by_rank: list[list[str]] = [[]] * len(digests)
-        dist.all_gather_object(by_rank, own[:_NAMED])
+        by_rank = _of_all(own[:_NAMED])
         wrong = [r for r, found in enumerate(digests) if found != right] if right else [*range(len(digests))]
         # Who differs from the first probe on may run on other hardware than most do.
         ends = right is not None and self._agreed >= 0 and self.config.integrity.action != "report"

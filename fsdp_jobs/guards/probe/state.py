@@ -1,0 +1,93 @@
+"""What a model holds beside its parameters: taken before a probe, put back after it, compared between ranks."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fsdp_jobs.checkpoints.state import RandomState
+from fsdp_jobs.guards.replicas.rank import checksum
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_OF_TORCH = vars(nn.Module()).keys()
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a value consists of numbers, words and tensors only, so that a copy of it is as good."""
+    if isinstance(value, dict):
+        return all(map(_is_plain, (*value, *value.values())))
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN) or (type(value) is Tensor and not value.requires_grad)
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield a name, and where its value is, for each plain Python attribute of the modules."""
+    for prefix, module in model.named_modules():
+        held = vars(module)
+        for name in held.keys() - _OF_TORCH:
+            if _is_plain(held[name]):
+                yield f"{prefix}.{name}", held, name
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if type(buffer) is Tensor:
+                yield f"{prefix}.{name}", module._buffers, name
+
+
+def _described(value: object) -> str:
+    """Describe a plain value so that equal ones read the same on all ranks."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {tuple(value.shape)} {int(checksum(value)):x}"
+    if isinstance(value, dict):
+        return ", ".join(f"{key!r}: {_described(held)}" for key, held in value.items())
+    if isinstance(value, set | frozenset):
+        return ", ".join(sorted(map(_described, value)))
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_described, value))
+    return repr(value)
+
+
+def held_by(model: nn.Module) -> dict[str, str]:
+    """Describe the buffers and the plain attributes of a model's modules, by name."""
+    return {name: _described(held[key]) for name, held, key in (*_buffers(model), *_attributes(model))}
+
+
+@contextmanager
+def kept(model: nn.Module, device: torch.device, seed: int) -> Iterator[None]:
+    """Put back at the end what a forward pass may change, and draw the same random numbers on all ranks until then."""
+    buffers = [(held, key, held[key], held[key].detach().clone()) for _, held, key in _buffers(model)]
+    attributes = [(held, key, held[key], copy.deepcopy(held[key])) for _, held, key in _attributes(model)]
+    generators = RandomState(device)
+    drawn = generators.state_dict()
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        generators.load_state_dict(drawn)
+        for held, key, value, before in (*buffers, *attributes):
+            held[key] = _as_before(value, before)
+
+
+@torch.no_grad()
+def _as_before(value: Any, before: Any) -> Any:
+    """Give a value the content of its copy, and return it: others may hold the same object."""
+    if isinstance(value, Tensor):
+        value.copy_(before)
+    elif isinstance(value, list):
+        value[:] = before
+    elif isinstance(value, dict | set):
+        value.clear()
+        value.update(before)
+    return value
