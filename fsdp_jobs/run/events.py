@@ -295,13 +295,19 @@ class Done(Event):
     samples: int
 
 
-class AttemptEnded(Event, sentence="{verdict}: {reason}"):
+class AttemptEnded(Event):
+    """An attempt has ended; with a verdict to stop, the job has."""
+
     verdict: str
     decision: str
     reason: str
     step: int | None = None
     committed: int | None = None
     leases: int | None = None  # nodes whose ranks might still run; None: no coordinator has told
+
+    def sentence(self) -> str:
+        is_asked_for = (self.verdict, self.decision) == ("preempted", "stop")
+        return f"{'stopped' if is_asked_for else self.verdict}: {self.reason}"
 
     @property
     def style(self) -> str:
