@@ -41,14 +41,15 @@ def claim(home: Path, kind: str, owner: str, last: int | None = None) -> int:
     Args:
         home: the folder of the run's checkpoints; a UPath for an object store, which must know conditional puts.
         owner: a line that no other claimant writes.
-        last: the newest number that the caller knows, if it has claimed before.
+        last: the newest number that the caller knows, if it has claimed before: what follows is above it also where
+            the markers are gone, as after the purge of a scratch file system.
 
     Raises:
         Fenced: another process has claimed a number after `last`.
         OSError: the folder cannot be read or written.
     """
     while True:
-        known = newest(home, kind)
+        known = max(newest(home, kind), last or 0)
         if last is not None and known > last:
             raise Fenced(f"{kind} {known} of this run has begun elsewhere, after {last}")
         marker = home / "epochs" / f"{kind}-{known + 1:08d}"
