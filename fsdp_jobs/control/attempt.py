@@ -53,7 +53,7 @@ class Round:
     failed_at: float = 0.0  # when what broke it happened
     broken_why: str = ""
     failures: list[Failure] = field(default_factory=list)
-    lost: set[int] = field(default_factory=set)  # nodes
+    lost: dict[int, str] = field(default_factory=dict)  # node -> how
     culprit: int | None = None  # node on which the others waited, that was lost alone, or whose state is wrong
     excludes: bool = False  # the culprit at once
 
@@ -230,11 +230,15 @@ class Attempt:
         """
         broken, timeout_s, beats_s = self.round, self.elastic.heartbeat_timeout_s, self.elastic.heartbeat_interval_s
         silence_s = 1.5 * beats_s if broken.has_cuts else timeout_s / 2
-        lost = {a.node for a in self.agents.in_round() if a.is_unreachable or now - a.heard > silence_s} | broken.lost
+        lost = {a.node for a in self.agents.in_round() if a.is_unreachable or now - a.heard > silence_s}
+        lost |= broken.lost.keys()
         if broken.lost and len({broken.hosts.get(node) for node in lost}) > 1:
             broken.broken_why = f"the coordinator lost {len(lost)} of {broken.size} nodes at once"
         elif broken.lost and broken.culprit is None:
-            broken.culprit = min(lost)
+            node, why = min(broken.lost.items())
+            elsewhere = [f for f in broken.failures if f.node != node and not (f.is_victim or f.is_request)]
+            if not elsewhere or broken.broken_why in broken.lost.values():  # else what failed elsewhere came before
+                broken.culprit, broken.broken_why = node, why
 
     def _done(self) -> Verdict:
         return Verdict("done", "stop", f"all {self.step} steps are done" if self.step else "the program has ended")

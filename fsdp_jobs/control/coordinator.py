@@ -7,6 +7,7 @@ round starts with those that are there, once no rank of the one before can run a
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 from fsdp_jobs.config.errors import BadInput
@@ -88,7 +89,8 @@ class Coordinator(ComparedAttempt):
         """Answer a sign of life; ranks of a round that is over are left to their lease."""
         agent.heard = now
         may_run = agent.in_round and self.round.running and not agent.ended
-        agent.send({"kind": "alive", "at": message["at"] if may_run or agent.ready else None})
+        at = message["at"] if may_run or agent.ready else None
+        agent.send({"kind": "alive", "at": at, "time": time.time()})
         if may_run:
             self.leases.hold(agent.id, now)
 
@@ -182,7 +184,7 @@ class Coordinator(ComparedAttempt):
             self._on_ranks_ended(agent)
         if agent.in_round and not agent.ended and self.verdict is None:
             self._record(events.NodeLost(agent.node, agent.host, why))
-            self.round.lost.add(agent.node)
+            self.round.lost[agent.node] = why
             self._break(why, now, now if certain else agent.heard)
 
     def on_stop(self, why: str, now: float) -> None:

@@ -43,6 +43,7 @@ from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ATTEMPT_ENV, LAYOUT_ENV, RANK_STATE_ENV, ROUND_ENV, RUN_DIR_ENV
 from fsdp_jobs.run.processes import free_port
 from fsdp_jobs.run.rank_state import SAVES_NOTHING, Phase, RankState, Request
+from fsdp_jobs.run.term import job_time
 
 __all__ = ["Checkpointer", "ElasticSampler", "checkpointer", "config", "device", "finish", "init", "layout", "log"]
 __all__ += ["mesh", "set_timeout", "shard", "should_stop", "step"]
@@ -133,7 +134,7 @@ class _Job:
     def on_restored(self, step: int) -> None:
         self.done, self.stepped_at = step, time.monotonic()
         if self.metrics is not None:
-            self.metrics.steps.resume(step, time.time())
+            self.metrics.steps.resume(step, job_time())
         self.report(Phase.STARTING)
 
     def report(self, phase: Phase) -> None:
@@ -372,7 +373,7 @@ def step(number: int, *, tokens: int = 0, flops: float = 0.0, last: bool = False
     copied = torch.cuda.Event() if job.device.type == "cuda" else None
     if copied is not None:
         copied.record()
-    job.line = _Line(number, time.time(), tokens, flops, seconds, stall_s, all_values, copied)
+    job.line = _Line(number, job_time(), tokens, flops, seconds, stall_s, all_values, copied)
     if checkpoints is not None and not last and (job.request is not Request.NONE or checkpoints.is_due(number)):
         job.write_line()  # a step that is saved has been recorded
         checkpoints.save(number, block=job.is_leaving)

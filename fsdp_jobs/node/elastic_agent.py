@@ -35,7 +35,7 @@ from fsdp_jobs.run.failure import Failure
 from fsdp_jobs.run.processes import has_signal, kill_families, kills_for_memory
 from fsdp_jobs.run.protocol import Message
 from fsdp_jobs.run.rank_state import Phase, Request
-from fsdp_jobs.run.term import LOOK_S
+from fsdp_jobs.run.term import LOOK_S, job_time
 from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE
 from fsdp_jobs.tiers.memory.copies import Copies
 
@@ -106,7 +106,7 @@ class Agent(LocalElasticAgent):
         is_leaving = any(state.read().phase == Phase.LEAVING for state in self._handler.states)
         if result.state == WorkerState.SUCCEEDED and is_leaving:
             left = [(w.global_rank, self._step(w.local_rank)) for w in worker_group.workers]
-            now = time.time()
+            now = job_time()
             self._handler.failed([asdict(Failure(self._node, r, EXIT_REQUEUE, "", now, step)) for r, step in left])
             return RunResult(state=WorkerState.FAILED)
         if result.state == WorkerState.FAILED:
@@ -167,7 +167,7 @@ class Agent(LocalElasticAgent):
             content = failure.error_file_data["message"]
             text = content["message"] if isinstance(content, dict) else str(content)
             error = next(iter(text.strip().splitlines()), "")[:500]
-        ended_at = failure.timestamp if has_file else time.time()  # of an exception, else of now
+        ended_at = failure.timestamp + self._handler.lease.ahead_s() if has_file else job_time()
         return asdict(Failure(self._node, rank, failure.exitcode, error, ended_at, self._step(failure.local_rank)))
 
     def _dump(self) -> None:

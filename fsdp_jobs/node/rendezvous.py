@@ -71,6 +71,7 @@ class CoordinatorRendezvous(rendezvous.RendezvousHandler):
                 case "alive":
                     if message["at"] is not None:
                         self.lease.renew(message["at"] + self.lease_s, message["at"] + self.fresh_s)
+                        self.lease.set_clock(message["time"], message["at"])
                 case "round":
                     self.round, self._start, self._waiting = message, {}, False
                     self.sums.begin_round(message)

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, dataclass_transform
 
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.tail import Tail, json_objects, newest_json_lines, read_json_lines
-from fsdp_jobs.run.term import Fenced, check_may_record, is_answered
+from fsdp_jobs.run.term import Fenced, check_may_record, is_answered, job_time
 
 # What a node can need longer for than the others.
 SLOW_CAUSES = {
@@ -48,7 +48,7 @@ class Event:
     _template: ClassVar[str | None] = None
     _style: ClassVar[str] = "yellow"
 
-    time: float = 0.0  # seconds since 1970
+    time: float = 0.0  # seconds since 1970, by the clock of the coordinator
     attempt: int = -1
     round: int | None = None  # that the coordinator was in; None where another process recorded the event
 
@@ -353,7 +353,7 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
 
 def record(run: RunDir, attempt: int, event: Event) -> None:
     """Append an event to the run's, with the present time."""
-    append_line(run.events, replace(event, time=time.time(), attempt=attempt).to_record())
+    append_line(run.events, replace(event, time=job_time(), attempt=attempt).to_record())
 
 
 def parse_events(records: Iterable[dict[str, Any]]) -> Iterator[Event]:

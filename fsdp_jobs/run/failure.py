@@ -37,7 +37,7 @@ class Failure:
     rank: int
     exit_code: int  # negative: killed by that signal
     error: str  # "ExceptionClass: message", or empty
-    time: float  # seconds since 1970, by the clock of its node
+    time: float  # seconds since 1970, by the clock of the coordinator
     step: int = -1  # steps it had done
 
     @property

@@ -25,7 +25,8 @@ Agent to coordinator:
     ended                       all ranks of this node have finished
     away                        this connection will be closed, and not because the agent ends
 Coordinator to agent:
-    alive   at                          answers hello, beat and ready; with `at`, the node's lease runs from then
+    alive   at, time                    answers hello, beat and ready; with `at`, the node's lease runs from then
+                                        (time: seconds since 1970 by the coordinator's clock)
     round   round, epoch, rank, size, shard_group, layout, partner, limit, replayed, holds
                                         this node has this rank of `size`, and sends its captures to the partner;
                                         after the step `limit` nothing is gone on from that is not known to be sound,

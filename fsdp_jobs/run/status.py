@@ -199,7 +199,7 @@ class RunStatus:
     @property
     def checkpoint_age_s(self) -> float | None:
         """Return seconds since the newest checkpoint; None before the first."""
-        return time.time() - self.committed_at if self.committed >= 0 else None
+        return max(0.0, time.time() - self.committed_at) if self.committed >= 0 else None
 
 
 def steps_done(step: int, steps: int | None) -> str:

@@ -23,6 +23,7 @@ from fsdp_jobs.run.env import EPOCH_ENV, RANK_STATE_ENV
 LOOK_S = 0.1  # between two looks at a lease
 ROUND, COORDINATOR = "round", "coordinator"  # what is numbered: rounds fence writers, coordinators each other
 _UNTIL = struct.Struct("<dd")
+_AHEAD = struct.Struct("<d")
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # goes on while the machine is suspended
 
 
@@ -97,11 +98,14 @@ def shared_memory(file: Path, size: int) -> mmap.mmap:
 
 
 class Lease:
-    """Until when this node's ranks may run and write: 16 bytes of memory, which its agent renews and its ranks read."""
+    """Until when this node's ranks may run and write, and what time it is for the job's coordinator.
+
+    24 bytes of memory, which the agent writes and its ranks read.
+    """
 
     def __init__(self, folder: Path | str):
         """`folder` is that of the node's rank states."""
-        self._map = shared_memory(Path(folder) / "lease", _UNTIL.size)
+        self._map = shared_memory(Path(folder) / "lease", _UNTIL.size + _AHEAD.size)
 
     @staticmethod
     def now() -> float:
@@ -111,6 +115,19 @@ class Lease:
     def renew(self, until: float, fresh_until: float) -> None:
         """Let the ranks run until a time of `now`, and until an earlier one without a look whether they still may."""
         _UNTIL.pack_into(self._map, 0, until, fresh_until)
+
+    def set_clock(self, theirs: float, asked_at: float) -> None:
+        """Note the coordinator's time, in seconds since 1970, from its answer to what was sent at a time of `now`.
+
+        It was written at some moment in between: what is known already is kept where that may have been so.
+        """
+        most = theirs - time.time() + (self.now() - asked_at)
+        ahead = min(max(self.ahead_s(), theirs - time.time()), most)
+        _AHEAD.pack_into(self._map, _UNTIL.size, ahead)
+
+    def ahead_s(self) -> float:
+        """Return by how many seconds the coordinator's clock is ahead of this machine's."""
+        return float(_AHEAD.unpack_from(self._map, _UNTIL.size)[0])
 
     def left_s(self) -> float:
         """Return for how many seconds the ranks may go on, negative when they may not; before any `renew`, for ever."""
@@ -127,6 +144,12 @@ class Lease:
 def _lease_of_node() -> Lease | None:
     folder = os.environ.get(RANK_STATE_ENV)
     return Lease(folder) if folder else None
+
+
+def job_time() -> float:
+    """Return seconds since 1970 by the clock of the job's coordinator, on a node of it; elsewhere by this machine's."""
+    lease = _lease_of_node()
+    return time.time() + (lease.ahead_s() if lease is not None else 0.0)
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,34 @@ def test_without_an_excluded_machine_below_the_minimum_the_launcher_is_to_find_a
     assert "node1 is excluded" in cluster.verdict.reason
 
 
+@pytest.mark.parametrize("first", ["killed", "lost"])
+def test_of_two_failures_within_a_second_one_is_told_and_blamed(tmp_path: Path, first: str) -> None:
+    cluster = Cluster(tmp_path, "nodes=3", "elastic.join_window_s=0")
+    members = a, b, c = [cluster.join(n) for n in range(3)]
+    cluster.later(1.5, *members)
+    happens = {"killed": lambda: cluster.ready(a, failure(0, 0, exit_code=-9)), "lost": lambda: cluster.closed(b)}
+    happens.pop(first)()
+    cluster.later(0.3, a, c)
+    for then in happens.values():
+        then()
+    cluster.ready(c)
+    cluster.later(2, a, c)
+    (broken,) = cluster.events("round_broken")
+    expected = ("rank 0 on node 0", "node0") if first == "killed" else ("closed", "node1")
+    assert (broken["why"].startswith(expected[0]), broken["blamed"]) == (True, expected[1]), broken
+
+
+def test_a_node_that_is_lost_is_told_also_where_its_victims_say_so_first(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=2", "elastic.join_window_s=0")
+    a, b = [cluster.join(n) for n in range(2)]
+    cluster.later(1.5, a, b)
+    cluster.ready(a, failure(0, 0, "RuntimeError: Connection closed by peer"))
+    cluster.closed(b)
+    cluster.later(2, a)
+    (broken,) = cluster.events("round_broken")
+    assert (broken["why"], broken["blamed"]) == ("closed", "node1")
+
+
 def test_attempts_that_lead_nowhere_are_not_repeated_for_ever(tmp_path: Path) -> None:
     decisions = []
     for _ in range(4):
