@@ -1,4 +1,4 @@
-"""The state that a rank and its agent share: a 128-byte memory map per rank, without a system call. No torch."""
+"""The state that a rank and its agent share: a small memory map per rank, without a system call. No torch."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ SAVES_NOTHING = -2  # in place of the newest checkpoint's step: the rank has not
 _REPORT = struct.Struct("<dqqi")  # time of writing, step, committed step, phase
 _REQUEST = struct.Struct("<i")
 _REQUEST_AT = 48
-_TIMES = struct.Struct("<8d")
+_TIMES = struct.Struct("<9d")
 _TIMES_AT = 64
-_SIZE = 128
+_SIZE = _TIMES_AT + _TIMES.size
 
 
 class Phase(IntEnum):
@@ -61,6 +61,7 @@ class Times(NamedTuple):
     host: float = 0.0  # of the same on the host, which a GPU follows
     work: float = 0.0  # elements that were put into the blocks that are measured
     slowest: float = 0.0  # `compute` of the slowest rank, step by step
+    attention: float = 0.0  # `work`, each element times the length of its sequence
 
 
 class RankState:

@@ -96,6 +96,23 @@ def test_what_costs_nothing_is_not_named() -> None:
     assert not found_in(Ranks(4), lambda n, t: t._replace(compute=2 * t.compute, work=200) if n == 1 else t)
 
 
+@pytest.mark.parametrize("nodes", [2, 4, 8])
+@pytest.mark.parametrize("quadratic", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("longer", [0.5, 1.5, 4.0])
+def test_a_node_with_longer_samples_is_not_slow(nodes: int, quadratic: float, longer: float) -> None:
+    """Padded to the longest of a batch, and of other lengths with as many tokens; blocks that tell nothing of both."""
+    part = 1 - quadratic
+    for tokens, cost in ((longer, part * longer + quadratic * longer**2), (1.0, part + quadratic * longer)):
+
+        def own(n: int, t: Times, tokens: float = tokens, cost: float = cost) -> Times:
+            more = (cost, tokens, tokens * longer) if n == 1 else (1.0, 1.0, 1.0)
+            return t._replace(compute=t.compute * more[0], work=100 * more[1], attention=6400 * more[2])
+
+        assert not [f for f in found_in(Ranks(nodes), own, windows=20) if isinstance(f, SlowNode)]
+        untold = lambda n, t: own(n, t)._replace(work=0.0, attention=0.0)  # noqa: E731
+        assert not [f for f in found_in(Ranks(nodes), untold, windows=20) if isinstance(f, SlowNode)]
+
+
 def test_the_cause_is_named() -> None:
     (found,) = found_in(Ranks(4), lambda n, t: t._replace(data=0.2 if n == 2 else 0.001))
     assert isinstance(found, SlowNode) and (found.node, found.cause) == (2, "data") and "data" in found.sentence()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -35,3 +35,40 @@ def _timed() -> tuple[float, float, int]:
 def test_a_validation_pass_is_no_compute_of_a_step_and_what_is_kept_has_a_bound() -> None:
     ((validation_s, training_s, kept),) = run_world(1, _timed)
     assert validation_s == 0 < training_s and kept <= 8
+
+
+class _Named(nn.Module):
+    """Calls its block by keyword, mask first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = _Block()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.block(mask=torch.ones(3, 3, dtype=torch.bool), hidden=hidden)
+        return out
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, mask: Tensor, hidden: Tensor) -> Tensor:
+        out: Tensor = self.linear(hidden)
+        return out
+
+
+def _work_of_named() -> tuple[float, float]:
+    timing._WARM_UP = 0
+    model, mesh = _Named(), init_device_mesh("cpu", (1,))
+    fully_shard(model.block, mesh=mesh)
+    timer = StepTimer(torch.device("cpu"))
+    timer.watch(fully_shard(model, mesh=mesh))
+    model(torch.ones(2, 3, 8))
+    timer.end_step(1.0, 0.0, 0.0, 0.0)
+    return timer.sums.work, timer.sums.attention
+
+
+def test_the_work_of_blocks_that_are_called_by_keyword_is_known() -> None:
+    assert run_world(1, _work_of_named) == [(48.0, 144.0)]

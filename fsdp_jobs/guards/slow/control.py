@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from heapq import nlargest
@@ -43,26 +43,40 @@ class Window:
     """What a step took in a window, in seconds."""
 
     step_s: float
-    by_node: dict[str, dict[int, float]]  # cause -> node -> its slowest rank's
+    by_node: dict[str, dict[int, float]]  # cause -> node -> its slowest rank's, with the usual work at least
+    at_most: dict[str, dict[int, float]]  # the same, with the usual work at most; infinite where work is not known
     is_host_bound: dict[int, bool]  # node -> a GPU of it waits for the host
     slowest_s: float  # forward of the slowest rank, step by step
 
     @classmethod
     def between(cls, before: Sums, after: Sums) -> Window:
-        """Make the window between two readings of the same ranks. Work is made equal: longer samples take longer."""
+        """Make the window between two readings of the same ranks. Work is made equal: longer samples take longer.
+
+        A pass is partly linear in the length of its samples, and partly quadratic. Which part is not known, so the
+        time for the usual work is known up to bounds, which meet where ranks have the same work.
+        """
         ranks = {node: [_per_step(*pair) for pair in zip(before[node], after[node], strict=True)] for node in after}
         every = [rank for of_node in ranks.values() for rank in of_node]
-        work = median(rank.work for rank in every)
-        own: dict[str, Callable[[Times], float]] = {
-            "data": lambda rank: rank.data,
-            "checkpoint": lambda rank: rank.checkpoint,
-            "compute": lambda rank: rank.compute * (work / rank.work if rank.work else 1.0),
+        usual = median(rank.work for rank in every), median(rank.attention for rank in every)
+        compute = {node: [_bounds_s(rank, usual) for rank in ranks[node]] for node in ranks}
+        waits = {
+            "data": {node: max(rank.data for rank in ranks[node]) for node in ranks},
+            "checkpoint": {node: max(rank.checkpoint for rank in ranks[node]) for node in ranks},
         }
-        by_node = {cause: {node: max(map(of, ranks[node])) for node in ranks} for cause, of in own.items()}
+        least = waits | {"compute": {node: max(least for least, _ in compute[node]) for node in ranks}}
+        most = waits | {"compute": {node: max(most for _, most in compute[node]) for node in ranks}}
         is_host_bound = {
             node: any(_HOST_BOUND * r.compute < r.host != r.compute for r in ranks[node]) for node in ranks
         }
-        return cls(every[0].step, by_node, is_host_bound, every[0].slowest)
+        return cls(every[0].step, least, most, is_host_bound, every[0].slowest)
+
+
+def _bounds_s(rank: Times, usual: tuple[float, float]) -> tuple[float, float]:
+    """Return what a rank's forward passes take with the usual work, linear and quadratic, at least and at most."""
+    if not rank.work:
+        return rank.compute, math.inf
+    parts = [own / of for own, of in zip((rank.work, rank.attention), usual, strict=True) if of]
+    return rank.compute / max(parts), rank.compute / min(parts)
 
 
 def _per_step(before: Times, after: Times) -> Times:
@@ -72,7 +86,7 @@ def _per_step(before: Times, after: Times) -> Times:
 
 def examine(windows: Sequence[Window], node: int, cause: str, ranks: int) -> SlowNode | None:
     """Return what a node costs by one cause, if it is slow by it; all windows are of the same `ranks`."""
-    others = [[s for other, s in w.by_node[cause].items() if other != node] for w in windows]
+    others = [[s for other, s in w.at_most[cause].items() if other != node] for w in windows]
     middles, owns = [median(of) for of in others], [w.by_node[cause][node] for w in windows]
     often, far_s = _OFTEN, max(_SPREADS * median(map(_between_nodes, others)), _OWN_SPREADS * _over_time(owns))
     if len(others[0]) < 3:  # too few to tell what is usual: by what changes over time

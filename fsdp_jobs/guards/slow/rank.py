@@ -26,7 +26,8 @@ class _Span(NamedTuple):
     """One block's forward pass."""
 
     host_s: float
-    work: int  # elements of its input
+    work: int  # elements of its input, 0 where no input is known
+    attention: int  # these times the length of a sequence
     events: tuple[torch.cuda.Event, torch.cuda.Event] | None  # None on a CPU, where the host computes
 
 
@@ -50,7 +51,7 @@ class StepTimer:
         self._blocks_per_measured = len(units) / max(1, len(measured))
         for unit in measured:
             unit.register_forward_pre_hook(self._begin)
-            unit.register_forward_hook(self._end, prepend=True)
+            unit.register_forward_hook(self._end, prepend=True, with_kwargs=True)
 
     def _mark(self) -> torch.cuda.Event | None:
         if not self._is_cuda:
@@ -64,13 +65,15 @@ class StepTimer:
         self._began_s, self._began = time.perf_counter(), self._mark()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _end(self, _block: nn.Module, inputs: tuple[object, ...], _output: object) -> None:
+    def _end(self, _: nn.Module, inputs: tuple[object, ...], named: dict[str, object], output: object) -> None:
         if not torch.is_grad_enabled():
             return  # a validation pass
         host_s, ended = time.perf_counter() - self._began_s, self._mark()
-        work = inputs[0].numel() if inputs and isinstance(inputs[0], Tensor) else 0
+        tensors = (t for t in (*inputs, *named.values(), output) if isinstance(t, Tensor) and t.is_floating_point())
+        hidden = next(tensors, torch.empty(0))
+        length = hidden.shape[-2] if hidden.dim() > 2 else 1
         events = None if self._began is None or ended is None else (self._began, ended)
-        self._spans.append(_Span(host_s, work, events))
+        self._spans.append(_Span(host_s, hidden.numel(), hidden.numel() * length, events))
 
     def end_step(self, step_s: float, data_s: float, checkpoint_s: float, slowest_s: float) -> None:
         """Add a step.
@@ -89,8 +92,8 @@ class StepTimer:
         self.compute_s = on_gpu * self._blocks_per_measured if self._is_cuda else host_s
         self._steps += 1
         if self._steps > _WARM_UP:
-            work = float(sum(s.work for s in spans))
-            new = (1, step_s, data_s, checkpoint_s, self.compute_s, host_s, work, slowest_s)
+            work, attention = float(sum(s.work for s in spans)), float(sum(s.attention for s in spans))
+            new = (1, step_s, data_s, checkpoint_s, self.compute_s, host_s, work, slowest_s, attention)
             self.sums = Times(*(a + b for a, b in zip(self.sums, new, strict=True)))
 
 
