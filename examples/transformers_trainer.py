@@ -53,7 +53,6 @@ def main() -> None:
         logging_steps=1,
         per_device_train_batch_size=4,
         use_cpu=not on_gpu,
-        disable_tqdm=True,
         report_to="none",
     )
     if not on_gpu:  # Accelerate shards on GPUs alone: for a rehearsal it is told that it stands on some

@@ -30,6 +30,7 @@ GROUPS = (
     "sweep",
     "tracking",
     "notify",
+    "program",
 )
 
 

@@ -16,6 +16,7 @@ from fsdp_jobs.cli.runs import run_parser
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
 from fsdp_jobs.config.groups import CONF_DIR
 from fsdp_jobs.config.hydra import compose_job, flags_and_overrides, key_of, overrides_in, register_schemas
+from fsdp_jobs.config.resolve import silence_s
 from fsdp_jobs.config.schema import PROGRAM_KEYS, TRAINERS_KEYS
 from fsdp_jobs.launchers.base import launcher_of
 from fsdp_jobs.launchers.state import State
@@ -72,6 +73,9 @@ def _submit(overrides: Sequence[str], output: str | None = None) -> int:
     (described,) = describe([handle])
     if described.state is State.QUEUED:
         console.print(described.message, markup=False, soft_wrap=True)
+    if config.is_program and not config.elastic.stall_timeout_s:
+        limit = f"no output, work or new file for {silence_s(config.elastic) / 60:.0f} minutes counts as a hang"
+        console.print(f"{limit} (elastic.stall_timeout_s)", style="dim")
     if follower is None:
         console.print(f"follow with: fsdp-jobs logs -f {job.run.name}", markup=False)
         return 0

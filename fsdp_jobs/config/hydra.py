@@ -161,7 +161,9 @@ def for_sweep(override: str) -> str:
 
 def _as_hydra_reads(overrides: Sequence[str]) -> list[str]:
     """Quote values that are written as in a shell, and choose `model=none` for the user's own program."""
-    quoted = [_quoted(o) if o.startswith(("script_args=", "notify.command=")) else o for o in overrides]
+    quoted = [
+        _quoted(o) if o.startswith(("script_args=", "program.metrics=", "notify.command=")) else o for o in overrides
+    ]
     has_program = any(o.startswith(("script=", "module=")) and not o.endswith("=null") for o in quoted)
     has_model = any(o.startswith("model=") for o in quoted)
     return ["model=none", *quoted] if has_program and not has_model else quoted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ def program_problems(config: JobConfig, files: bool, shares_files: bool) -> Iter
         if isinstance(config.model, NoModelConfig):
             yield Problem("model=none", "the trainer needs a model", "script=train.py, or another model")
         return
+    if config.program.metrics is not None:
+        yield from _pattern(config.program.metrics)
     try:
         shlex.split(config.script_args)
     except ValueError as e:
@@ -34,6 +37,19 @@ def program_problems(config: JobConfig, files: bool, shares_files: bool) -> Iter
     if files and module is not None and shares_files and not _can_be_found(module):
         what = "there is no such module here"
         yield Problem(f"module={module}", what, "as for python -m, submitted from the folder that it is in; or script=")
+
+
+def _pattern(pattern: str) -> Iterator[Problem]:
+    where, example = f"program.metrics={pattern}", r"'program.metrics=step (?P<step>\d+).*loss (?P<loss>[\d.]+)'"
+    try:
+        compiled = re.compile(pattern)
+    except re.error as e:
+        yield Problem(where, f"not a regular expression: {e}", example)
+        return
+    if unknown := compiled.groupindex.keys() - {"step", "steps", "loss"}:
+        yield Problem(where, f"a group {min(unknown)}, and lines have step, steps and loss", example)
+    elif not compiled.groups or (compiled.groupindex and "step" not in compiled.groupindex):
+        yield Problem(where, "no group for the step", example)
 
 
 def _file(script: str) -> Iterator[Problem]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.keys import AUTO
-from fsdp_jobs.config.schema import CustomModelConfig, FsdpConfig, HardwareConfig, JobConfig
+from fsdp_jobs.config.schema import CustomModelConfig, ElasticConfig, FsdpConfig, HardwareConfig, JobConfig
 
 LOGITS_AT_ONCE = 2**27
+PROGRAMS_STALL_S = 1800.0  # a user's program may evaluate or do other long work between steps
 
 
 def accelerator(config: JobConfig) -> str:
@@ -46,6 +47,11 @@ def ranks_per_node(config: JobConfig) -> int:
     if not isinstance(ranks, int) or ranks < 1:
         raise BadInput([Problem(f"nproc_per_node={ranks}", "is neither auto nor a number of at least 1")])
     return int(ranks)  # true is a number to YAML
+
+
+def silence_s(elastic: ElasticConfig) -> float:
+    """Return for how many seconds a program that reports no steps may do nothing: `stall_timeout_s`, or its default."""
+    return elastic.stall_timeout_s or PROGRAMS_STALL_S
 
 
 def node_range(nodes: int | str) -> tuple[int, int]:

@@ -224,7 +224,8 @@ class ElasticConfig:
     step_timeout_s: float = key(300.0, "process-group timeout afterwards, seconds", at_least=1)
     stall_timeout_s: float = key(
         0.0,
-        "seconds without a step; 0: 20 measured steps, at least 60 s. Programs that report none: of silence; 0: off",
+        "seconds without a step; 0: 20 measured steps, at least 60 s. Of programs that report none: of silence; "
+        "0: 1,800; a huge number: never",
         at_least=0,
     )
     exclude_after: int = key(3, "failures of one machine after which it is excluded; 0 is off", at_least=0)
@@ -234,6 +235,17 @@ class ElasticConfig:
     loss_spike: float = key(6.0, "standard deviations above the last 100 losses that make an event; 0: off", at_least=0)
     stop_on_nan_loss: bool = key(False, "a loss that is not a number ends the job")
     stop_grace_s: float = key(60.0, "seconds that a stopped job has to save and exit; then it is killed", at_least=1)
+
+
+@dataclass
+class ProgramConfig:
+    """What is known of the user's own program."""
+
+    metrics: str | None = key(
+        None,
+        "regular expression for lines that rank 0 prints, with groups `step`, `steps`, `loss`; null: what torchtitan, "
+        "Trainer, Lightning, nanoGPT, lingua and the like print",
+    )
 
 
 @dataclass
@@ -295,6 +307,7 @@ class JobConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     integrity: IntegrityConfig = field(default_factory=IntegrityConfig)
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
+    program: ProgramConfig = field(default_factory=ProgramConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     notify: NotifyConfig = field(default_factory=NotifyConfig)

@@ -71,6 +71,7 @@ def run_agent(args: argparse.Namespace, signals: Signals) -> int:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
     from fsdp_jobs.node.elastic_agent import Agent
+    from fsdp_jobs.node.output import OutputMetrics
     from fsdp_jobs.node.rank_logs import LogTimes, RankLogs
     from fsdp_jobs.node.rendezvous import CoordinatorRendezvous
     from fsdp_jobs.node.tracker import TrackerProcess
@@ -117,7 +118,10 @@ def run_agent(args: argparse.Namespace, signals: Signals) -> int:
         monitor_interval=_MONITOR_S,
     )
     tracker, log_times = TrackerProcess(config, run, attempt, args.node), LogTimes(run.node(attempt, args.node))
-    agent = Agent(spec, RankLogs(config, handler, folder), handler, tracker, copies)
+    followers: list[TrackerProcess | OutputMetrics] = [tracker]
+    if config.is_program:
+        followers.insert(0, OutputMetrics(config.program.metrics, run, attempt, args.node, handler.states))
+    agent = Agent(spec, RankLogs(config, handler, folder), handler, followers, copies)
     signals.pass_on(handler.notice)
     ran = ThreadPoolExecutor(1, "elastic-agent").submit(agent.run)  # a thread: torch leaves signals to this function
     if error := ran.exception():
@@ -127,7 +131,8 @@ def run_agent(args: argparse.Namespace, signals: Signals) -> int:
             time.sleep(_MONITOR_S)  # until the round is broken or the attempt is over
     handler.shutdown()
     log_times.close()
-    tracker.close()
+    for follower in followers:  # the tracker sends what is read last
+        follower.close()
     exit_code = EXIT_FAILED if error else 0
     if handler.end:
         exit_code = int(handler.end["exit_code"])

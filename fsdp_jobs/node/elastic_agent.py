@@ -16,6 +16,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -27,12 +28,14 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from fsdp_jobs.config.resolve import silence_s
 from fsdp_jobs.guards.silence.node import Silence, Stack, files_of
+from fsdp_jobs.node.output import OutputMetrics
 from fsdp_jobs.node.rank_logs import FLIGHT_RECORDER, RankLogs
 from fsdp_jobs.node.rendezvous import CoordinatorRendezvous
 from fsdp_jobs.node.tracker import TrackerProcess
 from fsdp_jobs.run.failure import Failure
-from fsdp_jobs.run.processes import has_signal, kill_families, kills_for_memory
+from fsdp_jobs.run.processes import STACKS_SIGNAL, has_signal, kill_families, kills_for_memory
 from fsdp_jobs.run.protocol import Message
 from fsdp_jobs.run.rank_state import Phase, Request
 from fsdp_jobs.run.term import LOOK_S, job_time
@@ -55,24 +58,26 @@ class Agent(LocalElasticAgent):
         spec: WorkerSpec,
         logs: RankLogs,
         handler: CoordinatorRendezvous,
-        tracker: TrackerProcess,
+        followers: Sequence[TrackerProcess | OutputMetrics],
         copies: Copies | None,
     ):
         super().__init__(spec, logs, start_method="forkserver")
         self._copies = copies
-        self._handler, self._logs, self._tracker, self._node = handler, logs, tracker, handler.identity["node"]
+        self._handler, self._logs, self._followers, self._node = handler, logs, followers, handler.identity["node"]
         self._is_terminating = False  # silent ranks have been sent SIGTERM
         self._kills_for_memory = 0  # of this machine's kernel, before the round
         handler.on_dump = self._dump
         threading.Thread(target=self._keep_lease, name="lease", daemon=True).start()
         config = logs.config
-        if config.is_program and (limit_s := config.elastic.stall_timeout_s):
+        if config.is_program:
+            limit_s = silence_s(config.elastic)
             threading.Thread(target=self._watch_for_silence, args=(limit_s,), name="silence", daemon=True).start()
 
     def _initialize_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
         self._kills_for_memory = kills_for_memory()
         super()._initialize_workers(worker_group, *args, **kwargs)
-        self._tracker.begin_round(has_rank_0=self._handler.round["rank"] == 0)
+        for follower in self._followers:
+            follower.begin_round(has_rank_0=self._handler.round["rank"] == 0)
 
     def _start_workers(self, worker_group: WorkerGroup) -> Any:
         if self._copies is not None:
@@ -195,8 +200,8 @@ class Agent(LocalElasticAgent):
                 os.truncate(files[-1], 0)
             before.append(_size(files[-1]))
             with suppress(OSError):
-                if has_signal(w.id, "SigCgt", signal.SIGUSR2):  # it would kill one that has just been started
-                    os.kill(w.id, signal.SIGUSR2)
+                if has_signal(w.id, "SigCgt", STACKS_SIGNAL):  # it would kill one that has just been started
+                    os.kill(w.id, STACKS_SIGNAL)
         deadline, after = time.monotonic() + _DUMP_S, list[int]()
         while time.monotonic() < deadline:
             time.sleep(0.1)

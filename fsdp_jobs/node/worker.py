@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,7 +25,7 @@ from typing import Any
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
 from fsdp_jobs.node.program import Program
 from fsdp_jobs.run.env import AGENT_PID_ENV, LOG_ENV, RANK_STATE_ENV, STACKS_ENV
-from fsdp_jobs.run.processes import die_with_parent, set_title
+from fsdp_jobs.run.processes import STACKS_SIGNAL, die_with_parent, set_title
 from fsdp_jobs.run.rank_state import SAVES_NOTHING, Phase, RankState, Request
 from fsdp_jobs.run.term import LOOK_S, Lease
 from fsdp_jobs.run.verdict import EXIT_REQUEUE
@@ -39,7 +40,11 @@ def enter() -> None:
         signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
     log = Path(os.environ[LOG_ENV])
     log.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    descriptor = os.open(log, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    size = os.fstat(descriptor).st_size
+    if size and os.pread(descriptor, 1, size - 1) != b"\n":
+        with suppress(OSError):  # a full disk
+            os.write(descriptor, b"\n")  # a killed process has not ended its last line, as that of a progress bar
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(descriptor, 1)
@@ -76,7 +81,7 @@ def run_program() -> None:
         for n, f in ((1, sys.stdout), (2, sys.stderr))
     )
     stacks = open(os.environ[STACKS_ENV], "a")  # noqa: SIM115 - stays open for as long as the rank lives
-    faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
+    faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
     threading.Thread(target=_die_with_lease, name="lease", daemon=True).start()
     program = Program.from_environment()
     set_title(f"rank {os.environ['RANK']}/{os.environ['WORLD_SIZE']} {Path(program.what).name}")
@@ -153,7 +158,7 @@ def _of_program(trace: TracebackType | None) -> TracebackType | None:
 if __name__ == "__main__":
     enter()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # it may not know this request for its stacks
+    signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # it may not know this request for its stacks
     executable = Program.from_environment()
     try:
         os.execv(executable.what, [executable.what, *executable.args])

@@ -36,7 +36,9 @@ def render(plan: Plan) -> RenderableType:
     if plan.memory is not None:
         head.append("FITS  " if plan.fits else "DOES NOT FIT  ", "bold green" if plan.fits else "bold red")
         parts += [_memory(plan, plan.memory), Text(), *_options(plan), Text()]
-    head.append(title_of(plan), "bold").append(f"\n{summary_of(plan)}\n{plan.expected}\n")
+    head.append(title_of(plan), "bold").append(f"\n{summary_of(plan)}\n")
+    if plan.time is not None:  # of a program of which nothing is known, nothing is expected
+        head.append(f"{plan.expected}\n")
     parts.append(Text("\n".join(f"- {r}" for r in plan.reasons)))
     if plan.remedies:
         lines = [f"- {' '.join(r.overrides)}   ({r.result})" for r in plan.remedies]

@@ -19,7 +19,7 @@ AGENT_PID_ENV = "FSDP_JOBS_AGENT_PID"
 MEMORY_ENV = "FSDP_JOBS_MEMORY"  # the folder of this node's captures, if there are any
 RANK_STATE_ENV = "FSDP_JOBS_RANK_STATE"  # the folder of this node's rank states
 LOG_ENV = "FSDP_JOBS_LOG"  # this rank's log file
-STACKS_ENV = "FSDP_JOBS_STACKS"  # the file for this rank's stacks on SIGUSR2
+STACKS_ENV = "FSDP_JOBS_STACKS"  # the file for this rank's stacks, when it is signalled for them
 
 # Set by users.
 TRACEBACK_ENV = "FSDP_JOBS_TRACEBACK"  # set: bad input is shown with its traceback

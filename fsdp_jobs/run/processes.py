@@ -26,6 +26,9 @@ from fsdp_jobs.run.env import RUN_DIR_ENV
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _RETRY_S = 0.02
 
+# Asks a rank for its stacks: a real-time signal that no program uses, where there are any.
+STACKS_SIGNAL = int(signal.SIGRTMIN) + 6 if hasattr(signal, "SIGRTMIN") else int(signal.SIGUSR2)
+
 
 def die_with_parent(_worker: int = 0) -> None:
     """Ask the kernel to kill this process when its parent dies (Linux; elsewhere nothing happens)."""
@@ -33,7 +36,7 @@ def die_with_parent(_worker: int = 0) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def has_signal(pid: int, which: str, number: signal.Signals) -> bool:
+def has_signal(pid: int, which: str, number: int) -> bool:
     """Whether a process ignores (SigIgn) or handles (SigCgt) a signal; ranks on `fsdp_jobs.job` ignore SIGTERM."""
     with open(f"/proc/{pid}/status") as f:
         mask = next((line.split()[1] for line in f if line.startswith(f"{which}:")), "0")

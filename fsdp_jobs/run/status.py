@@ -69,6 +69,7 @@ class RunStatus:
     def __post_init__(self) -> None:
         self._events, self._metrics = Tail(self.run.events), Tail(self.run.metrics)
         self._in_round = False  # a step recorded outside of a round is the last of a broken one
+        self._is_read = False  # its steps are read from what a program prints
         self._waited_for = ""
         self._newest: dict[str, Any] = {}  # line of metrics.jsonl
         self._last = self._before_s = self._queue_s = 0.0  # time of the newest event; seconds of earlier submissions
@@ -98,13 +99,18 @@ class RunStatus:
 
     def _measure(self, record: dict[str, Any]) -> None:
         self._newest = record
+        self.steps = record.get("steps", self.steps)
+        resumed = record.get("resumed")  # by what a program prints, which says nothing of checkpoints
+        self._is_read |= resumed is not None
         if self._in_round:
             for b in self.breaks:  # the job trains again
+                if resumed is not None and b.recovered_s is None:
+                    b.lost_steps = max(0, b.step - resumed)
                 b.recovered_s = record.get("time", 0.0) - b.time if b.recovered_s is None else b.recovered_s
         self.furthest = max(self.furthest, self.step)
         step = record.get("step", self.step)
         if step <= self.furthest:
-            self.lost_steps += 1
+            self.lost_steps += step - (self.step if self.step < step else resumed or step - 1)
         self.step, self.loss = step, record.get("loss", self.loss)
         self.first_loss = self.loss if self.first_loss is None else self.first_loss
         speed = record.get("tokens_per_s", 0.0)
@@ -137,7 +143,7 @@ class RunStatus:
                 self.state, self.reason, self.doing = "recovering", event.why, "waiting for nodes"
                 done = max(event.step, self.step)
                 lost = max(0, done - max(0, event.committed, self.committed))
-                is_known = self.steps is not None or done > 0
+                is_known = not self._is_read and (self.steps is not None or done > 0)
                 self.breaks.append(Break(event.failed_at or event.time, event.why, done, lost if is_known else None))
             case events.Resumed():
                 for b in self.breaks:

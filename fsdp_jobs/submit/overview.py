@@ -178,7 +178,7 @@ def goodput_of(status: RunStatus) -> str:
     from fsdp_jobs.plan.plan import Plan  # a table of runs needs none
 
     plan = Plan.of(status.run)
-    predicted = f"; {plan.expected.goodput:.1%} predicted" if plan is not None else ""
+    predicted = f"; {plan.expected.goodput:.1%} predicted" if plan is not None and plan.time is not None else ""
     return f"{status.goodput}{predicted}"
 
 

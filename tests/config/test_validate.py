@@ -64,6 +64,12 @@ def test_each_item_of_a_list_and_the_nearest_word() -> None:
     assert wheres("fsdp.accumulate_unsharded=maybe") == ["fsdp.accumulate_unsharded=maybe"]
 
 
+@pytest.mark.parametrize("pattern", [r"step (\d+", "step [0-9]+", r"(?P<loss>\d+)", r"(?P<step>\d+) (?P<nll>\d+)"])
+def test_a_pattern_that_tells_no_step_is_refused(pattern: str) -> None:
+    assert wheres("script=train.py", f"program.metrics={pattern}") == [f"program.metrics={pattern}"]
+    assert not wheres("script=train.py", r"program.metrics=step=(?P<step>\d+), loss: ([0-9.]+)")
+
+
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_a_cluster_that_only_changes_a_default_keeps_its_bounds(cluster: str) -> None:
     assert wheres(f"cluster={cluster}", "cluster.accelerator=tpu") == ["cluster.accelerator=tpu"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import time
@@ -80,6 +81,8 @@ def test_trainer_of_transformers_loses_a_node_and_goes_on_sharded(tmp_path: Path
         assert run.wait().verdict == "done", run.story()
     begun = re.findall(r"^begins with .*?(None|\d+)$", log_of(run), re.MULTILINE)
     assert len(begun) == 2 and begun[0] == "None" and int(begun[1]) >= 10, begun
+    (row,) = json.loads(cli(tmp_path, "status", "trainer", "--json").stdout)
+    assert (row["step"], row["steps"]) == (40, 40) and row["loss"] > 0, row
     assert "done: step 40, sharded (Shard(dim=0),)" in log_of(run)
 
 
@@ -160,18 +163,37 @@ def test_figures_of_failures_are_those_seen_from_outside(tmp_path: Path) -> None
             assert b.lost_steps is not None and lost <= b.lost_steps <= lost + 2, "steps under way when it was killed"
 
 
-def test_what_only_a_program_knows_is_a_dash(tmp_path: Path) -> None:
+def test_what_a_plain_program_prints_is_told_as_its_steps(tmp_path: Path) -> None:
     example = f"script={EXAMPLES}/plain_torchrun.py"
-    args = f"script_args=--steps 30 --save-every 10 --checkpoints {tmp_path}/own"
-    with job(tmp_path, "dash", example, args, *QUICK, nproc=1, tiny=False) as run:
+    args = f"script_args=--steps 60 --save-every 10 --checkpoints {tmp_path}/own"
+    with job(tmp_path, "said", example, args, *QUICK, nproc=1, tiny=False) as run:
         until_said(run, "step 14 ")
         killed_at = time.time()
         run.ranks(1)[0].kill()
         assert run.wait().verdict == "done", run.story()
-        told = cli(tmp_path, "status", "dash").stdout
-        assert "SIGKILL: - steps lost, training again after -" in told, told
+        (row,) = json.loads(cli(tmp_path, "status", "said", "--json").stdout)
+        assert row["step"] == 60 and 0 < row["goodput"] < 1, row
+        assert f"step 60 loss {row['loss']:.4f}" in log_of(run)
+        status = RunStatus(run.run)
+        status.update()
+        (failure,) = status.breaks
+        assert failure.lost_steps is not None and failure.recovered_s is not None
+        assert 3 <= failure.lost_steps <= 10 and 0 < failure.recovered_s < 60
         (broken,) = run.events("round_broken")
         assert 0 <= broken["failed_at"] - killed_at < 1.5
+        goodput = status.goodput
+        assert goodput.recover_s > 0 and goodput.useful_s > 0
+
+
+def test_what_a_program_does_not_tell_is_a_dash(tmp_path: Path) -> None:
+    (tmp_path / "mute.py").write_text("import time\nprint('working')\ntime.sleep(6)\n")
+    with job(tmp_path, "dash", "script=mute.py", *QUICK, nproc=1, tiny=False) as run:
+        until_said(run, "working")
+        run.ranks(1)[0].kill()
+        assert run.wait().verdict == "done", run.story()
+        told = cli(tmp_path, "status", "dash").stdout
+        assert "SIGKILL: - steps lost, training again after -" in told, told
+        assert "\ngoodput " not in told
         cli(tmp_path, "report", "dash")
         page = (run.run.path / "report.html").read_text()
         assert '"step": "-"' in page and '"goodput": "-"' in page and "of 120" not in page

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from fsdp_jobs.config.resolve import PROGRAMS_STALL_S
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.run.protocol import Message
 
 _FLOOR_S = 60.0
-_PROGRAMS_FLOOR_S = 1800.0  # a user's program may evaluate or do other long work between steps
 _STEPS = 20  # step times without a step that are a stall, unless the user sets a time
 _ANSWERS_S = 4.0  # for agents to send the state of their ranks
 
@@ -31,7 +31,7 @@ class StallWatch:
 
     def limit_s(self) -> float:
         """Return the seconds without a step that are a stall."""
-        floor_s = _PROGRAMS_FLOOR_S if self.config.is_program else _FLOOR_S
+        floor_s = PROGRAMS_STALL_S if self.config.is_program else _FLOOR_S
         return self.config.elastic.stall_timeout_s or max(floor_s, _STEPS * self._step_s)
 
     def see(self, slowest: int, first_step: int, now: float) -> bool:

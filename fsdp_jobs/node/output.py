@@ -1,0 +1,172 @@
+"""Read steps and losses from what rank 0 of a user's program prints, where it reports none. No torch.
+
+Known without a setting: lines with a step and a loss, as torchtitan, lingua, nanoGPT and most scripts print them;
+transformers' Trainer, whose steps stand in its progress bar alone; Lightning's progress bar.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.events import append_line
+from fsdp_jobs.run.goodput import StepClock
+from fsdp_jobs.run.rank_state import RankState
+from fsdp_jobs.run.tail import newest_json_lines
+from fsdp_jobs.run.term import job_time
+
+_EVERY_S = 0.5  # between two looks at the log
+_MOST = 1 << 20  # bytes that are read at once
+_LONGEST_LINE = 1 << 12  # bytes of a line that are looked at
+_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_NUMBER = r"[-+]?\d+\.?\d*(?:e[-+]?\d+)?|[-+]?inf|nan"
+_LOSS = re.compile(
+    rf"(?<![\w/])(?<!val )(?<!eval )(?<!test )(?<!valid )(?<!validation )(?:train(?:ing)?[_ /])?loss(?:_step)?"
+    rf"['\"]?\s*[:=]?\s*['\"]?(?P<loss>{_NUMBER})",
+    re.IGNORECASE,
+)
+_STEP = re.compile(
+    r"\b(?:global[_ ]?step|step|iter(?:ation)?)s?['\"]?\s*[:=#]?\s*"
+    r"(?P<step>\d[\d,]*)(?:\s*(?:/|of)\s*(?P<steps>\d[\d,]*))?",
+    re.IGNORECASE,
+)
+_BAR = re.compile(r"\s*\d+%\|.*\| (?P<step>\d+)/(?P<steps>\d+) \[")
+_BAR_OF_EPOCH = re.compile(r"\s*Epoch (?P<epoch>\d+): +\d+%\|.*\| (?P<step>\d+)/(?P<steps>\d+) \[(?P<rest>.*)")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a line says."""
+
+    step: int
+    steps: int | None = None  # how many there will be
+    loss: float | None = None
+
+
+class Reader:
+    """Finds steps and losses in lines."""
+
+    def __init__(self, pattern: str | None):
+        """`pattern`: `program.metrics`, which replaces what is known."""
+        self._pattern = re.compile(pattern) if pattern is not None else None
+        self._loss: float | None = None  # that the Trainer has told, and whose step its bar tells next
+
+    def read(self, line: str) -> Reading | None:
+        """Return what a line says; None when that is not a step."""
+        line = _COLOUR.sub("", line)
+        if self._pattern is not None:
+            if (told := self._pattern.search(line)) is None:
+                return None
+            return _reading(told.groupdict() or dict(zip(("step", "loss"), told.groups(), strict=False)))
+        if found := _BAR_OF_EPOCH.match(line):
+            step = int(found["epoch"]) * int(found["steps"]) + int(found["step"])
+            return Reading(step, None, _loss_in(found["rest"]))
+        if found := _BAR.match(line):
+            loss, self._loss = self._loss, None
+            return Reading(int(found["step"]), int(found["steps"]), loss) if loss is not None else None
+        if line.lstrip().startswith("{"):
+            self._loss = _loss_in(line)
+        at, value = _STEP.search(line), _LOSS.search(line)
+        return _reading(at.groupdict() | value.groupdict()) if at and value else None
+
+
+def _loss_in(text: str) -> float | None:
+    found = _LOSS.search(text)
+    return float(found["loss"]) if found else None
+
+
+def _reading(groups: dict[str, str | None]) -> Reading | None:
+    with suppress(ValueError):  # what a user's pattern takes for a number
+        step, steps, loss = (groups.get(name) for name in ("step", "steps", "loss"))
+        whole = [int(number.replace(",", "")) if number else None for number in (step, steps)]
+        return Reading(whole[0], whole[1], float(loss) if loss else None) if whole[0] is not None else None
+    return None
+
+
+class OutputMetrics:
+    """A thread that records in `metrics.jsonl` what rank 0 prints, on its node, while no rank reports steps itself."""
+
+    def __init__(self, pattern: str | None, run: RunDir, attempt: int, node: int, states: Sequence[RankState]):
+        self._pattern, self._run, self._attempt, self._states = pattern, run, attempt, states
+        self._log = run.rank_log(attempt, node, 0)
+        self._lock = threading.Lock()
+        self._round: _Round | None = None  # None while rank 0 is elsewhere
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="output", daemon=True)
+        self._thread.start()
+
+    def begin_round(self, has_rank_0: bool) -> None:
+        """Read what rank 0 prints from now on, if it is here."""
+        with self._lock:
+            self._look()  # what is left of the round before
+            size = self._log.stat().st_size if self._log.exists() else 0
+            self._round = _Round(Reader(self._pattern), StepClock(self._run), size, job_time()) if has_rank_0 else None
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(_EVERY_S):
+            with self._lock:
+                self._look()
+        self._look()
+
+    def _look(self) -> None:
+        if self._round is None or any(state.read().step >= 0 for state in self._states):
+            return
+        with suppress(OSError):  # there is no log yet, or the disk is gone; the next look tries again
+            now, before = job_time(), self._round.looked_at
+            readings = list(self._round.new(self._log))
+            self._round.looked_at = now
+            for i, reading in enumerate(readings, 1):  # spread over the time since the last look
+                line = self._round.line(self._run, reading, before + (now - before) * i / len(readings))
+                append_line(self._run.metrics, line | {"attempt": self._attempt})
+
+
+@dataclass
+class _Round:
+    """What is known of a round from rank 0's output."""
+
+    reader: Reader
+    clock: StepClock
+    offset: int  # bytes of the log that were read
+    looked_at: float  # seconds since 1970
+    newest: Reading | None = None
+    done_at: float = 0.0  # when the newest was printed
+
+    def new(self, log: Path) -> Iterator[Reading]:
+        """Yield what new lines say of steps further on. A progress bar ends its lines by beginning the next one."""
+        with log.open("rb") as f:
+            f.seek(self.offset)
+            *whole, rest = re.split(rb"[\r\n]", f.read(_MOST))
+        self.offset += sum(len(line) + 1 for line in whole) or len(rest) // _MOST * _MOST  # a line without an end
+        reached = -1 if self.newest is None else self.newest.step
+        for line in [*whole, rest if rest.endswith(b"]") else b""]:
+            reading = self.reader.read(line[:_LONGEST_LINE].decode(errors="replace"))
+            if reading is not None and reading.step > reached:
+                reached = reading.step
+                yield reading
+
+    def line(self, run: RunDir, reading: Reading, at: float) -> dict[str, Any]:
+        """Return the line of `metrics.jsonl` for a reading."""
+        line: dict[str, Any] = {"step": reading.step, "loss": reading.loss, "steps": reading.steps}
+        if self.newest is None:
+            last, before = [*islice(newest_json_lines(run.metrics), 2), {}, {}][:2]
+            between = last.get("step", 0) - before.get("step", 0)
+            line["resumed"] = max(0, reading.step - max(1, between))
+            step_s = last.get("step_s", 0.0)
+            self.clock.resume(line["resumed"], at - (reading.step - line["resumed"]) * step_s)
+        else:
+            step_s = (at - self.done_at) / (reading.step - self.newest.step)
+        self.newest, self.done_at = reading, at
+        sums = self.clock.add(reading.step, at, step_s, 0.0)
+        line |= {"step_s": step_s, **sums}
+        return {k: round(v, 6) if isinstance(v, float) else v for k, v in line.items() if v is not None} | {"time": at}

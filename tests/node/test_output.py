@@ -1,0 +1,91 @@
+"""Steps and losses from what programs print."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fsdp_jobs.node.output import OutputMetrics, Reader, Reading
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.rank_state import RankState
+from fsdp_jobs.run.tail import read_json_lines
+
+# As they print them to a file; \x1b[31m is a colour.
+TORCHTITAN = (
+    "[titan] 2025-05-01 10:00:00,000 - root - INFO - \x1b[31mstep: 10  \x1b[32mloss:  8.1234  \x1b[33mgrad_norm: 1.5"
+)
+LINGUA = "0: INFO    25-05-01 10:00:00.0 - 0:00:10 - step: 20  acc: 0  loss:  9.87  grad: 1.2e+00  wps: 1.2e+04"
+MEGATRON = " iteration       30/     500 | consumed samples: 960 | lm loss: 1.094782E+01 | loss scale: 1.0 |"
+LIGHTNING = "Epoch 1:  50%|█████     | 50/100 [00:05<00:05, 9.80it/s, v_num=0, train_loss=2.310, val_loss=4.0]"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (TORCHTITAN, Reading(10, None, 8.1234)),
+        (LINGUA, Reading(20, None, 9.87)),
+        (MEGATRON, Reading(30, 500, 10.94782)),
+        (LIGHTNING, Reading(150, None, 2.31)),
+        ("Epoch 0:  10%|█         | 10/100 [00:01<00:09, 9.80it/s, v_num=0]", Reading(10)),
+        ("iter 40: loss 3.2100, time 123.45ms, mfu 12.34%", Reading(40, None, 3.21)),  # nanoGPT
+        ("step 250: train loss 2.1000, val loss 2.5000", Reading(250, None, 2.1)),  # its evaluation
+        ("step 00019/05000 | loss 10.98 | lr 3.0e-04", Reading(19, 5000, 10.98)),  # llm.c and its like
+        ("{'step': 3, 'loss': 1.5}", Reading(3, None, 1.5)),
+        ("step=1,000 loss=1e-3", Reading(1000, None, 0.001)),
+        ("Saving checkpoint at step 100", None),
+        ("step 100 val loss 2.5", None),
+        ("training for 1000 steps with loss scale 128", None),
+        ("Map: 100%|██████████| 1000/20000 [00:01<00:00, 9000 examples/s]", None),
+        ("  5%|▌         | 5/100 [00:01<00:19,  5.0it/s]", None),  # a bar of no one knows what
+        ("Validation DataLoader 0:  50%|█████     | 5/10 [00:00<00:00, 90.0it/s]", None),
+    ],
+)
+def test_what_well_known_programs_print_is_understood(line: str, said: Reading | None) -> None:
+    assert Reader(None).read(line) == said
+
+
+def test_the_trainer_tells_its_loss_and_its_bar_the_step() -> None:
+    reader = Reader(None)
+    lines = [
+        " 10%|█         | 9/100 [00:02<00:20,  4.5it/s]",
+        "{'loss': '2.3404', 'grad_norm': '1.2', 'learning_rate': '1e-05', 'epoch': '0.1'}",
+        " 10%|█         | 10/100 [00:02<00:20,  4.5it/s]",
+        "{'eval_loss': 2.5, 'eval_runtime': 1.2, 'epoch': 0.1}",
+        " 11%|█         | 11/100 [00:02<00:20,  4.5it/s]",
+        "{'train_runtime': 9.9, 'train_loss': 2.2, 'epoch': 1.0}",
+    ]
+    assert [r for line in lines if (r := reader.read(line))] == [Reading(10, 100, 2.3404)]
+
+
+def test_a_pattern_of_the_users_own() -> None:
+    assert Reader(r"u(?P<step>\d+) of (?P<steps>\d+)").read("u7 of 9") == Reading(7, 9)
+    assert Reader(r"update (\d+).*nll ([\d.]+)").read("update 12: nll 0.5 bits") == Reading(12, None, 0.5)
+    assert Reader(r"(?P<step>\w+)").read("none") is None
+
+
+def test_lines_become_metrics_as_long_as_no_rank_reports_steps(tmp_path: Path) -> None:
+    run, states = RunDir(tmp_path), [RankState(tmp_path, 0)]
+    states[0].clear()
+    log = run.rank_log(0, 0, 0)
+    log.parent.mkdir(parents=True)
+    log.write_text("step 90 loss 9.0\n")  # of a round before
+    output = OutputMetrics(None, run, 0, 0, states)
+    output.begin_round(has_rank_0=True)
+    with log.open("a") as f:
+        f.write("x" * 3_000_000 + "\nstep 10 loss 3.0\nstep 20 loss 2.0\rstep 30 lo")
+    for _ in range(5):
+        output._look()
+    with log.open("a") as f:
+        f.write("ss 1.0\nstep 5 loss 7.0\n")
+    output.close()
+    lines = list(read_json_lines(run.metrics))
+    assert [(line["step"], line["loss"]) for line in lines] == [(10, 3.0), (20, 2.0), (30, 1.0)]
+    assert all(line["step_s"] >= 0 for line in lines)
+    output = OutputMetrics(None, run, 0, 0, states)
+    output.begin_round(has_rank_0=True)
+    states[0].report(1, 0, states[0].read().phase)  # type: ignore[arg-type]
+    with log.open("a") as f:
+        f.write("step 40 loss 1.0\n")
+    output.close()
+    assert len(list(read_json_lines(run.metrics))) == 3
