@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.console import Console
 
+from fsdp_jobs.config.arguments import overrides_in
 from fsdp_jobs.config.errors import BadInput, Problem
-from fsdp_jobs.config.hydra import overrides_in
 from fsdp_jobs.plan.plan import Plan
 from fsdp_jobs.plan.render import render
 from fsdp_jobs.plan.svg import to_svg

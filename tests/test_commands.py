@@ -19,8 +19,9 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from fsdp_jobs.cli.main import VERBS
+from fsdp_jobs.config.arguments import overrides_in, search_path
 from fsdp_jobs.config.errors import BadInput
-from fsdp_jobs.config.hydra import compose_jobs, overrides_in, search_path
+from fsdp_jobs.config.hydra import compose_jobs
 from fsdp_jobs.sweeps.verbs import _ACTIONS
 from fsdp_jobs.tools.rehearse import FAULTS
 from tests.jobs import ROOT

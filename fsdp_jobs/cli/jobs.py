@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
+import json
 import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 
 from fsdp_jobs.cli.follow import Follower, summary
-from fsdp_jobs.cli.runs import run_parser
+from fsdp_jobs.cli.machine import add_json, tell, versioned
+from fsdp_jobs.cli.runs import run_parser, tell_run
+from fsdp_jobs.config.arguments import composing_parser, flags_and_overrides, overrides_in
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
 from fsdp_jobs.config.groups import CONF_DIR
-from fsdp_jobs.config.hydra import compose_job, flags_and_overrides, key_of, overrides_in, register_schemas
+from fsdp_jobs.config.hydra import compose_job, key_of, register_schemas
 from fsdp_jobs.config.resolve import silence_s
 from fsdp_jobs.config.schema import PROGRAM_KEYS, TRAINERS_KEYS
 from fsdp_jobs.launchers.base import launcher_of
@@ -46,12 +49,15 @@ def submit(args: list[str]) -> int:
     if sweeping:
         return _submit_sweep(overrides_in([a for a in args if a not in sweeping]))
     what = "with dry_run=true: what would be submitted, alone on stdout; yaml, for SLURM script"
-    flags, overrides = flags_and_overrides(args, "--output", "-o", metavar="FORMAT", help=what)
-    console.stderr = flags.output is not None
-    return _submit(overrides, flags.output)
+    parser = composing_parser("submit")
+    parser.add_argument("--output", "-o", metavar="FORMAT", help=what)
+    add_json(parser)
+    flags, overrides = flags_and_overrides(args, parser)
+    console.stderr = flags.json or flags.output is not None
+    return _submit(overrides, flags.output, flags.json)
 
 
-def _submit(overrides: Sequence[str], output: str | None = None) -> int:
+def _submit(overrides: Sequence[str], output: str | None = None, as_json: bool = False) -> int:
     (config,) = composed([overrides])
     _say_unused(overrides)
     (job,) = submission.prepare([config])
@@ -78,6 +84,7 @@ def _submit(overrides: Sequence[str], output: str | None = None) -> int:
         console.print(f"{limit} (elastic.stall_timeout_s)", style="dim")
     if follower is None:
         console.print(f"follow with: fsdp-jobs logs -f {job.run.name}", markup=False)
+        tell_run(job.run, as_json)
         return 0
     active = activity_of(job.run, time.monotonic())
     try:
@@ -91,24 +98,25 @@ def _submit(overrides: Sequence[str], output: str | None = None) -> int:
             kill([handle])
             follower.status.update()
     summary(follower.status, console)
+    tell_run(job.run, as_json)
     return 0 if follower.status.state in ("done", "stopped") else EXIT_FAILED
 
 
 def plan(args: list[str]) -> int:
     if _among(args, _PRINTING):
         return _print_by_hydra(args)
-    parser = argparse.ArgumentParser(prog="fsdp-jobs plan", add_help=False, allow_abbrev=False)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--svg", metavar="FILE")
-    flags, rest = parser.parse_known_args(args)
-    planned, _ = submission.plan_of(job_without_files(overrides_in(rest)))
+    parser = composing_parser("plan")
+    add_json(parser, "all of the plan as one object")
+    parser.add_argument("--svg", metavar="FILE", help="also draw it")
+    flags, overrides = flags_and_overrides(args, parser)
+    planned, _ = submission.plan_of(job_without_files(overrides))
     if flags.svg:
         try:
             Path(flags.svg).write_text(to_svg(planned))
         except OSError as e:
             raise BadInput([Problem(f"--svg {flags.svg}", str(e.strerror), "a file in a folder that exists")]) from e
     if flags.json:
-        sys.stdout.write(planned.to_json() + "\n")
+        tell(versioned(json.loads(planned.to_json())))
     else:
         console.print(render(planned))
     return 0 if planned.fits else EXIT_FAILED
@@ -117,20 +125,27 @@ def plan(args: list[str]) -> int:
 def resume(args: list[str]) -> int:
     parser = run_parser("resume")
     parser.add_argument("overrides", nargs="*", default=[], help="what changes: group=option, key=value")
+    add_json(parser)
     flags = parser.parse(args)
+    console.stderr = flags.json
     if copied := another_runs(flags.run):
         console.print(f"{copied}: {flags.run.name} gets a job of its own", markup=False, soft_wrap=True)
     elif replaced := replace_lost(flags.run.read_job()["handle"]):
         console.print(replaced, markup=False)
+        tell_run(flags.run, flags.json)
         return 0
-    return _submit(submission.overrides_again(flags.run, flags.overrides))
+    return _submit(submission.overrides_again(flags.run, flags.overrides), as_json=flags.json)
 
 
 def examine(args: list[str]) -> int:
-    from fsdp_jobs.tools.doctor import doctor
+    from fsdp_jobs.tools.doctor import doctor, show
 
     what = "write the facts of this site that dry runs elsewhere need; they read cluster.site=FILE"
-    flags, overrides = flags_and_overrides(args, "--save", metavar="FILE", help=what)
+    parser = composing_parser("doctor")
+    parser.add_argument("--save", metavar="FILE", help=what)
+    add_json(parser)
+    flags, overrides = flags_and_overrides(args, parser)
+    console.stderr = flags.json
     config = job_without_files(overrides)
     if flags.save is not None:
         file, made = Path(flags.save), f"{_SITE_FILE} {' '.join(args)}\n# {time.strftime('%Y-%m-%d %H:%M %z')}\n"
@@ -140,7 +155,14 @@ def examine(args: list[str]) -> int:
             raise BadInput([Problem(f"--save {file}", what, "--save site.yaml")])
         write_atomic(file, made + launcher_of(config.cluster.launcher).site_file())
         console.print(f"saved for dry runs elsewhere: cluster.site={flags.save}", markup=False, soft_wrap=True)
-    return doctor(config, console)
+    found = []
+    for finding in doctor(config):
+        found.append(asdict(finding))
+        show(finding, console)
+    has_bad = any(finding["state"] == "bad" for finding in found)
+    if flags.json:
+        tell(versioned({"ok": not has_bad, "findings": found}))
+    return EXIT_FAILED if has_bad else 0
 
 
 def rehearse(args: list[str]) -> int:
@@ -150,7 +172,11 @@ def rehearse(args: list[str]) -> int:
         given = args[0] if args else "rehearse"
         faults = "; ".join(f"{name}: {text}" for name, text in tool.FAULTS.items())
         raise BadInput([Problem(given, f"name a fault. {faults}", nearest(given, tool.FAULTS))])
-    config = compose_job(overrides_in(args[1:]))
+    parser = composing_parser("rehearse")
+    add_json(parser)
+    flags, overrides = flags_and_overrides(args[1:], parser)
+    console.stderr = flags.json
+    config = compose_job(overrides)
     heard = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]  # nohup
 
     def end(*_: object) -> None:
@@ -164,6 +190,8 @@ def rehearse(args: list[str]) -> int:
     took = "-" if outcome.recovery_s is None else f"{outcome.recovery_s:.1f} s"
     word = "[bold green]PASS[/bold green]" if outcome.passed else "[bold red]FAIL[/bold red]"
     console.print(f"{word} {args[0]}: {outcome.why}; next step after {took}, {outcome.lost_steps} steps repeated")
+    if flags.json:
+        tell(versioned(asdict(outcome)))
     return 0 if outcome.passed else EXIT_FAILED
 
 

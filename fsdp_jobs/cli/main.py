@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+import fsdp_jobs
+from fsdp_jobs.config import habits
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem, nearest
 from fsdp_jobs.config.groups import groups, summary
 from fsdp_jobs.run.env import TRACEBACK_ENV
@@ -33,18 +35,31 @@ errors = Console(stderr=True, highlight=False)
 
 # Verb -> module:name under fsdp_jobs, imported when it is used, which takes arguments and returns an exit code; help.
 VERBS = {
-    "submit": ("cli.jobs:submit", "compose, plan and submit a job; the verb may be left out [--output FORMAT]"),
+    "submit": (
+        "cli.jobs:submit",
+        "plan and submit a job; the verb may be left out [--json] [--output FORMAT]",
+    ),
     "plan": ("cli.jobs:plan", "show how a job would be sharded, and why [--json] [--svg FILE]"),
-    "status": ("cli.runs:status", "what runs are doing: status [NAME|HANDLE] [--watch] [--json]"),
-    "logs": ("cli.runs:logs", "what ranks print: logs NAME [-f] [--rank R] [--node I] [--attempt K] [--errors]"),
-    "cancel": ("cli.runs:cancel", "save a checkpoint and stop: cancel NAME [--now]"),
-    "report": ("cli.runs:report", "a run's curves, faults, goodput and plan as an HTML file: report NAME [--png]"),
+    "status": ("cli.runs:status", "what runs are doing: status [NAME ...] [--state S] [--last N] [--watch] [--json]"),
+    "logs": (
+        "cli.runs:logs",
+        "what ranks print: logs NAME [-f] [--rank R] [--node I] [--attempt K] [--errors]",
+    ),
+    "wait": ("cli.runs:wait", "until runs have ended, for scripts: wait NAME... [--timeout SECONDS]"),
+    "cancel": ("cli.runs:cancel", "save a checkpoint and stop: cancel NAME [--now] [--json]"),
+    "report": (
+        "cli.runs:report",
+        "curves, faults, goodput and plan as an HTML file: report NAME [--png]",
+    ),
     "sweep": ("sweeps.verbs:sweep", "jobs of a --multirun: sweep status|resume|retry-failed|cancel|best|report NAME"),
     "dashboard": ("cli.runs:dashboard", "all runs live in a browser: dashboard [--port P] [--host ADDRESS]"),
     "list": ("cli.runs:list_runs", "all runs: the same as status without a name"),
-    "resume": ("cli.jobs:resume", "continue a run, changed or not: resume NAME [overrides]"),
-    "doctor": ("cli.jobs:examine", "can jobs run here, or on a cluster: doctor [cluster=slurm] [--save FILE]"),
-    "rehearse": ("cli.jobs:rehearse", "a small copy of your job suffers a real fault here: rehearse FAULT [overrides]"),
+    "resume": ("cli.jobs:resume", "continue a run, changed or not: resume NAME [overrides] [--json]"),
+    "doctor": ("cli.jobs:examine", "can jobs run here, or on a cluster: doctor [cluster=slurm] [--save FILE] [--json]"),
+    "rehearse": (
+        "cli.jobs:rehearse",
+        "a small copy of your job suffers a real fault here: rehearse FAULT [overrides]",
+    ),
     "import-accelerate": (
         "hub.import_accelerate:main",
         "a file of accelerate config as overrides: import-accelerate FILE [--experiment NAME]",
@@ -52,7 +67,10 @@ VERBS = {
     "init": ("cli.setup:init", "files to start from, in this folder: init cluster=docker|kubernetes|local|slurm"),
     "schema": ("cli.setup:schema", "a JSON schema by which editors complete and check a job's YAML"),
     "completion": ("cli.setup:completion", "what a shell needs to complete commands: completion bash|zsh|fish"),
-    "export": ("cli.runs:export", "a file of weights: export NAME [--format safetensors|pt] [--step N] [--out DIR]"),
+    "export": (
+        "cli.runs:export",
+        "a file of weights: export NAME [--format safetensors|pt] [--step N] [--out DIR]",
+    ),
 }
 
 
@@ -64,12 +82,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = list(sys.argv[1:] if argv is None else argv)
     verb = args.pop(0) if args and args[0] in VERBS else "submit"
-    if verb in ("submit", "plan") and ("--help" in args or "-h" in args):
+    takes_script = verb in ("submit", "plan")
+    own = next((i for i, a in enumerate(args) if a.endswith(".py")), len(args))  # what follows a script is the script's
+    if args == ["help"] or (takes_script and {"--help", "-h"} & {*args[:own]}):
         show_help()
+        return 0
+    if args == ["--version"]:
+        print(f"fsdp_jobs {fsdp_jobs.__version__}")
         return 0
     try:
         if verb == "submit" and args and args[0].isidentifier():
-            raise BadInput([Problem(args[0], "not a verb", nearest(args[0], VERBS) or "fsdp-jobs --help")])
+            meant = habits.VERBS.get(args[0], "")
+            cure = f"fsdp-jobs {meant}" if meant else nearest(args[0], VERBS) or "fsdp-jobs --help"
+            raise BadInput([Problem(args[0], "not a verb", cure)])
+        args = habits.script_as_overrides(args) if takes_script else args
         module, _, name = VERBS[verb][0].partition(":")
         function: Callable[[list[str]], int] = getattr(importlib.import_module(f"fsdp_jobs.{module}"), name)
         return function(args)

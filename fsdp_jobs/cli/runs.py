@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
+import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from fnmatch import fnmatchcase
+from pathlib import Path
 from types import ModuleType
 
 from rich.console import Console
 
+from fsdp_jobs.cli.machine import add_json, tell, versioned
+from fsdp_jobs.config.arguments import Parser
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.run.directory import RunDir, pending_in, rank_logs, runs_in
 from fsdp_jobs.run.identity import check_may_act
 from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.table import table_lines
-from fsdp_jobs.run.tail import follow_files, label, looks_like_error
+from fsdp_jobs.run.tail import follow_files, label, looks_like_error, numbers_of
+from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE
 from fsdp_jobs.submit.overview import Overview, RunSummary, story_of
 from fsdp_jobs.submit.stop import stop
 from fsdp_jobs.submit.submitted import activity_of, check_own, existing_run, has_ended, job_of, kill, settle
@@ -28,15 +33,13 @@ from fsdp_jobs.submit.submitted import activity_of, check_own, existing_run, has
 errors = Console(stderr=True, highlight=False, markup=False)
 console = Console(highlight=False, markup=False)  # what runs and launchers say is shown as it is
 
-_WATCH_S = 2.0  # between two looks of `status --watch`
+_WATCH_S = 2.0  # between two looks of `status --watch`, and of `wait`
+EXIT_TIMEOUT = 124  # as of timeout(1)
 _NUMBERS = ("step", "loss", "tok/s", "eta", "goodput")  # columns that are aligned to the right
 
 
-class VerbParser(argparse.ArgumentParser):
-    """Arguments of a verb; every verb understands `runs_dir=...`, too."""
-
-    def __init__(self, verb: str):
-        super().__init__(prog=f"fsdp-jobs {verb}", allow_abbrev=False)
+class VerbParser(Parser):
+    """Arguments of a verb about runs; each understands `runs_dir=...`, too."""
 
     def parse(self, args: Sequence[str]) -> argparse.Namespace:
         """Return the flags, with `runs_dir`, and with the `run` that the argument `name` names.
@@ -61,30 +64,48 @@ def run_parser(verb: str) -> VerbParser:
 
 def status(args: list[str]) -> int:
     parser = VerbParser("status")
-    parser.add_argument("name", nargs="?", help="of the run, or its handle; all runs when left out")
+    what = "of a run, its handle, or a pattern as 'llama-*'; all runs when left out"
+    parser.add_argument("names", nargs="*", metavar="NAME", help=what)
+    parser.add_argument("--state", help="only runs in this state, or several: running,failed")
+    parser.add_argument("--last", type=int, metavar="N", help="only the N that were submitted last")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--watch", action="store_true", help="go on until all have ended, or Ctrl-C")
-    how.add_argument("--json", action="store_true", help="a list of objects, for scripts")
+    add_json(how, "a list of objects, for scripts")
     flags = parser.parse(args)
-    if flags.name is None:
+    if not flags.names:
         settle(pending_in(flags.runs_dir))
-    runs = runs_in(flags.runs_dir) if flags.name is None else [flags.run]
+    runs = _named(flags.names, flags.runs_dir)[-flags.last if flags.last else None :]
     overview = Overview()
     rows = overview.look(runs)
+    if flags.state is not None:
+        kept = [(run, row) for run, row in zip(runs, rows, strict=True) if row.state in flags.state.split(",")]
+        runs, rows = [run for run, _ in kept], [row for _, row in kept]
     if flags.json:
-        sys.stdout.write(json.dumps([asdict(row) for row in rows]) + "\n")
+        tell([versioned(asdict(row)) for row in rows])
     elif not runs:
-        console.print(f"no runs under {flags.runs_dir}/")
+        console.print(f"no runs {'of that kind ' if flags.names or flags.state else ''}under {flags.runs_dir}/")
     elif flags.watch:
-        _watch(overview, [run for run, row in zip(runs, rows, strict=True) if flags.name or not row.is_over])
+        _watch(overview, [run for run, row in zip(runs, rows, strict=True) if flags.names or not row.is_over])
     else:
         sys.stdout.write(_table(rows, console.width if console.is_terminal else None) + "\n")
-        if flags.name is not None:
+        if flags.names and len(runs) == 1:
             told = RunStatus(runs[0])
             told.update()
             for heading, sentence in story_of(told):
                 console.print(f"{heading:<7}  {sentence}", soft_wrap=True)
     return 0
+
+
+def _named(names: Sequence[str], runs_dir: str) -> list[RunDir]:
+    """Return the runs that names, handles and patterns mean, oldest first; all without any.
+
+    Raises:
+        BadInput: there is no run of a name.
+    """
+    patterns = [name for name in names if set("*?[") & set(name)]
+    named = [existing_run(name, runs_dir) for name in names if name not in patterns]
+    every = runs_in(runs_dir) if patterns or not names else []
+    return named + [run for run in every if not names or any(fnmatchcase(run.name, p) for p in patterns)]
 
 
 def list_runs(args: list[str]) -> int:
@@ -121,6 +142,7 @@ def logs(args: list[str]) -> int:
     parser.add_argument("--node", type=int)
     parser.add_argument("--attempt", type=int)
     parser.add_argument("--errors", action="store_true", help="only lines that look like an error")
+    add_json(parser, "an object for each line")
     flags = parser.parse(args)
     active = activity_of(flags.run)
     pattern = rank_logs(flags.attempt, flags.node, flags.rank)
@@ -131,28 +153,68 @@ def logs(args: list[str]) -> int:
             errors.print(f"nothing is written there yet; {flags.run.name} is {row.state}{why}", soft_wrap=True)
     # the launcher is asked once in any case: it may have to fetch the logs
     for file, line in follow_files(flags.run.path, pattern, lambda: active() and flags.follow):
-        if not flags.errors or looks_like_error(line):
+        if flags.errors and not looks_like_error(line):
+            continue
+        if flags.json:
+            attempt, node, rank = numbers_of(file)
+            tell(versioned({"attempt": attempt, "node": node, "rank": rank, "line": line}))
+        else:
             sys.stdout.write(f"[{label(file)}] {line}\n")
             sys.stdout.flush()
     return 0
 
 
+def wait(args: list[str]) -> int:
+    parser = VerbParser("wait")
+    parser.add_argument("names", nargs="+", metavar="NAME", help="of runs, or their handles")
+    parser.add_argument(
+        "--timeout", type=float, metavar="SECONDS", help="exit with 124 when they have not ended by then"
+    )
+    flags = parser.parse(args)
+    left = {name: existing_run(name, flags.runs_dir) for name in dict.fromkeys(flags.names)}
+    deadline = time.monotonic() + (flags.timeout if flags.timeout is not None else math.inf)
+    overview, states = Overview(), set[str]()
+    while True:
+        for name, row in zip(tuple(left), overview.look([*left.values()]), strict=True):
+            if row.is_over:
+                del left[name]
+                states.add(row.state)
+                console.print(f"{row.run} {row.state}: {row.reason}", soft_wrap=True)
+        if not left:
+            return EXIT_FAILED if states - {"done", "stopped"} else EXIT_REQUEUE if "stopped" in states else 0
+        if time.monotonic() > deadline:
+            errors.print(f"still running: {', '.join(left)}", soft_wrap=True)
+            return EXIT_TIMEOUT
+        time.sleep(_WATCH_S)
+
+
 def cancel(args: list[str]) -> int:
     parser = run_parser("cancel")
     parser.add_argument("--now", action="store_true", help="at once, without a checkpoint")
+    add_json(parser)
     flags = parser.parse(args)
+    console.stderr = flags.json
     check_may_act(flags.run)
     check_own(flags.run)
     if has_ended(flags.run, job_of(flags.run)):
         with suppress(BadInput, JobFailed):  # its launcher does not answer here
             kill([flags.run.read_job()["handle"]])  # whatever its end has left
         console.print(f"{flags.run.name} is not running")
+        tell_run(flags.run, flags.json)
         return 0
     stop([flags.run], flags.now, lambda text: console.print(text, style="yellow"))
     status = RunStatus(flags.run)
     status.update()
     console.print(f"{flags.run.name} {status.state}: {status.reason}")
+    tell_run(flags.run, flags.json)
     return 0
+
+
+def tell_run(run: RunDir, as_json: bool) -> None:
+    """With `--json` print what `status` does of a run, and where it is."""
+    if as_json:
+        (row,) = Overview().look([run])
+        tell(versioned(asdict(row) | {"directory": str(run.path)}))
 
 
 def export(args: list[str]) -> int:
@@ -160,10 +222,20 @@ def export(args: list[str]) -> int:
     parser.add_argument("--format", choices=("safetensors", "pt"), default="safetensors")
     parser.add_argument("--step", type=int, help="of the checkpoint; the newest sound one when left out")
     parser.add_argument("--out", help="folder to write; <run directory>/export when left out")
+    add_json(parser)
     flags = parser.parse(args)
     from fsdp_jobs.hub.export import export
 
-    for file in export(flags.run, load_config(flags.run.config), flags.format, flags.step, flags.out):
+    return _tell_files(
+        export(flags.run, load_config(flags.run.config), flags.format, flags.step, flags.out), flags.json
+    )
+
+
+def _tell_files(files: Iterable[Path], as_json: bool) -> int:
+    if as_json:
+        tell(versioned({"files": [str(file) for file in files]}))
+        return 0
+    for file in files:
         console.print(str(file), soft_wrap=True)
     return 0
 
@@ -171,12 +243,11 @@ def export(args: list[str]) -> int:
 def report(args: list[str]) -> int:
     parser = run_parser("report")
     parser.add_argument("--png", action="store_true", help="also a picture of it, drawn by Chromium or Chrome")
+    add_json(parser)
     flags = parser.parse(args)
     from fsdp_jobs.observe.report import write_report
 
-    for file in write_report(flags.run, flags.png):
-        console.print(str(file), soft_wrap=True)
-    return 0
+    return _tell_files(write_report(flags.run, flags.png), flags.json)
 
 
 def dashboard(args: list[str]) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -14,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from fsdp_jobs.cli.main import VERBS
+from fsdp_jobs.config.arguments import Parser
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
 from fsdp_jobs.config.groups import groups
 from fsdp_jobs.config.json_schema import job_schema
@@ -27,7 +27,7 @@ console = Console(highlight=False, markup=False)
 
 def completion(args: list[str]) -> int:
     """Print a shell's completion: what can be known beforehand as text, runs looked up by the shell."""
-    parser = argparse.ArgumentParser(prog="fsdp-jobs completion")
+    parser = Parser("completion")
     parser.add_argument("shell", choices=("bash", "zsh", "fish"))
     shell = parser.parse_args(args).shell
     overrides = [f"{group}={option}" for group, options in groups().items() for option in options]
@@ -72,15 +72,15 @@ def _case(verb: str) -> str:
 
 def schema(args: list[str]) -> int:
     """Print the JSON schema of a job."""
-    argparse.ArgumentParser(prog="fsdp-jobs schema").parse_args(args)
+    Parser("schema").parse_args(args)
     sys.stdout.write(json.dumps(job_schema(), indent=2) + "\n")
     return 0
 
 
 def init(args: list[str]) -> int:
-    """Write files to start from into the working directory, unless one of them is there already."""
+    """Write files to start from into the working directory, unless one of them is there already; train.py may be."""
     known = sorted(file.stem for file in (_HERE / "starter").glob("*.yaml"))
-    parser = argparse.ArgumentParser(prog="fsdp-jobs init")
+    parser = Parser("init")
     parser.add_argument("cluster", nargs="?", default="cluster=local", help=f"cluster=, one of {', '.join(known)}")
     given = parser.parse_args(args).cluster
     if (cluster := given.removeprefix("cluster=")) not in known:
@@ -91,6 +91,9 @@ def init(args: list[str]) -> int:
         "conf/job.schema.json": json.dumps(job_schema(), indent=2) + "\n",
         "train.py": (_HERE / "starter" / "train.py.txt").read_text(),
     }
+    if os.path.lexists("train.py"):
+        del texts["train.py"]
+        console.print("train.py is there already: the job runs it")
     if there := [file for file in texts if os.path.lexists(file)]:
         raise BadInput(Problem(file, "is there already, and is not overwritten", "another folder") for file in there)
     for file, text in texts.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -24,6 +23,7 @@ from yaml import YAMLError
 
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
 from fsdp_jobs.config.groups import CONF_DIR, groups
+from fsdp_jobs.config.habits import meant_by
 from fsdp_jobs.config.keys import dotted
 from fsdp_jobs.config.schema import SCHEMAS, JobConfig
 
@@ -76,38 +76,6 @@ def merge_overrides(first: Sequence[str], then: Sequence[str]) -> list[str]:
     """Join two lists of overrides, where a key of the second replaces the same key of the first."""
     replaced = set(map(key_of, then))
     return [o for o in first if key_of(o) not in replaced] + list(then)
-
-
-def overrides_in(args: Sequence[str]) -> list[str]:
-    """Return the overrides among arguments, as `flags_and_overrides` does."""
-    return flags_and_overrides(args)[1]
-
-
-def flags_and_overrides(args: Sequence[str], *own: str, **how: Any) -> tuple[argparse.Namespace, list[str]]:
-    """Return a verb's own flag, if it has one, and the overrides, `--config-dir` as the one that it stands for.
-
-    Raises:
-        BadInput: flags that there are not.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder with options of your own")
-    if own:
-        parser.add_argument(*own, **how)
-    known, overrides = parser.parse_known_args(args)
-    if unknown := [o for o in overrides if o.startswith("-")]:
-        raise BadInput([Problem(u, "there is no such flag", "fsdp-jobs --help") for u in unknown])
-    return known, [*([search_path(known.config_dir)] if known.config_dir else []), *overrides]
-
-
-def search_path(config_dir: str) -> str:
-    """Return the override that adds a folder of the user's with groups of the same form.
-
-    Raises:
-        BadInput: it is not a folder.
-    """
-    if not Path(config_dir).is_dir():
-        raise BadInput([Problem(f"--config-dir {config_dir}", "is not a folder")])
-    return f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"
 
 
 def compose_jobs(jobs: Sequence[Sequence[str]]) -> list[JobConfig | BadInput]:
@@ -256,7 +224,7 @@ class _Composer:
         key = override.key_or_group
         is_open = any(f"{key}.".startswith(o) and o[:-1] in keys for o in _OPEN)
         if key not in keys and (override.is_delete() or not is_open):
-            hint = nearest(key, [*keys, *self.options])
+            hint = meant_by(text) or nearest(key, [*keys, *self.options])
             return Problem(text, "there is no such key", hint or "python -m fsdp_jobs --cfg job lists all keys")
         if override.is_delete() and key.startswith(_OPEN):
             mapping, _, name = key.rpartition(".")

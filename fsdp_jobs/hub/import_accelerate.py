@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import yaml
 from omegaconf import OmegaConf
 from rich.console import Console
 
+from fsdp_jobs.config.arguments import Parser
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
 from fsdp_jobs.config.schema import STRATEGIES
 from fsdp_jobs.run.directory import write_atomic
@@ -182,7 +182,7 @@ def _as_override(value: Any) -> str:
 
 def main(args: list[str]) -> int:
     """Run the verb `import-accelerate`."""
-    parser = argparse.ArgumentParser(prog="fsdp-jobs import-accelerate", allow_abbrev=False)
+    parser = Parser("import-accelerate")
     parser.add_argument("file", type=Path, help="that accelerate config wrote")
     parser.add_argument("--experiment", metavar="NAME", help="as a file for the group experiment")
     parser.add_argument("--config-dir", metavar="DIR", type=Path, help="where to write that file")

@@ -252,14 +252,18 @@ def rank_logs(attempt: int | None = None, node: int | None = None, rank: int | N
 
 
 def run_dir_of(config: JobConfig) -> RunDir:
-    """Return the run directory that a configuration names; without a name, a new one of the model's kind and the time.
+    """Return the run directory that a configuration names; without a name, a new one.
+
+    It is called after the script, or the kind of the model, and the time.
 
     Raises:
         BadInput: a name that is not one plain path component.
     """
     if config.name is not None:
         return find_run(config.runs_dir, config.name)
-    name = time.strftime(f"{config.model.kind}-%Y%m%d-%H%M%S")
+    program = Path(config.script).stem if config.script is not None else (config.module or "").rpartition(".")[2]
+    word = re.sub(r"[^A-Za-z0-9._-]+|^[^A-Za-z0-9]+", "", program)[:60].replace("..", "")
+    name = time.strftime(f"{word or config.model.kind}-%Y%m%d-%H%M%S")
     names = itertools.chain([name], (f"{name}-{i}" for i in itertools.count(2)))
     return next(run for name in names if not (run := find_run(config.runs_dir, name)).path.exists())
 

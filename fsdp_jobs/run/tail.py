@@ -232,5 +232,11 @@ def label(file: Path) -> str:
     return f"{file.parent.name}/{file.stem}"
 
 
+def numbers_of(file: Path) -> tuple[int, int, int]:
+    """Return attempt, node and rank of a rank's log."""
+    attempt, node, rank = (part.rpartition("-")[2] for part in (file.parts[-3], file.parts[-2], file.stem))
+    return int(attempt), int(node), int(rank)
+
+
 def looks_like_error(line: str) -> bool:
     return bool(_ERROR.search(line))

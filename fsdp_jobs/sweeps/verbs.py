@@ -12,6 +12,7 @@ from dataclasses import asdict
 from rich.console import Console
 
 from fsdp_jobs.checkpoints.catalog import find_checkpoints
+from fsdp_jobs.config.arguments import Parser
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
 from fsdp_jobs.config.hydra import key_of
 from fsdp_jobs.config.schema import load_config
@@ -29,7 +30,7 @@ console = Console(highlight=False, markup=False)  # what runs and launchers say 
 def sweep(args: list[str]) -> int:
     """Run one action; return the exit code."""
     given = [a.partition("=")[2] for a in args if key_of(a) == "sweep.dir" and "=" in a]
-    parser = argparse.ArgumentParser(prog="fsdp-jobs sweep", allow_abbrev=False)
+    parser = Parser("sweep")
     parser.add_argument("action", metavar=f"{{{','.join(_ACTIONS)}}}")
     parser.add_argument("name", help="of the sweep; sweep.dir=... chooses another folder")
     parser.add_argument("--json", action="store_true", help="with status and best: for programs")

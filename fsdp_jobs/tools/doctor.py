@@ -9,7 +9,6 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from itertools import chain
 from pathlib import Path
 
 from rich.console import Console
@@ -21,7 +20,6 @@ from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.config.torch_version import trainer_problems
 from fsdp_jobs.launchers.base import Finding, Launcher, findings, launcher_of
 from fsdp_jobs.plan.memory import size
-from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_FAILED
 
 _STYLES = {"ok": "green", "warning": "yellow", "bad": "bold red"}
 _DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
@@ -29,16 +27,18 @@ _DRIVER_S = 10.0  # for it to answer
 _LEAST_FREE = 10**9  # bytes
 
 
-def doctor(config: JobConfig, console: Console) -> int:
-    """Print what this machine and the cluster's launcher find, as they find it; return 1 if something is bad."""
-    states = []
-    for finding in chain(_this_machine(config), _cluster(config, launcher_of(config.cluster.launcher))):
-        states.append(finding.state)
-        state = (f"{finding.state:9}", _STYLES[finding.state])
-        console.print(Text.assemble(state, f"{finding.what:16}{finding.fact}"), soft_wrap=True)
-        if finding.cure and finding.state != "ok":
-            console.print(Text(f"{'':25}-> {finding.cure}"), soft_wrap=True)
-    return EXIT_FAILED if "bad" in states else EXIT_DONE
+def doctor(config: JobConfig) -> Iterator[Finding]:
+    """Yield what this machine and the cluster's launcher find, as they find it."""
+    yield from _this_machine(config)
+    yield from _cluster(config, launcher_of(config.cluster.launcher))
+
+
+def show(finding: Finding, console: Console) -> None:
+    """Print a finding, and its cure where one is needed."""
+    state = (f"{finding.state:9}", _STYLES[finding.state])
+    console.print(Text.assemble(state, f"{finding.what:16}{finding.fact}"), soft_wrap=True)
+    if finding.cure and finding.state != "ok":
+        console.print(Text(f"{'':25}-> {finding.cure}"), soft_wrap=True)
 
 
 def _this_machine(config: JobConfig) -> Iterator[Finding]:

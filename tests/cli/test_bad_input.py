@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fsdp_jobs.config.arguments import search_path
 from fsdp_jobs.config.errors import BadInput
-from fsdp_jobs.config.hydra import compose_job, search_path
+from fsdp_jobs.config.hydra import compose_job
 from tests.jobs import cli
 
 CASES = [

@@ -116,7 +116,7 @@ def candidates(folder: Path, line: str) -> list[str]:
 
 
 def test_what_is_offered_is_short_and_whole(tmp_path: Path) -> None:
-    assert candidates(tmp_path, "fsdp-jobs status ") == ["--json", "--watch", "runs_dir="]
+    assert candidates(tmp_path, "fsdp-jobs status ") == ["--json", "--last", "--state", "--watch", "runs_dir="]
     assert candidates(tmp_path, "fsdp-jobs plan fsdp") == ["fsdp.", "fsdp="]
     assert candidates(tmp_path, "fsdp-jobs plan attach=") == ["attach=false", "attach=true"]
     assert candidates(tmp_path, "fsdp-jobs plan tracking.k") == ["tracking.kind="]
@@ -160,8 +160,16 @@ def test_the_first_files_can_be_planned_and_are_never_overwritten(tmp_path: Path
     planned = cli(tmp_path, *command.split())
     assert planned.returncode == 0 and "2 nodes" in planned.stdout, planned.stdout + planned.stderr
     again = cli(tmp_path, "init", "cluster=local")
-    assert again.returncode == 2 and again.stderr.count("is there already, and is not overwritten") == 3
+    assert again.returncode == 2 and again.stderr.count("is there already, and is not overwritten") == 2
     assert {file: file.read_text() for file in tmp_path.rglob("*") if file.is_file()} == written
+
+
+def test_a_script_that_is_there_is_the_one_that_the_first_files_run(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('mine')\n")
+    done = cli(tmp_path, "init")
+    assert done.returncode == 0 and "train.py is there already: the job runs it" in done.stdout, done.stderr
+    assert (tmp_path / "train.py").read_text() == "print('mine')\n"
+    assert "script: train.py" in (tmp_path / "conf" / "experiment" / "mine.yaml").read_text()
 
 
 def test_first_files_for_a_cluster_that_there_is_not(tmp_path: Path) -> None:

@@ -42,7 +42,8 @@ def test_a_simulated_driver_that_is_broken_or_wedged_is_no_end_and_not_fine(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(doctor, "_DRIVER_S", 0.4 if "sleep" in script else 10.0)
     shown = io.StringIO()
-    doctor.doctor(compose_job([f"runs_dir={tmp_path}/runs"]), Console(file=shown, width=200))
+    for finding in doctor.doctor(compose_job([f"runs_dir={tmp_path}/runs"])):
+        doctor.show(finding, Console(file=shown, width=200))
     assert re.search(said, shown.getvalue()), shown.getvalue()
 
 

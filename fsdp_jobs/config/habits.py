@@ -1,0 +1,67 @@
+"""What users of torchrun and sbatch type by habit, as the keys that are meant. No torch."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import fields
+
+from fsdp_jobs.config.errors import BadInput, Problem
+from fsdp_jobs.config.schema import JobConfig
+
+_KEYS = {  # a flag's or a key's name, dashes as underscores -> what is meant
+    "nnodes": "nodes={}",
+    **dict.fromkeys(("nproc", "gpus", "gpus_per_node", "ntasks_per_node"), "nproc_per_node={}"),
+    "max_restarts": "elastic.max_failures_without_progress={}",
+    "job_name": "name={}",
+    "time": "cluster.time={}",
+    "partition": "cluster.partition={}",
+    "account": "cluster.account={}",
+    "qos": "cluster.qos={}",
+    "image": "cluster.image={}",
+    "checkpoint_dir": "checkpoint.dir={}",
+    **dict.fromkeys(
+        (
+            "rdzv_backend",
+            "rdzv_endpoint",
+            "rdzv_id",
+            "rdzv_conf",
+            "master_addr",
+            "master_port",
+            "node_rank",
+            "standalone",
+        ),
+        "leave it out: the launcher sets it",
+    ),
+}
+_TAKE_VALUES = ("--output", "-o", "--config-dir", "-cd", "--svg")  # flags of verbs that compose a job
+VERBS = {"run": "submit", "launch": "submit", "ps": "status", "ls": "list", "stop": "cancel", "kill": "cancel --now"}
+
+
+def meant_by(word: str) -> str:
+    """Return the key that a flag or an override of another tool stands for; empty if none is known."""
+    name, _, value = word.lstrip("-").partition("=")
+    name = name.replace("-", "_")
+    if word.startswith("-") and any(name == f.name for f in fields(JobConfig)):
+        return f"{name}={value or '...'}"
+    return _KEYS.get(name, "").format(value or "...")
+
+
+def script_as_overrides(args: Sequence[str]) -> list[str]:
+    """Read `[overrides] train.py [its arguments]`, as torchrun does, as overrides; without a script, what was given.
+
+    Raises:
+        BadInput: behind the script stands what is a key of the job.
+    """
+    at = next((i for i, a in enumerate(args) if a.endswith(".py") and "=" not in a and not a.startswith("-")), None)
+    if at is None or (at and args[at - 1] in _TAKE_VALUES):
+        return list(args)
+    script, own = args[at], args[at + 1 :]
+    keys = {f.name for f in fields(JobConfig)}
+    what = f"stands behind {script}, so it is an argument of that"
+    if misplaced := [
+        a for a in own if "=" in a and a.partition("=")[0].partition(".")[0] in keys and not a.startswith("-")
+    ]:
+        cure = f"fsdp-jobs {misplaced[0]} {script} ..., or script={script} script_args={shlex.quote(shlex.join(own))}"
+        raise BadInput([Problem(a, what, cure) for a in misplaced])
+    return [*args[:at], f"script={script}", *([f"script_args={shlex.join(own)}"] if own else [])]

@@ -1,0 +1,87 @@
+"""Verbs as scripts and users of other tools use them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_jobs.run.directory import runs_in
+from tests.jobs import ROOT, cli, environment
+
+_PROGRAM = """
+import sys, time
+print("arguments", sys.argv[1:], flush=True)
+time.sleep(float(sys.argv[2]))
+sys.exit(int(sys.argv[1]))
+"""
+_HERE = ("nodes=1", "nproc_per_node=1", "attach=false", "elastic.join_window_s=0", "elastic.stop_grace_s=2")
+
+
+def _json(folder: Path, *args: str) -> Any:
+    done = cli(folder, *args, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["run", "train.py"], "fsdp-jobs submit"),
+        (["stop", "mine"], "fsdp-jobs cancel"),
+        (["--nnodes=2", "script=train.py"], "-> nodes=2"),
+        (["--nproc-per-node", "4", "train.py"], "-> nproc_per_node="),
+        (["--rdzv-backend=c10d", "train.py"], "leave it out: the launcher sets it"),
+        (["gpus=4"], "-> nproc_per_node=4"),
+        (["time=60"], "-> cluster.time=60"),
+        (["train.py", "--lr", "1", "nodes=4"], "nodes=4: stands behind train.py"),
+        (["logs"], "fsdp-jobs logs"),
+        (["wait"], "fsdp-jobs wait"),
+        (["wait", "nobody"], "there is no such run"),
+    ],
+)
+def test_habits_of_other_tools_get_the_key_that_is_meant(tmp_path: Path, args: list[str], said: str) -> None:
+    (tmp_path / "train.py").write_text(_PROGRAM)
+    done = cli(tmp_path, *args)
+    assert done.returncode == 2 and said in done.stderr and "Nothing was done: " in done.stderr, done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.integration
+def test_scripts_submit_wait_and_are_told_what_became_of_runs(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_PROGRAM)
+    good = json.loads(cli(tmp_path, *_HERE, "name=good", "--json", "train.py", "0", "1", "--lr", "3e-4").stdout)
+    bad = cli(tmp_path, *_HERE, "name=bad", "--json", "train.py", "3", "1")
+    assert bad.returncode == 0, bad.stderr
+    long = cli(tmp_path, *_HERE, "--json", "train.py", "0", "600")
+    (last,) = [run for run in runs_in(str(tmp_path / "runs")) if run.name not in ("good", "bad")]
+    assert last.name.startswith("train-"), "a script's run is called after it"
+    assert json.loads(long.stdout)["run"] == last.name and json.loads(bad.stdout)["handle"].startswith("local_fsdp://")
+    assert cli(tmp_path, "wait", last.name, "--timeout", "0.1").returncode == 124
+    done = cli(tmp_path, "wait", "good")
+    assert (done.returncode, done.stdout) == (0, "good done: the program has ended\n")
+    done = cli(tmp_path, "wait", "good", "bad")
+    assert done.returncode == 1 and "bad failed: " in done.stdout
+    waiting = subprocess.Popen(
+        [sys.executable, "-m", "fsdp_jobs", "wait", last.name], cwd=tmp_path, env=environment(tmp_path)
+    )
+    cancelled = _json(tmp_path, "cancel", last.name)
+    assert (cancelled["run"], cancelled["state"], cancelled["version"]) == (last.name, "stopped", 1)
+    assert waiting.wait(60) == 75
+    lines = [json.loads(line) for line in cli(tmp_path, "logs", "good", "--json").stdout.splitlines()]
+    assert {"version": 1, "attempt": 0, "node": 0, "rank": 0, "line": "arguments ['0', '1', '--lr', '3e-4']"} in lines
+    assert [row["run"] for row in _json(tmp_path, "status", "--state", "failed")] == ["bad"]
+    assert [row["run"] for row in _json(tmp_path, "status", "--last", "1")] == [last.name]
+    assert {row["run"] for row in _json(tmp_path, "status", "g*", "b*")} == {"good", "bad"}
+    (report,) = _json(tmp_path, "report", "good")["files"]
+    assert Path(tmp_path, report).exists()
+    assert good["directory"] == "runs/good" and good["version"] == 1
+
+
+def test_a_version_is_told() -> None:
+    done = subprocess.run([sys.executable, "-m", "fsdp_jobs", "--version"], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.startswith("fsdp_jobs 0.") and done.returncode == 0
