@@ -60,6 +60,7 @@ VERBS = {
         "cli.jobs:rehearse",
         "a small copy of your job suffers a real fault here: rehearse FAULT [overrides]",
     ),
+    "prune": ("cli.runs:prune", "remove runs that ended long ago: prune --older-than 30d [--keep-best] [--yes]"),
     "import-accelerate": (
         "hub.import_accelerate:main",
         "a file of accelerate config as overrides: import-accelerate FILE [--experiment NAME]",

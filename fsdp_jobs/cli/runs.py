@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
+import re
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -250,6 +251,37 @@ def report(args: list[str]) -> int:
     return _tell_files(write_report(flags.run, flags.png), flags.json)
 
 
+def prune(args: list[str]) -> int:
+    from fsdp_jobs.plan.memory import size
+    from fsdp_jobs.sweeps.jobs import best_runs
+    from fsdp_jobs.tools.prune import old_runs, remove
+
+    parser = VerbParser("prune")
+    parser.add_argument("--older-than", metavar="AGE", required=True, help="since a run's newest change: 30d, 12h")
+    parser.add_argument("--keep-best", action="store_true", help="of each sweep the run with the best objective")
+    parser.add_argument("--yes", action="store_true", help="remove them; without it they are only shown")
+    flags = parser.parse(args)
+    found = list(old_runs(flags.runs_dir, _seconds(flags.older_than), best_runs() if flags.keep_best else []))
+    failed = False
+    for old in found:
+        since = time.strftime("%Y-%m-%d", time.localtime(old.ended_at))
+        console.print(f"{old.run.name}  {old.state} since {since}  {size(old.bytes)}", soft_wrap=True)
+        for problem in remove(old) if flags.yes else []:
+            failed = True
+            errors.print(f"not removed: {problem}", soft_wrap=True)
+    total = f"{len(found)} run{'s' * (len(found) != 1)}, {size(sum(old.bytes for old in found))}"
+    console.print(f"removed {total}" if flags.yes else f"{total} would be removed, with checkpoints: add --yes")
+    return EXIT_FAILED if failed else 0
+
+
+def _seconds(age: str) -> float:
+    """Raises: BadInput for what is not a number with d, h or m."""
+    units = {"d": 86400.0, "h": 3600.0, "m": 60.0}
+    if not re.fullmatch(r"\d+(\.\d+)?[dhm]", age):
+        raise BadInput([Problem(f"--older-than {age}", "is not a number with d, h or m", "--older-than 30d")])
+    return float(age[:-1]) * units[age[-1]]
+
+
 def dashboard(args: list[str]) -> int:
     from fsdp_jobs.sweeps.jobs import measured
     from fsdp_jobs.sweeps.table import sweep_names
@@ -258,10 +290,15 @@ def dashboard(args: list[str]) -> int:
     parser.add_argument("--port", type=int, default=8265, help="0 takes a free one")
     where = "address to listen on; any other than this machine's own needs a token"
     parser.add_argument("--host", default="127.0.0.1", help=where)
+    parser.add_argument("--token-file", metavar="FILE", help="keep the token there, as monitoring needs it")
     flags = parser.parse(args)
     leaf = _leaf("dashboard", "fsdp_jobs.observe.dashboard.serve")
     shown = leaf.Dashboard(flags.runs_dir, sweep_names, measured)
-    return int(leaf.serve(shown, flags.host, flags.port, lambda url: console.print(url, soft_wrap=True)))
+
+    def say(url: str) -> None:
+        console.print(url, soft_wrap=True)
+
+    return int(leaf.serve(shown, flags.host, flags.port, flags.token_file, say))
 
 
 def _leaf(verb: str, module: str) -> ModuleType:

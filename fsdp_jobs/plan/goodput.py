@@ -42,12 +42,11 @@ class Tier:
 
     def __str__(self) -> str:
         steps = f"{self.every_steps:.3g} steps, " if self.every_steps else ""
-        every = f"every {steps}{duration(self.every_s)}; " if self.every_s else ""
+        every = f"every {steps}{duration(self.every_s)}, " if self.every_s else ""
+        best = "the best interval" if self.every_s == self.best_s else f"best {duration(self.best_s)}"
         memory = f", {size(self.bytes)} per node" if self.bytes else ""
-        return (
-            f"{self.place}: {every}best interval {duration(self.best_s)}; {self.stall_s:.3g} s each{memory}; "
-            f"what {self.share:.1%} of failures go back to"
-        )
+        share = "all" if self.share == 1 else f"{self.share:.1%} of"
+        return f"{self.place}: {every}{best}; {self.stall_s:.3g} s each{memory}; {share} failures go back to it"
 
 
 @dataclass(frozen=True)

@@ -123,6 +123,10 @@ class RunDir:
         """Return the seconds from save to save that the plan at submission found best; half an hour without a plan."""
         return float(_read_object(self.plan).get("expected", {}).get("best_s", 1800.0))
 
+    def planned_hardware(self) -> str:
+        """Return the hardware that the newest submission was planned for; empty without a plan."""
+        return str(_read_object(self.plan).get("hardware", ""))
+
     def attempt(self, attempt: int) -> Path:
         return self.path / "attempts" / str(attempt)
 

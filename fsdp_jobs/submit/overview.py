@@ -54,6 +54,7 @@ class RunSummary:
     checkpoint_at: float | None = None  # seconds since 1970
     checkpoint_age_s: float | None = None
     goodput: float | None = None  # 0 to 1
+    failures: int = 0  # that ended a round
     reason: str = ""  # of the newest failure or end, or why it waits: then the scheduler's own words
 
     @property
@@ -146,6 +147,7 @@ def summary_of(status: RunStatus, job: Mapping[str, Any], described: Description
         checkpoint_at=status.committed_at or None,
         checkpoint_age_s=status.checkpoint_age_s,
         goodput=goodput.fraction if (goodput := status.goodput).useful_s else None,
+        failures=len(status.breaks),
         reason=reason,
     )
 

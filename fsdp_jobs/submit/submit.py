@@ -36,6 +36,7 @@ from fsdp_jobs.submit.submitted import adopt, grouped, has_ended, job_of, record
 from fsdp_jobs.submit.validate import check_existing_run, validate
 
 REHEARSED = "rehearse-"  # names of runs begin so whose failures were injected
+_TELLING_NODE_DAYS = 100.0  # of runs, before their failures say something of a cluster
 _LEAVES_S = 30.0  # most that a launcher takes to see that a job has ended
 
 
@@ -60,7 +61,8 @@ def plan_of(config: JobConfig, run: RunDir | None = None) -> tuple[Plan, ModelSh
     shape = probe(config) if isinstance(config.model, CustomModelConfig | HfConfig) else None
     topology = _topology(config)
     nodes = None if topology is None else node_range(config.nodes)[1]
-    costs, seen = None if run is None else costs_of(run), _seen(config.runs_dir, config.cluster.launcher)
+    costs = None if run is None else costs_of(run)
+    seen = _seen(config.runs_dir, config.cluster.launcher, config.hardware.name)
     return make_plan(config, topology, nodes, shape, costs=costs, seen=seen), shape
 
 
@@ -71,10 +73,15 @@ def overrides_again(run: RunDir, changes: Sequence[str]) -> list[str]:
 
 
 @cache
-def _seen(runs_dir: str, launcher: str) -> Failures:
-    """Return the failures of this cluster's nodes, rehearsed ones left out; read once for all jobs of a sweep."""
+def _seen(runs_dir: str, launcher: str, hardware: str) -> Failures:
+    """Return the failures of this cluster's nodes, none where the runs are too few to tell; read once for a sweep.
+
+    Rehearsed ones are left out.
+    """
     runs = [run for run in runs_in(runs_dir) if not (run.name.startswith(REHEARSED) or run.is_damaged)]
-    return failures_of([run for run in runs if run.read_job()["handle"].startswith(f"{launcher}://")])
+    here = [run for run in runs if run.read_job()["handle"].startswith(f"{launcher}://")]
+    seen = failures_of([run for run in here if run.planned_hardware() == hardware])
+    return seen if seen.node_days >= _TELLING_NODE_DAYS else Failures()
 
 
 def forget() -> None:

@@ -17,7 +17,7 @@ from fsdp_jobs.submit.overview import Overview
 from fsdp_jobs.submit.submitted import settle
 from fsdp_jobs.submit.validate import composed
 from fsdp_jobs.sweeps.identity import canonical, identity, is_of_the_command
-from fsdp_jobs.sweeps.table import NEW, Row, Sweep, find_sweep, read_sweep
+from fsdp_jobs.sweeps.table import NEW, Row, Sweep, find_sweep, read_sweep, sweep_names
 
 _POLL_S = 1.0  # between two looks at jobs that are waited for, at first and after one has ended
 _SLOWEST_POLL_S = 15.0
@@ -48,6 +48,16 @@ def measured(name: str, sweeps_dir: str = "sweeps") -> dict[str, Any]:
     for row in sweep.jobs:
         row.objective = last_value(sweep.run_of(row).metrics, sweep.objective)
     return sweep.content()
+
+
+def best_runs(sweeps_dir: str = "sweeps") -> list[str]:
+    """Return the run with the best objective of each sweep that has one."""
+    found = []
+    for name in sweep_names(sweeps_dir):
+        sweep = read_sweep(find_sweep(name, sweeps_dir))
+        refresh(sweep, sweep.jobs)
+        found += [best.run] if (best := sweep.best()) is not None else []
+    return found
 
 
 def last_value(metrics: Path, key: str) -> float | None:

@@ -94,6 +94,20 @@ def test_it_answers_to_its_own_name_and_with_a_token_only_who_has_it(tmp_path: P
     assert web.get("/").status_code == 200
 
 
+def test_monitoring_reads_the_figures_of_runs(tmp_path: Path) -> None:
+    recorded_run(tmp_path)
+    unfinished(tmp_path, "going", "local_fsdp://elsewhere/going")
+    web = client(tmp_path, token="sesame")
+    assert web.get("/metrics").status_code == 403
+    bearer = {"Authorization": "Bearer sesame"}
+    until(lambda: web.get("/metrics", headers=bearer).status_code == 200, "the runs have been read")
+    told = web.get("/metrics", headers=bearer).text
+    assert 'fsdp_jobs_runs{state="done"} 1' in told and 'fsdp_jobs_failures_total{run="going"} 1' in told
+    assert 'fsdp_jobs_step{run="going"} 20' in told and 'run="recorded"' not in told, told
+    values = [line for line in told.splitlines() if not line.startswith("#")]
+    assert all(re.fullmatch(r'fsdp_jobs_\w+\{\w+="[^"]*"\} [-+0-9.e]+', line) for line in values), told
+
+
 def test_a_curve_counts_the_last_of_repeated_steps_and_leaves_out_what_is_no_number(tmp_path: Path) -> None:
     run = recorded_run(tmp_path)
     add_line(run.metrics, step_line(21, 140.0, float("nan")))

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from starlette.staticfiles import StaticFiles
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.observe.answers import about, curves
 from fsdp_jobs.observe.dashboard.live import LiveRows
+from fsdp_jobs.observe.dashboard.prometheus import exposition
 from fsdp_jobs.run.directory import RunDir, find_run, rank_logs
 from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.tail import Logs, label
@@ -66,6 +68,7 @@ class Dashboard:
 
     def routes(self) -> list[Route | Mount]:
         return [
+            Route("/metrics", self.metrics),
             Route("/api/rows", self.rows),
             Route("/api/sweeps", lambda _: JSONResponse(self._sweeps())),
             Route("/api/sweeps/{name}", lambda request: JSONResponse(self._sweep(request.path_params["name"]))),
@@ -94,6 +97,13 @@ class Dashboard:
                 await asyncio.sleep(_SEND_EVERY_S)
 
         return _events(messages())
+
+    def metrics(self, _: Request) -> Response:
+        """Answer with the runs' figures for Prometheus; 503 before all runs have been read."""
+        self._live.watched_at = time.monotonic()
+        if not self._live.is_complete:
+            return PlainTextResponse("the runs are being read", 503)
+        return PlainTextResponse(exposition(map(asdict, self._live.summaries)), media_type="text/plain; version=0.0.4")
 
     def run(self, request: Request) -> Response:
         """Answer with what is known about a run."""
@@ -179,13 +189,17 @@ async def _guard(token: str | None, request: Request, call_next: RequestResponse
 
 
 def _without_token(request: Request, token: str) -> Response | None:
-    """Return the response to a request that does not have the token as a cookie; ports of a host share its cookies."""
+    """Return the response to a request without the token as a cookie, or as a bearer as monitoring sends it.
+
+    Ports of a host share its cookies.
+    """
     cookie = f"fsdp_jobs_{hashlib.sha256(token.encode()).hexdigest()[:12]}"
     if _is_same(request.query_params.get("token", ""), token):
         redirect = RedirectResponse(request.url.remove_query_params("token"))
         redirect.set_cookie(cookie, token, httponly=True, samesite="strict")
         return redirect
-    if _is_same(request.cookies.get(cookie, ""), token):
+    bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+    if _is_same(request.cookies.get(cookie, ""), token) or _is_same(bearer, token):
         return None
     return PlainTextResponse("open the address that `fsdp-jobs dashboard` printed: it has the token", 403)
 

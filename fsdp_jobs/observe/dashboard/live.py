@@ -14,7 +14,7 @@ from fsdp_jobs.launchers.state import State
 from fsdp_jobs.observe.answers import row_of
 from fsdp_jobs.run.directory import runs_in
 from fsdp_jobs.run.table import duration
-from fsdp_jobs.submit.overview import Overview, ask_launchers
+from fsdp_jobs.submit.overview import Overview, RunSummary, ask_launchers
 from fsdp_jobs.submit.submitted import grouped
 
 _LOOK_EVERY_S = 1.0  # at runs; less often where a look takes longer than a quarter of it
@@ -69,6 +69,7 @@ class LiveRows:
     def __init__(self, folder: str):
         self.folder = folder
         self.rows: dict[str, dict[str, Any]] = {}  # newest run first; replaced as a whole, with unchanged rows kept
+        self.summaries: list[RunSummary] = []  # the same, as of the newest look
         self.is_complete = False  # all runs have been read once
         self.trouble = ""  # why the folder cannot be read
         self.watched_at = time.monotonic()  # a browser has read the rows
@@ -89,13 +90,14 @@ class LiveRows:
             time.sleep(max(_LOOK_EVERY_S, 4 * (time.monotonic() - began)))
 
     def _look(self) -> None:
-        runs, found = runs_in(self.folder)[::-1], dict[str, dict[str, Any]]()
+        runs, found, summaries = runs_in(self.folder)[::-1], dict[str, dict[str, Any]](), list[RunSummary]()
         for first in range(0, len(runs), _CHUNK):
             for summary in self._overview.look(runs[first : first + _CHUNK]):
+                summaries.append(summary)
                 row = row_of(summary)
                 before = self.rows.get(summary.run)
                 found[summary.run] = before if before == row else row
             if not self.is_complete:
                 self.rows = dict(found)
-        self.rows, self.is_complete = found, True
+        self.rows, self.summaries, self.is_complete = found, summaries, True
         self._launchers.ask_again()

@@ -5,18 +5,22 @@ from __future__ import annotations
 import secrets
 import socket
 from collections.abc import Callable
+from pathlib import Path
 
 import uvicorn
 
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.observe.dashboard.app import Dashboard, make_app
 from fsdp_jobs.run import log
+from fsdp_jobs.run.directory import write_atomic
 
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
-def serve(dashboard: Dashboard, host: str, port: int, say: Callable[[str], None]) -> int:
+def serve(dashboard: Dashboard, host: str, port: int, token_file: str | None, say: Callable[[str], None]) -> int:
     """Serve until Ctrl-C; `say` is called with the address to open.
+
+    The token is that in `token_file`, which is made where it is not there; without such a file a new one.
 
     Raises:
         BadInput: the address or port cannot be listened on.
@@ -31,6 +35,10 @@ def serve(dashboard: Dashboard, host: str, port: int, say: Callable[[str], None]
         what = e.strerror if isinstance(e, OSError) else "a port is a number from 0 to 65535"
         raise BadInput([Problem(f"--host {host} --port {port}", str(what), "--port 0 takes a free one")]) from e
     token = secrets.token_urlsafe(24)
+    if token_file is not None and Path(token_file).exists():
+        token = Path(token_file).read_text().strip() or token
+    elif token_file is not None:
+        write_atomic(Path(token_file), token, mode=0o600)
     app = make_app(dashboard, ["127.0.0.1", "localhost", "[::1]"] if host in _LOCAL else ["*"], token)
     name = {"0.0.0.0": "localhost", "::": "localhost"}.get(host, f"[{host}]" if ":" in host else host)
     say(f"http://{name}:{listener.getsockname()[1]}/?token={token}")

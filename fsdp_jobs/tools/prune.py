@@ -1,0 +1,69 @@
+"""Remove the directories of runs that ended long ago. No torch."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsdp_jobs.config.schema import load_config
+from fsdp_jobs.run.directory import RunDir, checkpoints_of, runs_in
+from fsdp_jobs.run.identity import owner_of
+from fsdp_jobs.submit.overview import Overview
+
+_GOING = ".pruned-"  # before the name of a directory that is being removed: no run has such a name
+
+
+@dataclass(frozen=True)
+class Old:
+    """A run that may go."""
+
+    run: RunDir
+    state: str
+    ended_at: float  # seconds since 1970, by its newest file
+    bytes: int  # in its directory
+
+
+def old_runs(runs_dir: str, older_than_s: float, keep: Sequence[str]) -> Iterator[Old]:
+    """Yield this user's runs that have ended, by their records and their launcher, and have not changed since.
+
+    Args:
+        runs_dir: the folder that they are in.
+        older_than_s: seconds since the newest change of any of their files.
+        keep: names that stay.
+    """
+    runs = [run for run in runs_in(runs_dir) if run.name not in keep and not run.is_damaged and not owner_of(run)]
+    for run, row in zip(runs, Overview().look(runs), strict=True):
+        stats = [file.lstat() for file in (run.path, *run.path.rglob("*"))]
+        changed_at = max(stat.st_mtime for stat in stats)
+        if row.is_over and row.state != "damaged" and time.time() - changed_at > older_than_s:
+            yield Old(run, row.state, changed_at, sum(stat.st_size for stat in stats))
+
+
+def remove(old: Old) -> list[str]:
+    """Remove a run's directory and its checkpoints elsewhere; returns what could not be removed.
+
+    What is killed in between leaves a hidden folder that no verb takes for a run.
+
+    Raises:
+        OSError: the directory cannot be removed.
+    """
+    problems = []
+    home = None
+    with suppress(Exception):  # a config of another version: the checkpoints elsewhere stay
+        home = checkpoints_of(load_config(old.run.config).checkpoint, old.run)
+    if home is not None and home != old.run.checkpoints:
+        try:
+            if isinstance(home, Path):
+                shutil.rmtree(home)
+            elif home.exists():
+                home.fs.rm(home.path, recursive=True)
+        except Exception as e:  # whatever a store's client raises
+            problems.append(f"{home}: {type(e).__name__}: {e}")
+    going = old.run.path.with_name(_GOING + old.run.name)
+    old.run.path.rename(going)
+    shutil.rmtree(going)
+    return problems
