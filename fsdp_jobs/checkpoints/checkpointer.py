@@ -32,6 +32,7 @@ from fsdp_jobs.guards.replicas.rank import tell_sums
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, checkpoints_of
+from fsdp_jobs.run.table import counted
 from fsdp_jobs.run.tail import lacks_line
 from fsdp_jobs.run.term import Epoch, Fenced
 from fsdp_jobs.tiers.disk import LocalDisks, LocalTier
@@ -267,7 +268,7 @@ class Checkpointer:
         if restored is not None and self.rank == 0:
             told = events.Resumed(step, restored.samples, world, restored.place, restored.sent)
             events.record(self.run, self.attempt, told)
-            print(f"resumed from step {step} on {world} ranks", flush=True)
+            print(f"resumed from step {step} on {counted(world, 'rank')}", flush=True)
         if restored is not None or otherwise is not None:  # else who calls this may yet fill the weights
             self.compare(step, is_end=True)
         self.on_restored(step)

@@ -26,6 +26,7 @@ from fsdp_jobs.launchers.state import State
 from fsdp_jobs.plan.render import render
 from fsdp_jobs.plan.svg import to_svg
 from fsdp_jobs.run.directory import write_atomic
+from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.verdict import EXIT_FAILED
 from fsdp_jobs.submit import submit as submission
 from fsdp_jobs.submit.submitted import activity_of, another_runs, describe, kill, replace_lost
@@ -128,6 +129,12 @@ def resume(args: list[str]) -> int:
     add_json(parser)
     flags = parser.parse(args)
     console.stderr = flags.json
+    status = RunStatus(flags.run)
+    status.glance()
+    if status.state == "done" and flags.run.read_job().get("steps") is None and not flags.overrides:
+        what = f"is done: {status.reason}"
+        cure = f"to run it once more: fsdp-jobs resume {flags.run.name} script_args=..., or another name="
+        raise BadInput([Problem(flags.run.name, what, cure)])
     if copied := another_runs(flags.run):
         console.print(f"{copied}: {flags.run.name} gets a job of its own", markup=False, soft_wrap=True)
     elif replaced := replace_lost(flags.run.read_job()["handle"]):

@@ -17,6 +17,7 @@ from fsdp_jobs.config import habits
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem, nearest
 from fsdp_jobs.config.groups import groups, summary
 from fsdp_jobs.run.env import TRACEBACK_ENV
+from fsdp_jobs.run.table import counted
 from fsdp_jobs.run.verdict import EXIT_FAILED
 
 EXIT_BAD_INPUT = 2
@@ -120,7 +121,7 @@ def _bad_input(error: BadInput) -> int:
     if TRACEBACK_ENV in os.environ:
         errors.print_exception()
     count = len(error.problems)
-    errors.print(f"Nothing was done: {count} problem{'s' if count > 1 else ''}.", style="bold red")
+    errors.print(f"Nothing was done: {counted(count, 'problem')}.", style="bold red")
     errors.print(str(error), markup=False, soft_wrap=True)
     return EXIT_BAD_INPUT
 
@@ -138,7 +139,7 @@ def show_help() -> None:
     for group, options in groups().items():
         for option in options:
             table.add_row(f"  {group}={option}", summary(group, option))
-    table.columns[0].no_wrap = table.columns[1].no_wrap = True  # one line each; the files have the rest
+    table.columns[0].no_wrap = True
     table.columns[0].min_width = 36
     console.print(table)
     console.print(

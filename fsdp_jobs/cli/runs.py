@@ -24,7 +24,7 @@ from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.run.directory import RunDir, pending_in, rank_logs, runs_in
 from fsdp_jobs.run.identity import check_may_act
 from fsdp_jobs.run.status import RunStatus
-from fsdp_jobs.run.table import table_lines
+from fsdp_jobs.run.table import counted, table_lines
 from fsdp_jobs.run.tail import follow_files, label, looks_like_error, numbers_of
 from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE
 from fsdp_jobs.submit.overview import Overview, RunSummary, story_of
@@ -137,7 +137,8 @@ def _watch(overview: Overview, runs: Sequence[RunDir]) -> None:
 
 
 def logs(args: list[str]) -> int:
-    parser = run_parser("logs")
+    parser = VerbParser("logs")
+    parser.add_argument("name", nargs="?", help="of the run, or its handle; the newest run when left out")
     parser.add_argument("-f", "--follow", action="store_true")
     parser.add_argument("--rank", type=int)
     parser.add_argument("--node", type=int)
@@ -145,6 +146,11 @@ def logs(args: list[str]) -> int:
     parser.add_argument("--errors", action="store_true", help="only lines that look like an error")
     add_json(parser, "an object for each line")
     flags = parser.parse(args)
+    if flags.name is None:
+        if not (runs := runs_in(flags.runs_dir)):
+            raise BadInput([Problem("logs", f"there are no runs under {flags.runs_dir}/", "runs_dir=...")])
+        flags.run = runs[-1]
+        errors.print(f"the newest run, {flags.run.name}", style="dim")
     active = activity_of(flags.run)
     pattern = rank_logs(flags.attempt, flags.node, flags.rank)
     if not any(flags.run.path.glob(pattern)):
@@ -269,7 +275,7 @@ def prune(args: list[str]) -> int:
         for problem in remove(old) if flags.yes else []:
             failed = True
             errors.print(f"not removed: {problem}", soft_wrap=True)
-    total = f"{len(found)} run{'s' * (len(found) != 1)}, {size(sum(old.bytes for old in found))}"
+    total = f"{counted(len(found), 'run')}, {size(sum(old.bytes for old in found))}"
     console.print(f"removed {total}" if flags.yes else f"{total} would be removed, with checkpoints: add --yes")
     return EXIT_FAILED if failed else 0
 

@@ -64,6 +64,6 @@ def value_problems(config: Any, prefix: str = "", unread: tuple[str, ...] = ()) 
                 hint = nearest(str(item), map(str, choices))
                 yield Problem(f"{name}={shown}", f"allowed: {', '.join(map(str, choices))}", hint)
         if least is not None and value != AUTO and not isinstance(value, int | float):
-            yield Problem(f"{name}={value}", "must be a number")
+            yield Problem(f"{name}={value}", "must be a number", f"{name}={least:g}, or above")
         elif least is not None and value != AUTO and value < least:
-            yield Problem(f"{name}={value}", f"must be at least {least:g}")
+            yield Problem(f"{name}={value}", f"must be at least {least:g}", f"{name}={least:g}: {bounds['meaning']}")

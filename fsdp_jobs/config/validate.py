@@ -54,10 +54,6 @@ def _numbers_of_ranks(config: JobConfig) -> Iterator[Problem]:
 
 
 def _fsdp(config: JobConfig) -> Iterator[Problem]:
-    names_its_units = isinstance(config.model, HfConfig | NoModelConfig)
-    if config.fsdp.wrap == "layer" and not config.model.wrap_classes and not names_its_units:
-        cure = "name the class of your layers: model.wrap_classes='[Block]', or fsdp.wrap=size"
-        yield Problem("model.wrap_classes=[]", "is empty, so no layer would be sharded by itself", cure)
     if config.fsdp.activation_offload and config.fsdp.activation_checkpointing == "none":
         what = "offloads what activation checkpointing keeps, and fsdp.activation_checkpointing=none"
         yield Problem("fsdp.activation_offload=true", what, "fsdp.activation_checkpointing=full")

@@ -11,6 +11,7 @@ from typing import Any
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.failure import Failure
+from fsdp_jobs.run.table import counted
 from fsdp_jobs.run.verdict import Verdict
 
 
@@ -82,13 +83,13 @@ class Budget:
         if self.count <= self.most:
             return None
         kind = "stalled" if stalled else "user_error" if signature is not None else "infrastructure"
-        reason = f"{self.count} failures without a new checkpoint; the last: {why}"
+        reason = f"{counted(self.count, 'failure')} without a new checkpoint; the last: {why}"
         return Verdict(kind, "stop", reason, **details)
 
     def requeue(self, why: str) -> Verdict:
         """Return the verdict on an attempt that the cluster ended: another one, unless they lead nowhere."""
         if self._attempts >= self.most:
-            why = f"{self._attempts + 1} attempts without a new checkpoint; the last: {why}"
+            why = f"{counted(self._attempts + 1, 'attempt')} without a new checkpoint; the last: {why}"
             return Verdict("infrastructure", "stop", why)
         return Verdict("infrastructure", "requeue", why)
 
@@ -110,6 +111,6 @@ class Machines:
         recent = self._failures[host] = [t for t in [*self._failures[host], now] if t > now - self.for_s]
         if not at_once and (not self.most or len(recent) < self.most):
             return None
-        reason = f"{len(recent)} failures within {self.for_s:.0f} s; the last: {why}"
+        reason = f"{counted(len(recent), 'failure')} within {self.for_s:.0f} s; the last: {why}"
         self.run.exclude(host, self.for_s, reason)
         return reason

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -104,13 +105,15 @@ def _choose(run: RunDir, config: JobConfig, step: int | None) -> Path:
         if not faults:
             on_nodes = [n for n in map(catalog.step_of, catalog.find_on_nodes(home)) if n > catalog.step_of(folder)]
             if on_nodes and step is None:
-                print(
-                    f"WARNING step {on_nodes[0]} is only on the nodes' own disks: resume {run.name} to have it copied"
-                )
+                what = f"step {on_nodes[0]} is only on the nodes' own disks: resume {run.name} to have it copied"
+                print(f"WARNING {what}", file=sys.stderr)
             return folder
         if step is not None:
             raise JobFailed(f"{folder.name} is damaged: {'; '.join(faults)}")
-    raise BadInput([Problem(run.name, "has no whole checkpoint yet", "let it train longer, or save more often")])
+    cure = "let it train longer, or save more often"
+    if config.is_program:
+        cure = "a script that does not use fsdp_jobs.job keeps its own checkpoints, where it saves them"
+    raise BadInput([Problem(run.name, "has no whole checkpoint", cure)])
 
 
 def _bytes(entry: TensorStorageMetadata) -> int:

@@ -52,7 +52,7 @@ def find_blocks(
     of transformers names itself, and of any other model the members of its module lists.
 
     Raises:
-        ValueError: no module has one of the named classes.
+        ValueError: no module has one of the named classes, or a custom model no list of layers.
     """
     if fsdp.wrap == "none":
         return []
@@ -64,7 +64,10 @@ def find_blocks(
     if named and not found:
         there = sorted({type(m).__name__ for m in model.modules()})
         raise ValueError(f"model.wrap_classes={named} matches no module; the model has {', '.join(there)}")
-    return found or list(_members_of_lists(model))
+    found = found or list(_members_of_lists(model))
+    if not found and isinstance(model_config, CustomModelConfig):
+        raise ValueError("the model has no list of layers: name their class, model.wrap_classes='[Block]'")
+    return found
 
 
 def _members_of_lists(module: nn.Module) -> Iterator[nn.Module]:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp_jobs.config.schema import JobConfig, load_config
-from fsdp_jobs.node.program import Program
+from fsdp_jobs.node.program import Edits, Program
 from fsdp_jobs.plan.sources import path_from_slurm
 from fsdp_jobs.run import log
 from fsdp_jobs.run.directory import RunDir
@@ -70,7 +70,7 @@ def run_agent(args: argparse.Namespace, signals: Signals) -> int:
     """Run this node's ranks through all rounds of an attempt. Returns the attempt's exit code."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-    from fsdp_jobs.node.elastic_agent import Agent
+    from fsdp_jobs.node.elastic_agent import Agent, Follower
     from fsdp_jobs.node.output import OutputMetrics
     from fsdp_jobs.node.rank_logs import LogTimes, RankLogs
     from fsdp_jobs.node.rendezvous import CoordinatorRendezvous
@@ -118,9 +118,11 @@ def run_agent(args: argparse.Namespace, signals: Signals) -> int:
         monitor_interval=_MONITOR_S,
     )
     tracker, log_times = TrackerProcess(config, run, attempt, args.node), LogTimes(run.node(attempt, args.node))
-    followers: list[TrackerProcess | OutputMetrics] = [tracker]
+    followers: list[Follower] = [tracker]
     if config.is_program:
         followers.insert(0, OutputMetrics(config.program.metrics, run, attempt, args.node, handler.states))
+    if config.script is not None:
+        followers.append(Edits(Program.of(config, run).what, run, attempt))
     agent = Agent(spec, RankLogs(config, handler, folder), handler, followers, copies)
     signals.pass_on(handler.notice)
     ran = ThreadPoolExecutor(1, "elastic-agent").submit(agent.run)  # a thread: torch leaves signals to this function

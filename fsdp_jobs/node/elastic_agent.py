@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
@@ -30,10 +30,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fsdp_jobs.config.resolve import silence_s
 from fsdp_jobs.guards.silence.node import Silence, Stack, files_of
-from fsdp_jobs.node.output import OutputMetrics
 from fsdp_jobs.node.rank_logs import FLIGHT_RECORDER, RankLogs
 from fsdp_jobs.node.rendezvous import CoordinatorRendezvous
-from fsdp_jobs.node.tracker import TrackerProcess
 from fsdp_jobs.run.failure import Failure
 from fsdp_jobs.run.processes import STACKS_SIGNAL, has_signal, kill_families, kills_for_memory
 from fsdp_jobs.run.protocol import Message
@@ -50,6 +48,16 @@ _SILENCE_S = 1.0  # between two looks at ranks that report no steps
 _STOP_RANKS_S = 5  # SIGTERM to SIGKILL, for ranks of a broken round: their state is in the checkpoint
 
 
+class Follower(Protocol):
+    """Does something beside the ranks, where rank 0 is."""
+
+    def begin_round(self, has_rank_0: bool) -> None:
+        """Begin where rank 0 is; elsewhere end what an earlier round began."""
+
+    def close(self) -> None:
+        """End with the attempt."""
+
+
 class Agent(LocalElasticAgent):
     """torch's agent, which tells the coordinator why its ranks failed."""
 
@@ -58,7 +66,7 @@ class Agent(LocalElasticAgent):
         spec: WorkerSpec,
         logs: RankLogs,
         handler: CoordinatorRendezvous,
-        followers: Sequence[TrackerProcess | OutputMetrics],
+        followers: Sequence[Follower],
         copies: Copies | None,
     ):
         super().__init__(spec, logs, start_method="forkserver")

@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fsdp_jobs.config.schema import JobConfig
-from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run import events
+from fsdp_jobs.run.directory import RunDir, digest_of
 from fsdp_jobs.run.env import PROGRAM_ENV
 
 TRAINER = "fsdp_jobs.train"  # the module that ranks run when the job names no program
@@ -63,3 +64,20 @@ class Program:
     def from_environment(cls) -> Program:
         """Take what the agent has handed on."""
         return cls(**json.loads(os.environ.pop(PROGRAM_ENV)))
+
+
+class Edits:
+    """Tells, at the beginning of a round, that a script was edited since its job was submitted."""
+
+    def __init__(self, script: str, run: RunDir, attempt: int):
+        self._script, self._run, self._attempt = script, run, attempt
+        self._known = run.read_job().get("script_sha256")  # None: the file could not be read at submission
+
+    def begin_round(self, has_rank_0: bool) -> None:
+        now = digest_of(self._script) if has_rank_0 and self._known else None
+        if now is not None and now != self._known:
+            events.record(self._run, self._attempt, events.CodeChanged(self._script))
+            self._known = now
+
+    def close(self) -> None:
+        """Nothing to end."""

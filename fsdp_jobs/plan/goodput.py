@@ -12,7 +12,7 @@ from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.plan.memory import Memory, size
 from fsdp_jobs.run.goodput import Costs, Failures
-from fsdp_jobs.run.table import duration
+from fsdp_jobs.run.table import counted, duration
 
 _RESTART_S = 180.0  # noticing the loss, new processes, NCCL, loading, the first step; an estimate until measured
 _LEAST_STALL_S = 0.5  # that steps wait for a save beyond the copy of the state
@@ -65,7 +65,8 @@ class Expected:
     def __str__(self) -> str:
         source = "the default, or your configuration's"
         if self.seen.node_days:
-            seen = f"{self.seen.count} failures in {self.seen.node_days:,.3g} node-days of {self.seen.runs} runs here"
+            here = f"{self.seen.node_days:,.3g} node-days of {counted(self.seen.runs, 'run')} here"
+            seen = f"{counted(self.seen.count, 'failure')} in {here}"
             source = f"from that in the configuration and {seen}"
         how = "measured" if self.measured else "assumed"
         first = f"goodput {self.goodput:.1%} expected: a failure every {duration(self.mtbf_s)}, {self.restart_s:.0f} s "

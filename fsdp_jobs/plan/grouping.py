@@ -36,8 +36,10 @@ class Grouping:
         self.topology = topology
         self.per_node = ranks_per_node(config)
         self.world = len(topology.nodes) * self.per_node
-        self._domain = config.hardware.nvlink_domain  # ranks
-        self._units = topology.units(max(1, self._domain // self.per_node))
+        domain, gpus = config.hardware.nvlink_domain, config.hardware.gpus_per_node
+        nodes = max(1, domain // gpus)  # of a domain: also where a node has fewer ranks than GPUs
+        self._domain = nodes * self.per_node if domain >= gpus else domain  # ranks
+        self._units = topology.units(nodes)
 
     def sizes(self) -> list[int]:
         """List the shard group sizes, in ranks, that are worth considering, ascending.

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from fsdp_jobs.plan.memory import Memory, size
 from fsdp_jobs.plan.plan import Plan
+from fsdp_jobs.run.table import counted
 
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 MOST_NODES_LISTED = 16  # more are condensed: one row per leaf switch
@@ -55,10 +56,10 @@ def _device(plan: Plan) -> str:
 
 def title_of(plan: Plan) -> str:
     layout, nodes = plan.layout, len(plan.nodes)
-    replicas = f"{layout.replicas} replica{'s' if layout.replicas > 1 else ''}"
-    where = f"{nodes} node{'s' if nodes > 1 else ''} x {plan.ranks_per_node} ranks"
+    where = f"{counted(nodes, 'node')} x {counted(plan.ranks_per_node, 'rank')}"
     spares = f" + {len(plan.spares)} spare" if plan.spares else ""
-    return f"{layout.strategy}: {replicas} x shard group of {layout.shard_group}, {where}{spares}"
+    groups = f"{counted(layout.replicas, 'replica')} x shard group of {layout.shard_group}"
+    return f"{layout.strategy}: {groups}, {where}{spares}"
 
 
 def summary_of(plan: Plan) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import getpass
+import hashlib
 import itertools
 import json
 import os
@@ -247,6 +248,14 @@ def checkpoints_of(config: CheckpointConfig, run: RunDir) -> Path:
 
     # Listings are asked for anew each time: other ranks write here too.
     return cast(Path, UPath(config.dir, use_listings_cache=False) / run.name)
+
+
+def digest_of(file: Path | str | None) -> str | None:
+    """Return the SHA-256 of a file's content in hexadecimal; None where it cannot be read here."""
+    try:
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file is not None else None
+    except OSError:
+        return None
 
 
 def rank_logs(attempt: int | None = None, node: int | None = None, rank: int | None = None) -> str:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, ClassVar, dataclass_transform
 
 from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.table import counted
 from fsdp_jobs.run.tail import Tail, json_objects, newest_json_lines, read_json_lines
 from fsdp_jobs.run.term import Fenced, check_may_record, is_answered, job_time
 
@@ -112,7 +113,7 @@ class RoundStarted(Event, style="cyan"):
         hosts = sorted(set(self.hosts))
         where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
         return (
-            f"round {self.round}: {len(self.nodes)} nodes, {self.world_size} ranks on {where}, "
+            f"round {self.round}: {counted(len(self.nodes), 'node')}, {counted(self.world_size, 'rank')} on {where}, "
             f"{self.strategy} over groups of {self.shard_group}"
         )
 
@@ -223,7 +224,7 @@ class Resumed(Event, style="green"):
     def sentence(self) -> str:
         tier = {"local_dir": "disks", "memory": "memory"}.get(self.place)
         where = f", read from the nodes' {tier}" if tier else ""
-        return f"resumed from the checkpoint of step {self.step} on {self.world_size} ranks{where}"
+        return f"resumed from the checkpoint of step {self.step} on {counted(self.world_size, 'rank')}{where}"
 
 
 class Checkpoint(Event, style="blue"):
@@ -278,7 +279,7 @@ class LossSpike(Event, sentence=_SPIKE):
     deviations: float  # standard deviations above that mean
 
 
-class StopRequested(Event, sentence="asked to stop ({why}): saving"):
+class StopRequested(Event, sentence="asked to save and stop: {why}"):
     why: str
 
 
@@ -312,6 +313,10 @@ class AttemptEnded(Event):
     @property
     def style(self) -> str:
         return "green" if self.verdict == "done" else "red"
+
+
+class CodeChanged(Event, sentence="{file} was edited after the submission: from now on the job runs the new code"):
+    file: str
 
 
 class NotifyFailed(Event, sentence="notify.{way} failed: {why}"):

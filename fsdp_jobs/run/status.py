@@ -12,6 +12,7 @@ from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.events import Event, parse_events, seldom_events
 from fsdp_jobs.run.goodput import Goodput
+from fsdp_jobs.run.table import counted
 from fsdp_jobs.run.tail import Tail
 
 ENDED = ("done", "stopped", "failed")
@@ -119,7 +120,7 @@ class RunStatus:
         self.step_s = took if not self.step_s else 0.8 * self.step_s + 0.2 * took
         self.mfu = record.get("mfu")
         if self._in_round and self.state in ("submitted", "starting", "recovering"):
-            self.state, self.doing = "running", "training"
+            self.state, self.reason, self.doing = "running", "", "training"
 
     def _apply(self, event: Event) -> None:
         self.attempt = max(self.attempt, event.attempt)
@@ -171,10 +172,11 @@ class RunStatus:
         if self.reason == self._waited_for:  # no longer
             self.reason = ""
         self.nodes, self.world_size = event.nodes, event.world_size
-        self.doing = f"{self.world_size} ranks on {len(self.nodes)} nodes are starting"
+        self.doing = f"{counted(self.world_size, 'rank')} on {counted(len(self.nodes), 'node')}: starting"
         self.strategy = f"{event.strategy} over {event.shard_group}"
         if self.steps is None:  # a program need not report any
-            self.state, self.doing = "running", f"the program runs on {self.world_size} ranks"
+            self.state, self.reason = "running", ""
+            self.doing = f"the program runs on {counted(self.world_size, 'rank')}"
 
     @property
     def ended(self) -> bool:

@@ -47,6 +47,11 @@ def duration(seconds: float | None) -> str:
     return f"{whole // 60}m{whole % 60:02d}s" if whole >= 60 else f"{whole}s"
 
 
+def counted(number: int, noun: str) -> str:
+    """Format as `1 node`, `4 nodes`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def ago(seconds: float | None) -> str:
     """Format as `5s ago`, or a dash."""
     return "-" if seconds is None else f"{duration(seconds)} ago"

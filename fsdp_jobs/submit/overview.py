@@ -15,7 +15,7 @@ from fsdp_jobs.launchers.state import State
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.identity import owner_of
 from fsdp_jobs.run.status import ENDED, RunStatus, steps_done
-from fsdp_jobs.run.table import ago, duration
+from fsdp_jobs.run.table import ago, counted, duration
 from fsdp_jobs.submit.submitted import another_runs, describe, is_silent
 
 DAMAGES = (BadInput, OSError, ValueError, TypeError, LookupError)  # of reading what is not as written
@@ -163,7 +163,7 @@ def story_of(status: RunStatus) -> Iterator[tuple[str, str]]:
     for host, why in status.run.excluded_hosts().items():
         yield host, f"is excluded: {why}"
     if status.spikes:
-        yield "loss", f"{len(status.spikes)} spikes, the last: {status.spikes[-1].sentence()}"
+        yield "loss", f"{counted(len(status.spikes), 'spike')}, the last: {status.spikes[-1].sentence()}"
     for slow in status.slow:
         yield "slow", f"{time.strftime('%H:%M', time.localtime(slow.time))} {slow.sentence()}"
     for corruption in status.corruptions:

@@ -27,7 +27,7 @@ from fsdp_jobs.plan.shape_client import check_initial_weights, probe, run_probe
 from fsdp_jobs.plan.shapes import ModelShape
 from fsdp_jobs.plan.sources import from_yaml
 from fsdp_jobs.plan.topology import Topology
-from fsdp_jobs.run.directory import RunDir, checkpoints_of, run_dir_of, runs_in, write_atomic
+from fsdp_jobs.run.directory import RunDir, checkpoints_of, digest_of, run_dir_of, runs_in, write_atomic
 from fsdp_jobs.run.goodput import Failures, costs_of, failures_of
 from fsdp_jobs.run.identity import check_may_act, claim, identity_of
 from fsdp_jobs.run.processes import raise_file_limit
@@ -232,7 +232,7 @@ def _files_of(job: Prepared, overrides: Sequence[str]) -> dict[Path, str | None]
     job.config.name = run.name
     steps = None if job.config.is_program else job.config.steps  # only the program knows how many it will do
     about = {**run.read_job(), "overrides": list(overrides), "first_attempt": run.last_attempt() + 1}
-    about |= {"nodes": str(job.config.nodes), "steps": steps}
+    about |= {"nodes": str(job.config.nodes), "steps": steps, "script_sha256": digest_of(job.config.script)}
     about |= {"submission": job.submission, "pending": job.launcher.name}  # until `record`
     return {
         run.config: dump_config(job.config),

@@ -39,7 +39,7 @@ def _json(folder: Path, *args: str) -> Any:
         (["gpus=4"], "-> nproc_per_node=4"),
         (["time=60"], "-> cluster.time=60"),
         (["train.py", "--lr", "1", "nodes=4"], "nodes=4: stands behind train.py"),
-        (["logs"], "fsdp-jobs logs"),
+        (["logs"], "there are no runs under runs/"),
         (["wait"], "fsdp-jobs wait"),
         (["wait", "nobody"], "there is no such run"),
     ],
@@ -77,6 +77,10 @@ def test_scripts_submit_wait_and_are_told_what_became_of_runs(tmp_path: Path) ->
     assert [row["run"] for row in _json(tmp_path, "status", "--state", "failed")] == ["bad"]
     assert [row["run"] for row in _json(tmp_path, "status", "--last", "1")] == [last.name]
     assert {row["run"] for row in _json(tmp_path, "status", "g*", "b*")} == {"good", "bad"}
+    again = cli(tmp_path, "resume", "good")
+    assert again.returncode == 2 and "good: is done: the program has ended" in again.stderr, again.stderr
+    assert "keeps its own checkpoints" in cli(tmp_path, "export", "good").stderr
+    assert "arguments ['0', '600']" in cli(tmp_path, "logs").stdout, "of the newest run"
     (report,) = _json(tmp_path, "report", "good")["files"]
     assert Path(tmp_path, report).exists()
     assert good["directory"] == "runs/good" and good["version"] == 1

@@ -189,11 +189,14 @@ def test_what_a_program_does_not_tell_is_a_dash(tmp_path: Path) -> None:
     (tmp_path / "mute.py").write_text("import time\nprint('working')\ntime.sleep(6)\n")
     with job(tmp_path, "dash", "script=mute.py", *QUICK, nproc=1, tiny=False) as run:
         until_said(run, "working")
+        with (tmp_path / "mute.py").open("a") as script:
+            script.write("# edited\n")
         run.ranks(1)[0].kill()
         assert run.wait().verdict == "done", run.story()
         told = cli(tmp_path, "status", "dash").stdout
         assert "SIGKILL: - steps lost, training again after -" in told, told
         assert "\ngoodput " not in told
+        assert [e["file"] for e in run.events("code_changed")] == [str(tmp_path / "mute.py")]
         cli(tmp_path, "report", "dash")
         page = (run.run.path / "report.html").read_text()
         assert '"step": "-"' in page and '"goodput": "-"' in page and "of 120" not in page

@@ -46,6 +46,8 @@ def test_no_option_is_faster_than_its_hardware(chosen: dict[str, Any]) -> None:
         tokens = config.data.global_batch * config.data.seq_len / option.layout.world_size
         assert option.time.mfu <= 1
         assert option.time.step >= matmuls * tokens / peak
+        wire_gb_s = hardware.inter_node_gb_s * config.nproc_per_node
+        assert option.time.step >= 0.999 * option.traffic["nccl"].inter_node / (1e9 * wire_gb_s)
 
 
 @given(st.fixed_dictionaries({key: st.sampled_from(values) for key, values in CHOICES.items()}))

@@ -48,7 +48,7 @@ def test_unknown_kinds_and_fields_are_no_obstacle(tmp_path: Path) -> None:
     events.append_line(run.events, {"time": 2.0, "event": "stop_requested", "attempt": 4, "why": "SIGTERM", "by": "?"})
     unknown, stop = events.read_events(run)
     assert type(unknown) is events.Event and unknown.attempt == 4 and unknown.sentence() is None
-    assert stop.sentence() == "asked to stop (SIGTERM): saving"
+    assert stop.sentence() == "asked to save and stop: SIGTERM"
 
 
 def test_a_full_disk_costs_a_record_and_not_the_job(caplog: pytest.LogCaptureFixture) -> None:
