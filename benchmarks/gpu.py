@@ -52,7 +52,6 @@ import yaml
 
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.hydra import merge_overrides
-from fsdp_jobs.config.torch_version import trainer_problems
 from fsdp_jobs.plan.plan import Plan
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.tail import last_lines, read_json_lines
@@ -123,20 +122,17 @@ class Bench:
     gpus: int
     hardware: str = "cpu"  # option of conf/hardware
     facts: dict[str, str] = field(default_factory=dict)
-    old_torch: str = ""  # what the trainer says of a torch that is older than it needs
 
     def job(self, name: str, *overrides: str, **env: str) -> Job:
         """Start a job of one node and one rank, unless the overrides say otherwise."""
         device = "cuda" if self.gpus else "cpu"
         here = [f"cluster.accelerator={device}", f"hardware={self.hardware}", "nodes=1", "nproc_per_node=1"]
-        here += ["fsdp=full_shard"] if self.old_torch else []  # auto may take no_shard, which needs a newer one
         return Job(self.folder, name, merge_overrides(here, overrides), self.environment | env)
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return the environment of jobs, in which the trainer takes the torch that is here."""
-        added = [str(PROGRAMS / "any_torch")] if self.old_torch else []
-        path = os.pathsep.join([*added, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        """Return the environment of jobs."""
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
     def lacks(self, case: Case) -> str:
@@ -148,8 +144,6 @@ class Bench:
             return "" if self.gpus else "no GPU"
         if what == "compiler":
             return "" if shutil.which(os.environ.get("CXX", "g++")) else "no C++ compiler"
-        if what == "new torch":
-            return self.old_torch
         name, _, wanted = what.partition(" ")
         found = version_of(name)
         if not found:
@@ -568,7 +562,7 @@ ACCELERATE = ("accelerate", "transformers")
 CASES = (
     works("main"),
     *(works(s, f"fsdp={s}") for s in ("full_shard", "shard_grad_op")),
-    works("no_shard", "fsdp=no_shard", needs=("new torch",)),
+    works("no_shard", "fsdp=no_shard"),
     *(works(s, f"fsdp={s}", "fsdp.shard_group=2", ranks=4) for s in ("hybrid_shard", "hybrid_shard_zero2")),
     works("bf16", "fsdp.param_dtype=bf16"),
     works("fp16", "fsdp.param_dtype=fp16", logs="loss_scale"),
@@ -630,7 +624,7 @@ def machine() -> Bench:
     facts = {"python": platform.python_version(), "torch": torch.__version__, "cores": str(os.cpu_count())}
     facts |= {"load": f"{os.getloadavg()[0]:.1f}", "memory": f"{memory:.0f} GiB", "free disk": f"{disk:.0f} GiB"}
     facts |= {name: version_of(name) or "missing" for name in ("transformers", "accelerate", "torchtitan")}
-    hardware, old_torch = "cpu", "; ".join(p.what for p in trainer_problems())
+    hardware = "cpu"
     if gpus:
         name = torch.cuda.get_device_name(0)
         known = [f.stem for f in HARDWARE.glob("*.yaml")]
@@ -640,9 +634,7 @@ def machine() -> Bench:
         if nvidia_smi := shutil.which("nvidia-smi"):
             query = [nvidia_smi, "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
             facts["driver"] = subprocess.run(query, capture_output=True, text=True).stdout.strip()
-    if old_torch:
-        facts["trainer"] = f"{old_torch}: tried here all the same"
-    return Bench(Path(), gpus, hardware, facts, old_torch)
+    return Bench(Path(), gpus, hardware, facts)
 
 
 def option_of(name: str, options: Sequence[str], memory_gib: float) -> str:

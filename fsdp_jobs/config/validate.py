@@ -14,7 +14,6 @@ from fsdp_jobs.config.keys import value_problems
 from fsdp_jobs.config.program import program_problems
 from fsdp_jobs.config.resolve import node_range, probe_every_steps, ranks_per_node
 from fsdp_jobs.config.schema import HfConfig, JobConfig, LlamaConfig, NoModelConfig
-from fsdp_jobs.config.torch_version import trainer_problems
 
 
 def config_problems(config: JobConfig, files: bool = True, is_away: bool = False) -> Iterator[Problem]:
@@ -32,8 +31,6 @@ def config_problems(config: JobConfig, files: bool = True, is_away: bool = False
     yield from program_problems(config, files, shares_files)
     yield from _tracking(config)
     yield from _notify(config)
-    if files and not config.is_program and shares_files:
-        yield from trainer_problems()
     if has_model:
         yield from data_problems(config, files and not config.is_program, shares_files)
     if files and config.checkpoint.dir is not None and "://" in config.checkpoint.dir:

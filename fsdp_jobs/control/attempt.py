@@ -85,6 +85,7 @@ class Attempt:
         history = list(events.read_events(run))
         self.budget = Budget(self.elastic.max_failures_without_progress, history)
         self.machines = Machines(run, self.elastic.exclude_after, self.elastic.exclude_for_s, history)
+        self.epoch_seen = 0  # the newest of a round, by the records and by agents
         self.limit = NO_LIMIT  # step after which nothing is gone on from that is not known to be sound
         self._may_adopt = True  # no round was formed or broken yet: this may replace a coordinator that died
         self._warned = ""  # what was last warned of
@@ -100,6 +101,7 @@ class Attempt:
                     self._excluded_slow_at = event.time
                 case events.RoundStarted():
                     may_run = set(event.hosts)
+                    self.epoch_seen = max(self.epoch_seen, event.epoch or 0)
                 case events.Corruption(finding=found) if (
                     found in (OUTVOTED, TWO) and config.integrity.action != "report"
                 ):

@@ -61,6 +61,7 @@ class Coordinator(ComparedAttempt):
         self.agents[agent.id] = agent
         self.leases.surrender(agent.host)
         current, number = self.round, message["round"]
+        self.epoch_seen = max(self.epoch_seen, message["epoch"])
         if self.verdict is not None:
             self._send_end(agent)
         elif number >= 0 and self._may_adopt and not current.running and number >= current.number:
@@ -293,7 +294,7 @@ class Coordinator(ComparedAttempt):
     def _next_epoch(self, now: float) -> int | None:
         """Return the number of the next round over all attempts; None while it is not claimed."""
         try:
-            epoch = self._epochs.next(self.round.epoch, now)
+            epoch = self._epochs.next(self.round.epoch, self.epoch_seen, now)
         except Fenced:
             self.on_superseded()
             return None
@@ -331,7 +332,7 @@ class Coordinator(ComparedAttempt):
         nodes, hosts = [a.node for a in chosen], [a.host for a in chosen]
         spares, why = [by_name[name].node for name in plan.spares], list(plan.reasons)
         sharding = (layout.strategy, layout.shard_group, layout.world_size)
-        self._record(events.RoundStarted(nodes, hosts, *sharding, spares, why))
+        self._record(events.RoundStarted(nodes, hosts, *sharding, spares, why, epoch))
 
     def _maybe_grow(self, now: float) -> None:
         """Take in nodes that came after the round had started, once the ranks have saved and parked.

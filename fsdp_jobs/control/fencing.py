@@ -75,10 +75,10 @@ class Epochs:
         self._claim: Future[int] | None = None
         self._patient_until = -inf
 
-    def next(self, last: int, now: float) -> int | None:
+    def next(self, last: int, seen: int, now: float) -> int | None:
         """Return the number for the round after `last` (0: not known), always the same until `use`.
 
-        Returns None while there is none; `problem` says why.
+        It is above `seen`, too. Returns None while there is none; `problem` says why.
 
         Raises:
             Fenced: another coordinator has claimed one after `last`.
@@ -87,7 +87,7 @@ class Epochs:
             if now < self._patient_until:
                 return None
             owner, self._patient_until = f"attempt {self.attempt} {uuid.uuid4().hex}", now + _PATIENCE_S
-            self._claim = begin(self._claims, claim, self.home, ROUND, owner, last or None)
+            self._claim = begin(self._claims, claim, self.home, ROUND, owner, last or None, seen)
         if not self._claim.done():
             if now > self._patient_until:
                 self.problem = f"checkpoint.dir: {self.home} does not answer"

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from fsdp_jobs.config.resolve import output_dtype, param_dtype
 from fsdp_jobs.config.schema import FsdpConfig, HfConfig, JobConfig, ModelConfig
-from fsdp_jobs.config.torch_version import require_new_fsdp
+from fsdp_jobs.config.torch_version import replicates_with_mesh
 from fsdp_jobs.hub.huggingface import initial_pieces
 from fsdp_jobs.models.build import build_model, find_blocks, head_modules_of
 from fsdp_jobs.models.weights import copy_local_part, plain_name, seed_of
@@ -56,6 +56,8 @@ def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     if layout.world_size != dist.get_world_size():
         raise RuntimeError(f"the layout is for {layout.world_size} ranks, the world has {dist.get_world_size()}")
     shape = layout.mesh_shape
+    if layout.strategy == "no_shard" and not replicates_with_mesh():
+        shape |= {"shard": 1}
     mesh = init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
@@ -112,8 +114,6 @@ def shard(
 
     Each block becomes an FSDP unit, the head one that stays gathered (backward needs it at once), and the root.
     """
-    if layout.strategy == "no_shard":
-        require_new_fsdp("fsdp=no_shard")
     blocks = _checkpoint_activations(model, blocks, fsdp)
     if fsdp.compile:
         for block in blocks:
@@ -126,7 +126,7 @@ def shard(
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if fsdp.cpu_offload else OffloadPolicy()
 
     def apply(module: nn.Module | list[nn.Module], policy: MixedPrecisionPolicy, reshard: bool) -> None:
-        if layout.strategy == "no_shard":
+        if mesh.ndim == 1 and layout.strategy == "no_shard":
             replicate(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
         else:
             fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)

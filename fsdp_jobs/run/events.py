@@ -108,6 +108,7 @@ class RoundStarted(Event, style="cyan"):
     world_size: int
     spares: list[int] = field(default_factory=list)
     why: list[str] = field(default_factory=list)
+    epoch: int | None = None  # its number over all attempts; None in records of before
 
     def sentence(self) -> str:
         hosts = sorted(set(self.hosts))

@@ -36,14 +36,15 @@ def newest(home: Path, kind: str) -> int:
     return max(_markers(home, kind), default=0)
 
 
-def claim(home: Path, kind: str, owner: str, last: int | None = None) -> int:
+def claim(home: Path, kind: str, owner: str, last: int | None = None, above: int = 0) -> int:
     """Claim the next number, which no one else gets.
 
     Args:
         home: the folder of the run's checkpoints; a UPath for an object store, which must know conditional puts.
         owner: a line that no other claimant writes.
-        last: the newest number that the caller knows, if it has claimed before: what follows is above it also where
-            the markers are gone, as after the purge of a scratch file system.
+        last: the newest number that the caller knows, if it has claimed before.
+        above: a number that others were seen with. What follows `last` and this is above them also where the markers
+            are gone, as after the purge of a scratch file system.
 
     Raises:
         Fenced: another process has claimed a number after `last`.
@@ -53,14 +54,15 @@ def claim(home: Path, kind: str, owner: str, last: int | None = None) -> int:
         known = max(newest(home, kind), last or 0)
         if last is not None and known > last:
             raise Fenced(f"{kind} {known} of this run has begun elsewhere, after {last}")
-        marker = home / "epochs" / f"{kind}-{known + 1:08d}"
+        number = max(known, above) + 1
+        marker = home / "epochs" / f"{kind}-{number:08d}"
         if _create(marker, owner):
             markers = _markers(home, kind)
-            if max(markers) == known + 1:
+            if max(markers) == number:
                 for older in sorted(markers)[:-1]:
                     with suppress(OSError):
                         markers[older].unlink()
-                return known + 1
+                return number
 
 
 def _markers(home: Path, kind: str) -> dict[int, Path]:

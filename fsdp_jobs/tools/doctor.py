@@ -17,7 +17,6 @@ from rich.text import Text
 from fsdp_jobs import __version__
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
 from fsdp_jobs.config.schema import JobConfig
-from fsdp_jobs.config.torch_version import trainer_problems
 from fsdp_jobs.launchers.base import Finding, Launcher, findings, launcher_of
 from fsdp_jobs.plan.memory import size
 
@@ -44,7 +43,7 @@ def show(finding: Finding, console: Console) -> None:
 def _this_machine(config: JobConfig) -> Iterator[Finding]:
     """Yield findings on versions and on the folder of runs."""
     versions = [f"Python {platform.python_version()}", f"fsdp_jobs {__version__}"]
-    problems = [] if config.is_program else list(trainer_problems())
+    problems: list[Problem] = []
     try:
         versions.append(f"torch {version('torch')}")
     except PackageNotFoundError:

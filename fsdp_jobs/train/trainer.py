@@ -14,7 +14,6 @@ from fsdp_jobs import job
 from fsdp_jobs.checkpoints.state import Hyperparameters
 from fsdp_jobs.checkpoints.tensors import local
 from fsdp_jobs.config.schema import JobConfig
-from fsdp_jobs.config.torch_version import require_new_fsdp
 from fsdp_jobs.guards.probe.rank import Probe
 from fsdp_jobs.hub.pretrained import load_initial
 from fsdp_jobs.job.metrics import flops_per_token
@@ -93,7 +92,6 @@ class Learner:
 
 def main() -> int:
     """Train as one rank. Returns its exit code: 0 when done, 75 after a request to leave."""
-    require_new_fsdp("the trainer")
     device = job.init()
     config, data = job.config(), job.config().data
     samples = open_samples(data, config.seed)

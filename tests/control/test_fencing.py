@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -170,3 +171,18 @@ def test_who_hears_nobody_may_be_cut_off_itself_and_loses_none_before_the_timeou
         cluster.join(node, round_=0, size=3)
     cluster.later(1, *cluster.coordinator.agents.values())
     assert cluster.coordinator.round.running and not cluster.events("node_lost")
+
+
+def test_a_new_coordinator_numbers_on_where_the_markers_were_purged(tmp_path: Path) -> None:
+    """As by scratch's age limit, which spares the run directory's records: they are written to."""
+    old = Cluster(tmp_path, "nodes=1", "elastic.join_window_s=0")
+    a = old.join(0)
+    old.later(1, a)
+    old.ready(a, failure(0, 0, exit_code=-9))
+    old.later(2, a)
+    assert old.last(a, "round")["epoch"] == 2  # type: ignore[index]
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "epochs")
+    new = Cluster(tmp_path, "nodes=1", "elastic.join_window_s=0")
+    b = new.join(0, life="b")
+    new.later(60, b)
+    assert new.last(b, "round")["epoch"] == 3  # type: ignore[index]
