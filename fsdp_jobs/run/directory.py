@@ -19,7 +19,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -46,6 +46,18 @@ def write_atomic(path: Path, text: str, mode: int = 0o644) -> None:
         if isinstance(e, OSError):
             e.filename = str(path)  # a full disk does not name it
         raise
+
+
+def as_written(path: Path | str) -> Path:
+    """Return an absolute path with its links kept, also those on the way to the current folder, as the shell names it.
+
+    The place behind a link may be another one on the nodes, as with an automounter's homes.
+    """
+    here = os.environ.get("PWD", "")
+    with suppress(OSError):
+        if here and Path(here).samefile("."):
+            return Path(here, path)
+    return Path(path).absolute()
 
 
 def user_name() -> str:

@@ -17,6 +17,7 @@ from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.app import arguments
 from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.slurm.steps import Commands
+from fsdp_jobs.run.directory import as_written
 from fsdp_jobs.run.env import SUBMISSION_ENV
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def commands(job: Job, site: Site) -> Commands:
     """Render the commands of the batch step."""
     cluster = cluster_of(job.config)
     trainer = job.role("trainer")
-    inside = _container(cluster, trainer, str(job.run.path.resolve()))
+    inside = _container(cluster, trainer, str(as_written(job.run.path)))
     agent = _argv(trainer, cluster, site)
     kind = [str(trainer.resource.cpu), "cuda" if trainer.resource.gpu else "cpu"]
     return Commands(
@@ -126,7 +127,7 @@ class Script:
         """
         array = f"--array=0-{count - 1}{f'%{at_once}' if at_once else ''}"
         output = f"--output={str(links).replace('%', '%%')}/%a/submit/slurm-%A_%a.out"
-        resolve = f'run=$(readlink -e {shlex.quote(str(links))}/"$SLURM_ARRAY_TASK_ID")'
+        resolve = f'run=$(readlink {shlex.quote(str(links))}/"$SLURM_ARRAY_TASK_ID")'
         return replace(self, margin_s=margin_s)._text(name, tag, after, [array, output], '"$run"', resolve)
 
     def _text(self, name: str, tag: str, after: str, own: Sequence[str], run_dir: str, *first: str) -> str:
@@ -159,6 +160,8 @@ def script(job: Job, site: Site, topology: Topology | None, margin_s: int) -> Sc
     low, high = trainer.min_replicas or trainer.num_replicas, trainer.num_replicas
     # With a range SLURM would take --ntasks-per-node for its minimum.
     nodes = [f"--nodes={high}", "--ntasks-per-node=1"] if low == high else [f"--nodes={low}-{high}"]
+    here = as_written("")
+    nodes += [f"--chdir={here}"] if here != Path.cwd() else []  # sbatch would take the place behind links
     return Script(
         resources=(*nodes, *_resources(cluster, trainer, site), *_switches(cluster, job.plan, high, topology)),
         extra=tuple(cluster.extra),

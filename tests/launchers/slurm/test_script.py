@@ -26,7 +26,7 @@ TREE = Site("tree", python="/env/bin/python", partitions={"main*": "n[1-72]", "g
 NO_GPUS = Site("cpus", gpu_option="", python="/env/bin/python")
 
 CASES: dict[str, tuple[Site, list[str]]] = {
-    "plain": (TREE, ["nodes=4", "model=llama_1b"]),
+    "plain": (TREE, ["nodes=4", "model=llama_1b", "fsdp=full_shard"]),
     "group_over_nodes": (TREE, ["nodes=32", "model=llama3_70b", "fsdp=hybrid_shard", "fsdp.shard_group=64"]),
     "elastic_shared": (OLD, ["nodes=2:8", "nproc_per_node=4", "cluster.exclusive=false", "cluster.cpus_per_task=32"]),
     "everything": (

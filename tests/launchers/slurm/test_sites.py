@@ -212,3 +212,33 @@ def test_an_old_site_trains_saves_sweeps_and_forgets(lab: Lab, old: Lab, folder:
         assert "stopped" in status and "SLURM has forgotten the job, which never started" in status, status
     finally:
         del os.environ["SBATCH_EXPORT"]
+
+
+def test_a_home_behind_a_link_is_named_by_the_link(lab: Lab, folder: Path) -> None:
+    """Its real place differs between machines at sites with an automounter: here it moves while the job waits."""
+    (folder / "export1" / "user").mkdir(parents=True)
+    (folder / "home").symlink_to(folder / "export1" / "user")
+    home = folder / "home"
+    (home / "train.py").write_text("import os; print('ran in', os.getcwd(), flush=True)")
+    given = ["script=train.py", *ONE[2:], "name=linked", "cluster.extra=['--hold']"]
+    command = [str(CLUSTER), "run", "login", "env", f"PWD={home}", *killed_at(0), *given]
+    env = environment(home, FSDP_JOBS_SLURM=str(lab.folder))
+    done = subprocess.run(command, cwd=home, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (folder / "export2").mkdir()
+    (folder / "export1" / "user").rename(folder / "export2" / "user")
+    home.unlink()
+    home.symlink_to(folder / "export2" / "user")
+    (job,) = queued(lab)
+    lab.on_login("scontrol", "release", job)
+    job_ended(lab, RunDir(home / "runs" / "linked"))
+    assert "ran in" in (home / "runs/linked/attempts/0/node-0/rank-0.log").read_text()
+
+
+def job_ended(lab: Lab, run: RunDir) -> None:
+    deadline = time.monotonic() + 120
+    while not run.verdict(0).exists():
+        assert time.monotonic() < deadline, lab.on_login("squeue") + "".join(
+            f.read_text() for f in run.submit.glob("slurm*.out")
+        )
+        time.sleep(0.3)
