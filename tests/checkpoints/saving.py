@@ -27,15 +27,22 @@ def trained(
     optimizer: Any = torch.optim.AdamW,
     model: nn.Module | None = None,
     integrity_action: str = "report",
+    shard_group: int = 0,
     **keys: Any,
 ) -> Checkpointer:
-    """Make a checkpointer of a sharded model, whose ranks are nodes of their own; without asynchrony."""
+    """Make a checkpointer of a model that is sharded over all ranks, or groups of them; without asynchrony.
+
+    Ranks are nodes of their own.
+    """
     os.environ["GROUP_RANK"] = os.environ["RANK"]
     os.environ["LOCAL_RANK"] = "0"
     world = dist.get_world_size()
     torch.manual_seed(0)
     model = model or nn.Linear(8, 8)
-    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    group = shard_group or world
+    layout = Layout("hybrid_shard" if group < world else "full_shard", world, group)
+    shape = layout.mesh_shape
+    fully_shard(model, mesh=init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape)))
     config = JobConfig(
         script="program.py",
         model=NoModelConfig(),
@@ -43,7 +50,6 @@ def trained(
         integrity=IntegrityConfig(action=integrity_action),
     )
     run, made = RunDir(Path(folder)), optimizer(model.parameters(), lr=0.1)
-    layout = Layout("full_shard", world, world)
     return Checkpointer(run, config, layout, model, made, {}, torch.device("cpu"), 0, restart)
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+from fsdp_jobs.checkpoints import catalog
 from fsdp_jobs.checkpoints.saver import _Stager
+from tests.checkpoints.saving import fill, trained, value_of
+from tests.world import run_world
 
 
 def test_five_copies_in_a_row_with_a_stager_that_is_emptied_after_each_as_torch_2_11_does_simulated(
@@ -25,3 +30,25 @@ def test_five_copies_in_a_row_with_a_stager_that_is_emptied_after_each_as_torch_
         copied = stager.stage({"weight": torch.full((4,), float(step))})
         assert copied.result()["weight"].tolist() == [step] * 4  # type: ignore[union-attr]
     stager.close()
+
+
+def _five_saves(folder: str, mode: str, shard_group: int) -> None:
+    checkpoints = trained(folder, async_mode=mode, keep=0, shard_group=shard_group)
+    for step in range(1, 6):
+        fill(checkpoints, float(step))
+        checkpoints.save(step)
+        checkpoints.before_update()
+    checkpoints.finish()
+    assert not checkpoints.failure
+    checkpoints.close()
+    again = trained(folder, "0-1", shard_group=shard_group)
+    assert (again.restore(), value_of(again)) == (5, 5.0)
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+@pytest.mark.parametrize(("ranks", "shard_group"), [(2, 0), (4, 2)])
+def test_five_asynchronous_saves_in_a_row(tmp_path: Path, mode: str, ranks: int, shard_group: int) -> None:
+    run_world(ranks, _five_saves, str(tmp_path), mode, shard_group)
+    saved = catalog.find_checkpoints(tmp_path / "checkpoints")
+    assert [catalog.step_of(folder) for folder in saved] == [5, 4, 3, 2, 1]
+    assert all(catalog.verify(folder) == [] for folder in saved)
