@@ -5,9 +5,8 @@ TORCH ?= torch>=2.13,<2.14
 EXTRAS ?= dev,dashboard,slurm,docker,kubernetes,tensorboard,s3,mlflow,wandb,hf,accelerate,docs
 BENCHMARKS ?= plan_scale start overhead captures goodput against_accelerate save coordinator traffic recovery submit status dashboard gpu
 
-# What depends on torch: the trainer needs a newer one than programs do.
-PROGRAM_TESTS = tests/config/test_torch_version.py tests/control tests/node tests/checkpoints/test_state.py tests/train/test_library.py tests/integration/test_scripts.py tests/hub/test_accelerate.py::test_a_program_of_accelerates_is_sharded_as_asked_and_lives_on
-TRAINER_TESTS = tests/checkpoints tests/tiers tests/guards tests/hub tests/train tests/tools tests/integration/test_main_job.py
+# What depends on torch.
+TORCH_TESTS = tests/config/test_torch_version.py tests/control tests/node tests/checkpoints tests/tiers tests/guards tests/hub tests/train tests/tools tests/integration/test_scripts.py tests/integration/test_main_job.py
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -39,8 +38,7 @@ test: lint  ## lint and all tests
 	$(PYTEST) -m "not soak"
 
 test-torch:  ## what depends on torch, on another version of it: make test-torch TORCH=2.15.0
-	$(MAKE) test-on VENV=.venv-torch-$(TORCH) TORCH=torch==$(TORCH) EXTRAS=dev,hf,accelerate TORCH_TESTS='$(or \
-	    $(if $(filter 2.9.% 2.10.% 2.11.% 2.12.%,$(TORCH)),$(PROGRAM_TESTS)),$(PROGRAM_TESTS) $(TRAINER_TESTS))'
+	$(MAKE) test-on VENV=.venv-torch-$(TORCH) TORCH=torch==$(TORCH) EXTRAS=dev,hf,accelerate
 
 test-on: $(READY)
 	$(PYTEST) -m "not soak" $(TORCH_TESTS)
