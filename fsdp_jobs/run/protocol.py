@@ -46,9 +46,11 @@ from __future__ import annotations
 import hmac
 import json
 import logging
+import math
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import IO, Any
@@ -59,6 +61,7 @@ from fsdp_jobs.run.term import Lease
 Message = dict[str, Any]
 AGENT, COORDINATOR, PARTNER = "agent", "coordinator", "partner"  # who proves
 _RETRY_S = 0.2  # between two tries to connect
+_TELL_S, _TELL_AGAIN_S = 10.0, 60.0  # without a connection, until that is logged, and again
 _LINE = 4096  # most bytes that are read from who has proved nothing
 NO_ROUND: Message = {"round": -1, "epoch": 0, "size": 0, "shard_group": 0}  # what `hello` says when no ranks run
 
@@ -154,9 +157,21 @@ class Link:
                     self._socket.shutdown(socket.SHUT_RDWR)
 
     def _run(self) -> None:
+        lost_at, told_at = time.monotonic(), -math.inf
         while not self._closed.is_set():
-            with suppress(OSError, ValueError, KeyError), socket.create_connection(self._address, timeout=5) as link:
-                self._talk(link)
+            try:
+                with socket.create_connection(self._address, timeout=5) as link:
+                    try:
+                        self._talk(link)
+                    finally:
+                        lost_at = time.monotonic()
+            except (ValueError, KeyError):
+                pass  # what is not a message ends the connection
+            except OSError as e:
+                for_s = time.monotonic() - lost_at
+                if for_s > _TELL_S and time.monotonic() - told_at > _TELL_AGAIN_S:
+                    told_at = time.monotonic()
+                    logger.warning("no connection to the coordinator at %s:%d for %.0f s: %s", *self._address, for_s, e)
             self._closed.wait(_RETRY_S)
 
     def _talk(self, connection: socket.socket) -> None:

@@ -21,6 +21,7 @@ from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.control import server as door
 from fsdp_jobs.control.coordinator import Coordinator
 from fsdp_jobs.control.server import Server
+from fsdp_jobs.run import protocol
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.processes import free_port, raise_file_limit
 from fsdp_jobs.run.protocol import AGENT, COORDINATOR, Link, proof
@@ -141,6 +142,19 @@ def test_an_agent_does_not_believe_whoever_answers(caplog: pytest.LogCaptureFixt
     link.close()
     listener.close()
     assert not told and "does not know this job's token" in caplog.text
+
+
+def test_an_agent_logs_whom_it_cannot_reach(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "_TELL_S", 0.5)
+    port = free_port()
+    link = Link(f"127.0.0.1:{port}", "secret", lambda: HELLO, dict, lambda _: None, compose_job([]).elastic)
+    deadline = time.monotonic() + 20
+    while f"no connection to the coordinator at 127.0.0.1:{port}" not in caplog.text:
+        assert time.monotonic() < deadline, caplog.text
+        time.sleep(0.1)
+    time.sleep(1)
+    link.close()
+    assert caplog.text.count("no connection to the coordinator") == 1 and "refused" in caplog.text
 
 
 def test_strangers_fill_neither_descriptors_nor_the_log(
