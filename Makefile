@@ -38,7 +38,7 @@ test: lint  ## lint and all tests
 	$(PYTEST) -m "not soak"
 
 test-torch:  ## what depends on torch, on another version of it: make test-torch TORCH=2.15.0
-	$(MAKE) test-on VENV=.venv-torch-$(TORCH) TORCH=torch==$(TORCH) EXTRAS=dev,hf,accelerate
+	$(MAKE) test-on VENV=.venv-torch-$(TORCH) TORCH=torch==$(TORCH) EXTRAS=dev,hf,accelerate,s3
 
 test-on: $(READY)
 	$(PYTEST) -m "not soak" $(TORCH_TESTS)

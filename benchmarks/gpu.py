@@ -110,7 +110,7 @@ class Case:
     name: str
     expected: str
     run: Callable[[Bench], Iterator[Row]]
-    needs: tuple[str, ...] = ()  # gpu, compiler, new torch, or packages
+    needs: tuple[str, ...] = ()  # gpu, compiler, or packages
     seconds: int = 12
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -124,6 +125,8 @@ class OutputMetrics:
             return
         with suppress(OSError):  # there is no log yet, or the disk is gone; the next look tries again
             now, before = job_time(), self._round.looked_at
+            written_at = self._log.stat().st_mtime + now - time.time()  # lines of a rank that has been killed are older
+            now = min(now, max(before, written_at))
             readings = list(self._round.new(self._log))
             self._round.looked_at = now
             for i, reading in enumerate(readings, 1):  # spread over the time since the last look

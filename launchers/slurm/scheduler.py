@@ -31,6 +31,8 @@ _REASONS = {  # beginnings of the words in squeue's REASON
     "PartitionTimeLimit": "cluster.time is above the partition's limit: it will not start",
     "PartitionNodeLimit": "it asks for more nodes than the partition allows: it will not start",
     "ReqNodeNotAvail": "nodes are down, drained or reserved",
+    "launch failed": "nodes could not start it, and SLURM holds it: look at them, then scontrol release {id}",
+    "JobHeld": "it is held: scontrol release {id}",
     "PartitionConfig": "the partition does not allow it now: fewer nodes, less time, or wait",
 }
 
@@ -218,6 +220,7 @@ def _message(job: client.QueuedJob) -> str:
     if job.state is State.QUEUED:
         when = f"starts about {job.start.replace('T', ' ')}" if job.start not in ("", "N/A") else "start not known yet"
         meaning = next((f": {meaning}" for word, meaning in _REASONS.items() if job.reason.startswith(word)), "")
+        meaning = meaning.replace("{id}", job.id)
         why = f" ({job.reason}{meaning})" if job.reason != "None" else ""  # None: SLURM has not looked at it yet
         return f"SLURM job {job.id} waits{why}; {when}"
     return f"SLURM job {job.id} is {job.slurm_state}" + (f" on {job.nodes}" if job.nodes else "")

@@ -67,14 +67,14 @@ def file_system(path: Path) -> str:
 
 
 def _seconds(time: str) -> float:
-    """Parse a time limit as sbatch reads it; infinite for words."""
+    """Parse a time limit as sbatch reads it; infinite for words and for 0."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
     if match is None:
         return math.inf
     days, first, second, third = (int(g) if g else 0 for g in match.groups())
     if match[1] is not None or match[4] is not None:  # days-hours[:minutes[:seconds]], hours:minutes:seconds
-        return 86400 * days + 3600 * first + 60 * second + third
-    return 60 * first + second  # minutes[:seconds]
+        return 86400 * days + 3600 * first + 60 * second + third or math.inf  # 0 is no limit
+    return 60 * first + second or math.inf  # minutes[:seconds]
 
 
 def check_with_slurm(job: Job, script: str, margin_s: int, count: int) -> list[Problem]:
@@ -87,7 +87,12 @@ def check_with_slurm(job: Job, script: str, margin_s: int, count: int) -> list[P
     partition = client.partition(cluster.partition)
     elsewhere = [option for option in cluster.extra if option.startswith(("--time", "-t", "--partition", "-p"))]
     is_default = not elsewhere and "SBATCH_TIMELIMIT" not in os.environ
-    limit = cluster.time or (partition.default_time if is_default else "")
+    default = partition.default_time if _seconds(partition.default_time) < math.inf else partition.time  # else MaxTime
+    limit = cluster.time or (default if is_default else "")
+    most = partition.time if not elsewhere and client.settings().get("EnforcePartLimits") == "NO" else ""
+    if _seconds(limit) > _seconds(most):
+        what = f"partition {partition.name} allows {most}, and this site would let the job wait for ever"
+        return [Problem(f"cluster.time={cluster.time}", what, f"cluster.time={most} or less")]
     if _seconds(limit) < margin_s + _LEAST_TRAINING_S:
         whose = "" if cluster.time else f" ({partition.name}'s default is {limit})"
         what = f"the last save is requested {margin_s} s before the limit{whose}: no time is left to train in"

@@ -128,20 +128,8 @@ def test_what_a_case_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         return bench.lacks(Case("speed", "x", "", lambda bench: iter(()), needs))
 
     assert lacks("gpu", "surely-not-there 3") == "no GPU, surely-not-there is not installed"
-    assert lacks("psutil") == lacks("new torch") == lacks("gpu", bench=Bench(Path(), 1)) == ""
+    assert lacks("psutil") == lacks("gpu", bench=Bench(Path(), 1)) == ""
     assert lacks("torch 1.") == f"torch is {gpu.version_of('torch')}, not 1."
-    assert lacks("new torch", bench=Bench(Path(), 1, old_torch="too old")) == "too old"
-
-
-def test_an_old_torch_is_tried_without_no_shard(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[Any] = []
-    monkeypatch.setattr(gpu, "Job", lambda *args: started.append(args))
-    Bench(Path(), 1, "h200", old_torch="too old").job("x", "steps=3")
-    ((_, _, overrides, environment),) = started
-    assert "fsdp=full_shard" in overrides
-    say = "from fsdp_jobs.config.torch_version import _FSDP; print(_FSDP)"
-    done = subprocess.run([sys.executable, "-c", say], capture_output=True, text=True, env=environment)
-    assert done.stdout == "(2, 9)\n"
 
 
 def test_no_case_begins_that_would_outlast_the_limit(capsys: pytest.CaptureFixture[str]) -> None:

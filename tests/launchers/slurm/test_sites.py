@@ -111,6 +111,20 @@ def test_limits_that_can_never_be_met_are_said_at_submission(lab: Lab, folder: P
     lab.on_login("scontrol", "update", "partitionname=urgent", "defaulttime=1")
     done = lab.cli(folder, *DRY, "cluster.partition=urgent")
     assert done.returncode == 2 and "(urgent's default is 1:00): no time is left to train in" in done.stderr
+    lab.on_login("scontrol", "create", "partitionname=short", "nodes=ALL", "maxtime=1")
+    done = lab.cli(folder, *DRY, "cluster.partition=short")
+    assert done.returncode == 2 and "(short's default is 1:00): no time is left to train in" in done.stderr
+    lab.on_login("scontrol", "update", "partitionname=short", "maxtime=UNLIMITED")
+    done = lab.cli(folder, *DRY, "cluster.partition=short", "cluster.time=0")
+    lab.on_login("scontrol", "delete", "partitionname=short")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_held_job_is_told_with_its_cure(lab: Lab, folder: Path) -> None:
+    assert lab.cli(folder, *WITHDRAWN).returncode == 0
+    (job,) = queued(lab)
+    told = lab.cli(folder, "status", "withdrawn").stdout
+    assert f"it is held: scontrol release {job}" in " ".join(told.split()), told
 
 
 @pytest.mark.parametrize("seconds", [30, pytest.param(150, marks=pytest.mark.soak)])
