@@ -71,7 +71,10 @@ TINY = (
 SHAPE_3B = (  # of Llama 3.2 3B
     *("model=llama_1b", "model.dim=3072", "model.n_layers=28", "model.n_heads=24", "model.ffn_dim=8192"),
 )
-RANDOM = ("data=synthetic", "data.tokens=4000000", "data.workers=1", "checkpoint.every_steps=0", "steps=12")
+RANDOM = (
+    *("data=synthetic", "data.tokens=4000000", "data.workers=1", "steps=12"),
+    *("checkpoint.every_steps=0", "checkpoint.every_minutes=0"),
+)
 
 
 @dataclass(frozen=True)

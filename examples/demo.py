@@ -94,7 +94,7 @@ demo: node {NODE} was killed at step {reached}, and the job recovered by itself
 type next
   {fsdp_jobs} resume {run.name} steps={2 * metrics[-1]["step"]}
   {fsdp_jobs} export {run.name}
-  {fsdp_jobs} plan nodes=4 hardware=h100 model=llama3_8b data=synthetic data.seq_len=4096
+  {fsdp_jobs} plan model=llama3_8b cluster=slurm nodes=4
   {fsdp_jobs} --help"""
 
 

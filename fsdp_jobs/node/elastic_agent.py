@@ -52,7 +52,7 @@ class Follower(Protocol):
     """Does something beside the ranks, where rank 0 is."""
 
     def begin_round(self, has_rank_0: bool) -> None:
-        """Begin where rank 0 is; elsewhere end what an earlier round began."""
+        """Begin, before the ranks do, where rank 0 is; elsewhere end what an earlier round began."""
 
     def close(self) -> None:
         """End with the attempt."""
@@ -84,10 +84,10 @@ class Agent(LocalElasticAgent):
     def _initialize_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
         self._kills_for_memory = kills_for_memory()
         super()._initialize_workers(worker_group, *args, **kwargs)
-        for follower in self._followers:
-            follower.begin_round(has_rank_0=self._handler.round["rank"] == 0)
 
     def _start_workers(self, worker_group: WorkerGroup) -> Any:
+        for follower in self._followers:
+            follower.begin_round(has_rank_0=self._handler.round["rank"] == 0)
         if self._copies is not None:
             self._copies.begin_round(self._handler.round["epoch"], self._handler.round["partner"])
         return super()._start_workers(worker_group)
