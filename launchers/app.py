@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from fsdp_jobs.config.resolve import accelerator, node_range
 from fsdp_jobs.config.schema import JobConfig
-from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.directory import RunDir, as_written
 from fsdp_jobs.run.env import SUBMISSION_ENV
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def to_app(config: JobConfig, run: RunDir, nproc_per_node: int, submission: str)
     from torchx.specs import AppDef, Resource, Role, macros
 
     low, high = node_range(config.nodes)
-    run_dir = str(run.path.resolve())
+    run_dir = str(as_written(run.path))
     env = {
         SUBMISSION_ENV: submission,
         "OMP_NUM_THREADS": "1",

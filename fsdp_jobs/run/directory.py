@@ -18,7 +18,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -45,6 +45,18 @@ def write_atomic(path: Path, text: str, mode: int = 0o644) -> None:
         if isinstance(e, OSError):
             e.filename = str(path)  # a full disk does not name it
         raise
+
+
+def as_written(path: Path | str) -> Path:
+    """Make a path absolute and keep the links in it: an automounter's may lead elsewhere on another machine.
+
+    A relative one begins where `pwd` says that the shell is, which the kernel knows by its real place only.
+    """
+    here = os.environ.get("PWD", "")
+    with suppress(OSError):
+        if os.path.isabs(here) and os.path.samefile(here, "."):
+            return Path(here) / path
+    return Path.cwd() / path
 
 
 def user_name() -> str:

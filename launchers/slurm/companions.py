@@ -25,7 +25,7 @@ from fsdp_jobs.launchers.slurm.steps import Commands, srun
 from fsdp_jobs.launchers.supervisor import Attempt
 from fsdp_jobs.plan.topology import expand_hostlist
 from fsdp_jobs.run import events, log
-from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.directory import RunDir, as_written
 from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV, HOST_ENV
 from fsdp_jobs.run.verdict import Verdict
 
@@ -68,7 +68,14 @@ class Companions:
         folder = self.run.node(self.attempt, node)
         folder.mkdir(parents=True, exist_ok=True)
         output = str(folder).replace("%", "%%") + "/companion-%j.out"
-        options = ["--parsable", "--nodes=1", "--no-requeue", f"--job-name={name}-node-{node}", f"--output={output}"]
+        options = [
+            "--parsable",
+            f"--chdir={as_written('.')}",
+            "--nodes=1",
+            "--no-requeue",
+            f"--job-name={name}-node-{node}",
+            f"--output={output}",
+        ]
         if excluded := [*self.run.excluded_hosts(), *self.commands.exclude]:
             options.append(f"--exclude={','.join(excluded)}")
         env = {k: v for k, v in client.own_environment(self.env).items() if not k.startswith("SBATCH_")}

@@ -20,7 +20,7 @@ from fsdp_jobs.launchers.snapshot import Snapshot, link, take
 from fsdp_jobs.launchers.state import State
 from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.run import events
-from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.directory import RunDir, as_written
 from fsdp_jobs.run.tail import last_lines
 from fsdp_jobs.run.verdict import KILLED, WITHDRAWN, Verdict, judge
 
@@ -50,7 +50,7 @@ class SlurmRequest:
     @property
     def text(self) -> str:
         """The script for this job alone."""
-        return self.script.of_run(str(self.job.run.path.resolve()), self.job.app.name, self.job.submission)
+        return self.script.of_run(str(as_written(self.job.run.path)), self.job.app.name, self.job.submission)
 
 
 class SlurmLauncher(Launcher):
@@ -112,7 +112,7 @@ class SlurmLauncher(Launcher):
             _write_code(requests, None)
             ids = [submission.sbatch(request.job.run.submit / "slurm", request.text) for request in requests]
         else:
-            own = folder.resolve() / "slurm" / requests[0].job.submission
+            own = as_written(folder) / "slurm" / requests[0].job.submission
             _write_code(requests, own)
             ids = submission.submit_arrays(own, folder.name, scripts, runs, groups, parallelism)
         for job_id, run in zip(ids, runs, strict=True):

@@ -17,6 +17,7 @@ from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.app import arguments
 from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.slurm.steps import Commands
+from fsdp_jobs.run.directory import as_written
 from fsdp_jobs.run.env import SUBMISSION_ENV
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def commands(job: Job, site: Site) -> Commands:
     """Render the commands of the batch step."""
     cluster = cluster_of(job.config)
     trainer = job.role("trainer")
-    inside = _container(cluster, trainer, str(job.run.path.resolve()))
+    inside = _container(cluster, trainer, str(as_written(job.run.path)))
     agent = _argv(trainer, cluster, site)
     kind = [str(trainer.resource.cpu), "cuda" if trainer.resource.gpu else "cpu"]
     return Commands(
@@ -104,6 +105,7 @@ class Script:
     extra: tuple[str, ...]  # the user's own options of sbatch; they come last
     setup: tuple[str, ...]  # lines of shell
     python: str
+    folder: str  # of the command that submits, in which the job works
     brings_code: bool  # there is a copy of the code in the run directory
     margin_s: int = field(compare=False)
 
@@ -126,7 +128,7 @@ class Script:
         """
         array = f"--array=0-{count - 1}{f'%{at_once}' if at_once else ''}"
         output = f"--output={str(links).replace('%', '%%')}/%a/submit/slurm-%A_%a.out"
-        resolve = f'run=$(readlink -e {shlex.quote(str(links))}/"$SLURM_ARRAY_TASK_ID")'
+        resolve = f'run=$(readlink {shlex.quote(str(links))}/"$SLURM_ARRAY_TASK_ID")'
         return replace(self, margin_s=margin_s)._text(name, tag, after, [array, output], '"$run"', resolve)
 
     def _text(self, name: str, tag: str, after: str, own: Sequence[str], run_dir: str, *first: str) -> str:
@@ -137,6 +139,7 @@ class Script:
             f"--job-name={name}",
             *self.resources,
             *own,
+            f"--chdir={self.folder}",
             "--open-mode=append",
             "--requeue",
             "--no-kill",
@@ -164,6 +167,7 @@ def script(job: Job, site: Site, topology: Topology | None, margin_s: int) -> Sc
         extra=tuple(cluster.extra),
         setup=tuple(cluster.setup),
         python=cluster.python or site.python,
+        folder=str(as_written(".")),
         brings_code=bool(cluster.snapshot_mb),
         margin_s=margin_s,
     )

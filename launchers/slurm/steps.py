@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.directory import RunDir, as_written, write_atomic
 
 
 @dataclass
@@ -49,4 +49,13 @@ def srun(hosts: Sequence[str], cpus: int | None = None) -> list[str]:
     """
     where = [f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}", f"--nodelist={','.join(hosts)}"]
     share = ["--overlap", "--cpu-bind=none", "--mpi=none", *([f"--cpus-per-task={cpus}"] if cpus else [])]
-    return ["srun", "--export=ALL", *where, *share, "--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
+    return [
+        "srun",
+        "--export=ALL",
+        f"--chdir={as_written('.')}",
+        *where,
+        *share,
+        "--no-kill",
+        "--kill-on-bad-exit=0",
+        "--wait=0",
+    ]

@@ -9,7 +9,7 @@ from pathlib import Path
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.launchers.slurm import client
 from fsdp_jobs.launchers.slurm.script import Script
-from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.directory import RunDir, as_written
 
 
 def sbatch(folder: Path, script: str) -> str:
@@ -84,12 +84,12 @@ def submit_arrays(
             after = arrays[number - lanes] if number >= lanes else ""
             first, tag = scripts[group[0]], f"{folder.name}.{number}"
             if len(group) == 1:
-                text = first.of_run(str(runs[group[0]].path.resolve()), name, tag, after)
+                text = first.of_run(str(as_written(runs[group[0]].path)), name, tag, after)
             else:
                 links = folder / str(number)
                 links.mkdir(parents=True)
                 for task, job in enumerate(group):
-                    (links / str(task)).symlink_to(runs[job].path.resolve())
+                    (links / str(task)).symlink_to(as_written(runs[job].path))
                 at_once = share + (number % lanes < rest)
                 margin_s = max(scripts[job].margin_s for job in group)
                 text = first.of_array(links, name, tag, len(group), at_once, after, margin_s)

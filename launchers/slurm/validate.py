@@ -22,6 +22,7 @@ from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.base import Finding, Job
 from fsdp_jobs.launchers.slurm import client
 from fsdp_jobs.launchers.slurm.script import cluster_of
+from fsdp_jobs.run.directory import as_written
 
 _IN_MEMORY = ("tmpfs", "ramfs")  # file systems that no other machine can have mounted
 _ABOUT_NODES = ("node configuration", "nodes are busy", "node not available", "nodes required")
@@ -262,7 +263,7 @@ def _preemption(settings: dict[str, str], partition: client.Partition, grace_s: 
 
 def _node(config: JobConfig, cluster: SlurmClusterConfig) -> Iterator[Finding]:
     """Run a task on one node: does it see the run directories, and this Python?"""
-    runs = Path(config.runs_dir).resolve()
+    runs = as_written(config.runs_dir)
     runs.mkdir(parents=True, exist_ok=True)
     kind = file_system(runs)
     word = secrets.token_hex(8)

@@ -113,6 +113,35 @@ def test_limits_that_can_never_be_met_are_said_at_submission(lab: Lab, folder: P
     assert done.returncode == 2 and "(urgent's default is 1:00): no time is left to train in" in done.stderr
 
 
+def test_a_home_that_lies_elsewhere_on_the_nodes_is_used_by_its_name(lab: Lab, folder: Path) -> None:
+    """A link that an automounter has made, differently on each machine; of a job alone and of an array's tasks."""
+    home = f"{lab.folder}/scratch/home"
+    for machine in ("login", "node1", "node2", "node3", "node4"):
+        place = f"{lab.folder}/scratch/real-{machine}"
+        made = f"mkdir {place} && mount --bind {folder} {place} && ln -s {place} {home}"
+        lab.do("run", machine, "sh", "-c", made)
+    (folder / "reads.py").write_text("print(open('words.txt').read())")
+    (folder / "words.txt").write_text("as on the login node")
+    under = [str(CLUSTER), "run", "login", "sh", "-c", f'cd {home} && exec "$@"', "-"]
+    state = {"FSDP_JOBS_SLURM": str(lab.folder), "XDG_STATE_HOME": f"{home}/.state"}
+    try:
+        job = ["script=reads.py", "attach=true", *(key for key in ONE[2:] if not key.startswith("attach"))]
+        done = cli(folder, *job, "name=alone", "nodes=2", under=under, **state)
+        assert done.returncode == 0, done.stdout + done.stderr
+        sweep = [*job, "--multirun", "name=both", "seed=1,2", "sweep.wait=true", "runs_dir=others"]
+        done = cli(folder, *sweep, under=under, **state)
+        assert done.returncode == 0, done.stdout + done.stderr
+        for run in ("runs/alone", "others/both-000", "others/both-001"):
+            assert "as on the login node" in Path(folder, run, "attempts/0/node-0/rank-0.log").read_text()
+        link = next(folder.glob(".state/fsdp_jobs/slurm/lab/*"))
+        assert str(link.readlink()).startswith(f"{home}/")
+        checked = cli(folder, "doctor", *ONE[4:], "cluster.accelerator=cpu", under=under, **state)
+        assert checked.returncode == 0 and f"sees {home}/runs" in checked.stdout, checked.stdout
+    finally:
+        for machine in ("login", "node1", "node2", "node3", "node4"):
+            lab.do("run", machine, "sh", "-c", f"umount -l {lab.folder}/scratch/real-*; rm {home}", check=False)
+
+
 @pytest.mark.parametrize("seconds", [30, pytest.param(150, marks=pytest.mark.soak)])
 def test_a_controller_that_is_away_silences_nothing_and_harms_nothing(lab: Lab, folder: Path, seconds: int) -> None:
     """Not the job, and not the companion that has taken the place of a lost node."""
