@@ -52,10 +52,10 @@ def as_written(path: Path | str) -> Path:
 
     A relative one begins where `pwd` says that the shell is, which the kernel knows by its real place only.
     """
-    here = os.environ.get("PWD", "")
+    here = Path(os.environ.get("PWD", ""))
     with suppress(OSError):
-        if os.path.isabs(here) and os.path.samefile(here, "."):
-            return Path(here) / path
+        if here.is_absolute() and here.samefile("."):
+            return here / path
     return Path.cwd() / path
 
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
-from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text

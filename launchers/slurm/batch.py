@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from fsdp_jobs.launchers.slurm import client, node_test
+from fsdp_jobs.launchers.slurm.again import start_again
 from fsdp_jobs.launchers.slurm.companions import Companions, reachable
 from fsdp_jobs.launchers.slurm.steps import Commands, srun
 from fsdp_jobs.launchers.supervisor import Attempt, Process, is_superseded
@@ -25,7 +26,7 @@ from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV, HOST_ENV
 from fsdp_jobs.run.processes import free_port
 from fsdp_jobs.run.tail import last_lines
-from fsdp_jobs.run.verdict import EXIT_REQUEUE, Verdict
+from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, Verdict, judge
 
 _QUEUE_S = 5.0  # between questions to SLURM
 _RESEND_S = 1.0  # between stop signals to the coordinator
@@ -33,7 +34,7 @@ _EXCLUDE_S = 6 * 3600.0  # for a node that fails the node test
 _LEAVE_S = 30.0  # for agents to end after the verdict
 _LEAVE_SOON_S = 5.0  # before a requeue: the time limit may be near, and SLURM ends what is left
 _NO_SLURM_S = 600.0  # for a controller that is away to come back, before a requeue
-_REQUEUES = 3  # tries while it is not: SLURM refuses
+_REQUEUES = 3  # tries while it is not: SLURM refuses a requeue and a new job
 _REQUEUE_S = 120.0  # for SLURM to end this process once it has requeued the job
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class Batch(Attempt):
         else:
             verdict = self._train()
         logger.info("attempt %d: %s, %s", self.number, verdict.verdict, verdict.reason)
-        return self._requeue() if verdict.decision == "requeue" else verdict.exit_code_of_attempt
+        return self._start_again(verdict) if verdict.decision == "requeue" else verdict.exit_code_of_attempt
 
     def _on_signal(self, number: int, _frame: object) -> None:
         self.stop_signal = signal.Signals(number).name
@@ -171,23 +172,28 @@ class Batch(Attempt):
         else:
             events.record(self.run, self.number, events.GivenUp(process.name, verdict.reason))
 
-    def _requeue(self) -> int:
-        """Requeue the job without the nodes that failed it. Does not return when that works."""
+    def _start_again(self, verdict: Verdict) -> int:
+        """Start the job again without the nodes that failed it. Does not return when SLURM requeues it."""
         excluded = [*sorted({*self.run.excluded_hosts(), *self.bad_hosts}), *self.commands.exclude]
-        deadline, tries = time.monotonic() + _NO_SLURM_S, _REQUEUES
+        deadline, tries, why = time.monotonic() + _NO_SLURM_S, _REQUEUES, ""
         while tries and time.monotonic() < deadline:
             try:
                 if client.running(self.job_id) is None:  # fails while the controller, or munge, is away
                     logger.info("not requeued: the job is no longer running")
                     return EXIT_REQUEUE
                 tries -= 1
-                client.call("scontrol", "requeue", self.job_id)
+                if start_again(self.run, self.number, self.job_id, excluded):
+                    return EXIT_DONE
                 break
             except client.SlurmError as e:
-                logger.warning("not requeued: %s", e)
+                why = " ".join(str(e).split())
+                logger.warning("not started again: %s", why)
             time.sleep(_QUEUE_S)
         else:
-            return EXIT_REQUEUE
+            judge(
+                self.run, Verdict("infrastructure", "stop", f"{verdict.reason}; SLURM does not start it again: {why}")
+            )
+            return EXIT_FAILED
         _exclude(self.job_id, excluded)
         self.stop_signal = None
         deadline = time.monotonic() + _REQUEUE_S

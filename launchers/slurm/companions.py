@@ -21,6 +21,7 @@ import time
 from collections.abc import Sequence
 
 from fsdp_jobs.launchers.slurm import client
+from fsdp_jobs.launchers.slurm.again import start_again
 from fsdp_jobs.launchers.slurm.steps import Commands, srun
 from fsdp_jobs.launchers.supervisor import Attempt
 from fsdp_jobs.plan.topology import expand_hostlist
@@ -144,9 +145,11 @@ def guard(run: RunDir, attempt: int, job_id: str, coordinator: str) -> None:
             try:
                 job = client.running(job_id)
                 if job is not None and job.batch_host not in expand_hostlist(job.nodes):
-                    client.call("scontrol", "requeue", job_id)  # leaves this process some seconds for the verdict
                     reason = f"lost {job.batch_host}, the job's first node, which had the coordinator"
+                    is_new = start_again(run, attempt, job_id, [])  # a requeue leaves some seconds for the verdict
                     Verdict("infrastructure", "requeue", reason).close(run, attempt)
+                    if is_new:
+                        client.call("scancel", job_id)
             except client.SlurmError as e:  # to be tried again
                 logger.warning("%s", e)
 

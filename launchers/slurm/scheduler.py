@@ -133,8 +133,9 @@ class SlurmLauncher(Launcher):
         return client.settings()["ClusterName"]
 
     def describe(self, app_ids: Sequence[str]) -> list[Description | None]:
-        jobs = zip(app_ids, client.jobs(app_ids), strict=True)
-        return [_describe(app_id, job, self.run_of(app_id)) for app_id, job in jobs]
+        runs = [self.run_of(app_id) for app_id in app_ids]
+        jobs = client.jobs([_newest(run, app_id) for run, app_id in zip(runs, app_ids, strict=True)])
+        return [_describe(*known) for known in zip(app_ids, jobs, runs, strict=True)]
 
     def known(self) -> list[str]:
         return list(client.queue())
@@ -144,7 +145,7 @@ class SlurmLauncher(Launcher):
 
     def cancel(self, app_ids: Sequence[str]) -> None:
         queue = client.queue(fresh=True)
-        runs = {id: self.run_of(id) for id in app_ids}
+        runs = {_newest(run, id): run for id in app_ids for run in [self.run_of(id)]}
         jobs = [queue[id] for id, run in runs.items() if id in queue and (run is None or queue[id].is_of(run))]
         jobs = [job for job in jobs if job.state.is_active]
         running = [job for job in jobs if job.slurm_state == "RUNNING"]
@@ -176,6 +177,14 @@ def _write_code(requests: Sequence[SlurmRequest], shared: Path | None) -> None:
             copies[id(code)] = shared / f"code-{len(copies)}"
             code.write(copies[id(code)])
         link(run.code, copies[id(code)])
+
+
+def _newest(run: RunDir | None, app_id: str) -> str:
+    """Return the id of the SLURM job that an app is now: another one where the site forbids requeues."""
+    try:
+        return app_id if run is None else Commands.read(run).newest(app_id)
+    except FileNotFoundError:  # its submission got no further
+        return app_id
 
 
 def _wait_while(jobs: Sequence[client.QueuedJob], unchanged: Callable[[client.QueuedJob], bool]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from fsdp_jobs.run.directory import RunDir, as_written, write_atomic
 
@@ -21,6 +21,7 @@ class Commands:
     regrow: bool
     exclude: list[str]  # hostlists that the user excludes
     submit: list[str]  # options of sbatch for one more node
+    continued: dict[str, str] = field(default_factory=dict)  # id of a job -> of the one that continues it
     place: str = ""  # in a sweep: <number of the script in its submission>_<task>; no task where it is no array
 
     @property
@@ -37,6 +38,12 @@ class Commands:
     @classmethod
     def read(cls, run: RunDir) -> Commands:
         return cls(**json.loads((run.submit / "steps.json").read_text()))
+
+    def newest(self, job_id: str) -> str:
+        """Return the id of the last of the jobs that continue this one; its own where none does."""
+        while job_id in self.continued:
+            job_id = self.continued[job_id]
+        return job_id
 
     def agent_of(self, node: int) -> list[str]:
         return [argument.replace("{node}", str(node)) for argument in self.agent]

@@ -246,6 +246,7 @@ def examine(config: JobConfig) -> Iterator[Finding]:
     fact = "requested from SLURM, or none" if counts else "SLURM does not count them: a job finds those of its nodes"
     yield Finding("GPUs", "ok" if counts else "warning", fact)
     yield _preemption(settings, partition, config.elastic.stop_grace_s)
+    yield from _requeue(cluster)
     yield from _node(config, cluster)
 
 
@@ -261,6 +262,27 @@ def _preemption(settings: dict[str, str], partition: client.Partition, grace_s: 
     return Finding("preemption", "warning" if seconds < grace_s else "ok", fact, cure)
 
 
+def _where(cluster: SlurmClusterConfig) -> list[str]:
+    """Return the options of a job of doctor's own, so that it goes where the user's would."""
+    keys = ("partition", "account", "qos", "constraint", "reservation")
+    return [f"--{key}={getattr(cluster, key)}" for key in keys if getattr(cluster, key) is not None]
+
+
+def _requeue(cluster: SlurmClusterConfig) -> Iterator[Finding]:
+    """Look what the site makes of a job that is to be requeued; it is held, and cancelled at once."""
+    script = "#!/bin/sh\n#SBATCH --job-name=doctor --nodes=1 --time=2 --output=/dev/null --requeue --hold\n"
+    try:
+        job = client.call("sbatch", "--parsable", *_where(cluster), stdin=script).strip().partition(";")[0]
+    except client.SlurmError:
+        return  # the node's finding says why
+    try:
+        may = "Requeue=1" in client.call("scontrol", "show", "job", job)
+    finally:
+        client.call("scancel", job)
+    fact = "jobs that ask for it are requeued" if may else "the site forbids it: a new job continues one that has saved"
+    yield Finding("requeue", "ok" if may else "warning", fact, "a longer cluster.time: each of them waits in the queue")
+
+
 def _node(config: JobConfig, cluster: SlurmClusterConfig) -> Iterator[Finding]:
     """Run a task on one node: does it see the run directories, and this Python?"""
     runs = as_written(config.runs_dir)
@@ -269,9 +291,7 @@ def _node(config: JobConfig, cluster: SlurmClusterConfig) -> Iterator[Finding]:
     word = secrets.token_hex(8)
     note = runs / f".doctor-{word}"
     note.write_text(word)
-    keys = ("partition", "account", "qos", "constraint", "reservation")
-    options = [f"--{key}={getattr(cluster, key)}" for key in keys if getattr(cluster, key) is not None]
-    where = ["--nodes=1", "--ntasks=1", "--time=2", f"--immediate={_WAIT_S}", "--quiet", *options]
+    where = ["--nodes=1", "--ntasks=1", "--time=2", f"--immediate={_WAIT_S}", "--quiet", *_where(cluster)]
     python = cluster.python or sys.executable
     try:
         before = time.time()

@@ -72,7 +72,8 @@ def test_a_requeue_waits_for_a_controller_or_munge_that_is_away_and_not_for_one_
     for command, script in {
         "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
         "squeue": f"{answers} || {{ echo '{munge}' >&2; exit 1; }}\necho '7|RUNNING|None|N/A|node1|node1|7'",
-        "scontrol": f'echo scontrol "$@" >> {calls}; [ "$1" != requeue ] || {ends} & {requeues}',
+        "sbatch": "echo 'no jobs today' >&2; exit 1",
+        "scontrol": f'[ "$1" != write ] || exit 0; echo scontrol "$@" >> {calls}; [ "$1" != requeue ] || {ends} & {requeues}',
     }.items():
         (tmp_path / command).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / command).chmod(0o755)
@@ -80,7 +81,11 @@ def test_a_requeue_waits_for_a_controller_or_munge_that_is_away_and_not_for_one_
     judge = [sys.executable, "-c", SAVED, str(job.run.path)]
     Commands(judge, ["true"], [], {}, max_nodes=1, regrow=False, exclude=[], submit=[]).write(job.run)
     done = batch(tmp_path, job.run, {"SLURM_JOB_NODELIST": "node1", "SLURM_JOB_CPUS_PER_NODE": "2"})
-    assert done.returncode == 75 and ("requeued; excluded nodes: none" in done.stderr) is bool(away), done.stderr
+    assert done.returncode == (75 if away else 1), done.stderr
+    assert ("requeued; excluded nodes: none" in done.stderr) is bool(away), done.stderr
+    if not away:
+        why = "saved; SLURM does not start it again: no requeue: scontrol ended with 1; no new job: no jobs today"
+        assert job.events("attempt_ended")[-1]["reason"] == why, job.events("attempt_ended")
     assert calls.read_text().count("scontrol requeue 7") == (1 if away else 3), calls.read_text()
     assert (munge in done.stderr) is bool(away)
 
