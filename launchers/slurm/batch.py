@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 
 from fsdp_jobs.launchers.slurm import client, node_test
@@ -29,6 +30,7 @@ from fsdp_jobs.run.tail import last_lines
 from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, Verdict, judge
 
 _QUEUE_S = 5.0  # between questions to SLURM
+_ANSWER_S = 2.0  # for SLURM to say whether a process that has ended has lost its node
 _RESEND_S = 1.0  # between stop signals to the coordinator
 _EXCLUDE_S = 6 * 3600.0  # for a node that fails the node test
 _LEAVE_S = 30.0  # for agents to end after the verdict
@@ -57,7 +59,8 @@ class Batch(Attempt):
         self.companions = Companions(run, commands, self.env, self.number, self.job_id)
         self.stop_signal: str | None = None
         self.bad_hosts: list[str] = []  # on which no agent stays alive
-        self._signalled_at = self._looked_at = 0.0
+        self._signalled_at = self._asked_at = 0.0
+        self._question: Future[client.QueuedJob | None] | None = None  # that SLURM has not answered yet
 
     def go(self) -> int:
         """Run the attempt and return the exit code of the job, unless SLURM kills this process to requeue it."""
@@ -117,6 +120,8 @@ class Batch(Attempt):
         assert verdict is not None
         self.processes = [p for p in self.processes if p.name != "guard"]  # it ends by itself
         self.finish(_LEAVE_S if verdict.decision == "stop" else _LEAVE_SOON_S)
+        if self._question is not None:
+            wait([self._question], _ANSWER_S)  # it may submit a companion
         self.companions.release()
         return verdict
 
@@ -132,22 +137,35 @@ class Batch(Attempt):
             self._signalled_at = now
             if reachable(self.coordinator):  # it has its signal handlers
                 self.processes[0].popen.send_signal(signal.SIGUSR1)
-        if now - self._looked_at > _QUEUE_S or any(p.has_ended and self.restarts(p) for p in self.processes):
-            self._looked_at = now
+        has_died = any(p.has_ended and self.restarts(p) for p in self.processes)
+        if self._question is None and (has_died or now - self._asked_at > _QUEUE_S):
+            self._asked_at = now
+            missing = self._without_agent() if self.commands.regrow and not self.stop_signal else []
+            self._question = client.beside(lambda: self._ask(missing))
+        if self._question is not None and wait([self._question], _ANSWER_S if has_died else 0).done:
+            question, self._question = self._question, None
             try:
-                self._look_at_allocation()
+                self._look_at_allocation(question.result())
             except client.SlurmError as e:  # the controller is away: training goes on without it
                 logger.warning("%s", e)
 
-    def _look_at_allocation(self) -> None:
-        """End processes whose nodes SLURM has taken from the job, and request companions in their place."""
-        if (job := client.running(self.job_id)) is not None:
+    def _ask(self, missing: Sequence[int]) -> client.QueuedJob | None:
+        """Return this job as SLURM has it, and request companions for the nodes that are missing."""
+        job = client.running(self.job_id)
+        try:
+            self.companions.request(missing)
+        except client.SlurmError as e:
+            logger.warning("%s", e)
+        return job
+
+    def _look_at_allocation(self, job: client.QueuedJob | None) -> None:
+        """End processes whose nodes SLURM has taken from the job."""
+        if job is not None:
             self.allocated = expand_hostlist(job.nodes)
         for process in list(self.processes):
             if process.hosts and not set(process.hosts) & set(self.allocated):
                 self._drop(process)
-        if self.commands.regrow and not self.stop_signal:
-            self.companions.request(self._without_agent())
+                self._asked_at = 0.0  # for a companion
 
     def _without_agent(self) -> list[int]:
         """Return the nodes, up to the most that the job may have, without an agent here."""

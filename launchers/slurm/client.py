@@ -6,13 +6,18 @@ import math
 import os
 import re
 import subprocess
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TypeVar
 
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.launchers.state import State
 from fsdp_jobs.run.directory import RunDir
+
+_Answer = TypeVar("_Answer")
 
 _FILTERS = ("SQUEUE_", "SINFO_", "SACCT_", "SCONTROL_", "SCANCEL_", "SLURM_TIME_FORMAT", "SLURM_CLUSTERS")
 _UP = ("idle", "mixed", "allocated", "completing")  # states of nodes that jobs can have, now or later
@@ -86,6 +91,20 @@ def recent(*argv: str, max_age_s: float = math.inf) -> str:
         _answers[argv] = time.monotonic(), answer
     if isinstance(answer, SlurmError):
         raise SlurmError(*answer.args)
+    return answer
+
+
+def beside(ask: Callable[[], _Answer]) -> Future[_Answer]:
+    """Ask SLURM in a thread that nobody has to wait for: while the controller is away commands take half a minute."""
+    answer: Future[_Answer] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(ask())
+        except Exception as e:
+            answer.set_exception(e)
+
+    threading.Thread(target=run, daemon=True).start()
     return answer
 
 
@@ -195,13 +214,14 @@ class Partition:
     name: str
     default: bool
     time: str
-    default_time: str = ""
+    default_time: str = ""  # of a job that names none
     nodes: int = 0
     away: int = 0  # of these, nodes that no job can have now: down, drained, reserved
     cpus: int = 0
     gres: str = "(null)"
     memory_mb: int = 0
     features: str = ""
+    most_nodes: str = "infinite"  # of a job
 
 
 def partitions() -> list[Partition]:
@@ -211,15 +231,18 @@ def partitions() -> list[Partition]:
         SlurmError: there is no SLURM here.
     """
     by_name: dict[str, Partition] = {}
-    for line in call("sinfo", "--noheader", "--format=%P|%D|%c|%G|%m|%l|%f|%L|%T").splitlines():
-        name, nodes, cpus, gres, memory_mb, limit, features, default, state = line.split("|")  # of a kind, in a state
+    for line in call("sinfo", "--noheader", "--format=%P|%D|%c|%G|%m|%l|%f|%L|%T|%s").splitlines():
+        name, nodes, cpus, gres, memory_mb, limit, features, default, state, size = line.split(
+            "|"
+        )  # of a kind, in a state
+        default = limit if default == "n/a" else default
         partition = by_name.setdefault(name, Partition(name.rstrip("*"), name.endswith("*"), limit, default))
         partition.nodes += int(nodes)
         partition.away += int(nodes) if not state.startswith(_UP) or state.endswith("*") else 0
         partition.cpus = max(partition.cpus, int(cpus.rstrip("+")))
         partition.memory_mb = max(partition.memory_mb, int(memory_mb.rstrip("+")))
         partition.gres = partition.gres if gres == "(null)" else gres
-        partition.features = features
+        partition.features, partition.most_nodes = features, size.rpartition("-")[2]
     return list(by_name.values())
 
 

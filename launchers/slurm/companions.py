@@ -102,13 +102,15 @@ def fill_in(run: RunDir, node: int, job_id: str) -> int:
         return 0
     argv = [*srun([host], int(os.environ["SLURM_CPUS_ON_NODE"])), *Commands.read(run).agent_of(node)]
     agent = attempt.start(f"node-{node}", argv, {**os.environ, HOST_ENV: host})
-    looked_at = time.monotonic()
+    asked_at, question = time.monotonic(), None
     while not agent.has_ended and not is_over():
         time.sleep(_POLL_S)
-        if time.monotonic() - looked_at > _QUEUE_S:
-            looked_at = time.monotonic()
-            if not _may_run(job_id):
+        if question is None and time.monotonic() - asked_at > _QUEUE_S:
+            asked_at, question = time.monotonic(), client.beside(lambda: _may_run(job_id))
+        if question is not None and question.done():
+            if not question.result():
                 return 0
+            question = None
     attempt.finish(_LEAVE_S)
     return int(agent.popen.returncode)
 

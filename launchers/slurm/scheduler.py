@@ -14,7 +14,7 @@ from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.base import Description, Finding, Job, Launcher, at_once, prepare_each, restarts_of
 from fsdp_jobs.launchers.slurm import client, site, submission, validate
-from fsdp_jobs.launchers.slurm.script import Script, cluster_of, commands, script
+from fsdp_jobs.launchers.slurm.script import Script, cluster_of, commands, margin_s, script
 from fsdp_jobs.launchers.slurm.steps import Commands
 from fsdp_jobs.launchers.snapshot import Snapshot, link, take
 from fsdp_jobs.launchers.state import State
@@ -32,6 +32,10 @@ _REASONS = {  # beginnings of the words in squeue's REASON
     "PartitionNodeLimit": "it asks for more nodes than the partition allows: it will not start",
     "ReqNodeNotAvail": "nodes are down, drained or reserved",
     "PartitionConfig": "the partition does not allow it now: fewer nodes, less time, or wait",
+    "launch failed": "a node could not start it; SLURM starts it again after: scontrol release {id}",
+    "job requeued in held state": "held; SLURM starts it again after: scontrol release {id}",
+    "JobHeldUser": "held; SLURM starts it after: scontrol release {id}",
+    "JobHeldAdmin": "held by an administrator, who has to release it",
 }
 
 
@@ -87,7 +91,11 @@ class SlurmLauncher(Launcher):
             limit_mb = cluster_of(job.config).snapshot_mb
             code = take_once(Path.cwd(), job.run.path.parent, limit_mb) if limit_mb else None
             here = site.site_of(job.config)
-            text = script(job, here, site.topology_of(here, job.config), site.measured_margin_s(job))
+            save_s, step_s = site.measured_s(job)
+            if not job.away:
+                validate.compare_with_kill_wait(job.run.name, save_s, 2 * (save_s + step_s))
+            margin = margin_s(save_s, step_s, job.config.elastic.stop_grace_s)
+            text = script(job, here, site.topology_of(here, job.config), margin)
             return SlurmRequest(job, text, commands(job, here), code)
 
         requests = prepare_each(jobs, validate.problems_here, translate)
@@ -226,7 +234,8 @@ def _forgotten(run: RunDir, app_id: str) -> tuple[State, str]:
 def _message(job: client.QueuedJob) -> str:
     if job.state is State.QUEUED:
         when = f"starts about {job.start.replace('T', ' ')}" if job.start not in ("", "N/A") else "start not known yet"
-        meaning = next((f": {meaning}" for word, meaning in _REASONS.items() if job.reason.startswith(word)), "")
+        told = next((meaning for word, meaning in _REASONS.items() if job.reason.startswith(word)), "")
+        meaning = f": {told.format(id=job.id)}" if told else ""
         why = f" ({job.reason}{meaning})" if job.reason != "None" else ""  # None: SLURM has not looked at it yet
         return f"SLURM job {job.id} waits{why}; {when}"
     return f"SLURM job {job.id} is {job.slurm_state}" + (f" on {job.nodes}" if job.nodes else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import pwd
@@ -36,6 +37,8 @@ print(open(sys.argv[1]).read(), socket.gethostname(), time.time())
 print(fsdp_jobs.__version__, torch.__version__, torch.cuda.device_count())
 """
 
+logger = logging.getLogger(__name__)
+
 
 def problems_here(job: Job) -> Iterator[Problem]:
     """Yield what this machine can tell: of the keys, and, if the cluster is to get the job, of itself."""
@@ -67,14 +70,14 @@ def file_system(path: Path) -> str:
 
 
 def _seconds(time: str) -> float:
-    """Parse a time limit as sbatch reads it; infinite for words."""
+    """Parse a time limit as sbatch reads it; infinite for words, and for 0, by which SLURM means no limit."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
     if match is None:
         return math.inf
     days, first, second, third = (int(g) if g else 0 for g in match.groups())
     if match[1] is not None or match[4] is not None:  # days-hours[:minutes[:seconds]], hours:minutes:seconds
-        return 86400 * days + 3600 * first + 60 * second + third
-    return 60 * first + second  # minutes[:seconds]
+        return 86400 * days + 3600 * first + 60 * second + third or math.inf
+    return 60 * first + second or math.inf  # minutes[:seconds]
 
 
 def check_with_slurm(job: Job, script: str, margin_s: int, count: int) -> list[Problem]:
@@ -92,7 +95,7 @@ def check_with_slurm(job: Job, script: str, margin_s: int, count: int) -> list[P
         whose = "" if cluster.time else f" ({partition.name}'s default is {limit})"
         what = f"the last save is requested {margin_s} s before the limit{whose}: no time is left to train in"
         return [Problem(f"cluster.time={cluster.time}", what, "a longer limit, or a shorter elastic.stop_grace_s")]
-    if problems := list(_qos_problems(job, _seconds(limit))):
+    if problems := [*_partition_problems(job, partition), *_qos_problems(job, _seconds(limit))]:
         return problems
     try:
         array = [f"--array=0-{count - 1}"] if count > 1 else []
@@ -118,6 +121,29 @@ def _can_hold(partition: client.Partition, job: Job) -> bool:
         and (not gpus or trainer.resource.gpu <= max(map(int, gpus)))
         and mem_mb <= partition.memory_mb
     )
+
+
+def compare_with_kill_wait(name: str, save_s: float, need_s: float) -> None:
+    """Warn when `scancel` leaves a run that has saved before less time than twice what a save and a step took."""
+    given = client.settings().get("KillWait", "").partition(" ")[0]
+    if save_s and given.isdecimal() and need_s > int(given):
+        what = "%s: scancel would end it %s s later (KillWait), maybe before it has saved, which took up to %.0f s: %s"
+        logger.warning(what, name, given, save_s, f"fsdp-jobs cancel {name} waits for the save")
+
+
+def _partition_problems(job: Job, partition: client.Partition) -> Iterator[Problem]:
+    """Compare a job with the limits of its partition where sbatch takes it nevertheless, and lets it wait for ever."""
+    if client.settings().get("EnforcePartLimits") != "NO":
+        return
+    config, cluster, trainer = job.config, cluster_of(job.config), job.role("trainer")
+    nodes = trainer.min_replicas or trainer.num_replicas
+    waits = "SLURM would let the job wait for ever (EnforcePartLimits=NO)"
+    if cluster.time and _seconds(cluster.time) > _seconds(partition.time):
+        what = f"partition {partition.name} allows {partition.time}: {waits}"
+        yield Problem(f"cluster.time={cluster.time}", what, f"cluster.time={partition.time} or less")
+    if partition.most_nodes.isdecimal() and nodes > int(partition.most_nodes):
+        what = f"a job of partition {partition.name} has at most {partition.most_nodes} nodes: {waits}"
+        yield Problem(f"nodes={config.nodes}", what, "fewer, or another cluster.partition")
 
 
 def _qos_problems(job: Job, limit_s: float) -> Iterator[Problem]:

@@ -73,7 +73,7 @@ def test_a_requeue_waits_for_a_controller_or_munge_that_is_away_and_not_for_one_
         "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
         "squeue": f"{answers} || {{ echo '{munge}' >&2; exit 1; }}\necho '7|RUNNING|None|N/A|node1|node1|7'",
         "sbatch": "echo 'no jobs today' >&2; exit 1",
-        "scontrol": f'[ "$1" != write ] || exit 0; echo scontrol "$@" >> {calls}; [ "$1" != requeue ] || {ends} & {requeues}',
+        "scontrol": f'[ $1 = write ] && exit; echo scontrol "$@" >> {calls}; [ $1 = requeue ] && {ends} & {requeues}',
     }.items():
         (tmp_path / command).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / command).chmod(0o755)
