@@ -16,6 +16,7 @@ def start_again(run: RunDir, attempt: int, job_id: str, excluded: Sequence[str])
 
     Raises:
         SlurmError: SLURM does not answer, or refuses both.
+        BadInput: another command submits the run.
     """
     try:
         client.call("scontrol", "requeue", job_id)
@@ -24,14 +25,16 @@ def start_again(run: RunDir, attempt: int, job_id: str, excluded: Sequence[str])
         if client.running(job_id) is None:  # it was requeued nevertheless, or is over
             raise
         why = " ".join(str(e).split())
-    try:
-        new = _submit(job_id, excluded)
-    except client.SlurmError as e:
-        raise client.SlurmError(f"no requeue: {why}; no new job: {' '.join(str(e).split())}") from e
-    commands = Commands.read(run)
-    commands.continued[job_id] = new
-    commands.write(run)
-    events.record(run, attempt, events.Continued(new, why))
+    with run.locked():  # there are two guards
+        commands = Commands.read(run)
+        if job_id in commands.continued:
+            return True
+        try:
+            commands.continued[job_id] = new = _submit(job_id, excluded)
+        except client.SlurmError as e:
+            raise client.SlurmError(f"no requeue: {why}; no new job: {' '.join(str(e).split())}") from e
+        commands.write(run)
+        events.record(run, attempt, events.Continued(new, why))
     return True
 
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 
+from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.launchers.slurm import client, node_test
 from fsdp_jobs.launchers.slurm.again import start_again
 from fsdp_jobs.launchers.slurm.companions import Companions, reachable
@@ -23,6 +24,7 @@ from fsdp_jobs.launchers.slurm.steps import Commands, srun
 from fsdp_jobs.launchers.supervisor import Attempt, Process, is_superseded
 from fsdp_jobs.plan.topology import expand_hostlist
 from fsdp_jobs.run import events, log
+from fsdp_jobs.run.beside import beside
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV, HOST_ENV
 from fsdp_jobs.run.processes import free_port
@@ -141,7 +143,7 @@ class Batch(Attempt):
         if self._question is None and (has_died or now - self._asked_at > _QUEUE_S):
             self._asked_at = now
             missing = self._without_agent() if self.commands.regrow and not self.stop_signal else []
-            self._question = client.beside(lambda: self._ask(missing))
+            self._question = beside(lambda: self._ask(missing))
         if self._question is not None and wait([self._question], _ANSWER_S if has_died else 0).done:
             question, self._question = self._question, None
             try:
@@ -203,7 +205,7 @@ class Batch(Attempt):
                 if start_again(self.run, self.number, self.job_id, excluded):
                     return EXIT_DONE
                 break
-            except client.SlurmError as e:
+            except (client.SlurmError, BadInput) as e:
                 why = " ".join(str(e).split())
                 logger.warning("not started again: %s", why)
             time.sleep(_QUEUE_S)

@@ -6,18 +6,13 @@ import math
 import os
 import re
 import subprocess
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.launchers.state import State
 from fsdp_jobs.run.directory import RunDir
-
-_Answer = TypeVar("_Answer")
 
 _FILTERS = ("SQUEUE_", "SINFO_", "SACCT_", "SCONTROL_", "SCANCEL_", "SLURM_TIME_FORMAT", "SLURM_CLUSTERS")
 _UP = ("idle", "mixed", "allocated", "completing")  # states of nodes that jobs can have, now or later
@@ -91,20 +86,6 @@ def recent(*argv: str, max_age_s: float = math.inf) -> str:
         _answers[argv] = time.monotonic(), answer
     if isinstance(answer, SlurmError):
         raise SlurmError(*answer.args)
-    return answer
-
-
-def beside(ask: Callable[[], _Answer]) -> Future[_Answer]:
-    """Ask SLURM in a thread that nobody has to wait for: while the controller is away commands take half a minute."""
-    answer: Future[_Answer] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(ask())
-        except Exception as e:
-            answer.set_exception(e)
-
-    threading.Thread(target=run, daemon=True).start()
     return answer
 
 

@@ -20,12 +20,14 @@ import sys
 import time
 from collections.abc import Sequence
 
+from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.launchers.slurm import client
 from fsdp_jobs.launchers.slurm.again import start_again
 from fsdp_jobs.launchers.slurm.steps import Commands, srun
 from fsdp_jobs.launchers.supervisor import Attempt
 from fsdp_jobs.plan.topology import expand_hostlist
 from fsdp_jobs.run import events, log
+from fsdp_jobs.run.beside import beside
 from fsdp_jobs.run.directory import RunDir, as_written
 from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV, HOST_ENV
 from fsdp_jobs.run.verdict import Verdict
@@ -106,7 +108,7 @@ def fill_in(run: RunDir, node: int, job_id: str) -> int:
     while not agent.has_ended and not is_over():
         time.sleep(_POLL_S)
         if question is None and time.monotonic() - asked_at > _QUEUE_S:
-            asked_at, question = time.monotonic(), client.beside(lambda: _may_run(job_id))
+            asked_at, question = time.monotonic(), beside(lambda: _may_run(job_id))
         if question is not None and question.done():
             if not question.result():
                 return 0
@@ -147,12 +149,12 @@ def guard(run: RunDir, attempt: int, job_id: str, coordinator: str) -> None:
             try:
                 job = client.running(job_id)
                 if job is not None and job.batch_host not in expand_hostlist(job.nodes):
-                    reason = f"lost {job.batch_host}, the job's first node, which had the coordinator"
-                    is_new = start_again(run, attempt, job_id, [])  # a requeue leaves some seconds for the verdict
-                    Verdict("infrastructure", "requeue", reason).close(run, attempt)
-                    if is_new:
+                    if start_again(run, attempt, job_id, []):
                         client.call("scancel", job_id)
-            except client.SlurmError as e:  # to be tried again
+                    if Verdict.read(run, attempt) is None:  # this process still has some seconds, as has another guard
+                        reason = f"lost {job.batch_host}, the job's first node, which had the coordinator"
+                        Verdict("infrastructure", "requeue", reason).close(run, attempt)
+            except (client.SlurmError, BadInput) as e:  # to be tried again
                 logger.warning("%s", e)
 
 

@@ -191,7 +191,7 @@ def _newest(run: RunDir | None, app_id: str) -> str:
     """Return the id of the SLURM job that an app is now: another one where the site forbids requeues."""
     try:
         return app_id if run is None else Commands.read(run).newest(app_id)
-    except FileNotFoundError:  # its submission got no further
+    except (OSError, ValueError, TypeError):  # its submission got no further, or the file is damaged
         return app_id
 
 
