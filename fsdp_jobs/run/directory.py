@@ -50,13 +50,14 @@ def write_atomic(path: Path, text: str, mode: int = 0o644) -> None:
 def as_written(path: Path | str) -> Path:
     """Make a path absolute and keep the links in it: an automounter's may lead elsewhere on another machine.
 
-    A relative one begins where `pwd` says that the shell is, which the kernel knows by its real place only.
+    A relative one begins where `pwd` says that the shell is, which the kernel knows by its real place only. One with
+    `..` is resolved: what it leads out of may be a link.
     """
     here = Path(os.environ.get("PWD", ""))
     with suppress(OSError):
         if here.is_absolute() and here.samefile("."):
-            return here / path
-    return Path.cwd() / path
+            path = here / path
+    return (Path.cwd() / path).resolve() if ".." in Path(path).parts else Path.cwd() / path
 
 
 def user_name() -> str:
