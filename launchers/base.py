@@ -23,7 +23,7 @@ from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.app import to_app
 from fsdp_jobs.launchers.state import State
-from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.directory import RunDir, as_written
 from fsdp_jobs.run.tail import follow_files
 from fsdp_jobs.run.verdict import Verdict, judge
 
@@ -244,7 +244,7 @@ class Launcher(ABC):
         link = self._link(app_id)
         link.parent.mkdir(parents=True, exist_ok=True)
         link.unlink(missing_ok=True)
-        link.symlink_to(run.path.resolve())
+        link.symlink_to(as_written(run.path))
 
     def _link(self, app_id: str, cluster: str = "") -> Path:
         """Return an app's link; ids are unique over clusters."""
@@ -256,7 +256,7 @@ class Launcher(ABC):
         `cluster` is that of its handle; without one it is the cluster that a command here reaches.
         """
         link = self._link(app_id, cluster)
-        return RunDir(link.resolve()) if link.is_dir() else None
+        return RunDir(link.readlink()) if link.is_dir() else None
 
     @classmethod
     def scheduler(cls, session_name: str, **_kwargs: object) -> TorchxScheduler:

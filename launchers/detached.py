@@ -14,7 +14,7 @@ from fsdp_jobs.launchers.base import Description, Launcher
 from fsdp_jobs.launchers.queue import Queue, QueuedJob, leave, queue_of, withdraw
 from fsdp_jobs.launchers.state import State
 from fsdp_jobs.launchers.supervisor import record_file, staged, staged_file
-from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.directory import RunDir, as_written, write_atomic
 from fsdp_jobs.run.processes import kill_families, recorded_process, start_detached, visible_gpus
 from fsdp_jobs.run.verdict import KILLED, WITHDRAWN, Verdict
 
@@ -65,12 +65,12 @@ class DetachedLauncher(Launcher):
         """Start jobs; those of a sweep wait in its queue, by default for one at a time: all share the machine."""
         jobs = []
         for request in requests:
-            run = RunDir(Path(request.run_dir).resolve())
+            run = RunDir(request.run_dir)
             jobs.append(QueuedJob(self.name, str(run.path), app_id_of(run)))
             self.stage(request)
             self.remember(jobs[-1].app_id, run)
         if folder is not None:
-            Queue(folder.resolve()).add(jobs, parallelism or 1)
+            Queue(as_written(folder)).add(jobs, parallelism or 1)
         for job in jobs if folder is None else ():
             leave(job.run)
             self.start(job.run)

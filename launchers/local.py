@@ -18,7 +18,7 @@ from fsdp_jobs.launchers.detached import DetachedLauncher
 from fsdp_jobs.launchers.local_supervisor import LocalRequest
 from fsdp_jobs.plan.memory import size
 from fsdp_jobs.run import folders
-from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.directory import RunDir, as_written
 from fsdp_jobs.run.processes import visible_gpus
 from fsdp_jobs.run.rank_state import remove_what_is_left
 
@@ -87,7 +87,7 @@ def _request(job: Job) -> LocalRequest:
     nodes, gpus = agent.num_replicas, visible_gpus()
     needed = nodes * job.plan.ranks_per_node
     return LocalRequest(
-        run_dir=str(job.run.path.resolve()),
+        run_dir=str(as_written(job.run.path)),
         gpus=gpus[:needed] if len(gpus) >= needed else [],
         env=agent.env,
         coordinator=[coordinator.entrypoint, *arguments(coordinator)],

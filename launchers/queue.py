@@ -68,12 +68,12 @@ class Queue:
     def add(self, jobs: Sequence[QueuedJob], parallelism: int) -> None:
         """Let jobs wait behind those that do already, and start the process that starts them."""
         with self.locked():
-            again = {job.run_dir for job in jobs}
-            known = [job for job in self.read()[1] if job.run_dir not in again] + list(jobs)
+            again = {job.run.path.resolve() for job in jobs}
+            known = [job for job in self.read()[1] if job.run.path.resolve() not in again] + list(jobs)
             content = {"parallelism": parallelism, "jobs": [asdict(job) for job in known]}
             write_atomic(self.folder / "queue.json", json.dumps(content, indent=1))
             for job in jobs:  # after the list: who has one is started
-                marker = {"app_id": job.app_id, "folder": str(self.folder.resolve())}
+                marker = {"app_id": job.app_id, "folder": str(self.folder)}
                 write_atomic(_marker(job.run), json.dumps(marker))
             self.start()
 

@@ -28,9 +28,13 @@ class Snapshot:
         """Copy into `folder`, replacing what is there; links stay links."""
         new = folder.with_name(f".{folder.name}.new")
         shutil.rmtree(new, ignore_errors=True)
-        for parent in {(new / target).parent for target in self.files} | {new}:
-            parent.mkdir(parents=True, exist_ok=True)
-        at_once(lambda target: shutil.copy2(self.files[target], new / target, follow_symlinks=False), self.files)
+        try:
+            for parent in {(new / target).parent for target in self.files} | {new}:
+                parent.mkdir(parents=True, exist_ok=True)
+            at_once(lambda target: shutil.copy2(self.files[target], new / target, follow_symlinks=False), self.files)
+        except OSError:
+            shutil.rmtree(new, ignore_errors=True)  # the disk may be full
+            raise
         _remove(folder)
         new.rename(folder)
 

@@ -15,10 +15,11 @@ from rich.text import Text
 from fsdp_jobs.plan.plan import Plan
 from fsdp_jobs.run.directory import RunDir, rank_logs
 from fsdp_jobs.run.failure import speaks_of_lost_peer
-from fsdp_jobs.run.status import RunStatus
+from fsdp_jobs.run.status import ENDED, RunStatus
 from fsdp_jobs.run.tail import Logs, looks_like_error
 from fsdp_jobs.run.verdict import Verdict
-from fsdp_jobs.submit.overview import RunSummary, goodput_of, summary_of
+from fsdp_jobs.submit.overview import RunSummary, goodput_of, state_of, summary_of
+from fsdp_jobs.submit.submitted import job_of
 
 _REFRESH_S = 0.25
 _PLAIN_EVERY_S = 5.0  # between progress lines where there is no terminal to redraw
@@ -111,7 +112,10 @@ class Follower:
             return False
         self._show_news()
         if not self.status.ended:
-            self.status.state, self.status.reason = "failed", "its launcher no longer knows the job"
+            state, reason = state_of(self.status, job_of(self.status.run))
+            is_told = state in ENDED
+            self.status.state = state if is_told else "failed"
+            self.status.reason = reason if is_told else "its launcher no longer knows the job"
         return True
 
     def _show_news(self) -> None:

@@ -114,7 +114,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as e:
         if e.errno not in _CANNOT_WRITE or e.filename is None:
             raise
-        return _bad_input(BadInput([Problem(str(e.filename), str(e.strerror), _CANNOT_WRITE[e.errno])]))
+        place = e.filename2 or e.filename  # of a copy or a new name the second is what cannot be written
+        return _bad_input(BadInput([Problem(str(place), str(e.strerror), _CANNOT_WRITE[e.errno])]))
 
 
 def _bad_input(error: BadInput) -> int:

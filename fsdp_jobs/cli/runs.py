@@ -92,7 +92,7 @@ def status(args: list[str]) -> int:
         if flags.names and len(runs) == 1:
             told = RunStatus(runs[0])
             told.update()
-            for heading, sentence in story_of(told):
+            for heading, sentence in story_of(told, rows[0].state):
                 console.print(f"{heading:<7}  {sentence}", soft_wrap=True)
     return 0
 

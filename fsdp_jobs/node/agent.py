@@ -97,7 +97,7 @@ def run_agent(args: argparse.Namespace, signals: Signals) -> int:
     }
     os.environ |= {
         RANK_STATE_ENV: str(folder),
-        RUN_DIR_ENV: str(run.path.resolve()),
+        RUN_DIR_ENV: str(run.path),
         AGENT_PID_ENV: str(os.getpid()),
         "TORCH_ELASTIC_WORKER_IDENTICAL": "1",  # every node has as many ranks, so agents need no store to number them
     }

@@ -26,15 +26,15 @@ def row_of(summary: RunSummary) -> dict[str, Any]:
     return {**summary.cells(), "checkpoint": summary.checkpoint_at}
 
 
-def about(status: RunStatus) -> dict[str, Any]:
+def about(status: RunStatus, state: str) -> dict[str, Any]:
     """Return what `status NAME` prints, the events with their sentences, plan against measurement, what was submitted.
 
-    Its status must have been read from the beginning, not at a glance.
+    Its status must have been read from the beginning, not at a glance; `state` is that of its row.
     """
     run = status.run
     happened = [{**event.to_record(), "sentence": event.sentence()} for event in seldom_events(Tail(run.events))]
     content = {
-        "story": list(story_of(status)),
+        "story": list(story_of(status, state)),
         "events": happened,
         "compared": list(_compared(status)),
         "submitted": run.read_job(),

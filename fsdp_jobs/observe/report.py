@@ -43,7 +43,7 @@ def write_report(run: RunDir, png: bool = False) -> list[Path]:
     lines = [(label(file), line) for file, line in logs.backlog()]
     answers = {
         "api/rows": {"rows": rows, "order": [row["run"] for row in rows]},
-        f"api/runs/{run.name}": about(status),
+        f"api/runs/{run.name}": about(status, rows[0]["state"] if rows else status.state),
         f"api/runs/{run.name}/curves": curves(run),
         f"api/runs/{run.name}/logs": lines[-_LOG_LINES:],
     }

@@ -49,15 +49,16 @@ def write_atomic(path: Path, text: str, mode: int = 0o644) -> None:
 
 
 def as_written(path: Path | str) -> Path:
-    """Return an absolute path with its links kept, also those on the way to the current folder, as the shell names it.
+    """Make a path absolute and keep the links in it: an automounter's may lead elsewhere on another machine.
 
-    The place behind a link may be another one on the nodes, as with an automounter's homes.
+    A relative one begins where `pwd` says that the shell is, which the kernel knows by its real place only. One with
+    `..` is resolved: what it leads out of may be a link.
     """
-    here = os.environ.get("PWD", "")
+    here = Path(os.environ.get("PWD", ""))
     with suppress(OSError):
-        if here and Path(here).samefile("."):
-            return Path(here, path)
-    return Path(path).absolute()
+        if here.is_absolute() and here.samefile("."):
+            path = here / path
+    return (Path.cwd() / path).resolve() if ".." in Path(path).parts else Path.cwd() / path
 
 
 def user_name() -> str:

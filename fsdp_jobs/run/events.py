@@ -213,6 +213,13 @@ class NodeAskedFor(Event, sentence="SLURM job {slurm_job} will replace node {nod
     slurm_job: str
 
 
+class Continued(Event, sentence="SLURM requeues no job here ({why}): job {slurm_job} continues it"):
+    """A new job will go on where this one has ended: the site forbids requeues."""
+
+    slurm_job: str
+    why: str
+
+
 class Resumed(Event, style="green"):
     """The ranks of a round have loaded a checkpoint."""
 

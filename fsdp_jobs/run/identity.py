@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import JobConfig, training_values
-from fsdp_jobs.run.directory import RunDir, user_name, write_atomic
+from fsdp_jobs.run.directory import RunDir, as_written, user_name, write_atomic
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def identity_of(run: RunDir, config: JobConfig) -> Identity:
         user=user_name(),
         uid=os.getuid(),
         host=socket.gethostname(),
-        directory=str(run.path.resolve()),
+        directory=str(as_written(run.path)),
         training=hashlib.sha256(json.dumps(training_values(config), sort_keys=True, default=str).encode()).hexdigest(),
     )
 

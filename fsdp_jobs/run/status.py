@@ -16,6 +16,7 @@ from fsdp_jobs.run.table import counted
 from fsdp_jobs.run.tail import Tail
 
 ENDED = ("done", "stopped", "failed")
+WAITING, IDLE = "waiting to be started", "nothing: it has ended"
 _ROUND_ENDS = (events.Submitted, events.AttemptStarted, events.RoundBroken, events.AttemptEnded)
 _GLANCE_BYTES = 1 << 12  # of metrics.jsonl, about a dozen steps
 
@@ -65,7 +66,7 @@ class RunStatus:
     slow: list[events.SlowNode | events.SlowSteps] = field(default_factory=list)  # in the newest round
     corruptions: list[events.Corruption] = field(default_factory=list)
     reason: str = ""  # of the newest break or end
-    doing: str = "waiting to be started"  # one sentence more than the state says
+    doing: str = WAITING  # one sentence more than the state says
 
     def __post_init__(self) -> None:
         self._events, self._metrics = Tail(self.run.events), Tail(self.run.metrics)
@@ -131,7 +132,7 @@ class RunStatus:
                 self._before_s += self._last - self._begun if self._begun is not None else 0.0
                 self._begun = self._queued = event.time
                 self.steps = self.run.read_job().get("steps")
-                self.state, self.reason, self.doing = "submitted", "", "waiting to be started"
+                self.state, self.reason, self.doing = "submitted", "", WAITING
             case events.AttemptStarted():
                 self._queue_s += event.time - self._queued if self._queued is not None else 0.0
                 self._queued = None
@@ -164,7 +165,7 @@ class RunStatus:
                 self.state, self.reason, self.doing = "starting", event.reason, "waiting to be restarted"
             case events.AttemptEnded():
                 self.state = {"done": "done", "preempted": "stopped"}.get(event.verdict, "failed")
-                self.reason, self.doing = event.reason, "nothing: it has ended"
+                self.reason, self.doing = event.reason, IDLE
         self._last = event.time
 
     def _start_round(self, event: events.RoundStarted) -> None:

@@ -14,7 +14,7 @@ from fsdp_jobs.launchers.base import Description
 from fsdp_jobs.launchers.state import State
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.identity import owner_of
-from fsdp_jobs.run.status import ENDED, RunStatus, steps_done
+from fsdp_jobs.run.status import ENDED, IDLE, WAITING, RunStatus, steps_done
 from fsdp_jobs.run.table import ago, counted, duration
 from fsdp_jobs.submit.submitted import another_runs, describe, is_silent
 
@@ -152,10 +152,12 @@ def summary_of(status: RunStatus, job: Mapping[str, Any], described: Description
     )
 
 
-def story_of(status: RunStatus) -> Iterator[tuple[str, str]]:
+def story_of(status: RunStatus, state: str) -> Iterator[tuple[str, str]]:
     """Yield (heading, sentence): what each failure cost, what is not as it should be, what the run does now.
 
-    Its status must have been read from the beginning, not at a glance.
+    Args:
+        status: read from the beginning, not at a glance.
+        state: of its summary, for which its launcher was asked.
     """
     for b in status.breaks:
         stamp = time.strftime("%b %d %H:%M:%S", time.localtime(b.time))
@@ -170,7 +172,7 @@ def story_of(status: RunStatus) -> Iterator[tuple[str, str]]:
         yield "corrupt", str(corruption.sentence())
     if on_nodes := [n for n in map(step_of, find_on_nodes(status.run.checkpoints)) if n > status.committed]:
         yield "checkpoint", f"step {on_nodes[0]} is only on the nodes' own disks: the next resume copies it"
-    yield "now", status.doing
+    yield "now", IDLE if state in ENDED else WAITING if state == State.QUEUED.value else status.doing
     if status.has_steps:
         yield "goodput", goodput_of(status)
 

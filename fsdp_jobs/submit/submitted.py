@@ -9,13 +9,15 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem, nearest
 from fsdp_jobs.launchers.base import SESSION, Description, Launcher, launcher_of, parse_handle
 from fsdp_jobs.launchers.state import State
 from fsdp_jobs.run import events
+from fsdp_jobs.run.beside import beside
 from fsdp_jobs.run.directory import RunDir, find_run, runs_in, write_atomic
 from fsdp_jobs.run.identity import owner_of
 from fsdp_jobs.run.verdict import Verdict
@@ -171,19 +173,22 @@ def is_active(handle: str) -> bool:
 
 
 def activity_of(run: RunDir, said_at: float = -math.inf) -> Callable[[], bool]:
-    """Return a function that says whether a run's job is active, by what its launcher said in the last 2 seconds.
+    """Return a function that says whether a run's job is active, by what its launcher has said last.
+
+    The launcher is asked every 2 seconds, beside: it may be away. Only its first answer is waited for.
 
     Args:
         run: whose job was active.
         said_at: when its launcher said so, on the monotonic clock.
     """
-    active = True
+    active, question = True, cast(Future[bool] | None, None)
 
     def ask() -> bool:
-        nonlocal said_at, active
-        if active and time.monotonic() - said_at > _ASK_EVERY_S:
-            active = not has_ended(run, job_of(run))
-            said_at = time.monotonic()
+        nonlocal said_at, active, question
+        if active and question is None and time.monotonic() - said_at > _ASK_EVERY_S:
+            question = beside(lambda: not has_ended(run, job_of(run)))
+        if question is not None and wait([question], None if said_at == -math.inf else 0).done:
+            active, question, said_at = question.result(), None, time.monotonic()
         return active
 
     return ask

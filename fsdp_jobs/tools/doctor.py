@@ -9,7 +9,6 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
@@ -19,6 +18,7 @@ from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.base import Finding, Launcher, findings, launcher_of
 from fsdp_jobs.plan.memory import size
+from fsdp_jobs.run.directory import as_written
 
 _STYLES = {"ok": "green", "warning": "yellow", "bad": "bold red"}
 _DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
@@ -62,7 +62,7 @@ def _this_machine(config: JobConfig) -> Iterator[Finding]:
             fact = f"nvidia-smi: {' '.join(said.split()) or 'prints nothing'}"
             yield Finding("driver", "warning", fact, "no job will find a GPU here: nvidia-smi, dmesg")
     yield from findings("versions", problems, ", ".join(versions))
-    runs = Path(config.runs_dir).resolve()
+    runs = as_written(config.runs_dir)
     there = next(folder for folder in (runs, *runs.parents) if folder.exists())
     may_write, free = there.is_dir() and os.access(there, os.W_OK | os.X_OK), shutil.disk_usage(there).free
     state = "bad" if not may_write else "warning" if free < _LEAST_FREE else "ok"

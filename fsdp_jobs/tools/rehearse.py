@@ -21,7 +21,7 @@ from fsdp_jobs.config.resolve import node_range
 from fsdp_jobs.config.schema import JobConfig, LlamaConfig
 from fsdp_jobs.plan.layout import partners
 from fsdp_jobs.run import events
-from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.directory import RunDir, as_written, write_atomic
 from fsdp_jobs.run.tail import newest_json_lines, read_json_lines
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit import submit as submission
@@ -288,7 +288,7 @@ def _step(run: RunDir) -> int:
 
 def _agent(run: RunDir, node: int) -> psutil.Process:
     """Find the agent of a node by its command line."""
-    path = str(Path(run.path).resolve())
+    path = str(as_written(run.path))
     for process in psutil.process_iter(["cmdline"]):
         command = process.info["cmdline"] or []
         if path in command and "fsdp_jobs.node.agent" in command and ("--node", str(node)) in pairwise(command):

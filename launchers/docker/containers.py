@@ -28,7 +28,7 @@ from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.snapshot import Snapshot, take
 from fsdp_jobs.plan.memory import GIB
 from fsdp_jobs.plan.plan import Plan
-from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.directory import RunDir, as_written
 from fsdp_jobs.run.env import ADDRESS_ENV
 
 logger = logging.getLogger(__name__)
@@ -123,14 +123,14 @@ def translate(job: Job, daemon: dict[str, Any], gpus: list[str]) -> DockerReques
         daemon: what `docker info` shows.
         gpus: ids of this machine's GPUs; none for a job on CPU.
     """
-    config, run, cluster = job.config, RunDir(job.run.path.resolve()), cluster_of(job.config)
+    config, run, cluster = job.config, RunDir(as_written(job.run.path)), cluster_of(job.config)
     code = take(Path.cwd(), run.path.parent, cluster.snapshot_mb) if cluster.snapshot_mb else None
-    mounts, folder = list(_mounts(config, run)), Path.cwd()
+    mounts, folder = list(_mounts(config, run)), as_written(".")
     if config.is_program and not any(folder.is_relative_to(to) for _, to, _ in mounts):
         folder = run.path
         logger.warning(
             "containers see a copy of your code, but not %s; the program works in %s. cluster.mounts=[%s:%s] mounts it",
-            *(Path.cwd(), folder, Path.cwd(), Path.cwd()),
+            *(as_written("."), folder, as_written("."), as_written(".")),
         )
     rootless = any("rootless" in option for option in daemon.get("SecurityOptions") or [])
     host = {
@@ -175,10 +175,10 @@ def _mounts(config: JobConfig, run: RunDir) -> Iterator[tuple[str, str, bool]]:
     """Yield (from, to, read only) of what a job reads and writes outside its image."""
     yield str(run.path), str(run.path), False
     if config.checkpoint.dir is not None and "://" not in config.checkpoint.dir:
-        folder = str(Path(config.checkpoint.dir).resolve())
+        folder = str(as_written(config.checkpoint.dir))
         yield folder, folder, False  # Docker wants it to exist: `create` makes it
     for path in input_paths(config):
-        yield str(path.resolve()), str(path.absolute()), True
+        yield str(as_written(path)), str(as_written(path)), True
     for text in cluster_of(config).mounts:
         yield parse_mount(text)
 
@@ -192,7 +192,7 @@ def parse_mount(text: str) -> tuple[str, str, bool]:
     source, *rest = text.split(":")
     if len(rest) not in (1, 2) or not rest[0].startswith("/") or rest[1:] not in ([], ["ro"], ["rw"]):
         raise ValueError(text)
-    return str(Path(source).resolve()), rest[0], rest[1:] == ["ro"]
+    return str(as_written(source)), rest[0], rest[1:] == ["ro"]
 
 
 def create(api: docker.APIClient, request: DockerRequest) -> None:
@@ -201,7 +201,7 @@ def create(api: docker.APIClient, request: DockerRequest) -> None:
     Raises:
         BadInput: Docker refuses something.
     """
-    run, labels = RunDir(request.run_dir), {RUN_LABEL: request.run_dir}
+    run, labels = RunDir(request.run_dir), {RUN_LABEL: str(Path(request.run_dir).resolve())}
     secrets = {name: os.environ[name] for name in request.pass_env}
     remove(api, run)  # what an earlier submission has kept
     for mount in request.containers[0]["host_config"]["mounts"]:

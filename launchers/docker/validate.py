@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,16 +54,25 @@ def examine(api: docker.APIClient, config: JobConfig) -> Iterator[Finding]:
     if problems := list(_image(api, cluster)):
         raise BadInput(problems)
     yield Finding("image", "ok", f"{cluster.image} is here; Python is started in it, which can take a minute or more")
-    made = api.create_container(cluster.image, ["-c", _VERSIONS], entrypoint=["python"], network_disabled=True)["Id"]
+    said = _run(api, cluster.image, ["-c", _VERSIONS]) or ["says nothing"]
+    works = said[-1].startswith("fsdp_jobs ")
+    yield Finding("image", "ok" if works else "bad", f"{cluster.image}: {said[-1]}", _BUILD.format(cluster.image))
+
+
+def _run(api: docker.APIClient, image: str, args: list[str]) -> list[str]:
+    """Run Python in an image and return the lines that it prints; Docker removes the container whatever ends this."""
+    host = api.create_host_config(auto_remove=True)
+    options = {"entrypoint": ["python"], "network_disabled": True, "host_config": host}
+    made = api.create_container(image, args, **options)["Id"]
     try:
+        output = api.attach(made, stream=True)  # before it starts: nothing of it is left at its end
         api.start(made)
-        failed, said = api.wait(made)["StatusCode"], api.logs(made).decode(errors="replace").splitlines()
+        return b"".join(output).decode(errors="replace").splitlines()
     except docker.errors.APIError as e:
-        failed, said = 1, [str(e.explanation)]
+        return [str(e.explanation)]
     finally:
-        api.remove_container(made, force=True)
-    fact = f"{cluster.image}: {said[-1] if said else 'says nothing'}"
-    yield Finding("image", "bad" if failed else "ok", fact, _BUILD.format(cluster.image))
+        with suppress(docker.errors.APIError):  # it is gone, or going
+            api.remove_container(made, force=True)
 
 
 def _inputs(cluster: DockerClusterConfig) -> Iterator[Problem]:

@@ -13,27 +13,32 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 
+from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.launchers.slurm import client, node_test
+from fsdp_jobs.launchers.slurm.again import start_again
 from fsdp_jobs.launchers.slurm.companions import Companions, reachable
 from fsdp_jobs.launchers.slurm.steps import Commands, srun
 from fsdp_jobs.launchers.supervisor import Attempt, Process, is_superseded
 from fsdp_jobs.plan.topology import expand_hostlist
 from fsdp_jobs.run import events, log
+from fsdp_jobs.run.beside import beside
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV, HOST_ENV
 from fsdp_jobs.run.processes import free_port
 from fsdp_jobs.run.tail import last_lines
-from fsdp_jobs.run.verdict import EXIT_REQUEUE, Verdict
+from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, Verdict, judge
 
 _QUEUE_S = 5.0  # between questions to SLURM
+_ANSWER_S = 2.0  # for SLURM to say whether a process that has ended has lost its node
 _RESEND_S = 1.0  # between stop signals to the coordinator
 _EXCLUDE_S = 6 * 3600.0  # for a node that fails the node test
 _LEAVE_S = 30.0  # for agents to end after the verdict
 _LEAVE_SOON_S = 5.0  # before a requeue: the time limit may be near, and SLURM ends what is left
 _NO_SLURM_S = 600.0  # for a controller that is away to come back, before a requeue
-_REQUEUES = 3  # tries while it is not: SLURM refuses
+_REQUEUES = 3  # tries while it is not: SLURM refuses a requeue and a new job
 _REQUEUE_S = 120.0  # for SLURM to end this process once it has requeued the job
 
 logger = logging.getLogger(__name__)
@@ -56,7 +61,8 @@ class Batch(Attempt):
         self.companions = Companions(run, commands, self.env, self.number, self.job_id)
         self.stop_signal: str | None = None
         self.bad_hosts: list[str] = []  # on which no agent stays alive
-        self._signalled_at = self._looked_at = 0.0
+        self._signalled_at = self._asked_at = 0.0
+        self._question: Future[client.QueuedJob | None] | None = None  # that SLURM has not answered yet
 
     def go(self) -> int:
         """Run the attempt and return the exit code of the job, unless SLURM kills this process to requeue it."""
@@ -72,7 +78,7 @@ class Batch(Attempt):
         else:
             verdict = self._train()
         logger.info("attempt %d: %s, %s", self.number, verdict.verdict, verdict.reason)
-        return self._requeue() if verdict.decision == "requeue" else verdict.exit_code_of_attempt
+        return self._start_again(verdict) if verdict.decision == "requeue" else verdict.exit_code_of_attempt
 
     def _on_signal(self, number: int, _frame: object) -> None:
         self.stop_signal = signal.Signals(number).name
@@ -116,6 +122,8 @@ class Batch(Attempt):
         assert verdict is not None
         self.processes = [p for p in self.processes if p.name != "guard"]  # it ends by itself
         self.finish(_LEAVE_S if verdict.decision == "stop" else _LEAVE_SOON_S)
+        if self._question is not None:
+            wait([self._question], _ANSWER_S)  # it may submit a companion
         self.companions.release()
         return verdict
 
@@ -131,22 +139,35 @@ class Batch(Attempt):
             self._signalled_at = now
             if reachable(self.coordinator):  # it has its signal handlers
                 self.processes[0].popen.send_signal(signal.SIGUSR1)
-        if now - self._looked_at > _QUEUE_S or any(p.has_ended and self.restarts(p) for p in self.processes):
-            self._looked_at = now
+        has_died = any(p.has_ended and self.restarts(p) for p in self.processes)
+        if self._question is None and (has_died or now - self._asked_at > _QUEUE_S):
+            self._asked_at = now
+            missing = self._without_agent() if self.commands.regrow and not self.stop_signal else []
+            self._question = beside(lambda: self._ask(missing))
+        if self._question is not None and wait([self._question], _ANSWER_S if has_died else 0).done:
+            question, self._question = self._question, None
             try:
-                self._look_at_allocation()
+                self._look_at_allocation(question.result())
             except client.SlurmError as e:  # the controller is away: training goes on without it
                 logger.warning("%s", e)
 
-    def _look_at_allocation(self) -> None:
-        """End processes whose nodes SLURM has taken from the job, and request companions in their place."""
-        if (job := client.running(self.job_id)) is not None:
+    def _ask(self, missing: Sequence[int]) -> client.QueuedJob | None:
+        """Return this job as SLURM has it, and request companions for the nodes that are missing."""
+        job = client.running(self.job_id)
+        try:
+            self.companions.request(missing)
+        except client.SlurmError as e:
+            logger.warning("%s", e)
+        return job
+
+    def _look_at_allocation(self, job: client.QueuedJob | None) -> None:
+        """End processes whose nodes SLURM has taken from the job."""
+        if job is not None:
             self.allocated = expand_hostlist(job.nodes)
         for process in list(self.processes):
             if process.hosts and not set(process.hosts) & set(self.allocated):
                 self._drop(process)
-        if self.commands.regrow and not self.stop_signal:
-            self.companions.request(self._without_agent())
+                self._asked_at = 0.0  # for a companion
 
     def _without_agent(self) -> list[int]:
         """Return the nodes, up to the most that the job may have, without an agent here."""
@@ -171,23 +192,28 @@ class Batch(Attempt):
         else:
             events.record(self.run, self.number, events.GivenUp(process.name, verdict.reason))
 
-    def _requeue(self) -> int:
-        """Requeue the job without the nodes that failed it. Does not return when that works."""
+    def _start_again(self, verdict: Verdict) -> int:
+        """Start the job again without the nodes that failed it. Does not return when SLURM requeues it."""
         excluded = [*sorted({*self.run.excluded_hosts(), *self.bad_hosts}), *self.commands.exclude]
-        deadline, tries = time.monotonic() + _NO_SLURM_S, _REQUEUES
+        deadline, tries, why = time.monotonic() + _NO_SLURM_S, _REQUEUES, ""
         while tries and time.monotonic() < deadline:
             try:
                 if client.running(self.job_id) is None:  # fails while the controller, or munge, is away
                     logger.info("not requeued: the job is no longer running")
                     return EXIT_REQUEUE
                 tries -= 1
-                client.call("scontrol", "requeue", self.job_id)
+                if start_again(self.run, self.number, self.job_id, excluded):
+                    return EXIT_DONE
                 break
-            except client.SlurmError as e:
-                logger.warning("not requeued: %s", e)
+            except (client.SlurmError, BadInput) as e:
+                why = " ".join(str(e).split())
+                logger.warning("not started again: %s", why)
             time.sleep(_QUEUE_S)
         else:
-            return EXIT_REQUEUE
+            judge(
+                self.run, Verdict("infrastructure", "stop", f"{verdict.reason}; SLURM does not start it again: {why}")
+            )
+            return EXIT_FAILED
         _exclude(self.job_id, excluded)
         self.stop_signal = None
         deadline = time.monotonic() + _REQUEUE_S

@@ -195,13 +195,14 @@ class Partition:
     name: str
     default: bool
     time: str
-    default_time: str = ""
+    default_time: str = ""  # of a job that names none
     nodes: int = 0
     away: int = 0  # of these, nodes that no job can have now: down, drained, reserved
     cpus: int = 0
     gres: str = "(null)"
     memory_mb: int = 0
     features: str = ""
+    most_nodes: str = "infinite"  # of a job
 
 
 def partitions() -> list[Partition]:
@@ -211,15 +212,18 @@ def partitions() -> list[Partition]:
         SlurmError: there is no SLURM here.
     """
     by_name: dict[str, Partition] = {}
-    for line in call("sinfo", "--noheader", "--format=%P|%D|%c|%G|%m|%l|%f|%L|%T").splitlines():
-        name, nodes, cpus, gres, memory_mb, limit, features, default, state = line.split("|")  # of a kind, in a state
+    for line in call("sinfo", "--noheader", "--format=%P|%D|%c|%G|%m|%l|%f|%L|%T|%s").splitlines():
+        name, nodes, cpus, gres, memory_mb, limit, features, default, state, size = line.split(
+            "|"
+        )  # of a kind, in a state
+        default = limit if default == "n/a" else default
         partition = by_name.setdefault(name, Partition(name.rstrip("*"), name.endswith("*"), limit, default))
         partition.nodes += int(nodes)
         partition.away += int(nodes) if not state.startswith(_UP) or state.endswith("*") else 0
         partition.cpus = max(partition.cpus, int(cpus.rstrip("+")))
         partition.memory_mb = max(partition.memory_mb, int(memory_mb.rstrip("+")))
         partition.gres = partition.gres if gres == "(null)" else gres
-        partition.features = features
+        partition.features, partition.most_nodes = features, size.rpartition("-")[2]
     return list(by_name.values())
 
 

@@ -20,12 +20,15 @@ import sys
 import time
 from collections.abc import Sequence
 
+from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.launchers.slurm import client
+from fsdp_jobs.launchers.slurm.again import start_again
 from fsdp_jobs.launchers.slurm.steps import Commands, srun
 from fsdp_jobs.launchers.supervisor import Attempt
 from fsdp_jobs.plan.topology import expand_hostlist
 from fsdp_jobs.run import events, log
-from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.beside import beside
+from fsdp_jobs.run.directory import RunDir, as_written
 from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV, HOST_ENV
 from fsdp_jobs.run.verdict import Verdict
 
@@ -68,7 +71,14 @@ class Companions:
         folder = self.run.node(self.attempt, node)
         folder.mkdir(parents=True, exist_ok=True)
         output = str(folder).replace("%", "%%") + "/companion-%j.out"
-        options = ["--parsable", "--nodes=1", "--no-requeue", f"--job-name={name}-node-{node}", f"--output={output}"]
+        options = [
+            "--parsable",
+            f"--chdir={as_written('.')}",
+            "--nodes=1",
+            "--no-requeue",
+            f"--job-name={name}-node-{node}",
+            f"--output={output}",
+        ]
         if excluded := [*self.run.excluded_hosts(), *self.commands.exclude]:
             options.append(f"--exclude={','.join(excluded)}")
         env = {k: v for k, v in client.own_environment(self.env).items() if not k.startswith("SBATCH_")}
@@ -94,13 +104,15 @@ def fill_in(run: RunDir, node: int, job_id: str) -> int:
         return 0
     argv = [*srun([host], int(os.environ["SLURM_CPUS_ON_NODE"])), *Commands.read(run).agent_of(node)]
     agent = attempt.start(f"node-{node}", argv, {**os.environ, HOST_ENV: host})
-    looked_at = time.monotonic()
+    asked_at, question = time.monotonic(), None
     while not agent.has_ended and not is_over():
         time.sleep(_POLL_S)
-        if time.monotonic() - looked_at > _QUEUE_S:
-            looked_at = time.monotonic()
-            if not _may_run(job_id):
+        if question is None and time.monotonic() - asked_at > _QUEUE_S:
+            asked_at, question = time.monotonic(), beside(lambda: _may_run(job_id))
+        if question is not None and question.done():
+            if not question.result():
                 return 0
+            question = None
     attempt.finish(_LEAVE_S)
     return int(agent.popen.returncode)
 
@@ -137,10 +149,12 @@ def guard(run: RunDir, attempt: int, job_id: str, coordinator: str) -> None:
             try:
                 job = client.running(job_id)
                 if job is not None and job.batch_host not in expand_hostlist(job.nodes):
-                    client.call("scontrol", "requeue", job_id)  # leaves this process some seconds for the verdict
-                    reason = f"lost {job.batch_host}, the job's first node, which had the coordinator"
-                    Verdict("infrastructure", "requeue", reason).close(run, attempt)
-            except client.SlurmError as e:  # to be tried again
+                    if start_again(run, attempt, job_id, []):
+                        client.call("scancel", job_id)
+                    if Verdict.read(run, attempt) is None:  # this process still has some seconds, as has another guard
+                        reason = f"lost {job.batch_host}, the job's first node, which had the coordinator"
+                        Verdict("infrastructure", "requeue", reason).close(run, attempt)
+            except (client.SlurmError, BadInput) as e:  # to be tried again
                 logger.warning("%s", e)
 
 

@@ -14,7 +14,7 @@ from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.base import Description, Finding, Job, Launcher, at_once, prepare_each, restarts_of
 from fsdp_jobs.launchers.slurm import client, site, submission, validate
-from fsdp_jobs.launchers.slurm.script import Script, cluster_of, commands, script
+from fsdp_jobs.launchers.slurm.script import Script, cluster_of, commands, margin_s, script
 from fsdp_jobs.launchers.slurm.steps import Commands
 from fsdp_jobs.launchers.snapshot import Snapshot, link, take
 from fsdp_jobs.launchers.state import State
@@ -31,9 +31,11 @@ _REASONS = {  # beginnings of the words in squeue's REASON
     "PartitionTimeLimit": "cluster.time is above the partition's limit: it will not start",
     "PartitionNodeLimit": "it asks for more nodes than the partition allows: it will not start",
     "ReqNodeNotAvail": "nodes are down, drained or reserved",
-    "launch failed": "nodes could not start it, and SLURM holds it: look at them, then scontrol release {id}",
-    "JobHeld": "it is held: scontrol release {id}",
     "PartitionConfig": "the partition does not allow it now: fewer nodes, less time, or wait",
+    "launch failed": "a node could not start it; SLURM starts it again after: scontrol release {id}",
+    "job requeued in held state": "held; SLURM starts it again after: scontrol release {id}",
+    "JobHeldUser": "held; SLURM starts it after: scontrol release {id}",
+    "JobHeldAdmin": "held by an administrator, who has to release it",
 }
 
 
@@ -89,7 +91,11 @@ class SlurmLauncher(Launcher):
             limit_mb = cluster_of(job.config).snapshot_mb
             code = take_once(Path.cwd(), job.run.path.parent, limit_mb) if limit_mb else None
             here = site.site_of(job.config)
-            text = script(job, here, site.topology_of(here, job.config), site.measured_margin_s(job))
+            save_s, step_s = site.measured_s(job)
+            if not job.away:
+                validate.compare_with_kill_wait(job.run.name, save_s, 2 * (save_s + step_s))
+            margin = margin_s(save_s, step_s, job.config.elastic.stop_grace_s)
+            text = script(job, here, site.topology_of(here, job.config), margin)
             return SlurmRequest(job, text, commands(job, here), code)
 
         requests = prepare_each(jobs, validate.problems_here, translate)
@@ -135,8 +141,9 @@ class SlurmLauncher(Launcher):
         return client.settings()["ClusterName"]
 
     def describe(self, app_ids: Sequence[str]) -> list[Description | None]:
-        jobs = zip(app_ids, client.jobs(app_ids), strict=True)
-        return [_describe(app_id, job, self.run_of(app_id)) for app_id, job in jobs]
+        runs = [self.run_of(app_id) for app_id in app_ids]
+        jobs = client.jobs([_newest(run, app_id) for run, app_id in zip(runs, app_ids, strict=True)])
+        return [_describe(*known) for known in zip(app_ids, jobs, runs, strict=True)]
 
     def known(self) -> list[str]:
         return list(client.queue())
@@ -146,7 +153,7 @@ class SlurmLauncher(Launcher):
 
     def cancel(self, app_ids: Sequence[str]) -> None:
         queue = client.queue(fresh=True)
-        runs = {id: self.run_of(id) for id in app_ids}
+        runs = {_newest(run, id): run for id in app_ids for run in [self.run_of(id)]}
         jobs = [queue[id] for id, run in runs.items() if id in queue and (run is None or queue[id].is_of(run))]
         jobs = [job for job in jobs if job.state.is_active]
         running = [job for job in jobs if job.slurm_state == "RUNNING"]
@@ -178,6 +185,14 @@ def _write_code(requests: Sequence[SlurmRequest], shared: Path | None) -> None:
             copies[id(code)] = shared / f"code-{len(copies)}"
             code.write(copies[id(code)])
         link(run.code, copies[id(code)])
+
+
+def _newest(run: RunDir | None, app_id: str) -> str:
+    """Return the id of the SLURM job that an app is now: another one where the site forbids requeues."""
+    try:
+        return app_id if run is None else Commands.read(run).newest(app_id)
+    except (OSError, ValueError, TypeError):  # its submission got no further, or the file is damaged
+        return app_id
 
 
 def _wait_while(jobs: Sequence[client.QueuedJob], unchanged: Callable[[client.QueuedJob], bool]) -> None:
@@ -219,8 +234,8 @@ def _forgotten(run: RunDir, app_id: str) -> tuple[State, str]:
 def _message(job: client.QueuedJob) -> str:
     if job.state is State.QUEUED:
         when = f"starts about {job.start.replace('T', ' ')}" if job.start not in ("", "N/A") else "start not known yet"
-        meaning = next((f": {meaning}" for word, meaning in _REASONS.items() if job.reason.startswith(word)), "")
-        meaning = meaning.replace("{id}", job.id)
+        told = next((meaning for word, meaning in _REASONS.items() if job.reason.startswith(word)), "")
+        meaning = f": {told.format(id=job.id)}" if told else ""
         why = f" ({job.reason}{meaning})" if job.reason != "None" else ""  # None: SLURM has not looked at it yet
         return f"SLURM job {job.id} waits{why}; {when}"
     return f"SLURM job {job.id} is {job.slurm_state}" + (f" on {job.nodes}" if job.nodes else "")

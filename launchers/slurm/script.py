@@ -105,6 +105,7 @@ class Script:
     extra: tuple[str, ...]  # the user's own options of sbatch; they come last
     setup: tuple[str, ...]  # lines of shell
     python: str
+    folder: str  # of the command that submits, in which the job works
     brings_code: bool  # there is a copy of the code in the run directory
     margin_s: int = field(compare=False)
 
@@ -138,6 +139,7 @@ class Script:
             f"--job-name={name}",
             *self.resources,
             *own,
+            f"--chdir={self.folder}",
             "--open-mode=append",
             "--requeue",
             "--no-kill",
@@ -160,13 +162,12 @@ def script(job: Job, site: Site, topology: Topology | None, margin_s: int) -> Sc
     low, high = trainer.min_replicas or trainer.num_replicas, trainer.num_replicas
     # With a range SLURM would take --ntasks-per-node for its minimum.
     nodes = [f"--nodes={high}", "--ntasks-per-node=1"] if low == high else [f"--nodes={low}-{high}"]
-    here = as_written("")
-    nodes += [f"--chdir={here}"] if here != Path.cwd() else []  # sbatch would take the place behind links
     return Script(
         resources=(*nodes, *_resources(cluster, trainer, site), *_switches(cluster, job.plan, high, topology)),
         extra=tuple(cluster.extra),
         setup=tuple(cluster.setup),
         python=cluster.python or site.python,
+        folder=str(as_written(".")),
         brings_code=bool(cluster.snapshot_mb),
         margin_s=margin_s,
     )

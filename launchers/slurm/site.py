@@ -16,7 +16,7 @@ from fsdp_jobs.config.resolve import node_range, ranks_per_node
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.slurm import client
-from fsdp_jobs.launchers.slurm.script import Site, cluster_of, margin_s
+from fsdp_jobs.launchers.slurm.script import Site, cluster_of
 from fsdp_jobs.plan.sources import from_scontrol
 from fsdp_jobs.plan.topology import Topology, expand_hostlist
 from fsdp_jobs.run import events
@@ -102,8 +102,8 @@ def _topology(hostlist: str, text: str, gpus: int) -> Topology:
     return from_scontrol(text, gpus, set(expand_hostlist(hostlist)))
 
 
-def measured_margin_s(job: Job) -> int:
-    """Return how many seconds before the time limit to ask for the last save, by what this run has measured."""
+def measured_s(job: Job) -> tuple[float, float]:
+    """Return how long the slowest save and the slowest step of this run have taken, in seconds; 0 where none has."""
     saves = [e.seconds for e in events.read_events(job.run) if isinstance(e, events.Checkpoint)]
     step_s = max((m["step_s"] for m in read_json_lines(job.run.metrics)), default=0.0)
-    return margin_s(max(saves, default=0.0), step_s, job.config.elastic.stop_grace_s)
+    return max(saves, default=0.0), step_s

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
-from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.directory import RunDir, as_written, write_atomic
 
 
 @dataclass
@@ -21,6 +21,7 @@ class Commands:
     regrow: bool
     exclude: list[str]  # hostlists that the user excludes
     submit: list[str]  # options of sbatch for one more node
+    continued: dict[str, str] = field(default_factory=dict)  # id of a job -> of the one that continues it
     place: str = ""  # in a sweep: <number of the script in its submission>_<task>; no task where it is no array
 
     @property
@@ -38,6 +39,12 @@ class Commands:
     def read(cls, run: RunDir) -> Commands:
         return cls(**json.loads((run.submit / "steps.json").read_text()))
 
+    def newest(self, job_id: str) -> str:
+        """Return the id of the last of the jobs that continue this one; its own where none does."""
+        while job_id in self.continued:
+            job_id = self.continued[job_id]
+        return job_id
+
     def agent_of(self, node: int) -> list[str]:
         return [argument.replace("{node}", str(node)) for argument in self.agent]
 
@@ -49,4 +56,13 @@ def srun(hosts: Sequence[str], cpus: int | None = None) -> list[str]:
     """
     where = [f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}", f"--nodelist={','.join(hosts)}"]
     share = ["--overlap", "--cpu-bind=none", "--mpi=none", *([f"--cpus-per-task={cpus}"] if cpus else [])]
-    return ["srun", "--export=ALL", *where, *share, "--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
+    return [
+        "srun",
+        "--export=ALL",
+        f"--chdir={as_written('.')}",
+        *where,
+        *share,
+        "--no-kill",
+        "--kill-on-bad-exit=0",
+        "--wait=0",
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import pwd
@@ -36,6 +37,8 @@ print(open(sys.argv[1]).read(), socket.gethostname(), time.time())
 print(fsdp_jobs.__version__, torch.__version__, torch.cuda.device_count())
 """
 
+logger = logging.getLogger(__name__)
+
 
 def problems_here(job: Job) -> Iterator[Problem]:
     """Yield what this machine can tell: of the keys, and, if the cluster is to get the job, of itself."""
@@ -67,13 +70,13 @@ def file_system(path: Path) -> str:
 
 
 def _seconds(time: str) -> float:
-    """Parse a time limit as sbatch reads it; infinite for words and for 0."""
+    """Parse a time limit as sbatch reads it; infinite for words, and for 0, by which SLURM means no limit."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
     if match is None:
         return math.inf
     days, first, second, third = (int(g) if g else 0 for g in match.groups())
     if match[1] is not None or match[4] is not None:  # days-hours[:minutes[:seconds]], hours:minutes:seconds
-        return 86400 * days + 3600 * first + 60 * second + third or math.inf  # 0 is no limit
+        return 86400 * days + 3600 * first + 60 * second + third or math.inf
     return 60 * first + second or math.inf  # minutes[:seconds]
 
 
@@ -87,17 +90,12 @@ def check_with_slurm(job: Job, script: str, margin_s: int, count: int) -> list[P
     partition = client.partition(cluster.partition)
     elsewhere = [option for option in cluster.extra if option.startswith(("--time", "-t", "--partition", "-p"))]
     is_default = not elsewhere and "SBATCH_TIMELIMIT" not in os.environ
-    default = partition.default_time if _seconds(partition.default_time) < math.inf else partition.time  # else MaxTime
-    limit = cluster.time or (default if is_default else "")
-    most = partition.time if not elsewhere and client.settings().get("EnforcePartLimits") == "NO" else ""
-    if _seconds(limit) > _seconds(most):
-        what = f"partition {partition.name} allows {most}, and this site would let the job wait for ever"
-        return [Problem(f"cluster.time={cluster.time}", what, f"cluster.time={most} or less")]
+    limit = cluster.time or (partition.default_time if is_default else "")
     if _seconds(limit) < margin_s + _LEAST_TRAINING_S:
         whose = "" if cluster.time else f" ({partition.name}'s default is {limit})"
         what = f"the last save is requested {margin_s} s before the limit{whose}: no time is left to train in"
         return [Problem(f"cluster.time={cluster.time}", what, "a longer limit, or a shorter elastic.stop_grace_s")]
-    if problems := list(_qos_problems(job, _seconds(limit))):
+    if problems := [*_partition_problems(job, partition), *_qos_problems(job, _seconds(limit))]:
         return problems
     try:
         array = [f"--array=0-{count - 1}"] if count > 1 else []
@@ -123,6 +121,29 @@ def _can_hold(partition: client.Partition, job: Job) -> bool:
         and (not gpus or trainer.resource.gpu <= max(map(int, gpus)))
         and mem_mb <= partition.memory_mb
     )
+
+
+def compare_with_kill_wait(name: str, save_s: float, need_s: float) -> None:
+    """Warn when `scancel` leaves a run that has saved before less time than twice what a save and a step took."""
+    given = client.settings().get("KillWait", "").partition(" ")[0]
+    if save_s and given.isdecimal() and need_s > int(given):
+        what = "%s: scancel would end it %s s later (KillWait), maybe before it has saved, which took up to %.0f s: %s"
+        logger.warning(what, name, given, save_s, f"fsdp-jobs cancel {name} waits for the save")
+
+
+def _partition_problems(job: Job, partition: client.Partition) -> Iterator[Problem]:
+    """Compare a job with the limits of its partition where sbatch takes it nevertheless, and lets it wait for ever."""
+    if client.settings().get("EnforcePartLimits") != "NO":
+        return
+    config, cluster, trainer = job.config, cluster_of(job.config), job.role("trainer")
+    nodes = trainer.min_replicas or trainer.num_replicas
+    waits = "SLURM would let the job wait for ever (EnforcePartLimits=NO)"
+    if cluster.time and _seconds(cluster.time) > _seconds(partition.time):
+        what = f"partition {partition.name} allows {partition.time}: {waits}"
+        yield Problem(f"cluster.time={cluster.time}", what, f"cluster.time={partition.time} or less")
+    if partition.most_nodes.isdecimal() and nodes > int(partition.most_nodes):
+        what = f"a job of partition {partition.name} has at most {partition.most_nodes} nodes: {waits}"
+        yield Problem(f"nodes={config.nodes}", what, "fewer, or another cluster.partition")
 
 
 def _qos_problems(job: Job, limit_s: float) -> Iterator[Problem]:
@@ -251,6 +272,7 @@ def examine(config: JobConfig) -> Iterator[Finding]:
     fact = "requested from SLURM, or none" if counts else "SLURM does not count them: a job finds those of its nodes"
     yield Finding("GPUs", "ok" if counts else "warning", fact)
     yield _preemption(settings, partition, config.elastic.stop_grace_s)
+    yield from _requeue(cluster)
     yield from _node(config, cluster)
 
 
@@ -266,6 +288,27 @@ def _preemption(settings: dict[str, str], partition: client.Partition, grace_s: 
     return Finding("preemption", "warning" if seconds < grace_s else "ok", fact, cure)
 
 
+def _where(cluster: SlurmClusterConfig) -> list[str]:
+    """Return the options of a job of doctor's own, so that it goes where the user's would."""
+    keys = ("partition", "account", "qos", "constraint", "reservation")
+    return [f"--{key}={getattr(cluster, key)}" for key in keys if getattr(cluster, key) is not None]
+
+
+def _requeue(cluster: SlurmClusterConfig) -> Iterator[Finding]:
+    """Look what the site makes of a job that is to be requeued; it is held, and cancelled at once."""
+    script = "#!/bin/sh\n#SBATCH --job-name=doctor --nodes=1 --time=2 --output=/dev/null --requeue --hold\n"
+    try:
+        job = client.call("sbatch", "--parsable", *_where(cluster), stdin=script).strip().partition(";")[0]
+    except client.SlurmError:
+        return  # the node's finding says why
+    try:
+        may = "Requeue=1" in client.call("scontrol", "show", "job", job)
+    finally:
+        client.call("scancel", job)
+    fact = "jobs that ask for it are requeued" if may else "the site forbids it: a new job continues one that has saved"
+    yield Finding("requeue", "ok" if may else "warning", fact, "a longer cluster.time: each of them waits in the queue")
+
+
 def _node(config: JobConfig, cluster: SlurmClusterConfig) -> Iterator[Finding]:
     """Run a task on one node: does it see the run directories, and this Python?"""
     runs = as_written(config.runs_dir)
@@ -274,9 +317,7 @@ def _node(config: JobConfig, cluster: SlurmClusterConfig) -> Iterator[Finding]:
     word = secrets.token_hex(8)
     note = runs / f".doctor-{word}"
     note.write_text(word)
-    keys = ("partition", "account", "qos", "constraint", "reservation")
-    options = [f"--{key}={getattr(cluster, key)}" for key in keys if getattr(cluster, key) is not None]
-    where = ["--nodes=1", "--ntasks=1", "--time=2", f"--immediate={_WAIT_S}", "--quiet", *options]
+    where = ["--nodes=1", "--ntasks=1", "--time=2", f"--immediate={_WAIT_S}", "--quiet", *_where(cluster)]
     python = cluster.python or sys.executable
     try:
         before = time.time()

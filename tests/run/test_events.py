@@ -23,7 +23,7 @@ KINDS = (
         "waiting",
         "done",
     ),
-    *("attempt_ended", "notify_failed", "tracking_failed", "slow_node", "slow_steps", "corruption"),
+    *("attempt_ended", "notify_failed", "tracking_failed", "slow_node", "slow_steps", "corruption", "continued"),
 )
 
 

@@ -5,6 +5,9 @@ function slurm_job_submit(job, partitions, uid)
     slurm.log_user("ask hpc-help@example.org for one, and give it as --account")
     return slurm.ERROR
   end
+  if job.partition == "urgent" then -- and of some: no requeue
+    job.requeue = 0
+  end
   return slurm.SUCCESS
 end
 

@@ -113,7 +113,7 @@ class Dashboard:
             status = statuses.pop() if statuses else RunStatus(run)
             status.update()
             statuses.append(status)  # not one that cannot be read further
-            return JSONResponse(about(status))
+            return JSONResponse(about(status, self._live.rows.get(run.name, {}).get("state", status.state)))
 
     def curves(self, request: Request) -> Response:
         """Answer with the curves of a run's metrics."""

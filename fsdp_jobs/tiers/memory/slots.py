@@ -231,7 +231,7 @@ def adopt_folder(memory: Path, run: RunDir) -> tuple[Path, IO[str]]:
             lock.close()
     folder, lock = folders.make(memory, mine)
     (folder / COPIES).mkdir(mode=0o700)
-    (folder / _RUN).write_text(str(run.path.resolve()))
+    (folder / _RUN).write_text(str(run.path))
     return folder, lock
 
 

@@ -6,6 +6,11 @@ import hashlib
 import json
 import os
 import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +22,7 @@ from docker.errors import DockerException
 
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.launchers.docker.containers import connect
-from tests.jobs import cli
+from tests.jobs import cli, environment, hear_ctrl_c
 from tests.launchers.docker.daemon import docker
 
 pytestmark = pytest.mark.integration
@@ -67,6 +72,23 @@ def test_doctor_says_whether_the_image_works(image: str, tmp_path: Path) -> None
     assert "the job needs 16 GPUs, one per rank; this machine has" in none.stdout, none.stdout
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_doctor_that_is_interrupted_leaves_no_container(image: str, tmp_path: Path, number: int) -> None:
+    command = [sys.executable, "-m", "fsdp_jobs", "doctor", "cluster=docker", f"cluster.image={image}"]
+    piped = {"stdout": subprocess.PIPE, "text": True, "preexec_fn": hear_ctrl_c}
+    running = ("ps", "--quiet", "--filter", f"ancestor={image}")
+    with subprocess.Popen(command, cwd=tmp_path, env=environment(tmp_path), **piped) as doctor:  # type: ignore[call-overload]
+        while not docker(*running):
+            assert doctor.poll() is None, doctor.communicate()[0]
+        doctor.send_signal(number)
+        said = doctor.communicate()[0]
+    assert "Python is started in it" in said, said
+    deadline = time.monotonic() + 120
+    while left := docker("ps", "--all", "--quiet", "--filter", f"ancestor={image}"):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)
+
+
 def test_doctor_without_a_daemon(tmp_path: Path) -> None:
     done = cli(tmp_path, "doctor", "cluster=docker", DOCKER_HOST="unix:///nowhere/docker.sock")
     assert done.returncode == 1 and "no Docker daemon answers" in done.stdout, done.stdout + done.stderr
@@ -98,6 +120,21 @@ def test_no_image_and_too_little_of_everything_at_once(docker_daemon: None, tmp_
         "cluster.mounts=[data]: is not from:to",
     ):
         assert part in said, said
+
+
+def test_a_full_disk_is_named_and_gets_its_room_back(docker_daemon: None, small_disk: Path, tmp_path: Path) -> None:
+    """An image of nothing is enough: the code is copied before it is used."""
+    subprocess.run("tar c -T /dev/null | docker import - fsdp_jobs-test-nothing", shell=True, check=True)
+    (tmp_path / "large.py").write_text("#" * (9 << 20))
+    job = ("cluster=docker", "cluster.image=fsdp_jobs-test-nothing", "name=full", f"runs_dir={small_disk}")
+    try:
+        refused = cli(tmp_path, *job)
+    finally:
+        docker("rmi", "fsdp_jobs-test-nothing")
+    assert refused.returncode == 2, refused.stdout + refused.stderr
+    said = f"{small_disk}/full/.code.new/large.py: No space left on device -> make room there"
+    assert said in " ".join(refused.stderr.split()), refused.stderr
+    assert shutil.disk_usage(small_disk).free > 7 << 20
 
 
 @pytest.fixture

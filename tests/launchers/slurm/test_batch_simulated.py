@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_jobs.launchers.base import at_once
+from fsdp_jobs.launchers.slurm.again import start_again
 from fsdp_jobs.launchers.slurm.steps import Commands, srun
 from fsdp_jobs.run.directory import RunDir
 from tests.jobs import ROOT, Watched
@@ -72,7 +74,8 @@ def test_a_requeue_waits_for_a_controller_or_munge_that_is_away_and_not_for_one_
     for command, script in {
         "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
         "squeue": f"{answers} || {{ echo '{munge}' >&2; exit 1; }}\necho '7|RUNNING|None|N/A|node1|node1|7'",
-        "scontrol": f'echo scontrol "$@" >> {calls}; [ "$1" != requeue ] || {ends} & {requeues}',
+        "sbatch": "echo 'no jobs today' >&2; exit 1",
+        "scontrol": f'[ $1 = write ] && exit; echo scontrol "$@" >> {calls}; [ $1 = requeue ] && {ends} & {requeues}',
     }.items():
         (tmp_path / command).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / command).chmod(0o755)
@@ -80,9 +83,31 @@ def test_a_requeue_waits_for_a_controller_or_munge_that_is_away_and_not_for_one_
     judge = [sys.executable, "-c", SAVED, str(job.run.path)]
     Commands(judge, ["true"], [], {}, max_nodes=1, regrow=False, exclude=[], submit=[]).write(job.run)
     done = batch(tmp_path, job.run, {"SLURM_JOB_NODELIST": "node1", "SLURM_JOB_CPUS_PER_NODE": "2"})
-    assert done.returncode == 75 and ("requeued; excluded nodes: none" in done.stderr) is bool(away), done.stderr
+    assert done.returncode == (75 if away else 1), done.stderr
+    assert ("requeued; excluded nodes: none" in done.stderr) is bool(away), done.stderr
+    if not away:
+        why = "saved; SLURM does not start it again: no requeue: scontrol ended with 1; no new job: no jobs today"
+        assert job.events("attempt_ended")[-1]["reason"] == why, job.events("attempt_ended")
     assert calls.read_text().count("scontrol requeue 7") == (1 if away else 3), calls.read_text()
     assert (munge in done.stderr) is bool(away)
+
+
+def test_of_two_guards_one_submits_the_job_that_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both see at the same moment that the first node is lost, and that SLURM does not requeue the job."""
+    for command, script in {
+        "scontrol": "[ $1 = write ] || { echo 'Requested operation is presently disabled' >&2; exit 1; }",
+        "squeue": "echo '7|RUNNING|None|N/A|node2|node1|7'",
+        "sbatch": f"echo $* >> {tmp_path}/submitted; sleep 0.3; echo 8",
+    }.items():
+        (tmp_path / command).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / command).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    run = RunDir(tmp_path / "runs" / "a")
+    Commands([], [], [], {}, max_nodes=2, regrow=False, exclude=[], submit=[]).write(run)
+    assert at_once(lambda excluded: start_again(run, 0, "7", excluded), [["node1"], ["node1"]]) == [True, True]
+    assert (tmp_path / "submitted").read_text() == "--parsable --dependency=afterany:7 --exclude=node1\n"
+    assert Commands.read(run).newest("7") == "8"
 
 
 def test_steps_get_the_whole_environment_whatever_sbatch_exported() -> None:

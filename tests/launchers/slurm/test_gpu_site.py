@@ -80,6 +80,30 @@ def test_a_job_follows_the_leaves_saves_when_preempted_and_waits_with_a_reason(g
     assert not [f for f in job.run.path.iterdir() if f.stat().st_mode & 0o077], "umask 077"
 
 
+def test_where_jobs_are_not_requeued_a_new_one_continues(gpu: Lab, user: Ordinary) -> None:
+    """Of a sweep: the task of an array. Its handle stays the one that was printed."""
+    urgent = [*JOB, "cluster.partition=urgent", "elastic.stop_grace_s=30"]
+    examined = user.cli("doctor", *urgent)
+    assert "requeue         the site forbids it: a new job continues one that has saved" in examined.stdout
+    assert user.cli(*urgent, "--multirun", "name=on", "nodes=1", "seed=1,2", "sweep.parallelism=1").returncode == 0
+    job = Watched(RunDir(user.folder / "runs" / "on-000"))
+    job.until(lambda: bool(job.metrics()), "steps", 120)
+    (first,) = job.events("attempt_started")
+    own_number = gpu.on_login("squeue", "-h", "-j", first["slurm_job"], "-o", "%A").strip()
+    gpu.on_login("scancel", "--signal=USR1", own_number)
+    job.until(lambda: any(m["attempt"] == 1 for m in job.metrics()), "attempt 1", 120)
+    (ended,), (continued,) = job.events("attempt_ended"), job.events("continued")
+    assert job.events("resumed")[-1]["step"] == ended["step"] > 0
+    assert "Requested operation is presently disabled" in continued["why"], continued
+    assert job.events("attempt_started")[1]["slurm_job"] == continued["slurm_job"] != first["slurm_job"]
+    assert job.run.read_job()["handle"] == f"slurm_fsdp://gpu/{first['slurm_job']}"
+    assert "on-000  running" in user.cli("status", "on-000").stdout
+    cancelled = user.cli("sweep", "cancel", "on", "--now")
+    assert cancelled.returncode == 0, cancelled.stdout + cancelled.stderr
+    gpu.wait_idle()
+    assert "on-000  stopped" in user.cli("status", "on-000").stdout
+
+
 def test_a_sweep_larger_than_an_array_may_be_is_several_arrays(user: Ordinary) -> None:
     (user.folder / "quick.py").write_text("print('done')")
     sweep = [*PROJECT[:-1], "cluster.account=proj", "name=grid", "nodes=1", "script=quick.py", "seed=range(7)"]

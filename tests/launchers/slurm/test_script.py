@@ -16,7 +16,7 @@ from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.slurm.script import Site, commands, margin_s, script
 from fsdp_jobs.launchers.slurm.site import topology_of
-from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.directory import RunDir, as_written
 from fsdp_jobs.submit.submit import plan_of
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -75,6 +75,7 @@ def rendered(site: Site, overrides: list[str], run_dir: str = "/shared/runs/gold
         role.env = {"OMP_NUM_THREADS": "1"}
     agent = shlex.join(commands(job, site).agent)
     text = script(job, site, topology_of(site, config), 70).of_run(run_dir, job.app.name, "250101120000-0a1b2c")
+    text = text.replace(str(as_written(".")), "/shared/me")  # where the tests run
     return f"{text}\n# agent: {agent}\n"
 
 

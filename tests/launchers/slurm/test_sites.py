@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.events import AttemptStarted, read_events
+from fsdp_jobs.run.events import AttemptStarted, Checkpoint, read_events, record
 from tests.jobs import cli, environment, killed_at
 from tests.launchers.slurm.lab import CLUSTER, PACED, Lab, slurm_job
 from tests.launchers.slurm.test_jobs import ENDLESS, ONE_RANK, QUICK
@@ -111,20 +112,45 @@ def test_limits_that_can_never_be_met_are_said_at_submission(lab: Lab, folder: P
     lab.on_login("scontrol", "update", "partitionname=urgent", "defaulttime=1")
     done = lab.cli(folder, *DRY, "cluster.partition=urgent")
     assert done.returncode == 2 and "(urgent's default is 1:00): no time is left to train in" in done.stderr
-    lab.on_login("scontrol", "create", "partitionname=short", "nodes=ALL", "maxtime=1")
-    done = lab.cli(folder, *DRY, "cluster.partition=short")
-    assert done.returncode == 2 and "(short's default is 1:00): no time is left to train in" in done.stderr
-    lab.on_login("scontrol", "update", "partitionname=short", "maxtime=UNLIMITED")
-    done = lab.cli(folder, *DRY, "cluster.partition=short", "cluster.time=0")
-    lab.on_login("scontrol", "delete", "partitionname=short")
-    assert done.returncode == 0, done.stderr
+    lab.on_login("scontrol", "create", "partitionname=brief", "nodes=ALL", "maxtime=1")
+    lab.on_login("scontrol", "create", "partitionname=endless", "nodes=ALL")
+    try:
+        done = lab.cli(folder, *DRY, "cluster.partition=brief")
+        assert done.returncode == 2 and "(brief's default is 1:00): no time is left" in done.stderr, done.stderr
+        done = lab.cli(folder, *DRY, "cluster.partition=endless", "cluster.time=0")
+        assert done.returncode == 0, f"0 is SLURM's word for no limit: {done.stderr}"
+    finally:
+        for name in ("brief", "endless"):
+            lab.on_login("scontrol", "delete", f"partitionname={name}")
 
 
-def test_a_held_job_is_told_with_its_cure(lab: Lab, folder: Path) -> None:
-    assert lab.cli(folder, *WITHDRAWN).returncode == 0
-    (job,) = queued(lab)
-    told = lab.cli(folder, "status", "withdrawn").stdout
-    assert f"it is held: scontrol release {job}" in " ".join(told.split()), told
+def test_a_home_that_lies_elsewhere_on_the_nodes_is_used_by_its_name(lab: Lab, folder: Path) -> None:
+    """A link that an automounter has made, differently on each machine; of a job alone and of an array's tasks."""
+    home = f"{lab.folder}/scratch/home"
+    for machine in ("login", "node1", "node2", "node3", "node4"):
+        place = f"{lab.folder}/scratch/real-{machine}"
+        made = f"mkdir {place} && mount --bind {folder} {place} && ln -s {place} {home}"
+        lab.do("run", machine, "sh", "-c", made)
+    (folder / "reads.py").write_text("print(open('words.txt').read())")
+    (folder / "words.txt").write_text("as on the login node")
+    under = [str(CLUSTER), "run", "login", "sh", "-c", f'cd {home} && exec "$@"', "-"]
+    state = {"FSDP_JOBS_SLURM": str(lab.folder), "XDG_STATE_HOME": f"{home}/.state"}
+    try:
+        job = ["script=reads.py", "attach=true", *(key for key in ONE[2:] if not key.startswith("attach"))]
+        done = cli(folder, *job, "name=alone", "nodes=2", under=under, **state)
+        assert done.returncode == 0, done.stdout + done.stderr
+        sweep = [*job, "--multirun", "name=both", "seed=1,2", "sweep.wait=true", "runs_dir=others"]
+        done = cli(folder, *sweep, under=under, **state)
+        assert done.returncode == 0, done.stdout + done.stderr
+        for run in ("runs/alone", "others/both-000", "others/both-001"):
+            assert "as on the login node" in Path(folder, run, "attempts/0/node-0/rank-0.log").read_text()
+        link = next(folder.glob(".state/fsdp_jobs/slurm/lab/*"))
+        assert str(link.readlink()).startswith(f"{home}/")
+        checked = cli(folder, "doctor", *ONE[4:], "cluster.accelerator=cpu", under=under, **state)
+        assert checked.returncode == 0 and f"sees {home}/runs" in checked.stdout, checked.stdout
+    finally:
+        for machine in ("login", "node1", "node2", "node3", "node4"):
+            lab.do("run", machine, "sh", "-c", f"umount -l {lab.folder}/scratch/real-*; rm {home}", check=False)
 
 
 @pytest.mark.parametrize("seconds", [30, pytest.param(150, marks=pytest.mark.soak)])
@@ -160,6 +186,13 @@ def test_a_controller_that_is_away_silences_nothing_and_harms_nothing(lab: Lab, 
 
         lab.do("run", "ctl", "pkill", "slurmctld")
         try:
+            time.sleep(6)  # a question to SLURM is on its way, and takes half a minute
+            died_at = time.time()
+            job.agent(0).send_signal(signal.SIGKILL)
+            job.until(lambda: bool(job.events("process_restarted")), "the death of an agent", 60)
+            assert job.events("process_restarted")[0]["time"] - died_at < 15
+            job.until(lambda: job.rounds()[-1]["world_size"] == 1, "the companion goes on alone")
+            job.progress(3)
             cancelled = lab.cli(folder, "cancel", "away")
             assert cancelled.returncode == 0 and "away stopped: cancelled; saved at step" in cancelled.stdout
         finally:
@@ -185,7 +218,17 @@ def test_an_old_site_trains_saves_sweeps_and_forgets(lab: Lab, old: Lab, folder:
     os.environ["SBATCH_EXPORT"] = "NONE"
     try:
         assert old.cli(folder, *WITHDRAWN).returncode == 0
+        assert "(JobHeldUser: held; SLURM starts it after: scontrol release" in old.cli(folder, "status").stdout
         old.on_login("scancel", "--user=root")
+        old.on_login("scontrol", "update", "partitionname=main", "maxnodes=2")
+        done = old.cli(folder, *DRY, "cluster.time=2-00:00:00", "nodes=3")
+        old.on_login("scontrol", "update", "partitionname=main", "maxnodes=UNLIMITED")
+        assert (
+            done.returncode == 2 and "cluster.time=2-00:00:00: partition main allows 1-00:00:00: SLURM" in done.stderr
+        )
+        assert (
+            "nodes=3: a job of partition main has at most 2 nodes: SLURM would let the job wait for ever" in done.stderr
+        )
         align_ids(lab, old)
         assert lab.cli(folder, *ONE).returncode == 0
         unpaced = [override for override in ENDLESS if override not in PACED]  # nodes may not know this folder's models
@@ -213,6 +256,9 @@ def test_an_old_site_trains_saves_sweeps_and_forgets(lab: Lab, old: Lab, folder:
             (ended,) = job.events("attempt_ended")
             assert ended["verdict"] == "preempted" and ended["committed"] == ended["step"] > 0, job.story()
             job.until(lambda: "aged  stopped" in old.cli(folder, "status", "aged").stdout, "the end of the job")
+            record(job.run, 0, Checkpoint(step=ended["step"], seconds=8.0))
+            again = old.cli(folder, "resume", "aged", "dry_run=true").stderr
+            assert "aged: scancel would end it 10 s later (KillWait), maybe before it has saved" in again, again
         sweep = ["--multirun", "name=grid", "cluster=slurm", "cluster.accelerator=cpu", "hardware=cpu", "nodes=1"]
         (folder / "quick.py").write_text("print('done')")
         sweep += ["script=quick.py", "nproc_per_node=1", "seed=1,2", "sweep.wait=true"]
@@ -226,33 +272,3 @@ def test_an_old_site_trains_saves_sweeps_and_forgets(lab: Lab, old: Lab, folder:
         assert "stopped" in status and "SLURM has forgotten the job, which never started" in status, status
     finally:
         del os.environ["SBATCH_EXPORT"]
-
-
-def test_a_home_behind_a_link_is_named_by_the_link(lab: Lab, folder: Path) -> None:
-    """Its real place differs between machines at sites with an automounter: here it moves while the job waits."""
-    (folder / "export1" / "user").mkdir(parents=True)
-    (folder / "home").symlink_to(folder / "export1" / "user")
-    home = folder / "home"
-    (home / "train.py").write_text("import os; print('ran in', os.getcwd(), flush=True)")
-    given = ["script=train.py", *ONE[2:], "name=linked", "cluster.extra=['--hold']"]
-    command = [str(CLUSTER), "run", "login", "env", f"PWD={home}", *killed_at(0), *given]
-    env = environment(home, FSDP_JOBS_SLURM=str(lab.folder))
-    done = subprocess.run(command, cwd=home, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (folder / "export2").mkdir()
-    (folder / "export1" / "user").rename(folder / "export2" / "user")
-    home.unlink()
-    home.symlink_to(folder / "export2" / "user")
-    (job,) = queued(lab)
-    lab.on_login("scontrol", "release", job)
-    job_ended(lab, RunDir(home / "runs" / "linked"))
-    assert "ran in" in (home / "runs/linked/attempts/0/node-0/rank-0.log").read_text()
-
-
-def job_ended(lab: Lab, run: RunDir) -> None:
-    deadline = time.monotonic() + 120
-    while not run.verdict(0).exists():
-        assert time.monotonic() < deadline, lab.on_login("squeue") + "".join(
-            f.read_text() for f in run.submit.glob("slurm*.out")
-        )
-        time.sleep(0.3)

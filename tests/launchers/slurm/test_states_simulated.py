@@ -74,6 +74,13 @@ def test_one_squeue_serves_all_jobs_and_no_state_is_a_surprise(slurm: Path) -> N
     assert (slurm / "calls").read_text() == "squeue\n"
 
 
+def test_a_held_job_comes_with_its_cure(slurm: Path) -> None:
+    say(slurm, "squeue", queue("12|REQUEUE_HOLD|launch failed requeued held|N/A||n/a|12"))
+    (described,) = SlurmLauncher().describe(["12"])
+    cure = "(launch failed requeued held: a node could not start it; SLURM starts it again after: scontrol release 12)"
+    assert described is not None and cure in described.message
+
+
 def test_a_forgotten_job_is_known_by_accounting_in_its_newest_record(slurm: Path) -> None:
     say(slurm, "sacct", queue("7|REQUEUED|t|node1", "7|CANCELLED by 1000|t|node2"))
     assert state("7") is State.STOPPED
@@ -119,14 +126,17 @@ def test_a_job_that_nobody_knows_is_none(slurm: Path) -> None:
 
 def test_a_partition_is_the_sum_of_its_kinds_of_nodes_with_the_sizes_of_the_largest(slurm: Path) -> None:
     lines = [
-        "gpu*|2|96|gpu:8|1000+|1-00:00:00|h100|1:00:00|idle",
-        "gpu*|3|128+|(null)|500|1-00:00:00|h100|1:00:00|idle",
-        "cpu|1|4|(null)|8|1:00|x|1:00|down*",
+        "gpu*|2|96|gpu:8|1000+|1-00:00:00|h100|1:00:00|idle|1-infinite",
+        "gpu*|3|128+|(null)|500|1-00:00:00|h100|1:00:00|idle|1-infinite",
+        "cpu|1|4|(null)|8|1:00|x|n/a|down*|1-2",
     ]
     say(slurm, "sinfo", queue(*lines))
     gpu, cpu = client.partitions()
     assert (gpu.name, gpu.nodes, gpu.cpus, gpu.gres, gpu.memory_mb) == ("gpu", 5, 128, "gpu:8", 1000)
     assert (gpu.away, cpu.away) == (0, 1)
+    assert (gpu.most_nodes, cpu.most_nodes, cpu.default_time) == ("infinite", "2", "1:00"), (
+        "without a default its limit"
+    )
     assert client.partition(None) == gpu and client.partition("cpu") == cpu and not client.partition("nope").nodes
 
 

@@ -13,7 +13,7 @@ from fsdp_jobs.launchers.slurm.script import Script
 from fsdp_jobs.launchers.slurm.submission import group_equal, submit_arrays
 from fsdp_jobs.run.directory import RunDir
 
-SMALL = Script(("--nodes=1",), (), (), "python", False, margin_s=10)
+SMALL = Script(("--nodes=1",), (), (), "python", "/home/me", False, margin_s=10)
 LARGE = replace(SMALL, resources=("--nodes=2",))
 
 

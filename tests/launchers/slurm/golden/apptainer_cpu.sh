@@ -4,6 +4,7 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --exclusive
 #SBATCH --output=/shared/runs/golden/submit/slurm-%j.out
+#SBATCH --chdir=/shared/me
 #SBATCH --open-mode=append
 #SBATCH --requeue
 #SBATCH --no-kill

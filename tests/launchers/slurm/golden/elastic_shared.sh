@@ -4,6 +4,7 @@
 #SBATCH --gres=gpu:4
 #SBATCH --cpus-per-task=32
 #SBATCH --output=/shared/runs/golden/submit/slurm-%j.out
+#SBATCH --chdir=/shared/me
 #SBATCH --open-mode=append
 #SBATCH --requeue
 #SBATCH --no-kill

@@ -6,6 +6,7 @@
 #SBATCH --exclusive
 #SBATCH --switches=2
 #SBATCH --output=/shared/runs/golden/submit/slurm-%j.out
+#SBATCH --chdir=/shared/me
 #SBATCH --open-mode=append
 #SBATCH --requeue
 #SBATCH --no-kill

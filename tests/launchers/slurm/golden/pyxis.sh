@@ -5,6 +5,7 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
 #SBATCH --output=/shared/runs/golden/submit/slurm-%j.out
+#SBATCH --chdir=/shared/me
 #SBATCH --open-mode=append
 #SBATCH --requeue
 #SBATCH --no-kill

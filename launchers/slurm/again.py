@@ -1,0 +1,49 @@
+"""Start a running job again: SLURM requeues it or, where the site forbids that, a new job continues it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from fsdp_jobs.launchers.slurm import client
+from fsdp_jobs.launchers.slurm.steps import Commands
+from fsdp_jobs.run import events
+from fsdp_jobs.run.directory import RunDir
+
+
+def start_again(run: RunDir, attempt: int, job_id: str, excluded: Sequence[str]) -> bool:
+    """Requeue this job, or submit its script once more, for after its end; True: it was submitted.
+
+    Raises:
+        SlurmError: SLURM does not answer, or refuses both.
+        BadInput: another command submits the run.
+    """
+    try:
+        client.call("scontrol", "requeue", job_id)
+        return False
+    except client.SlurmError as e:
+        if client.running(job_id) is None:  # it was requeued nevertheless, or is over
+            raise
+        why = " ".join(str(e).split())
+    with run.locked():  # there are two guards
+        commands = Commands.read(run)
+        if job_id in commands.continued:
+            return True
+        try:
+            commands.continued[job_id] = new = _submit(job_id, excluded)
+        except client.SlurmError as e:
+            raise client.SlurmError(f"no requeue: {why}; no new job: {' '.join(str(e).split())}") from e
+        commands.write(run)
+        events.record(run, attempt, events.Continued(new, why))
+    return True
+
+
+def _submit(job_id: str, excluded: Sequence[str]) -> str:
+    """Submit the script of this very job, with its environment and, of an array, the same task alone."""
+    _, _, task = job_id.partition("_")
+    script = client.call("scontrol", "write", "batch_script", os.environ["SLURM_JOB_ID"], "-")
+    options = ["--parsable", f"--dependency=afterany:{job_id}", *([f"--array={task}"] if task else [])]
+    options += [f"--exclude={','.join(excluded)}"] if excluded else []
+    env = client.own_environment(os.environ)
+    new = client.call("sbatch", *options, stdin=script, env=env).strip().partition(";")[0]
+    return f"{new}_{task}" if task else new
