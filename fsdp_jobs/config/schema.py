@@ -241,11 +241,7 @@ class ElasticConfig:
 class ProgramConfig:
     """What is known of the user's own program."""
 
-    metrics: str | None = key(
-        None,
-        "regular expression for lines that rank 0 prints, with groups `step`, `steps`, `loss`; null: what torchtitan, "
-        "Trainer, Lightning, nanoGPT, lingua and the like print",
-    )
+    metrics: str | None = key(None, "pattern of rank 0's lines, with groups `step`, `steps`, `loss`; null: known ones")
 
 
 @dataclass
