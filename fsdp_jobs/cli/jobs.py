@@ -132,9 +132,8 @@ def resume(args: list[str]) -> int:
     status = RunStatus(flags.run)
     status.glance()
     if status.state == "done" and flags.run.read_job().get("steps") is None and not flags.overrides:
-        what = f"is done: {status.reason}"
-        cure = f"to run it once more: fsdp-jobs resume {flags.run.name} script_args=..., or another name="
-        raise BadInput([Problem(flags.run.name, what, cure)])
+        what = f"{flags.run.name} is done: {status.reason}; its script is started once more"
+        console.print(what, style="yellow", markup=False, soft_wrap=True)
     if copied := another_runs(flags.run):
         console.print(f"{copied}: {flags.run.name} gets a job of its own", markup=False, soft_wrap=True)
     elif replaced := replace_lost(flags.run.read_job()["handle"]):

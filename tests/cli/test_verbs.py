@@ -77,10 +77,14 @@ def test_scripts_submit_wait_and_are_told_what_became_of_runs(tmp_path: Path) ->
     assert [row["run"] for row in _json(tmp_path, "status", "--state", "failed")] == ["bad"]
     assert [row["run"] for row in _json(tmp_path, "status", "--last", "1")] == [last.name]
     assert {row["run"] for row in _json(tmp_path, "status", "g*", "b*")} == {"good", "bad"}
+    again = cli(tmp_path, "resume", "good", "elastic.exclude_after=4")
+    assert again.returncode == 0 and "good is done" not in again.stdout, "it was asked for a change"
+    assert cli(tmp_path, "wait", "good").returncode == 0
     again = cli(tmp_path, "resume", "good")
-    assert again.returncode == 2 and "good: is done: the program has ended" in again.stderr, again.stderr
+    assert "good is done: the program has ended; its script is started once more" in again.stdout, again.stderr
+    assert cli(tmp_path, "wait", "good").returncode == 0
     assert "keeps its own checkpoints" in cli(tmp_path, "export", "good").stderr
-    assert "arguments ['0', '600']" in cli(tmp_path, "logs").stdout, "of the newest run"
+    assert "the newest run, good" in cli(tmp_path, "logs").stderr
     (report,) = _json(tmp_path, "report", "good")["files"]
     assert Path(tmp_path, report).exists()
     assert good["directory"] == "runs/good" and good["version"] == 1
