@@ -22,6 +22,7 @@ KINDS = (
         "stop_requested",
         "waiting",
         "done",
+        "code_changed",
     ),
     *("attempt_ended", "notify_failed", "tracking_failed", "slow_node", "slow_steps", "corruption", "continued"),
 )
