@@ -99,17 +99,19 @@ def output_dtype(fsdp: FsdpConfig) -> str | None:
     return None if fsdp.output_dtype == AUTO else fsdp.output_dtype
 
 
-def loss_chunk(fsdp: FsdpConfig, tokens: int, vocabulary: int) -> int:
+def loss_chunk(fsdp: FsdpConfig, tokens: int, vocabulary: int, planned: bool | None = None) -> int:
     """Return the tokens of a microbatch whose logits exist at once in the loss; 0: all of them.
 
     A chunk has about 2^27 logits, at least 256 tokens. fp16's loss scaling and a cast of the output need whole logits.
+
+    Args:
+        planned: the plan's decision, which auto follows; None: there is no plan, and auto means above 2^27 logits.
     """
     is_possible = fsdp.param_dtype != "fp16" and output_dtype(fsdp) is None
-    if fsdp.chunked_loss is False or not vocabulary or not is_possible:
-        return 0
-    if fsdp.chunked_loss == AUTO and tokens * vocabulary <= LOGITS_AT_ONCE:
-        return 0
-    return max(256, LOGITS_AT_ONCE // vocabulary)
+    wanted = planned if fsdp.chunked_loss == AUTO else fsdp.chunked_loss
+    if wanted is None:
+        wanted = tokens * vocabulary > LOGITS_AT_ONCE
+    return max(256, LOGITS_AT_ONCE // vocabulary) if wanted and vocabulary and is_possible else 0
 
 
 def peak_flops(hardware: HardwareConfig, dtype: str) -> float:

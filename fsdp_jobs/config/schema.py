@@ -125,7 +125,9 @@ class FsdpConfig:
     activation_offload: bool = key(False, "keep what activation checkpointing keeps in host memory")
     meta_init: bool = key(True, "build on the meta device and fill shards: no rank holds the whole model")
     compile: bool = key(False, "torch.compile each block")
-    chunked_loss: Any = key(AUTO, "loss without ever all logits; auto: above 2^27 of them", choices=(AUTO, True, False))
+    chunked_loss: Any = key(
+        AUTO, "loss without ever all logits; auto: where the plan needs it", choices=(AUTO, True, False)
+    )
 
 
 @dataclass

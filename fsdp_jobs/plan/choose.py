@@ -72,20 +72,36 @@ def usable_bytes(hardware: HardwareConfig) -> int:
 def price(config: JobConfig, shape: ModelShape, strategy: str, placement: Placement) -> Option:
     """Price one strategy on one placement.
 
-    `fsdp.accumulate_unsharded=auto` keeps whole gradients between microbatches where they fit and save time.
+    `fsdp.chunked_loss=auto` makes the loss in chunks where whole logits leave too little memory, or too little for
+    what saves more time. `fsdp.objective=memory` takes what takes less.
     """
+    setting, is_speed = config.fsdp.chunked_loss, config.fsdp.objective == "speed"
+    whole = _accumulating(config, shape, strategy, placement, chunked=setting is True)
+    has_room = whole.fits and (whole.microbatches == 1 or whole.layout.accumulate_unsharded)
+    if setting != AUTO or (is_speed and has_room):
+        return whole
+    chunked = _accumulating(config, shape, strategy, placement, chunked=True)
+    if not (is_speed and whole.fits and chunked.fits):
+        return min(whole, chunked, key=lambda o: (not o.fits, o.memory.total))
+    return whole if whole.time.step <= NEAR * chunked.time.step else chunked
+
+
+def _accumulating(config: JobConfig, shape: ModelShape, strategy: str, placement: Placement, chunked: bool) -> Option:
+    """Price `fsdp.accumulate_unsharded`; auto keeps whole gradients between microbatches if they fit and save time."""
     setting = config.fsdp.accumulate_unsharded
-    sharded = _price(config, shape, strategy, placement, unsharded=setting != AUTO and bool(setting))
+    sharded = _price(config, shape, strategy, placement, setting != AUTO and bool(setting), chunked)
     is_free = setting == AUTO and sharded.microbatches > 1 and placement.group > 1
     if not is_free or config.fsdp.objective == "memory":
         return sharded
-    unsharded = _price(config, shape, strategy, placement, unsharded=True)
+    unsharded = _price(config, shape, strategy, placement, True, chunked)
     return unsharded if unsharded.fits and unsharded.time.step < sharded.time.step else sharded
 
 
-def _price(config: JobConfig, shape: ModelShape, strategy: str, placement: Placement, unsharded: bool) -> Option:
+def _price(
+    config: JobConfig, shape: ModelShape, strategy: str, placement: Placement, unsharded: bool, chunked: bool
+) -> Option:
     fsdp, per_node, device = config.fsdp, ranks_per_node(config), accelerator(config)
-    layout = Layout(strategy, len(placement.used) * per_node, placement.group, unsharded)
+    layout = Layout(strategy, len(placement.used) * per_node, placement.group, unsharded, chunked)
     per_rank = -(-config.data.global_batch // layout.world_size)  # samples of the busiest rank in a step
     config = replace(config, data=replace(config.data, micro_batch=min(config.data.micro_batch, per_rank)))
     microbatches = -(-per_rank // config.data.micro_batch)

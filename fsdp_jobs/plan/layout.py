@@ -43,6 +43,7 @@ class Layout:
     world_size: int
     shard_group: int
     accumulate_unsharded: bool = False  # gradients stay whole, and nothing is sent, before a step's last microbatch
+    chunked_loss: bool | None = None  # the loss never has all logits at once; None: not planned
 
     @property
     def replicas(self) -> int:

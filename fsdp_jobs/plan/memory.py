@@ -138,7 +138,8 @@ def _moments(
     # Whole logits: log-softmax, its gradient and the gradient of its input are fp32 each, and the logits live on.
     logits = tokens * shape.activations.vocab
     made, in_loss_function, in_head_backward, afterwards = (logits * b for b in (b_p, b_p + 12, 2 * b_p, b_p))
-    if chunk := loss_chunk(fsdp, tokens, shape.activations.vocab if shape.activations.linear_head else 0):
+    vocabulary = shape.activations.vocab if shape.activations.linear_head else 0
+    if chunk := loss_chunk(fsdp, tokens, vocabulary, layout.chunked_loss):
         # Inside the head's forward: a chunk's logits and log-softmax (of widened logits), or its errors and
         # its part of the head's gradient; that gradient's sums, fp32; the gradient of the hidden states.
         weight = shape.activations.head_flops // 2

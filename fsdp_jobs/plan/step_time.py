@@ -26,8 +26,8 @@ ATTENTION_UNKNOWN = 0.45  # of the best large matmul, where `hardware.attention_
 
 # A logit is written in bf16 (2), widened (6), in log-softmax (8); two gradients (4, 12); narrowed (6).
 LOSS_BYTES = 38
-# In chunks: written (2), in log-softmax (6), in the exponential (8), narrowed (6), read by two matmuls (4).
-CHUNKED_LOSS_BYTES = 26
+# In chunks: written (2), widened (6), in log-softmax (8), in the exponential (8), narrowed (6), in two matmuls (4).
+CHUNKED_LOSS_BYTES = 34
 SCORE_PASSES = 8  # whole matrices of scores: written and read by matmuls, the scale, the mask, the softmax
 UPDATE_PASSES = 7  # AdamW reads parameter, gradient, two moments and writes three of them
 CLIP_PASSES = 3  # the norm reads gradients, the clipping reads and writes them
@@ -175,7 +175,7 @@ def _compute(config: JobConfig, shape: ModelShape, layout: Layout, dtype: str) -
         moved = offloaded_activations(shape, fsdp, tokens, b_p) / max(1, shape.n_blocks) / (hardware.host_gb_s * 1e9)
         forward, backward = forward + moved, backward + moved
     loss_bytes = tokens * a.vocab * LOSS_BYTES
-    if chunk := loss_chunk(fsdp, tokens, a.vocab if a.linear_head else 0):
+    if chunk := loss_chunk(fsdp, tokens, a.vocab if a.linear_head else 0, layout.chunked_loss):
         sums = -(-tokens // chunk) * a.head_flops // 2 * (8 if b_p == 4 else 8 + 2 * b_p)
         loss_bytes = tokens * a.vocab * CHUNKED_LOSS_BYTES + sums
     head = 3 * tokens * a.head_flops / matmul_rate + loss_bytes * per_byte

@@ -23,13 +23,15 @@ def linear_head_of(model: nn.Module) -> nn.Linear | None:
 class TokenLoss:
     """The loss of a model's microbatch. Chunks need a model whose output is that of its linear head, unchanged."""
 
-    def __init__(self, model: nn.Module, fsdp: FsdpConfig):
-        self.model, self.fsdp = model, fsdp
+    def __init__(self, model: nn.Module, fsdp: FsdpConfig, planned: bool | None = None):
+        self.model, self.fsdp, self.planned = model, fsdp, planned
         self.head = linear_head_of(model)
 
     def __call__(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Return the cross-entropy of `labels` [batch, length], summed over those that are not ignored."""
-        if self.head is not None and (chunk := loss_chunk(self.fsdp, tokens.numel(), self.head.out_features)):
+        if self.head is not None and (
+            chunk := loss_chunk(self.fsdp, tokens.numel(), self.head.out_features, self.planned)
+        ):
             loss = self._chunked(self.head, tokens, labels, chunk)
             if loss is not None:
                 return loss

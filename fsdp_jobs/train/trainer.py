@@ -34,7 +34,7 @@ class Learner:
         self.world = dist.get_world_size()
         self.tokens_per_step = config.data.global_batch * config.data.seq_len
         self.model = sharded_model(config, layout, mesh, device)
-        self.loss = TokenLoss(self.model, config.fsdp)
+        self.loss = TokenLoss(self.model, config.fsdp, layout.chunked_loss)
         torch.manual_seed(config.seed * 1_000_003 + dist.get_rank())
         self.optimizer = build_optimizer(self.model, config.optim, config.fsdp.master_dtype)
         is_fp16 = compute_dtype(config.fsdp, device) == torch.float16

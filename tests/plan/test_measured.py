@@ -37,6 +37,7 @@ FP32_WITH_GROUPED_HEADS_GIB = 46.6  # attention's kernel was given fewer key tha
 def job(name: str) -> JobConfig:
     hardware = "h200" if name.startswith("8b") else "h100"
     here = ["nodes=1", "nproc_per_node=1", "cluster.accelerator=cuda", f"hardware={hardware}", "fsdp=full_shard"]
+    here += ["fsdp.chunked_loss=true"]  # as they were measured
     return compose_job(merge_overrides([*RANDOM, *here], MEMORY[name]))
 
 

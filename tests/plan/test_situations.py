@@ -42,7 +42,7 @@ SITUATIONS = (
         "data.global_batch=64",
         "any; no faster than DDP, no more memory",
         "NVLink hides all traffic of a small model; sharding frees memory at no cost",
-        lambda p: p.fits and p.inside in ("domain", "node", "all") and p.memory.total < 12 * 2**30,
+        lambda p: p.fits and p.inside in ("domain", "node", "all") and p.memory.total < 16 * 2**30,
     ),
     Situation(
         "8B, 1 node of H100", f"nodes=1 hardware=h100 model=llama3_8b data.micro_batch=1 data.global_batch=64 {FULL}",

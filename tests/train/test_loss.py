@@ -27,7 +27,7 @@ CHUNKED, WHOLE = FsdpConfig(chunked_loss=True), FsdpConfig(chunked_loss=False)
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_module, "loss_chunk", lambda fsdp, tokens, vocabulary: 7 if fsdp.chunked_loss else 0)
+    monkeypatch.setattr(loss_module, "loss_chunk", lambda fsdp, *_: 7 if fsdp.chunked_loss else 0)
 
 
 def batch() -> tuple[Tensor, Tensor]:
