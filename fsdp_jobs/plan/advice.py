@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from fsdp_jobs.config.keys import AUTO
 from fsdp_jobs.config.resolve import ranks_per_node
 from fsdp_jobs.config.schema import JobConfig
-from fsdp_jobs.plan.choose import Option, choose, device_of
+from fsdp_jobs.plan.choose import NEAR, Option, choose, device_of, price, usable_bytes
+from fsdp_jobs.plan.grouping import divisors
 from fsdp_jobs.plan.layout import HYBRID
+from fsdp_jobs.plan.remedies import CLOSE
 from fsdp_jobs.plan.shapes import ModelShape
 from fsdp_jobs.plan.topology import Topology
 
 WORTH_SAYING = 1.03  # tokens/s relative to the plan's
+LESS_RECOMPUTED = {"full": ("none", "selective", "every_n"), "every_n": ("none", "selective"), "selective": ("none",)}
 
 
 def advice(config: JobConfig, shape: ModelShape, topology: Topology, option: Option) -> Iterator[str]:
-    """Yield what a plan that fits wastes: nodes that slow it down, ranks without samples, an uneven batch."""
+    """Yield what a plan that fits wastes: nodes, ranks without samples, an uneven batch, memory."""
     batch, world = config.data.global_batch, option.layout.world_size
     device = device_of(config)
     if batch < world:
         yield f"{world - batch} of {world} {device}s get no sample: data.global_batch={world} has one for each."
     elif batch % world:
         even = batch // world * world
-        counts = f"some of {world} {device}s get {batch // world + 1} samples, others {batch // world}"
+        counts = f"Some of {world} {device}s get {batch // world + 1} samples, others {batch // world}"
         yield f"{counts} and wait: data.global_batch={even} or {even + world} is even."
     yield from _fewer_nodes(config, shape, topology, option)
+    yield from _room(config, shape, topology, option)
 
 
 def _fewer_nodes(config: JobConfig, shape: ModelShape, topology: Topology, option: Option) -> Iterator[str]:
@@ -43,3 +48,34 @@ def _fewer_nodes(config: JobConfig, shape: ModelShape, topology: Topology, optio
     if best.time.tokens_per_s > WORTH_SAYING * option.time.tokens_per_s:
         speeds = f"{best.time.tokens_per_s:,.0f} tokens/s predicted, {option.time.tokens_per_s:,.0f} on {asked}"
         yield f"Fewer nodes are faster: nodes={least} gives {speeds}."
+
+
+def _room(config: JobConfig, shape: ModelShape, topology: Topology, option: Option) -> Iterator[str]:
+    """Try larger microbatches and less recomputation, on which a step's gradients do not depend.
+
+    Of what fits well and is within 3% of the fastest, the least memory is offered.
+    """
+    fsdp, data = config.fsdp, config.data
+    samples = -(-data.global_batch // option.layout.world_size)
+    less = LESS_RECOMPUTED.get(fsdp.activation_checkpointing, ())
+    if fsdp.activation_offload:  # of what checkpointing keeps
+        less = tuple(kept for kept in less if kept != "none")
+    found: list[tuple[Option, JobConfig, str]] = []
+    for micro_batch in {data.micro_batch, *(m for m in divisors(samples) if m > data.micro_batch)}:
+        larger = replace(config, data=replace(data, micro_batch=micro_batch))
+        by_batch = [f"data.micro_batch={micro_batch}"] if micro_batch > data.micro_batch else []
+        for kept in (fsdp.activation_checkpointing, *less):
+            other = replace(larger, fsdp=replace(fsdp, activation_checkpointing=kept))
+            by_kept = [f"fsdp.activation_checkpointing={kept}"] if kept in less else []
+            priced = price(other, shape, option.layout.strategy, option.placement)
+            if priced.fits and priced.memory.total <= CLOSE * usable_bytes(config.hardware):
+                found.append((priced, other, " ".join(by_batch + by_kept)))
+    if not found:
+        return
+    fastest = min(priced.time.step for priced, _, _ in found)
+    near = [it for it in found if it[0].time.step <= NEAR * fastest]
+    _, better, overrides = min(near, key=lambda it: it[0].memory.total)
+    best = choose(better, shape, topology).option if overrides else None
+    if best is not None and best.fits and best.time.tokens_per_s > WORTH_SAYING * option.time.tokens_per_s:
+        speeds = f"{best.time.tokens_per_s:,.0f} tokens/s predicted, {option.time.tokens_per_s:,.0f} as asked"
+        yield f"There is memory left: {overrides} gives {speeds}."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from fsdp_jobs.config.hydra import compose_job
@@ -28,7 +30,7 @@ def test_gpus_without_a_sample() -> None:
 
 def test_an_uneven_batch() -> None:
     reasons = said("nodes=4", "data.global_batch=100")
-    assert "some of 32 GPUs get 4 samples, others 3 and wait: data.global_batch=96 or 128 is even." in reasons
+    assert "Some of 32 GPUs get 4 samples, others 3 and wait: data.global_batch=96 or 128 is even." in reasons
 
 
 def test_nothing_is_said_of_an_even_batch() -> None:
@@ -38,3 +40,17 @@ def test_nothing_is_said_of_an_even_batch() -> None:
 
 def test_a_cpu_is_no_gpu() -> None:
     assert "GPU" not in render_text(make_plan(compose_job([])))
+
+
+def test_memory_that_is_left() -> None:
+    """What is offered fits, and gives the speed that it names."""
+    asked = ("nodes=4", "data.global_batch=256")
+    found = re.search(r"There is memory left: (.*) gives ([\d,]+) tokens/s predicted, ([\d,]+) as asked", said(*asked))
+    assert found
+    plans = [make_plan(compose_job([*SEVEN, FULL, *asked, *more])) for more in ((), found[1].split())]
+    assert [f"{p.time.tokens_per_s:,.0f}" for p in reversed(plans)] == [found[2], found[3]]
+    assert plans[1].fits and plans[1].time.tokens_per_s > 1.03 * plans[0].time.tokens_per_s
+
+
+def test_no_memory_is_left() -> None:
+    assert "memory left" not in said("nodes=1", "data.global_batch=8", "hardware.memory_gib=33")
