@@ -112,8 +112,9 @@ def _price(
     param_bytes = DTYPE_BYTES[param_dtype(fsdp, device)]
     rings = {b: ring_bytes(shape, layout, fsdp, param_bytes, microbatches, b) for b in BACKENDS}
     fits = memory.total <= usable_bytes(config.hardware) and _host_fits(config, memory)
-    traffic = {b: node_traffic(r, layout, per_node) for b, r in rings.items()}
-    time = step_time(config, shape, layout, rings[backend(config)], in_domain=placement.inside == "domain")
+    in_domain = placement.inside == "domain"
+    traffic = {b: node_traffic(r, layout, per_node, in_domain) for b, r in rings.items()}
+    time = step_time(config, shape, layout, rings[backend(config)], in_domain)
     return Option(layout, placement, microbatches, memory, fits, traffic, time)
 
 

@@ -33,7 +33,8 @@ class Remedy:
 def remedies(config: JobConfig, shape: ModelShape, topology: Topology) -> list[Remedy]:
     """List what fits on the nodes that are there: one setting, else the fewest together; then more GPUs, more nodes.
 
-    Where more nodes are not enough they come with every setting that costs neither precision nor host memory.
+    Where more nodes are not enough they come with every setting that costs neither precision nor host memory, unless
+    these settings fit without them.
     """
     changes = _changes(config)
     is_offloaded = config.fsdp.activation_checkpointing != "none"
@@ -46,7 +47,10 @@ def remedies(config: JobConfig, shape: ModelShape, topology: Topology) -> list[R
     if ranks_per_node(config) < per_node and all(not n.switch_path or n.gpus >= per_node for n in topology.nodes):
         found = found + _tried(config, [f"nproc_per_node={per_node}"], shape, topology)
     mild = list({_key(o): o for o in changes if o not in COSTLY}.values())  # the last of each key
-    return found + (_nodes_needed(config, [], shape, topology) or _nodes_needed(config, mild, shape, topology))
+    more_nodes = _nodes_needed(config, [], shape, topology)
+    if not more_nodes and not _tried(config, mild, shape, topology):
+        more_nodes = _nodes_needed(config, mild, shape, topology)
+    return found + more_nodes
 
 
 def _changes(config: JobConfig) -> list[str]:

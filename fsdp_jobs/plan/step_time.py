@@ -89,9 +89,7 @@ def step_time(config: JobConfig, shape: ModelShape, layout: Layout, ring: RingBy
     fsdp, data, hardware = config.fsdp, config.data, config.hardware
     n, dtype = max(1, shape.n_blocks), param_dtype(fsdp, accelerator(config))
     c = _compute(config, shape, layout, dtype)
-    s_intra, s_inter, r_intra, r_inter = hops(layout, ranks_per_node(config))
-    if in_domain:
-        s_intra, s_inter = s_intra + s_inter, 0.0
+    s_intra, s_inter, r_intra, r_inter = hops(layout, ranks_per_node(config), in_domain)
     near, far = _group(config, layout.shard_group, s_intra, s_inter), _group(config, layout.replicas, r_intra, r_inter)
 
     shard = shape.shard_numel(layout.shard_group)

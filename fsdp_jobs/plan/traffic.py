@@ -39,7 +39,7 @@ class RingBytes:
 class Traffic:
     """Bytes that one node sends in an optimizer step."""
 
-    intra_node: float
+    intra_node: float  # inside it, and over an NVLink domain of several nodes
     inter_node: float
 
 
@@ -68,17 +68,18 @@ def ring_bytes(
     )
 
 
-def hops(layout: Layout, ranks_per_node: int) -> tuple[float, float, float, float]:
+def hops(layout: Layout, ranks_per_node: int, in_domain: bool = False) -> tuple[float, float, float, float]:
     """Count the ranks per node that send to a rank of the same node, and of another, in topology order.
 
-    Means over the nodes, where a group is neither an even part of a node nor whole nodes.
+    Means over the nodes, where a group is neither an even part of a node nor whole nodes. With `in_domain` a shard
+    group's nodes reach each other over NVLink, as if they were one.
 
     Returns:
         (shard ring within, shard ring between, replica ring within, replica ring between nodes).
     """
     group, per_node = layout.shard_group, ranks_per_node
     nodes = -(-layout.world_size // per_node)
-    if per_node % group == 0:
+    if per_node % group == 0 or in_domain:
         shard_inter = 0.0
     elif group % per_node == 0:
         shard_inter = 1.0
@@ -92,9 +93,9 @@ def hops(layout: Layout, ranks_per_node: int) -> tuple[float, float, float, floa
     return shard_intra, shard_inter, per_node - replica_inter, replica_inter
 
 
-def node_traffic(ring: RingBytes, layout: Layout, ranks_per_node: int) -> Traffic:
+def node_traffic(ring: RingBytes, layout: Layout, ranks_per_node: int, in_domain: bool = False) -> Traffic:
     """Count the bytes that each node sends in a step when ranks are in topology order."""
-    s_intra, s_inter, r_intra, r_inter = hops(layout, ranks_per_node)
+    s_intra, s_inter, r_intra, r_inter = hops(layout, ranks_per_node, in_domain)
     return Traffic(
         intra_node=s_intra * ring.shard_ring + r_intra * ring.all_reduce,
         inter_node=s_inter * ring.shard_ring + r_inter * ring.all_reduce,

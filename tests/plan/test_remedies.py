@@ -49,3 +49,9 @@ def test_one_gpu_shards_over_itself_where_that_fits() -> None:
     batch = ("data.micro_batch=8", "data.global_batch=8", "fsdp.activation_checkpointing=selective")
     plan = make_plan(compose_job([*here, *batch, *three]))
     assert plan.fits and plan.layout.strategy == "full_shard" and plan.layout.shard_group == 1
+
+
+def test_no_nodes_are_offered_where_mild_settings_do_without() -> None:
+    here = ("data=synthetic", "data.seq_len=2048", "data.micro_batch=1", "data.global_batch=8", "nodes=1")
+    plan = make_plan(compose_job([*here, "hardware=h100", "model=llama2_7b", "fsdp=no_shard"]))
+    assert offered(plan)[0] == "fsdp=auto" and not any("nodes=" in o for o in offered(plan))

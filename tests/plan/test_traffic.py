@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.schema import FsdpConfig, LlamaConfig
 from fsdp_jobs.plan.layout import Layout
+from fsdp_jobs.plan.plan import make_plan
 from fsdp_jobs.plan.shapes import Activations, ModelShape, Unit, llama_shape
 from fsdp_jobs.plan.traffic import Traffic, node_traffic, ring_bytes
 from tests.plan.rings import sent_by_place
@@ -131,3 +133,11 @@ def test_leaf_switch_traffic_falls_with_groups_inside_leaves() -> None:
 def test_a_single_rank_sends_nothing() -> None:
     ring = ring_bytes(PLAIN, Layout("full_shard", 1, 1), FP32, 4, 1)
     assert node_traffic(ring, Layout("full_shard", 1, 1), 1) == Traffic(0, 0)
+
+
+def test_nvlink_between_nodes_is_no_network() -> None:
+    """A rack of GB200: whole-rack groups send nothing over the network, and leave the most memory."""
+    rack = ("hardware=b200", "hardware.gpus_per_node=4", "hardware.nvlink_domain=72", "nodes=18", "data=synthetic")
+    job = ("model=llama3_70b", "data.seq_len=8192", "data.micro_batch=1", "data.global_batch=288")
+    plan = make_plan(compose_job([*rack, *job, "fsdp.activation_checkpointing=full"]))
+    assert plan.layout.shard_group == 72 and plan.traffic["nccl"].inter_node == 0
