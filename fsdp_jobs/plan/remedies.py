@@ -57,7 +57,8 @@ def _changes(config: JobConfig) -> list[str]:
     """List overrides that take less memory than the job's settings, mildest first."""
     fsdp = config.fsdp
     changes = {
-        "fsdp=auto": fsdp.strategy != AUTO or fsdp.shard_group != AUTO,
+        "fsdp=auto": fsdp.strategy != AUTO,
+        "fsdp.shard_group=auto": fsdp.shard_group != AUTO,
         "fsdp.accumulate_unsharded=false": fsdp.accumulate_unsharded is True,
         "fsdp.chunked_loss=true": fsdp.chunked_loss is False,
         "fsdp.activation_checkpointing=selective": fsdp.activation_checkpointing == "none",
@@ -97,7 +98,7 @@ def _with(config: JobConfig, overrides: list[str]) -> JobConfig:
         if name:
             value = replace(getattr(config, group), **{name: value})
         elif group == "fsdp":
-            value = replace(config.fsdp, strategy=AUTO, shard_group=AUTO)
+            value = replace(config.fsdp, strategy=AUTO)
         config = replace(config, **{group: value})
     return config
 

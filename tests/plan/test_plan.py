@@ -211,6 +211,7 @@ def test_groups_stay_under_one_leaf_switch() -> None:
         ("nodes=1", "hardware=a100_80", "model=llama2_70b", *SYNTHETIC, "data.global_batch=64"),
         ("nodes=2", "hardware=h100", "model=llama3_8b", *SYNTHETIC, "data.micro_batch=8", "fsdp=no_shard"),
         ("nodes=1", "hardware=l40s", "model=llama3_8b", *SYNTHETIC, "data.global_batch=256"),
+        ("nodes=2", "hardware=h100", "model=llama3_8b", *SYNTHETIC, "fsdp=hybrid_shard", "fsdp.shard_group=2"),
     ],
 )
 def test_remedies_fit_when_they_are_followed(overrides: tuple[str, ...]) -> None:
