@@ -54,6 +54,7 @@ class Activations:
     vocab: int = 0  # width of the logits; 0: unknown
     linear_head: bool = False  # logits are a linear layer's output, unchanged: the loss can be made in chunks
     matmul_flops: int = 0  # forward FLOPs of a block's matmuls, attention's own excluded
+    last_flops: int = 0  # those of a block's last matmul, which recomputation does not need again
     head_flops: int = 0  # forward FLOPs of the head
     attention_width: int = 0  # heads x head_dim: attention costs 4 x width x context FLOPs forward
     head_width: int = 128  # elements of an attention head
@@ -172,6 +173,7 @@ def llama_activations(model: LlamaConfig, accelerator: str, dtype: str) -> Activ
         vocab=v,
         linear_head=True,
         matmul_flops=2 * (2 * d * d + 2 * d * kv + 3 * d * f),
+        last_flops=2 * d * f,
         head_flops=2 * d * v,
         attention_width=d,
         head_width=d // model.n_heads,

@@ -13,8 +13,9 @@ from fsdp_jobs.plan.shapes import ModelShape
 from fsdp_jobs.plan.traffic import RingBytes, hops
 
 # Constants that no data sheet gives. docs/how-it-works/planning.md says where they come from.
-LAYER_MATMUL = 0.85  # a layer's matmuls, against the best large matmul of the same GPU
-ATTENTION_IN_STEP = 0.7  # attention kernels in a training step, against their benchmark
+LAYER_MATMUL = 0.82  # a layer's matmuls, against the best large matmul of the same GPU
+ATTENTION_IN_STEP = 0.8  # attention kernels in a training step, against their benchmark
+MEMORY_IN_STEP = 0.8  # bytes/s of elementwise kernels, against the memory's rate
 ELEMENTWISE_COMPILED = 0.4  # memory passes that torch.compile leaves of eager mode's
 CONTENTION = 0.2  # of the multiprocessors, that NCCL's kernels take from matmuls beside them (24 of 108, 24 of 132)
 
@@ -158,15 +159,16 @@ def _compute(config: JobConfig, shape: ModelShape, layout: Layout, dtype: str) -
     attention = tokens * 2 * a.attention_width * data.seq_len / kernel_rate  # causal: half of 4 x width x sequence
     elementwise = a.elementwise * (ELEMENTWISE_COMPILED if fsdp.compile else 1)
     scores = a.scores(data.seq_len, dtype, accelerator(config))
-    passes = tokens * (elementwise + SCORE_PASSES * scores) * b_p * per_byte
+    passes = tokens * (elementwise + SCORE_PASSES * scores) * b_p * per_byte / MEMORY_IN_STEP
     per_block = a.layers / max(1, shape.n_blocks)
     forward = (matmul + attention + passes) * per_block
     # Flash attention's backward runs five matmuls against two (Dao et al. 2022, arXiv:2205.14135).
     backward = (2 * matmul + 2.5 * attention + 2 * passes) * per_block
+    again = forward - tokens * a.last_flops / matmul_rate * per_block  # torch stops where nothing more is missing
     backward += {
         "none": 0.0,
-        "full": forward,
-        "every_n": forward / max(1, fsdp.activation_checkpointing_every),
+        "full": again,
+        "every_n": again / max(1, fsdp.activation_checkpointing_every),
         "selective": passes * per_block,  # matmuls and attention are kept
     }[fsdp.activation_checkpointing]
     if hardware.host_gb_s:  # down in forward and up in backward; the copies wait for the kernels before them

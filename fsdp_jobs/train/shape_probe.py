@@ -61,6 +61,7 @@ class _Counter(TorchDispatchMode):
         self.inside = False
         self.flops = {True: 0, False: 0}
         self.kept = self.moved = self.attention = 0
+        self.last = 0  # FLOPs of the newest matmul, after which nothing was saved
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -70,7 +71,8 @@ class _Counter(TorchDispatchMode):
             return out
         if name in MATMULS:
             # a bias comes first: the last operand is [K, N]
-            self.flops[self.inside] += 2 * first.numel() * args[-1].shape[-2]
+            self.last = 2 * first.numel() * args[-1].shape[-2]
+            self.flops[self.inside] += self.last
             self.kept += first.numel() if self.inside else 0
         elif name.startswith(ATTENTION):
             self.kept += first.numel() if self.inside else 0
@@ -86,6 +88,7 @@ def activations_of(model: nn.Module, blocks: Sequence[nn.Module], seq_len: int) 
     parameters = {p.untyped_storage()._cdata for p in model.parameters()}
     saved: dict[int, tuple[Tensor, bool]] = {}  # the tensor is kept, so that its storage's address stays its own
     inputs: list[int] = []
+    last: list[int] = []
     made: list[Tensor] = []  # by the head
 
     def enter(_module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -94,8 +97,10 @@ def activations_of(model: nn.Module, blocks: Sequence[nn.Module], seq_len: int) 
 
     def leave(_module: nn.Module, _args: Any, _out: Any) -> None:
         counter.inside = False
+        last.append(counter.last)
 
     def pack(t: Tensor) -> Tensor:
+        counter.last = 0
         key = t.untyped_storage()._cdata
         if key not in parameters:
             saved.setdefault(key, (t, counter.inside))
@@ -126,6 +131,7 @@ def activations_of(model: nn.Module, blocks: Sequence[nn.Module], seq_len: int) 
         vocab=logits.shape[-1],
         linear_head=len(made) == 1 and logits is made[0],
         matmul_flops=counter.flops[True] // each,
+        last_flops=sum(last) // each,
         head_flops=counter.flops[False] // seq_len,
         attention_width=counter.attention // each,
         head_width=attention.head_width,

@@ -20,7 +20,11 @@ KEMPNER = "github.com/KempnerInstitute/KempnerForge benchmarks/mfu_scaling/mfu_s
 ACCELERATE = "github.com/huggingface/blog pytorch-fsdp.md at 00e67ae (2 Titan RTX of 23.65 GiB)"
 TITAN_A100 = "github.com/pytorch/torchtitan docs/performance.md at 0413364"
 
-# MPT has two feed-forward matrices of 4 d where Llama has three: 8/3 d gives the same weights.
+# MPT has two feed-forward matrices of 4 d where Llama has three: 8/3 d gives the same weights. Its elementwise work,
+# in d: LayerNorms 4, GELU 8, residual sums 6, and what the attention kernel copies in backward, about 10. Its attention
+# was the first FlashAttention, written in Triton: the rates are those at which its rows of 16k tokens and more agree.
+MPT_ELEMENTWISE = 28
+MPT_ATTENTION_TFLOPS = {"a100_40": 130.0, "a100_80": 130.0, "h100": 205.0}
 MPT = {
     "125m": (768, 12, 12),
     "350m": (1024, 24, 16),
@@ -177,12 +181,16 @@ OUT_OF_MEMORY = (
 
 
 def shape(row: Published) -> ModelShape:
-    """The shape of a row's model; MPT keeps 16 d a block: 4 d and its GELU where a Llama has four of 8/3 d."""
+    """The shape of a row's model; MPT keeps 16 d a block: 4 d and its GELU where a Llama has four of 8/3 d.
+
+    It has no rotary embedding.
+    """
     config = job(row)
     found = shape_of(config)
     assert found is not None
     if row.model.startswith("mpt"):
-        kept = replace(found.activations, block_saved=16 * found.activations.block_input)
+        d = found.activations.block_input
+        kept = replace(found.activations, block_saved=16 * d, elementwise=MPT_ELEMENTWISE * d, last_flops=8 * d * d)
         found = replace(found, activations=kept)
     return found
 
@@ -202,6 +210,8 @@ def job(row: Published) -> JobConfig:
         known |= {"inter_node_gb_s": 5.7 if row.hardware == "a100_80" else 11.4}
     if row.source == ACCELERATE:
         known |= {"memory_gib": 23.65}
+    if row.source == FOUNDRY:
+        known |= {"attention_tflops": MPT_ATTENTION_TFLOPS[row.hardware]}
     config = replace(config, hardware=replace(config.hardware, **known))
     if row.model.startswith("mpt"):
         d, layers, heads = MPT[row.model.split()[1]]

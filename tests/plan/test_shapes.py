@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.hydra import compose_job
@@ -35,6 +37,21 @@ def test_names_and_shapes_are_the_models_own(preset: str) -> None:
         model = build_model(config)
     assert dict(llama_params(config)) == {n: tuple(p.shape) for n, p in model.named_parameters()}
     assert llama_shape(config).numel == sum(p.numel() for p in model.parameters())
+
+
+def test_recomputation_runs_all_matmuls_of_a_block_but_the_last() -> None:
+    model = build_model(GQA)
+    tokens = torch.randint(GQA.vocab_size, (2, 16))
+
+    def matmul_flops() -> int:
+        with FlopCounterMode(display=False) as counter:
+            model(tokens).sum().backward()
+        return int(counter.get_flop_counts()["Global"][torch.ops.aten.mm])
+
+    stored = matmul_flops()
+    apply_activation_checkpointing(model, check_fn=list(model.layers.children()).__contains__)
+    a = llama_shape(GQA).activations
+    assert matmul_flops() - stored == tokens.numel() * GQA.n_layers * (a.matmul_flops - a.last_flops)
 
 
 def units_of_the_trainer(config: LlamaConfig, fsdp: FsdpConfig) -> list[int]:
@@ -162,6 +179,7 @@ class TestProbe:
             b.attention_width,
         )
         assert (a.matmul_flops, a.head_flops, a.block_matmul) == (b.matmul_flops, b.head_flops, b.block_matmul)
+        assert a.last_flops == b.last_flops
         assert a.block_saved == pytest.approx(b.block_saved + b.block_saved_fp32, rel=0.02)
         assert a.elementwise == pytest.approx(b.elementwise, rel=0.35)
         layout = make_plan(config, shape=found).layout
