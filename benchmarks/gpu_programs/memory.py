@@ -2,8 +2,9 @@
 
     python benchmarks/gpu_programs/memory.py '[["model=llama_1b", ...], ...]'
 
-Prints a line of JSON for each list of overrides: bytes, or why there are none. The model, its sharding and the step
-are the trainer's; tokens are random.
+Prints a line of JSON for each list of overrides: bytes, or why there are none. The model, its sharding, the step and
+the allocator's settings are the trainer's; tokens are random. The allocator gets no more than is planned for it: how
+often it had to free its cache for that is counted.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.job.sharding import build_mesh
+from fsdp_jobs.plan.memory import CUDA_CONTEXT, NCCL_PER_GROUP
 from fsdp_jobs.plan.plan import make_plan
 from fsdp_jobs.run.processes import free_port
 from fsdp_jobs.train.trainer import Learner
@@ -43,6 +45,9 @@ def measure(overrides: list[str], device: torch.device) -> dict[str, Any]:
     if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+        allocators = plan.memory.total - CUDA_CONTEXT - NCCL_PER_GROUP
+        torch.cuda.set_per_process_memory_fraction(min(1.0, allocators / torch.cuda.mem_get_info()[1]))
+    retries = _retries() if on_gpu else 0
     left_over = torch.cuda.memory_allocated() if on_gpu else 0
     learner = Learner(config, plan.layout, build_mesh(plan.layout, device.type), device)
     for _ in range(STEPS):
@@ -51,11 +56,19 @@ def measure(overrides: list[str], device: torch.device) -> dict[str, Any]:
         learner.update(learner.clip())
     if not torch.isfinite(total):
         return {"error": f"the loss is {total.item()}"}
-    peaks = {"torch": torch.cuda.max_memory_allocated() - left_over, "driver": by_driver()} if on_gpu else {}
-    return {**peaks, "planned": plan.memory.total, "reserve": plan.memory.reserve}
+    planned = {"planned": plan.memory.total, "reserve": plan.memory.reserve}
+    if not on_gpu:
+        return planned
+    peak = torch.cuda.max_memory_allocated() - left_over
+    return {**planned, "torch": peak, "driver": by_driver(), "retries": _retries() - retries}
+
+
+def _retries() -> int:
+    return int(torch.cuda.memory_stats()["num_alloc_retries"])
 
 
 def main() -> None:
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")

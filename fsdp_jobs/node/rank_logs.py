@@ -21,6 +21,8 @@ from fsdp_jobs.run.tail import TIMES
 
 _EVERY_S = 1.0  # between two looks at the lengths of logs
 FLIGHT_RECORDER = "nccl-trace-rank-"  # NCCL's record of collectives: the rank is appended
+# CUDA's allocator by its names; the first is the one that all supported versions of torch read.
+_ALLOCATOR_ENV = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 class RankLogs(LogsSpecs):
@@ -40,7 +42,7 @@ class RankLogs(LogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         error_files = {}
-        policy = self._policy(len(envs)) if self.config.is_program else {}  # the trainer shards by the layout itself
+        defaults = self._accelerate(len(envs)) if self.config.is_program else _allocator()
         current = self.handler.round
         for local_rank, env in envs.items():
             error_files[local_rank] = str(self.folder / f"error-{local_rank}.json")
@@ -56,11 +58,11 @@ class RankLogs(LogsSpecs):
                 "TORCHELASTIC_RESTART_COUNT": str(current["round"]),  # the same on every node
                 "TORCH_FR_DUMP_TEMP_FILE": f"{self.run.node(self.attempt, self.node)}/{FLIGHT_RECORDER}",
                 "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{self.folder}/{FLIGHT_RECORDER}",
-            } | policy
+            } | defaults
         no_files = dict.fromkeys(envs, "")
         return LogsDest(stdouts=no_files, stderrs=no_files, error_files=error_files)  # newer versions have more kinds
 
-    def _policy(self, ranks: int) -> dict[str, str]:
+    def _accelerate(self, ranks: int) -> dict[str, str]:
         """Return the layout as Accelerate reads it, without variables that the user's environment sets."""
         device = accelerator_of_node(self.config, torch.cuda.device_count(), ranks)
         policy = accelerate_env.environment(self.config, Layout.from_json(self.handler.round["layout"]), device)
@@ -69,6 +71,11 @@ class RankLogs(LogsSpecs):
     @property
     def root_log_dir(self) -> str:
         return str(self.run.attempt(self.attempt))
+
+
+def _allocator() -> dict[str, str]:
+    """Return the allocator settings of the trainer's ranks: segments that grow, unless the user has settings."""
+    return {} if any(name in os.environ for name in _ALLOCATOR_ENV) else {_ALLOCATOR_ENV[0]: "expandable_segments:True"}
 
 
 class LogTimes:

@@ -21,7 +21,7 @@ DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 CUDA_CONTEXT = int(0.9 * GIB)  # context, kernels, cuBLAS workspaces; 0.5 to 1.2 GiB were seen by GPU and version
 NCCL_PER_GROUP = int(0.35 * GIB)  # channel buffers of one communicator (NCCL_BUFFSIZE 4 MiB x channels x peers)
 CPU_RUNTIME = int(0.35 * GIB)  # a Python process with torch, by its resident size
-FRAGMENTATION = 0.05  # of what the caching allocator hands out; expandable segments keep it below
+FRAGMENTATION = 0.05  # of what the caching allocator hands out; the trainer's expandable segments keep it below
 MARGIN = 0.05  # of the device memory that a plan leaves free
 
 
@@ -88,7 +88,7 @@ def peak_memory(
     """
     moments = _moments(shape, layout, fsdp, data, accelerator, microbatches)
     if accelerator == "cuda":
-        fixed = CUDA_CONTEXT + NCCL_PER_GROUP * (0 if layout.world_size == 1 else 2 if layout.strategy in HYBRID else 1)
+        fixed = CUDA_CONTEXT + NCCL_PER_GROUP * (2 if layout.strategy in HYBRID else 1)
         moments = [replace(m, reserve=fixed + int(FRAGMENTATION * m.tensors)) for m in moments]
     else:
         moments = [replace(m, reserve=CPU_RUNTIME) for m in moments]

@@ -1,0 +1,38 @@
+"""What ranks find in their environment beside torchrun's variables."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.node.rank_logs import RankLogs
+from fsdp_jobs.plan.layout import Layout
+from fsdp_jobs.run.directory import RunDir
+
+SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+def found_by_a_rank(folder: Path, *overrides: str) -> dict[str, str]:
+    """The variables of rank 0 in the first round of a job."""
+    round_ = {"layout": Layout("full_shard", 2, 2).to_json(), "round": 0, "epoch": 1}
+    handler: Any = SimpleNamespace(run=RunDir(folder), round=round_, identity={"attempt": 0, "node": 0})
+    env = {"RANK": "0"}
+    RankLogs(compose_job(list(overrides)), handler, folder).reify({0: env})
+    assert json.loads(env["FSDP_JOBS_LAYOUT"])["strategy"] == "full_shard"
+    return env
+
+
+def test_the_trainers_memory_is_in_segments_that_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    assert found_by_a_rank(tmp_path)[SETTINGS[0]] == "expandable_segments:True"
+    script = tmp_path / "train.py"
+    script.touch()
+    assert not {*SETTINGS} & {*found_by_a_rank(tmp_path, "model=none", f"script={script}")}  # its author knows
+    monkeypatch.setenv(SETTINGS[1], "max_split_size_mb:512")
+    assert not {*SETTINGS} & {*found_by_a_rank(tmp_path)}  # inherited as the user has it
