@@ -50,8 +50,6 @@ def test_a_plan_is_shown_as_tables_and_a_picture(shell: InteractiveShell, tmp_pa
 
 def test_a_model_that_was_edited_is_planned_anew(shell: InteractiveShell, tmp_path: Path) -> None:
     model, job = tmp_path / "mine.py", "Job('model=custom', 'model._target_=mine.model', 'fsdp.wrap=size')"
-    model.write_text("def model():\n    raise ValueError('a slip')\n")
-    assert isinstance(shell.run_cell(f"{job}.plan()").error_in_exec, BadInput)
     counts = []
     for width in (8, 16):
         layers = f"torch.nn.Embedding(256, {width}), torch.nn.Linear({width}, 256)"

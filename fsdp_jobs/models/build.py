@@ -43,6 +43,12 @@ def head_modules_of(model: Any) -> list[nn.Module]:
     return [embedding, head] if embedding.weight is head.weight else [head]
 
 
+def linear_head_of(model: nn.Module) -> nn.Linear | None:
+    """Return the linear layer that makes the logits; None where a model names none."""
+    head = head_modules_of(model)
+    return head[-1] if head and isinstance(head[-1], nn.Linear) else None
+
+
 def find_blocks(
     model: nn.Module, model_config: ModelConfig, fsdp: FsdpConfig, classes: Sequence[str] = ()
 ) -> list[nn.Module]:

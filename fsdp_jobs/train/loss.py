@@ -10,14 +10,8 @@ from torch import Tensor, nn
 
 from fsdp_jobs.config.resolve import loss_chunk
 from fsdp_jobs.config.schema import FsdpConfig
-from fsdp_jobs.models.build import head_modules_of
+from fsdp_jobs.models.build import linear_head_of
 from fsdp_jobs.train.data import IGNORE
-
-
-def linear_head_of(model: nn.Module) -> nn.Linear | None:
-    """Return the linear layer that makes the logits; None where a model names none."""
-    head = head_modules_of(model)
-    return head[-1] if head and isinstance(head[-1], nn.Linear) else None
 
 
 class TokenLoss:

@@ -25,10 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import JobConfig, load_config
-from fsdp_jobs.hub.pretrained import problems_of
-from fsdp_jobs.models.build import build_model, find_blocks, head_modules_of
+from fsdp_jobs.models.build import build_model, find_blocks, head_modules_of, linear_head_of
 from fsdp_jobs.plan.shapes import Activations, ModelShape, Params, Unit, merged
-from fsdp_jobs.train.loss import linear_head_of
 
 MATMULS = ("mm", "addmm", "bmm", "baddbmm")
 ATTENTION = "_scaled_dot_product"
@@ -176,6 +174,8 @@ def shape_of(config: JobConfig) -> ModelShape:
 
 def initial_weights_of(config: JobConfig) -> str:
     """List what keeps `init_from` from being this model's weights: a JSON list of [where, what, cure]."""
+    from fsdp_jobs.hub.pretrained import problems_of  # its imports take longer than a shape
+
     with torch.device("meta"):
         model = build_model(config.model)
     try:

@@ -20,6 +20,8 @@ from tests.checkpoints.saving import run_to_the_end, save_steps, trained, value_
 from tests.store import simulated_store
 from tests.world import flip_byte
 
+pytestmark = pytest.mark.integration
+
 KEEP = 2
 PLACES = ("disk", "local_dir", "s3")
 ACTIONS = ("save", "replace", "resume")

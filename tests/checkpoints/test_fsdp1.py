@@ -21,6 +21,8 @@ from fsdp_jobs.run.directory import RunDir
 from tests.checkpoints.saving import trained
 from tests.world import run_world
 
+pytestmark = pytest.mark.integration
+
 
 class Counting(nn.Module):
     """Counts its calls in a buffer."""

@@ -16,6 +16,8 @@ from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
 from tests.world import events_of, run_world, train_here
 
+pytestmark = pytest.mark.integration
+
 WRONG = ("model=custom", "model._target_=tests.models.computes_wrong", "model.wrap_classes=[Block]")
 OPTIONS: tuple[tuple[str, ...], ...] = (
     ("fsdp=full_shard", "fsdp.activation_checkpointing=full", "fsdp.chunked_loss=true"),
