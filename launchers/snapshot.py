@@ -94,8 +94,8 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _is_no_code(folder: Path) -> bool:
-    """Whether a folder is a Python environment, a run or a sweep rather than somebody's code."""
-    marks = ("pyvenv.cfg", "conda-meta", "job.json", "sweep.yaml")
+    """Whether a folder is a Python environment or a run rather than somebody's code."""
+    marks = ("pyvenv.cfg", "conda-meta", "job.json")
     return folder.name == "site-packages" or any((folder / mark).exists() for mark in marks)
 
 

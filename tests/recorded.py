@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,4 +52,12 @@ def recorded_run(folder: Path, name: str = "recorded") -> RunDir:
             values = {"loss": 5 - step / 10, "lr": 1e-3, "grad_norm": 1.0, "step_s": 1.0, "tokens_per_s": 100.0}
             values |= {"checkpoint_stall_s": 0.0, **clock.add(step, began + step, 1.0, 0.0)}
             add_line(run.metrics, {"step": step, **values, "attempt": 0, "time": began + step})
+    return run
+
+
+def of_sweep(run: RunDir, sweep: str, overrides: Sequence[str], fixed: Sequence[str] = ()) -> RunDir:
+    """Make a run one of a sweep's, as its submission does."""
+    settings = {"name": sweep, "objective": "loss", "direction": "minimize", "parallelism": 0}
+    about = {**settings, "fixed": list(fixed), "overrides": list(overrides)}
+    write_atomic(run.job, json.dumps({**run.read_job(), "sweep": about}))
     return run

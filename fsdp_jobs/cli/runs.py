@@ -267,7 +267,8 @@ def prune(args: list[str]) -> int:
     parser.add_argument("--keep-best", action="store_true", help="of each sweep the run with the best objective")
     parser.add_argument("--yes", action="store_true", help="remove them; without it they are only shown")
     flags = parser.parse(args)
-    found = list(old_runs(flags.runs_dir, _seconds(flags.older_than), best_runs() if flags.keep_best else []))
+    kept = best_runs(flags.runs_dir) if flags.keep_best else []
+    found = list(old_runs(flags.runs_dir, _seconds(flags.older_than), kept))
     failed = False
     for old in found:
         since = time.strftime("%Y-%m-%d", time.localtime(old.ended_at))
@@ -290,7 +291,7 @@ def _seconds(age: str) -> float:
 
 def dashboard(args: list[str]) -> int:
     from fsdp_jobs.sweeps.jobs import measured
-    from fsdp_jobs.sweeps.table import sweep_names
+    from fsdp_jobs.sweeps.table import sweeps_in
 
     parser = VerbParser("dashboard")
     parser.add_argument("--port", type=int, default=8265, help="0 takes a free one")
@@ -299,7 +300,7 @@ def dashboard(args: list[str]) -> int:
     parser.add_argument("--token-file", metavar="FILE", help="keep the token there, as monitoring needs it")
     flags = parser.parse(args)
     leaf = _leaf("dashboard", "fsdp_jobs.observe.dashboard.serve")
-    shown = leaf.Dashboard(flags.runs_dir, sweep_names, measured)
+    shown = leaf.Dashboard(flags.runs_dir, sweeps_in, measured)
 
     def say(url: str) -> None:
         console.print(url, soft_wrap=True)

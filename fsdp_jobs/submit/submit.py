@@ -47,6 +47,7 @@ class Prepared(Job):
     launcher: Launcher
     before: dict[str, Any]  # what job.json said when it was validated
     request: Any = None  # of the launcher's `prepare`
+    sweep: dict[str, Any] | None = None  # that it is a job of, for job.json
 
 
 def plan_of(config: JobConfig, run: RunDir | None = None) -> tuple[Plan, ModelShape | None]:
@@ -234,6 +235,7 @@ def _files_of(job: Prepared, overrides: Sequence[str]) -> dict[Path, str | None]
     about = {**run.read_job(), "overrides": list(overrides), "first_attempt": run.last_attempt() + 1}
     about |= {"nodes": str(job.config.nodes), "steps": steps, "script_sha256": digest_of(job.config.script)}
     about |= {"submission": job.submission, "pending": job.launcher.name}  # until `record`
+    about |= {"sweep": job.sweep} if job.sweep is not None else {}
     return {
         run.config: dump_config(job.config),
         run.plan: job.plan.to_json(),

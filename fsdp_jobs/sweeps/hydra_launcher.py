@@ -6,6 +6,7 @@ Hydra's own grid sweeper composes each job by itself, one after the other, which
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper, BasicSweeperConf
 from hydra.core.global_hydra import GlobalHydra
@@ -27,7 +28,7 @@ from fsdp_jobs.submit.submit import prepare
 from fsdp_jobs.sweeps import jobs
 from fsdp_jobs.sweeps.identity import canonical, is_of_the_command, name_for
 from fsdp_jobs.sweeps.show import ended_line, show_dry_run, show_submitted
-from fsdp_jobs.sweeps.table import Row, Sweep, locked, read_sweep
+from fsdp_jobs.sweeps.table import Row, Sweep, locked, sweeps_in
 
 console = Console(highlight=False, markup=False)
 
@@ -127,31 +128,24 @@ class SweepLauncher(Launcher):
             with locked(self.folder, console.print):
                 sweep = self._read()
                 rows, undone = jobs.to_do(sweep, own)
-                jobs.submit(sweep, undone)
+                jobs.submit(sweep, undone, self.folder)
             show_submitted(console, sweep, rows, set(undone), initial_job_idx == 0 or not self.waits)
             if self.waits:
-                self._wait(sweep, list({row.run: row for row in rows}.values()))
+                jobs.wait(sweep, list({row.run: row for row in rows}.values()), self.show_ended)
         return [self._returned(sweep, row, list(job)) for row, job in zip(rows, job_overrides, strict=True)]
 
     def _read(self) -> Sweep:
-        """Read the sweep table, with the settings of this command."""
-        sweep, config = read_sweep(self.folder), self.config
-        if sweep.jobs and sweep.runs_dir != config.runs_dir:
-            what = f"sweep {sweep.name} has its runs in {sweep.runs_dir}/"
-            raise BadInput([Problem(f"runs_dir={config.runs_dir}", what, "another sweep.name")])
-        sweep.runs_dir, sweep.fixed = config.runs_dir, self.fixed
-        sweep.objective, sweep.direction = config.sweep.objective, config.sweep.direction
-        sweep.parallelism = config.sweep.parallelism
-        return sweep
-
-    def _wait(self, sweep: Sweep, rows: Sequence[Row]) -> None:
-        """Wait for rows to end, and write their results into the table as it is by then."""
-        jobs.wait(sweep, rows, self.show_ended)
-        ended = {row.run: row for row in rows}
-        with locked(self.folder, console.print):
-            newest = read_sweep(self.folder)
-            newest.jobs = [ended.get(row.run, row) for row in newest.jobs]
-            newest.write()
+        """Return the sweep's jobs, with the settings of this command."""
+        name, config = self.folder.name, self.config
+        sweep = sweeps_in(config.runs_dir).get(name, Sweep(name, config.runs_dir))
+        settings = config.sweep
+        return replace(
+            sweep,
+            fixed=self.fixed,
+            objective=settings.objective,
+            direction=settings.direction,
+            parallelism=settings.parallelism,
+        )
 
     def _returned(self, sweep: Sweep, row: Row, overrides: list[str]) -> JobReturn:
         """Return what Hydra's sweepers get of a job: its objective, or why it has none."""

@@ -62,7 +62,7 @@ def show_submitted(
     for group, members in groups.items():
         if names := list(members):
             table.add_row(str(len(names)), group, names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}")
-    console.print(f"sweep {sweep.name}, {sweep.file}", soft_wrap=True)
+    console.print(f"sweep {sweep.name}, in {sweep.runs_dir}/", soft_wrap=True)
     console.print(table)
     if with_commands:
         commands = (f"sweep status {sweep.name}", f"logs -f {rows[0].run}", f"sweep cancel {sweep.name}")

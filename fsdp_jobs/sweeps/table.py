@@ -1,28 +1,23 @@
-"""Find, read and write sweep tables: a sweep's list of jobs, `sweeps/<name>/sweep.yaml`. No torch."""
+"""The jobs of a sweep, read from their run directories: each job.json has its sweep's settings. No torch."""
 
 from __future__ import annotations
 
 import fcntl
 import math
 import os
-import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, get_type_hints
-
-import yaml
+from typing import Any
 
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
 from fsdp_jobs.config.hydra import key_of
-from fsdp_jobs.run.directory import RunDir, find_run, write_atomic
+from fsdp_jobs.run.directory import RunDir, find_run
 from fsdp_jobs.run.status import ENDED
 from fsdp_jobs.sweeps.identity import identity
 
 NEW = "new"  # not submitted yet
-_COMMENT = "# Written by fsdp-jobs. States and objectives are those that its last submission or cancellation saw.\n"
 
 
 @dataclass
@@ -56,7 +51,7 @@ class Row:
 class Sweep:
     """All jobs, and what they have in common."""
 
-    folder: Path
+    name: str
     runs_dir: str
     fixed: list[str] = field(default_factory=list)  # overrides of every job
     objective: str = "loss"  # a key of metrics.jsonl
@@ -65,27 +60,21 @@ class Sweep:
     jobs: list[Row] = field(default_factory=list)
 
     @property
-    def name(self) -> str:
-        return self.folder.name
-
-    @property
-    def file(self) -> Path:
-        return self.folder / "sweep.yaml"
-
-    @property
     def keys(self) -> list[str]:
         """Every key in which jobs differ, in the order of their appearance."""
         return list(dict.fromkeys(key for row in self.jobs for key in row.values))
 
-    def write(self) -> None:
-        """Replace the file."""
-        content = {key: value for key, value in asdict(self).items() if key != "folder"}
-        write_atomic(self.file, _COMMENT + yaml.safe_dump(content, sort_keys=False, width=1000))
+    def record(self, row: Row) -> dict[str, Any]:
+        """Return what the job.json of a row keeps of the sweep."""
+        settings = {key: getattr(self, key) for key in ("name", "fixed", "objective", "direction", "parallelism")}
+        return {**settings, "overrides": row.overrides}
 
     def rows_for(self, jobs: Sequence[Sequence[str]]) -> list[Row]:
         """Return the row of each job, given by its overrides, in their order; add rows for new jobs."""
         known = {identity(row.overrides): row for row in self.jobs}
-        next_number = 1 + max((int(row.run.rpartition("-")[2]) for row in self.jobs), default=-1)
+        taken = [job.parent.name for job in Path(self.runs_dir).glob(f"{self.name}-*/job.json")]
+        numbers = [run.removeprefix(f"{self.name}-") for run in taken + [row.run for row in self.jobs]]
+        next_number = 1 + max((int(number) for number in numbers if number.isdecimal()), default=-1)
         for overrides in jobs:
             if identity(overrides) not in known:
                 known[identity(overrides)] = row = Row(f"{self.name}-{next_number:03d}", list(overrides))
@@ -123,9 +112,9 @@ class Sweep:
 
 @contextmanager
 def locked(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Hold a sweep's lock, so that what a command reads, decides and writes is consistent.
+    """Hold a sweep's lock, so that what a command reads, decides and submits is consistent.
 
-    A folder that was made for the lock, and in which nothing was written, is removed again.
+    A folder in which nothing but the lock was made is removed again.
     """
     path = folder / "lock"
     while True:
@@ -145,70 +134,37 @@ def locked(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
             try:
                 yield
             finally:
-                if not (folder / "sweep.yaml").exists():
-                    path.unlink()
-                    with suppress(OSError):  # something else is in it
-                        folder.rmdir()
-                        folder.parent.rmdir()
+                path.unlink()
+                with suppress(OSError):  # something else is in it
+                    folder.rmdir()
+                    folder.parent.rmdir()
             return
 
 
-def sweep_names(sweeps_dir: str = "sweeps") -> list[str]:
-    """Return the names of all sweeps in a folder."""
-    return sorted(f.parent.name for f in Path(sweeps_dir).glob("*/sweep.yaml"))
+def sweeps_in(runs_dir: str) -> dict[str, Sweep]:
+    """Return name -> sweep of the runs under a folder: settings of the newest submission, states not looked at."""
+    found: dict[str, Sweep] = {}
+    for job in sorted(Path(runs_dir).glob("*/job.json"), key=lambda file: file.stat().st_mtime):
+        run = RunDir(job.parent)
+        about = None if run.is_damaged else run.read_job().get("sweep")
+        if about is not None:
+            sweep = found.setdefault(about["name"], Sweep(about["name"], runs_dir))
+            sweep.jobs.append(Row(run.name, about["overrides"]))
+            for key in ("fixed", "objective", "direction", "parallelism"):
+                setattr(sweep, key, about[key])
+    for sweep in found.values():
+        sweep.jobs.sort(key=lambda row: (len(row.run), row.run))
+    return found
 
 
-def find_sweep(name: str, sweeps_dir: str) -> Path:
-    """Return the folder of a sweep.
-
-    Raises:
-        BadInput: there is no sweep of this name.
-    """
-    folder = find_run(sweeps_dir, name).path  # a sweep's name is the first part of its runs' names
-    if not (folder / "sweep.yaml").exists():
-        names = sweep_names(sweeps_dir)
-        known = f"one of {', '.join(names)}" if names else "python -m fsdp_jobs --multirun ... makes one"
-        raise BadInput([Problem(name, f"there is no such sweep under {sweeps_dir}/", nearest(name, names) or known)])
-    return folder
-
-
-def read_sweep(folder: Path) -> Sweep:
-    """Read what `Sweep.write` wrote; before that, return a sweep without jobs.
+def find_sweep(name: str, runs_dir: str) -> Sweep:
+    """Return a sweep.
 
     Raises:
-        BadInput: the file was edited, and is not a sweep table any more.
+        BadInput: there is none of this name.
     """
-    file = folder / "sweep.yaml"
-    if not file.exists():
-        return Sweep(folder, "runs")
-    try:
-        content = yaml.load(file.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        rows = [Row(**_checked(Row, entry)) for entry in content.pop("jobs")]
-        sweep = Sweep(folder=folder, jobs=rows, **_checked(Sweep, content))
-        for name, count in Counter(row.run for row in rows).items():
-            if count > 1:
-                raise ValueError(f"run {name} is in two rows")
-            if not re.fullmatch(r"\d{3,}", name.removeprefix(f"{sweep.name}-")):
-                raise ValueError(f"run {name} is not a run of this sweep: {sweep.name}-000, {sweep.name}-001 ...")
-    except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as e:
-        why = re.sub(r"\s+", " ", f"missing {e}" if isinstance(e, KeyError) else str(e))
-        cure = "correct it; or move it away and repeat the command, which finds the runs again"
-        raise BadInput([Problem(str(file), f"cannot be read: {why}", cure)]) from e
-    return sweep
-
-
-def _checked(kind: type, entry: dict[str, Any]) -> dict[str, Any]:
-    """Return an entry of the file whose keys and types are those of a class.
-
-    Raises:
-        ValueError: a key that is not a field, or a value that is not of its field's type.
-    """
-    types = get_type_hints(kind)
-    for key, value in entry.items():
-        if types.get(key) == list[str]:
-            fits = isinstance(value, list) and all(isinstance(v, str) for v in value)
-        else:
-            fits = key in types and isinstance(value, types[key]) and not isinstance(value, bool)
-        if not fits:
-            raise ValueError(f"{key}: {value!r}")
-    return entry
+    sweeps = sweeps_in(runs_dir)
+    if name not in sweeps:
+        known = f"one of {', '.join(sweeps)}" if sweeps else "python -m fsdp_jobs --multirun ... makes one"
+        raise BadInput([Problem(name, f"no run under {runs_dir}/ is of such a sweep", nearest(name, sweeps) or known)])
+    return sweeps[name]

@@ -14,37 +14,40 @@ from rich.console import Console
 from fsdp_jobs.checkpoints.catalog import find_checkpoints
 from fsdp_jobs.config.arguments import Parser
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
-from fsdp_jobs.config.hydra import key_of
 from fsdp_jobs.config.schema import load_config
-from fsdp_jobs.run.directory import checkpoints_of
+from fsdp_jobs.run.directory import checkpoints_of, find_run
 from fsdp_jobs.run.tail import newest_json_lines
 from fsdp_jobs.submit.stop import stop
 from fsdp_jobs.submit.validate import composed
 from fsdp_jobs.sweeps import jobs
 from fsdp_jobs.sweeps.show import counts, number, show_status, show_submitted
-from fsdp_jobs.sweeps.table import Sweep, find_sweep, locked, read_sweep
+from fsdp_jobs.sweeps.table import Sweep, find_sweep, locked
 
 console = Console(highlight=False, markup=False)  # what runs and launchers say is shown as it is
 
 
 def sweep(args: list[str]) -> int:
     """Run one action; return the exit code."""
-    given = [a.partition("=")[2] for a in args if key_of(a) == "sweep.dir" and "=" in a]
     parser = Parser("sweep")
     parser.add_argument("action", metavar=f"{{{','.join(_ACTIONS)}}}")
-    parser.add_argument("name", help="of the sweep; sweep.dir=... chooses another folder")
+    parser.add_argument("name", help="of the sweep; runs_dir=... chooses another folder of runs")
     parser.add_argument("--json", action="store_true", help="with status and best: for programs")
     parser.add_argument("--now", action="store_true", help="with cancel: at once, without checkpoints")
-    flags = parser.parse_args([a for a in args if not a.startswith("sweep.dir=")])
+    folders = {"runs_dir": "runs", "sweep.dir": "sweeps"} | dict(o.split("=", 1) for o in args if is_folder(o))
+    flags = parser.parse_args([a for a in args if not is_folder(a)])
     if flags.action not in _ACTIONS:
         what = f"not an action; one of {', '.join(_ACTIONS)}"
         raise BadInput([Problem(f"sweep {flags.action}", what, nearest(flags.action, _ACTIONS))])
     act, changes = _ACTIONS[flags.action]
-    folder = find_sweep(flags.name, given[-1] if given else "sweeps")
-    with locked(folder, console.print) if changes else nullcontext():
-        table = read_sweep(folder)
-        jobs.refresh(table, table.jobs)
-        return act(table, flags)
+    flags.folder = find_run(folders["sweep.dir"], flags.name).path  # a sweep's name is the first part of its runs'
+    with locked(flags.folder, console.print) if changes else nullcontext():
+        found = find_sweep(flags.name, folders["runs_dir"])
+        jobs.refresh(found, found.jobs)
+        return act(found, flags)
+
+
+def is_folder(argument: str) -> bool:
+    return argument.startswith(("runs_dir=", "sweep.dir="))
 
 
 def _status(sweep: Sweep, flags: argparse.Namespace) -> int:
@@ -61,7 +64,7 @@ def _resume(sweep: Sweep, flags: argparse.Namespace) -> int:
     if flags.action == "retry-failed":
         rows = [row for row in rows if row.state == "failed"]
     configs = composed([sweep.overrides_of(row) for row in rows])
-    jobs.submit(sweep, {row.run: config for row, config in zip(rows, configs, strict=True)})
+    jobs.submit(sweep, {row.run: config for row, config in zip(rows, configs, strict=True)}, flags.folder)
     if rows:
         show_submitted(console, sweep, rows, {row.run for row in rows}, with_commands=True)
     else:
@@ -73,7 +76,6 @@ def _cancel(sweep: Sweep, flags: argparse.Namespace) -> int:
     active = [row for row in sweep.jobs if row.is_active]
     stop([sweep.run_of(row) for row in active], flags.now, lambda text: console.print(text, style="yellow"))
     jobs.refresh(sweep, sweep.jobs)
-    sweep.write()
     console.print(f"{len(active)} stopped; {counts(sweep.jobs)}")
     return 0
 
@@ -103,10 +105,10 @@ def _measured_keys(sweep: Sweep) -> str:
     return f"sweep.objective: one of {', '.join(keys)}" if keys else f"fsdp-jobs sweep status {sweep.name}"
 
 
-def _report(sweep: Sweep, _: argparse.Namespace) -> int:
+def _report(sweep: Sweep, flags: argparse.Namespace) -> int:
     from fsdp_jobs.observe.report import write_page
 
-    file = sweep.folder / "report.html"
+    file = flags.folder / "report.html"
     answers = {"api/rows": {}, f"api/sweeps/{sweep.name}": sweep.content()}
     write_page(file, f"sweep/{sweep.name}", answers)
     console.print(str(file), soft_wrap=True)

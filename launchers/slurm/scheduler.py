@@ -182,7 +182,7 @@ def _write_code(requests: Sequence[SlurmRequest], shared: Path | None) -> None:
             code.write(run.code)
             continue
         if id(code) not in copies:
-            copies[id(code)] = shared / f"code-{len(copies)}"
+            copies[id(code)] = shared / f".code-{len(copies)}"  # hidden: no code of the next submission
             code.write(copies[id(code)])
         link(run.code, copies[id(code)])
 

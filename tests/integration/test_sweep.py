@@ -62,7 +62,7 @@ class Sweep:
 def sweep(tmp_path: Path) -> Iterator[Sweep]:
     made = Sweep(tmp_path, "try")
     yield made
-    if (tmp_path / "sweeps" / "try" / "sweep.yaml").exists():
+    if (tmp_path / "runs").exists():
         made.verb("cancel", "--now")
 
 
@@ -114,7 +114,7 @@ def test_two_people_submit_a_sweep_at_once_and_wait_for_a_job_that_fails(sweep: 
     assert all("try-000 done: " in text and "try-001 failed: " in text for text in shown), shown
     assert sorted("2  submitted" in text for text in shown) == [False, True]
     assert [len(sweep.run(i).events("submitted")) for i in (0, 1)] == [1, 1]
-    rows = yaml.safe_load((tmp_path / "sweeps" / "try" / "sweep.yaml").read_text())["jobs"]
+    rows = sweep.status()
     assert [row["state"] for row in rows] == ["done", "failed"] and rows[0]["objective"] > 0
     assert [staged(sweep.run(i).run)["gpus"] for i in (0, 1)] == [["3"], ["5"]], "each on a GPU of its own"
 

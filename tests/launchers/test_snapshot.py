@@ -53,9 +53,8 @@ def test_without_git_earlier_runs_and_sweeps_are_no_code(tmp_path: Path) -> None
     for name in ("train.py", "runs/a/job.json", "runs/a/code/train.py", "old/b/job.json", "old/b/code/train.py"):
         (work / name).parent.mkdir(parents=True, exist_ok=True)
         (work / name).write_text("{}")
-    (work / "sweeps/s/code-0").mkdir(parents=True)
-    for name in ("sweeps/s/sweep.yaml", "sweeps/s/code-0/train.py"):
-        (work / name).write_text("")
+    (work / "sweeps/s/slurm/1f/.code-0").mkdir(parents=True)
+    (work / "sweeps/s/slurm/1f/.code-0/train.py").write_text("")
     take(work, work / "runs", limit_mb=100).write(copy)
     assert names(copy) == {"train.py"}
 

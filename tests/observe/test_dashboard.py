@@ -27,14 +27,14 @@ from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.submit.overview import Overview
 from fsdp_jobs.sweeps.jobs import measured
-from fsdp_jobs.sweeps.table import Row, Sweep, sweep_names
+from fsdp_jobs.sweeps.table import sweeps_in
 from tests.jobs import cli, environment, job
 from tests.observe.browser import Watched, browser  # noqa: F401
-from tests.recorded import HOSTILE, add_line, recorded_run
+from tests.recorded import HOSTILE, add_line, of_sweep, recorded_run
 
 
 def client(folder: Path, token: str | None = None, host: str = "localhost") -> TestClient:
-    dashboard = Dashboard(str(folder), lambda: sweep_names(str(folder)), lambda name: measured(name, str(folder)))
+    dashboard = Dashboard(str(folder), sweeps_in, measured)
     return TestClient(make_app(dashboard, ["localhost"], token), base_url=f"http://{host}")
 
 
@@ -278,14 +278,13 @@ def dashboard(folder: Path) -> Iterator[str]:
 
 
 def a_sweep(folder: Path) -> None:
-    """Six jobs over two keys, one of them failed, in `folder/sweeps`; their runs in `folder/runs`."""
-    jobs = []
+    """Six jobs over two keys in `folder/runs`, one of them failed."""
     for i, (rate, layers) in enumerate((r, n) for r in ("1e-4", "1e-3", "1e-2") for n in ("2", "4")):
         run = recorded_run(folder / "runs", f"grid-{i:03d}")
         add_line(run.metrics, step_line(21, 131.0, 2.0 + 0.3 * abs(i - 2)))
-        overrides = [f"optim.lr={rate}", f"model.n_layers={layers}"]
-        jobs.append(Row(run.name, overrides, "h", "failed" if i == 5 else "done", 20, None))
-    Sweep(folder / "sweeps" / "grid", "runs", [HOSTILE], jobs=jobs).write()
+        of_sweep(run, "grid", [f"optim.lr={rate}", f"model.n_layers={layers}"], [HOSTILE])
+        if i == 5:
+            run.events.write_text(run.events.read_text().replace('"verdict": "done"', '"verdict": "failed"'))
 
 
 @pytest.mark.integration

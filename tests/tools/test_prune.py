@@ -12,9 +12,8 @@ import pytest
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.identity import identity_of
-from fsdp_jobs.sweeps.table import Row, Sweep
 from tests.jobs import cli
-from tests.recorded import recorded_run
+from tests.recorded import of_sweep, recorded_run
 
 _DAY_S = 86400
 
@@ -45,13 +44,10 @@ def folder(tmp_path: Path) -> Path:
     write_atomic(theirs.identity, json.dumps({**of_me, "uid": 4242, "user": "somebody"}))
     _aged(theirs, 40)
     for number in range(2):
-        _aged(recorded_run(runs, f"tuned-{number:03d}"), 40)
+        _aged(of_sweep(recorded_run(runs, f"tuned-{number:03d}"), "tuned", [f"optim.lr={number}"]), 40)
     with (runs / "tuned-001" / "metrics.jsonl").open("a") as f:
         f.write(json.dumps({"step": 20, "loss": 0.001, "time": 1.0}) + "\n")
     _aged(RunDir(runs / "tuned-001"), 40)
-    rows = [Row(f"tuned-{number:03d}", [f"optim.lr={number}"], state="done") for number in range(2)]
-    (tmp_path / "sweeps" / "tuned").mkdir(parents=True)
-    Sweep(tmp_path / "sweeps" / "tuned", "runs", jobs=rows).write()
     return tmp_path
 
 

@@ -13,7 +13,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import asdict
 from functools import lru_cache, partial
 from pathlib import Path
@@ -56,21 +56,21 @@ class Dashboard:
 
     Args:
         folder: that the runs are in.
-        sweeps: returns the names of all sweeps.
-        sweep: returns a sweep of a name: keys, objective, and rows with the newest values; BadInput for none.
+        sweeps: returns the names of all sweeps of runs in a folder.
+        sweep: returns one by name and `runs_dir`: keys, objective, and rows with the newest values; BadInput for none.
     """
 
-    def __init__(self, folder: str, sweeps: Callable[[], list[str]], sweep: Callable[[str], dict[str, Any]]):
+    def __init__(self, folder: str, sweeps: Callable[[str], Iterable[str]], sweep: Callable[..., dict[str, Any]]):
         self.is_over: Callable[[], bool] = lambda: False  # streams are to end
         self._live = LiveRows(folder)
-        self._sweeps, self._sweep = sweeps, sweep
+        self._sweeps, self._sweep = partial(sweeps, folder), partial(sweep, runs_dir=folder)
         self._read = lru_cache(20)(lambda run: (threading.Lock(), list[RunStatus]()))  # of the newest looks
 
     def routes(self) -> list[Route | Mount]:
         return [
             Route("/metrics", self.metrics),
             Route("/api/rows", self.rows),
-            Route("/api/sweeps", lambda _: JSONResponse(self._sweeps())),
+            Route("/api/sweeps", lambda _: JSONResponse(sorted(self._sweeps()))),
             Route("/api/sweeps/{name}", lambda request: JSONResponse(self._sweep(request.path_params["name"]))),
             Route("/api/runs/{name}", self.run),
             Route("/api/runs/{name}/curves", self.curves),
