@@ -13,12 +13,12 @@ from pathlib import Path
 from rich.console import Console
 
 from fsdp_jobs.cli.follow import Follower, summary
-from fsdp_jobs.cli.machine import add_json, tell, versioned
 from fsdp_jobs.cli.runs import run_parser, tell_run
 from fsdp_jobs.config.arguments import composing_parser, flags_and_overrides, overrides_in
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
 from fsdp_jobs.config.groups import CONF_DIR
 from fsdp_jobs.config.hydra import compose_job, key_of, register_schemas
+from fsdp_jobs.config.machine import add_json, tell, versioned
 from fsdp_jobs.config.resolve import silence_s
 from fsdp_jobs.config.schema import PROGRAM_KEYS, TRAINERS_KEYS
 from fsdp_jobs.launchers.base import launcher_of

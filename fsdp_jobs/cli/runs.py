@@ -5,23 +5,26 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
+import operator
 import re
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from rich.console import Console
 
-from fsdp_jobs.cli.machine import add_json, tell, versioned
 from fsdp_jobs.config.arguments import Parser
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
-from fsdp_jobs.config.schema import load_config
-from fsdp_jobs.run.directory import RunDir, pending_in, rank_logs, runs_in
+from fsdp_jobs.config.keys import dotted
+from fsdp_jobs.config.machine import add_json, tell, versioned
+from fsdp_jobs.config.schema import load_config, plain_values
+from fsdp_jobs.run.directory import RunDir, pending_in, rank_logs, runs_in, user_name
 from fsdp_jobs.run.identity import check_may_act
 from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.table import counted, table_lines
@@ -36,6 +39,15 @@ console = Console(highlight=False, markup=False)  # what runs and launchers say 
 
 _WATCH_S = 2.0  # between two looks of `status --watch`, and of `wait`
 EXIT_TIMEOUT = 124  # as of timeout(1)
+_CONDITION = re.compile(r"([\w.]+)(<=|>=|!=|<|>|=)([^=].*)")
+_COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    "=": operator.eq,
+    "!=": operator.ne,
+    ">=": operator.ge,
+    ">": operator.gt,
+}
 _NUMBERS = ("step", "loss", "tok/s", "eta", "goodput")  # columns that are aligned to the right
 
 
@@ -65,7 +77,7 @@ def run_parser(verb: str) -> VerbParser:
 
 def status(args: list[str]) -> int:
     parser = VerbParser("status")
-    what = "of a run, its handle, or a pattern as 'llama-*'; all runs when left out"
+    what = "of a run, its handle, a pattern as 'llama-*', or what its configuration has, as 'optim.lr>1e-3'"
     parser.add_argument("names", nargs="*", metavar="NAME", help=what)
     parser.add_argument("--state", help="only runs in this state, or several: running,failed")
     parser.add_argument("--last", type=int, metavar="N", help="only the N that were submitted last")
@@ -100,13 +112,34 @@ def status(args: list[str]) -> int:
 def _named(names: Sequence[str], runs_dir: str) -> list[RunDir]:
     """Return the runs that names, handles and patterns mean, oldest first; all without any.
 
+    Of these only those whose configuration has what the conditions say.
+
     Raises:
         BadInput: there is no run of a name.
     """
+    conditions = [found for name in names if (found := _CONDITION.fullmatch(name))]
+    names = [name for name in names if not _CONDITION.fullmatch(name)]
     patterns = [name for name in names if set("*?[") & set(name)]
     named = [existing_run(name, runs_dir) for name in names if name not in patterns]
     every = runs_in(runs_dir) if patterns or not names else []
-    return named + [run for run in every if not names or any(fnmatchcase(run.name, p) for p in patterns)]
+    runs = named + [run for run in every if not names or any(fnmatchcase(run.name, p) for p in patterns)]
+    return [run for run in runs if not conditions or _has(run, conditions)]
+
+
+def _has(run: RunDir, conditions: Sequence[re.Match[str]]) -> bool:
+    """Tell whether values of a run's configuration are as asked; one that is not there is not."""
+    with suppress(OSError, BadInput, ValueError):
+        values = dict(dotted(plain_values(run.config)))
+        return all(_compared(values.get(key), *asked) for key, *asked in (found.groups() for found in conditions))
+    return False
+
+
+def _compared(value: object, how: str, wanted: str) -> bool:
+    """Compare numbers as such, and anything else as it is written."""
+    try:
+        return _COMPARISONS[how](float(str(value)), float(wanted))
+    except ValueError:
+        return how in ("=", "!=") and _COMPARISONS[how](str(value).lower(), wanted.lower())
 
 
 def list_runs(args: list[str]) -> int:
@@ -117,6 +150,8 @@ def list_runs(args: list[str]) -> int:
 
 def _table(rows: Sequence[RunSummary], width: int | None) -> str:
     cells = [row.cells() for row in rows]
+    if any(row.owner for row in rows):
+        cells = [{"owner": row.owner or user_name()} | cell for row, cell in zip(rows, cells, strict=True)]
     return "\n".join(table_lines(list(cells[0]), [list(row.values()) for row in cells], _NUMBERS, width))
 
 

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, digest_of
 from fsdp_jobs.run.env import PROGRAM_ENV
+from fsdp_jobs.run.record import Record
 
 TRAINER = "fsdp_jobs.train"  # the module that ranks run when the job names no program
 _IMPORTED = re.compile(r"^[ \t]*(?:from|import)[ \t]+(torch\.distributed[\w.]*|fsdp_jobs\b)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class Program:
+class Program(Record):
     """What ranks run."""
 
     what: str  # path of a file, or dotted name of a module
@@ -58,12 +58,12 @@ class Program:
 
     def to_environment(self) -> None:
         """Hand it on to the ranks that this process starts."""
-        os.environ[PROGRAM_ENV] = json.dumps(asdict(self))
+        os.environ[PROGRAM_ENV] = self.to_json()
 
     @classmethod
     def from_environment(cls) -> Program:
         """Take what the agent has handed on."""
-        return cls(**json.loads(os.environ.pop(PROGRAM_ENV)))
+        return cls.from_json(os.environ.pop(PROGRAM_ENV))
 
 
 class Edits:

@@ -6,8 +6,9 @@ group i holds ranks [i * shard_group, (i + 1) * shard_group), and rank r belongs
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+
+from fsdp_jobs.run.record import Record
 
 WHOLE = ("full_shard", "shard_grad_op")  # one shard group: the world
 HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
@@ -33,7 +34,7 @@ def partners(nodes: int) -> list[int | None]:
 
 
 @dataclass(frozen=True)
-class Layout:
+class Layout(Record):
     """A decided sharding. world_size = replicas x shard_group.
 
     `shard_group` is 1 for no_shard and the world for full_shard and shard_grad_op.
@@ -62,10 +63,3 @@ class Layout:
         if self.strategy in HYBRID:
             return {"replicate": self.replicas, "shard": self.shard_group}
         return {"shard": self.world_size}
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Layout:
-        return cls(**json.loads(text))

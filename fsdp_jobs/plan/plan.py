@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.keys import AUTO
@@ -14,7 +12,7 @@ from fsdp_jobs.config.resolve import backend, node_range, ranks_per_node
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.plan.advice import advice
 from fsdp_jobs.plan.choose import Option, choose, usable_bytes
-from fsdp_jobs.plan.goodput import Expected, Tier, expect
+from fsdp_jobs.plan.goodput import Expected, expect
 from fsdp_jobs.plan.grouping import Grouping
 from fsdp_jobs.plan.layout import HYBRID, Layout, only_group, partners
 from fsdp_jobs.plan.memory import Memory, size
@@ -25,6 +23,7 @@ from fsdp_jobs.plan.topology import Node, Topology
 from fsdp_jobs.plan.traffic import Traffic
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.goodput import Costs, Failures
+from fsdp_jobs.run.record import Record
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Considered:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Record):
     """A decided sharding. Node i of `nodes` holds ranks [i x ranks_per_node, (i + 1) x ranks_per_node).
 
     Of a program's own model nothing is known: memory, traffic and time are missing, and `fits` promises nothing.
@@ -75,33 +74,12 @@ class Plan:
         """Return the host memory per node that checkpoints in memory take; 0 also when the model is not known."""
         return self.ranks_per_node * self.memory.captured if self.memory is not None else 0
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1)
-
     @classmethod
     def of(cls, run: RunDir) -> Plan | None:
         """Return the plan of a run's newest submission; None when there is none that this version can read."""
-        with suppress(FileNotFoundError, KeyError, TypeError):
-            return cls.from_json(run.plan.read_text())
+        with suppress(FileNotFoundError, ValueError):
+            return cls.from_json(run.plan.read_bytes())
         return None
-
-    @classmethod
-    def from_json(cls, text: str) -> Plan:
-        """Read what `to_json` wrote."""
-        d: dict[str, Any] = json.loads(text)
-        expected = d["expected"]
-        expected |= {"seen": Failures(**expected["seen"]), "tiers": tuple(Tier(**t) for t in expected["tiers"])}
-        d |= {k: tuple(d[k]) for k in ("nodes", "leaves", "spares", "reasons")}
-        d |= {
-            "layout": Layout(**d["layout"]),
-            "memory": d["memory"] and Memory(**d["memory"]),
-            "time": d["time"] and StepTime(**d["time"]),
-            "traffic": _traffic(d),
-            "considered": tuple(Considered(**c | {"traffic": _traffic(c)}) for c in d["considered"]),
-            "expected": Expected(**expected),
-            "remedies": tuple(Remedy(tuple(r["overrides"]), r["result"]) for r in d["remedies"]),
-        }
-        return cls(**d)
 
 
 def make_plan(
@@ -246,10 +224,6 @@ def _at_minimum(config: JobConfig, shape: ModelShape, topology: Topology, low: i
         return f"At the minimum of {low} nodes it still fits: {option.name}."
     over = size(option.memory.total - usable_bytes(config.hardware))
     return f"At the minimum of {low} nodes it does NOT fit: {option.name} is {over} over."
-
-
-def _traffic(d: dict[str, Any]) -> dict[str, Traffic]:
-    return {backend: Traffic(**sent) for backend, sent in d["traffic"].items()}
 
 
 def _considered(o: Option, why: str, taken: bool) -> Considered:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.resolve import accelerator, param_dtype
 from fsdp_jobs.config.schema import JobConfig, LlamaConfig, NoModelConfig
+from fsdp_jobs.run.record import Record
 
 Shape = tuple[int, ...]
 Params = tuple[tuple[str, Shape], ...]  # name and shape of each parameter
@@ -71,7 +70,7 @@ class Activations:
 
 
 @dataclass(frozen=True)
-class ModelShape:
+class ModelShape(Record):
     """A model as FSDP sees it.
 
     The root and the head stay gathered from forward to backward; the head is reduced first in backward, the
@@ -116,20 +115,6 @@ class ModelShape:
         a = self.activations
         forward = a.layers * (a.matmul_flops + 4 * a.attention_width * seq_len) + a.head_flops
         return 3.0 * forward
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> ModelShape:
-        """Read what `to_json` wrote."""
-        d = json.loads(text)
-
-        def unit(u: dict[str, Any]) -> Unit:
-            return Unit(u["name"], tuple((n, tuple(s)) for n, s in u["params"]), u["count"])
-
-        blocks, activations = tuple(unit(b) for b in d["blocks"]), Activations(**d["activations"])
-        return cls(unit(d["root"]), blocks, activations, unit(d["head"]), d["waiting"])
 
 
 def shape_of(config: JobConfig) -> ModelShape | None:

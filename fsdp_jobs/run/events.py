@@ -87,6 +87,7 @@ class Submitted(Event):
     """A cluster has taken the job."""
 
     handle: str | None = None
+    version: int = 1  # of this file's lines; grows when a field goes, or changes its meaning
 
 
 class AttemptStarted(Event):

@@ -7,16 +7,17 @@ import json
 import os
 import secrets
 import socket
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import JobConfig, training_values
 from fsdp_jobs.run.directory import RunDir, as_written, user_name, write_atomic
+from fsdp_jobs.run.record import Record
 
 
 @dataclass(frozen=True)
-class Identity:
+class Identity(Record):
     """A run's, the same through all its submissions."""
 
     id: str
@@ -30,14 +31,11 @@ class Identity:
     def owner(self) -> str:
         return f"{self.user} on {self.host} ({self.directory})"
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2)
-
     @classmethod
     def read(cls, file: Path) -> Identity | None:
         """Read what `claim` wrote; None where there is nothing."""
         try:
-            return cls(**json.loads(file.read_text()))
+            return cls.from_json(file.read_bytes())
         except FileNotFoundError:
             return None
 
@@ -91,4 +89,5 @@ def check_may_act(run: RunDir) -> None:
 def claim(file: Path, identity: Identity) -> None:
     """Write whose run it is."""
     if Identity.read(file) != identity:
-        write_atomic(file, identity.to_json()) if isinstance(file, Path) else file.write_text(identity.to_json())
+        text = identity.to_json(indent=2)
+        write_atomic(file, text) if isinstance(file, Path) else file.write_text(text)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import atexit
-import json
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from fsdp_jobs.config.schema import plain_values
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.record import Record
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -24,7 +24,7 @@ _NOTIFIED_WITHIN_S = 15.0  # a notification gives up by itself after 10 s
 
 
 @dataclass
-class Verdict:
+class Verdict(Record):
     """Why an attempt ended and what happens next."""
 
     verdict: str  # one of VERDICTS of config/schema.py
@@ -48,7 +48,7 @@ class Verdict:
         return self.error.startswith(FINAL_ERRORS)
 
     def write(self, run: RunDir, attempt: int) -> None:
-        write_atomic(run.verdict(attempt), json.dumps(asdict(self), indent=2))
+        write_atomic(run.verdict(attempt), self.to_json(indent=2))
 
     def close(self, run: RunDir, attempt: int, **details: Any) -> None:
         """End an attempt: write the verdict, record the event, start the notification if one is configured."""
@@ -59,7 +59,7 @@ class Verdict:
     @classmethod
     def read(cls, run: RunDir, attempt: int) -> Verdict | None:
         path = run.verdict(attempt)
-        return cls(**json.loads(path.read_text())) if path.exists() else None
+        return cls.from_json(path.read_bytes()) if path.exists() else None
 
     @classmethod
     def final(cls, run: RunDir) -> Verdict | None:

@@ -56,6 +56,7 @@ class RunSummary:
     goodput: float | None = None  # 0 to 1
     failures: int = 0  # that ended a round
     reason: str = ""  # of the newest failure or end, or why it waits: then the scheduler's own words
+    owner: str | None = None  # None: this user
 
     @property
     def is_over(self) -> bool:
@@ -94,6 +95,7 @@ class Overview:
     def __init__(self, ask: Callable[[Sequence[str]], Mapping[str, Description]] = ask_launchers):
         self._ask = ask
         self._statuses: dict[str, RunStatus] = {}
+        self._owners: dict[str, str | None] = {}
 
     def look(self, runs: Sequence[RunDir]) -> list[RunSummary]:
         """Sum up every run as it is now, in the order given; one whose records are damaged says so."""
@@ -122,14 +124,16 @@ class Overview:
         if status is None:
             status = RunStatus(run)
             status.glance()
+            self._owners[run.name] = owner_of(run)
         status.update()
         self._statuses[run.name] = status
-        return status, {**job, "handle": job["handle"], "nodes": job["nodes"]}
+        return status, {"handle": job["handle"], "nodes": job["nodes"], "owner": self._owners[run.name]}
 
 
 def summary_of(status: RunStatus, job: Mapping[str, Any], described: Description | None) -> RunSummary:
     """Sum up a run: `job` has its `handle` and `nodes`, `described` what its launcher says, if it was asked."""
     state, reason = state_of(status, described)
+    owner = job.get("owner")
     return RunSummary(
         run=status.run.name,
         handle=job["handle"],
@@ -149,6 +153,7 @@ def summary_of(status: RunStatus, job: Mapping[str, Any], described: Description
         goodput=goodput.fraction if (goodput := status.goodput).useful_s else None,
         failures=len(status.breaks),
         reason=reason,
+        owner=owner and owner.partition(" on ")[0],
     )
 
 

@@ -238,7 +238,7 @@ def _files_of(job: Prepared, overrides: Sequence[str]) -> dict[Path, str | None]
     about |= {"sweep": job.sweep} if job.sweep is not None else {}
     return {
         run.config: dump_config(job.config),
-        run.plan: job.plan.to_json(),
+        run.plan: job.plan.to_json(indent=1),
         run.topology: None if topology is None else Path(topology).read_text(),
         run.shape: None if job.shape is None else job.shape.to_json(),
         run.token: secrets.token_hex(16),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -14,6 +12,7 @@ from rich.console import Console
 from fsdp_jobs.checkpoints.catalog import find_checkpoints
 from fsdp_jobs.config.arguments import Parser
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
+from fsdp_jobs.config.machine import add_json, tell, versioned
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.run.directory import checkpoints_of, find_run
 from fsdp_jobs.run.tail import newest_json_lines
@@ -31,7 +30,7 @@ def sweep(args: list[str]) -> int:
     parser = Parser("sweep")
     parser.add_argument("action", metavar=f"{{{','.join(_ACTIONS)}}}")
     parser.add_argument("name", help="of the sweep; runs_dir=... chooses another folder of runs")
-    parser.add_argument("--json", action="store_true", help="with status and best: for programs")
+    add_json(parser, "with status and best: for programs")
     parser.add_argument("--now", action="store_true", help="with cancel: at once, without checkpoints")
     folders = {"runs_dir": "runs", "sweep.dir": "sweeps"} | dict(o.split("=", 1) for o in args if is_folder(o))
     flags = parser.parse_args([a for a in args if not is_folder(a)])
@@ -52,7 +51,7 @@ def is_folder(argument: str) -> bool:
 
 def _status(sweep: Sweep, flags: argparse.Namespace) -> int:
     if flags.json:
-        sys.stdout.write(json.dumps([asdict(row) for row in sweep.jobs], indent=2) + "\n")
+        tell([versioned(asdict(row)) for row in sweep.jobs])
     else:
         show_status(console, sweep)
     return 0
@@ -88,7 +87,7 @@ def _best(sweep: Sweep, flags: argparse.Namespace) -> int:
     run = sweep.run_of(row)
     checkpoint = next(map(str, find_checkpoints(checkpoints_of(load_config(run.config).checkpoint, run))), None)
     if flags.json:
-        sys.stdout.write(json.dumps({**asdict(row), "checkpoint": checkpoint}, indent=2) + "\n")
+        tell(versioned(asdict(row) | {"checkpoint": checkpoint}))
         return 0
     so_far = "" if row.state == "done" else f" ({row.state}, at step {row.step}; no job is done)"
     console.print(f"{row.run}: {sweep.objective} {number(row.objective)}{so_far}")

@@ -6,7 +6,6 @@ writes its report to FOLDER, which is in the run directory. Which node is bad fo
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
@@ -16,12 +15,13 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from fsdp_jobs.run.directory import write_atomic
+from fsdp_jobs.run.record import Record
 
 TIMEOUT_S = 120.0  # for all of it, imports included
 NONCE = "nonce"  # file that every node must be able to see, written by the batch step
@@ -35,7 +35,7 @@ _GEMM = {"cpu": 256, "cuda": 8192}  # rows of the square matrices
 
 
 @dataclass
-class Report:
+class Report(Record):
     """What one node measured."""
 
     host: str
@@ -72,7 +72,7 @@ def blame(reports: Sequence[Report], hosts: Sequence[str]) -> tuple[dict[str, st
 
 
 def read_reports(folder: Path) -> list[Report]:
-    return [Report(**json.loads(f.read_text())) for f in sorted(folder.glob("*.json"))]
+    return [Report.from_json(f.read_bytes()) for f in sorted(folder.glob("*.json"))]
 
 
 def _names_and_storage(folder: Path, hosts: Sequence[str]) -> Iterator[str]:
@@ -200,4 +200,4 @@ def examine(folder: Path, nproc: int, store_at: str, hosts: Sequence[str], rank:
 if __name__ == "__main__":
     nproc, kind, folder, store_at, *hosts = sys.argv[1:]
     report = examine(Path(folder), int(nproc), store_at, hosts, int(os.environ["SLURM_PROCID"]), kind == "cuda")
-    write_atomic(Path(folder) / f"{report.host}.json", json.dumps(asdict(report), indent=2))
+    write_atomic(Path(folder) / f"{report.host}.json", report.to_json(indent=2))

@@ -49,7 +49,7 @@ class SlurmRequest:
     code: Snapshot | None
 
     def __str__(self) -> str:
-        return f"{self.text}\n# submit/steps.json\n{self.commands.to_json()}\n"
+        return f"{self.text}\n# submit/steps.json\n{self.commands.to_json(indent=2)}\n"
 
     @property
     def text(self) -> str:

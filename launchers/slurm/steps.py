@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from fsdp_jobs.run.directory import RunDir, as_written, write_atomic
+from fsdp_jobs.run.record import Record
 
 
 @dataclass
-class Commands:
+class Commands(Record):
     """The commands of a job. `{node}` in the agent's arguments stands for the node's number."""
 
     coordinator: list[str]
@@ -29,15 +29,12 @@ class Commands:
         """Whether the job was submitted as a task of an array."""
         return bool(self.place.partition("_")[2])
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2)
-
     def write(self, run: RunDir) -> None:
-        write_atomic(run.submit / "steps.json", self.to_json())
+        write_atomic(run.submit / "steps.json", self.to_json(indent=2))
 
     @classmethod
     def read(cls, run: RunDir) -> Commands:
-        return cls(**json.loads((run.submit / "steps.json").read_text()))
+        return cls.from_json((run.submit / "steps.json").read_bytes())
 
     def newest(self, job_id: str) -> str:
         """Return the id of the last of the jobs that continue this one; its own where none does."""

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fsdp_jobs.run.directory import runs_in
+from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.config.schema import dump_config
+from fsdp_jobs.run.directory import RunDir, runs_in, write_atomic
+from fsdp_jobs.run.identity import identity_of
 from tests.jobs import ROOT, cli, environment
+from tests.recorded import recorded_run
 
 _PROGRAM = """
 import sys, time
@@ -93,3 +98,24 @@ def test_scripts_submit_wait_and_are_told_what_became_of_runs(tmp_path: Path) ->
 def test_a_version_is_told() -> None:
     done = subprocess.run([sys.executable, "-m", "fsdp_jobs", "--version"], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.startswith("fsdp_jobs 0.") and done.returncode == 0
+
+
+def test_status_takes_conditions_on_what_was_configured_and_names_other_owners(tmp_path: Path) -> None:
+    for name, rate in (("slow", "1e-4"), ("fast", "3e-3")):
+        run = recorded_run(tmp_path / "runs", name)
+        write_atomic(run.config, dump_config(compose_job([f"optim.lr={rate}", "nodes=2", "fsdp=hybrid_shard"])))
+    for words, found in (
+        (["optim.lr>1e-3"], {"fast"}),
+        (["optim.lr<=0.0001"], {"slow"}),
+        (["fsdp.strategy=hybrid_shard", "s*"], {"slow"}),
+        (["nodes=2", "optim.lr!=3e-3"], {"slow"}),
+        (["optim.lrr>0"], set[str]()),
+    ):
+        assert {row["run"] for row in _json(tmp_path, "status", *words)} == found, words
+    theirs = RunDir(tmp_path / "runs" / "slow")
+    of_me = identity_of(theirs, compose_job([]))
+    assert "owner" not in cli(tmp_path, "status").stdout
+    write_atomic(theirs.identity, replace(of_me, uid=4242, user="ada").to_json())
+    lines = cli(tmp_path, "status").stdout.splitlines()
+    assert lines[0].split()[:2] == ["owner", "run"] and ["ada", "slow"] in [line.split()[:2] for line in lines]
+    assert {row["run"]: row["owner"] for row in _json(tmp_path, "status")} == {"slow": "ada", "fast": None}
