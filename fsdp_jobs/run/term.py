@@ -82,10 +82,13 @@ def _create(marker: Path, owner: str) -> bool:
             marker.touch(exist_ok=False)  # its name is the claim: a full disk has room for that, and not for a line
         else:
             marker.fs.pipe_file(marker.path, owner.encode(), mode="create")
-    except OSError:
-        if not marker.exists():
-            raise
-        return bool(marker.read_text() == owner)  # ours: the answer to the first request to a store was lost
+    except OSError as e:
+        try:
+            return bool(marker.read_text() == owner)  # ours: the answer to the first request to a store was lost
+        except FileNotFoundError:
+            if isinstance(e, FileExistsError):
+                return False  # it was another's, who has a newer one by now
+            raise e from None
     return True
 
 

@@ -65,6 +65,22 @@ def test_no_two_get_the_same_number(home: Path) -> None:
     assert newest(home, ROUND) == max(numbers)
 
 
+def test_a_claim_that_is_lost_to_one_who_has_a_newer_one_is_no_error(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marker = home / "epochs" / "round-00000001"
+    marker.parent.mkdir(parents=True, exist_ok=True)
+    marker.write_text("another's")
+    read = type(marker).read_text
+
+    def removed_before_it_is_read(path: Path) -> str:
+        marker.unlink()
+        return read(path)
+
+    monkeypatch.setattr(type(marker), "read_text", removed_before_it_is_read)
+    assert not epoch._create(marker, "mine")
+
+
 def test_a_claim_whose_answer_was_lost_is_ones_own(home: Path) -> None:
     claim(home, ROUND, "before")
     marker = home / "epochs" / "round-00000002"
