@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, _get_fqns,
 from torch.distributed.checkpoint.stateful import Stateful
 
 from fsdp_jobs.config.errors import JobFailed
+from fsdp_jobs.run.table import listed
 
 RANDOM = "rng."  # names of ranks' random states begin so
 _VALUES = "values"  # what model and optimizer hold besides tensors
@@ -210,8 +211,7 @@ def _check_same_model(state: dict[str, Tensor], saved: dict[str, Any], checkpoin
     ]
     wrong += [f"{name} is not here" for name in saved if name.startswith(("model.", "optim.")) and name not in here]
     if wrong:
-        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise JobFailed(
-            f"{checkpoint} is of another model: {'; '.join(wrong[:5])}{more}. "
+            f"{checkpoint} is of another model: {listed(wrong, separator='; ')}. "
             "Use the model it was saved with, or another run name."
         )

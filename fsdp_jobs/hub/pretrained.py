@@ -27,6 +27,7 @@ from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import HfConfig, JobConfig, LlamaConfig, ModelConfig
 from fsdp_jobs.hub.huggingface import folder_of, is_hf, transformers
 from fsdp_jobs.models.weights import copy_local_part, plain_name, weights_of
+from fsdp_jobs.run.table import listed
 
 _PREFIXES = ("", "model.", "module.", "state_dict.", "model_state_dict.", "_orig_mod.")
 _NO_WEIGHTS = ("optim", "lr_scheduler", "scheduler", "train_state", "dataloader", "rng", "scaler")
@@ -159,7 +160,7 @@ def load_initial(model: nn.Module, config: JobConfig) -> None:
     if dist.get_rank() == 0:
         print(f"initial weights: {len(source.found)} tensors of {path}", flush=True)
         if source.left_over:
-            print(f"not used: {_first(source.left_over)}", flush=True)
+            print(f"not used: {listed(source.left_over)}", flush=True)
 
 
 def match(source: Iterable[str], model: Collection[str], key_map: list[str]) -> tuple[dict[str, str], list[str]]:
@@ -193,14 +194,10 @@ def match(source: Iterable[str], model: Collection[str], key_map: list[str]) -> 
 def _name_problems(where: str, missing: list[str], left_over: list[str]) -> Iterator[Problem]:
     if missing:
         instead = "init_key_map=['REGEX=>REPLACEMENT'] turns its names into the model's"
-        yield Problem(where, f"has nothing for {_first(missing)}", instead)
+        yield Problem(where, f"has nothing for {listed(missing)}", instead)
     if left_over:
         instead = "init_key_map=['^NAME$=>'] leaves a tensor out"
-        yield Problem(where, f"holds more than the model has: {_first(left_over)}", instead)
-
-
-def _first(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        yield Problem(where, f"holds more than the model has: {listed(left_over)}", instead)
 
 
 def _head_width(model: Any, config: JobConfig) -> int:

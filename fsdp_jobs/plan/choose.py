@@ -17,6 +17,7 @@ from fsdp_jobs.plan.step_time import StepTime, step_time
 from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.plan.traffic import BACKENDS, Traffic, node_traffic, ring_bytes
 from fsdp_jobs.run.env import LAYOUT_ENV
+from fsdp_jobs.run.table import listed
 
 NEAR = 1.03  # steps this close to the shortest count as equally fast
 # what decides among those, one after the other
@@ -197,9 +198,8 @@ def _choose_without_shape(grouping: Grouping, strategy: str, group: int | str) -
 
 def _spares_sentence(grouping: Grouping, placement: Placement) -> list[str]:
     names = [grouping.topology.nodes[i].name for i in placement.spares]
-    listed = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
     one, many = "completes no shard group and stands by as a spare", "complete no shard group and stand by as spares"
-    return [f"{listed} {one if len(names) == 1 else many}."] if names else []
+    return [f"{listed(names)} {one if len(names) == 1 else many}."] if names else []
 
 
 def _between(config: JobConfig, option: Option) -> float:

@@ -24,6 +24,7 @@ from fsdp_jobs.plan.traffic import Traffic
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.goodput import Costs, Failures
 from fsdp_jobs.run.record import Record
+from fsdp_jobs.run.table import listed
 
 
 @dataclass(frozen=True)
@@ -182,9 +183,8 @@ def _settled(config: JobConfig, topology: Topology, low: int, high: int) -> tupl
     unknown = [n.name for n in topology.nodes if not n.switch_path]
     if len(unknown) in (0, len(topology.nodes)):
         return topology, []
-    names = ", ".join(unknown[:5]) + (", ..." if len(unknown) > 5 else "")
     alone = Topology.of(replace(n, switch_path=n.switch_path or (f"leaf-of-{n.name}",)) for n in topology.nodes)
-    return alone, [f"Warning: the switches of {names} are unknown; each counts as its own leaf switch."]
+    return alone, [f"Warning: the switches of {listed(unknown)} are unknown; each counts as its own leaf switch."]
 
 
 def sharding_problems(config: JobConfig, topology: Topology) -> Iterator[Problem]:
@@ -213,8 +213,8 @@ def _where_captures_are(layout: Layout, nodes: Sequence[Node]) -> Iterator[str]:
     elif layout.replicas == 1:
         pairs = zip(nodes, (nodes[i] for i in partners(len(nodes)) if i is not None), strict=True)
         if near := [node.name for node, other in pairs if node.switch_path[-1] == other.switch_path[-1]]:
-            names = ", ".join(near[:5]) + (", ..." if len(near) > 5 else "")
-            yield f"Warning: the captures of {names} are copied under their own leaf switch, which has most nodes."
+            where = "under their own leaf switch, which has most nodes"
+            yield f"Warning: the captures of {listed(near)} are copied {where}."
 
 
 def _at_minimum(config: JobConfig, shape: ModelShape, topology: Topology, low: int) -> str:

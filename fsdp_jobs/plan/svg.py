@@ -8,6 +8,7 @@ from html import escape
 from fsdp_jobs.plan.memory import size
 from fsdp_jobs.plan.plan import Plan
 from fsdp_jobs.plan.render import Row, rows_of, span, summary_of, title_of
+from fsdp_jobs.run.table import listed
 
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")  # Paul Tol's bright scheme
 MOST_NODES_DRAWN = 64  # more are condensed: one row per leaf switch
@@ -36,8 +37,7 @@ def to_svg(plan: Plan) -> str:
         out += [_svg_text(12, y + 15, row.leaf, 'fill="#555"'), _svg_text(84, y + 15, row.nodes)]
         out += _stripes(row, left, y) if condensed else _squares(row, left, y)
     if plan.spares:
-        names = ", ".join(plan.spares[:6]) + (", ..." if len(plan.spares) > 6 else "")
-        out.append(_svg_text(84, bottom + 15, f"spare: {names}", 'fill="#777"'))
+        out.append(_svg_text(84, bottom + 15, f"spare: {listed(plan.spares)}", 'fill="#777"'))
     return "\n".join([*out, "</svg>", ""])
 
 

@@ -52,6 +52,12 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
+def listed(words: Sequence[str], most: int = 5, separator: str = ", ", of: str = "") -> str:
+    """List up to `most` words, and say how many more there are, `of` a kind: `a, b and 3 more ranks`."""
+    more = f" and {len(words) - most:,} more{of and f' {of}'}" if len(words) > most else ""
+    return separator.join(words[:most]) + more
+
+
 def ago(seconds: float | None) -> str:
     """Format as `5s ago`, or a dash."""
     return "-" if seconds is None else f"{duration(seconds)} ago"

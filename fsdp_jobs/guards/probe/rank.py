@@ -28,6 +28,7 @@ from fsdp_jobs.run import events
 from fsdp_jobs.run.agreement import digest
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ATTEMPT_ENV, RUN_DIR_ENV
+from fsdp_jobs.run.table import listed
 from fsdp_jobs.run.verdict import notify
 
 Microbatch = tuple[Tensor, Tensor]
@@ -148,9 +149,9 @@ class Probe:
         round_ = next(e for e in events.newest_events(run) if isinstance(e, events.RoundStarted))
         nproc = round_.world_size // len(round_.nodes)
         nodes, hosts = [round_.nodes[r // nproc] for r in wrong], [round_.hosts[r // nproc] for r in wrong]
-        places = zip(wrong[:_NAMED], nodes, hosts, strict=False)
-        who = ", ".join(f"rank {r} on node {n} ({h}, local rank {r % nproc})" for r, n, h in places)
-        who += f" and {len(wrong) - _NAMED} more ranks" if len(wrong) > _NAMED else ""
+        places = zip(wrong, nodes, hosts, strict=True)
+        ranks = [f"rank {r} on node {n} ({h}, local rank {r % nproc})" for r, n, h in places]
+        who = listed(ranks, _NAMED, of="ranks")
         others = "than most ranks" if is_known else "than each other, and it is not known which is right"
         since = f"the last probe at which all were the same was at step {self._agreed}"
         if self._agreed < 0:

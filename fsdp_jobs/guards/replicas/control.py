@@ -26,6 +26,7 @@ from fsdp_jobs.guards.replicas.difference import (
 from fsdp_jobs.run import events
 from fsdp_jobs.run.agreement import NO_LIMIT
 from fsdp_jobs.run.protocol import Message
+from fsdp_jobs.run.table import listed
 from fsdp_jobs.run.verdict import Verdict, notify
 
 _ANSWERS_S = 1.0  # for agents to send the sums of single tensors
@@ -175,10 +176,9 @@ class ComparedAttempt(Attempt):
         """Record a finding. Returns its sentence."""
         tensors = difference.tensors()
         places = [difference.places[rank] for rank in ranks]
-        who = ", ".join(f"rank {r} on {p}" for r, p in zip(ranks[:_NAMED_RANKS], places, strict=False))
-        who += f" and {len(ranks) - _NAMED_RANKS} more ranks" if len(ranks) > _NAMED_RANKS else ""
-        more = f" and {len(tensors) - _NAMED} more tensors" if len(tensors) > _NAMED else ""
-        where = f" in {', '.join(tensors[:_NAMED])}{more}" if tensors else ""
+        named = [f"rank {r} on {p}" for r, p in zip(ranks, places, strict=True)]
+        who = listed(named, _NAMED_RANKS, of="ranks")
+        where = f" in {listed(tensors, _NAMED, of='tensors')}" if tensors else ""
         why = f"step {difference.step}: {who} {what}{where}"
         agreed = self._agreed_before(difference.step)
         nodes, hosts = [p.node for p in places], [p.host for p in places]

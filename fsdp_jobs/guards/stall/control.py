@@ -10,6 +10,7 @@ from typing import Any
 from fsdp_jobs.config.resolve import PROGRAMS_STALL_S
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.run.protocol import Message
+from fsdp_jobs.run.table import listed
 
 _FLOOR_S = 60.0
 _STEPS = 20  # step times without a step that are a stall, unless the user sets a time
@@ -65,13 +66,13 @@ class StallWatch:
             return f"{waited}: {_apart(ranks)}", None  # the program's fault, and no machine's
         dead = [(n, r) for n, r in ranks if not r["dumped"]]
         if dead:
-            named = ", ".join(f"rank {r['rank']} on node {n} ({r['status']})" for n, r in dead[:4])
-            return f"{waited}: {named} does not respond", _only(n for n, _ in dead)
+            named = [f"rank {r['rank']} on node {n} ({r['status']})" for n, r in dead]
+            return f"{waited}: {listed(named, 4)} does not respond", _only(n for n, _ in dead)
         behind = min((r["step"] for _, r in ranks), default=0)
         slow = [(n, r) for n, r in ranks if r["step"] == behind]
         if 0 < len(slow) < len(ranks):
-            named = ", ".join(f"rank {r['rank']} on node {n}" for n, r in slow[:4])
-            why = f"{waited}: {named} is still in step {behind + 1} and the others are past it"
+            named = [f"rank {r['rank']} on node {n}" for n, r in slow]
+            why = f"{waited}: {listed(named, 4)} is still in step {behind + 1} and the others are past it"
             return why, _only(n for n, _ in slow)
         return f"{waited}: all are in step {behind + 1}; their stacks are in the attempt's node folders", None
 
@@ -90,7 +91,7 @@ def _apart(ranks: list[tuple[int, dict[str, Any]]]) -> str:
     groups = sorted(places.items(), key=lambda group: (group[0][0], len(group[1])))
     if len(groups) == 1:
         return f"every rank {groups[0][0][1]}"
-    return "; ".join(f"{', '.join(who[:4])}{' and others' * (len(who) > 4)} {where}" for (_, where), who in groups[:3])
+    return "; ".join(f"{listed(who, 4)} {where}" for (_, where), who in groups[:3])
 
 
 def _only(nodes: Iterable[int]) -> int | None:

@@ -30,6 +30,7 @@ from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.run import folders
 from fsdp_jobs.run.checksum import checksum
 from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.table import listed
 from fsdp_jobs.run.verdict import Verdict
 
 COPIES = "copies"
@@ -300,6 +301,6 @@ def lost_shards(found: Collection[Found], after: int, safe: int) -> tuple[int, s
         return (safe, lost) if safe > after else None
     same = [one for one in found if (one.epoch, one.step) == (newest.epoch, newest.step) and one.is_whole]
     missing = sorted({*range(newest.shard_group)} - {one.rank % newest.shard_group for one in same})
-    listed = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-    what = f"no node has its shards {listed} of {newest.shard_group} whole in memory any more"
+    shards = listed([*map(str, missing)], most=8)
+    what = f"no node has its shards {shards} of {newest.shard_group} whole in memory any more"
     return newest.step, f"step {newest.step} was captured, and {what}: {instead}"
