@@ -106,8 +106,9 @@ def step_time(config: JobConfig, shape: ModelShape, layout: Layout, ring: RingBy
     root_gather = near.gather(ring.gather_forward * root_part) + lifted * root_part
     root_reduce = near.gather(ring.reduce * root_part) + lifted * root_part
 
-    # A shard group inside a node and replicas between nodes use different links at the same time.
-    last = max(gather_again + reduce, all_reduce) if s_inter == 0 else gather_again + reduce + all_reduce
+    # A shard group inside a node and replicas that are all on other nodes use different links at the same time.
+    is_apart = s_inter == 0 and r_intra == 0
+    last = max(gather_again + reduce, all_reduce) if is_apart else gather_again + reduce + all_reduce
     forward = c.forward + c.gathered
     backward = c.backward + (c.gathered if ring.gather_backward else 0.0)
     quiet_backward = _beside(backward + c.accumulated, gather_again)

@@ -23,9 +23,11 @@ _SLOWEST_POLL_S = 15.0
 def refresh(sweep: Sweep, rows: Sequence[Row], overview: Overview | None = None) -> None:
     """Bring rows up to date from their run directories, and from launchers where jobs have not ended."""
     settle([sweep.run_of(row) for row in rows])
-    submitted = [row for row in rows if sweep.run_of(row).is_submitted]
+    submitted = []
     for row in rows:
-        if row not in submitted:
+        if sweep.run_of(row).is_submitted:
+            submitted.append(row)
+        else:
             row.state, row.handle, row.reason = NEW, None, ""
     runs = [sweep.run_of(row) for row in submitted]
     for row, run, now in zip(submitted, runs, (overview or Overview()).look(runs), strict=True):

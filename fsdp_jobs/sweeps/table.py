@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -147,7 +148,7 @@ def sweeps_in(runs_dir: str) -> dict[str, Sweep]:
     for job in sorted(Path(runs_dir).glob("*/job.json"), key=lambda file: file.stat().st_mtime):
         run = RunDir(job.parent)
         about = None if run.is_damaged else run.read_job().get("sweep")
-        if about is not None:
+        if about is not None and re.fullmatch(rf"{re.escape(about['name'])}-\d+", run.name):  # and no copy of its run
             sweep = found.setdefault(about["name"], Sweep(about["name"], runs_dir))
             sweep.jobs.append(Row(run.name, about["overrides"]))
             for key in ("fixed", "objective", "direction", "parallelism"):

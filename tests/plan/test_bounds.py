@@ -15,7 +15,7 @@ from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.plan.choose import options_of
 from fsdp_jobs.plan.grouping import Grouping
 from fsdp_jobs.plan.memory import MARGIN, master_bytes
-from fsdp_jobs.plan.plan import make_plan
+from fsdp_jobs.plan.plan import Plan, make_plan
 from fsdp_jobs.plan.shapes import ModelShape, shape_of
 from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.train.shape_probe import activations_of, units_of
@@ -82,6 +82,7 @@ def test_every_remedy_fits(chosen: dict[str, Any], fsdp: dict[str, str]) -> None
     overrides = {"data": "synthetic", **chosen, **fsdp}
     assume(chosen["nodes"] * chosen["nproc_per_node"] >= int(fsdp.get("fsdp.shard_group", 1)))
     plan = make_plan(compose_job([f"{key}={value}" for key, value in overrides.items()]))
+    assert Plan.from_json(plan.to_json()) == plan
     for remedy in plan.remedies:
         mended = overrides | dict(o.split("=", 1) for o in remedy.overrides)
         followed = make_plan(compose_job([f"{k}={v}" for k, v in mended.items()]), seek_remedies=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -183,6 +184,7 @@ def test_unknown_sweeps_are_named_and_damaged_runs_left_out(
     for command, hint in ((["status", "rate"], "did you mean rates?"), (["statu", "rates"], "did you mean status?")):
         assert main(["sweep", *command]) == 2
         assert hint in capsys.readouterr().err
+    shutil.copytree(tmp_path / "runs" / "rates-000", tmp_path / "runs" / "rates-000.copy")
     damaged = RunDir(tmp_path / "runs" / "rates-001").job
     damaged.write_text("{")
     assert main(["sweep", "status", "rates", "--json"]) == 0
