@@ -46,7 +46,6 @@ from __future__ import annotations
 import hmac
 import json
 import logging
-import math
 import secrets
 import socket
 import threading
@@ -61,7 +60,8 @@ from fsdp_jobs.run.term import Lease
 Message = dict[str, Any]
 AGENT, COORDINATOR, PARTNER = "agent", "coordinator", "partner"  # who proves
 _RETRY_S = 0.2  # between two tries to connect
-_TELL_S, _TELL_AGAIN_S = 10.0, 60.0  # without a connection, until that is logged, and again
+_TELL_S, TELL_AGAIN_S = 10.0, 60.0  # without a connection, until that is logged, and again
+CONNECTION = "connection to the coordinator"  # in every line about it in an agent's log
 _LINE = 4096  # most bytes that are read from who has proved nothing
 NO_ROUND: Message = {"round": -1, "epoch": 0, "size": 0, "shard_group": 0}  # what `hello` says when no ranks run
 
@@ -157,21 +157,24 @@ class Link:
                     self._socket.shutdown(socket.SHUT_RDWR)
 
     def _run(self) -> None:
-        lost_at, told_at = time.monotonic(), -math.inf
+        lost_at, told_at = time.time(), 0.0
         while not self._closed.is_set():
             try:
                 with socket.create_connection(self._address, timeout=5) as link:
+                    if told_at > lost_at:
+                        logger.info("again a %s at %s:%d", CONNECTION, *self._address)
                     try:
                         self._talk(link)
                     finally:
-                        lost_at = time.monotonic()
+                        lost_at = time.time()
             except (ValueError, KeyError):
                 pass  # what is not a message ends the connection
             except OSError as e:
-                for_s = time.monotonic() - lost_at
-                if for_s > _TELL_S and time.monotonic() - told_at > _TELL_AGAIN_S:
-                    told_at = time.monotonic()
-                    logger.warning("no connection to the coordinator at %s:%d for %.0f s: %s", *self._address, for_s, e)
+                now = time.time()
+                if now - lost_at > _TELL_S and now - told_at > TELL_AGAIN_S:
+                    told_at = now
+                    since = time.strftime("%H:%M:%S UTC", time.gmtime(lost_at))
+                    logger.warning("no %s at %s:%d since %s: %s", CONNECTION, *self._address, since, e)
             self._closed.wait(_RETRY_S)
 
     def _talk(self, connection: socket.socket) -> None:

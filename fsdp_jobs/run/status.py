@@ -72,7 +72,7 @@ class RunStatus:
         self._events, self._metrics = Tail(self.run.events), Tail(self.run.metrics)
         self._in_round = False  # a step recorded outside of a round is the last of a broken one
         self._is_read = False  # its steps are read from what a program prints
-        self._waited_for = ""
+        self.waited_for = ""  # said by the cluster last; the reason until something happens to the run
         self._newest: dict[str, Any] = {}  # line of metrics.jsonl
         self._last = self._before_s = self._queue_s = 0.0  # time of the newest event; seconds of earlier submissions
         self._begun: float | None = None  # when the present submission was
@@ -157,7 +157,7 @@ class RunStatus:
             case events.Corruption():
                 self.corruptions.append(event)
             case events.Waiting():
-                self.reason = self._waited_for = event.why
+                self.reason = self.waited_for = event.why
             case events.StopRequested():
                 self.state, self.reason, self.doing = "saving", event.why, "saving before it stops"
             case events.AttemptEnded(decision="requeue"):
@@ -170,7 +170,7 @@ class RunStatus:
 
     def _start_round(self, event: events.RoundStarted) -> None:
         self._in_round, self.slow = True, []
-        if self.reason == self._waited_for:  # no longer
+        if self.reason == self.waited_for:  # no longer
             self.reason = ""
         self.nodes, self.world_size = event.nodes, event.world_size
         self.doing = f"{counted(self.world_size, 'rank')} on {counted(len(self.nodes), 'node')}: starting"
@@ -182,6 +182,11 @@ class RunStatus:
     @property
     def ended(self) -> bool:
         return self.state in ENDED
+
+    @property
+    def waits_for_nodes(self) -> bool:
+        """Return whether an attempt has begun, and has no round now."""
+        return self.state in ("starting", "recovering") and not self._in_round
 
     @property
     def goodput(self) -> Goodput:

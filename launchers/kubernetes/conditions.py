@@ -6,14 +6,18 @@ import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
+from fsdp_jobs.launchers.base import at_once
 from fsdp_jobs.launchers.kubernetes.api import Api, ApiError
 from fsdp_jobs.launchers.kubernetes.labels import QUEUE, ROLE, RUN, node_of
 from fsdp_jobs.launchers.kubernetes.skeletons import Object
 from fsdp_jobs.launchers.state import State
+from fsdp_jobs.run.protocol import CONNECTION, TELL_AGAIN_S
 from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_REQUEUE, Verdict
 
 _JOB_NAME = "batch.kubernetes.io/job-name"
 _LATE_S = 30.0
+_LOGGED_S = round(1.5 * TELL_AGAIN_S)  # an agent without a connection has logged it in this time
+_POLICY = "if a NetworkPolicy keeps pods apart: deploy/kubernetes/network-policy.yaml"
 _ENDS = {  # of Jobs and JobSets by condition, of Volcano's jobs by phase
     "Complete": State.DONE,
     "Completed": State.DONE,
@@ -87,6 +91,27 @@ def why_waiting(api: Api, root: Object, jobs: list[Object], pods: list[Object]) 
                 return f"pods of {name} are refused: {warnings[-1].partition(': ')[2]}"
             if why := why_failed(job, pods):
                 return why
+    return ""
+
+
+def why_cut_off(api: Api, pods: list[Object]) -> str:
+    """Return which node has no connection to the coordinator, and since when, by the newest lines of the pods' logs."""
+
+    def last_line(pod: Object) -> str:
+        try:
+            lines = list(api.log(pod["metadata"]["name"], "trainer", since_s=_LOGGED_S))
+        except ApiError:  # it has just gone, or its machine does not answer
+            return ""
+        return next((line for line in reversed(lines) if CONNECTION in line), "")
+
+    nodes = [
+        p for p in pods if p["metadata"]["labels"].get(ROLE) == "trainer" and p["status"].get("phase") == "Running"
+    ]
+    for pod, line in zip(nodes, at_once(last_line, nodes), strict=True):
+        _, no, told = line.partition(f"no {CONNECTION}")
+        if no:
+            cure = "" if "refused" in told else f" ({_POLICY})"
+            return f"pod {pod['metadata']['name']}: {no}{told}{cure}"
     return ""
 
 

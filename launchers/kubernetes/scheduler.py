@@ -277,9 +277,8 @@ def _describe(app: _App, api: Api, jobs: list[Object], pods: list[Object]) -> De
         mirror.pass_on_stop(app.run, api, pods)
     if state.is_active:
         why = conditions.why_waiting(api, root, jobs, pods)
-        has_ended = app.run is not None and Verdict.final(app.run) is not None  # the pods do not know it yet
-        if app.run is not None and why and not has_ended and why != _reason_known(app.run):
-            events.record(app.run, app.run.last_attempt(), events.Waiting(why))
+        if app.run is not None and Verdict.final(app.run) is None:  # else the pods do not know it yet
+            why = _note_why(app.run, api, pods, why)
     else:
         why = verdict.reason if verdict is not None else conditions.why_failed(root, pods)
         if app.run is not None and state is State.FAILED:  # else the pods have recorded how it ended
@@ -298,11 +297,15 @@ def _end_rest(api: Api, root: Object, jobs: list[Object]) -> None:
             api.delete(job)
 
 
-def _reason_known(run: RunDir) -> str:
-    """Return the reason that `status` gives already."""
+def _note_why(run: RunDir, api: Api, pods: list[Object], why: str) -> str:
+    """Record why a job waits, unless its record says so, or that it no longer does; return why."""
     status = RunStatus(run)
     status.glance()
-    return status.reason
+    if not why and status.waits_for_nodes:
+        why = conditions.why_cut_off(api, pods)
+    if why != status.reason and (why or status.reason == status.waited_for):
+        events.record(run, run.last_attempt(), events.Waiting(why))
+    return why
 
 
 def _replica(pod: Object) -> ReplicaStatus:

@@ -493,6 +493,34 @@ class TestWaiting:
             assert "3 Insufficient gpu" in status.reason
             events.record(run, 0, events.AttemptStarted(2))  # mirrored from the coordinator's pod
 
+    def test_whom_the_nodes_cannot_reach_and_that_they_do_again(self, api: SimulatedApi, app: str) -> None:
+        """A policy that drops packets leaves pods that run and nothing in the cluster that says why."""
+        run = RunDir("runs/x")
+
+        def reason() -> str:
+            self.said(app)
+            status = RunStatus(run)
+            status.update()
+            return status.reason
+
+        running = {"phase": "Running", "containerStatuses": [{"name": "trainer", "state": {"running": {}}}]}
+        self.put_pod(api, app, running)
+        events.record(run, 0, events.AttemptStarted(2))
+        assert reason() == ""
+        at = "connection to the coordinator at x-0.x:29400"
+        logged = [f"2026-11-23 10:01:00,000 WARNING link: no {at} since 10:00:50 UTC: timed out\n"]
+        api.log_of = lambda _pod, _follow: iter([(time.time(), line.encode()) for line in logged])
+        why = reason()
+        assert f"-node-0-abcde: no {at} since 10:00:50 UTC: timed out" in why
+        assert "deploy/kubernetes/network-policy.yaml" in why and why == reason()
+        logged.append(f"2026-11-23 10:02:00,000 INFO link: again a {at}\n")
+        assert reason() == ""
+        reason()
+        assert run.events.read_text().count('"waiting"') == 2
+        events.record(run, 0, events.RoundStarted([0], ["m1"], "full_shard", 1, 1))
+        del logged[1]
+        assert reason() == "", "what was logged before the round"
+
     def end(self, api: SimulatedApi, app: str, message: str) -> None:
         """The coordinator's pod ends with 1, and so its Job fails."""
         ended = {"exitCode": 1, "reason": "Error", "message": message}
