@@ -17,6 +17,7 @@ from fsdp_jobs.run.directory import RunDir
 _FILTERS = ("SQUEUE_", "SINFO_", "SACCT_", "SCONTROL_", "SCANCEL_", "SLURM_TIME_FORMAT", "SLURM_CLUSTERS")
 _UP = ("idle", "mixed", "allocated", "completing")  # states of nodes that jobs can have, now or later
 _TIMEOUT_S = 60.0  # of a command
+LOOK_S = 10.0  # of a question whose answer is only shown: without one the run directory's record is
 _QUEUE_AGE_S = 1.0  # one answer of squeue serves for so long
 _ERROR_AGE_S = 5.0  # of an error, which serves all jobs of a command
 _ACCOUNTING_AGE_S = 10.0  # of an answer of sacct, which is asked for jobs that the controller has forgotten
@@ -50,7 +51,9 @@ def own_environment(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
 
 
-def call(*argv: str, stdin: str | None = None, env: Mapping[str, str] | None = None) -> str:
+def call(
+    *argv: str, stdin: str | None = None, env: Mapping[str, str] | None = None, timeout_s: float = _TIMEOUT_S
+) -> str:
     """Run a command and return what it prints; without `env` in a clean environment.
 
     Raises:
@@ -58,11 +61,11 @@ def call(*argv: str, stdin: str | None = None, env: Mapping[str, str] | None = N
     """
     try:
         env = clean_environment() if env is None else env
-        done = subprocess.run(argv, input=stdin or "", env=env, capture_output=True, text=True, timeout=_TIMEOUT_S)
+        done = subprocess.run(argv, input=stdin or "", env=env, capture_output=True, text=True, timeout=timeout_s)
     except FileNotFoundError as e:
         raise SlurmError(f"{argv[0]} is not on this machine's PATH: go to a login node of the cluster") from e
     except subprocess.TimeoutExpired as e:
-        raise SlurmError(f"{argv[0]} did not answer within {_TIMEOUT_S:.0f} s") from e
+        raise SlurmError(f"{argv[0]} did not answer within {timeout_s:.0f} s: the controller is away, or busy") from e
     if done.returncode:
         raise SlurmError(done.stderr.strip() or f"{argv[0]} ended with {done.returncode}")
     return done.stdout
@@ -71,7 +74,7 @@ def call(*argv: str, stdin: str | None = None, env: Mapping[str, str] | None = N
 _answers: dict[tuple[str, ...], tuple[float, str | SlurmError]] = {}  # command -> when, and what it said
 
 
-def recent(*argv: str, max_age_s: float = math.inf) -> str:
+def recent(*argv: str, max_age_s: float = math.inf, timeout_s: float = _TIMEOUT_S) -> str:
     """Return what a command printed at most `max_age_s` ago, or call it when there is no such answer.
 
     Raises:
@@ -80,7 +83,7 @@ def recent(*argv: str, max_age_s: float = math.inf) -> str:
     at, answer = _answers.get(argv, (-math.inf, SlurmError()))
     if time.monotonic() - at > (min(max_age_s, _ERROR_AGE_S) if isinstance(answer, SlurmError) else max_age_s):
         try:
-            answer = call(*argv)
+            answer = call(*argv, timeout_s=timeout_s)
         except SlurmError as e:
             answer = e
         _answers[argv] = time.monotonic(), answer
@@ -139,14 +142,14 @@ class QueuedJob:
         return self.id if self.record in ("", self.id.partition("_")[0]) else self.record
 
 
-def queue(fresh: bool = False) -> dict[str, QueuedJob]:
+def queue(fresh: bool = False, timeout_s: float = _TIMEOUT_S) -> dict[str, QueuedJob]:
     """Return all of this user's jobs that the controller remembers, by id, from one squeue.
 
     Raises:
         SlurmError: there is no squeue, or no controller.
     """
     argv = ("squeue", "--me", "--states=all", "--array", "--noheader", "--format=%i|%T|%r|%S|%N|%B|%A|%j|%k")
-    text = recent(*argv, max_age_s=0.0 if fresh else _QUEUE_AGE_S)
+    text = recent(*argv, max_age_s=0.0 if fresh else _QUEUE_AGE_S, timeout_s=timeout_s)
     jobs = [QueuedJob(*fields) for line in text.splitlines() if len(fields := line.split("|", 8)) >= 7]
     return {job.id: job for job in jobs}
 
@@ -162,14 +165,14 @@ def running(job_id: str) -> QueuedJob | None:
 
 
 def jobs(job_ids: Sequence[str]) -> list[QueuedJob | None]:
-    """Return jobs from the queue, else from accounting; None for one that neither knows.
+    """Return jobs from the queue, else from accounting, to show them; None for one that neither knows.
 
     Raises:
         SlurmError: as `queue`.
     """
-    known = queue()
+    known = queue(timeout_s=LOOK_S)
     if not known.keys() >= set(job_ids):  # it may be newer than the last answer
-        known = queue(fresh=True)
+        known = queue(fresh=True, timeout_s=LOOK_S)
     return [known.get(job_id) or _accounted(job_id) for job_id in job_ids]
 
 
@@ -177,7 +180,7 @@ def _accounted(job_id: str) -> QueuedJob | None:
     """Return a job from one sacct for all tasks of its array; None without accounting."""
     columns = ("-X", "-n", "-P", "-j", job_id.partition("_")[0], "-o", "JobID,State,Start,NodeList,JobName,Comment")
     try:
-        text = recent("sacct", *columns, max_age_s=_ACCOUNTING_AGE_S)
+        text = recent("sacct", *columns, max_age_s=_ACCOUNTING_AGE_S, timeout_s=LOOK_S)
     except SlurmError:
         return None
     records = [[*line.split("|", 5), "", ""] for line in text.splitlines() if line.startswith(f"{job_id}|")]
@@ -246,9 +249,10 @@ def silent() -> str:
     return ""
 
 
-def settings() -> dict[str, str]:
+def settings(timeout_s: float = _TIMEOUT_S) -> dict[str, str]:
     """Return `scontrol show config`, key -> value."""
-    return dict(re.findall(r"^(\w+)\s*= (.*)$", recent("scontrol", "show", "config"), re.MULTILINE))
+    text = recent("scontrol", "show", "config", timeout_s=timeout_s)
+    return dict(re.findall(r"^(\w+)\s*= (.*)$", text, re.MULTILINE))
 
 
 def cpus_by_node(hosts: Sequence[str], text: str) -> dict[str, int]:

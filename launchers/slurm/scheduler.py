@@ -138,7 +138,7 @@ class SlurmLauncher(Launcher):
         return next((e.slurm_job for e in started if e.attempt >= run.first_attempt()), None)  # SLURM has forgotten it
 
     def cluster_of(self, app_id: str) -> str:
-        return client.settings()["ClusterName"]
+        return client.settings(client.LOOK_S)["ClusterName"]
 
     def describe(self, app_ids: Sequence[str]) -> list[Description | None]:
         runs = [self.run_of(app_id) for app_id in app_ids]
@@ -146,7 +146,7 @@ class SlurmLauncher(Launcher):
         return [_describe(*known) for known in zip(app_ids, jobs, runs, strict=True)]
 
     def known(self) -> list[str]:
-        return list(client.queue())
+        return list(client.queue(timeout_s=client.LOOK_S))
 
     def _link(self, app_id: str, cluster: str = "") -> Path:
         return self._links / (cluster or self.cluster_of(app_id)) / app_id  # clusters that share a home have equal ids

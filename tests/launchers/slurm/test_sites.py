@@ -169,7 +169,8 @@ def test_a_controller_that_is_away_silences_nothing_and_harms_nothing(lab: Lab, 
         try:
             (row,) = json.loads(lab.cli(folder, "status", "--json").stdout)
             assert row["state"] == "running" and row["step"] > 0, row
-            assert "its launcher does not answer: " in row["reason"] and "Unable to contact" in row["reason"], row
+            assert "its launcher does not answer: " in row["reason"], row
+            assert any(words in row["reason"] for words in ("Unable to contact", "did not answer within 10 s")), row
             under = [str(CLUSTER), "run", "login", "env", "PATH=/nowhere"]
             nowhere = cli(folder, "status", "away", under=under, FSDP_JOBS_SLURM=str(lab.folder))
             assert "is not on this machine's PATH" in nowhere.stdout, nowhere.stdout + nowhere.stderr

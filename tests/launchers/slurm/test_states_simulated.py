@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit import submit as submission
+from fsdp_jobs.submit.submitted import describe
 
 NO_ACCOUNTING = "echo 'Slurm accounting storage is disabled' >&2; exit 1"
 
@@ -158,6 +160,19 @@ def test_a_job_is_found_by_the_submission_in_its_comment_and_is_nobody_elses(slu
     assert listed.app_handle == "slurm_fsdp://lab/4"
     run.job.write_text(json.dumps({"first_attempt": 0, "submission": "newer"}))
     assert state("4") is State.FAILED, "ids begin again: this job is another run's"
+
+
+def test_a_look_at_a_controller_that_is_away_is_short(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real commands go on asking for 33 s and more."""
+    monkeypatch.setattr(client, "LOOK_S", 0.5)
+    known_run(slurm, "7", None)
+    client._answers.clear()
+    say(slurm, "scontrol", "exec sleep 30")
+    began = time.monotonic()
+    (job,) = describe([make_app_handle("slurm_fsdp", "lab", "7")])
+    assert time.monotonic() - began < 10
+    assert job.state is State.SILENT
+    assert "scontrol did not answer within 0 s: the controller is away, or busy" in job.message
 
 
 def test_a_dry_run_of_many_jobs_asks_a_controller_that_does_not_answer_once(
