@@ -88,7 +88,9 @@ class Server:
         while run.last_attempt() <= self.coordinator.number:
             try:
                 if not number:
-                    number = await asyncio.to_thread(claim, home, COORDINATOR, owner)
+                    seen = self.coordinator.epoch_seen  # rounds are numbered above it, too, and recorded elsewhere
+                    number = await asyncio.to_thread(claim, home, COORDINATOR, owner, above=seen)
+                    self.coordinator.epoch_seen = max(self.coordinator.epoch_seen, number)
                     self.coordinator.leases.on_charge(_CHARGE_S, time.monotonic())
                 elif await asyncio.to_thread(newest, home, COORDINATOR) > number:
                     break

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import resource
+import shutil
 import socket
 import struct
 import time
@@ -21,11 +22,13 @@ from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.control import server as door
 from fsdp_jobs.control.coordinator import Coordinator
 from fsdp_jobs.control.server import Server
-from fsdp_jobs.run import protocol
+from fsdp_jobs.run import events, protocol
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.processes import free_port, raise_file_limit
 from fsdp_jobs.run.protocol import AGENT, COORDINATOR, Link, proof
 from fsdp_jobs.run.tail import read_json_lines
+from fsdp_jobs.run.term import COORDINATOR as COORDINATORS
+from fsdp_jobs.run.term import ROUND, claim, newest
 
 HELLO = {
     "attempt": 0,
@@ -234,6 +237,33 @@ def test_what_a_closed_connection_proves(tmp_path: Path) -> None:
         assert len(lost(server)) == 3 and "away" in leases, "it said that it would come again"
 
     serving(tmp_path, talk)
+
+
+def test_a_coordinator_steps_back_for_a_newer_one_where_the_markers_were_purged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "_CHARGE_S", 0.01)
+    run = RunDir(tmp_path / "run")
+    run.attempt(0).mkdir(parents=True)
+    config = compose_job(["nodes=1", "nproc_per_node=1"])
+
+    async def main() -> None:
+        old = Coordinator(config, run, 0, time.monotonic())
+        charge = asyncio.create_task(Server(old, "secret")._keep_charge())
+        while newest(run.checkpoints, COORDINATORS) < 3:
+            await asyncio.sleep(0.01)
+        epoch = claim(run.checkpoints, ROUND, "its round", above=old.epoch_seen)
+        events.record(run, 0, events.RoundStarted([0], ["a"], "full_shard", 1, 1, epoch=epoch))
+        shutil.rmtree(run.checkpoints / "epochs")
+        new = Coordinator(config, run, 0, time.monotonic())
+        newer = asyncio.create_task(Server(new, "secret")._keep_charge())
+        await asyncio.wait([charge], timeout=5)
+        assert old.is_superseded and not new.is_superseded
+        newer.cancel()
+
+    for earlier in range(2):
+        claim(run.checkpoints, COORDINATORS, f"coordinator {earlier}")
+    asyncio.run(main())
 
 
 def test_the_limit_of_open_files_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
