@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -203,7 +204,7 @@ class Checkpointer:
             self._conclude(request, error)
         else:
             self.failure = None
-            self._record(events.CheckpointOnNodes, request.temporary, SHARDS)
+            self._record(events.CheckpointOnNodes, request, request.temporary / SHARDS)
             if self._may_upload:
                 self.disks.upload(request)
             self.disks.tidy()
@@ -223,7 +224,7 @@ class Checkpointer:
         """
         if error is None:
             self.failure, self.committed_step = None, request.step
-            self._record(events.Checkpoint, request.final, MANIFEST)
+            self._record(events.Checkpoint, request, request.final / MANIFEST)
             return
         failures = getattr(error, "failures", {})  # of ranks, in DCP's wrapping
         where, cause = next(((f"rank {r}: ", cause) for r, (cause, _) in failures.items()), ("", error))
@@ -244,11 +245,13 @@ class Checkpointer:
         events.record(self.run, self.attempt, events.CheckpointFailed(step, why))
         print(f"WARNING {why}", flush=True)
 
-    def _record(self, kind: type[events.Checkpoint | events.CheckpointOnNodes], folder: Path, name: str) -> None:
+    def _record(self, kind: type[events.Checkpoint | events.CheckpointOnNodes], request: SaveRequest, at: Path) -> None:
+        """Record a save that is whole; `at`: its manifest, which a store may not give back any more."""
         if self.rank == 0:
-            manifest = Manifest.read(folder, name)
-            took = round(time.time() - manifest.time, 3)
-            events.record(self.run, self.attempt, kind(manifest.step, manifest.bytes, took))
+            took, size = round(time.time() - request.manifest.time, 3), 0
+            with suppress(Exception):  # a store's client has its own kinds
+                size = Manifest.read(at.parent, at.name).bytes
+            events.record(self.run, self.attempt, kind(request.step, size, took))
 
     def restore(self, otherwise: Callable[[], None] | None = None) -> int:
         """Load the newest whole checkpoint; without one call `otherwise`. Returns the step, 0 for none.

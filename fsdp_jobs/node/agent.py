@@ -19,7 +19,6 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp_jobs.config.schema import JobConfig, load_config
@@ -81,8 +80,7 @@ def run_agent(args: argparse.Namespace, signals: Signals) -> int:
     config = load_config(run.config)
     folder = make_folder()
     keep_temporaries_in(folder)
-    every_steps, memory = config.checkpoint.memory.every_steps, Path(config.checkpoint.memory.dir)
-    copies = Copies(memory, run, attempt, args.node) if every_steps else None
+    copies = Copies.of_node(config.checkpoint.memory, run, attempt, args.node)
     identity: Message = {
         "attempt": attempt,
         "node": args.node,

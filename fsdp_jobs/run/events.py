@@ -240,11 +240,12 @@ class Checkpoint(Event, style="blue"):
     """A checkpoint is committed."""
 
     step: int
-    bytes: int = 0
+    bytes: int = 0  # 0: not known
     seconds: float = 0.0
 
     def sentence(self) -> str:
-        return f"checkpoint of step {self.step}: {self.bytes / 1e6:.1f} MB in {self.seconds:.1f} s"
+        size = f": {self.bytes / 1e6:.1f} MB" if self.bytes else ""
+        return f"checkpoint of step {self.step}{size} in {self.seconds:.1f} s"
 
 
 class CheckpointOnNodes(Event, sentence="step {step} is on the nodes' disks after {seconds:.1f} s", style="blue"):

@@ -17,7 +17,10 @@ class Points:
     """Counts fsyncs, renames, writes, removals and requests to S3 of this process, and strikes at one of them."""
 
     def __init__(self, strike_at: int | None, fault: str):
-        """`fault`: kill (before it), half (in the middle of a write), stall, or the name of an errno."""
+        """`fault`: kill (before it), half (in the middle of a write), stall, the name of an errno, or expired.
+
+        The last is a credential, for this and all later requests to S3.
+        """
         self.strike_at, self.fault, self.seen = strike_at, fault, list[str]()
         self._lock = threading.Lock()
 
@@ -36,12 +39,15 @@ class Points:
         io.open = open_
         try:
             from aiobotocore.client import AioBaseClient
+            from botocore.exceptions import ClientError
         except ImportError:
             return
         request = AioBaseClient._make_api_call
 
         async def requested(client: Any, operation: str, arguments: Any) -> Any:
             self._hit(f"s3 {operation}", lambda: None)
+            if self.fault == "expired" and self.strike_at is not None and len(self.seen) > self.strike_at:
+                raise ClientError({"Error": {"Code": "ExpiredToken", "Message": "the token has expired"}}, operation)
             return await request(client, operation, arguments)
 
         AioBaseClient._make_api_call = requested
@@ -65,7 +71,7 @@ class Points:
             if self.fault == "half":
                 half()
             os.kill(os.getpid(), signal.SIGKILL)
-        else:
+        elif self.fault != "expired":
             import errno
 
             code = getattr(errno, self.fault)

@@ -26,7 +26,7 @@ KEEP = 2
 PLACES = ("disk", "local_dir", "s3")
 ACTIONS = ("save", "replace", "resume")
 FAULTS = ("kill", "half", "ENOSPC", "EIO", "stall")
-FAULTS_IN_STORE = ("kill", "EIO", "stall")  # of a request, which is taken whole or not
+FAULTS_IN_STORE = ("kill", "EIO", "expired", "stall")  # of a request, which is taken whole or not
 
 
 def _keys(folder: Path, place: str) -> dict[str, Any]:
@@ -91,10 +91,14 @@ def _check(folders: list[str], place: str, action: str) -> None:
             events = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
             told = max(e["step"] for e in events if e["event"] in ("checkpoint", "checkpoint_on_nodes"))
             told = min(told, 4) if action == "resume" and told == 6 else told  # 6 is the one that was damaged
+            outcomes = {e["step"] for e in events if e["event"] in ("checkpoint", "checkpoint_failed")}
+            unsaid = {6, 8} - outcomes if place == "s3" and action == "save" and (path / "points").exists() else set()
             step = again.restore()
             whole = [f for f in catalog.find_checkpoints(again.home) if not catalog.verify(f)]
             if step < told:
                 wrong[folder] = f"step {told} was recorded, and step {step} is what a resume finds"
+            elif unsaid:
+                wrong[folder] = f"nothing is said of the steps {unsaid}"
             elif value_of(again) != float(step):
                 wrong[folder] = f"step {step} holds {value_of(again)}"
             elif len(whole) < (1 if action == "resume" else KEEP):  # of two, one was damaged on purpose

@@ -36,12 +36,14 @@ def _save_with_refusals(folder: str) -> list[str]:
         save_steps(checkpoints, 3)
     with patch.object(Manifest, "write", _refuse):
         save_steps(checkpoints, 4)
+    with patch.object(Manifest, "read", _refuse):  # also after the commit
+        save_steps(checkpoints, 5)
     return [f.name for f in checkpoints.home.glob("step-*")]
 
 
 def test_what_a_store_refuses_after_the_manifest_removes_nothing(tmp_path: Path) -> None:
     (names,) = run_world(1, _save_with_refusals, str(tmp_path))
-    assert sorted(name.partition(".")[0] for name in names) == [f"step-0000000{step}" for step in (1, 2, 3)]
+    assert sorted(name.partition(".")[0] for name in names) == [f"step-0000000{step}" for step in (1, 2, 3, 5)]
     run = RunDir(tmp_path)
-    assert [event["step"] for event in events_of(run, "checkpoint")] == [1, 2]
+    assert [event["step"] for event in events_of(run, "checkpoint")] == [1, 2, 5]
     assert [event["step"] for event in events_of(run, "checkpoint_failed")] == [3, 4]

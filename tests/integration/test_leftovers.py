@@ -69,6 +69,10 @@ def test_the_next_agent_removes_what_a_killed_one_has_left_and_the_last_leaves_n
     os.close(
         os.open(f"sem.fsdp_jobs-{os.getuid()}-ranks-orphaned-a", os.O_CREAT, dir_fd=made.memory)
     )  # of ranks whose agent has ended
+    snapshots = f"fsdp_jobs-{os.getuid()}-memory-{'f' * 16}-another-1234"  # of a job that SLURM killed at once
+    os.mkdir(snapshots, dir_fd=made.memory)
+    os.close(os.open(f"{snapshots}/lock", os.O_CREAT, dir_fd=made.memory))
+    os.utime(snapshots, (1, 1), dir_fd=made.memory)
     agent = made.agent(0)
     for process in [*agent.children(recursive=True), agent]:  # with the tracker that would remove semaphores
         process.kill()

@@ -18,11 +18,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from fsdp_jobs.config.schema import MemoryConfig
 from fsdp_jobs.guards.replicas.node import Sums
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.protocol import PARTNER, Message, enter, line, welcome
-from fsdp_jobs.tiers.memory.slots import COPIES, Capture, Slot, adopt_folder, newest_in, slots_in
+from fsdp_jobs.tiers.memory.slots import COPIES, Capture, Slot, adopt_folder, newest_in, remove_left, slots_in
 
 _LOOK_S = 0.01  # between two looks for a new capture
 _LOOKS = 5  # after a change: the next one may have the same time stamp
@@ -53,6 +54,15 @@ class Copies:
         self._server = _Server(("", 0), self.folder / COPIES, self._token)
         self.port = int(self._server.server_address[1])
         self._keeper = threading.Thread(target=self._keep, name="captures", daemon=True)
+
+    @classmethod
+    def of_node(cls, config: MemoryConfig, run: RunDir, attempt: int, node: int) -> Copies | None:
+        """Return a node's; None for a job that captures nothing: then what others have left here is removed."""
+        memory = Path(config.dir)
+        if config.every_steps:
+            return cls(memory, run, attempt, node)
+        remove_left(memory, run)
+        return None
 
     def start(self, sums: Sums) -> None:
         """Begin to seal, send and receive, in threads; `sums` are compared with those of replicas."""

@@ -219,21 +219,30 @@ def adopt_folder(memory: Path, run: RunDir) -> tuple[Path, IO[str]]:
     """
     if not memory.is_dir():
         raise NotADirectoryError(f"checkpoint.memory.dir={memory} is not a folder on this machine")
-    mine = f"{folders.snapshots_of(run)}-{run.submission}"
-    candidates = sorted(folders.owned(memory, mine), key=newest_in, reverse=True)
-    for folder in candidates:
+    for folder in sorted(folders.owned(memory, _name(run)), key=newest_in, reverse=True):
         if (lock := folders.take(folder, folders.DYING_S)) is not None:
-            return folder, lock
-    earlier = folders.owned(memory, folders.snapshots_of(run))
-    for folder in folders.owned(memory, "memory"):
-        if folder not in candidates and (lock := folders.take(folder)) is not None:
-            if folder in earlier or _is_left(folder):
-                shutil.rmtree(folder)
-            lock.close()
-    folder, lock = folders.make(memory, mine)
-    (folder / COPIES).mkdir(mode=0o700)
-    (folder / _RUN).write_text(str(run.path))
+            break
+    else:
+        remove_left(memory, run)
+        folder, lock = folders.make(memory, _name(run))
+        (folder / COPIES).mkdir(mode=0o700)
+        (folder / _RUN).write_text(str(run.path))
     return folder, lock
+
+
+def remove_left(memory: Path, run: RunDir) -> None:
+    """Remove from a node what earlier submissions of a run have left, and what nobody restarts from, of any run."""
+    mine, earlier = folders.owned(memory, _name(run)), folders.owned(memory, folders.snapshots_of(run))
+    for folder in folders.owned(memory, "memory"):
+        if folder not in mine and (lock := folders.take(folder)) is not None:
+            if folder in earlier or _is_left(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+            lock.close()
+
+
+def _name(run: RunDir) -> str:
+    """Return how names of folders of a run's newest submission begin."""
+    return f"{folders.snapshots_of(run)}-{run.submission}"
 
 
 def _is_left(folder: Path) -> bool:
