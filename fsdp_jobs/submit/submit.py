@@ -251,7 +251,9 @@ def artefact_of(job: Prepared, overrides: Sequence[str]) -> str:
     """Return what the cluster of a dry run's job would get, and nothing else."""
     job = replace(job, config=replace(job.config, dry_run=False))
     files = _files_of(job, [o for o in overrides if not o.startswith("dry_run=")])
-    return job.launcher.artefact(job.request, {job.run.identity: identity_of(job.run, job.config).to_json(), **files})
+    return job.launcher.artefact(
+        job.request, {job.run.identity: identity_of(job.run, job.config).to_json(indent=2), **files}
+    )
 
 
 def _write_or_remove(path: Path, text: str | None, mode: int = 0o644) -> None:
