@@ -78,7 +78,7 @@ def test_lost_nodes_are_replaced_and_the_loss_of_the_first_one_requeues(lab: Lab
 def test_the_node_test_names_a_bad_node_and_the_job_excludes_it(lab: Lab, tmp_path: Path) -> None:
     lab.do("run", "node2", "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", "/dev/shm")
     try:
-        tested = ("nodes=2:3", ONE_RANK, "cluster.preflight=true", *QUICK, *ENDLESS)
+        tested = ("nodes=2:4", ONE_RANK, "cluster.preflight=true", *QUICK, *ENDLESS)
         with slurm_job(lab, tmp_path, "picky", *tested) as job:
             job.until_attempt(1)
             verdict = job.verdict(0)
