@@ -34,7 +34,7 @@ def export(run: RunDir, config: JobConfig, file_format: str, step: int | None, o
     Args:
         file_format: "safetensors" (with `config.json` for a Llama or a model of transformers, so that transformers
             opens it, and the tokenizer's files where the model came with some) or "pt".
-        step: of the checkpoint; None for the newest that is whole.
+        step: of the checkpoint; None for the newest that is whole and whose replicas are not known to have differed.
         out: folder; None for `<run directory>/export`.
 
     Raises:
@@ -102,7 +102,10 @@ def _choose(run: RunDir, config: JobConfig, step: int | None) -> Path:
         raise BadInput([Problem(f"--step {step}", f"{run.name} has no such checkpoint", others)])
     for folder in committed[0 if step is None else steps.index(step) :]:
         faults = catalog.verify(folder)
-        if not faults:
+        differs = not faults and catalog.Manifest.read(folder).agreed is False
+        if differs:
+            print(f"WARNING {folder.name}: one of the replicas that it was saved from was wrong", file=sys.stderr)
+        if not faults and (step is not None or not differs):
             on_nodes = [n for n in map(catalog.step_of, catalog.find_on_nodes(home)) if n > catalog.step_of(folder)]
             if on_nodes and step is None:
                 what = f"step {on_nodes[0]} is only on the nodes' own disks: resume {run.name} to have it copied"

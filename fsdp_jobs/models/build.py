@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -55,7 +56,8 @@ def find_blocks(
     """Return the modules that become FSDP units of their own, in the order they run.
 
     With `fsdp.wrap=layer` those of the classes named here or in the configuration; without any, the layers that a model
-    of transformers names itself, and of any other model the members of its module lists.
+    of transformers names itself, and of any other model the members of its module lists; where it has no such list,
+    the modules of a class that an `nn.Sequential` repeats.
 
     Raises:
         ValueError: no module has one of the named classes, or a custom model no list of layers.
@@ -70,15 +72,27 @@ def find_blocks(
     if named and not found:
         there = sorted({type(m).__name__ for m in model.modules()})
         raise ValueError(f"model.wrap_classes={named} matches no module; the model has {', '.join(there)}")
-    found = found or list(_members_of_lists(model))
+    found = found or [*_in_lists(model, _members)] or [*_in_lists(model, _repeated)]
     if not found and isinstance(model_config, CustomModelConfig):
         raise ValueError("the model has no list of layers: name their class, model.wrap_classes='[Block]'")
     return found
 
 
-def _members_of_lists(module: nn.Module) -> Iterator[nn.Module]:
+def _in_lists(module: nn.Module, listed: Callable[[nn.Module], list[nn.Module]]) -> Iterator[nn.Module]:
+    """Yield what the outermost modules list for which `listed` returns something."""
     for child in module.children():
-        yield from child.children() if isinstance(child, nn.ModuleList) else _members_of_lists(child)
+        yield from listed(child) or _in_lists(child, listed)
+
+
+def _members(module: nn.Module) -> list[nn.Module]:
+    return list(module.children()) if isinstance(module, nn.ModuleList) else []
+
+
+def _repeated(module: nn.Module) -> list[nn.Module]:
+    """Return those modules of a sequence that have modules of their own, and whose class is there more than once."""
+    members = list(module.children()) if isinstance(module, nn.Sequential) else []
+    count = Counter(map(type, members))
+    return [m for m in members if count[type(m)] > 1 and any(True for _ in m.children())]
 
 
 def _blocks_by_size(module: nn.Module, min_num_params: int) -> list[nn.Module]:

@@ -71,7 +71,7 @@ def run_agent(args: argparse.Namespace, signals: Signals) -> int:
 
     from fsdp_jobs.node.elastic_agent import Agent, Follower
     from fsdp_jobs.node.output import OutputMetrics
-    from fsdp_jobs.node.rank_logs import LogTimes, RankLogs
+    from fsdp_jobs.node.rank_logs import LogKeeper, RankLogs
     from fsdp_jobs.node.rendezvous import CoordinatorRendezvous
     from fsdp_jobs.node.tracker import TrackerProcess
     from fsdp_jobs.tiers.memory.copies import Copies
@@ -115,7 +115,7 @@ def run_agent(args: argparse.Namespace, signals: Signals) -> int:
         max_restarts=_UNLIMITED,
         monitor_interval=_MONITOR_S,
     )
-    tracker, log_times = TrackerProcess(config, run, attempt, args.node), LogTimes(run.node(attempt, args.node))
+    tracker, logs_kept = TrackerProcess(config, run, attempt, args.node), LogKeeper(run.node(attempt, args.node))
     followers: list[Follower] = [tracker]
     if config.is_program:
         followers.insert(0, OutputMetrics(config.program.metrics, run, attempt, args.node, handler.states))
@@ -130,7 +130,7 @@ def run_agent(args: argparse.Namespace, signals: Signals) -> int:
         while not handler.num_nodes_waiting() and not run.verdict(attempt).exists():
             time.sleep(_MONITOR_S)  # until the round is broken or the attempt is over
     handler.shutdown()
-    log_times.close()
+    logs_kept.close()
     for follower in followers:  # the tracker sends what is read last
         follower.close()
     exit_code = EXIT_FAILED if error else 0

@@ -6,6 +6,7 @@ transformers' Trainer, whose steps stand in its progress bar alone; Lightning's 
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
@@ -148,6 +149,8 @@ class _Round:
     def new(self, log: Path) -> Iterator[Reading]:
         """Yield what new lines say of steps further on. A progress bar ends its lines by beginning the next one."""
         with log.open("rb") as f:
+            if f.seek(0, os.SEEK_END) < self.offset:  # it has begun again
+                self.offset = 0
             f.seek(self.offset)
             *whole, rest = re.split(rb"[\r\n]", f.read(_MOST))
         self.offset += sum(len(line) + 1 for line in whole) or len(rest) // _MOST * _MOST  # a line without an end

@@ -1,9 +1,10 @@
-"""Environment, logs and error files of a node's ranks, as torch's agent asks for them; when the logs were written."""
+"""Environment, logs and error files of a node's ranks, as torch's agent asks for them; care for the logs."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +18,7 @@ from fsdp_jobs.node import accelerate_env
 from fsdp_jobs.node.rendezvous import CoordinatorRendezvous
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run.env import EPOCH_ENV, LAYOUT_ENV, LOG_ENV, ROUND_ENV, STACKS_ENV
-from fsdp_jobs.run.tail import TIMES
+from fsdp_jobs.run.tail import TIMES, rank_of
 
 _EVERY_S = 1.0  # between two looks at the lengths of logs
 FLIGHT_RECORDER = "nccl-trace-rank-"  # NCCL's record of collectives: the rank is appended
@@ -78,31 +79,52 @@ def _allocator() -> dict[str, str]:
     return {} if any(name in os.environ for name in _ALLOCATOR_ENV) else {_ALLOCATOR_ENV[0]: "expandable_segments:True"}
 
 
-class LogTimes:
-    """A thread that records how long a node's rank logs are, beside them, so that lines of all nodes can be ordered."""
+class LogKeeper:
+    """A thread that looks after a node's rank logs.
 
-    def __init__(self, folder: Path):
-        self._folder = folder
+    It records beside them how long they are, so that lines of all nodes can be ordered. A log that becomes too long
+    becomes `rank-<r>.log.1`, in place of the one before, and begins again; a line printed at that moment may be lost.
+    """
+
+    def __init__(self, folder: Path, longest: int = 1 << 30):
+        """`longest`: bytes of a log."""
+        self._folder, self._longest = folder, longest
         self._known: dict[str, tuple[int, float]] = {}
+        self._could_not: set[Path] = set()  # logs for whose other file there was no room
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="log-times", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="logs", daemon=True)
         self._thread.start()
 
     def _watch(self) -> None:
         while not self._over.wait(_EVERY_S):
             self._note()
+            self._shorten()
         self._note()
 
     def _note(self) -> None:
         """Append a line with the sizes that have changed, and when each file was last written to."""
         with suppress(OSError):  # a full disk, or a file that has just gone: only the order of lines suffers
-            stats = {f.stem.removeprefix("rank-"): f.stat() for f in self._folder.glob("rank-*.log")}
+            stats = {rank_of(f): f.stat() for f in self._folder.glob("rank-*.log")}
             sizes = {rank: (stat.st_size, round(stat.st_mtime, 3)) for rank, stat in stats.items() if stat.st_size}
             changed = {rank: written for rank, written in sizes.items() if written != self._known.get(rank)}
             if changed:
                 with (self._folder / TIMES).open("a") as f:
                     f.write(json.dumps(changed) + "\n")
                 self._known |= changed
+
+    def _shorten(self) -> None:
+        for log in self._folder.glob("rank-*.log"):
+            with suppress(OSError):  # there is no room: it is not tried again
+                if log.stat().st_size > self._longest and log not in self._could_not:
+                    self._could_not.add(log)
+                    part = log.with_name(f".{log.name}.part")
+                    try:
+                        shutil.copyfile(log, part)
+                        part.rename(f"{log}.1")
+                    finally:
+                        part.unlink(missing_ok=True)
+                    os.truncate(log, 0)
+                    self._could_not.discard(log)
 
     def close(self) -> None:
         self._over.set()

@@ -22,8 +22,11 @@ _POINTS = 1000  # of a curve
 
 
 def row_of(summary: RunSummary) -> dict[str, Any]:
-    """Return a run's row in the table of runs, with the time of its checkpoint: an age would change always."""
-    return {**summary.cells(), "checkpoint": summary.checkpoint_at}
+    """Return a run's row in the table of runs: with the time of its checkpoint, whose age would change always.
+
+    `owner` is None of this user's runs.
+    """
+    return {**summary.cells(), "checkpoint": summary.checkpoint_at, "owner": summary.owner}
 
 
 def about(status: RunStatus, state: str) -> dict[str, Any]:

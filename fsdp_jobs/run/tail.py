@@ -11,6 +11,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,10 @@ logger = logging.getLogger(__name__)
 
 
 class Tail:
-    """Whole lines of a growing file, each time from where the last call stopped. A file may come into being later."""
+    """Whole lines of a growing file, each time from where the last call stopped.
+
+    A file may come into being later; one that has become shorter has begun again.
+    """
 
     def __init__(self, path: Path, offset: int = 0):
         self.path = path
@@ -32,7 +36,7 @@ class Tail:
 
     def lines(self, until: float = math.inf) -> Iterator[bytes]:
         """Yield new lines without their ends, of the first `until` bytes of the file."""
-        rest, position = b"", self.offset
+        rest, position = b"", self._begin()
         while position < until and (block := self._block(position, until)):
             position += len(block)
             *lines, rest = (rest + block).split(b"\n")
@@ -43,6 +47,13 @@ class Tail:
                 self.offset += len(rest)
                 yield rest
                 rest = b""
+
+    def _begin(self) -> int:
+        """Return where to read on."""
+        with suppress(FileNotFoundError):
+            if self.path.stat().st_size < self.offset:
+                self.offset = 0
+        return self.offset
 
     def _block(self, position: int, until: float) -> bytes:
         try:
@@ -220,11 +231,19 @@ def _timed_lines(tail: Tail) -> Iterator[tuple[float, Path, bytes]]:
 
 
 def _times(log: Path) -> Iterator[tuple[float, float]]:
-    """Yield pairs of a time and the log's size in bytes at that time."""
+    """Yield pairs of a time and the log's size in bytes at that time, since it has begun again last."""
+    found: list[tuple[float, float]] = []
     for noted in read_json_lines(log.parent / TIMES):
-        if (written := noted.get(log.stem.removeprefix("rank-"))) is not None:
+        if (written := noted.get(rank_of(log))) is not None:
             size, when = written
-            yield when, size
+            if found and size < found[-1][1]:
+                found.clear()
+            found.append((when, size))
+    yield from found
+
+
+def rank_of(log: Path) -> str:
+    return log.stem.removeprefix("rank-")
 
 
 def label(file: Path) -> str:

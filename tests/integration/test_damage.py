@@ -162,6 +162,14 @@ def test_export_gives_the_weights_that_were_trained(trained: Path, tmp_path: Pat
     model = build_model(load_config(RunDir(tmp_path / "runs" / "short").config).model)
     model.load_state_dict(pt)
 
+    run = RunDir(tmp_path / "runs" / "short")
+    newest, before, *_ = map(catalog.step_of, catalog.find_checkpoints(run.checkpoints))
+    catalog.mark_agreed(run.checkpoints, lambda step: step != newest)
+    done = cli(tmp_path, "export", "short", "--format", "pt")
+    assert done.returncode == 0 and f"WARNING step-{newest:08d}: one of the replicas" in done.stderr, done.stderr
+    older = torch.load(out / "model.pt", weights_only=True)
+    assert not torch.equal(older["norm.weight"], pt["norm.weight"]), f"not the weights of step {before}"
+
 
 def test_a_full_disk_leaves_nothing_half_written(small_disk: Path, tmp_path: Path) -> None:
     done = cli(tmp_path, "name=full", *SMALL, f"runs_dir={small_disk}", "steps=6", "model.vocab_size=10000")

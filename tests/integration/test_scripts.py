@@ -12,7 +12,7 @@ import pytest
 
 from fsdp_jobs.run.status import RunStatus
 from tests import programs
-from tests.jobs import Job, cli, job
+from tests.jobs import ROOT, Job, cli, job
 from tests.programs import EXAMPLES, log_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
@@ -32,6 +32,42 @@ def test_small_library_loses_a_node_and_goes_on_from_its_checkpoint(tmp_path: Pa
         run.agent(1).kill()
         assert run.wait().verdict == "done", run.story()
         programs.LIBRARY.check_went_on(run, 40)
+
+
+_WATCHED = f"""
+import os, sys, time
+from torch import nn
+sys.path[:0] = [{str(EXAMPLES)!r}, {str(ROOT)!r}]
+import small_library
+from tests.models import flips_a_bit
+
+class Layer(nn.Sequential):
+    def forward(self, x):
+        time.sleep(0.05 if os.environ["RANK"] == "2" else 0.04)
+        return super().forward(x)
+
+class Network(small_library.Network):
+    def __init__(self):
+        super().__init__(depth=1)
+        self.layers = nn.ModuleList([Layer(nn.Linear(64, 64), nn.GELU())])
+
+flips_a_bit()
+small_library.Network = Network
+small_library.main()
+"""
+
+
+def test_the_librarys_slow_nodes_and_differing_replicas_are_named_as_the_trainers(tmp_path: Path) -> None:
+    (tmp_path / "watched.py").write_text(_WATCHED)
+    keys = ("script=watched.py", "script_args=--steps=100000", "fsdp=no_shard", "elastic.heartbeat_interval_s=0.25")
+    keys += ("checkpoint.every_steps=0", "checkpoint.memory.every_steps=1", "integrity.action=restart")
+    with job(tmp_path, "watched", *keys, nodes="3", nproc=1, tiny=False, FLIP="1:0:12:parameter-1:7:20") as run:
+        run.until(lambda: bool(run.events("slow_node")), "a slow node is named", 200)
+        (slow,), (corrupt, *_) = run.events("slow_node"), run.events("corruption")
+        assert (slow["node"], slow["cause"]) == (2, "compute"), slow
+        assert (corrupt["finding"], corrupt["ranks"]) == ("outvoted", [1]) and corrupt["step"] >= 12, corrupt
+        (resumed,) = run.events("resumed")
+        assert (resumed["place"], resumed["step"]) == ("memory", corrupt["agreed"]), resumed
 
 
 def test_preempted_recipe_saves_where_it_is_and_is_requeued(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import shutil
 import socket
@@ -24,6 +25,7 @@ from fsdp_jobs.launchers.base import Description
 from fsdp_jobs.observe.dashboard import live
 from fsdp_jobs.observe.dashboard.app import Dashboard, make_app
 from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.identity import Identity
 from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.submit.overview import Overview
 from fsdp_jobs.sweeps.jobs import measured
@@ -323,6 +325,8 @@ def test_runs_are_compared_and_sweeps_and_logs_shown_by_keyboard_alone(browser: 
     a_sweep(tmp_path)
     recorded_run(tmp_path / "runs", "first")
     second = recorded_run(tmp_path / "runs", "second")
+    eves = Identity("id", "eve", os.getuid() + 1, "login", str(second.path), "of another configuration")
+    write_atomic(second.identity, eves.to_json())
     for rank, words in ((0, ["loading", "Epoch 1"]), (1, ["loading", "CUDA out of memory"])):
         write_atomic(second.rank_log(0, 0, rank), "".join(f"{word}\n" for word in words))
     (tmp_path / "runs" / "torn").mkdir()
@@ -342,6 +346,7 @@ def test_runs_are_compared_and_sweeps_and_logs_shown_by_keyboard_alone(browser: 
         page.goto(address)
         page.wait_for_selector("text=9 runs", timeout=30_000)
         assert "damaged" in page.locator("tr", has_text="torn").inner_text()
+        assert page.locator("tr", has_text="of eve").locator("a").inner_text() == "second"
         watched.keep(tmp_path, "runs")
         page.keyboard.press("/")
         page.keyboard.type("sec")

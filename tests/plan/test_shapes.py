@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.hydra import compose_job
-from fsdp_jobs.config.schema import FsdpConfig, LlamaConfig
+from fsdp_jobs.config.schema import CustomModelConfig, FsdpConfig, LlamaConfig
 from fsdp_jobs.models.build import build_model, find_blocks
 from fsdp_jobs.plan.memory import peak_memory
 from fsdp_jobs.plan.plan import make_plan
@@ -153,6 +153,23 @@ def test_gpt2_is_six_flops_a_weight_and_attention(tmp_path: Path, dropout: float
     shape = shape_of(compose_job([*model, "data.vocab_size=512", "data.seq_len=256"]))
     weights = 3 * 12 * 128**2 + 512 * 128
     assert shape.flops_per_token(256) == 6 * weights + 12 * 3 * 128 * 256
+
+
+def test_without_a_name_the_units_are_what_a_list_or_a_sequence_repeats() -> None:
+    def block() -> nn.Module:
+        return nn.TransformerEncoderLayer(8, 1, 8)
+
+    class Classifier(nn.Module):
+        def __init__(self, body: nn.Module):
+            super().__init__()
+            self.stem, self.body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)), body
+
+    model_config, fsdp = CustomModelConfig(_target_="any.where"), FsdpConfig()
+    for body in (nn.ModuleList([block(), block()]), nn.Sequential(nn.Linear(8, 8), block(), block(), nn.Linear(8, 8))):
+        found = find_blocks(Classifier(body), model_config, fsdp)
+        assert [type(unit).__name__ for unit in found] == ["TransformerEncoderLayer"] * 2
+    with pytest.raises(ValueError, match="name their class"):
+        find_blocks(Classifier(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))), model_config, fsdp)
 
 
 class TestProbe:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_jobs.node.rank_logs import LogTimes
+from fsdp_jobs.node.rank_logs import LogKeeper
 from fsdp_jobs.run.tail import TIMES, follow_files, last_lines
 from tests.jobs import cli, environment, job
 
@@ -34,7 +34,7 @@ def test_lines_of_nodes_come_in_the_order_they_were_written(tmp_path: Path) -> N
 
 
 def test_the_agent_notes_sizes_when_they_change(tmp_path: Path) -> None:
-    times = LogTimes(tmp_path)
+    times = LogKeeper(tmp_path)
     log = tmp_path / "rank-3.log"
     log.write_text("one\n")
     first = log.stat().st_mtime
@@ -45,6 +45,20 @@ def test_the_agent_notes_sizes_when_they_change(tmp_path: Path) -> None:
     noted = [json.loads(line)["3"] for line in (tmp_path / TIMES).read_text().splitlines()]
     assert [size for size, _ in noted] == [4, 8]
     assert all(abs(when - wrote) < 0.1 for (_, when), wrote in zip(noted, (first, second), strict=True))
+
+
+def test_a_log_that_becomes_too_long_begins_again_and_is_followed(tmp_path: Path) -> None:
+    program = "import time\nfor i in range(3000):\n print('line', i, flush=True)\n time.sleep(0.001)"
+    other, log = tmp_path / "rank-0.log.1", tmp_path / "rank-0.log"
+    keeper = LogKeeper(tmp_path, longest=10_000)
+    with log.open("a") as f:
+        says = subprocess.Popen([sys.executable, "-c", program], stdout=f)
+    told = [line for _, line in follow_files(tmp_path, "rank-*.log", lambda: says.poll() is None)]
+    keeper.close()
+    assert other.stat().st_size > 10_000 and log.read_text().endswith("line 2999\n")
+    assert len(set(told)) == len(told) > 2000 and told[-1] == "line 2999", "a follower loses what it had not read"
+    backlog = [line for _, line in follow_files(tmp_path, "rank-*.log", lambda: False)]
+    assert backlog == log.read_text().splitlines() and [*tmp_path.glob(".*")] == []
 
 
 def test_a_log_of_any_length_is_read_in_pieces(tmp_path: Path) -> None:

@@ -87,7 +87,8 @@ function paint(row) {
   if (!lines.has(row.run)) {
     const box = el("input", { type: "checkbox", "aria-label": `compare ${row.run}`, change: () => { selected[box.checked ? "add" : "delete"](row.run); compare(); } });
     const link = el("a", { href: `#run/${encodeURIComponent(row.run)}` }, row.run);
-    lines.set(row.run, el("tr", {}, el("td", {}, box), el("th", { scope: "row" }, link), el("td", {}, badge("")),
+    const owner = row.owner ? [el("span", { class: "dim" }, ` of ${row.owner}`)] : [];
+    lines.set(row.run, el("tr", {}, el("td", {}, box), el("th", { scope: "row" }, link, ...owner), el("td", {}, badge("")),
       ...COLUMNS.slice(2).map((column) => el("td", { class: kindOf(column) + (column === "reason" ? " dim" : "") }))));
   }
   const cells = lines.get(row.run).cells;
@@ -103,7 +104,7 @@ function filter() {
   const wanted = $("#filter").value.toLowerCase().split(/\s+/);
   let shown = 0;
   for (const [name, tr] of lines) {
-    const row = rows.get(name), text = `${name} ${row.state} ${row.reason}`.toLowerCase();
+    const row = rows.get(name), text = `${name} ${row.state} ${row.owner ?? ""} ${row.reason}`.toLowerCase();
     tr.hidden = !wanted.every((word) => text.includes(word));
     shown += !tr.hidden;
   }
