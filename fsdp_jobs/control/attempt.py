@@ -42,6 +42,7 @@ class Round:
     began_at: float = 0.0
     first_step: int = 0  # that it began with
     running: bool = False
+    is_adopted: bool = False  # it began under a coordinator before this one
     has_reports: bool = False  # some rank has reported a step
     saves: bool = False  # some rank has something to save with
     has_gaps: bool = False  # ranks of some node have ended: the others cannot do a step

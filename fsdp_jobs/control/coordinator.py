@@ -66,7 +66,7 @@ class Coordinator(ComparedAttempt):
             self._send_end(agent)
         elif number >= 0 and self._may_adopt and not current.running and number >= current.number:
             known = {key: message[key] for key in ("epoch", "size", "shard_group")}  # the coordinator was restarted
-            self.round = replace(current, number=number, running=True, began_at=now, **known)
+            self.round = replace(current, number=number, running=True, is_adopted=True, began_at=now, **known)
             self._take_into_round(agent, now)
             self._record(events.Adopted(self.round.size))
         elif number >= 0 and number == current.number and current.running:
@@ -255,10 +255,8 @@ class Coordinator(ComparedAttempt):
             self._close(self._preempted(), now)
         elif current.stops_by_signal:
             pass  # nodes leave the round one by one
-        elif 0 < here < current.size and now - self._came_at > self.elastic.heartbeat_timeout_s:
-            self._break(
-                f"{current.size - here} of {current.size} nodes did not reconnect to the restarted coordinator", now
-            )
+        elif current.is_adopted and here < current.size and now - self._came_at > self.elastic.heartbeat_timeout_s:
+            self._break(f"{current.size - here} of {current.size} nodes did not come back to the new coordinator", now)
         else:
             self._maybe_grow(now)
             self._watch_for_slow(now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -16,7 +17,8 @@ from fsdp_jobs.run.table import counted
 from fsdp_jobs.run.tail import Tail
 
 ENDED = ("done", "stopped", "failed")
-WAITING, IDLE = "waiting to be started", "nothing: it has ended"
+WAITING, TRAINING, IDLE = "waiting to be started", "training", "nothing: it has ended"
+_STILL_S, _STILL_LINES = 60.0, 5.0  # without a line of metrics.jsonl, and times the one before took
 _ROUND_ENDS = (events.Submitted, events.AttemptStarted, events.RoundBroken, events.AttemptEnded)
 _GLANCE_BYTES = 1 << 12  # of metrics.jsonl, about a dozen steps
 
@@ -74,6 +76,7 @@ class RunStatus:
         self._is_read = False  # its steps are read from what a program prints
         self.waited_for = ""  # said by the cluster last; the reason until something happens to the run
         self._newest: dict[str, Any] = {}  # line of metrics.jsonl
+        self._line_s = 0.0  # between it and the one before
         self._last = self._before_s = self._queue_s = 0.0  # time of the newest event; seconds of earlier submissions
         self._begun: float | None = None  # when the present submission was
         self._queued: float | None = None  # since when it has been in the queue
@@ -100,6 +103,7 @@ class RunStatus:
         return new
 
     def _measure(self, record: dict[str, Any]) -> None:
+        self._line_s = record.get("time", 0.0) - self._newest.get("time", math.inf) if self._in_round else 0.0
         self._newest = record
         self.steps = record.get("steps", self.steps)
         resumed = record.get("resumed")  # by what a program prints, which says nothing of checkpoints
@@ -121,7 +125,7 @@ class RunStatus:
         self.step_s = took if not self.step_s else 0.8 * self.step_s + 0.2 * took
         self.mfu = record.get("mfu")
         if self._in_round and self.state in ("submitted", "starting", "recovering"):
-            self.state, self.reason, self.doing = "running", "", "training"
+            self.state, self.reason, self.doing = "running", "", TRAINING
 
     def _apply(self, event: Event) -> None:
         self.attempt = max(self.attempt, event.attempt)
@@ -209,6 +213,12 @@ class RunStatus:
         if self.steps is None or self.ended or not self.step_s:
             return None
         return max(0, self.steps - self.step) * self.step_s
+
+    @property
+    def still_s(self) -> float:
+        """Return for how many seconds steps stand still; 0 where none is due."""
+        still_s = time.time() - self._newest.get("time", math.inf)
+        return still_s if self.doing == TRAINING and still_s > max(_STILL_S, _STILL_LINES * self._line_s) else 0.0
 
     @property
     def checkpoint_age_s(self) -> float | None:

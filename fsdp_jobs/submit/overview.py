@@ -177,7 +177,8 @@ def story_of(status: RunStatus, state: str) -> Iterator[tuple[str, str]]:
         yield "corrupt", str(corruption.sentence())
     if on_nodes := [n for n in map(step_of, find_on_nodes(status.run.checkpoints)) if n > status.committed]:
         yield "checkpoint", f"step {on_nodes[0]} is only on the nodes' own disks: the next resume copies it"
-    yield "now", IDLE if state in ENDED else WAITING if state == State.QUEUED.value else status.doing
+    doing = f"no step for {duration(still)}" if (still := status.still_s) else status.doing
+    yield "now", IDLE if state in ENDED else WAITING if state == State.QUEUED.value else doing
     if status.has_steps:
         yield "goodput", goodput_of(status)
 

@@ -189,7 +189,19 @@ def test_a_restarted_coordinator_waits_as_long_as_agents_keep_coming(tmp_path: P
         cluster.later(4, *came)
         assert cluster.coordinator.round.running, cluster.events("round_broken")
     cluster.later(4, *came)
-    assert "1 of 4 nodes did not reconnect" in cluster.events("round_broken")[0]["why"]
+    assert "1 of 4 nodes did not come back to the new coordinator" in cluster.events("round_broken")[0]["why"]
+
+
+def test_an_agent_that_is_lost_after_its_ranks_have_ended_breaks_no_round(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=2", "elastic.heartbeat_timeout_s=5")
+    a, b = cluster.join(0), cluster.join(1)
+    cluster.later(1, a, b)
+    cluster.ended(a)
+    cluster.coordinator.on_gone(a, "its connection closed", cluster.now, certain=True)
+    cluster.later(10, b)
+    assert cluster.coordinator.round.running and not cluster.events("round_broken")
+    cluster.ended(b)
+    assert cluster.verdict is not None and cluster.verdict.verdict == "done"
 
 
 def test_ranks_that_left_on_request_while_there_was_no_coordinator_were_preempted(tmp_path: Path) -> None:

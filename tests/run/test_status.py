@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.status import RunStatus
+from fsdp_jobs.submit.overview import story_of
 from tests.jobs import cli, environment, hear_ctrl_c, job
 from tests.recorded import add_line, recorded_run
 
@@ -40,6 +42,19 @@ def test_scripts_get_what_people_see(tmp_path: Path) -> None:
     assert shown[1].split()[:5] == ["one", "done", "0", "2/2", "20/20"] and "67%" in shown[1]
     refused = cli(tmp_path, "list", "two")
     assert refused.returncode == 2 and "-> fsdp-jobs status two" in refused.stderr
+
+
+def test_steps_that_stand_still_are_not_told_as_training(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path / "runs")
+    lines = run.events.read_text().splitlines(keepends=True)
+    write_atomic(run.events, "".join(line for line in lines if "attempt_ended" not in line))
+    for ago_s, said in ((30, "training"), (200, "no step for 3m20s")):
+        newest = {"loss": 3.0, "step_s": 1.0, "attempt": 0, "time": time.time() - ago_s}
+        add_line(run.metrics, {**newest, "step": 19, "time": newest["time"] - 20})
+        add_line(run.metrics, {**newest, "step": 20})
+        status = RunStatus(run)
+        status.update()
+        assert dict(story_of(status, "running"))["now"] == said
 
 
 def test_a_glance_sees_what_reading_everything_sees(tmp_path: Path) -> None:

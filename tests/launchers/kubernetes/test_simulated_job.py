@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,14 @@ def test_a_job_lives_through_what_happens_to_pods_on_a_simulated_cluster(
     assert drained not in job.events("round_started")[-1]["hosts"]
     resumed = next(e for e in job.events("resumed") if e["attempt"] == 1)
     assert f"saved at step {resumed['step']}" in verdict.reason
+
+    (coordinator,) = cluster.running("coordinator")
+    rounds, step, since = job.rounds(), job.step(), time.time()
+    cluster.api.delete(coordinator, 0)  # by force, while it lives: SIGTERM, and 2 s
+    lives = lambda: bool(cluster.running("coordinator")) and job.metrics()[-1]["time"] > since + 5  # noqa: E731
+    job.until_true(lambda: (job.rounds() > rounds or len(job.events("adopted")) > 2) and lives(), "training goes on")
+    again = [e["step"] for e in job.events("resumed") if e["time"] > since]
+    assert all(at >= step for at in again), f"steps are done again: {again} of {step}"
 
     stopped = cli(tmp_path, "cancel", "life")
     assert stopped.returncode == 0 and "life stopped: cancelled; saved at step" in stopped.stdout, stopped.stdout
