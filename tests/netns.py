@@ -232,6 +232,11 @@ class Fabric:
                     found.append(process)
         return found
 
+    def memory(self, name: str) -> list[str]:
+        """The names of what is in a machine's /dev/shm."""
+        found = Path(f"/proc/{self.machines[name].pid}/root/dev/shm").iterdir()
+        return sorted(file.name for file in found if file.name != "hosts")
+
     def ranks(self, name: str) -> list[psutil.Process]:
         """The ranks that run on a machine."""
         found = []
@@ -276,9 +281,18 @@ class NetnsJob(Job):
     `keep` names the processes that are started again when they die, as a cluster would: `coordinator`, and nodes.
     """
 
-    def __init__(self, fabric: Fabric, folder: Path, name: str, *overrides: str, switches: bool = False, **env: str):
-        """`switches`: tell the agents where on the fabric they are, in SLURM's words."""
-        self.fabric, self.folder, self.name, self.switches = fabric, folder, name, switches
+    def __init__(
+        self,
+        fabric: Fabric,
+        folder: Path,
+        name: str,
+        *overrides: str,
+        switches: bool = False,
+        port: int = PORT,
+        **env: str,
+    ):
+        """`switches`: tell the agents where on the fabric they are, in SLURM's words. `port`: of the coordinator."""
+        self.fabric, self.folder, self.name, self.switches, self.port = fabric, folder, name, switches, port
         self.env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
         given = [f"name={name}", f"runs_dir={folder / 'runs'}", f"nodes={len(fabric.nodes)}", "nproc_per_node=1"]
         given += TINY_TASK if "model=custom" in overrides else TINY
@@ -293,6 +307,7 @@ class NetnsJob(Job):
         self.attempt = -1
         self.started: dict[str, subprocess.Popen[bytes]] = {}  # by machine
         self.keep: set[str] = set()
+        self.beside: list[NetnsJob] = []  # jobs that are tended with this one
         self.clocks: dict[str, float] = {}  # by machine, by how many seconds Python's clock is off there
 
     def start(self, *nodes: str) -> None:
@@ -316,7 +331,7 @@ class NetnsJob(Job):
             **self.env,
             **role.env,
             ATTEMPT_ENV: str(self.attempt),
-            COORDINATOR_ENV: f"{self.fabric.addresses[CONTROL]}:{PORT}",
+            COORDINATOR_ENV: f"{self.fabric.addresses[CONTROL]}:{self.port}",
             ADDRESS_ENV: self.fabric.addresses[name],
             "GLOO_SOCKET_IFNAME": "eth0",
         }
@@ -346,6 +361,8 @@ class NetnsJob(Job):
                 process = self.started.get(name)
                 if process is None or process.poll() is not None:
                     self.start_process(name)
+        for other in self.beside:
+            other.tend()
 
     def until(self, true: Any, what: str, seconds: float = 180) -> None:
         def tended() -> bool:

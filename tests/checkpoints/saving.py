@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,15 @@ def save_steps(checkpoints: Checkpointer, *steps: int) -> None:
         checkpoints.save(step, block=True)
 
 
+def _with_environment(variables: dict[str, str], function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function with the environment of the test: the fork server has the one that it was begun with."""
+    os.environ |= variables
+    return function(*args)
+
+
 def run_to_the_end(ranks: int, function: Callable[..., Any], *args: Any, seconds: float = 120) -> list[int | None]:
     """Call `function(*args)` in ranks that may die. Returns their exit codes."""
+    function = partial(_with_environment, dict(os.environ), function)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.checkpoints.saving", "s3fs"])
     queue = context.Queue()

@@ -59,7 +59,7 @@ def _act(folder: str, place: str, action: str, at: int | None, fault: str) -> No
         points.arm()
     try:
         second.restore()
-    except Exception as e:
+    except BaseException as e:  # DCP's are no Exception
         (path / "said").write_text(f"{type(e).__name__}: {e}")
         os._exit(1)  # a failed rank; the next round resumes
     if action != "resume":
