@@ -29,10 +29,10 @@ from fsdp_jobs.checkpoints.tiers import Restored, SharedStorage, Tier
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.config.keys import AUTO
 from fsdp_jobs.config.schema import JobConfig
-from fsdp_jobs.guards.replicas.rank import tell_sums
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, checkpoints_of
+from fsdp_jobs.run.guards import guards_in
 from fsdp_jobs.run.table import counted
 from fsdp_jobs.run.tail import lacks_line
 from fsdp_jobs.run.term import Epoch, Fenced
@@ -97,6 +97,7 @@ class Checkpointer:
         self._request: SaveRequest | None = None
         self._may_upload = True
         self._saves = 0
+        self.guards = [made(self) for made in guards_in("rank")]
         optimizer.register_step_pre_hook(lambda *_: self.before_update())
 
     def is_due(self, step: int) -> bool:
@@ -165,12 +166,10 @@ class Checkpointer:
         if self.memory is not None:
             self.memory.after_step(step, self.samples, self.stream, record)
 
-    def compare(self, step: int, is_end: bool) -> None:
-        """Have the state after `step` steps compared with that of replicas, if it is time to; captures are anyway."""
-        every = self.job.integrity.every_steps
-        is_due = is_end if self.memory is not None else every > 0 and (is_end or step % every == 0)
-        if is_due and self.layout.replicas > 1:
-            tell_sums(self.state, self.layout, step, self.rank)
+    def watch(self, step: int, is_end: bool) -> None:
+        """Have the guards look at the state after `step` steps, which may be the last of the job."""
+        for guard in self.guards:
+            guard.after_step(step, is_end)
 
     @property
     def safe_step(self) -> int:
@@ -273,7 +272,7 @@ class Checkpointer:
             events.record(self.run, self.attempt, told)
             print(f"resumed from step {step} on {counted(world, 'rank')}", flush=True)
         if restored is not None or otherwise is not None:  # else who calls this may yet fill the weights
-            self.compare(step, is_end=True)
+            self.watch(step, is_end=True)
         self.on_restored(step)
         return step
 

@@ -6,18 +6,15 @@ import logging
 import time
 from dataclasses import dataclass, field, replace
 
-from fsdp_jobs.config.resolve import node_range
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.control.failures import Budget, Machines, find_cause
 from fsdp_jobs.control.fencing import Leases
+from fsdp_jobs.control.guard import Guard
 from fsdp_jobs.control.placement import Agents, ConnectedAgent, RoundPlanner
-from fsdp_jobs.guards.replicas.difference import OUTVOTED, TWO
-from fsdp_jobs.guards.slow.control import EXCLUDE_SLOW_S, SlowWatch, pays
-from fsdp_jobs.guards.stall.control import StallWatch
 from fsdp_jobs.run import events
-from fsdp_jobs.run.agreement import NO_LIMIT
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.failure import Failure
+from fsdp_jobs.run.guards import guards_in
 from fsdp_jobs.run.rank_state import Request
 from fsdp_jobs.run.tail import last_lines
 from fsdp_jobs.run.verdict import Verdict
@@ -31,13 +28,11 @@ logger = logging.getLogger(__name__)
 class Round:
     """What is known of a round; before the first, and while none is formed, of one that is over."""
 
-    watch: StallWatch
     number: int = -1
     epoch: int = 0  # the number over all attempts of the run
     size: int = 0  # nodes
     shard_group: int = 0  # 0 before the first
     hosts: dict[int, str] = field(default_factory=dict)  # node -> machine
-    slow: SlowWatch = field(default_factory=SlowWatch)
     head: ConnectedAgent | None = None
     began_at: float = 0.0
     first_step: int = 0  # that it began with
@@ -57,6 +52,7 @@ class Round:
     lost: dict[int, str] = field(default_factory=dict)  # node -> how
     culprit: int | None = None  # node on which the others waited, that was lost alone, or whose state is wrong
     excludes: bool = False  # the culprit at once
+    has_stalled: bool = False
 
     def was_long(self, now: float) -> bool:
         return not self.saves and now - self.began_at > _LONG_ROUND_S
@@ -75,7 +71,7 @@ class Attempt:
         self.config, self.run, self.number = config, run, number
         self.elastic = config.elastic
         self.agents = Agents()
-        self.round = Round(StallWatch(config))
+        self.round = Round()
         self.verdict: Verdict | None = None
         self.closed_at: float | None = None  # when the verdict was written, and the agents told
         self.is_superseded = False  # another coordinator has taken over: nothing is recorded or decided any more
@@ -87,43 +83,37 @@ class Attempt:
         self.budget = Budget(self.elastic.max_failures_without_progress, history)
         self.machines = Machines(run, self.elastic.exclude_after, self.elastic.exclude_for_s, history)
         self.epoch_seen = 0  # the newest of a round, by the records and by agents
-        self.limit = NO_LIMIT  # step after which nothing is gone on from that is not known to be sound
         self._may_adopt = True  # no round was formed or broken yet: this may replace a coordinator that died
         self._warned = ""  # what was last warned of
-        self._excluded_slow_at = 0.0  # seconds since 1970
+        self.guards: list[Guard] = [made(self) for made in guards_in("control")]
+        self.guard_of = {kind: guard for guard in self.guards for kind in guard.kinds}  # of messages
         may_run: set[str] = set()  # machines, since an earlier coordinator
         for event in history:
             if event.attempt == number and event.round is not None:
                 self.round.number = max(self.round.number, event.round)
+            for guard in self.guards:
+                guard.read(event)
             match event:
                 case events.Checkpoint():
                     self.committed = event.step
-                case events.MachineExcluded(is_slow=True):
-                    self._excluded_slow_at = event.time
                 case events.RoundStarted():
                     may_run = set(event.hosts)
                     self.epoch_seen = max(self.epoch_seen, event.epoch or 0)
-                case events.Corruption(finding=found) if (
-                    found in (OUTVOTED, TWO) and config.integrity.action != "report"
-                ):
-                    self.limit = event.agreed if event.agreed >= 0 else event.step - 1
-                case events.Resumed():
-                    self.limit = NO_LIMIT
                 case events.AttemptEnded(leases=0):
                     may_run = set()
         self.leases = Leases(self.elastic, may_run)
 
-    def _record(self, event: events.Event) -> None:
+    def record(self, event: events.Event) -> None:
         if not self.is_superseded:
             event = replace(event, round=self.round.number)
             events.record(self.run, self.number, event)
             logger.info("%s", event.sentence() or event.kind)
 
-    def _warn(self, why: str) -> None:
+    def warn(self, why: str) -> None:
         """Warn of something that goes on, once, where the user looks."""
         if why != self._warned:
             self._warned = why
-            self._record(events.Waiting(why))
+            self.record(events.Waiting(why))
 
     def on_superseded(self) -> None:
         """Stop deciding: agents get no more answers, so their leases run out."""
@@ -137,56 +127,12 @@ class Attempt:
         self.round.requested = request
         self.agents.send("request", request=int(request))
 
-    def _watch_for_stall(self, now: float) -> None:
-        current, slowest = self.round, self.agents.slowest_step()
-        if current.watch.asked_at is not None:
-            if current.watch.settled(len(self.agents.in_round()), now):
-                since = now - current.watch.stood_s(now)
-                why, current.culprit = current.watch.blame(now)
-                self._record(events.Stalled(why))
-                self._break(why, now, since)
-        elif slowest is None or current.requested is not Request.NONE:
-            return
-        elif current.watch.see(slowest, current.first_step, now) or self.agents.silent_s():
-            current.watch.asked_at, current.watch.answers = now, []
-            current.watch.silent_s = self.agents.silent_s() or None
-            self.agents.send("dump")
+    def park(self, why: str) -> None:
+        """Have the ranks save and stop, for another round."""
+        self.round.parked_for = why
+        self._request(Request.PARK)
 
-    def _watch_for_slow(self, now: float) -> None:
-        """Record what holds steps up; of a slow node when it has said why, as far as it knows."""
-        agents, slow = self.agents.in_round(), self.round.slow
-        if now - slow.looked_at < self.elastic.heartbeat_interval_s:
-            return
-        slow.looked_at = now
-        found = slow.see({a.node: a.times for a in agents}) if len(agents) == self.round.size else None
-        if isinstance(found, events.SlowSteps):
-            self._record(found)
-        elif found is not None:
-            slow.asked[found.node] = found
-            for agent in agents:
-                if agent.node == found.node:
-                    agent.send({"kind": "slow"})
-        if slow.named is not None and self.elastic.exclude_slow and self.round.requested is Request.NONE:
-            self._exclude_slow(slow.named)
-
-    def _exclude_slow(self, slow: events.SlowNode) -> None:
-        """Exclude a slow node's machine if the others and spares are faster without it, and for long enough."""
-        current = self.round
-        rest = [a for a in self.agents.values() if a.host != slow.host and (a.in_round or a.ready)]
-        usable = self.planner.usable_nodes(rest, current.shard_group)
-        if usable is None:
-            return  # ask again
-        current.slow.named = None
-        left = 0 if self.config.is_program else self.config.steps - self.step
-        may = usable >= node_range(self.config.nodes)[0] and time.time() - self._excluded_slow_at > EXCLUDE_SLOW_S
-        if may and pays(slow, current.size, usable, left):
-            self._excluded_slow_at, why = time.time(), slow.sentence()
-            self.run.exclude(slow.host, EXCLUDE_SLOW_S, why)
-            self._record(events.MachineExcluded(slow.host, why, is_slow=True))
-            current.parked_for = f"{slow.host} is excluded, because it is slow"
-            self._request(Request.PARK)
-
-    def _break(self, why: str, now: float, since: float | None = None) -> None:
+    def break_round(self, why: str, now: float, since: float | None = None) -> None:
         """End the running round, which has failed `since`: every agent stops its ranks and becomes ready again."""
         if not self.round.running:
             return
@@ -202,29 +148,29 @@ class Attempt:
         failures, was_parked = broken.failures, broken.requested is Request.PARK
         if failures and all(f.is_request for f in failures) and not was_parked and self.stop_reason is None:
             if not broken.was_long(now):  # by itself, and it may do so again
-                self._close(self.budget.requeue(failures[0].describe()), now)
+                self.close(self.budget.requeue(failures[0].describe()), now)
                 return
             self.stop_reason = failures[0].describe()
         if self.stop_reason is not None:
-            self._close(self._preempted(), now)
+            self.close(self._preempted(), now)
             return
         if was_parked:
-            self._record(events.RoundBroken(broken.broken_why, self.step, self.committed, failed_at=failed_at))
+            self.record(events.RoundBroken(broken.broken_why, self.step, self.committed, failed_at=failed_at))
             return
-        stalled = broken.watch.has_stalled
+        stalled = broken.has_stalled
         self._look_for_lost(now)
         cause = find_cause(failures, broken.culprit, broken.broken_why, stalled)
         machine = broken.hosts.get(cause.node) if cause.node is not None else None
-        self._record(events.RoundBroken(cause.why, self.step, self.committed, machine, failed_at))
+        self.record(events.RoundBroken(cause.why, self.step, self.committed, machine, failed_at))
         verdict = self.budget.judge(cause, self.committed, stalled, broken.was_long(now))
         if verdict is not None:
             if cause.failure is not None and cause.failure.is_out_of_memory:
                 verdict.reason += f". {self.planner.what_would_fit(broken.size)}"
-            self._close(verdict, now)
+            self.close(verdict, now)
         elif machine is not None and len(set(broken.hosts.values())) > 1:
             reason = self.machines.blame(machine, cause.why, at_once=broken.excludes and cause.node == broken.culprit)
             if reason is not None:
-                self._record(events.MachineExcluded(machine, reason))
+                self.record(events.MachineExcluded(machine, reason))
 
     def _look_for_lost(self, now: float) -> None:
         """Blame a node that was lost alone; who loses several machines at once is cut off itself, or their network is.
@@ -256,10 +202,13 @@ class Attempt:
         decision = "stop" if self.run.stop_request.exists() else "requeue"
         return Verdict("preempted", decision, f"{self.stop_reason}; {saved}")
 
-    def _close(self, verdict: Verdict, now: float) -> None:
+    def close(self, verdict: Verdict, now: float) -> None:
         if self.is_superseded:
             return
-        self.verdict, self.round.running = verdict, False
+        self.round.running = False
+        for guard in self.guards:
+            guard.close(now)
+        self.verdict = verdict
         if verdict.rank is not None and verdict.node is not None:
             verdict.last_lines = last_lines(self.run.rank_log(self.number, verdict.node, verdict.rank), 20)
         self._announce(now)
@@ -272,7 +221,7 @@ class Attempt:
         try:
             self.verdict.close(self.run, self.number, **details, leases=leases)
         except OSError as e:
-            self._warn(f"the verdict cannot be written: {e}")
+            self.warn(f"the verdict cannot be written: {e}")
             if not self.run.verdict(self.number).exists():
                 return  # else only its notification could not be started
         self.closed_at = now

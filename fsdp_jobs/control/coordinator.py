@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import Any
 
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.resolve import node_range
 from fsdp_jobs.config.schema import JobConfig
-from fsdp_jobs.control.attempt import Round
+from fsdp_jobs.control.attempt import Attempt, Round
 from fsdp_jobs.control.fencing import Epochs
 from fsdp_jobs.control.placement import ConnectedAgent, Formation
-from fsdp_jobs.guards.replicas.control import ComparedAttempt
-from fsdp_jobs.guards.stall.control import StallWatch
 from fsdp_jobs.plan.layout import partners
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, checkpoints_of
@@ -31,7 +30,7 @@ _SETTLE_S = 1.0  # after the first sign of a failure: for the reports that tell 
 _BLOCKED_S = 1.0  # a tick so much late: this process stood still, and the agents' messages wait
 
 
-class Coordinator(ComparedAttempt):
+class Coordinator(Attempt):
     """The decisions, without the network: methods are called as messages arrive, `tick` ten times a second."""
 
     def __init__(self, config: JobConfig, run: RunDir, number: int, now: float):
@@ -42,6 +41,18 @@ class Coordinator(ComparedAttempt):
         self._came_at = now  # when an agent of the round last did
         self._exclusion = ""  # of the newest machine that was turned away
         self._ticked = now
+
+    def on_message(self, agent: ConnectedAgent, message: Message, now: float) -> None:
+        """Take in a message.
+
+        Raises:
+            KeyError: nobody knows its kind.
+        """
+        kind = message["kind"]
+        if kind in self.guard_of:
+            self.guard_of[kind].on_message(agent, message, now)
+        else:
+            _HANDLERS[kind](self, agent, message, now)
 
     def on_hello(self, agent: ConnectedAgent, message: Message, now: float) -> bool:
         """Take in an agent that connects, maybe with ranks running.
@@ -68,7 +79,7 @@ class Coordinator(ComparedAttempt):
             known = {key: message[key] for key in ("epoch", "size", "shard_group")}  # the coordinator was restarted
             self.round = replace(current, number=number, running=True, is_adopted=True, began_at=now, **known)
             self._take_into_round(agent, now)
-            self._record(events.Adopted(self.round.size))
+            self.record(events.Adopted(self.round.size))
         elif number >= 0 and number == current.number and current.running:
             self._take_into_round(agent, now)
         elif number >= 0:
@@ -96,7 +107,7 @@ class Coordinator(ComparedAttempt):
             self.leases.hold(agent.id, now)
 
     def on_beat(self, agent: ConnectedAgent, message: Message, now: float) -> None:
-        agent.ranks, agent.silent_s = message["ranks"], message["silent"]
+        agent.beat, agent.ranks = message, message["ranks"]
         self._answer(agent, message, now)
         for step, committed, *_ in agent.ranks:
             self.step, self.committed = max(self.step, step), max(self.committed, committed)
@@ -111,8 +122,8 @@ class Coordinator(ComparedAttempt):
         self._on_ranks_ended(agent)
         self.on_failed(agent, message, now)
         if agent.in_round and not self.round.stops_by_signal:
-            self._break(f"node {agent.node} left the round", now)
-        agent.ready, agent.in_round, agent.ranks, agent.silent_s = True, False, [], 0.0
+            self.break_round(f"node {agent.node} left the round", now)
+        agent.ready, agent.in_round, agent.ranks, agent.beat = True, False, [], {}
         self._answer(agent, message, now)
         if self.verdict is not None:
             self._send_end(agent)
@@ -133,7 +144,7 @@ class Coordinator(ComparedAttempt):
         self.step = max(self.step, *(f.step for f in reports))
         why = " and ".join(f.describe() for f in reports)
         if self.round.running:
-            self._break(why, now)
+            self.break_round(why, now)
         elif self.round.broken_at is None and self._may_adopt:  # while there was no coordinator: it counts all the same
             self.round.broken_at, self.round.broken_why, self._may_adopt = now, why, False
             self.round.failed_at = now
@@ -153,20 +164,11 @@ class Coordinator(ComparedAttempt):
             return
         self.on_stop(f"node {agent.node} received {message['signal']}", now)
 
-    def on_stacks(self, agent: ConnectedAgent, message: Message, now: float) -> None:
-        self.round.watch.answers.append(message)
-
-    def on_throttled(self, agent: ConnectedAgent, message: Message, now: float) -> None:
-        """Name a slow node, with what its driver says."""
-        if (slow := self.round.slow.asked.pop(agent.node, None)) is not None:
-            self.round.slow.named = replace(slow, host=agent.host, throttled=message["why"])
-            self._record(self.round.slow.named)
-
     def on_ended(self, agent: ConnectedAgent, message: Message, now: float) -> None:
         agent.ended = True
         self.leases.surrender(agent.id)
         if self.agents.have_ended() and self.verdict is None and not self.round.stops_by_signal:
-            self._close(self._done(), now)  # after a signal `_watch_round` does
+            self.close(self._done(), now)  # after a signal `_watch_round` does
 
     def on_away(self, agent: ConnectedAgent, message: Message, now: float) -> None:
         agent.is_away = True
@@ -184,21 +186,21 @@ class Coordinator(ComparedAttempt):
         if certain:
             self._on_ranks_ended(agent)
         if agent.in_round and not agent.ended and self.verdict is None:
-            self._record(events.NodeLost(agent.node, agent.host, why))
+            self.record(events.NodeLost(agent.node, agent.host, why))
             self.round.lost[agent.node] = why
-            self._break(why, now, now if certain else agent.heard)
+            self.break_round(why, now, now if certain else agent.heard)
 
     def on_stop(self, why: str, now: float) -> None:
         """Stop the job: a signal to any of its processes, or the user's cancel."""
         if self.stop_reason is not None or self.verdict is not None or self.is_superseded:
             return
         self.stop_reason = why
-        self._record(events.StopRequested(why))
+        self.record(events.StopRequested(why))
         self._stop_by = now + self.elastic.stop_grace_s
         if self.round.running:
             self._request(Request.STOP)
         else:
-            self._close(self._preempted(), now)
+            self.close(self._preempted(), now)
 
     def tick(self, now: float) -> None:
         blocked_s, self._ticked = now - self._ticked, now
@@ -234,34 +236,35 @@ class Coordinator(ComparedAttempt):
             try:
                 self.on_stop(self.run.stop_request.read_text().strip() or "cancelled", now)
             except (OSError, UnicodeDecodeError) as e:
-                self._warn(f"{self.run.stop_request} cannot be read, so nothing is stopped: {e}")
+                self.warn(f"{self.run.stop_request} cannot be read, so nothing is stopped: {e}")
         if self.round.running and self.run.save_request.exists():
             try:
                 self.run.save_request.unlink()
                 self.agents.send("request", request=int(Request.SAVE))
             except OSError as e:
-                self._warn(f"{self.run.save_request} cannot be removed, so nothing is saved for it: {e}")
+                self.warn(f"{self.run.save_request} cannot be removed, so nothing is saved for it: {e}")
 
     def _watch_round(self, now: float) -> None:
         here, current = len(self.agents.in_round()), self.round
         if here == current.size and self.agents.have_ended() and current.requested is not Request.STOP:
-            self._close(self._done(), now)  # they had reported it to the coordinator before this one
+            self.close(self._done(), now)  # they had reported it to the coordinator before this one
             return
         has_left = self.agents.are_parked() or (current.stops_by_signal and self.agents.have_ended())
         if self.stop_reason is not None and (now > self._stop_by or has_left):
             if not has_left:
                 what = "saved" if current.has_reports else "ended"
                 self.stop_reason += f"; not {what} within {self.elastic.stop_grace_s:.0f} s"
-            self._close(self._preempted(), now)
+            self.close(self._preempted(), now)
         elif current.stops_by_signal:
             pass  # nodes leave the round one by one
         elif current.is_adopted and here < current.size and now - self._came_at > self.elastic.heartbeat_timeout_s:
-            self._break(f"{current.size - here} of {current.size} nodes did not come back to the new coordinator", now)
+            self.break_round(
+                f"{current.size - here} of {current.size} nodes did not come back to the new coordinator", now
+            )
         else:
             self._maybe_grow(now)
-            self._watch_for_slow(now)
-            self._watch_for_stall(now)
-            self._watch_comparison(now)
+            for guard in self.guards:
+                guard.watch(now)
 
     def _maybe_form(self, now: float) -> None:
         """Form a round when enough nodes are ready; requeue the attempt when they do not come."""
@@ -271,12 +274,12 @@ class Coordinator(ComparedAttempt):
         if self.formation.is_complete(len(ready), are_all_ready, self.round.number < 0, self._may_adopt, now):
             are_fenced = self.round.saves and self.round.has_gaps and not self.config.is_program
             if self.leases.running(now, are_fenced):
-                self._warn("waiting until no rank of the round before can run any more")
+                self.warn("waiting until no rank of the round before can run any more")
             else:
                 self._form(ready, now)
         elif (wait_s := self.formation.waited_in_vain_s(len(ready), bool(self._exclusion), now)) is not None:
             missing = f"{len(ready)} of at least {self.formation.min_nodes} nodes after {wait_s:.0f} s"
-            self._close(self.budget.requeue("; ".join(filter(None, [missing, self._exclusion]))), now)
+            self.close(self.budget.requeue("; ".join(filter(None, [missing, self._exclusion]))), now)
 
     def _turn_away(self) -> None:
         """End ready agents whose node was told to end, or whose machine is excluded."""
@@ -297,9 +300,9 @@ class Coordinator(ComparedAttempt):
             self.on_superseded()
             return None
         if epoch is None and self._epochs.problem:
-            self._warn(self._epochs.problem)
+            self.warn(self._epochs.problem)
             if now - self.formation.since > self.elastic.wait_for_nodes_s:
-                self._close(self.budget.requeue(self._epochs.problem), now)
+                self.close(self.budget.requeue(self._epochs.problem), now)
         return epoch
 
     def _form(self, ready: list[ConnectedAgent], now: float) -> None:
@@ -307,7 +310,7 @@ class Coordinator(ComparedAttempt):
         try:
             plan = self.planner.plan(ready, self.round.shard_group)
         except BadInput as e:
-            self._close(Verdict("user_error", "stop", "; ".join(map(str, e.problems))), now)
+            self.close(Verdict("user_error", "stop", "; ".join(map(str, e.problems))), now)
             return
         epoch = self._next_epoch(now)
         if plan is None or epoch is None:
@@ -315,22 +318,22 @@ class Coordinator(ComparedAttempt):
         by_name = {a.name: a for a in ready}
         layout, chosen, number = plan.layout, [by_name[name] for name in plan.nodes], self.round.number + 1
         self._epochs.use()
-        self._may_adopt, self._warned, compared = False, "", self._begin_comparing()
+        self._may_adopt, self._warned, told = False, "", dict[str, Any]()
+        for guard in self.guards:
+            told |= guard.begin_round()
         self.step = max(0, self.committed)
         known: Message = {"epoch": epoch, "size": len(chosen), "shard_group": layout.shard_group}
-        self.round = Round(
-            StallWatch(self.config), number, **known, head=chosen[0], began_at=now, first_step=self.step, running=True
-        )
+        self.round = Round(number, **known, head=chosen[0], began_at=now, first_step=self.step, running=True)
         for rank, (agent, other) in enumerate(zip(chosen, partners(len(chosen)), strict=True)):
             agent.ready, agent.ended, agent.ranks = False, False, []
             self._take_into_round(agent, now)
             partner = None if other is None else [chosen[other].address, chosen[other].copies]
-            given = {"rank": rank, "layout": layout.to_json(), "partner": partner, **compared}
+            given = {"rank": rank, "layout": layout.to_json(), "partner": partner, **told}
             agent.send({"kind": "round", "round": number, **known, **given})
         nodes, hosts = [a.node for a in chosen], [a.host for a in chosen]
         spares, why = [by_name[name].node for name in plan.spares], list(plan.reasons)
         sharding = (layout.strategy, layout.shard_group, layout.world_size)
-        self._record(events.RoundStarted(nodes, hosts, *sharding, spares, why, epoch))
+        self.record(events.RoundStarted(nodes, hosts, *sharding, spares, why, epoch))
 
     def _maybe_grow(self, now: float) -> None:
         """Take in nodes that came after the round had started, once the ranks have saved and parked.
@@ -353,4 +356,8 @@ class Coordinator(ComparedAttempt):
             leaving = sorted(a.node for a in self.agents.values() if a.is_leaving)
             told = f"nodes {leaving} were told to end" if leaving else f"{len(waiting)} more nodes join"
             told = current.parked_for or told
-            self._break(told, now)
+            self.break_round(told, now)
+
+
+_KINDS = ("beat", "failed", "ready", "master", "notice", "ended", "away")
+_HANDLERS = {kind: getattr(Coordinator, f"on_{kind}") for kind in _KINDS}

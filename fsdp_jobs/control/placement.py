@@ -47,7 +47,7 @@ class ConnectedAgent:
     ready: bool = False
     in_round: bool = False
     ended: bool = False
-    silent_s: float = 0.0  # for how long its ranks have done nothing, if they report no steps
+    beat: Message = field(default_factory=dict)  # its newest, empty without ranks
     ranks: list[list[Any]] = field(default_factory=list)  # [step, committed, phase, *Times] of each; -1: no report
 
     @property
@@ -96,10 +96,6 @@ class Agents(dict[str, ConnectedAgent]):
     def slowest_step(self) -> int | None:
         """Return the fewest steps that a rank of the round has reported; None before the first beat."""
         return min((step for a in self.in_round() for step, *_ in a.ranks), default=None)
-
-    def silent_s(self) -> float:
-        """Return for how many seconds all ranks of the round have done nothing."""
-        return min((a.silent_s for a in self.in_round()), default=0.0)
 
     def are_parked(self) -> bool:
         phases = [phase for a in self.in_round() for _, _, phase, *_ in a.ranks]

@@ -116,7 +116,7 @@ class Server:
                 if self.coordinator.on_hello(agent, hello, time.monotonic()):
                     while received := await reader.readline():
                         message = json.loads(received)
-                        _HANDLERS[message["kind"]](self.coordinator, agent, message, time.monotonic())
+                        self.coordinator.on_message(agent, message, time.monotonic())
                     # Only the kernel of a process that has died ends the connection without a word; unless something
                     # in between, which the agent does not see from its own end, has taken both ends for itself.
                     is_end = tuple(hello["from"]) == writer.get_extra_info("peername")[:2]
@@ -171,9 +171,6 @@ class Server:
 
 
 _IDENTITY = ("node", "host", "address", "nproc", "switches", "copies", "ended")  # of an agent, in hello
-_KINDS = ("beat", "failed", "ready", "master", "notice", "stacks", "throttled", "ended", "away")
-_COMPARED = ("sums", "tensors")
-_HANDLERS = {kind: getattr(Coordinator, f"on_{kind}") for kind in (*_KINDS, *_COMPARED)}
 
 
 def _send(writer: asyncio.StreamWriter, message: Message) -> None:

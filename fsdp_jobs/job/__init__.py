@@ -32,10 +32,10 @@ from fsdp_jobs.config import torch_version
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.config.resolve import accelerator_of_node
 from fsdp_jobs.config.schema import JobConfig, NoModelConfig, load_config
-from fsdp_jobs.guards.slow.rank import StepTimer
 from fsdp_jobs.job import sharding
 from fsdp_jobs.job.metrics import MetricsLog
 from fsdp_jobs.job.sampler import ElasticSampler
+from fsdp_jobs.job.timer import StepTimer
 from fsdp_jobs.models.build import find_blocks
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run import events
@@ -380,7 +380,7 @@ def step(number: int, *, tokens: int = 0, flops: float = 0.0, last: bool = False
     if checkpoints is not None and not last and not job.is_leaving:
         checkpoints.capture(number, record=job.write_line)  # a step that is captured has been recorded
     if checkpoints is not None:
-        checkpoints.compare(number, is_end=last or job.is_leaving)
+        checkpoints.watch(number, is_end=last or job.is_leaving)
     if job.request is Request.SAVE:
         job.request = Request.NONE
     job.report(Phase.LEAVING if job.is_leaving else Phase.TRAINING)

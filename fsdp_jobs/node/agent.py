@@ -103,9 +103,9 @@ def run_agent(args: argparse.Namespace, signals: Signals) -> int:
         os.environ[MEMORY_ENV] = str(copies.folder)
     entrypoint, entry_args = _entrypoint(config, run)  # forks, so before there are threads
     log.take_over("torch.distributed")  # here: ranks keep torch's own
-    handler = CoordinatorRendezvous(config.elastic, run, identity, folder)
+    handler = CoordinatorRendezvous(config, run, identity, folder)
     if copies is not None:
-        copies.start(handler.sums)
+        copies.start(handler.guards)
     spec = WorkerSpec(
         role="trainer",
         local_world_size=args.nproc,

@@ -28,12 +28,10 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from fsdp_jobs.config.resolve import silence_s
-from fsdp_jobs.guards.silence.node import Silence, Stack, files_of
-from fsdp_jobs.node.rank_logs import FLIGHT_RECORDER, RankLogs
+from fsdp_jobs.node.rank_logs import RankLogs
 from fsdp_jobs.node.rendezvous import CoordinatorRendezvous
 from fsdp_jobs.run.failure import Failure
-from fsdp_jobs.run.processes import STACKS_SIGNAL, has_signal, kill_families, kills_for_memory
+from fsdp_jobs.run.processes import has_signal, kill_families, kills_for_memory
 from fsdp_jobs.run.protocol import Message
 from fsdp_jobs.run.rank_state import Phase, Request
 from fsdp_jobs.run.term import LOOK_S, job_time
@@ -42,9 +40,6 @@ from fsdp_jobs.tiers.memory.copies import Copies
 
 logger = logging.getLogger(__name__)
 
-_DUMP_S = 2.0  # for ranks to write their stacks
-_MOST_STACKS = 1 << 20  # bytes of a rank's stacks that are kept
-_SILENCE_S = 1.0  # between two looks at ranks that report no steps
 _STOP_RANKS_S = 5  # SIGTERM to SIGKILL, for ranks of a broken round: their state is in the checkpoint
 
 
@@ -71,15 +66,11 @@ class Agent(LocalElasticAgent):
     ):
         super().__init__(spec, logs, start_method="forkserver")
         self._copies = copies
-        self._handler, self._logs, self._followers, self._node = handler, logs, followers, handler.identity["node"]
+        self._handler, self._followers, self._node = handler, followers, handler.identity["node"]
         self._is_terminating = False  # silent ranks have been sent SIGTERM
         self._kills_for_memory = 0  # of this machine's kernel, before the round
-        handler.on_dump = self._dump
+        handler.workers = lambda: self.get_worker_group().workers
         threading.Thread(target=self._keep_lease, name="lease", daemon=True).start()
-        config = logs.config
-        if config.is_program:
-            limit_s = silence_s(config.elastic)
-            threading.Thread(target=self._watch_for_silence, args=(limit_s,), name="silence", daemon=True).start()
 
     def _initialize_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
         self._kills_for_memory = kills_for_memory()
@@ -183,59 +174,6 @@ class Agent(LocalElasticAgent):
         ended_at = failure.timestamp + self._handler.lease.ahead_s() if has_file else job_time()
         return asdict(Failure(self._node, rank, failure.exitcode, error, ended_at, self._step(failure.local_rank)))
 
-    def _dump(self) -> None:
-        """Make every rank write its stacks, and report which did, and where they are."""
-        ranks = []
-        for w, stack in zip(self.get_worker_group().workers, self._stacks(), strict=True):
-            report, status = self._handler.states[w.local_rank].read(), "gone"
-            with suppress(psutil.NoSuchProcess):
-                status = psutil.Process(w.id).status()
-            with suppress(OSError):  # only with NCCL: ProcessGroupNCCL reads the pipe and writes its record out
-                pipe = self._logs.folder / f"{FLIGHT_RECORDER}{w.global_rank}.pipe"
-                with open(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK), "w") as f:
-                    f.write("1")
-            about = {"rank": w.global_rank, "status": status, "dumped": bool(stack.frames), "step": report.step}
-            has_ended = status == "gone" or report.phase == Phase.DONE
-            ranks.append(about | {"ended": has_ended, "place": str(stack), "waits": stack.is_in_collective})
-        self._handler.send("stacks", node=self._node, ranks=ranks)
-
-    def _stacks(self) -> list[Stack]:
-        """Make every rank write its stacks; without frames for those that do not."""
-        files, before = [], []
-        for w in self.get_worker_group().workers:
-            files.append(self._logs.stacks(w.global_rank))
-            if _size(files[-1]) > _MOST_STACKS:
-                os.truncate(files[-1], 0)
-            before.append(_size(files[-1]))
-            with suppress(OSError):
-                if has_signal(w.id, "SigCgt", STACKS_SIGNAL):  # it would kill one that has just been started
-                    os.kill(w.id, STACKS_SIGNAL)
-        deadline, after = time.monotonic() + _DUMP_S, list[int]()
-        while time.monotonic() < deadline:
-            time.sleep(0.1)
-            now = [_size(file) for file in files]
-            if now == after and all(n > b for n, b in zip(now, before, strict=True)):
-                break
-            after = now
-        written = [file.read_bytes()[b:] if _size(file) else b"" for file, b in zip(files, before, strict=True)]
-        return [Stack.parse(text.decode(errors="replace")) for text in written]
-
-    def _watch_for_silence(self, limit_s: float) -> None:
-        """Tell the coordinator, with each beat, for how long ranks that report no steps have done nothing."""
-        run = self._handler.run
-        watch = Silence(limit_s, self._stacks, lambda: files_of(run) if self._handler.round.get("rank") == 0 else None)
-        while True:
-            time.sleep(_SILENCE_S)
-            workers, number = self.get_worker_group().workers, self._handler.running_round
-            pids = [w.id for w in workers if isinstance(w.id, int)]
-            phases = {state.read().phase for state in self._handler.states}
-            seconds = None
-            if number >= 0 and len(pids) == len(workers) and phases <= {Phase.STARTING, Phase.DONE}:
-                with suppress(OSError, ValueError, psutil.Error):  # another round has begun: it looks again
-                    written = (number, pids, [_size(self._logs.log(w.global_rank)) for w in workers])
-                    seconds = watch.look(pids, written, time.monotonic())
-            self._handler.silence = number, seconds or 0.0
-
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         for w in worker_group.workers:
             with suppress(OSError):
@@ -243,7 +181,3 @@ class Agent(LocalElasticAgent):
                     os.kill(w.id, signal.SIGKILL)
         if self._pcontext is not None:
             self._pcontext.close(signal.SIGTERM, _STOP_RANKS_S)
-
-
-def _size(file: Path) -> int:
-    return file.stat().st_size if file.exists() else 0

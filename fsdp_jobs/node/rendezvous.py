@@ -10,12 +10,13 @@ from typing import Any
 
 from torch.distributed import HashStore
 from torch.distributed.elastic import rendezvous
+from torch.distributed.elastic.agent.server.api import Worker
 
-from fsdp_jobs.config.schema import ElasticConfig
-from fsdp_jobs.guards.replicas.node import Sums
-from fsdp_jobs.guards.slow.node import throttled
+from fsdp_jobs.config.schema import JobConfig
+from fsdp_jobs.node.guard import Guard
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import COORDINATOR_ENV
+from fsdp_jobs.run.guards import guards_in
 from fsdp_jobs.run.processes import free_port
 from fsdp_jobs.run.protocol import NO_ROUND, Link, Message, lease_s, unreachable_s
 from fsdp_jobs.run.rank_state import RankState, Request
@@ -25,16 +26,15 @@ from fsdp_jobs.run.term import Lease
 class CoordinatorRendezvous(rendezvous.RendezvousHandler):
     """torch elastic's rendezvous handler over the link to the coordinator."""
 
-    def __init__(self, elastic: ElasticConfig, run: RunDir, identity: Message, folder: Path):
-        """`identity` is this node's part of `hello`; `folder` holds its rank states."""
-        self.run, self.identity = run, identity
+    def __init__(self, config: JobConfig, run: RunDir, identity: Message, folder: Path):
+        """`identity` is this node's part of `hello`; `folder` holds its rank states, error files and pipes."""
+        self.config, self.run, self.identity, self.folder = config, run, identity, folder
+        elastic = config.elastic
         self.states = [RankState(folder, local_rank) for local_rank in range(identity["nproc"])]
         self.lease, self.lease_s = Lease(folder), lease_s(elastic)
         self.fresh_s = min(self.lease_s, unreachable_s(elastic))
-        self.sums = Sums(folder, identity["nproc"], self.send)
-        self.on_dump: Callable[[], None] = lambda: None
+        self.workers: Callable[[], list[Worker]] = list  # the newest, by local rank
         self.is_stop_requested = False
-        self.silence = -1, 0.0  # a round, and for how many seconds its ranks, which report no steps, have done nothing
         self.round: Message = {}  # the newest that this node is part of; empty while it waits for one
         self.running_round = -1  # number of the one that it has ranks in, be it over
         self.end: Message = {}  # from the coordinator, when the attempt is over
@@ -46,6 +46,7 @@ class CoordinatorRendezvous(rendezvous.RendezvousHandler):
         self._signal = ""  # to stop, that came while there was no coordinator
         for state in self.states:
             state.clear()
+        self.guards: list[Guard] = [made(self) for made in guards_in("node")]
         token = run.token.read_text()
         self._link = Link(os.environ[COORDINATOR_ENV], token, self._hello, self._report, self._receive, elastic)
 
@@ -59,11 +60,12 @@ class CoordinatorRendezvous(rendezvous.RendezvousHandler):
         return self._link.send(kind, **content)
 
     def _report(self) -> Message:
-        self.sums.look()
+        more: Message = {}
+        for guard in self.guards:
+            more |= guard.beat()
         read = [(state.read(), state.times()) for state in self.states]
         ranks = [[r.step, r.committed, r.phase, *(round(t, 6) for t in times)] for r, times in read]
-        number, seconds = self.silence
-        return {"ranks": ranks, "silent": seconds if number == self.running_round else 0.0}
+        return {"ranks": ranks, **more}
 
     def _receive(self, message: Message) -> None:
         with self._changed:
@@ -74,24 +76,35 @@ class CoordinatorRendezvous(rendezvous.RendezvousHandler):
                         self.lease.set_clock(message["time"], message["at"])
                 case "round":
                     self.round, self._start, self._waiting = message, {}, False
-                    self.sums.begin_round(message)
+                    for guard in self.guards:
+                        guard.begin_round(message)
                 case "start":
                     self._start = message
                 case "break":
                     self._broken = max(self._broken, message["round"])
                 case "request":
                     self.request(Request(message["request"]))
-                case "slow":
-                    threading.Thread(target=lambda: self.send("throttled", why=throttled()), daemon=True).start()
-                case "compared":
-                    self.sums.note(message)
-                case "tell":
-                    self.sums.tell(message)
-                case "dump":
-                    threading.Thread(target=self.on_dump, name="dump", daemon=True).start()
                 case "end":
                     self.end = message
+                case kind:
+                    for guard in self.guards:
+                        if kind in guard.kinds:
+                            guard.on_message(message)
             self._changed.notify_all()
+
+    def pids(self) -> list[int]:
+        """Return the processes of the ranks here, by local rank; none before all have been started."""
+        pids = [worker.id for worker in self.workers()]
+        return [pid for pid in pids if isinstance(pid, int)] if all(isinstance(pid, int) for pid in pids) else []
+
+    def ranks(self) -> list[int]:
+        return [worker.global_rank for worker in self.workers()]
+
+    def log_files(self) -> list[Path]:
+        return [self.run.rank_log(self.identity["attempt"], self.identity["node"], rank) for rank in self.ranks()]
+
+    def stack_files(self) -> list[Path]:
+        return [self.run.stacks(self.identity["attempt"], self.identity["node"], rank) for rank in self.ranks()]
 
     def failed(self, failures: list[Message]) -> None:
         """Report to the coordinator at once, or with the next `ready` while there is no connection."""

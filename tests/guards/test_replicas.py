@@ -17,6 +17,10 @@ from tests.control.cluster import Cluster
 TENSORS = ("model.a", "model.b", "optim.state.a.exp_avg")
 
 
+def limit_of(coordinator: Coordinator) -> int:
+    return coordinator.guard_of["sums"].limit  # type: ignore[attr-defined,no-any-return]
+
+
 class Replicas(Cluster):
     """Nodes of two ranks, each node a replica."""
 
@@ -37,13 +41,25 @@ class Replicas(Cluster):
         }
         for node, member in enumerate(self.members):
             here = [2 * node, 2 * node + 1]
-            told: dict[str, Any] = {"round": number, "step": step, "sums": [[r, digest(sums[r])] for r in here]}
-            self.coordinator.on_sums(member, told, self.now)
+            told: dict[str, Any] = {
+                "kind": "sums",
+                "round": number,
+                "step": step,
+                "sums": [[r, digest(sums[r])] for r in here],
+            }
+            self.coordinator.on_message(member, told, self.now)
         if (asked := self.last(self.members[0], "tell")) is not None and asked["step"] == step:
             for rank in asked["ranks"]:
                 for name, value in sums[rank].items():
-                    one = {"round": number, "step": step, "rank": rank, "of": len(TENSORS), "sums": [[name, value]]}
-                    self.coordinator.on_tensors(self.members[rank // 2], one, self.now)
+                    one = {
+                        "kind": "tensors",
+                        "round": number,
+                        "step": step,
+                        "rank": rank,
+                        "of": len(TENSORS),
+                        "sums": [[name, value]],
+                    }
+                    self.coordinator.on_message(self.members[rank // 2], one, self.now)
 
     def again(self) -> dict[str, Any]:
         """The round was broken, and the next one forms; returns what its agents are told."""
@@ -79,8 +95,13 @@ def test_agents_that_do_not_answer_do_not_hide_who_differs(tmp_path: Path) -> No
     job = Replicas(tmp_path, 3)
     job.tell(0)
     for node, member in enumerate(job.members):
-        told = {"round": 0, "step": 5, "sums": [[2 * node, "x" if node == 2 else "y"], [2 * node + 1, "z"]]}
-        job.coordinator.on_sums(member, told, job.now)
+        told = {
+            "kind": "sums",
+            "round": 0,
+            "step": 5,
+            "sums": [[2 * node, "x" if node == 2 else "y"], [2 * node + 1, "z"]],
+        }
+        job.coordinator.on_message(member, told, job.now)
     job.later(2, *job.members)
     (first,) = job.found
     assert (first["ranks"], first["tensors"]) == ([4], [])
@@ -100,10 +121,10 @@ def test_the_job_goes_back_to_where_replicas_agreed(tmp_path: Path, action: str)
         assert job.run.excluded_hosts().keys() == {"node1"}
         return
     assert job.again()["limit"] == 5 and not job.run.excluded_hosts()
-    assert Coordinator(job.config, job.run, 0, 0.0).limit == 5, "for a coordinator that was restarted, too"
+    assert limit_of(Coordinator(job.config, job.run, 0, 0.0)) == 5, "for a coordinator that was restarted, too"
     assert job.events("round_broken")[0]["blamed"] == "node1"
     job.tell(5)
-    job.coordinator._break("something else", job.now)
+    job.coordinator.break_round("something else", job.now)
     assert job.again()["limit"] == NO_LIMIT, "from there on replicas were the same"
 
 
@@ -134,7 +155,7 @@ def test_a_round_that_went_on_from_where_replicas_agreed_is_gone_on_from(tmp_pat
     job.tell(1000, {3: ("model.b",)})
     assert job.again()["limit"] == 900
     job.later(0.2, *job.members, step=5000, committed=5000)  # nothing more was compared
-    job.coordinator._break("something else", job.now)
+    job.coordinator.break_round("something else", job.now)
     assert job.again()["limit"] == NO_LIMIT and job.coordinator.committed == 5000
 
 
@@ -145,7 +166,7 @@ def test_what_all_have_read_from_one_file_was_the_same(tmp_path: Path, place: st
     job.tell(1000, {3: ("model.b",)})  # nothing was compared before, in this coordinator's life
     assert job.found[0]["agreed"] == agreed
     assert job.again()["limit"] == limit
-    assert Coordinator(job.config, job.run, 0, 0.0).limit == limit
+    assert limit_of(Coordinator(job.config, job.run, 0, 0.0)) == limit
 
 
 def test_many_ranks_make_a_short_sentence_and_a_notification_that_fails_ends_nothing(
@@ -173,16 +194,16 @@ def test_a_replay_with_other_sums_on_both_sides_tells_nothing(tmp_path: Path) ->
 def test_what_agreed_in_the_round_before_says_nothing_of_one_that_begins_earlier(tmp_path: Path) -> None:
     job = Replicas(tmp_path, 2, "elastic.join_window_s=0")
     job.tell(80)
-    job.coordinator._break("a failure", job.now)
+    job.coordinator.break_round("a failure", job.now)
     job.again()
     job.tell(50, {1: ("model.a",)})
     assert job.found[-1]["agreed"] == 49
     assert job.last(job.members[0], "compared") == {"kind": "compared", "agreed": 49, "compared": 50, "differ": True}
     for node, member in enumerate(job.members[:1]):  # the other does not tell of these
         for step in range(51, 200):
-            told = {"round": 1, "step": step, "sums": [[2 * node, ""], [2 * node + 1, ""]]}
-            job.coordinator.on_sums(member, told, job.now)
-    assert len(job.coordinator._comparison.digests) == 64
+            told = {"kind": "sums", "round": 1, "step": step, "sums": [[2 * node, ""], [2 * node + 1, ""]]}
+            job.coordinator.on_message(member, told, job.now)
+    assert len(job.coordinator.guard_of["sums"]._comparison.digests) == 64
 
 
 @pytest.mark.parametrize("action", ["report", "restart"])
@@ -197,8 +218,8 @@ def test_replicas_that_begin_with_other_bits_are_the_configurations_fault(tmp_pa
 def test_a_difference_in_the_last_step_is_told(tmp_path: Path) -> None:
     job = Replicas(tmp_path, 3, "integrity.action=restart")
     for node, member in enumerate(job.members):
-        told = {"round": 0, "step": 9, "sums": [[2 * node, str(node == 1)], [2 * node + 1, ""]]}
-        job.coordinator.on_sums(member, told, job.now)
+        told = {"kind": "sums", "round": 0, "step": 9, "sums": [[2 * node, str(node == 1)], [2 * node + 1, ""]]}
+        job.coordinator.on_message(member, told, job.now)
     for member in job.members:
         job.ended(member)
     assert job.found[0]["ranks"] == [2] and job.verdict is not None and job.verdict.verdict == "done"

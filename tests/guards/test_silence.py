@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_jobs.guards.silence.node import Silence, Stack, files_of
+from fsdp_jobs.guards.silence.node import Silence, files_of
+from fsdp_jobs.node.stacks import Stack
 from fsdp_jobs.run.directory import RunDir
 from tests.control.cluster import PROGRAM, SILENCE, Cluster
 
@@ -120,7 +121,7 @@ def test_all_nodes_are_silent_before_the_round_ends(tmp_path: Path, ranks: list[
         cluster.later(0.2, *agents, **SILENCE)
     for agent, its in zip(agents, (ranks[:2], ranks[2:]), strict=True):
         assert cluster.last(agent, "dump") is not None
-        cluster.coordinator.on_stacks(agent, {"node": agent.node, "ranks": its}, cluster.now)
+        cluster.coordinator.on_message(agent, {"kind": "stacks", "node": agent.node, "ranks": its}, cluster.now)
     cluster.later(0.2, *agents, **SILENCE)
     assert cluster.last(agents[1], "break") is not None
     (stalled,) = cluster.events("stalled")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_jobs.guards.slow.control import SlowWatch, Sums
 from fsdp_jobs.guards.slow.node import throttled
+from fsdp_jobs.guards.slow.windows import SlowWatch, Sums
 from fsdp_jobs.run.events import SlowNode, SlowSteps
 from fsdp_jobs.run.rank_state import Times
 from tests.control.cluster import Cluster
@@ -169,7 +169,9 @@ def test_the_node_is_asked_why_and_named(tmp_path: Path) -> None:
     cluster.later(0.5, *agents)
     train(cluster, slow=1)
     assert [a.node for a in agents if cluster.last(a, "slow")] == [1] and not cluster.events("slow_node")
-    cluster.coordinator.on_throttled(agents[1], {"why": ["GPU 0 at 345 MHz of 1980 MHz: hot"]}, cluster.now)
+    cluster.coordinator.on_message(
+        agents[1], {"kind": "throttled", "why": ["GPU 0 at 345 MHz of 1980 MHz: hot"]}, cluster.now
+    )
     (event,) = cluster.events("slow_node")
     assert (event["node"], event["host"]) == (1, "node1") and event["throttled"][0].endswith("hot")
     train(cluster, slow=1)
@@ -183,7 +185,7 @@ def test_it_is_excluded_if_the_job_is_done_sooner_without_it(tmp_path: Path, ste
     cluster.later(0.5, *agents)
     spare = cluster.join(3)
     train(cluster, slow=1)
-    cluster.coordinator.on_throttled(agents[1], {"why": []}, cluster.now)
+    cluster.coordinator.on_message(agents[1], {"kind": "throttled", "why": []}, cluster.now)
     cluster.later(2.0, *agents, spare, step=120, committed=120)
     if steps == 200:
         assert not cluster.events("machine_excluded") and not cluster.last(agents[0], "request")

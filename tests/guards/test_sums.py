@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_jobs.checkpoints import catalog
+from fsdp_jobs.checkpoints import catalog, tensors
 from fsdp_jobs.checkpoints.catalog import NOT_AGREED, Manifest
-from fsdp_jobs.guards.replicas import rank as sums
-from fsdp_jobs.guards.replicas.rank import checksum
+from fsdp_jobs.checkpoints.tensors import checksum
 from fsdp_jobs.run.agreement import Known
 from fsdp_jobs.run.directory import RunDir
 from tests.checkpoints.saving import save_steps, trained, value_of
@@ -20,7 +19,7 @@ from tests.world import events_of, run_world
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.int64, torch.bool])
 def test_a_flipped_bit_anywhere_changes_the_sum(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sums, "_BLOCK_CPU", 100)
+    monkeypatch.setattr(tensors, "_BLOCK_CPU", 100)
     chance = random.Random(0)
     tensor = torch.frombuffer(bytearray(chance.randbytes(8 * 333)), dtype=torch.uint8).clone()
     if dtype == torch.bool:

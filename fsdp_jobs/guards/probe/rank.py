@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fsdp_jobs.checkpoints.tensors import checksum
 from fsdp_jobs.config.resolve import probe_every_steps
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.guards.probe.state import held_by, kept
-from fsdp_jobs.guards.replicas.rank import checksum
 from fsdp_jobs.models.weights import plain_name
 from fsdp_jobs.run import events
 from fsdp_jobs.run.agreement import digest

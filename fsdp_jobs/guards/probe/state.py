@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_jobs.checkpoints.state import RandomState
-from fsdp_jobs.guards.replicas.rank import checksum
+from fsdp_jobs.checkpoints.tensors import checksum
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _OF_TORCH = vars(nn.Module()).keys()

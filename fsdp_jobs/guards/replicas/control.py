@@ -8,8 +8,8 @@ gets other sums than before was wrong before.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
+from fsdp_jobs.control import guard
 from fsdp_jobs.control.attempt import Attempt
 from fsdp_jobs.control.placement import ConnectedAgent
 from fsdp_jobs.guards.replicas.difference import (
@@ -47,41 +47,58 @@ class _Comparison:
     open: Difference | None = None  # agents are asked for tensors
 
 
-class ComparedAttempt(Attempt):
-    """An attempt whose replicas are compared; unless `integrity.action` is report, a difference ends the round."""
+class Guard(guard.Guard):
+    """Compares replicas; unless `integrity.action` is report, a difference ends the round."""
 
-    def __init__(self, *args: Any):
-        super().__init__(*args)
+    kinds = ("sums", "tensors")
+
+    def __init__(self, attempt: Attempt):
+        super().__init__(attempt)
+        self._action = attempt.config.integrity.action
+        self.limit = NO_LIMIT  # newest step that a restart may use, unless replicas are known to agree at a later one
         self._comparison = _Comparison()
         self._agreed = -1  # the newest step at which all replicas were the same
         self._suspect: Difference | None = None  # of two replicas; its step is done again
         self._replays = 0
         self._limited = -1  # the newest round that was told this limit
 
-    def _begin_comparing(self) -> Message:
-        """Return what agents have to know of a new round."""
-        if self.round.number == self._limited and self.round.has_reports:
-            self.limit = NO_LIMIT  # that round went on from there, and its first rank has marked what was after it
-        self.committed, self._limited = min(self.committed, self.limit), self.round.number + 1
-        replayed = self._suspect.step if self._suspect is not None else -1
-        return {"limit": self.limit, "replayed": replayed, "holds": self.config.integrity.action != "report"}
+    def read(self, event: events.Event) -> None:
+        match event:
+            case events.Corruption(finding=found) if found in (OUTVOTED, TWO) and self._action != "report":
+                self.limit = event.agreed if event.agreed >= 0 else event.step - 1
+            case events.Resumed():
+                self.limit = NO_LIMIT
 
-    def on_sums(self, agent: ConnectedAgent, message: Message, now: float) -> None:
+    def begin_round(self) -> Message:
+        attempt, before = self.attempt, self.attempt.round
+        if before.number == self._limited and before.has_reports:
+            self.limit = NO_LIMIT  # that round went on from there, and its first rank has marked what was after it
+        attempt.committed, self._limited = min(attempt.committed, self.limit), before.number + 1
+        replayed = self._suspect.step if self._suspect is not None else -1
+        return {"limit": self.limit, "replayed": replayed, "holds": self._action != "report"}
+
+    def on_message(self, agent: ConnectedAgent, message: Message, now: float) -> None:
+        if message["kind"] == "sums":
+            self._take_digests(agent, message, now)
+        else:
+            self._take_tensors(message, now)
+
+    def _take_digests(self, agent: ConnectedAgent, message: Message, now: float) -> None:
         """Take in the digests of a node's ranks, and compare when those of all ranks at that step are there."""
-        if message["round"] != self.round.number or not self.round.running:
+        if message["round"] != self.attempt.round.number or not self.attempt.round.running:
             return
-        if self._comparison.round != self.round.number:
-            self._comparison = _Comparison(self.round.number)
+        if self._comparison.round != self.attempt.round.number:
+            self._comparison = _Comparison(self.attempt.round.number)
         step, known = message["step"], self._comparison
         digests = known.digests.setdefault(step, {})
         digests |= dict(message["sums"])
         known.digests = dict(sorted(known.digests.items())[-_KEPT:])
         known.places |= {r: Place(agent.node, agent.host, r % agent.nproc) for r in dict(message["sums"])}
-        if len(digests) == self.round.size * agent.nproc:
+        if len(digests) == self.attempt.round.size * agent.nproc:
             known.digests = {s: of_step for s, of_step in known.digests.items() if s > step}
             self._compare(step, digests, now)
 
-    def on_tensors(self, agent: ConnectedAgent, message: Message, now: float) -> None:
+    def _take_tensors(self, message: Message, now: float) -> None:
         """Take in sums of single tensors of one rank."""
         difference, rank = self._comparison.open, message["rank"]
         if difference is None or message["step"] != difference.step or rank not in difference.sums:
@@ -91,18 +108,16 @@ class ComparedAttempt(Attempt):
         if difference.is_told:
             self._conclude(now)
 
-    def _close(self, verdict: Verdict, now: float) -> None:
-        self.round.running = False
+    def close(self, now: float) -> None:
         self._conclude(now)
-        super()._close(verdict, now)
 
-    def _watch_comparison(self, now: float) -> None:
+    def watch(self, now: float) -> None:
         """Go on without what agents do not tell."""
         if self._comparison.open is not None and now - self._comparison.open.asked_at > _ANSWERS_S:
             self._conclude(now)
 
     def _compare(self, step: int, digests: dict[int, str], now: float) -> None:
-        group, known = self.round.shard_group, self._comparison
+        group, known = self.attempt.round.shard_group, self._comparison
         shards = differing(digests, group)
         known.told &= shards  # the others are the same again
         if self._suspect is not None and step >= self._suspect.step:
@@ -111,20 +126,20 @@ class ComparedAttempt(Attempt):
         self.limit = self.limit if shards else NO_LIMIT
         if not shards - known.told:
             self._go_on(step, bool(shards))
-        elif self.round.running:
+        elif self.attempt.round.running:
             if known.open is not None:
                 self._conclude(now)
             holders = {rank: digest for rank, digest in digests.items() if rank % group in shards - known.told}
             known.told |= shards
             known.open = Difference.of(step, group, holders, known.places, now)
             if len(holders) <= _ASKED:
-                self.agents.send("tell", round=self.round.number, step=step, ranks=[*holders])
+                self.attempt.agents.send("tell", round=self.attempt.round.number, step=step, ranks=[*holders])
             else:
                 self._conclude(now)
 
     def _go_on(self, step: int, differ: bool) -> None:
-        differ &= self.config.integrity.action == "report"  # else it is gone on with though nobody knows who is wrong
-        self.agents.send("compared", agreed=self._agreed, compared=step, differ=differ)
+        differ &= self._action == "report"  # else it is gone on with though nobody knows who is wrong
+        self.attempt.agents.send("compared", agreed=self._agreed, compared=step, differ=differ)
 
     def _conclude(self, now: float) -> None:
         """Tell what is known of the difference that is open, and go back to where replicas agreed if that is wanted."""
@@ -132,12 +147,12 @@ class ComparedAttempt(Attempt):
         if difference is None:
             return
         step, wrong = difference.step, difference.outvoted()
-        goes_back = self.round.running and self.config.integrity.action != "report"
+        goes_back = self.attempt.round.running and self._action != "report"
         if step == 0:
             cure = "every rank has to begin with the same weights, and to train a replica of the same model"
             why = self._record_corruption(difference, START, [*difference.sums], f"before the first step: {cure}")
             if goes_back:
-                self._close(Verdict("user_error", "stop", why), now)
+                self.attempt.close(Verdict("user_error", "stop", why), now)
             return
         if wrong:
             why = self._record_corruption(difference, OUTVOTED, [*wrong], "differs from the majority of its replicas")
@@ -162,7 +177,7 @@ class ComparedAttempt(Attempt):
         if finding == TRANSIENT:
             what = "was wrong: done again, the step gave other sums there, those that the others had at once"
             why = self._record_corruption(suspect, finding, wrong, what)
-            if self.config.integrity.action == "exclude":
+            if self._action == "exclude":
                 self._break_for(suspect, wrong, why, now)
         elif finding == REPRODUCED:
             what = "differ in the same way when the step is done again, so it is not known which is wrong"
@@ -182,16 +197,16 @@ class ComparedAttempt(Attempt):
         why = f"step {difference.step}: {who} {what}{where}"
         agreed = self._agreed_before(difference.step)
         nodes, hosts = [p.node for p in places], [p.host for p in places]
-        self._record(events.Corruption(difference.step, agreed, finding, ranks, nodes, hosts, tensors, why))
+        self.attempt.record(events.Corruption(difference.step, agreed, finding, ranks, nodes, hosts, tensors, why))
         try:
-            notify(self.run, self.number, "corruption", why)
+            notify(self.attempt.run, self.attempt.number, "corruption", why)
         except OSError as e:
-            self._warn(f"the notification cannot be started: {e}")
+            self.attempt.warn(f"the notification cannot be started: {e}")
         return why
 
     def _agreed_before(self, step: int) -> int:
         """Return the newest step before one at which replicas differ where they were the same, -1 if none is known."""
-        resumed = next((e for e in events.newest_events(self.run) if isinstance(e, events.Resumed)), None)
+        resumed = next((e for e in events.newest_events(self.attempt.run) if isinstance(e, events.Resumed)), None)
         read = resumed.step if resumed is not None and resumed.place != "memory" else -1  # by all, from one file
         return max(min(self._agreed, step - 1), min(read, step))
 
@@ -200,6 +215,6 @@ class ComparedAttempt(Attempt):
         places = {difference.places[rank][:2] for rank in wrong}
         if len(places) == 1:
             node, host = places.pop()
-            self.round.culprit = node if self.round.hosts.get(node) == host else None
-        self.round.excludes = self.config.integrity.action == "exclude" and self.round.culprit is not None
-        self._break(why, now)
+            self.attempt.round.culprit = node if self.attempt.round.hosts.get(node) == host else None
+        self.attempt.round.excludes = self._action == "exclude" and self.attempt.round.culprit is not None
+        self.attempt.break_round(why, now)

@@ -2,51 +2,28 @@
 
 from __future__ import annotations
 
-import re
-import sysconfig
+import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
+from fsdp_jobs.config.resolve import silence_s
+from fsdp_jobs.node import guard
+from fsdp_jobs.node.stacks import Stack, stacks_of
 from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.rank_state import Phase
+
+if TYPE_CHECKING:
+    from fsdp_jobs.node.rendezvous import CoordinatorRendezvous
 
 _CPU = 0.02  # of a core: what less is used does not work
 _WAKES_PER_S = 0.2  # of a main thread that waits for one thing; the two signals for its stacks wake it, too
 _WAKES = 10
-_FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')
-_LIBRARIES = ("<frozen ", sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]))
-_PACKAGES = ("/site-packages/", "/dist-packages/")
-_COLLECTIVE = "/torch/distributed/"
-
-
-@dataclass(frozen=True)
-class Stack:
-    """Where the main thread of a rank is: (file, line, function), innermost first; empty when it is not known."""
-
-    frames: tuple[tuple[str, str, str], ...] = ()
-
-    @classmethod
-    def parse(cls, dump: str) -> Stack:
-        """Take the main thread, which receives the signal, from what faulthandler wrote."""
-        threads = dump.strip().split("\n\n")
-        main = next((t for t in reversed(threads) if t.startswith("Current thread")), threads[-1])
-        return cls(tuple(_FRAME.findall(main)))
-
-    @property
-    def is_in_collective(self) -> bool:
-        return bool(self.frames) and _COLLECTIVE in self.frames[0][0]
-
-    def __str__(self) -> str:
-        """Return the innermost line of the program itself, and what it calls where that is not its own."""
-        own = [f for f in self.frames if not f[0].startswith(_LIBRARIES) and not any(p in f[0] for p in _PACKAGES)]
-        if not own:
-            return self.frames[0][2] if self.frames else "a place that is not known"
-        file, line, function = own[0]
-        call = f", {self.frames[0][2]}" if self.frames[0] != own[0] else ""
-        return f"{function} ({Path(file).name}:{line}){call}"
+_LOOK_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -144,3 +121,33 @@ def files_of(run: RunDir) -> frozenset[tuple[str, int, float]]:
                     stat = file.stat()
                     found.add((str(file), stat.st_size, stat.st_mtime))
     return frozenset(found)
+
+
+class Guard(guard.Guard):
+    """Tells the coordinator, with each beat, for how long ranks that report no steps have done nothing."""
+
+    def __init__(self, node: CoordinatorRendezvous):
+        super().__init__(node)
+        self._silent = -1, 0.0  # a round, and for how many seconds its ranks have done nothing
+        if node.config.is_program:
+            threading.Thread(target=self._watch, name="silence", daemon=True).start()
+
+    def beat(self) -> dict[str, float]:
+        number, seconds = self._silent
+        return {"silent": seconds} if number == self.node.running_round else {}
+
+    def _watch(self) -> None:
+        node = self.node
+        watch = Silence(
+            silence_s(node.config.elastic),
+            lambda: stacks_of(node.pids(), node.stack_files()),
+            lambda: files_of(node.run) if node.round.get("rank") == 0 else None,
+        )
+        while True:
+            time.sleep(_LOOK_S)
+            number, pids, seconds = node.running_round, node.pids(), None
+            if number >= 0 and pids and {state.read().phase for state in node.states} <= {Phase.STARTING, Phase.DONE}:
+                with suppress(OSError, ValueError, psutil.Error):  # another round has begun: it looks again
+                    written = (number, pids, [log.stat().st_size if log.exists() else 0 for log in node.log_files()])
+                    seconds = watch.look(pids, written, time.monotonic())
+            self._silent = number, seconds or 0.0

@@ -1,109 +1,84 @@
-"""Find the node that holds the others up, from what its ranks do by themselves. No torch, no network.
-
-Their steps take equally long: who is slow shows only in what a rank does without the others. A window is 20 steps or
-more. A node is slow when its slowest rank needs at least 1.07 times the median of the other nodes, loses at least 2 ms
-and 1% of a step (3% by waits), and is far outside of what the others differ by and of what it varies by itself, in 4
-of 5 windows; with one or two others in all five.
-"""
+"""Name slow nodes, with what their driver says, and exclude one where that pays. No torch, no network."""
 
 from __future__ import annotations
 
-import math
-from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from heapq import nlargest
-from statistics import median
+import time
+from dataclasses import replace
 
-from fsdp_jobs.run.events import SlowNode, SlowSteps
-from fsdp_jobs.run.rank_state import Times
+from fsdp_jobs.config.resolve import node_range
+from fsdp_jobs.control import guard
+from fsdp_jobs.control.attempt import Attempt
+from fsdp_jobs.control.placement import ConnectedAgent
+from fsdp_jobs.guards.slow.windows import SlowWatch
+from fsdp_jobs.run import events
+from fsdp_jobs.run.protocol import Message
+from fsdp_jobs.run.rank_state import Request
 
-_STEPS = 20  # of a window, at least
-_WINDOWS, _OFTEN = 5, 4
-_RATIO = 1.07  # a node that is 10% slow is measured at 1.08 to 1.18
-_LEAST_S = 0.002  # that it loses per step, and
-_LEAST_PART = {"data": 0.03, "checkpoint": 0.03, "compute": 0.01}  # of it: on a busy host everybody waits now and then
-_SPREADS = 5  # standard deviations of what the others differ by
-_OWN_SPREADS = 3  # of what its own windows differ by: three others seem to agree by chance now and then
-_SUSPECTS = 3  # the worst nodes, which are looked at: one that varies much must not hide one that is steadily slow
-_FORWARD_TO_STEP = 3  # backward does twice the work of forward
-_HOST_BOUND = 0.8  # of a GPU's time: it waits for what the host issues
-_LONGER = 1.25  # than in the windows before
-_IMBALANCE = 0.1  # of a step
-_HISTORY = 200  # windows
 _RESTART_S = 180.0  # as the plan assumes
-EXCLUDE_SLOW_S = 6 * 3600.0  # for so long, and at most one in that time
-
-Sums = Mapping[int, Sequence[Times]]  # node -> of each of its ranks
+_EXCLUDE_S = 6 * 3600.0  # for so long, and at most one in that time
 
 
-@dataclass(frozen=True)
-class Window:
-    """What a step took in a window, in seconds."""
+class Guard(guard.Guard):
+    """Watches one round after the other; a slow node is asked why, and then told."""
 
-    step_s: float
-    by_node: dict[str, dict[int, float]]  # cause -> node -> its slowest rank's, with the usual work at least
-    at_most: dict[str, dict[int, float]]  # the same, with the usual work at most; infinite where work is not known
-    is_host_bound: dict[int, bool]  # node -> a GPU of it waits for the host
-    slowest_s: float  # forward of the slowest rank, step by step
+    kinds = ("throttled",)
 
-    @classmethod
-    def between(cls, before: Sums, after: Sums) -> Window:
-        """Make the window between two readings of the same ranks. Work is made equal: longer samples take longer.
+    def __init__(self, attempt: Attempt):
+        super().__init__(attempt)
+        self._excluded_at = 0.0  # seconds since 1970
+        self.begin_round()
 
-        A pass is partly linear in the length of its samples, and partly quadratic. Which part is not known, so the
-        time for the usual work is known up to bounds, which meet where ranks have the same work.
-        """
-        ranks = {node: [_per_step(*pair) for pair in zip(before[node], after[node], strict=True)] for node in after}
-        every = [rank for of_node in ranks.values() for rank in of_node]
-        usual = median(rank.work for rank in every), median(rank.attention for rank in every)
-        compute = {node: [_bounds_s(rank, usual) for rank in ranks[node]] for node in ranks}
-        waits = {
-            "data": {node: max(rank.data for rank in ranks[node]) for node in ranks},
-            "checkpoint": {node: max(rank.checkpoint for rank in ranks[node]) for node in ranks},
-        }
-        least = waits | {"compute": {node: max(least for least, _ in compute[node]) for node in ranks}}
-        most = waits | {"compute": {node: max(most for _, most in compute[node]) for node in ranks}}
-        is_host_bound = {
-            node: any(_HOST_BOUND * r.compute < r.host != r.compute for r in ranks[node]) for node in ranks
-        }
-        return cls(every[0].step, least, most, is_host_bound, every[0].slowest)
+    def read(self, event: events.Event) -> None:
+        if isinstance(event, events.MachineExcluded) and event.is_slow:
+            self._excluded_at = event.time
 
+    def begin_round(self) -> Message:
+        self._watch, self._looked_at = SlowWatch(), 0.0
+        self._asked: dict[int, events.SlowNode] = {}  # by node
+        self._named: events.SlowNode | None = None  # it may be excluded
+        return {}
 
-def _bounds_s(rank: Times, usual: tuple[float, float]) -> tuple[float, float]:
-    """Return what a rank's forward passes take with the usual work, linear and quadratic, at least and at most."""
-    if not rank.work:
-        return rank.compute, math.inf
-    parts = [own / of for own, of in zip((rank.work, rank.attention), usual, strict=True) if of]
-    return rank.compute / max(parts), rank.compute / min(parts)
+    def on_message(self, agent: ConnectedAgent, message: Message, now: float) -> None:
+        """Name a slow node, with what its driver says."""
+        if (slow := self._asked.pop(agent.node, None)) is not None:
+            self._named = replace(slow, host=agent.host, throttled=message["why"])
+            self.attempt.record(self._named)
 
+    def watch(self, now: float) -> None:
+        """Record what holds steps up; a slow node is asked first."""
+        attempt = self.attempt
+        if now - self._looked_at < attempt.elastic.heartbeat_interval_s:
+            return
+        self._looked_at = now
+        agents = {a.node: a for a in attempt.agents.in_round()}
+        is_whole = len(agents) == attempt.round.size
+        found = self._watch.see({node: a.times for node, a in agents.items()}) if is_whole else None
+        if isinstance(found, events.SlowSteps):
+            attempt.record(found)
+        elif found is not None:
+            self._asked[found.node] = found
+            agents[found.node].send({"kind": "slow"})
+        if self._named is not None and attempt.elastic.exclude_slow and attempt.round.requested is Request.NONE:
+            self._exclude(self._named)
 
-def _per_step(before: Times, after: Times) -> Times:
-    steps = after.steps - before.steps
-    return Times(*((b - a) / steps for a, b in zip(before, after, strict=True)))
-
-
-def examine(windows: Sequence[Window], node: int, cause: str, ranks: int) -> SlowNode | None:
-    """Return what a node costs by one cause, if it is slow by it; all windows are of the same `ranks`."""
-    others = [[s for other, s in w.at_most[cause].items() if other != node] for w in windows]
-    middles, owns = [median(of) for of in others], [w.by_node[cause][node] for w in windows]
-    often, far_s = _OFTEN, max(_SPREADS * median(map(_between_nodes, others)), _OWN_SPREADS * _over_time(owns))
-    if len(others[0]) < 3:  # too few to tell what is usual: by what changes over time
-        often, far_s = len(windows), _SPREADS * max(_over_time(middles), _over_time(owns))
-    found: list[SlowNode] = []
-    for window, own, of, middle in zip(windows, owns, others, middles, strict=True):
-        step_s = window.step_s
-        lost_s = min((own - middle) * (_FORWARD_TO_STEP if cause == "compute" else 1), step_s)
-        is_far = own - middle > far_s
-        if own >= _RATIO * middle and lost_s >= max(_LEAST_S, _LEAST_PART[cause] * step_s) and is_far:
-            why = "host" if cause == "compute" and window.is_host_bound[node] else cause
-            hours = lost_s / step_s * ranks * 24
-            found.append(SlowNode(node, "", why, own, middle, len(of), lost_s, step_s, hours))
-    return sorted(found, key=lambda slow: slow.lost_s)[len(found) // 2] if len(found) >= often else None
+    def _exclude(self, slow: events.SlowNode) -> None:
+        """Exclude a slow node's machine if the others and spares are faster without it, and for long enough."""
+        attempt, current = self.attempt, self.attempt.round
+        rest = [a for a in attempt.agents.values() if a.host != slow.host and (a.in_round or a.ready)]
+        usable = attempt.planner.usable_nodes(rest, current.shard_group)
+        if usable is None:
+            return  # ask again
+        self._named = None
+        left = 0 if attempt.config.is_program else attempt.config.steps - attempt.step
+        may = usable >= node_range(attempt.config.nodes)[0] and time.time() - self._excluded_at > _EXCLUDE_S
+        if may and _pays(slow, current.size, usable, left):
+            self._excluded_at, why = time.time(), slow.sentence()
+            attempt.run.exclude(slow.host, _EXCLUDE_S, why)
+            attempt.record(events.MachineExcluded(slow.host, why, is_slow=True))
+            attempt.park(f"{slow.host} is excluded, because it is slow")
 
 
-def pays(slow: SlowNode, nodes: int, without: int, steps: int) -> bool:
+def _pays(slow: events.SlowNode, nodes: int, without: int, steps: int) -> bool:
     """Whether a round of `without` nodes, the slow one not among them, does so many steps so much sooner than `nodes`.
 
     With two nodes it is not known which of them is at fault, and the node of rank 0 does more work for
@@ -111,97 +86,3 @@ def pays(slow: SlowNode, nodes: int, without: int, steps: int) -> bool:
     """
     saved_s = slow.lost_s - slow.step_s * max(0.0, nodes / max(1, without) - 1)
     return slow.others > 1 and slow.cause != "checkpoint" and saved_s * steps > 3 * _RESTART_S
-
-
-def _between_nodes(values: Sequence[float]) -> float:
-    """Return what nodes differ by, as a standard deviation of normal numbers; slow ones among them do not count."""
-    middle = median(values)
-    return 1.4826 * median(abs(v - middle) for v in values)
-
-
-def _over_time(values: Sequence[float]) -> float:
-    """Return what a few windows differ by, as a standard deviation of normal numbers; one of five does not count."""
-    middle = median(values)
-    distances = sorted(abs(v - middle) for v in values)
-    return distances[math.ceil(0.8 * len(distances)) - 1] / 1.28
-
-
-class SlowWatch:
-    """Watches one round; tells each slow node, and each other reason, once."""
-
-    def __init__(self) -> None:
-        self._before: Sums = {}
-        self._windows = deque[Window](maxlen=_HISTORY)
-        self._told = set[object]()
-        self.looked_at = 0.0
-        self.asked: dict[int, SlowNode] = {}  # nodes that have been asked why
-        self.named: SlowNode | None = None  # has been told, and may be excluded
-
-    def see(self, sums: Sums) -> SlowNode | SlowSteps | None:
-        """Note what the ranks have done until now; return what is new in it."""
-        if len(sums) < 2 or not all(sums.values()) or min(t.steps for of in sums.values() for t in of) < 1:
-            return None
-        if self._before.keys() != sums.keys():
-            self._before = sums
-        done = min(t.steps - b.steps for node in sums for b, t in zip(self._before[node], sums[node], strict=True))
-        if done < _STEPS:
-            return None
-        self._windows.append(Window.between(self._before, sums))
-        self._before = sums
-        if len(self._windows) < _WINDOWS:
-            return None
-        newest, ranks = list(self._windows)[-_WINDOWS:], sum(map(len, sums.values()))
-        for cause in newest[0].by_node:
-            untold = [node for node in sums if (node, cause) not in self._told]
-            for node in nlargest(_SUSPECTS, untold, key=partial(_usual, newest, cause)):
-                if (slow := examine(newest, node, cause, ranks)) is not None:
-                    self._told.add((node, cause))
-                    return slow
-        if sum(_imbalance(w) >= _IMBALANCE for w in newest) >= _OFTEN:
-            return self._once("rotating", _ROTATING.format(lost=median(map(_imbalance, newest))))
-        return self._look_back(newest)
-
-    def _look_back(self, newest: Sequence[Window]) -> SlowSteps | None:
-        """Compare with earlier windows: all nodes may have become slow together."""
-        earlier = list(self._windows)[:-_WINDOWS]
-        if len(earlier) < 2 * _WINDOWS:
-            return None
-        usual_s = median(w.step_s for w in earlier)
-        if sum(w.step_s >= _LONGER * usual_s for w in newest) < _OFTEN:
-            return None
-        now_s = median(w.step_s for w in newest)
-        rise = {cause: _typical(newest, cause) - _typical(earlier, cause) for cause in newest[0].by_node}
-        rise["compute"] *= _FORWARD_TO_STEP
-        cause = max(rise, key=lambda c: rise[c])
-        what = _ALL[cause if rise[cause] >= (now_s - usual_s) / 2 else "network"]
-        return self._once("all", f"steps take {now_s:.3g} s, {usual_s:.3g} s before, on all nodes: {what}")
-
-    def _once(self, key: str, why: str) -> SlowSteps | None:
-        is_new = key not in self._told
-        self._told.add(key)
-        return SlowSteps(why) if is_new else None
-
-
-def _usual(windows: Sequence[Window], cause: str, node: int) -> float:
-    return median(w.by_node[cause][node] for w in windows)
-
-
-def _typical(windows: Sequence[Window], cause: str) -> float:
-    return median(median(w.by_node[cause].values()) for w in windows)
-
-
-def _imbalance(window: Window) -> float:
-    """Return the part of a step that is lost because now one rank is the slowest and now another."""
-    return min(1.0, _FORWARD_TO_STEP * (window.slowest_s - max(window.by_node["compute"].values())) / window.step_s)
-
-
-_ROTATING = (
-    "no node is slow, but another rank is the slowest in each step, which costs about {lost:.0%} of them: "
-    "are samples of unequal length, or the machines busy with other work?"
-)
-_ALL = {
-    "data": "they wait for data, so look at the storage that it comes from",
-    "checkpoint": "they wait for checkpoints, so look at the storage that these go to",
-    "compute": "every node computes more slowly",
-    "network": "they neither compute more slowly nor wait for data, so look at the network",
-}

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import subprocess
+import threading
 from contextlib import suppress
+
+from fsdp_jobs.node import guard
+from fsdp_jobs.run.protocol import Message
 
 # A software power limit is normal for a healthy GPU at full load, so it is not a reason.
 _REASONS = ("hw_thermal_slowdown", "sw_thermal_slowdown", "hw_power_brake_slowdown")
 _NAMES = ("clocks_event_reasons", "clocks_throttle_reasons")  # of newer and of older drivers
 _TIMEOUT_S = 10.0
+
+
+class Guard(guard.Guard):
+    """Answers `slow`."""
+
+    kinds = ("slow",)
+
+    def on_message(self, message: Message) -> None:
+        threading.Thread(target=lambda: self.node.send("throttled", why=throttled()), daemon=True).start()
 
 
 def throttled() -> list[str]:

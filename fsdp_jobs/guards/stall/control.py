@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp_jobs.config.resolve import PROGRAMS_STALL_S
-from fsdp_jobs.config.schema import JobConfig
+from fsdp_jobs.control import guard
+from fsdp_jobs.control.attempt import Attempt
+from fsdp_jobs.control.placement import ConnectedAgent
+from fsdp_jobs.run import events
 from fsdp_jobs.run.protocol import Message
+from fsdp_jobs.run.rank_state import Request
 from fsdp_jobs.run.table import listed
 
 _FLOOR_S = 60.0
@@ -17,25 +20,56 @@ _STEPS = 20  # step times without a step that are a stall, unless the user sets 
 _ANSWERS_S = 4.0  # for agents to send the state of their ranks
 
 
-@dataclass
-class StallWatch:
-    """Watches one round."""
+class Guard(guard.Guard):
+    """Watches one round after the other."""
 
-    config: JobConfig
-    _step: int | None = None  # the slowest rank's, None before the first report
-    _since: float = 0.0
-    _step_s: float = 0.0  # measured, the slowest of the newest few
-    asked_at: float | None = None  # when agents were asked for stacks
-    answers: list[Message] = field(default_factory=list)
-    has_stalled: bool = False
-    silent_s: float | None = None  # for so long ranks that report no steps have done nothing
+    kinds = ("stacks",)
 
-    def limit_s(self) -> float:
+    def __init__(self, attempt: Attempt):
+        super().__init__(attempt)
+        self.begin_round()
+
+    def begin_round(self) -> Message:
+        self._step: int | None = None  # the slowest rank's, None before the first report
+        self._since = self._step_s = 0.0  # the second: measured, the slowest of the newest few
+        self._asked_at: float | None = None  # when agents were asked for stacks
+        self._answers: list[Message] = []
+        self._silent_s = 0.0  # for so long ranks that report no steps had done nothing
+        return {}
+
+    def on_message(self, agent: ConnectedAgent, message: Message, now: float) -> None:
+        self._answers.append(message)
+
+    def watch(self, now: float) -> None:
+        attempt, agents = self.attempt, self.attempt.agents.in_round()
+        if self._asked_at is not None:
+            if len(self._answers) >= len(agents) or now - self._asked_at > _ANSWERS_S:
+                self._end_round(now)
+            return
+        slowest = attempt.agents.slowest_step()
+        if slowest is None or attempt.round.requested is not Request.NONE:
+            return
+        silent_s = min((a.beat.get("silent", 0.0) for a in agents), default=0.0)
+        if self._see(slowest, attempt.round.first_step, now) or silent_s:
+            self._asked_at, self._answers, self._silent_s = now, [], silent_s
+            attempt.agents.send("dump")
+
+    def _end_round(self, now: float) -> None:
+        """Say for how long nothing has advanced and because of whom; a single node is the culprit."""
+        attempt, self._asked_at = self.attempt, None
+        stood_s = self._silent_s or now - self._since
+        why, attempt.round.culprit = self._blame(stood_s)
+        attempt.round.has_stalled = True
+        attempt.record(events.Stalled(why))
+        attempt.break_round(why, now, now - stood_s)
+
+    def _limit_s(self) -> float:
         """Return the seconds without a step that are a stall."""
-        floor_s = PROGRAMS_STALL_S if self.config.is_program else _FLOOR_S
-        return self.config.elastic.stall_timeout_s or max(floor_s, _STEPS * self._step_s)
+        config = self.attempt.config
+        floor_s = PROGRAMS_STALL_S if config.is_program else _FLOOR_S
+        return config.elastic.stall_timeout_s or max(floor_s, _STEPS * self._step_s)
 
-    def see(self, slowest: int, first_step: int, now: float) -> bool:
+    def _see(self, slowest: int, first_step: int, now: float) -> bool:
         """Note the slowest rank's step; True when it has not advanced for too long.
 
         Not before every rank has done a step more than `first_step`, with which the round began: the first one
@@ -45,24 +79,14 @@ class StallWatch:
             if self._step is not None and slowest > self._step >= first_step + 1:
                 self._step_s = max(0.8 * self._step_s, (now - self._since) / (slowest - self._step))
             self._step, self._since = slowest, now
-        return slowest > first_step and now - self._since > self.limit_s()
+        return slowest > first_step and now - self._since > self._limit_s()
 
-    def stood_s(self, now: float) -> float:
-        """Return for how many seconds nothing has advanced."""
-        return now - self._since if self.silent_s is None else self.silent_s
-
-    def settled(self, agents: int, now: float) -> bool:
-        """Whether all agents have answered, or have had the time to."""
-        assert self.asked_at is not None
-        return len(self.answers) >= agents or now - self.asked_at > _ANSWERS_S
-
-    def blame(self, now: float) -> tuple[str, int | None]:
-        """Say how long nothing has advanced and because of whom; and the node, when it is a single one."""
-        self.asked_at, self.has_stalled = None, True
-        ranks = [(a["node"], r) for a in self.answers for r in a["ranks"]]
-        what = "no rank has done a step" if self.silent_s is None else "no output, no work and no new file"
-        waited = f"{what} for {self.stood_s(now):.0f} s"
-        if self.silent_s is not None and not _is_frozen(ranks):
+    def _blame(self, stood_s: float) -> tuple[str, int | None]:
+        """Return a sentence, and the node when it is a single one."""
+        ranks = [(a["node"], r) for a in self._answers for r in a["ranks"]]
+        what = "no rank has done a step" if not self._silent_s else "no output, no work and no new file"
+        waited = f"{what} for {stood_s:.0f} s"
+        if self._silent_s and not _is_frozen(ranks):
             return f"{waited}: {_apart(ranks)}", None  # the program's fault, and no machine's
         dead = [(n, r) for n, r in ranks if not r["dumped"]]
         if dead:

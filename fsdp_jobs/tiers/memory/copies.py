@@ -14,12 +14,13 @@ import shutil
 import socket
 import socketserver
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 from fsdp_jobs.config.schema import MemoryConfig
-from fsdp_jobs.guards.replicas.node import Sums
+from fsdp_jobs.node.guard import Guard
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.protocol import PARTNER, Message, enter, line, welcome
@@ -64,9 +65,9 @@ class Copies:
         remove_left(memory, run)
         return None
 
-    def start(self, sums: Sums) -> None:
-        """Begin to seal, send and receive, in threads; `sums` are compared with those of replicas."""
-        self._sums = sums
+    def start(self, guards: Sequence[Guard]) -> None:
+        """Begin to seal, send and receive, in threads; the guards get the sums of what replicas hold, too."""
+        self._guards = guards
         threading.Thread(target=self._server.serve_forever, name="copies", daemon=True).start()
         self._keeper.start()
 
@@ -114,11 +115,12 @@ class Copies:
             is_whole = self._copy(slot, capture, sums)
             self._kept[capture.rank] = (capture.epoch, capture.step)
             same = {entry.name: sums[entry.name] for entry in capture.entries if entry.is_replicated}
-            self._sums.take(capture.epoch, capture.step, capture.rank, same)
+            for guard in self._guards:
+                guard.take(capture.epoch, capture.step, capture.rank, same)
             if not is_whole:
                 slot.copied.touch()  # nothing is left here to wait for, which its rank sees
                 return
-        if self._sums.may_follow(capture.step):
+        if all(guard.may_follow(capture.step) for guard in self._guards):
             slot.copied.touch()
 
     def _copy(self, slot: Slot, capture: Capture, sums: dict[str, str]) -> bool:

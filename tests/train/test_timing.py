@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from fsdp_jobs.guards.slow import rank as timing
-from fsdp_jobs.guards.slow.rank import StepTimer
+from fsdp_jobs.job import timer as timing
+from fsdp_jobs.job.timer import StepTimer
 from tests.world import run_world
 
 

@@ -1,0 +1,192 @@
+"""Find the node that holds the others up, from what its ranks do by themselves. No torch, no network.
+
+Their steps take equally long: who is slow shows only in what a rank does without the others. A window is 20 steps or
+more. A node is slow when its slowest rank needs at least 1.07 times the median of the other nodes, loses at least 2 ms
+and 1% of a step (3% by waits), and is far outside of what the others differ by and of what it varies by itself, in 4
+of 5 windows; with one or two others in all five.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from heapq import nlargest
+from statistics import median
+
+from fsdp_jobs.run.events import SlowNode, SlowSteps
+from fsdp_jobs.run.rank_state import Times
+
+_STEPS = 20  # of a window, at least
+_WINDOWS, _OFTEN = 5, 4
+_RATIO = 1.07  # a node that is 10% slow is measured at 1.08 to 1.18
+_LEAST_S = 0.002  # that it loses per step, and
+_LEAST_PART = {"data": 0.03, "checkpoint": 0.03, "compute": 0.01}  # of it: on a busy host everybody waits now and then
+_SPREADS = 5  # standard deviations of what the others differ by
+_OWN_SPREADS = 3  # of what its own windows differ by: three others seem to agree by chance now and then
+_SUSPECTS = 3  # the worst nodes, which are looked at: one that varies much must not hide one that is steadily slow
+_FORWARD_TO_STEP = 3  # backward does twice the work of forward
+_HOST_BOUND = 0.8  # of a GPU's time: it waits for what the host issues
+_LONGER = 1.25  # than in the windows before
+_IMBALANCE = 0.1  # of a step
+_HISTORY = 200  # windows
+
+Sums = Mapping[int, Sequence[Times]]  # node -> of each of its ranks
+
+
+@dataclass(frozen=True)
+class Window:
+    """What a step took in a window, in seconds."""
+
+    step_s: float
+    by_node: dict[str, dict[int, float]]  # cause -> node -> its slowest rank's, with the usual work at least
+    at_most: dict[str, dict[int, float]]  # the same, with the usual work at most; infinite where work is not known
+    is_host_bound: dict[int, bool]  # node -> a GPU of it waits for the host
+    slowest_s: float  # forward of the slowest rank, step by step
+
+    @classmethod
+    def between(cls, before: Sums, after: Sums) -> Window:
+        """Make the window between two readings of the same ranks. Work is made equal: longer samples take longer.
+
+        A pass is partly linear in the length of its samples, and partly quadratic. Which part is not known, so the
+        time for the usual work is known up to bounds, which meet where ranks have the same work.
+        """
+        ranks = {node: [_per_step(*pair) for pair in zip(before[node], after[node], strict=True)] for node in after}
+        every = [rank for of_node in ranks.values() for rank in of_node]
+        usual = median(rank.work for rank in every), median(rank.attention for rank in every)
+        compute = {node: [_bounds_s(rank, usual) for rank in ranks[node]] for node in ranks}
+        waits = {
+            "data": {node: max(rank.data for rank in ranks[node]) for node in ranks},
+            "checkpoint": {node: max(rank.checkpoint for rank in ranks[node]) for node in ranks},
+        }
+        least = waits | {"compute": {node: max(least for least, _ in compute[node]) for node in ranks}}
+        most = waits | {"compute": {node: max(most for _, most in compute[node]) for node in ranks}}
+        is_host_bound = {
+            node: any(_HOST_BOUND * r.compute < r.host != r.compute for r in ranks[node]) for node in ranks
+        }
+        return cls(every[0].step, least, most, is_host_bound, every[0].slowest)
+
+
+def _bounds_s(rank: Times, usual: tuple[float, float]) -> tuple[float, float]:
+    """Return what a rank's forward passes take with the usual work, linear and quadratic, at least and at most."""
+    if not rank.work:
+        return rank.compute, math.inf
+    parts = [own / of for own, of in zip((rank.work, rank.attention), usual, strict=True) if of]
+    return rank.compute / max(parts), rank.compute / min(parts)
+
+
+def _per_step(before: Times, after: Times) -> Times:
+    steps = after.steps - before.steps
+    return Times(*((b - a) / steps for a, b in zip(before, after, strict=True)))
+
+
+def examine(windows: Sequence[Window], node: int, cause: str, ranks: int) -> SlowNode | None:
+    """Return what a node costs by one cause, if it is slow by it; all windows are of the same `ranks`."""
+    others = [[s for other, s in w.at_most[cause].items() if other != node] for w in windows]
+    middles, owns = [median(of) for of in others], [w.by_node[cause][node] for w in windows]
+    often, far_s = _OFTEN, max(_SPREADS * median(map(_between_nodes, others)), _OWN_SPREADS * _over_time(owns))
+    if len(others[0]) < 3:  # too few to tell what is usual: by what changes over time
+        often, far_s = len(windows), _SPREADS * max(_over_time(middles), _over_time(owns))
+    found: list[SlowNode] = []
+    for window, own, of, middle in zip(windows, owns, others, middles, strict=True):
+        step_s = window.step_s
+        lost_s = min((own - middle) * (_FORWARD_TO_STEP if cause == "compute" else 1), step_s)
+        is_far = own - middle > far_s
+        if own >= _RATIO * middle and lost_s >= max(_LEAST_S, _LEAST_PART[cause] * step_s) and is_far:
+            why = "host" if cause == "compute" and window.is_host_bound[node] else cause
+            hours = lost_s / step_s * ranks * 24
+            found.append(SlowNode(node, "", why, own, middle, len(of), lost_s, step_s, hours))
+    return sorted(found, key=lambda slow: slow.lost_s)[len(found) // 2] if len(found) >= often else None
+
+
+def _between_nodes(values: Sequence[float]) -> float:
+    """Return what nodes differ by, as a standard deviation of normal numbers; slow ones among them do not count."""
+    middle = median(values)
+    return 1.4826 * median(abs(v - middle) for v in values)
+
+
+def _over_time(values: Sequence[float]) -> float:
+    """Return what a few windows differ by, as a standard deviation of normal numbers; one of five does not count."""
+    middle = median(values)
+    distances = sorted(abs(v - middle) for v in values)
+    return distances[math.ceil(0.8 * len(distances)) - 1] / 1.28
+
+
+class SlowWatch:
+    """Watches one round; tells each slow node, and each other reason, once."""
+
+    def __init__(self) -> None:
+        self._before: Sums = {}
+        self._windows = deque[Window](maxlen=_HISTORY)
+        self._told = set[object]()
+
+    def see(self, sums: Sums) -> SlowNode | SlowSteps | None:
+        """Note what the ranks have done until now; return what is new in it."""
+        if len(sums) < 2 or not all(sums.values()) or min(t.steps for of in sums.values() for t in of) < 1:
+            return None
+        if self._before.keys() != sums.keys():
+            self._before = sums
+        done = min(t.steps - b.steps for node in sums for b, t in zip(self._before[node], sums[node], strict=True))
+        if done < _STEPS:
+            return None
+        self._windows.append(Window.between(self._before, sums))
+        self._before = sums
+        if len(self._windows) < _WINDOWS:
+            return None
+        newest, ranks = list(self._windows)[-_WINDOWS:], sum(map(len, sums.values()))
+        for cause in newest[0].by_node:
+            untold = [node for node in sums if (node, cause) not in self._told]
+            for node in nlargest(_SUSPECTS, untold, key=partial(_usual, newest, cause)):
+                if (slow := examine(newest, node, cause, ranks)) is not None:
+                    self._told.add((node, cause))
+                    return slow
+        if sum(_imbalance(w) >= _IMBALANCE for w in newest) >= _OFTEN:
+            return self._once("rotating", _ROTATING.format(lost=median(map(_imbalance, newest))))
+        return self._look_back(newest)
+
+    def _look_back(self, newest: Sequence[Window]) -> SlowSteps | None:
+        """Compare with earlier windows: all nodes may have become slow together."""
+        earlier = list(self._windows)[:-_WINDOWS]
+        if len(earlier) < 2 * _WINDOWS:
+            return None
+        usual_s = median(w.step_s for w in earlier)
+        if sum(w.step_s >= _LONGER * usual_s for w in newest) < _OFTEN:
+            return None
+        now_s = median(w.step_s for w in newest)
+        rise = {cause: _typical(newest, cause) - _typical(earlier, cause) for cause in newest[0].by_node}
+        rise["compute"] *= _FORWARD_TO_STEP
+        cause = max(rise, key=lambda c: rise[c])
+        what = _ALL[cause if rise[cause] >= (now_s - usual_s) / 2 else "network"]
+        return self._once("all", f"steps take {now_s:.3g} s, {usual_s:.3g} s before, on all nodes: {what}")
+
+    def _once(self, key: str, why: str) -> SlowSteps | None:
+        is_new = key not in self._told
+        self._told.add(key)
+        return SlowSteps(why) if is_new else None
+
+
+def _usual(windows: Sequence[Window], cause: str, node: int) -> float:
+    return median(w.by_node[cause][node] for w in windows)
+
+
+def _typical(windows: Sequence[Window], cause: str) -> float:
+    return median(median(w.by_node[cause].values()) for w in windows)
+
+
+def _imbalance(window: Window) -> float:
+    """Return the part of a step that is lost because now one rank is the slowest and now another."""
+    return min(1.0, _FORWARD_TO_STEP * (window.slowest_s - max(window.by_node["compute"].values())) / window.step_s)
+
+
+_ROTATING = (
+    "no node is slow, but another rank is the slowest in each step, which costs about {lost:.0%} of them: "
+    "are samples of unequal length, or the machines busy with other work?"
+)
+_ALL = {
+    "data": "they wait for data, so look at the storage that it comes from",
+    "checkpoint": "they wait for checkpoints, so look at the storage that these go to",
+    "compute": "every node computes more slowly",
+    "network": "they neither compute more slowly nor wait for data, so look at the network",
+}
