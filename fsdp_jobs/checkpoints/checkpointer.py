@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +19,22 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from fsdp_jobs.checkpoints import catalog, fsdp1
 from fsdp_jobs.checkpoints.catalog import MANIFEST, SHARDS, Manifest
+from fsdp_jobs.checkpoints.disk import LocalDisks, LocalTier
 from fsdp_jobs.checkpoints.fsdp1 import Fsdp1State
 from fsdp_jobs.checkpoints.ranks import Ranks
 from fsdp_jobs.checkpoints.saver import Saver
 from fsdp_jobs.checkpoints.state import State
 from fsdp_jobs.checkpoints.storage import NotFinite, SaveRequest
-from fsdp_jobs.checkpoints.tiers import Restored, SharedStorage, Tier
+from fsdp_jobs.checkpoints.tiers import Restored, SharedStorage, Snapshots, Tier
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.config.keys import AUTO
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, checkpoints_of
-from fsdp_jobs.run.guards import guards_in
+from fsdp_jobs.run.leaves import guards_in, tiers_in
 from fsdp_jobs.run.table import counted
-from fsdp_jobs.run.tail import lacks_line
 from fsdp_jobs.run.term import Epoch, Fenced
-from fsdp_jobs.tiers.disk import LocalDisks, LocalTier
-from fsdp_jobs.tiers.memory.restore import MemoryTier
-from fsdp_jobs.tiers.memory.snapshots import MemoryCheckpoints
 
 _CURES = (  # of saves that fail with these errors
     ((errno.ENOSPC, errno.EDQUOT), "Free space under {}."),
@@ -84,8 +80,9 @@ class Checkpointer:
         self.rank = self.ranks.rank
         local_dir = self.config.local_dir
         self.disks = LocalDisks(Path(local_dir) / run.name, self.ranks) if local_dir is not None else None
-        every_steps = self.config.memory.every_steps
-        self.memory = MemoryCheckpoints.of_rank(self.ranks, layout, self.state, every_steps, self._tell_failed)
+        self.snapshots: list[Snapshots] = [
+            made for tier in tiers_in("rank") if (made := tier.of_rank(self)) is not None
+        ]
         self.saver = Saver(self.config.async_mode, device, self.group)
         self.committed_step = -1
         self.saved_at = time.monotonic()  # when the newest save began
@@ -150,8 +147,8 @@ class Checkpointer:
 
     def before_update(self) -> None:
         """Wait until a save has its copy of the state. The optimizer calls it before each update."""
-        if self.memory is not None:
-            self.memory.before_update()
+        for tier in self.snapshots:
+            tier.before_update()
         if self._staged is not None:
             begin = time.perf_counter()
             self._staged.result()
@@ -159,12 +156,12 @@ class Checkpointer:
             self.stall_s += time.perf_counter() - begin
 
     def capture(self, step: int, record: Callable[[], None]) -> None:
-        """Begin to capture the state after `step` steps in the nodes' memory, if it is time to.
+        """Begin to take snapshots of the state after `step` steps, where it is time to.
 
         `record` is called in a thread, before anybody can go on from this step.
         """
-        if self.memory is not None:
-            self.memory.after_step(step, self.samples, self.stream, record)
+        for tier in self.snapshots:
+            tier.after_step(step, self.samples, self.stream, record)
 
     def watch(self, step: int, is_end: bool) -> None:
         """Have the guards look at the state after `step` steps, which may be the last of the job."""
@@ -174,19 +171,19 @@ class Checkpointer:
     @property
     def safe_step(self) -> int:
         """The newest step that a failure of one node leaves; -1 for none."""
-        return max(self.committed_step, self.memory.step if self.memory is not None else -1)
+        return max([self.committed_step, *(tier.step for tier in self.snapshots)])
 
     def poll(self) -> None:
         """Take note of a save that has ended, without waiting."""
         if self._written is not None and self._written.done():
             self.finish()
-        if self.memory is not None:
-            self.memory.settle()
+        for tier in self.snapshots:
+            tier.settle()
         self._note_upload(wait=False)
 
     def take_stall(self) -> tuple[float, float]:
         """Return the seconds that steps have waited since the last call: for all, and of those for captures."""
-        captured_s = self.memory.take_stall() if self.memory is not None else 0.0
+        captured_s = sum(tier.take_stall() for tier in self.snapshots)
         stall_s, self.stall_s = self.stall_s + captured_s, 0.0
         return stall_s, captured_s
 
@@ -238,9 +235,10 @@ class Checkpointer:
                     catalog.remove_failed(request.temporary)
                 except Exception as e:  # what refuses the save may refuse this: a credential that has expired
                     self.failure += f" What it had written stays in {request.temporary}: {e}."
-            self._tell_failed(request.step, self.failure)
+            self.tell_failed(request.step, self.failure)
 
-    def _tell_failed(self, step: int, why: str) -> None:
+    def tell_failed(self, step: int, why: str) -> None:
+        """Say that a step is not saved, or not taken."""
         events.record(self.run, self.attempt, events.CheckpointFailed(step, why))
         print(f"WARNING {why}", flush=True)
 
@@ -279,14 +277,10 @@ class Checkpointer:
     def _restore_newest(self) -> Restored | None:
         """Return what was restored; None when there is nothing to go on from."""
         storage = SharedStorage(self.run, self.job, self.attempt, self.epoch, self.ranks, self.state)
-        storage.prepare()
-        tiers: list[Tier] = [storage]  # what is read faster comes later
-        if self.disks is not None:
-            tiers.append(LocalTier(self.disks, storage))
-        if self.memory is not None:
-            lacks = partial(lacks_line, self.run.metrics, every=self.job.log_every_steps)
-            captured = MemoryTier(self.memory, lacks, partial(_safe_before, self.run))
-            tiers.append(captured)
+        disks = [LocalTier(self.disks, storage)] if self.disks is not None else []
+        tiers: list[Tier] = [storage, *disks, *self.snapshots]  # what is read faster comes later
+        for tier in tiers:
+            tier.prepare()
         restored: Restored | None = None
         while restored is None:
             newest: Tier | None = None
@@ -294,8 +288,8 @@ class Checkpointer:
             for tier in tiers:
                 if (offered := tier.offer(step)) is not None:
                     newest, step = tier, offered
-            if self.memory is not None:
-                self.memory.done = step  # before the optimizer gets its state, for which it may call `before_update`
+            for snapshots in self.snapshots:
+                snapshots.go_on(step)
             if newest is None:
                 storage.check_may_begin_again()
                 return None
@@ -304,10 +298,10 @@ class Checkpointer:
         self.committed_step, self._written_step = storage.step, -1  # what storage lacks is saved again at the end
         if restored.place == "storage":
             self.committed_step = self._written_step = restored.step
-        if self.memory is not None:
-            self.memory.step = restored.step if restored.place == "memory" else -1
+        if self.snapshots:
             self.ranks.gather(None)  # all have read
-            captured.forget()
+        for snapshots in self.snapshots:
+            snapshots.forget(loaded=snapshots is newest)
         return restored
 
     def close(self) -> None:
@@ -320,13 +314,7 @@ class Checkpointer:
         self.saver.close()
         if self.disks is not None:
             self.disks.close()
-        if self.memory is not None:
-            self.memory.close()
+        for tier in self.snapshots:
+            tier.close()
         if self.failure is not None:
             raise JobFailed(f"{self.failure} Then resume {self.run.name}.")
-
-
-def _safe_before(run: RunDir) -> int:
-    """Return the newest step that was safe when the last round or attempt ended; -1 for none."""
-    ends = (e for e in events.newest_events(run) if isinstance(e, events.RoundBroken | events.AttemptEnded))
-    return next((e.committed for e in ends if e.committed is not None), -1)

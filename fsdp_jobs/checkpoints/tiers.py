@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
@@ -36,11 +36,17 @@ class Restored(NamedTuple):
     sent: int | None = None  # bytes that nodes sent each other
 
 
-class Tier(Protocol):
+class Tier:
     """A kind of place that a state is in. All ranks call each method, in the same order."""
+
+    step = -1  # the newest that is there, whatever happens to one node
+
+    def prepare(self) -> None:
+        """Begin to restore."""
 
     def offer(self, at_least: int) -> int | None:
         """Return the newest step that is there, if it is as new as `at_least`."""
+        raise NotImplementedError
 
     def load(self) -> Restored | None:
         """Go on from what was offered last; None when that is not usable, and something else is to be offered.
@@ -49,9 +55,39 @@ class Tier(Protocol):
             JobFailed: it is of another model.
             CannotReadHere: this machine alone cannot read it.
         """
+        raise NotImplementedError
 
 
-class SharedStorage:
+class Snapshots(Tier):
+    """A tier that takes the state of a step by itself, and not from a save."""
+
+    def before_update(self) -> None:
+        """Wait until the state may change."""
+
+    def after_step(self, step: int, samples: int, stream: dict[str, Any] | None, record: Callable[[], None]) -> None:
+        """Begin to take the state after `step` steps, if it is time to.
+
+        `record` is called in a thread, before anybody can go on from this step.
+        """
+
+    def settle(self) -> None:
+        """Wait until what is being taken has been read."""
+
+    def take_stall(self) -> float:
+        """Return the seconds that steps have waited since the last call."""
+        raise NotImplementedError
+
+    def go_on(self, step: int) -> None:
+        """Expect the steps after this one, before the state is loaded: the optimizer may call `before_update` then."""
+
+    def forget(self, loaded: bool) -> None:
+        """Remove what is older than the state that all ranks have `loaded`, from here or from another tier."""
+
+    def close(self) -> None:
+        """Release resources, after what is under way."""
+
+
+class SharedStorage(Tier):
     """Checkpoints that every node sees. Damaged ones are set aside, and named in an event.
 
     A checkpoint in which a rank finds damage while it reads is offered once more: then all is verified before.
@@ -75,14 +111,10 @@ class SharedStorage:
             if (limit := known_here().limit) != NO_LIMIT:
                 catalog.mark_agreed(self.home, lambda step: None if step <= limit else False)
 
-    @property
-    def step(self) -> int:
-        """The step of what was offered last; -1 for none."""
-        return -1 if self._offered is None else catalog.step_of(self.home / self._offered)
-
     def offer(self, at_least: int) -> int | None:
         """Return the newest step that was committed; whether it is whole shows when it is loaded."""
         self._offered = self.ranks.from_rank_0(self._newest)
+        self.step = -1 if self._offered is None else catalog.step_of(self.home / self._offered)
         return self.step if self.step >= at_least else None
 
     def _newest(self) -> str | None:

@@ -14,7 +14,7 @@ from fsdp_jobs.control.placement import Agents, ConnectedAgent, RoundPlanner
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.failure import Failure
-from fsdp_jobs.run.guards import guards_in
+from fsdp_jobs.run.leaves import guards_in
 from fsdp_jobs.run.rank_state import Request
 from fsdp_jobs.run.tail import last_lines
 from fsdp_jobs.run.verdict import Verdict

@@ -26,7 +26,8 @@ from fsdp_jobs.node.program import Edits, Program
 from fsdp_jobs.plan.sources import path_from_slurm
 from fsdp_jobs.run import log
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.env import ADDRESS_ENV, AGENT_PID_ENV, ATTEMPT_ENV, HOST_ENV, MEMORY_ENV, RANK_STATE_ENV, RUN_DIR_ENV
+from fsdp_jobs.run.env import ADDRESS_ENV, AGENT_PID_ENV, ATTEMPT_ENV, HOST_ENV, RANK_STATE_ENV, RUN_DIR_ENV
+from fsdp_jobs.run.leaves import tiers_in
 from fsdp_jobs.run.processes import raise_file_limit
 from fsdp_jobs.run.protocol import Message
 from fsdp_jobs.run.rank_state import keep_temporaries_in, make_folder
@@ -74,13 +75,12 @@ def run_agent(args: argparse.Namespace, signals: Signals) -> int:
     from fsdp_jobs.node.rank_logs import LogKeeper, RankLogs
     from fsdp_jobs.node.rendezvous import CoordinatorRendezvous
     from fsdp_jobs.node.tracker import TrackerProcess
-    from fsdp_jobs.tiers.memory.copies import Copies
 
     run, attempt = RunDir(args.run_dir), int(os.environ[ATTEMPT_ENV])
     config = load_config(run.config)
     folder = make_folder()
     keep_temporaries_in(folder)
-    copies = Copies.of_node(config.checkpoint.memory, run, attempt, args.node)
+    tiers = [made for tier in tiers_in("node") if (made := tier.of_node(config, run, attempt, args.node)) is not None]
     identity: Message = {
         "attempt": attempt,
         "node": args.node,
@@ -90,7 +90,7 @@ def run_agent(args: argparse.Namespace, signals: Signals) -> int:
         "switches": path_from_slurm(
             os.environ.get("SLURM_TOPOLOGY_ADDR", ""), os.environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "")
         ),
-        "copies": copies.port if copies is not None else 0,
+        "copies": 0,
         "agent": uuid.uuid4().hex,
     }
     os.environ |= {
@@ -99,13 +99,14 @@ def run_agent(args: argparse.Namespace, signals: Signals) -> int:
         AGENT_PID_ENV: str(os.getpid()),
         "TORCH_ELASTIC_WORKER_IDENTICAL": "1",  # every node has as many ranks, so agents need no store to number them
     }
-    if copies is not None:
-        os.environ[MEMORY_ENV] = str(copies.folder)
+    for tier in tiers:
+        identity |= tier.hello
+        os.environ |= tier.environment
     entrypoint, entry_args = _entrypoint(config, run)  # forks, so before there are threads
     log.take_over("torch.distributed")  # here: ranks keep torch's own
     handler = CoordinatorRendezvous(config, run, identity, folder)
-    if copies is not None:
-        copies.start(handler.guards)
+    for tier in tiers:
+        tier.start(handler.guards)
     spec = WorkerSpec(
         role="trainer",
         local_world_size=args.nproc,
@@ -121,7 +122,7 @@ def run_agent(args: argparse.Namespace, signals: Signals) -> int:
         followers.insert(0, OutputMetrics(config.program.metrics, run, attempt, args.node, handler.states))
     if config.script is not None:
         followers.append(Edits(Program.of(config, run).what, run, attempt))
-    agent = Agent(spec, RankLogs(config, handler, folder), handler, followers, copies)
+    agent = Agent(spec, RankLogs(config, handler, folder), handler, followers, tiers)
     signals.pass_on(handler.notice)
     ran = ThreadPoolExecutor(1, "elastic-agent").submit(agent.run)  # a thread: torch leaves signals to this function
     if error := ran.exception():
@@ -140,8 +141,8 @@ def run_agent(args: argparse.Namespace, signals: Signals) -> int:
         exit_code = verdict.exit_code_of_attempt
     elif handler.num_nodes_waiting():
         exit_code = EXIT_REQUEUE  # ranks here finished, another node's failed: the launcher starts the agent again
-    if copies is not None:
-        copies.close(is_over=exit_code != EXIT_REQUEUE)
+    for tier in tiers:
+        tier.close(is_over=exit_code != EXIT_REQUEUE)
     return exit_code
 
 

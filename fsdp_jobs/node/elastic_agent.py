@@ -30,13 +30,13 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fsdp_jobs.node.rank_logs import RankLogs
 from fsdp_jobs.node.rendezvous import CoordinatorRendezvous
+from fsdp_jobs.node.tier import Tier
 from fsdp_jobs.run.failure import Failure
 from fsdp_jobs.run.processes import has_signal, kill_families, kills_for_memory
 from fsdp_jobs.run.protocol import Message
 from fsdp_jobs.run.rank_state import Phase, Request
 from fsdp_jobs.run.term import LOOK_S, job_time
 from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE
-from fsdp_jobs.tiers.memory.copies import Copies
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +62,10 @@ class Agent(LocalElasticAgent):
         logs: RankLogs,
         handler: CoordinatorRendezvous,
         followers: Sequence[Follower],
-        copies: Copies | None,
+        tiers: Sequence[Tier],
     ):
         super().__init__(spec, logs, start_method="forkserver")
-        self._copies = copies
+        self._tiers = tiers
         self._handler, self._followers, self._node = handler, followers, handler.identity["node"]
         self._is_terminating = False  # silent ranks have been sent SIGTERM
         self._kills_for_memory = 0  # of this machine's kernel, before the round
@@ -79,8 +79,8 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> Any:
         for follower in self._followers:
             follower.begin_round(has_rank_0=self._handler.round["rank"] == 0)
-        if self._copies is not None:
-            self._copies.begin_round(self._handler.round["epoch"], self._handler.round["partner"])
+        for tier in self._tiers:
+            tier.begin_round(self._handler.round)
         return super()._start_workers(worker_group)
 
     def _keep_lease(self) -> None:

@@ -16,7 +16,7 @@ from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.node.guard import Guard
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import COORDINATOR_ENV
-from fsdp_jobs.run.guards import guards_in
+from fsdp_jobs.run.leaves import guards_in
 from fsdp_jobs.run.processes import free_port
 from fsdp_jobs.run.protocol import NO_ROUND, Link, Message, lease_s, unreachable_s
 from fsdp_jobs.run.rank_state import RankState, Request

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.tiers.memory.copies import Copies
+from fsdp_jobs.tiers.memory.node import Tier
 from fsdp_jobs.tiers.memory.slots import Capture, Entry, Slot
 
 
-def _keeper(folder: Path, run: RunDir) -> Copies:
+def _keeper(folder: Path, run: RunDir) -> Tier:
     folder.mkdir()
-    copies = Copies(folder, run, 0, 0)
+    copies = Tier(folder, run, 0, 0)
     copies.start([])
     return copies
 
@@ -44,11 +44,11 @@ def test_the_partner_of_a_new_round_gets_a_capture_however_often_the_one_before_
     sender, partner = _keeper(tmp_path / "b" / "sender", run), _keeper(tmp_path / "b" / "partner", run)
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
-        sender.begin_round(1, ["127.0.0.1", nobody.getsockname()[1]])
+        sender.begin_round({"epoch": 1, "partner": ["127.0.0.1", nobody.getsockname()[1]]})
         _capture(sender.folder, 1)
         _until(lambda: run.events.exists(), 30)  # it has failed for so long that it is said
     assert "is not with" in run.events.read_text()
-    sender.begin_round(2, ["127.0.0.1", partner.port])
+    sender.begin_round({"epoch": 2, "partner": ["127.0.0.1", partner.port]})
     slot = _capture(sender.folder, 2)
     _until(slot.copied.exists, 2)  # the wait between two tries is 5 s by now
     assert [*(partner.folder / "copies").glob("2-0-0.data")]

@@ -18,6 +18,7 @@ from fsdp_jobs.config.schema import MemoryConfig
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run.env import EPOCH_ENV, MEMORY_ENV
 from fsdp_jobs.run.tail import read_json_lines
+from fsdp_jobs.tiers.memory.rank import Tier
 from fsdp_jobs.tiers.memory.slots import COPIES, Capture, Slot, slots_in
 from tests.checkpoints.saving import fill, save_steps, trained, value_of
 from tests.world import flip_byte, run_world
@@ -30,9 +31,15 @@ def _rank(folder: str, epoch: int, layout: Layout | None = None) -> Checkpointer
     os.environ |= {MEMORY_ENV: str(memory), EPOCH_ENV: str(epoch), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     made = trained(folder, f"0-{epoch}", memory=MemoryConfig(1))
     if layout is not None:
-        assert made.memory is not None
-        made.memory.layout, made.memory._has_replica = layout, layout.replicas > 1
+        memory = _memory(made)
+        memory.layout, memory._has_replica = layout, layout.replicas > 1
     return made
+
+
+def _memory(checkpoints: Checkpointer) -> Tier:
+    (tier,) = checkpoints.snapshots
+    assert isinstance(tier, Tier)
+    return tier
 
 
 def _capture(checkpoints: Checkpointer, *steps: int, value: float | None = None) -> None:
@@ -42,8 +49,7 @@ def _capture(checkpoints: Checkpointer, *steps: int, value: float | None = None)
         checkpoints.capture(step, lambda: None)
         checkpoints.stream["at"] = -1  # a program that reads on meanwhile
         checkpoints.poll()
-        assert checkpoints.memory is not None
-        for slot in slots_in(checkpoints.memory.folder):  # in the agent's place
+        for slot in slots_in(_memory(checkpoints).folder):  # in the agent's place
             if (capture := slot.capture()) is not None:
                 slot.seal(capture)
             slot.copied.touch()
@@ -63,8 +69,7 @@ def _resume(folder: str, layout: Layout | None = None) -> tuple[int, float]:
     found = value_of(checkpoints)
     assert checkpoints.stream == ({"at": step} if step in (5, 6) else None), "where a stream is read on"
     _capture(checkpoints, step + 1, step + 2, step + 3)
-    assert checkpoints.memory is not None
-    assert len(list(checkpoints.memory.folder.glob("*.data"))) == 2, "what rounds before had captured has gone"
+    assert len(list(_memory(checkpoints).folder.glob("*.data"))) == 2, "what rounds before had captured has gone"
     checkpoints.close()
     return step, found
 
@@ -72,8 +77,8 @@ def _resume(folder: str, layout: Layout | None = None) -> tuple[int, float]:
 def _changes(folder: str) -> None:
     checkpoints = _rank(folder, 1)
     _capture(checkpoints, 1, 2)
-    memory = checkpoints.memory
-    assert memory is not None and memory._newest is not None
+    memory = _memory(checkpoints)
+    assert memory._newest is not None
     if dist.get_rank() == 1:
         memory._newest.withdraw()  # as an agent does that finds it changed
         memory._newest.copied.touch()
@@ -135,8 +140,7 @@ def _resume_without_room(folder: str) -> tuple[int, float]:
     step = checkpoints.restore()
     checkpoints.capture(step + 1, lambda: None)
     checkpoints.poll()
-    assert checkpoints.memory is not None
-    left = len(list(checkpoints.memory.folder.glob("2-*.json")))
+    left = len(list(_memory(checkpoints).folder.glob("2-*.json")))
     assert left == 1 - dist.get_rank(), "training goes on where there is no room for a capture"
     return step, value_of(checkpoints)
 

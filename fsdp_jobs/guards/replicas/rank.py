@@ -24,7 +24,7 @@ class Guard:
         """Tell this rank's agent what it holds, if it is time to; what is captured is compared anyway."""
         checkpoints = self._checkpoints
         every = checkpoints.job.integrity.every_steps
-        is_due = is_end if checkpoints.memory is not None else every > 0 and (is_end or step % every == 0)
+        is_due = is_end if checkpoints.snapshots else every > 0 and (is_end or step % every == 0)
         if is_due and checkpoints.layout.replicas > 1:
             _tell_sums(checkpoints.state, checkpoints.layout, step, checkpoints.rank)
 

@@ -1,7 +1,7 @@
 """Checkpoints in the nodes' memory: each rank's part is captured there every few steps, and outlives the rank.
 
 The agent seals what was captured with checksums, and sends to another node what no replica there has
-(`copies.py`); files and slots are those of `slots.py`. All ranks capture a step, or none does: before
+(`node.py`); files and slots are those of `slots.py`. All ranks capture a step, or none does: before
 each update they vote, against it as long as their last capture is not sealed and copied. So of two slots one always
 holds a step that all nodes have.
 """
@@ -16,17 +16,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from mmap import mmap
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_jobs.checkpoints.ranks import Ranks
-from fsdp_jobs.checkpoints.state import RANDOM, State
+from fsdp_jobs.checkpoints.checkpointer import Checkpointer
+from fsdp_jobs.checkpoints.state import RANDOM
 from fsdp_jobs.checkpoints.tensors import is_as_planned, local
+from fsdp_jobs.checkpoints.tiers import Snapshots
 from fsdp_jobs.config.keys import AUTO
-from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run.agreement import known_here
 from fsdp_jobs.run.env import EPOCH_ENV, MEMORY_ENV
 from fsdp_jobs.tiers.memory.slots import (
@@ -41,16 +41,17 @@ _DUE, _BUSY = 1, 2  # votes; the highest counts
 _AUTO_COST = 0.01  # of the time of training, that captures may take
 _SLACK = 1 << 20  # bytes for random states and counters, whose size varies
 
-Tell = Callable[[int, str], None]
 
+class Captures(Snapshots):
+    """One rank's captures."""
 
-class MemoryCheckpoints:
-    """One rank's captures. Methods marked "All ranks" are called by all, in the same order."""
-
-    def __init__(self, folder: Path, ranks: Ranks, layout: Layout, state: State, every_steps: int | str, tell: Tell):
-        """All ranks. `tell` gets the step and the reason of a capture that has failed."""
-        self.folder, self.ranks, self.layout, self.state, self.tell = folder, ranks, layout, state, tell
-        self.every_steps, self.epoch = every_steps, int(os.environ[EPOCH_ENV])
+    def __init__(self, checkpoints: Checkpointer, folder: Path):
+        """`folder` is the node's."""
+        self.folder, self.ranks, self.layout = folder, checkpoints.ranks, checkpoints.layout
+        self.state, self.tell, self.run = checkpoints.state, checkpoints.tell_failed, checkpoints.run
+        self.every_steps, self.epoch = checkpoints.config.memory.every_steps, int(os.environ[EPOCH_ENV])
+        self.log_every_steps = checkpoints.job.log_every_steps
+        ranks, layout, state = self.ranks, self.layout, self.state
         self.leads = os.environ["LOCAL_RANK"] == "0"
         is_one_node = ranks.world == int(os.environ["LOCAL_WORLD_SIZE"])
         self._has_replica = layout.replicas > 1 and not is_one_node  # on another node
@@ -71,15 +72,13 @@ class MemoryCheckpoints:
         self._taken_s = 0.0  # of that cost
 
     @classmethod
-    def of_rank(
-        cls, ranks: Ranks, layout: Layout, state: State, every_steps: int | str, tell: Tell
-    ) -> MemoryCheckpoints | None:
-        """All ranks: return this rank's, if its agent keeps a folder for them."""
+    def of_rank(cls, checkpoints: Checkpointer) -> Self | None:
+        """Return this rank's, if its agent keeps a folder for them."""
         folder = os.environ.get(MEMORY_ENV)
-        return cls(Path(folder), ranks, layout, state, every_steps, tell) if folder else None
+        return cls(checkpoints, Path(folder)) if folder else None
 
     def before_update(self) -> None:
-        """All ranks, before the state changes: wait until what is being captured has been read, and vote."""
+        """Wait until what is being captured has been read, and vote."""
         self.settle()
         if self._voting is None:
             is_busy = self._newest is not None and not self._newest.copied.exists()
@@ -88,14 +87,12 @@ class MemoryCheckpoints:
             self._voting = dist.all_reduce(self._ballot, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def settle(self) -> None:
-        """Wait until what is being captured has been read."""
         if self._copying is not None:
             begin, copying, self._copying = time.perf_counter(), self._copying, None
             copying.result()
             self._cost_s += time.perf_counter() - begin
 
     def take_stall(self) -> float:
-        """Return the seconds that steps have waited for captures since the last call."""
         stall_s, self._taken_s = self._cost_s - self._taken_s, self._cost_s
         return stall_s
 
@@ -110,10 +107,7 @@ class MemoryCheckpoints:
         return self._cost_s <= _AUTO_COST * (time.monotonic() - self._since)
 
     def after_step(self, step: int, samples: int, stream: dict[str, Any] | None, record: Callable[[], None]) -> None:
-        """All ranks: begin to capture the state after `step` steps, if none was busy and it is time to.
-
-        `record` is called in a thread, before anybody can go on from this step.
-        """
+        """Begin to capture the state after `step` steps, if none was busy and it is time to."""
         self.before_update()  # where the optimizer made no update
         assert self._voting is not None
         self._voting.wait()
@@ -208,7 +202,9 @@ class MemoryCheckpoints:
                 torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address_of(data), len(data), 0))
         return data
 
+    def go_on(self, step: int) -> None:
+        self.done = step
+
     def close(self) -> None:
-        """Wait for the capture under way."""
         self.settle()
         self._thread.shutdown()

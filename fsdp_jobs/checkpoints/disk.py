@@ -36,7 +36,7 @@ from fsdp_jobs.checkpoints.catalog import (
 from fsdp_jobs.checkpoints.exchange import fetch_files
 from fsdp_jobs.checkpoints.ranks import Ranks
 from fsdp_jobs.checkpoints.storage import SaveRequest
-from fsdp_jobs.checkpoints.tiers import Restored, SharedStorage
+from fsdp_jobs.checkpoints.tiers import Restored, SharedStorage, Tier
 
 _BLOCK = 1 << 24  # bytes copied at once
 _KEPT = 2  # newest steps that stay on a node's disk
@@ -106,7 +106,7 @@ class LocalDisks:
         self._thread.shutdown()
 
 
-class LocalTier:
+class LocalTier(Tier):
     """What the nodes have on their disks between them. All ranks call each method, in the same order."""
 
     def __init__(self, disks: LocalDisks, storage: SharedStorage):

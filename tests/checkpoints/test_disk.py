@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from fsdp_jobs.checkpoints import disk as local_disks
 from fsdp_jobs.checkpoints.catalog import MANIFEST, SHARDS, find_checkpoints, find_on_nodes, step_of
 from fsdp_jobs.checkpoints.checkpointer import Checkpointer
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.tiers import disk as local_disks
 from tests.checkpoints.saving import fill, save_steps, trained, value_of
 from tests.world import events_of, run_world
 

@@ -18,9 +18,12 @@ from fsdp_jobs.checkpoints.exchange import CannotKeep, fetch_files
 from fsdp_jobs.checkpoints.state import RANDOM
 from fsdp_jobs.checkpoints.tensors import is_finite, local
 from fsdp_jobs.checkpoints.tiers import Restored
+from fsdp_jobs.run import events
 from fsdp_jobs.run.agreement import known_here
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.tail import lacks_line
 from fsdp_jobs.tiers.memory.slots import COPIES, Found, Slot, forget_before, lost_shards, newest_complete, slots_in
-from fsdp_jobs.tiers.memory.snapshots import MemoryCheckpoints
+from fsdp_jobs.tiers.memory.snapshots import Captures
 from fsdp_jobs.tiers.memory.tensors import Place, mapped, metadata_of, part_of
 
 _TRIES = 3  # to load a step, of rounds that then died
@@ -28,32 +31,25 @@ _TRIED = "tried"  # file of the steps that were
 _FETCHED = "fetched"  # folder of what came from other nodes for a restore
 
 
-class MemoryTier:
-    """The captures of earlier rounds. All ranks call each method, in the same order."""
+class Tier(Captures):
+    """The captures of earlier rounds, as something to go on from."""
 
-    def __init__(self, captures: MemoryCheckpoints, lacks_line: Callable[[int], bool], safe: Callable[[], int]):
-        """Take what rank 0 asks of the run.
-
-        Args:
-            lacks_line: whether a step is missing in the metrics.
-            safe: the newest step that was safe when the round before this one ended; -1 for none.
-        """
-        self._safe = safe
-        self.captures, self.folder, self.ranks, self.state = captures, captures.folder, captures.ranks, captures.state
-        self.leads, self._lacks_line = captures.leads, lacks_line
+    def prepare(self) -> None:
         self._useless: list[int] = []  # steps that could not be loaded
         self._told: tuple[int, str] | None = None
         self._chosen: list[Found] = []
 
     def offer(self, at_least: int) -> int | None:
         """Return the newest step that the nodes hold whole, verified. A step without its line is done again."""
-        chosen = self._newest(at_least)
-        if chosen and self.ranks.from_rank_0(partial(self._lacks_line, chosen[0].step)):
-            chosen = self._newest(at_least, [chosen[0].step]) or chosen
+        chosen = self._choose(at_least)
+        if chosen and self.ranks.from_rank_0(
+            partial(lacks_line, self.run.metrics, chosen[0].step, self.log_every_steps)
+        ):
+            chosen = self._choose(at_least, [chosen[0].step]) or chosen
         self._chosen = chosen
         return chosen[0].step if chosen else None
 
-    def _newest(self, at_least: int, passed_over: Collection[int] = ()) -> list[Found]:
+    def _choose(self, at_least: int, passed_over: Collection[int] = ()) -> list[Found]:
         """Find the newest step that the nodes hold whole, and verify what they hold of it.
 
         Args:
@@ -85,9 +81,13 @@ class MemoryTier:
                 return chosen
             left -= bad
             sound |= {*mine} - bad
-        if self.ranks.rank == 0 and (told := lost_shards(left, at_least, self._safe())) and told != self._told:
+        if (
+            self.ranks.rank == 0
+            and (told := lost_shards(left, at_least, _safe_before(self.run)))
+            and told != self._told
+        ):
             self._told = told
-            self.captures.tell(*told)
+            self.tell(*told)
         return []
 
     def _tried(self) -> list[int]:
@@ -177,12 +177,12 @@ class MemoryTier:
             if not is_finite(part, entry.name in may_be_infinite):
                 yield f"{entry.name} is not finite"
 
-    def forget(self) -> None:
-        """Remove what earlier rounds have captured but for what was loaded, once all ranks go on from something."""
+    def forget(self, loaded: bool) -> None:
+        self.step = self._chosen[0].step if loaded else -1
         if self.leads:
             shutil.rmtree(self.folder / _FETCHED, ignore_errors=True)
             (self.folder / _TRIED).unlink(missing_ok=True)
-            forget_before(self.folder, self.captures.epoch, {one.name for one in self._chosen})
+            forget_before(self.folder, self.epoch, {one.name for one in self._chosen})
 
     def _sources(self, chosen: list[Found]) -> list[str]:
         """Name the captures that this rank's state is in, the better ones first."""
@@ -193,7 +193,7 @@ class MemoryTier:
         rank, like = self.ranks.rank, chosen[0]
         own = best(lambda one: one.rank == rank and one.is_whole) or best(lambda one: one.rank == rank)
         places = range(like.shard_group)
-        if (like.world_size, like.shard_group) == (self.ranks.world, self.captures.layout.shard_group):
+        if (like.world_size, like.shard_group) == (self.ranks.world, self.layout.shard_group):
             places = range(rank % like.shard_group, rank % like.shard_group + 1)
             if own and own[0].is_whole:
                 return [own[0].name]
@@ -217,3 +217,9 @@ def _faults(folder: Path, one: Found) -> list[str]:
 
 def _is_shard(at: int, one: Found) -> bool:
     return one.is_whole and one.rank % one.shard_group == at
+
+
+def _safe_before(run: RunDir) -> int:
+    """Return the newest step that was safe when the last round or attempt ended; -1 for none."""
+    ends = (e for e in events.newest_events(run) if isinstance(e, events.RoundBroken | events.AttemptEnded))
+    return next((e.committed for e in ends if e.committed is not None), -1)

@@ -17,12 +17,14 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
-from fsdp_jobs.config.schema import MemoryConfig
+from fsdp_jobs.config.schema import JobConfig
+from fsdp_jobs.node import tier
 from fsdp_jobs.node.guard import Guard
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.env import MEMORY_ENV
 from fsdp_jobs.run.protocol import PARTNER, Message, enter, line, welcome
 from fsdp_jobs.tiers.memory.slots import COPIES, Capture, Slot, adopt_folder, newest_in, remove_left, slots_in
 
@@ -34,7 +36,7 @@ _STRANGERS = 16  # connections at once that have not proved themselves
 _REPEAT_S = 5.0  # until it is tried again, at most: sooner after few failures, and when a round begins
 
 
-class Copies:
+class Tier(tier.Tier):
     """A node's folder of captures, with the threads that seal, send and receive."""
 
     def __init__(self, memory: Path, run: RunDir, attempt: int, node: int):
@@ -54,28 +56,29 @@ class Copies:
         self._news = threading.Event()  # there is another round, or an end
         self._server = _Server(("", 0), self.folder / COPIES, self._token)
         self.port = int(self._server.server_address[1])
+        self.environment, self.hello = {MEMORY_ENV: str(self.folder)}, {"copies": self.port}
         self._keeper = threading.Thread(target=self._keep, name="captures", daemon=True)
 
     @classmethod
-    def of_node(cls, config: MemoryConfig, run: RunDir, attempt: int, node: int) -> Copies | None:
+    def of_node(cls, config: JobConfig, run: RunDir, attempt: int, node: int) -> Self | None:
         """Return a node's; None for a job that captures nothing: then what others have left here is removed."""
-        memory = Path(config.dir)
-        if config.every_steps:
+        memory = Path(config.checkpoint.memory.dir)
+        if config.checkpoint.memory.every_steps:
             return cls(memory, run, attempt, node)
         remove_left(memory, run)
         return None
 
     def start(self, guards: Sequence[Guard]) -> None:
-        """Begin to seal, send and receive, in threads; the guards get the sums of what replicas hold, too."""
+        """Begin to seal, send and receive."""
         self._guards = guards
         threading.Thread(target=self._server.serve_forever, name="copies", daemon=True).start()
         self._keeper.start()
 
-    def begin_round(self, epoch: int, partner: list[Any] | None) -> None:
-        """Take care of a round's captures from now on; `partner` is the host and port that gets copies, if any does."""
-        before, self._epoch, self._partner = self._connection, epoch, partner
+    def begin_round(self, round_: Message) -> None:
+        """Take care of a round's captures from now on; its `partner` is the host and port that gets copies, or None."""
+        before, self._epoch, self._partner = self._connection, round_["epoch"], round_["partner"]
         self._news.set()
-        if before is not None and before[0] != partner:
+        if before is not None and before[0] != self._partner:
             with suppress(OSError):
                 before[1].shutdown(socket.SHUT_RDWR)  # it may be dead, and its sender wait
 

@@ -1,0 +1,25 @@
+"""The leaves of a running job: folders of `guards/` and `tiers/`, with a module for each process that they are in."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+GUARDS = ("slow", "stall", "silence", "replicas")  # in the order that the coordinator asks them
+TIERS = ("memory",)  # beside shared storage and the nodes' disks; what is read faster comes later
+
+
+def guards_in(process: str) -> list[Any]:
+    """Return each guard's class for a process: the `Guard` of its module `control`, `node` or `rank`, if it has one."""
+    return [module.Guard for module in _modules("guards", GUARDS, process)]
+
+
+def tiers_in(process: str) -> list[Any]:
+    """Return each tier's class for a process: the `Tier` of its module `node` or `rank`."""
+    return [module.Tier for module in _modules("tiers", TIERS, process)]
+
+
+def _modules(kind: str, leaves: tuple[str, ...], process: str) -> list[Any]:
+    names = [f"fsdp_jobs.{kind}.{leaf}.{process}" for leaf in leaves]
+    return [import_module(name) for name in names if find_spec(name) is not None]
