@@ -11,34 +11,24 @@ Agent to coordinator:
             round, epoch, size, shard_group: what they run in,
             `NO_ROUND` when none do; ended: they have finished; signal: to stop, that came while there was no
             connection; from: the agent's end of the connection; at: when it was sent, by the agent's clock)
-    beat    ranks: [[step, committed, phase, *Times], ...], silent, at
-            (silent: seconds for which ranks that report no steps have done nothing, 0 while they do something)
+    beat    ranks: [[step, committed, phase, *Times], ...], at
     failed  failures: [...]     ranks here have failed, and the others are being stopped
     ready   failures: [...], after, at      no ranks run here; wants to be in the next round
             (failures: not reported yet; after: the newest round that it knows of, -1 for none)
     master  round, port       from the head of a round: the port at which its ranks meet
     notice  signal              this node received a signal to stop
-    stacks  node, ranks: [...]          the state of its ranks, after a dump
-    throttled  why: [...]               what slows its processors down, by the driver; answers `slow`
-    sums    round, step, sums: [[rank, digest], ...]    what its ranks hold, of what replicas must hold, too
-    tensors round, step, rank, of, sums: [[name, sum], ...]     some of a rank's tensors, of so many; answers tell
     ended                       all ranks of this node have finished
     away                        this connection will be closed, and not because the agent ends
 Coordinator to agent:
     alive   at, time                    answers hello, beat and ready; with `at`, the node's lease runs from then
                                         (time: seconds since 1970 by the coordinator's clock)
-    round   round, epoch, rank, size, shard_group, layout, partner, limit, replayed, holds
-                                        this node has this rank of `size`, and sends its captures to the partner;
-                                        after the step `limit` nothing is gone on from that is not known to be sound,
-                                        step `replayed` is compared, and captures wait for it (holds)
+    round   round, epoch, rank, size, shard_group, layout, partner
+                                        this node has this rank of `size`, and sends its snapshots to the partner
     start   round, host, port   the head's answer, to everyone else
     break   round, why                  stop the ranks and send `ready`
-    compared agreed, compared, differ   replicas were compared after a step
-    tell    round, step, ranks          say the sums of these ranks' tensors
-    dump                                write the ranks' stacks and answer with `stacks`
-    slow                                this node is slower than the others: answer with `throttled`
     request request                     for the states of the ranks
     end     exit_code, why              the attempt is over: exit
+Guards have messages of their own, and fields in `beat` and `round`: their modules `node` say which.
 """
 
 from __future__ import annotations

@@ -1,4 +1,15 @@
-"""The agent's part in comparing replicas: it tells the coordinator the sums of what its ranks hold. No torch."""
+"""The agent's part in comparing replicas: it tells the coordinator the sums of what its ranks hold. No torch.
+
+To the coordinator:
+    sums        round, step, sums: [[rank, digest], ...]        of what replicas must hold, too
+    tensors     round, step, rank, of, sums: [[name, sum], ...] some of a rank's tensors, of so many; answers tell
+From it:
+    round       limit, replayed, holds
+                (limit: newest step that a restart may use, unless replicas are known to agree at a later one;
+                replayed: a step that is compared again; holds: captures wait for comparisons)
+    compared    agreed, compared, differ                        replicas were compared after a step
+    tell        round, step, ranks                              send the sums of these ranks' tensors
+"""
 
 from __future__ import annotations
 

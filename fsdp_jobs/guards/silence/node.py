@@ -1,4 +1,7 @@
-"""Detect that a node's ranks do nothing, for programs that report no steps. No torch."""
+"""Detect that a node's ranks do nothing, for programs that report no steps. No torch.
+
+beat    silent              seconds for which they have done nothing, 0 while they do something
+"""
 
 from __future__ import annotations
 

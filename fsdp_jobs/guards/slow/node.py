@@ -1,4 +1,8 @@
-"""Ask NVIDIA's driver why GPUs of this node do not run at full speed. No torch."""
+"""Ask NVIDIA's driver why GPUs of this node do not run at full speed. No torch.
+
+slow                        from the coordinator: this node is slower than the others
+throttled  why: [...]       the answer: what slows its GPUs down, empty if nothing does
+"""
 
 from __future__ import annotations
 

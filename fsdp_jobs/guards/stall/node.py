@@ -1,4 +1,8 @@
-"""Make the ranks of this node say where they are, when the coordinator asks."""
+"""Make the ranks of this node say where they are, when the coordinator asks.
+
+dump                        from the coordinator: write the ranks' stacks
+stacks  node, ranks: [...]  the answer: where each rank is
+"""
 
 from __future__ import annotations
 
