@@ -24,6 +24,8 @@ from fsdp_jobs.run.directory import RunDir
 from tests.checkpoints.saving import fill, save_steps, trained, value_of
 from tests.world import events_of, run_world
 
+pytestmark = pytest.mark.integration
+
 SMALL_BLOCKS = {"_BLOCK": 64, "_LARGE": 32, "SMALL": 8, "_TAIL": 4}
 RECORDED = Path(__file__).parent / "recorded_crc32"  # a run of version 0.1 with one checkpoint, of two ranks
 

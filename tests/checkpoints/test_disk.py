@@ -19,6 +19,8 @@ from fsdp_jobs.run.directory import RunDir
 from tests.checkpoints.saving import fill, save_steps, trained, value_of
 from tests.world import events_of, run_world
 
+pytestmark = pytest.mark.integration
+
 
 def _of_rank(folder: str, restart: str) -> Checkpointer:
     return trained(folder, restart, local_dir=f"{folder}/node-{dist.get_rank()}")

@@ -24,6 +24,8 @@ from fsdp_jobs.run.failure import Failure
 from tests.checkpoints.saving import run_to_the_end, save_steps, trained, value_of
 from tests.world import events_of, flip_byte, run_world
 
+pytestmark = pytest.mark.integration
+
 
 def _saved(folder: str) -> None:
     checkpoints = trained(folder)

@@ -13,6 +13,8 @@ from fsdp_jobs.checkpoints.saver import _Stager
 from tests.checkpoints.saving import fill, trained, value_of
 from tests.world import run_world
 
+pytestmark = pytest.mark.integration
+
 
 def test_five_copies_in_a_row_with_a_stager_that_is_emptied_after_each_as_torch_2_11_does_simulated(
     monkeypatch: pytest.MonkeyPatch,

@@ -77,6 +77,7 @@ def shell_with_completion(name: str, folder: Path) -> Iterator[Shell]:
         shell.leave()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", SHELLS)
 def test_a_shell_completes_commands_without_starting_python(name: str, tmp_path: Path) -> None:
     recorded_run(tmp_path / "runs", "first-try")

@@ -43,6 +43,7 @@ def silent_s(watch: Silence, pid: int, seconds: float = LIMIT_S + 1.5) -> float 
     return None
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("program", "stack", "is_silent"),
     [
@@ -58,6 +59,7 @@ def test_who_waits_or_spins_in_a_collective_is_silent(program: str, stack: Stack
         assert (answer is not None and answer >= LIMIT_S) == is_silent
 
 
+@pytest.mark.integration
 def test_whoever_moves_or_writes_is_not_silent(tmp_path: Path) -> None:
     with running("time.sleep(99)") as pid:
         stacks = iter([[IN_LOOP], [IN_BARRIER], [IN_LOOP], [IN_LOOP]])

@@ -23,6 +23,8 @@ from fsdp_jobs.tiers.memory.slots import COPIES, Capture, Slot, slots_in
 from tests.checkpoints.saving import fill, save_steps, trained, value_of
 from tests.world import flip_byte, run_world
 
+pytestmark = pytest.mark.integration
+
 
 def _rank(folder: str, epoch: int, layout: Layout | None = None) -> Checkpointer:
     """A rank with memory of its own, whose agent does nothing by itself."""

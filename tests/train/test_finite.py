@@ -22,6 +22,8 @@ from fsdp_jobs.train import trainer
 from tests.checkpoints.saving import fill, save_steps, trained, value_of
 from tests.world import events_of, run_world, train_here
 
+pytestmark = pytest.mark.integration
+
 
 def _train(folder: str, bad_steps: tuple[int, ...], value: float, *overrides: str) -> str | list[float]:
     """Train while the last rank's gradients of some steps are not finite."""

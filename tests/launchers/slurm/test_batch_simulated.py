@@ -15,6 +15,8 @@ from fsdp_jobs.launchers.slurm.steps import Commands, srun
 from fsdp_jobs.run.directory import RunDir
 from tests.jobs import ROOT, Watched
 
+pytestmark = pytest.mark.integration
+
 JUDGE = """
 import sys, time
 from fsdp_jobs.run.directory import RunDir
