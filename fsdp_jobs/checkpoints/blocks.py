@@ -1,8 +1,8 @@
 """Sum the blocks of a file while it is written, and compare them while it is read. No torch.
 
-A block ends where a large write begins or ends, or after 4 MiB. `torch.save` writes a tensor's data at once, so that
-who reads one large tensor of a file reads whole blocks, straight into its memory. Others share blocks, since a
-manifest lists those of all ranks; but small ones at the beginning of a file, which all ranks may need, have their own.
+A block ends where a large write begins or ends, or after 4 MiB. `torch.save` writes a tensor at once, so large tensors
+get blocks of their own, and a reader verifies only what it reads. Small tensors share blocks to keep the manifest
+short, except at the beginning of a file, which all ranks may read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BLOCK = 1 << 22  # bytes, at most
 SMALL = 1 << 16  # bytes of a write that is not
 _LARGE = 1 << 22  # bytes of a write that gets blocks of its own, but for its end
 _TAIL = 1 << 12  # bytes at its end that do not: where a zip file ends its reader looks at so many before
-_HELD = 4  # blocks that a reader keeps, for who reads parts of them
+_HELD = 4  # blocks that a reader keeps, because callers read parts of them
 
 
 class Damaged(OSError):
@@ -150,7 +150,7 @@ class VerifiedFile(io.RawIOBase):
 
 @contextmanager
 def open_verified(file: Path, expected: dict[str, Any] | None) -> Iterator[IO[bytes]]:
-    """Open a file; where it is not what a manifest lists, who reads it raises Damaged.
+    """Open a file. Reading a block that differs from the manifest raises Damaged.
 
     Args:
         expected: of the manifest; None where there is none. What earlier versions wrote, with one sum for all of a

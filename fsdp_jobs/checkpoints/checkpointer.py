@@ -1,4 +1,4 @@
-"""Saving and restoring the state of a run, together on all ranks."""
+"""Save and restore the state of a run, on all ranks together."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Checkpointer:
         minutes = self.config.every_minutes
         self.every_s: float = run.planned_interval_s() if minutes == AUTO else minutes * 60  # 0: steps alone count
         self.samples = 0  # consumed since the run began: for the program to count, saved with the rest
-        self.stream: dict[str, Any] | None = None  # JSON, the same on every rank: where a stream is read on; saved, too
+        self.stream: dict[str, Any] | None = None  # where a stream is read on; the same on every rank
         self.home = checkpoints_of(self.config, run)
         self.epoch = Epoch.of_rank(self.home)
         self.group = dist.new_group(backend="gloo")  # the save's collectives must not meet the program's
@@ -112,7 +112,7 @@ class Checkpointer:
         nothing behind but an event, the text in `failure`, and the checkpoint before it.
         """
         if self._staged is not None:
-            self._staged.result()  # who could not copy its state must not begin what others do not
+            self._staged.result()  # a rank whose copy failed must not begin another save alone
         self.finish()
         if step != self._written_step:
             self._begin(step, block)
@@ -158,7 +158,7 @@ class Checkpointer:
     def capture(self, step: int, record: Callable[[], None]) -> None:
         """Begin to take snapshots of the state after `step` steps, where it is time to.
 
-        `record` is called in a thread, before anybody can go on from this step.
+        `record` is called in a thread, before a restart could use this step.
         """
         for tier in self.snapshots:
             tier.after_step(step, self.samples, self.stream, record)
@@ -269,13 +269,13 @@ class Checkpointer:
             told = events.Resumed(step, restored.samples, world, restored.place, restored.sent)
             events.record(self.run, self.attempt, told)
             print(f"resumed from step {step} on {counted(world, 'rank')}", flush=True)
-        if restored is not None or otherwise is not None:  # else who calls this may yet fill the weights
+        if restored is not None or otherwise is not None:  # else the caller may yet fill the weights
             self.watch(step, is_end=True)
         self.on_restored(step)
         return step
 
     def _restore_newest(self) -> Restored | None:
-        """Return what was restored; None when there is nothing to go on from."""
+        """Return what was restored; None if no tier has anything."""
         storage = SharedStorage(self.run, self.job, self.attempt, self.epoch, self.ranks, self.state)
         disks = [LocalTier(self.disks, storage)] if self.disks is not None else []
         tiers: list[Tier] = [storage, *disks, *self.snapshots]  # what is read faster comes later

@@ -107,7 +107,7 @@ class LocalDisks:
 
 
 class LocalTier(Tier):
-    """What the nodes have on their disks between them. All ranks call each method, in the same order."""
+    """The steps that the nodes' disks hold between them."""
 
     def __init__(self, disks: LocalDisks, storage: SharedStorage):
         self.folder, self.leads, self.ranks, self.storage = disks.folder, disks.leads, disks.ranks, storage
@@ -117,7 +117,7 @@ class LocalTier(Tier):
     def offer(self, at_least: int) -> int | None:
         """Return the newest step of which these disks may hold every shard, if it is as new as `at_least`.
 
-        What was committed may be held here, too, and is not read from shared storage then.
+        A committed step that is also on these disks is read from them and not from shared storage.
         """
         self._offered = self.ranks.from_rank_0(self._newest)
         step = -1 if self._offered is None else step_of(self.storage.home / self._offered[0])
@@ -150,7 +150,7 @@ class LocalTier(Tier):
     def _holding(self, manifest: Manifest, contents: bool) -> Path | None:
         """Return this node's folder of a step if the nodes have every shard of it, whole; else None.
 
-        `contents`: compare sums, too, and not sizes alone.
+        `contents`: compare checksums as well as sizes.
         """
         shards = {name: file for name, file in manifest.files.items() if name.endswith(".distcp")}
         best = self._best(manifest.step, shards, contents) if self.leads else None

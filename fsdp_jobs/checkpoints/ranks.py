@@ -1,7 +1,7 @@
-"""What all ranks do together: tell each other, and judge a checkpoint that each of them reads a part of.
+"""Collectives of all ranks: exchange objects, and agree whether a checkpoint is damaged.
 
-Reading is not judging. A file is damaged when two readings agree on what is wrong with it, the second by a rank of
-another node where there is one. What one node alone cannot read, or reads otherwise, is that node's failure.
+A file counts as damaged only if two readings find the same fault; the second is by another node where there is one.
+A fault that only one node sees is that node's failure.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fsdp_jobs.checkpoints import catalog
 from fsdp_jobs.checkpoints.catalog import METADATA, NOT_FINITE, CannotReadHere, Manifest
 from fsdp_jobs.checkpoints.storage import SafeReader, lacking_in
 
-_PATIENCE_S = 30.0  # until a file that another machine has written must be visible here, too
+_PATIENCE_S = 30.0  # until a file that another machine has written must be visible here
 
 
 class Ranks:
@@ -49,7 +49,7 @@ class Ranks:
 
         Args:
             listed_in: the manifest's name.
-            shards: look at them, too, and not at the metadata alone.
+            shards: examine them as well as the metadata.
             contents: read them whole; else their sizes have to do.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Have DCP write a state: straight from its tensors, or meanwhile from a copy."""
+"""Have DCP write a state: from its tensors, or asynchronously from a copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a training program: tensors by name, read from its objects and put back."""
+"""The state of a training program as tensors by name: read from its objects, and put back."""
 
 from __future__ import annotations
 

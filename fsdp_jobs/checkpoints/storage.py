@@ -1,4 +1,4 @@
-"""Write and read DCP's files: summed, committed by rename, unpickled by a closed list of classes."""
+"""Write and read DCP's files: with checksums, committed by rename, unpickled from a closed list of classes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _REPORT = MetadataIndex("what a rank has written")
 
 
 class NotFinite(Exception):
-    """A state was saved, and is not one to go on from."""
+    """A saved state holds NaN or infinity: a restart must not use it."""
 
 
 class _SummedFileSystem(FileSystem):
@@ -191,7 +191,7 @@ class CommittingWriter(FileSystemWriter):
         """Commit, on DCP's coordinator once every rank has written: metadata, manifest, fsync, rename, prune.
 
         Raises:
-            NotFinite: it is committed, and not one to go on from.
+            NotFinite: it is committed, but a restart must not use it.
             OSError: what the ranks have reported is not what the metadata needs.
         """
         files: dict[str, dict[str, Any]] = {}

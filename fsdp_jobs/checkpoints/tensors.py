@@ -1,4 +1,4 @@
-"""What checkpoints ask of a tensor: this rank's part, whether it is finite, and sharded as planned."""
+"""Helpers for tensors of a state: the local part, a checksum, whether it is finite and sharded as planned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run can go on from. Each tier answers alike, asked by all ranks together: what it offers, and to load that."""
+"""Restore sources. All ranks call each method together: `offer` a step, then `load` it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Tier:
         raise NotImplementedError
 
     def load(self) -> Restored | None:
-        """Go on from what was offered last; None when that is not usable, and something else is to be offered.
+        """Load the step offered last. Returns None if it is not usable: then another one is to be offered.
 
         Raises:
             JobFailed: it is of another model.
@@ -67,7 +67,7 @@ class Snapshots(Tier):
     def after_step(self, step: int, samples: int, stream: dict[str, Any] | None, record: Callable[[], None]) -> None:
         """Begin to take the state after `step` steps, if it is time to.
 
-        `record` is called in a thread, before anybody can go on from this step.
+        `record` is called in a thread, before a restart could use this step.
         """
 
     def settle(self) -> None:
@@ -138,7 +138,7 @@ class SharedStorage(Tier):
 
         Args:
             listed_in: the manifest's name.
-            shards: look at them, too, and not at the metadata alone.
+            shards: examine them as well as the metadata.
         """
         manifest, faults = self.ranks.examine(self.home / name, listed_in, shards, self.is_certain(name))
         if manifest is not None and manifest.agreed is False and self._refuses_differing:

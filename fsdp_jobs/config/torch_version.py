@@ -1,4 +1,4 @@
-"""What differs between the versions of torch that jobs run on: the one place that knows. Imports torch in ranks only.
+"""Compatibility shims for the supported versions of torch. Imports torch in ranks only.
 
 docs/guides/torchrun.md has the versions that were tried.
 """

@@ -1,4 +1,4 @@
-"""What is known of an attempt and its rounds, and what follows from a round that is over. No torch, no network."""
+"""State of an attempt and its rounds, and the decision after a round has failed. No torch, no network."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Round:
-    """What is known of a round; before the first, and while none is formed, of one that is over."""
+    """State of the newest round. Before the first, a round that is not running."""
 
     number: int = -1
     epoch: int = 0  # the number over all attempts of the run
@@ -173,7 +173,7 @@ class Attempt:
                 self.record(events.MachineExcluded(machine, reason))
 
     def _look_for_lost(self, now: float) -> None:
-        """Blame a node that was lost alone; who loses several machines at once is cut off itself, or their network is.
+        """Blame the node if only one was lost. If several were, the network or the coordinator is at fault.
 
         The others' silence has not lasted as long as the first one's.
         """

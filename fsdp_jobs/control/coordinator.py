@@ -1,8 +1,8 @@
-"""The coordinator's decisions: who forms a round, when it is over, when the attempt is. No torch, no network.
+"""The coordinator's decisions: which nodes form a round, when it ends, when the attempt ends. No torch, no network.
 
 A round is a set of nodes with fixed ranks. Agents hold a connection each; a closed connection is a dead agent, a
 silent one a lost node. When a round breaks, every agent stops its ranks and becomes ready again, and the next
-round starts with those that are there, once no rank of the one before can run any more.
+round starts with the nodes that are ready, once no rank of the last one can still run.
 """
 
 from __future__ import annotations

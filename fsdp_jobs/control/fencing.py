@@ -1,4 +1,4 @@
-"""What the coordinator waits for before a round: that no rank of an earlier one can run, and a new epoch. No torch."""
+"""Start a round only when all older leases have expired and a new epoch is claimed. No torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Leases(dict[str, float]):
     """Until when ranks may run that are not known to have ended: of an agent, by its id, or on an unseen machine.
 
     A machine is unseen when ranks may run there for an earlier coordinator, and no agent has connected from it yet:
-    who is cut off does not connect.
+    an agent that is cut off does not connect.
     """
 
     def __init__(self, elastic: ElasticConfig, unseen: Iterable[str]):
@@ -78,7 +78,7 @@ class Epochs:
     def next(self, last: int, seen: int, now: float) -> int | None:
         """Return the number for the round after `last` (0: not known), always the same until `use`.
 
-        It is above `seen`, too. Returns None while there is none; `problem` says why.
+        It is also above `seen`. Returns None while there is none; `problem` says why.
 
         Raises:
             Fenced: another coordinator has claimed one after `last`.

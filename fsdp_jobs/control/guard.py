@@ -1,4 +1,4 @@
-"""What a guard is to the coordinator. No torch, no network."""
+"""The interface of a guard in the coordinator. No torch, no network."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Guard:
-    """Watches a running job. What follows from what it finds it asks of the attempt: to record, break, park or close.
+    """Watches a running job; calls the attempt's `record`, `break_round`, `park` or `close` when it finds something.
 
     Its methods are called with the coordinator's clock, `now`, in seconds.
     """

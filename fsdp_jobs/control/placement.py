@@ -1,4 +1,4 @@
-"""Agents as the coordinator knows them: when they form a round, and which of them gets which ranks. No torch."""
+"""The connected agents: when they form a round, and which ranks each of them gets. No torch."""
 
 from __future__ import annotations
 

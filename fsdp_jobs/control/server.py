@@ -88,13 +88,13 @@ class Server:
         while run.last_attempt() <= self.coordinator.number:
             try:
                 if not number:
-                    seen = self.coordinator.epoch_seen  # rounds are numbered above it, too, and recorded elsewhere
+                    seen = self.coordinator.epoch_seen  # rounds are also numbered above it, and recorded elsewhere
                     number = await asyncio.to_thread(claim, home, COORDINATOR, owner, above=seen)
                     self.coordinator.epoch_seen = max(self.coordinator.epoch_seen, number)
                     self.coordinator.leases.on_charge(_CHARGE_S, time.monotonic())
                 elif await asyncio.to_thread(newest, home, COORDINATOR) > number:
                     break
-            except Exception as e:  # whatever a store's client raises; the next round will say so, too
+            except Exception as e:  # whatever a store's client raises; the next round will also say so
                 logger.warning("%s: %s: %s", home, type(e).__name__, e)
             await asyncio.sleep(_CHARGE_S)
         self.coordinator.on_superseded()

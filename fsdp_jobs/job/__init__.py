@@ -407,7 +407,7 @@ def finish() -> bool:
     global _job
     job = _the_job()
     if job.checkpoints is not None:
-        job.checkpoints.poll()  # also for a capture, which writes the line, too
+        job.checkpoints.poll()  # also for a capture, which writes the line as well
     job.write_line()
     if job.metrics is not None:
         job.metrics.close()
@@ -417,7 +417,7 @@ def finish() -> bool:
             job.checkpoints.save(job.done, block=True)
         job.checkpoints.close()
         samples = job.checkpoints.samples
-    job.agreed()  # all ranks have saved: who leaves now ends the round for the others
+    job.agreed()  # all ranks have saved: a rank that leaves now ends the round for the others
     job.report(Phase.LEAVING if job.is_leaving else Phase.DONE)
     if job.rank == 0 and not job.is_leaving:
         events.record(job.run, job.attempt, events.Done(job.done, samples))

@@ -1,4 +1,4 @@
-"""What a guard is to a node's agent. No torch."""
+"""The interface of a guard in a node's agent. No torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Guard:
         """Take in a message of one of its kinds, without waiting for anything."""
 
     def take(self, epoch: int, step: int, rank: int, sums: dict[str, str]) -> None:
-        """Take note of the sums of a rank's state after a step, by tensor, as far as replicas hold it, too."""
+        """Take the checksums of a rank's state after a step, by tensor; only tensors that replicas share."""
 
     def may_follow(self, step: int) -> bool:
         """Whether another capture may follow that of a step."""

@@ -137,7 +137,7 @@ class OutputMetrics:
 
 @dataclass
 class _Round:
-    """What is known of a round from rank 0's output."""
+    """State of a round, as read from rank 0's output."""
 
     reader: Reader
     clock: StepClock

@@ -1,4 +1,4 @@
-"""What the ranks of a job run: the user's own torchrun program, or the built-in trainer. No torch."""
+"""The program that ranks run: the user's own, or the built-in trainer. No torch."""
 
 from __future__ import annotations
 

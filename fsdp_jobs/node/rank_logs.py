@@ -1,4 +1,4 @@
-"""Environment, logs and error files of a node's ranks, as torch's agent asks for them; care for the logs."""
+"""Environment, logs and error files of a node's ranks, and the rotation of logs."""
 
 from __future__ import annotations
 

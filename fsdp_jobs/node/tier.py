@@ -1,4 +1,4 @@
-"""What a tier is to a node's agent: snapshots of ranks outlive them. No torch."""
+"""The interface of a snapshot tier in a node's agent. No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fsdp_jobs.run.protocol import Message
 
 
 class Tier:
-    """Keeps what the ranks of a node take."""
+    """Keeps the snapshots of a node's ranks, which outlive them."""
 
     environment: dict[str, str]  # of ranks
     hello: dict[str, Any]  # what the coordinator gets to know
@@ -23,7 +23,7 @@ class Tier:
         raise NotImplementedError
 
     def start(self, guards: Sequence[Guard]) -> None:
-        """Begin, in threads; the guards get to know the sums of what replicas hold, too."""
+        """Begin, in threads. The guards get the checksums of tensors that replicas share."""
 
     def begin_round(self, round_: Message) -> None:
         """Take care of a round's snapshots from now on."""

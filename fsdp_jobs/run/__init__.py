@@ -1,1 +1,1 @@
-"""What a run leaves behind: its directory, events, verdicts, status, goodput. No torch."""
+"""A run's files: its directory, events, verdicts, status, goodput. No torch."""

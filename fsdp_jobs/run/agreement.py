@@ -1,4 +1,4 @@
-"""Replicas hold the same bits: what a node knows of whether they do, and how its ranks tell. No torch.
+"""Whether replicas hold the same bits: what a node knows, shared between its agent and ranks. No torch.
 
 A rank writes the sums of its shards into the folder of its node's rank states, where its agent takes them away:
 
@@ -25,13 +25,13 @@ _KNOWN = struct.Struct("<qqq?qq")
 
 
 class Known(NamedTuple):
-    """What is known of a round's replicas."""
+    """What a node knows of the round's replicas."""
 
     began: int = NO_LIMIT  # the step at which they were compared first
     agreed: int = -1  # the newest step at which they were the same, -1 for none
     compared: int = -1  # the newest at which they were compared, and after which the ranks may go on
     differ: bool = False  # at that step
-    limit: int = NO_LIMIT  # steps after it are not gone on from, if they are not known to agree
+    limit: int = NO_LIMIT  # newest step that a restart may use, unless replicas are known to agree at a later one
     replayed: int = -1  # a step that was found to differ, and is done again to find out why
 
     def about(self, step: int) -> bool | None:

@@ -60,7 +60,7 @@ def remove(base: Path, name: str) -> None:
 def take(folder: Path, patience_s: float = 0) -> IO[str] | None:
     """Lock a folder whose agent has died; None while it lives, and when the folder has just been removed.
 
-    Ranks hold their agent's lock, too, and take a moment to die after it: that is waited for.
+    Ranks also hold their agent's lock, and die a moment after it: wait for that.
     """
     deadline = time.monotonic() + patience_s
     with suppress(OSError):

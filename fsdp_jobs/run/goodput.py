@@ -110,7 +110,7 @@ class StepClock:
 
     def __init__(self, run: RunDir):
         self._run = run
-        self._step: int | None = None  # of the newest line that counts; None before this start goes on from one
+        self._step: int | None = None  # of the newest line that counts; None until this start has resumed from one
         self._sums = dict.fromkeys((*_SUMS, "lost_s", "recover_s"), 0.0)
 
     def add(self, step: int, done_at: float, step_s: float, stall_s: float, capture_s: float = 0.0) -> dict[str, float]:

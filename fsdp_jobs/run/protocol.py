@@ -52,7 +52,7 @@ AGENT, COORDINATOR, PARTNER = "agent", "coordinator", "partner"  # who proves
 _RETRY_S = 0.2  # between two tries to connect
 _TELL_S, TELL_AGAIN_S = 10.0, 60.0  # without a connection, until that is logged, and again
 CONNECTION = "connection to the coordinator"  # in every line about it in an agent's log
-_LINE = 4096  # most bytes that are read from who has proved nothing
+_LINE = 4096  # most bytes that are read before the other side has proved to know the token
 NO_ROUND: Message = {"round": -1, "epoch": 0, "size": 0, "shard_group": 0}  # what `hello` says when no ranks run
 
 logger = logging.getLogger(__name__)

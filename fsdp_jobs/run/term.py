@@ -166,7 +166,7 @@ class Epoch:
 
     @classmethod
     def of_rank(cls, home: Path) -> Epoch:
-        """Return the epoch that this rank's agent was given, which fences its records from now on, too."""
+        """Return the epoch that this rank's agent was given. From now on it also fences the rank's records."""
         global _epoch_of_rank
         _epoch_of_rank = cls(home, int(os.environ.get(EPOCH_ENV, "0")))
         return _epoch_of_rank

@@ -18,7 +18,7 @@ EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: checkpoint saved, start the job again
 
-FINAL_ERRORS = ("BadInput", "JobFailed")  # exceptions that say what the user has to change: a retry would fail, too
+FINAL_ERRORS = ("BadInput", "JobFailed")  # exceptions that say what the user has to change: a retry would fail as well
 
 _NOTIFIED_WITHIN_S = 15.0  # a notification gives up by itself after 10 s
 

@@ -1,4 +1,4 @@
-"""Find ranks that compute wrong: all take the same microbatch, and compare gradients before these are averaged.
+"""Find ranks that compute wrong gradients: all ranks take the same microbatch, and compare before averaging.
 
 A wrong gradient is averaged into the same wrong value everywhere, so comparing what replicas hold (run/agreement.py)
 does not see it. Here all ranks are peers, whatever the sharding: a strict majority of them is right. Each computes

@@ -1,4 +1,4 @@
-"""What a model holds beside its parameters: taken before a probe, put back after it, compared between ranks."""
+"""A model's state besides its parameters: saved before a probe, put back after it, compared between ranks."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The coordinator compares what replicas hold, and goes on from where they agreed. No torch, no network.
+"""Compare what replicas hold, and restart from a step at which they agreed. No torch, no network.
 
-Agents send a digest for each rank's shards; the sums of single tensors are asked for when digests differ. Of three
-replicas or more a strict majority is right. Of two the step is done again, from the newest at which they agreed: who
-gets other sums than before was wrong before.
+Agents send a digest of each rank's shards, and the checksums of single tensors when digests differ. Among three or
+more replicas a strict majority is right. With two, the step is repeated from the newest one at which they agreed: the
+replica whose checksums change was wrong before.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ASKED = 256  # ranks for the sums of single tensors, at most: of more, the answ
 
 @dataclass
 class _Comparison:
-    """What is known of one round."""
+    """State of one round."""
 
     round: int = -1
     digests: dict[int, dict[int, str]] = field(default_factory=dict)  # step -> rank -> of what it holds
@@ -60,7 +60,7 @@ class Guard(guard.Guard):
         self._agreed = -1  # the newest step at which all replicas were the same
         self._suspect: Difference | None = None  # of two replicas; its step is done again
         self._replays = 0
-        self._limited = -1  # the newest round that was told this limit
+        self._limited = -1  # the newest round that got this limit
 
     def read(self, event: events.Event) -> None:
         match event:
@@ -138,7 +138,7 @@ class Guard(guard.Guard):
                 self._conclude(now)
 
     def _go_on(self, step: int, differ: bool) -> None:
-        differ &= self._action == "report"  # else it is gone on with though nobody knows who is wrong
+        differ &= self._action == "report"  # else training continues although it is not known which replica is wrong
         self.attempt.agents.send("compared", agreed=self._agreed, compared=step, differ=differ)
 
     def _conclude(self, now: float) -> None:

@@ -1,4 +1,4 @@
-"""Replicas whose sums differ: which ranks are outvoted, and what doing the step again says. No torch, no network."""
+"""Replicas that differ: which ranks are outvoted, and what repeating the step shows. No torch, no network."""
 
 from __future__ import annotations
 

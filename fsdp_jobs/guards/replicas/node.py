@@ -1,7 +1,7 @@
-"""The agent's part in comparing replicas: it tells the coordinator the sums of what its ranks hold. No torch.
+"""Send the coordinator checksums of the tensors that ranks share with their replicas. No torch.
 
 To the coordinator:
-    sums        round, step, sums: [[rank, digest], ...]        of what replicas must hold, too
+    sums        round, step, sums: [[rank, digest], ...]        of tensors that replicas share
     tensors     round, step, rank, of, sums: [[name, sum], ...] some of a rank's tensors, of so many; answers tell
 From it:
     round       limit, replayed, holds

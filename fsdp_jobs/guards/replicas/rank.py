@@ -1,4 +1,4 @@
-"""Sums of what a rank holds and its replicas must hold, too, for its agent: computed where the tensors are."""
+"""Checksums of the tensors that a rank shares with its replicas, computed where the tensors are."""
 
 from __future__ import annotations
 

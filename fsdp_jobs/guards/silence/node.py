@@ -1,4 +1,4 @@
-"""Detect that a node's ranks do nothing, for programs that report no steps. No torch.
+"""Detect idle ranks of programs that report no steps. No torch.
 
 beat    silent              seconds for which they have done nothing, 0 while they do something
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fsdp_jobs.node.rendezvous import CoordinatorRendezvous
 
 _CPU = 0.02  # of a core: what less is used does not work
-_WAKES_PER_S = 0.2  # of a main thread that waits for one thing; the two signals for its stacks wake it, too
+_WAKES_PER_S = 0.2  # of a main thread that waits for one thing; the two signals for its stacks also wake it
 _WAKES = 10
 _LOOK_S = 1.0
 

@@ -1,4 +1,4 @@
-"""Name slow nodes, with what their driver says, and exclude one where that pays. No torch, no network."""
+"""Report slow nodes with what their GPU driver says, and exclude one if the job ends sooner without it. No torch."""
 
 from __future__ import annotations
 

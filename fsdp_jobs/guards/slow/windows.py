@@ -1,9 +1,9 @@
-"""Find the node that holds the others up, from what its ranks do by themselves. No torch, no network.
+"""Find the slow node from the times of work that ranks do without the others. No torch, no network.
 
-Their steps take equally long: who is slow shows only in what a rank does without the others. A window is 20 steps or
-more. A node is slow when its slowest rank needs at least 1.07 times the median of the other nodes, loses at least 2 ms
-and 1% of a step (3% by waits), and is far outside of what the others differ by and of what it varies by itself, in 4
-of 5 windows; with one or two others in all five.
+Steps take equally long on all ranks, so only work between collectives shows which rank is slow. A window is 20 steps
+or more. A node is slow if its slowest rank takes at least 1.07 times the median of the other nodes, costs at least
+2 ms and 1% of a step (3% for waits), and exceeds 5 x the spread between nodes and 3 x its own spread over time: in 4
+of 5 windows, or in all five with only one or two other nodes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Detect that ranks run but do not advance, and find the one that holds the others up. No torch."""
+"""Detect that ranks run but do not advance, and find the rank that the others wait for. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Make the ranks of this node say where they are, when the coordinator asks.
+"""Collect the stacks of this node's ranks when the coordinator asks.
 
 dump                        from the coordinator: write the ranks' stacks
 stacks  node, ranks: [...]  the answer: where each rank is

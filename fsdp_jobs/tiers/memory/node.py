@@ -1,7 +1,7 @@
-"""The agent's part in memory checkpoints: it keeps the folder, seals what ranks capture, and copies it to a partner.
+"""The agent's part in snapshots: keep the folder, seal what ranks capture, and copy it to a partner node.
 
-What no replica on another node holds goes to one other node, over connections of their own between the agents, so
-that neither ranks nor their collectives wait. After both have proved that they know the job's token (`proof`):
+Shards that no replica on another node holds are sent to one other node, over connections between the agents, so that
+neither ranks nor collectives wait. After both have proved that they know the job's token (`proof`):
     sender      capture, sums   its description and checksums, followed by its data
     receiver    is              "whole": it is kept, and its checksums are these
 """

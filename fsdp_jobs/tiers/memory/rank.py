@@ -1,4 +1,4 @@
-"""What the nodes of a job have in memory, as a tier to go on from: found, verified, and read over the network."""
+"""Restore from the nodes' memory: find the newest whole step, verify it, and fetch shards from other nodes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _FETCHED = "fetched"  # folder of what came from other nodes for a restore
 
 
 class Tier(Captures):
-    """The captures of earlier rounds, as something to go on from."""
+    """Captures, and the restore from those of earlier rounds."""
 
     def prepare(self) -> None:
         self._useless: list[int] = []  # steps that could not be loaded
@@ -91,7 +91,7 @@ class Tier(Captures):
         return []
 
     def _tried(self) -> list[int]:
-        """Return the steps that rounds before this have begun to load, and did not go on from."""
+        """Return the steps that earlier rounds began to load and then died of."""
         with suppress(OSError, ValueError):
             return [int(step) for step in json.loads((self.folder / _TRIED).read_text())]
         return []
@@ -169,7 +169,7 @@ class Tier(Captures):
         return sum(int(came) for came, _ in by_rank), stream
 
     def _wrong_with(self, parts: list[Tensor], places: list[Place], state: dict[str, Tensor]) -> Iterable[str]:
-        """Say why this rank cannot go on from the parts of tensors that it found."""
+        """Yield why this rank cannot use the parts of tensors that it found."""
         if sum(part.numel() for part in parts) != sum(local(tensor).numel() for tensor in state.values()):
             yield "it does not hold all of this rank's state"
         may_be_infinite = self.state.may_be_infinite

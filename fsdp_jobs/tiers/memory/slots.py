@@ -1,7 +1,7 @@
-"""Captures: checkpoints in the memory of a job's nodes, which outlive their ranks. No torch.
+"""The files of captures in a node's memory, which outlive the ranks. No torch.
 
-An agent keeps a folder in a file system that is memory. Each of its ranks captures its part of the state into one of
-two slots there, so that the newer capture is only written over the older one:
+An agent keeps a folder in a file system in memory. Each of its ranks captures its shards into one of two slots there,
+always over the older capture:
 
     <epoch>-<rank>-<slot>.data      tensors, one after the other
     <epoch>-<rank>-<slot>.json      what they are, a `Capture`; written last by the rank, so its data is whole

@@ -1,9 +1,8 @@
-"""Checkpoints in the nodes' memory: each rank's part is captured there every few steps, and outlives the rank.
+"""Snapshots in the nodes' memory: each rank captures its shards there every few steps.
 
-The agent seals what was captured with checksums, and sends to another node what no replica there has
-(`node.py`); files and slots are those of `slots.py`. All ranks capture a step, or none does: before
-each update they vote, against it as long as their last capture is not sealed and copied. So of two slots one always
-holds a step that all nodes have.
+The agent seals captures with checksums and copies them to another node (`node.py`); `slots.py` has the files. Ranks
+agree before each update; a rank whose last capture is not yet sealed and copied vetoes the next one. So one of the two
+slots always holds a step that all nodes have.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Captures as tensors: their description, their memory, and what DCP's planner has to know of them."""
+"""Captures as tensors: description, memory, and metadata for DCP's planner."""
 
 from __future__ import annotations
 
