@@ -49,6 +49,7 @@ bench: $(READY)  ## every benchmark, one after the other; traffic, recovery and 
 soak: $(READY)  ## what is slow and rare: tests, then 50 kills at random moments of a 4-node job; needs root
 	$(PYTEST) -m soak
 	$(BIN)/python benchmarks/soak.py --kills 50
+	$(BIN)/python benchmarks/soak.py --kills 50 --beside checkpoint.memory.every_steps=1
 
 docs: $(READY)  ## the documentation site, in site/; a broken link or anchor is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean
