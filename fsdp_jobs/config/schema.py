@@ -35,9 +35,7 @@ class HardwareConfig:
     bf16_tflops: float = key(0.0, "dense peak, TFLOP/s")
     fp32_tflops: float = key(0.0, "peak of fp32 matmuls as PyTorch runs them by default, TFLOP/s")
     matmul_efficiency: float = key(1.0, "part of the peak that large matmuls reach")
-    attention_tflops: float = key(
-        0.0, "causal flash attention, long sequences, head dim 128; 0: 45% of matmuls"
-    )
+    attention_tflops: float = key(0.0, "causal flash attention, long sequences, head dim 128; 0: 45% of matmuls")
     memory_gb_s: float = key(0.0, "device memory bandwidth, GB/s; 0: elementwise work is not counted")
     host_memory_gib: float = key(0.0, "host memory per node, GiB; 0: offload is not checked against it")
     host_gb_s: float = key(0.0, "GB/s per GPU to host memory, one direction; 0: offload's traffic is not counted")

@@ -42,10 +42,10 @@ class Tier(Captures):
     def offer(self, at_least: int) -> int | None:
         """Return the newest step that the nodes hold whole, verified. A step without its line is done again."""
         chosen = self._choose(at_least)
-        if chosen and self.ranks.from_rank_0(
-            partial(lacks_line, self.run.metrics, chosen[0].step, self.log_every_steps)
-        ):
-            chosen = self._choose(at_least, [chosen[0].step]) or chosen
+        if chosen:
+            lacks = partial(lacks_line, self.run.metrics, chosen[0].step, self.log_every_steps)
+            if self.ranks.from_rank_0(lacks):
+                chosen = self._choose(at_least, [chosen[0].step]) or chosen
         self._chosen = chosen
         return chosen[0].step if chosen else None
 
@@ -81,13 +81,10 @@ class Tier(Captures):
                 return chosen
             left -= bad
             sound |= {*mine} - bad
-        if (
-            self.ranks.rank == 0
-            and (told := lost_shards(left, at_least, _safe_before(self.run)))
-            and told != self._told
-        ):
-            self._told = told
-            self.tell(*told)
+        lost_here = lost_shards(left, at_least, _safe_before(self.run)) if self.ranks.rank == 0 else None
+        if lost_here is not None and lost_here != self._told:
+            self._told = lost_here
+            self.tell(*lost_here)
         return []
 
     def _tried(self) -> list[int]:

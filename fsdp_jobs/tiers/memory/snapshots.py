@@ -28,12 +28,7 @@ from fsdp_jobs.checkpoints.tiers import Snapshots
 from fsdp_jobs.config.keys import AUTO
 from fsdp_jobs.run.agreement import known_here
 from fsdp_jobs.run.env import EPOCH_ENV, MEMORY_ENV
-from fsdp_jobs.tiers.memory.slots import (
-    Capture,
-    Entry,
-    Slot,
-    forget_before,
-)
+from fsdp_jobs.tiers.memory.slots import Capture, Entry, Slot, forget_before
 from fsdp_jobs.tiers.memory.tensors import address_of, entry_of, view
 
 _DUE, _BUSY = 1, 2  # votes; the highest counts
@@ -46,20 +41,20 @@ class Captures(Snapshots):
 
     def __init__(self, checkpoints: Checkpointer, folder: Path):
         """`folder` is the node's."""
-        self.folder, self.ranks, self.layout = folder, checkpoints.ranks, checkpoints.layout
-        self.state, self.tell, self.run = checkpoints.state, checkpoints.tell_failed, checkpoints.run
-        self.every_steps, self.epoch = checkpoints.config.memory.every_steps, int(os.environ[EPOCH_ENV])
+        self.folder, self.run, self.ranks = folder, checkpoints.run, checkpoints.ranks
+        self.layout, self.state, self.tell = checkpoints.layout, checkpoints.state, checkpoints.tell_failed
+        self.every_steps = checkpoints.config.memory.every_steps
         self.log_every_steps = checkpoints.job.log_every_steps
-        ranks, layout, state = self.ranks, self.layout, self.state
+        self.epoch = int(os.environ[EPOCH_ENV])
         self.leads = os.environ["LOCAL_RANK"] == "0"
-        is_one_node = ranks.world == int(os.environ["LOCAL_WORLD_SIZE"])
-        self._has_replica = layout.replicas > 1 and not is_one_node  # on another node
+        is_one_node = self.ranks.world == int(os.environ["LOCAL_WORLD_SIZE"])
+        self._has_replica = self.layout.replicas > 1 and not is_one_node  # on another node
         self._group = dist.new_group(backend="gloo")  # votes must not meet the collectives of saves
         self._ballot = torch.zeros(2, dtype=torch.int32)  # a vote, and whether a newest capture was withdrawn
         self._voting: dist.Work | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="capture")
         self._copying: Future[None] | None = None
-        self._stream = torch.cuda.Stream(state.device) if state.device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(self.state.device) if self.state.device.type == "cuda" else None
         self._maps: dict[int, mmap] = {}  # slot -> its data
         self._newest: Slot | None = None
         self._captures = 0  # in this round
