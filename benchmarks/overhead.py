@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 
 from fsdp_jobs.run.tail import read_json_lines
@@ -26,12 +27,12 @@ SAME = ["nodes=1", f"nproc_per_node={RANKS}", "fsdp=full_shard", "data.micro_bat
 WARMUP = 5
 
 
-def ours(folder: Path, name: str, steps: int, overrides: list[str]) -> float:
-    """Median seconds of a step, from the time stamps of `metrics.jsonl`."""
+def ours(folder: Path, name: str, steps: int, overrides: list[str]) -> list[float]:
+    """Seconds of each step after the warm-up, from the time stamps of `metrics.jsonl`."""
     command = [sys.executable, "-m", "fsdp_jobs", f"name={name}", f"runs_dir={folder}", f"steps={steps}", *SAME]
     subprocess.run([*command, *overrides], check=True, stdout=subprocess.DEVNULL)
     times = [m["time"] for m in read_json_lines(folder / name / "metrics.jsonl")]
-    return statistics.median(b - a for a, b in zip(times[WARMUP:], times[WARMUP + 1 :], strict=False))
+    return [b - a for a, b in pairwise(times[WARMUP:])]
 
 
 def minimal(steps: int, overrides: list[str]) -> float:
@@ -57,7 +58,7 @@ def main() -> None:
             sides = {}
             for side in ("ours", "hand") if pair % 2 == 0 else ("hand", "ours"):
                 a = (Path(folder), f"pair-{pair}", args.steps, args.overrides)
-                sides[side] = ours(*a) if side == "ours" else minimal(args.steps, args.overrides)
+                sides[side] = statistics.median(ours(*a)) if side == "ours" else minimal(args.steps, args.overrides)
             ratios.append(sides["hand"] / sides["ours"])
             print(f"{pair:>4}  {sides['ours']:>12.4f}  {sides['hand']:>14.4f}  {ratios[-1]:>22.3f}", flush=True)
     print(f"median ratio {statistics.median(ratios):.3f} (goal: at least 0.98)")

@@ -6,7 +6,9 @@ import errno
 import os
 import resource
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from fsdp_jobs.config.schema import MemoryConfig
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run.env import EPOCH_ENV, MEMORY_ENV
 from fsdp_jobs.run.tail import read_json_lines
+from fsdp_jobs.tiers.memory import snapshots
 from fsdp_jobs.tiers.memory.rank import Tier
 from fsdp_jobs.tiers.memory.slots import COPIES, Capture, Slot, slots_in
 from tests.checkpoints.saving import fill, save_steps, trained, value_of
@@ -57,6 +60,12 @@ def _capture(checkpoints: Checkpointer, *steps: int, value: float | None = None)
             slot.copied.touch()
 
 
+def _steps(memory: Tier) -> list[int]:
+    """Return the steps that a rank's memory holds."""
+    captures = [slot.capture() for slot in slots_in(memory.folder)]
+    return sorted(capture.step for capture in captures if capture is not None)
+
+
 def _leave(folder: str, layout: Layout | None, value: float | None, on_disk: tuple[int, ...]) -> None:
     checkpoints = _rank(folder, 1, layout)
     save_steps(checkpoints, *on_disk)
@@ -85,14 +94,48 @@ def _changes(folder: str) -> None:
         memory._newest.withdraw()  # as an agent does that finds it changed
         memory._newest.copied.touch()
     _capture(checkpoints, 3)
-    assert sorted(c.step for s in slots_in(memory.folder) if (c := s.capture())) == [1, 3] and memory.step == 1
+    assert _steps(memory) == [1, 3] and memory.step == 1
     _capture(checkpoints, 4)
-    assert sorted(c.step for s in slots_in(memory.folder) if (c := s.capture())) == [3, 4] and memory.step == 3
+    assert _steps(memory) == [3, 4] and memory.step == 3
     checkpoints.close()
 
 
 def test_a_capture_that_has_changed_is_not_made_up_for_with_the_only_other_one(tmp_path: Path) -> None:
     run_world(2, _changes, str(tmp_path))
+
+
+def _large(folder: str) -> None:
+    snapshots._AT_ONCE = 0
+    checkpoints = _rank(folder, 1)
+    memory = _memory(checkpoints)
+    _capture(checkpoints, 1)
+    assert memory._newest is not None and not [*slots_in(memory.folder)], "its slots are made first"
+    memory._thread.submit(lambda: None).result()
+    assert memory._newest.copied.exists() and len(memory._maps) == 2
+    dist.barrier()
+    _capture(checkpoints, 2, 3, 4)
+    assert _steps(memory) == [3, 4] and memory.step == 3
+    with torch.no_grad():  # a state that grows has larger slots made, and loses none
+        checkpoints.state.to_capture = _with_more(checkpoints.state.to_capture)  # type: ignore[method-assign]
+    _capture(checkpoints, 5)
+    memory._thread.submit(lambda: None).result()
+    dist.barrier()
+    assert _steps(memory) == [4] and not any(slot.verify() for slot in slots_in(memory.folder))
+    _capture(checkpoints, 6, 7)
+    assert _steps(memory) == [6, 7] and memory.step == 6
+    checkpoints.close()
+
+
+def _with_more(to_capture: Callable[[], tuple[dict[str, Any], dict[str, Any]]]) -> Any:
+    def captured() -> tuple[dict[str, Any], dict[str, Any]]:
+        tensors, objects = to_capture()
+        return {**tensors, "more": torch.ones(3 << 20)}, objects
+
+    return captured
+
+
+def test_no_step_waits_until_the_slots_of_a_large_state_are_made(tmp_path: Path) -> None:
+    run_world(2, _large, str(tmp_path))
 
 
 def _leave_and_resume(

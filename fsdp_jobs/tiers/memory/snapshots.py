@@ -34,6 +34,8 @@ from fsdp_jobs.tiers.memory.tensors import address_of, entry_of, view
 _DUE, _BUSY = 1, 2  # votes; the highest counts
 _AUTO_COST = 0.01  # of the time of training, that captures may take
 _SLACK = 1 << 20  # bytes for random states and counters, whose size varies
+_AT_ONCE = 1 << 26  # bytes of a capture, up to which its slots are made while its step waits
+_PAGE = 4096
 
 
 class Captures(Snapshots):
@@ -115,15 +117,40 @@ class Captures(Snapshots):
         if not is_lost:  # else its slots are free, on all ranks
             self._number = 1 - self._number
             self.step = self._captured_step
+        tensors, objects = self.state.to_capture()  # may have the optimizer call `before_update`
+        slot = self._newest = self._slot(self._number)
+        size = sum(local(tensor).nbytes for tensor in tensors.values())
+        if size > _AT_ONCE and step != known_here().replayed and not self._has_room(size):
+            self._thread.submit(self._make_room, slot, step, size)
+            return
         self._captured_step = step
-        slot = Slot(self.folder, self.epoch, self.ranks.rank, self._number)
         mine = self.epoch, self.ranks.rank, self._number
         about = partial(Capture, *mine, step, samples, self.ranks.world, stream=copy.deepcopy(stream))
-        tensors, objects = self.state.to_capture()
         updated = torch.cuda.current_stream().record_event() if self._stream is not None else None
         self._copying = self._thread.submit(self._copy, slot, about, tensors, copy.deepcopy(objects), updated, record)
-        self._captures, self._newest = self._captures + 1, slot
+        self._captures += 1
         self._since, self._cost_s, self._taken_s = time.monotonic(), time.perf_counter() - begin, 0.0
+
+    def _slot(self, number: int) -> Slot:
+        return Slot(self.folder, self.epoch, self.ranks.rank, number)
+
+    def _has_room(self, size: int) -> bool:
+        return len(self._maps) == 2 and min(map(len, self._maps.values())) >= size
+
+    def _make_room(self, newest: Slot, step: int, size: int) -> None:
+        """Map both slots in place of a capture, so that no step waits for it; in a thread.
+
+        `newest` stays without a description, so all ranks take this capture for one that was withdrawn.
+        """
+        newest.withdraw()
+        try:
+            for number in (0, 1):
+                data = self._map(self._slot(number), number, size)
+                torch.frombuffer(data, dtype=torch.uint8)[::_PAGE].sum()  # has the kernel map the pages
+        except OSError as e:
+            self._give_up(step, size, e)
+        else:
+            newest.copied.touch()
 
     def _copy(
         self,
@@ -151,22 +178,22 @@ class Captures(Snapshots):
         ]
         capture = about(self.layout.shard_group if is_plans else self.ranks.world, entries).placed()
         try:
-            self._fill(self._map(slot, capture), capture, list(parts.values()), updated)
+            self._fill(self._map(slot, capture.slot, capture.size), capture, list(parts.values()), updated)
         except OSError as e:
-            self._give_up(capture, e)
+            self._give_up(capture.step, capture.size, e)
             return
         record()
         try:
             slot.publish(capture)
         except OSError as e:
-            self._give_up(capture, e)
+            self._give_up(capture.step, capture.size, e)
 
-    def _give_up(self, capture: Capture, error: OSError) -> None:
+    def _give_up(self, step: int, size: int, error: OSError) -> None:
         """Say that there is no room: without its description nobody takes a slot for whole."""
         self.tell(
-            capture.step,
+            step,
             f"no step is captured until the next round: {self.folder}: {error.strerror}; each of a rank's two "
-            f"captures takes {capture.size / 1e9:.3g} GB. Set checkpoint.memory.dir to a larger file system in "
+            f"captures takes {size / 1e9:.3g} GB. Set checkpoint.memory.dir to a larger file system in "
             "memory, enlarge /dev/shm, or set checkpoint.memory.every_steps=0.",
         )
 
@@ -181,17 +208,17 @@ class Captures(Snapshots):
         if self._stream is not None:
             self._stream.synchronize()
 
-    def _map(self, slot: Slot, capture: Capture) -> mmap:
-        """Map a slot once, and let the GPU write there directly.
+    def _map(self, slot: Slot, number: int, size: int) -> mmap:
+        """Map a slot once, and let the GPU write there directly. What it holds stays there.
 
         Raises:
             OSError: there is no room.
         """
-        data = self._maps.get(capture.slot)
-        if data is None or len(data) < capture.size:
+        data = self._maps.get(number)
+        if data is None or len(data) < size:
             if data is not None and self._stream is not None:
                 torch.cuda.cudart().cudaHostUnregister(address_of(data))
-            data = self._maps[capture.slot] = slot.map(capture.size + _SLACK)
+            data = self._maps[number] = slot.map(size + _SLACK)
             if self._stream is not None:
                 torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address_of(data), len(data), 0))
         return data
