@@ -1,11 +1,12 @@
 """What checkpoints in memory cost: tokens/s with a capture every step against the same job without.
 
     python benchmarks/captures.py [--pairs 5] [--steps 60] [--wait 0.4] [overrides]
+    python benchmarks/captures.py --pairs 2 --wait 0.4 'model.kwargs={seconds: 0.4, dim: 1024, n_layers: 13}'   # 2 GB
 
 Alternating pairs of whole jobs of two nodes on this machine. Each side's figure is the median step after the first
-five; of captures also the longest. Two ranks that compute fill two cores, so that whatever agents do is taken from a
-rank. With `--wait` the host waits so many seconds in each forward pass, as it does for a GPU, and there is little to
-compute besides; the state that is captured is the same.
+five; with captures also the longest of all steps. Two ranks that compute fill two cores, so that whatever agents do is
+taken from a rank. With `--wait` the host waits so many seconds in each forward pass, as it does for a GPU, and there is
+little to compute besides; the state that is captured is the same.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.overhead import ours
+from benchmarks.overhead import WARMUP, ours
 from fsdp_jobs.config.schema import LlamaConfig
 from fsdp_jobs.models.llama import Llama
 
@@ -34,8 +35,8 @@ SAME = ["nodes=2", "nproc_per_node=1", "elastic.join_window_s=0"]
 class Waiting(Llama):
     """Llama of `model=llama_debug` whose forward pass waits first."""
 
-    def __init__(self, seconds: float):
-        super().__init__(LlamaConfig(n_kv_heads=4))
+    def __init__(self, seconds: float, **sizes: int):
+        super().__init__(LlamaConfig(**{"n_kv_heads": 4, **sizes}))
         self.seconds = seconds
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -43,8 +44,8 @@ class Waiting(Llama):
         return super().forward(tokens)
 
 
-def waiting(seconds: float) -> nn.Module:
-    return Waiting(seconds)
+def waiting(seconds: float, **sizes: int) -> nn.Module:
+    return Waiting(seconds, **sizes)
 
 
 def main() -> None:
@@ -65,7 +66,7 @@ def main() -> None:
             for every in (0, 1) if pair % 2 == 0 else (1, 0):
                 overrides = [*same, *args.overrides, f"checkpoint.memory.every_steps={every}"]
                 seconds[every] = ours(Path(folder), f"pair-{pair}-{every}", args.steps, overrides)
-            each, without = statistics.median(seconds[1]), statistics.median(seconds[0])
+            each, without = (statistics.median(seconds[every][WARMUP:]) for every in (1, 0))
             ratios.append(without / each)
             longest = max(seconds[1])
             print(f"{pair:>4}  {each:>16.4f}  {longest:>8.4f}  {without:>14.4f}  {ratios[-1]:>13.3f}", flush=True)

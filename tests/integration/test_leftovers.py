@@ -113,7 +113,7 @@ def test_agents_that_are_killed_on_a_living_machine_lose_no_snapshot(only_snapsh
 
     job.until_step(resumed["step"] + 10)
     for folder in own:  # as a site's epilog does: the machines live, and what was in their memory is gone
-        shutil.rmtree(folder)
+        folder.rename(folder.with_name(f"gone-{folder.name}"))  # at once: the job writes there
     job.kill_agents()
     assert job.wait().verdict == "user_error", "it had a step that was safe, and does not begin again by itself"
     assert "no node has any of it any more" in job.events("checkpoint_failed")[-1]["error"], job.story()
