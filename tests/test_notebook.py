@@ -48,6 +48,7 @@ def test_a_plan_is_shown_as_tables_and_a_picture(shell: InteractiveShell, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.integration
 def test_a_model_that_was_edited_is_planned_anew(shell: InteractiveShell, tmp_path: Path) -> None:
     model, job = tmp_path / "mine.py", "Job('model=custom', 'model._target_=mine.model', 'fsdp.wrap=size')"
     counts = []

@@ -112,6 +112,7 @@ def test_a_tracker_that_never_answers_costs_nothing_but_its_farewell(tmp_path: P
     assert any("20 lines are not sent" in e["why"] for e in tracked.events("tracking_failed")), tracked.story()
 
 
+@pytest.mark.integration
 def test_what_was_not_sent_is_sent_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow.tracking import MlflowClient
 

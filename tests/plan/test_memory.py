@@ -164,6 +164,7 @@ CASES = {
 ONE_BILLION = LlamaConfig(vocab_size=128256, dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, ffn_dim=8192)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("head", ["whole", "chunked"])
 def test_one_billion_with_128k_words(head: str) -> None:
     """The chunked loss takes gigabytes off the peak of a step, and the plan knows."""

@@ -172,6 +172,7 @@ def test_without_a_name_the_units_are_what_a_list_or_a_sequence_repeats() -> Non
         find_blocks(Classifier(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))), model_config, fsdp)
 
 
+@pytest.mark.integration
 class TestProbe:
     """A custom model is built by a process of its own; here it is a Llama, whose shape is known."""
 

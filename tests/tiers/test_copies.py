@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.tiers.memory.node import Tier
 from fsdp_jobs.tiers.memory.slots import Capture, Entry, Slot
@@ -35,6 +37,7 @@ def _until(what: Any, seconds: float) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.integration
 def test_the_partner_of_a_new_round_gets_a_capture_however_often_the_one_before_has_failed(tmp_path: Path) -> None:
     """A lost node's place is taken within seconds; each step that passes without a copy could be lost."""
     run = RunDir(tmp_path / "run")

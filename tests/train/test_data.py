@@ -92,6 +92,7 @@ def _whole_and_in_two_parts(folder: str, workers: int) -> tuple[list[float], lis
     return whole, train_here(f"{folder}/parts", [*asked, "steps=6"])
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_resume_draws_the_random_numbers_that_would_have_been_next(tmp_path: Path, workers: int) -> None:
     whole, parts = run_world(2, _whole_and_in_two_parts, str(tmp_path), workers)[0]
