@@ -31,6 +31,8 @@ class Guard(guard.Guard):
         """Make every rank write its stacks, and report which did, and where they are."""
         node, ranks = self.node, []
         pids, numbers = node.pids(), node.ranks()
+        if len(pids) < len(numbers):
+            return  # they are being started again
         for local_rank, stack in enumerate(stacks_of(pids, node.stack_files())):
             report, status, rank = node.states[local_rank].read(), "gone", numbers[local_rank]
             with suppress(psutil.NoSuchProcess):
