@@ -15,7 +15,10 @@ import pytest
 import yaml
 
 from benchmarks import gpu
-from benchmarks.gpu import CASES, GIB, MEMORY, Bench, Case, Row
+from benchmarks.gpu import CASES
+from benchmarks.gpu_parts import faults, memory, rates, saving, speed
+from benchmarks.gpu_parts.bench import GIB, HARDWARE, PROGRAMS, Bench, Case, Row, version_of
+from benchmarks.gpu_parts.memory import MEMORY
 from benchmarks.gpu_programs import travel
 from fsdp_jobs.config.schema import RECOMPUTED, STRATEGIES
 from tests.jobs import ROOT
@@ -59,13 +62,13 @@ def test_the_table_has_the_expected_range() -> None:
     ],
 )
 def test_a_device_finds_its_option_of_hardware(device: str, gib: float, option: str) -> None:
-    assert gpu.option_of(device, [f.stem for f in gpu.HARDWARE.glob("*.yaml")], gib) == option
+    assert gpu.option_of(device, [f.stem for f in HARDWARE.glob("*.yaml")], gib) == option
 
 
 def test_memory_is_compared_with_the_tensors_and_with_all() -> None:
     measured = {"torch": 50 * GIB, "driver": 54 * GIB, "planned": 53 * GIB, "reserve": 3 * GIB, "retries": 0}
     answers = [json.dumps(measured), json.dumps({**measured, "torch": 60 * GIB}), json.dumps({"error": "too large"})]
-    rows = list(gpu.memory_rows(["a", "b", "c", "d"], answers, "Killed"))
+    rows = list(memory.memory_rows(["a", "b", "c", "d"], answers, "Killed"))
     of = ("torch", "driver", "retries of the allocator")
     assert [row.name for row in rows] == [*(f"{name}, {what}" for name in "ab" for what in of), "c", "d"]
     assert [row.verdict for row in rows] == ["PASS", "PASS", "PASS", "9% above", "PASS", "PASS", "FAIL", "FAIL"]
@@ -76,7 +79,7 @@ def test_memory_is_compared_with_the_tensors_and_with_all() -> None:
 def test_what_a_configuration_takes_is_measured_in_real_steps() -> None:
     """On the CPU, where no peaks are to be had."""
     tiny = [*TINY, "nodes=1", "nproc_per_node=1", "fsdp=full_shard"]
-    command = [sys.executable, str(gpu.PROGRAMS / "memory.py"), json.dumps([tiny, [*tiny, "model.dims=65"]])]
+    command = [sys.executable, str(PROGRAMS / "memory.py"), json.dumps([tiny, [*tiny, "model.dims=65"]])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     good, bad = map(json.loads, done.stdout.splitlines())
     assert good["planned"] > good["reserve"] > 0, done.stderr
@@ -85,11 +88,11 @@ def test_what_a_configuration_takes_is_measured_in_real_steps() -> None:
 
 def test_saves_are_compared_with_those_of_dcp() -> None:
     found = {"state": 48.0 * GIB, "stall": 0.5, "ours_async": 40.0, "dcp_stall": 9.0, "dcp_async": 30.0}
-    assert [row.verdict for row in gpu.saving_rows("8b", found, "", True)] == ["PASS"] * 3
+    assert [row.verdict for row in saving.saving_rows("8b", found, "", True)] == ["PASS"] * 3
     slow = {**found, "stall": 10.0, "ours_async": 150.0}
-    assert [row.verdict for row in gpu.saving_rows("8b", slow, "", True)] == ["33% above", "11% above", "25% above"]
-    assert [row.verdict for row in gpu.saving_rows("small", {**slow, "ours_async": 40.0}, "", False)] == ["PASS"] * 3
-    (failed,) = gpu.saving_rows("8b", None, "No space left", True)
+    assert [row.verdict for row in saving.saving_rows("8b", slow, "", True)] == ["33% above", "11% above", "25% above"]
+    assert [row.verdict for row in saving.saving_rows("small", {**slow, "ours_async": 40.0}, "", False)] == ["PASS"] * 3
+    (failed,) = saving.saving_rows("8b", None, "No space left", True)
     assert (failed.verdict, failed.note) == ("FAIL", "No space left")
 
 
@@ -97,23 +100,23 @@ def test_saves_are_compared_with_those_of_dcp() -> None:
     ("disk", "host", "largest"), [(64e9, 128e9, "8b"), (30e9, 128e9, "3b"), (64e9, 40e9, "1b"), (1e9, 128e9, "160m")]
 )
 def test_the_largest_model_that_fits_is_saved(disk: float, host: float, largest: str) -> None:
-    assert gpu.fitting(disk, host) == largest
+    assert saving.fitting(disk, host) == largest
 
 
 def test_rates_become_lines_of_the_hardware_file() -> None:
-    said = yaml.safe_load((gpu.HARDWARE / "h200.yaml").read_text())
+    said = yaml.safe_load((HARDWARE / "h200.yaml").read_text())
     measured = {"bf16_tflops": 790.0, "memory_gb_s": 4300.0, "host_gb_s": 30.0}
-    matmul, memory, host = gpu.rate_rows(measured, said)
-    assert (matmul.verdict, memory.verdict, host.verdict) == ("PASS", "PASS", "29% below")
-    assert matmul.note.startswith("matmul_efficiency: 0.799  #") and memory.note.startswith("memory_gb_s: 4300.0  #")
+    matmul, bandwidth, host = rates.rate_rows(measured, said)
+    assert (matmul.verdict, bandwidth.verdict, host.verdict) == ("PASS", "PASS", "29% below")
+    assert matmul.note.startswith("matmul_efficiency: 0.799  #") and bandwidth.note.startswith("memory_gb_s: 4300.0  #")
 
 
 def test_outputs_of_others_are_read() -> None:
     titan = "\n".join(f"\x1b[31mstep: {i:2}  loss: 12.0  \x1b[34mtps: {n}  mfu: 1%" for i, n in enumerate(TPS))
-    assert gpu.titan_speed(titan) == 30100
-    assert gpu.titan_speed("Traceback") is None
-    assert gpu.ratio_of("pair\nmedian ratio 1.011 (goal: at least 1.05)\n") == 1.011
-    assert gpu.ratio_of("Traceback") is None
+    assert speed.titan_speed(titan) == 30100
+    assert speed.titan_speed("Traceback") is None
+    assert speed.ratio_of("pair\nmedian ratio 1.011 (goal: at least 1.05)\n") == 1.011
+    assert speed.ratio_of("Traceback") is None
 
 
 TPS = ("1,000", "2,000", "20,000", "29,000", "30,000", "30,100", "30,200")
@@ -121,7 +124,7 @@ TPS = ("1,000", "2,000", "20,000", "29,000", "30,000", "30,100", "30,200")
 
 def test_the_flight_recorder_is_read() -> None:
     entries = [{"profiling_name": "nccl:all_reduce", "state": state} for state in ("completed", "started", "scheduled")]
-    assert gpu.flight_records(pickle.dumps({"version": "2.10", "entries": entries})) == (3, 2)
+    assert faults.flight_records(pickle.dumps({"version": "2.10", "entries": entries})) == (3, 2)
 
 
 def test_what_a_case_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +133,7 @@ def test_what_a_case_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert lacks("gpu", "surely-not-there 3") == "no GPU, surely-not-there is not installed"
     assert lacks("psutil") == lacks("gpu", bench=Bench(Path(), 1)) == ""
-    assert lacks("torch 1.") == f"torch is {gpu.version_of('torch')}, not 1."
+    assert lacks("torch 1.") == f"torch is {version_of('torch')}, not 1."
 
 
 def test_no_case_begins_that_would_outlast_the_limit(capsys: pytest.CaptureFixture[str]) -> None:

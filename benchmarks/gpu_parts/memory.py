@@ -1,0 +1,53 @@
+"""Peaks of optimizer steps against the plan. For gpu.py."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+
+from benchmarks.gpu_parts.bench import FULL, GIB, PROGRAMS, RANDOM, SIZES, Bench, Case, Row, batch
+from fsdp_jobs.config.hydra import merge_overrides
+
+MEMORY = {
+    "160m": (*SIZES["160m"], *batch(8)),
+    "160m, long context": ("model=llama_160m", "data.seq_len=16384", *batch(1), FULL),
+    "160m, full recomputation": (*SIZES["160m"], *batch(8), FULL),
+    "1b": (*SIZES["1b"], *batch(4)),
+    "1b, full recomputation": (*SIZES["1b"], *batch(4), FULL),
+    "1b, selective recomputation": (*SIZES["1b"], *batch(4), "fsdp.activation_checkpointing=selective"),
+    "1b, every second block": (*SIZES["1b"], *batch(4), "fsdp.activation_checkpointing=every_n"),
+    "1b, fp32": (*SIZES["1b"], *batch(2), "fsdp.param_dtype=fp32"),
+    "1b, parameters offloaded": (*SIZES["1b"], *batch(4), "fsdp.cpu_offload=true"),
+    "1b, activations offloaded": (*SIZES["1b"], *batch(4), FULL, "fsdp.activation_offload=true"),
+    "3b, full recomputation": (*SIZES["3b"], *batch(4), FULL),
+    "8b, full recomputation": (*SIZES["8b"], *batch(1), FULL),
+}
+
+
+def memory(bench: Bench) -> Iterator[Row]:
+    """Peaks of optimizer steps, by torch and by the driver, of what the plan says that they take."""
+    base = (*RANDOM, "nodes=1", "nproc_per_node=1", "cluster.accelerator=cuda", f"hardware={bench.hardware}")
+    configurations = [merge_overrides([*base, "fsdp=full_shard"], overrides) for overrides in MEMORY.values()]
+    command = [sys.executable, str(PROGRAMS / "memory.py"), json.dumps(configurations)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    yield from memory_rows(list(MEMORY), done.stdout.splitlines(), done.stderr)
+
+
+def memory_rows(configurations: Sequence[str], lines: Sequence[str], stderr: str) -> Iterator[Row]:
+    """Compare what gpu_programs/memory.py printed: the allocator's peak with the tensors, the driver's with all."""
+    for i, name in enumerate(configurations):
+        found = json.loads(lines[i]) if i < len(lines) else {"error": stderr.strip()[-200:] or "no answer"}
+        if "error" in found:
+            yield Row(name, None, note=found["error"])
+            continue
+        tensors = found["planned"] - found["reserve"]
+        note = f"{found['torch'] / GIB:.1f} GiB measured, {tensors / GIB:.1f} planned"
+        yield Row(f"{name}, torch", found["torch"] / tensors, 0.9, 1.1, note=note)
+        note = f"{found['driver'] / GIB:.1f} GiB measured, {found['planned'] / GIB:.1f} planned and given"
+        yield Row(f"{name}, driver", found["driver"] / found["planned"], 0.9, 1.02, note=note)
+        yield Row(f"{name}, retries of the allocator", found["retries"], 0, 2)
+
+
+CASES = (Case("memory", f"{len(MEMORY)} configurations", "0.9 to 1.1 of the plan", memory, ("gpu",), 75),)
