@@ -21,6 +21,7 @@ from fsdp_jobs.checkpoints import catalog
 from fsdp_jobs.checkpoints.catalog import METADATA, NOT_FINITE, CannotReadHere, Manifest
 from fsdp_jobs.checkpoints.storage import SafeReader, lacking_in
 
+_MOST_THREADS = 4  # each may hold a tensor that it has read
 _PATIENCE_S = 30.0  # until a file that another machine has written must be visible here
 
 
@@ -31,6 +32,8 @@ class Ranks:
         self.group = group
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.node = os.environ.get("GROUP_RANK", socket.gethostname())
+        cores, here = len(os.sched_getaffinity(0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        self.threads = min(_MOST_THREADS, max(1, cores // here))  # of one rank that restores
 
     def gather(self, own: Any) -> list[Any]:
         """Return what each rank has, by rank."""

@@ -8,6 +8,7 @@ import os
 import pickle
 import warnings
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from enum import Enum, EnumType
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.utils.serialization import config as serialization
@@ -37,13 +38,19 @@ from fsdp_jobs.checkpoints.catalog import (
     Manifest,
     is_object_store,
 )
-from fsdp_jobs.checkpoints.tensors import is_finite
+from fsdp_jobs.checkpoints.tensors import CHANGED, is_finite
 from fsdp_jobs.config.schema import CheckpointConfig
 from fsdp_jobs.run.agreement import known_here
 from fsdp_jobs.run.processes import watch_parent
-from fsdp_jobs.run.term import Epoch
+from fsdp_jobs.run.table import listed
+from fsdp_jobs.run.term import Term
 
+_OF_A_THREAD = 1 << 26  # bytes that are worth another thread to read them
 _REPORT = MetadataIndex("what a rank has written")
+
+
+class Torn(Exception):
+    """Tensors were changed, not by the optimizer, before they were copied."""
 
 
 class NotFinite(Exception):
@@ -94,7 +101,7 @@ class SaveRequest:
 
     checkpoints: Path
     save: str  # differs between saves of a run, so that no two write into the same folder
-    epoch: Epoch
+    term: Term
     manifest: Manifest  # its files are known when all are written
     config: CheckpointConfig
     local: Path | None  # this run's folder on each node's own disk, if shards go there first
@@ -126,13 +133,13 @@ class SaveRequest:
             Fenced: the round is over.
             OSError: what was reported is not what is there.
         """
-        self.epoch.check()
+        self.term.check()
         known = known_here()
         manifest = replace(manifest, agreed=known.about(self.step))
-        catalog.commit(self.temporary, self.final, manifest, self.epoch.check)
+        catalog.commit(self.temporary, self.final, manifest, self.term.check)
         try:
             (self.final / SHARDS).unlink(missing_ok=True)
-            self.epoch.check()
+            self.term.check()
             if known.compared >= 0:
                 catalog.mark_agreed(self.checkpoints, known.about)
             catalog.prune(self.checkpoints, self.config.keep)
@@ -149,13 +156,14 @@ class CommittingWriter(FileSystemWriter):
         self.request = request
         self.fs: _SummedFileSystem = _SummedFileSystem()
         self.path = request.temporary
+        self.changed: list[str] = []  # tensors that were, while they were copied
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Make the folder, once for all ranks, before any of them has a plan."""
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         watch_parent(self.request.pid)
         if is_coordinator:
-            self.request.epoch.check()
+            self.request.term.check()
             catalog.make_folder(self.request.checkpoints)
             if not is_object_store(self.request.temporary):
                 self.request.temporary.mkdir()
@@ -165,7 +173,10 @@ class CommittingWriter(FileSystemWriter):
 
         Raises:
             OSError: with `read_back`, what was read back differs from what was written.
+            Torn: this rank has no copy of one step.
         """
+        if self.changed:
+            raise Torn(f"{CHANGED.format(listed(self.changed, 3))}; from now on steps wait until they are")
         if self.request.local is not None:
             self.request.shards.mkdir(parents=True, exist_ok=True)
         self.path = self.request.shards
@@ -208,7 +219,7 @@ class CommittingWriter(FileSystemWriter):
         if self.request.local is None:
             self.request.commit(manifest)
         else:
-            self.request.epoch.check()
+            self.request.term.check()
             manifest.write(self.request.temporary, SHARDS)
         if wrong:
             names = ", ".join(sorted(set(wrong))[:3])
@@ -278,10 +289,15 @@ class SafeReader(FileSystemReader):
     """A DCP reader that executes nothing it reads: tensors weights-only, metadata of known classes."""
 
     def __init__(
-        self, folder: Path, files: Mapping[str, dict[str, Any]] = MappingProxyType({}), shards: Path | None = None
+        self,
+        folder: Path,
+        files: Mapping[str, dict[str, Any]] = MappingProxyType({}),
+        shards: Path | None = None,
+        threads: int = 1,
     ):
         """Compare what is read with `files` of a manifest, if it has one; `shards`: where they are, if not there."""
         super().__init__(str(folder))
+        self.threads = threads
         self.fs: _SummedFileSystem = _SummedFileSystem(files)
         self.path: Path = shards or folder
         self.folder = folder
@@ -293,10 +309,24 @@ class SafeReader(FileSystemReader):
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read in the order of the files; raises Damaged (an OSError) before DCP sees what was not written."""
+        """Read in the order of the files, each thread its part.
+
+        Raises:
+            Damaged: before DCP sees what was not written.
+        """
         places = [self.storage_data[item.storage_index] for item in plan.items]
         in_order = sorted(range(len(places)), key=lambda i: (places[i].relative_path, places[i].offset))
-        return super().read_data(replace(plan, items=[plan.items[i] for i in in_order]), planner)
+        size, read = sum(place.length for place in places), 0
+        threads = min(self.threads, 1 + size // _OF_A_THREAD)
+        parts: list[list[ReadItem]] = [[] for _ in range(threads)]
+        for i in in_order:
+            parts[min(read * threads // max(1, size), threads - 1)].append(plan.items[i])
+            read += places[i].length
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
+        read_part = super().read_data
+        with ThreadPoolExecutor(threads, initializer=lambda: torch.cuda.set_device(device)) as several:
+            done = [*several.map(lambda items: read_part(replace(plan, items=items), planner), parts)]
+        return done[0]
 
 
 def _sums_in(folder: Path) -> dict[str, dict[str, Any]]:

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import os
+
 import xxhash
+
+_BLOCK = 1 << 20  # bytes read at once, which stay in the cache
 
 
 def checksum(data: bytes | bytearray | memoryview) -> str:
     """Return XXH3 of 128 bits (Y. Collet, xxhash.com)."""
     return xxhash.xxh3_128_hexdigest(data)
+
+
+def checksum_of_part(descriptor: int, begin: int, size: int) -> str:
+    """Return the same of a part of an open file, or of what there is of it."""
+    total, block = xxhash.xxh3_128(), memoryview(bytearray(min(_BLOCK, size)))
+    for at in range(begin, begin + size, _BLOCK):
+        total.update(block[: os.preadv(descriptor, [block[: begin + size - at]], at)])
+    return total.hexdigest()

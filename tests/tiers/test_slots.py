@@ -83,9 +83,9 @@ def test_what_was_not_sealed_in_time_is_sealed_by_who_reads_it_and_what_was_with
     assert capture is not None and slot.verify() and slot.seal(capture) is None and not slot.sums.exists()
 
 
-def _found(step: int, rank: int, group: int = 2, epoch: int = 1, **more: object) -> Found:
+def _found(step: int, rank: int, group: int = 2, term: int = 1, **more: object) -> Found:
     about = {"is_whole": True, "is_copy": False, "holder": 0, "samples": 0, **more}
-    return Found(epoch=epoch, rank=rank, slot=0, step=step, world_size=4, shard_group=group, **about)  # type: ignore[arg-type]
+    return Found(term=term, rank=rank, slot=0, step=step, world_size=4, shard_group=group, **about)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,8 @@ def _found(step: int, rank: int, group: int = 2, epoch: int = 1, **more: object)
         ([_found(7, 0), _found(7, 1), _found(8, 0)], 7),
         ([_found(8, 0), _found(8, 1, is_copy=True), _found(7, 0), _found(7, 1)], 8),
         ([_found(8, 0), _found(8, 1, is_copy=True, is_whole=False), _found(7, 0), _found(7, 1)], 7),
-        ([_found(9, 0, epoch=1), _found(9, 1, epoch=1), _found(8, 0, epoch=2), _found(8, 1, epoch=2)], 8),
-        ([_found(9, 0, epoch=1), _found(9, 1, epoch=2)], 0),  # two lives are not one state
+        ([_found(9, 0, term=1), _found(9, 1, term=1), _found(8, 0, term=2), _found(8, 1, term=2)], 8),
+        ([_found(9, 0, term=1), _found(9, 1, term=2)], 0),  # two lives are not one state
         ([], 0),
     ],
 )
