@@ -220,7 +220,7 @@ def _forgotten(run: RunDir, app_id: str) -> tuple[State, str]:
     """Return how a job without a verdict has ended that neither the controller nor accounting remembers."""
     if run.last_attempt() < run.first_attempt():
         if (output := run.submit / f"slurm-{app_id}.out").exists():
-            said = " ".join(last_lines(output, 1)) or "it printed nothing"
+            said = last_lines(output, 1).strip() or "it printed nothing"
             return State.FAILED, f"SLURM has forgotten the job, which failed before its first line: {said}"
         why = f"it was cancelled, or its node could not write {output}"
         return State.STOPPED, f"SLURM has forgotten the job, which never started: {why}"

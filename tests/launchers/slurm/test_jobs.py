@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 
@@ -29,7 +30,10 @@ def as_undisturbed(job: SlurmJob, folder: Path, *overrides: str) -> None:
 
 
 def test_a_job_survives_a_killed_agent_a_signal_and_a_requeue(lab: Lab, tmp_path: Path) -> None:
-    """An agent is killed, the job signalled and requeued; its losses show nothing of it. Preemption: test_gpu_site."""
+    """An agent is killed, the job signalled, requeued, and at last continued by another job, as where a site forbids
+
+    requeues; its losses show nothing of it. Preemption: test_gpu_site.
+    """
     with slurm_job(lab, tmp_path, "asked", "nodes=2:4", *QUICK, *ENDLESS) as job:
         job.until_attempt(0)
         (first,) = job.rounds()
@@ -49,9 +53,19 @@ def test_a_job_survives_a_killed_agent_a_signal_and_a_requeue(lab: Lab, tmp_path
         lab.on_login("scontrol", "requeue", job.id)
         job.until_attempt(2)
 
+        lab.on_login("scontrol", "update", f"JobId={job.id}", "requeue=0")
+        lab.on_login("scancel", "--signal=USR1", job.id)
+        job.until_attempt(3)
+        (continued,) = job.events("continued")
+        assert continued["slurm_job"] != job.id and "Requested operation is presently disabled" in continued["why"]
+        submitted_as, job.id = job.id, continued["slurm_job"]
+        (row,) = json.loads(lab.cli(tmp_path, "status", "asked", "--json").stdout)
+        assert (row["state"], row["handle"]) == ("running", f"slurm_fsdp://lab/{submitted_as}")
+        assert job.state() == "RUNNING"
+
         done = lab.cli(tmp_path, "cancel", "asked")
         assert "stopped" in done.stdout, done.stdout + done.stderr
-        assert job.verdict(2).decision == "stop"
+        assert job.verdict(3).decision == "stop"
         job.until(lambda: job.state() == "FAILED", "the end of the job")
         as_undisturbed(job, tmp_path, *ENDLESS)
 

@@ -155,8 +155,9 @@ def test_a_home_that_lies_elsewhere_on_the_nodes_is_used_by_its_name(lab: Lab, f
 
 @pytest.mark.parametrize("seconds", [30, pytest.param(150, marks=pytest.mark.soak)])
 def test_a_controller_that_is_away_silences_nothing_and_harms_nothing(lab: Lab, folder: Path, seconds: int) -> None:
-    """Not the job, and not the companion that has taken the place of a lost node."""
-    with slurm_job(lab, folder, "away", "nodes=1:2", ONE_RANK, *QUICK, *ENDLESS) as job:
+    """Not the job, and not the companion that has taken the place of a lost node, with the site's own options."""
+    own = "cluster.extra=['--nice=7']"
+    with slurm_job(lab, folder, "away", "nodes=1:2", ONE_RANK, own, *QUICK, *ENDLESS) as job:
         job.until_attempt(0)
         taken = job.rounds()[0]["hosts"][1]
         lab.on_login("scontrol", "update", f"nodename={taken}", "state=down", "reason=test")
@@ -183,7 +184,8 @@ def test_a_controller_that_is_away_silences_nothing_and_harms_nothing(lab: Lab, 
         job.until_step(job.step() + 20)
         assert len(job.rounds()) == 3 and job.run.last_attempt() == 0, "nothing has ended meanwhile"
         asked = job.events("node_asked_for")
-        assert len(asked) == 1 and asked[0]["slurm_job"] in lab.on_login("squeue", "-h", "-t", "R", "-o", "%A").split()
+        companion = asked[0]["slurm_job"]
+        assert len(asked) == 1 and lab.on_login("squeue", "-h", "-t", "R", "-j", companion, "-o", "%y").strip() == "7"
 
         lab.do("run", "ctl", "pkill", "slurmctld")
         try:
@@ -218,6 +220,10 @@ def test_an_old_site_trains_saves_sweeps_and_forgets(lab: Lab, old: Lab, folder:
     """
     os.environ["SBATCH_EXPORT"] = "NONE"
     try:
+        assert (
+            old.cli(folder, "name=unready", *ONE[1:], "cluster.setup=['echo no such module', 'exit 3']").returncode == 0
+        )
+        old.cli(folder, "wait", "unready")
         assert old.cli(folder, *WITHDRAWN).returncode == 0
         assert "(JobHeldUser: held; SLURM starts it after: scontrol release" in old.cli(folder, "status").stdout
         old.on_login("scancel", "--user=root")
@@ -262,14 +268,24 @@ def test_an_old_site_trains_saves_sweeps_and_forgets(lab: Lab, old: Lab, folder:
             assert "aged: scancel would end it 10 s later (KillWait), maybe before it has saved" in again, again
         sweep = ["--multirun", "name=grid", "cluster=slurm", "cluster.accelerator=cpu", "hardware=cpu", "nodes=1"]
         (folder / "quick.py").write_text("print('done')")
-        sweep += ["script=quick.py", "nproc_per_node=1", "seed=1,2", "sweep.wait=true"]
-        done = old.cli(folder, *sweep)
+        sweep += ["script=quick.py", "nproc_per_node=1", "seed=1,2", "sweep.parallelism=1"]
+        gate = old.on_login("sbatch", "--parsable", "--hold", "--output=/dev/null", "--wrap=true").strip()
+        done = old.cli(folder, *sweep, f"cluster.extra=['--dependency=afterok:{gate}']")
+        assert done.returncode == 0, done.stdout + done.stderr
+        first, second = (RunDir(folder / f"runs/grid-00{n}").read_job()["handle"].rpartition("/")[2] for n in (0, 1))
+        waits = dict(line.split() for line in old.on_login("squeue", "-h", "-o", "%i %E").splitlines())
+        assert waits[first] == f"afterok:{gate}(unfulfilled)"
+        assert waits[second] == f"afterany:{first}(unfulfilled),afterok:{gate}(unfulfilled)"
+        old.on_login("scontrol", "release", gate)
+        done = old.cli(folder, "wait", "grid-000", "grid-001")
         assert done.returncode == 0, done.stdout + done.stderr
         for _ in range(600):  # the controller clears its records once a minute
-            if not old.on_login("squeue", "-h", "-t", "all", "-n", "withdrawn"):
+            if not old.on_login("squeue", "-h", "-t", "all", "-n", "withdrawn,unready"):
                 break
             time.sleep(0.2)
         status = old.cli(folder, "status", "withdrawn").stdout
         assert "stopped" in status and "SLURM has forgotten the job, which never started" in status, status
+        status = old.cli(folder, "status", "unready").stdout
+        assert "unready  failed" in status and "which failed before its first line: no such module" in status, status
     finally:
         del os.environ["SBATCH_EXPORT"]

@@ -234,7 +234,7 @@ def test_a_run_directory_that_only_this_machine_has_is_named(lab: Lab, tmp_path:
     while "before its first line: do the nodes see" not in status:
         assert time.monotonic() < deadline, status
         status = lab.cli(tmp_path, "status", "lost", f"runs_dir={here}").stdout
-    assert "now      nothing: it has ended" in status, status
+    assert "now       nothing: it has ended" in status, status
 
 
 def test_what_users_environments_and_copies_do_not_do_to_a_job(lab: Lab, tmp_path: Path) -> None:
