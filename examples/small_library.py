@@ -44,7 +44,7 @@ def main() -> None:
     first = checkpoints.restore()
 
     order = job.ElasticSampler(data, batch=64).after(first)
-    loader = DataLoader(data, batch_sampler=order, generator=torch.Generator())  # else it draws from the restored one
+    loader = DataLoader(data, batch_sampler=order, generator=order.generator)  # else it draws from the restored one
     for number, (x, y) in zip(range(first + 1, args.steps + 1), loader, strict=False):
         loss = nn.functional.mse_loss(model(x.to(device)), y.to(device))
         loss.backward()

@@ -241,10 +241,13 @@ class Launcher(ABC):
 
     def remember(self, app_id: str, run: RunDir) -> None:
         """Keep a link to a submitted run; ids begin again when a cluster is set up anew, so an old link is replaced."""
-        link = self._link(app_id)
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.unlink(missing_ok=True)
-        link.symlink_to(as_written(run.path))
+        _lead(self._link(app_id), run)
+
+    def follow(self, app_id: str, cluster: str, run: RunDir) -> None:
+        """Have the link to a run directory that was moved lead to where it is now."""
+        link = self._link(app_id, cluster)
+        if link.is_symlink() and not RunDir(link.readlink()).job.exists():
+            _lead(link, run)
 
     def _link(self, app_id: str, cluster: str = "") -> Path:
         """Return an app's link; ids are unique over clusters."""
@@ -264,6 +267,12 @@ class Launcher(ABC):
         from fsdp_jobs.launchers.torchx_adapter import TorchxScheduler
 
         return TorchxScheduler(cls(), session_name)
+
+
+def _lead(link: Path, run: RunDir) -> None:
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.unlink(missing_ok=True)
+    link.symlink_to(as_written(run.path))
 
 
 def prepare_each(

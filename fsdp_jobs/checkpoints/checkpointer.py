@@ -24,7 +24,7 @@ from fsdp_jobs.checkpoints.fsdp1 import Fsdp1State
 from fsdp_jobs.checkpoints.ranks import Ranks
 from fsdp_jobs.checkpoints.saver import Saver
 from fsdp_jobs.checkpoints.state import State
-from fsdp_jobs.checkpoints.storage import NotFinite, SaveRequest
+from fsdp_jobs.checkpoints.storage import NotFinite, SaveRequest, Torn
 from fsdp_jobs.checkpoints.tiers import Restored, SharedStorage, Snapshots, Tier
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.config.keys import AUTO
@@ -34,7 +34,7 @@ from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, checkpoints_of
 from fsdp_jobs.run.leaves import guards_in, tiers_in
 from fsdp_jobs.run.table import counted
-from fsdp_jobs.run.term import Epoch, Fenced
+from fsdp_jobs.run.term import Fenced, Term
 
 _CURES = (  # of saves that fail with these errors
     ((errno.ENOSPC, errno.EDQUOT), "Free space under {}."),
@@ -74,7 +74,7 @@ class Checkpointer:
         self.samples = 0  # consumed since the run began: for the program to count, saved with the rest
         self.stream: dict[str, Any] | None = None  # where a stream is read on; the same on every rank
         self.home = checkpoints_of(self.config, run)
-        self.epoch = Epoch.of_rank(self.home)
+        self.term = Term.of_rank(self.home)
         self.group = dist.new_group(backend="gloo")  # the save's collectives must not meet the program's
         self.ranks = Ranks(self.group)
         self.rank = self.ranks.rank
@@ -93,6 +93,7 @@ class Checkpointer:
         self._written: Future[Any] | None = None
         self._request: SaveRequest | None = None
         self._may_upload = True
+        self._copies_first = False  # something changes the state while steps do not wait for its copy
         self._saves = 0
         self.guards = [made(self) for made in guards_in("rank")]
         optimizer.register_step_pre_hook(lambda *_: self.before_update())
@@ -119,8 +120,9 @@ class Checkpointer:
         elif block and self.disks is not None and self._request is not None and not self._may_upload:
             self._may_upload = True
             self.disks.upload(self._request)
-        if block or self.saver.mode == "off":
+        if block or self.saver.mode == "off" or self._copies_first:
             self.before_update()
+        if block or self.saver.mode == "off":
             self.finish()
         if block:
             self._note_upload(wait=True)
@@ -132,7 +134,7 @@ class Checkpointer:
         self._request = SaveRequest(
             checkpoints=self.home,
             save=f"{self.restart}-{self._saves}",
-            epoch=self.epoch,
+            term=self.term,
             manifest=Manifest(step, self.samples, world, mesh, torch.__version__, time.time(), {}, stream),
             config=self.config,
             local=self.disks.folder if self.disks is not None else None,
@@ -226,6 +228,7 @@ class Checkpointer:
         where, cause = next(((f"rank {r}: ", cause) for r, (cause, _) in failures.items()), ("", error))
         if isinstance(cause, Fenced):
             raise cause
+        self._copies_first |= isinstance(cause, Torn)
         cures = [cure.format(self.home) for errors, cure in _CURES if getattr(cause, "errno", None) in errors]
         what = f"{where}{type(cause).__name__}: {cause}"
         self.failure = " ".join([f"checkpoint of step {request.step} failed: {what}.", *cures])
@@ -261,12 +264,14 @@ class Checkpointer:
             JobFailed: the checkpoint is of another model, or the run has had checkpoints and none can be used.
             CannotReadHere: this machine alone cannot read it.
         """
+        begin = time.monotonic()
         restored = self._restore_newest()
         step, world = restored.step if restored is not None else 0, self.layout.world_size
         if restored is None and otherwise is not None:
             otherwise()
         if restored is not None and self.rank == 0:
-            told = events.Resumed(step, restored.samples, world, restored.place, restored.sent)
+            took = round(time.monotonic() - begin, 3)
+            told = events.Resumed(step, restored.samples, world, restored.place, restored.sent, took)
             events.record(self.run, self.attempt, told)
             print(f"resumed from step {step} on {counted(world, 'rank')}", flush=True)
         if restored is not None or otherwise is not None:  # else the caller may yet fill the weights
@@ -276,7 +281,7 @@ class Checkpointer:
 
     def _restore_newest(self) -> Restored | None:
         """Return what was restored; None if no tier has anything."""
-        storage = SharedStorage(self.run, self.job, self.attempt, self.epoch, self.ranks, self.state)
+        storage = SharedStorage(self.run, self.job, self.attempt, self.term, self.ranks, self.state)
         disks = [LocalTier(self.disks, storage)] if self.disks is not None else []
         tiers: list[Tier] = [storage, *disks, *self.snapshots]  # what is read faster comes later
         for tier in tiers:

@@ -82,7 +82,7 @@ class LocalDisks:
         """
 
         def copy() -> None:
-            request.epoch.check()
+            request.term.check()
             shards = Manifest.read(request.temporary, SHARDS)
             for source in sorted(request.shards.glob(f"__{self.rank}_*.distcp")):
                 _copy_checked(source, request.temporary / source.name, shards.files[source.name])

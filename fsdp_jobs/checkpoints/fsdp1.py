@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._init_utils import HYBRID_SHARDING_STRATEGIES
 
-from fsdp_jobs.checkpoints.state import State
+from fsdp_jobs.checkpoints.state import State, by_parameter
 
 
 class Fsdp1State(State):
@@ -83,6 +83,13 @@ class Fsdp1State(State):
     def to_compare(self) -> dict[str, Tensor]:
         """Return nothing: to take flat parameters apart costs as much as a save. Captures are compared."""
         return {}
+
+    def _match_optimizer(self, state: dict[str, Tensor], saved: Mapping[str, Any]) -> None:
+        """Leave out the state of parameters that have had no gradient there: as before the first, it is zero here."""
+        if there := by_parameter(saved):
+            for prefix, keys in by_parameter(state).items():
+                for key in keys if prefix not in there else ():
+                    state.pop(f"{prefix}.{key}").zero_()
 
     def _put_back(self, values: dict[str, Any]) -> None:
         """Give model and optimizer the copies that were read into."""

@@ -19,17 +19,27 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 
 from fsdp_jobs.checkpoints.state import State
 from fsdp_jobs.checkpoints.storage import CommittingWriter, SaveRequest
+from fsdp_jobs.checkpoints.tensors import Unchanged
 from fsdp_jobs.config.keys import AUTO
 
 
 class _Stager(DefaultStager):
-    """A stager for many saves: that of torch 2.11 empties its table of copiers after each one."""
+    """A stager for many saves: that of torch 2.11 empties its table of copiers after each one.
+
+    It tells the writer what has changed while it was copied, before the writer may go to DCP's process.
+    """
+
+    watched: tuple[Unchanged, CommittingWriter] | None = None
 
     def _stage(self, state_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         if not self._state_dict_stager._deepcopy_dispatch:
             options = self._config
             self._state_dict_stager = StateDictStager(options.use_pinned_memory, options.use_shared_memory)
-        return super()._stage(state_dict, **kwargs)
+        staged = super()._stage(state_dict, **kwargs)
+        if self.watched is not None:
+            (unchanged, writer), self.watched = self.watched, None
+            writer.changed = unchanged.changed()
+        return staged
 
 
 class Saver:
@@ -54,7 +64,7 @@ class Saver:
         if not block and self.mode != "off":  # last: who starts a thread may wait for the interpreter's lock
             pack = partial(state.packed, copy.deepcopy(objects))
             ready = torch.cuda.current_stream().record_event() if self._device.type == "cuda" else None
-            staged = self._thread.submit(self._stage, request, tensors, pack, ready)
+            staged = self._thread.submit(self._stage, request, tensors, pack, ready, Unchanged(tensors))
             return staged, self._thread.submit(lambda: staged.result()())
         whole, copied, written = tensors | state.packed(objects), Future[Any](), Future[Any]()
         copied.set_result(None)
@@ -74,12 +84,14 @@ class Saver:
         tensors: dict[str, Tensor],
         pack: Callable[[], dict[str, Tensor]],
         ready: torch.cuda.Event | None,
+        unchanged: Unchanged,
     ) -> Callable[[], object]:
         """In a thread: copy the state once it is `ready`. Returns what writes the copy, and holds nothing else."""
         if ready is not None:
             torch.cuda.set_device(self._device)  # of this thread
             ready.synchronize()  # the stager copies on a stream of its own
         state, how = tensors | pack(), self._how(request)
+        self.stager.watched = unchanged, how["storage_writer"]
         if self.mode == "process":
             kind = AsyncCheckpointerType.PROCESS
             response = dcp.async_save(state, **how, async_checkpointer_type=kind, async_stager=self.stager)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,11 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, _get_fqns, _init_optim_state, set_model_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.run.table import listed
 
 RANDOM = "rng."  # names of ranks' random states begin so
+_OPTIM = "optim.state."  # names of an optimizer's state begin so; then come the parameter's and the state's own
 _VALUES = "values"  # what model and optimizer hold besides tensors
 
 
@@ -52,10 +55,22 @@ class State:
 
         An optimizer that has made no step gets the state that it would have before its first.
         """
-        if not self._is_prepared:
-            _init_optim_state(self.optimizer)
-            self._is_prepared = True
+        self._prepare(lambda params: params)
         return self._live()
+
+    def _prepare(self, some: Callable[[list[Tensor]], list[Tensor]]) -> None:
+        """Have an optimizer that has made no step make the state of some of the parameters of each group."""
+        if not self._is_prepared:
+            groups = self.optimizer.param_groups
+            whole = [group["params"] for group in groups]
+            try:
+                for group, params in zip(groups, whole, strict=True):
+                    group["params"] = some(params)
+                _init_optim_state(self.optimizer)
+            finally:
+                for group, params in zip(groups, whole, strict=True):
+                    group["params"] = params
+            self._is_prepared = True
 
     @property
     def may_be_infinite(self) -> frozenset[str]:
@@ -72,7 +87,8 @@ class State:
         """Look up what there is now.
 
         Raises:
-            TypeError: the optimizer holds state of a tensor that the model does not have.
+            TypeError: the optimizer holds state of a tensor that the model does not have, or this rank's own part of
+                what should be sharded.
         """
         parameters = [(self._fqn(n), p) for n, p in self.model.named_parameters(remove_duplicate=False)]
         names: dict[Tensor, str] = {p: name for name, p in reversed(parameters)}  # a tied weight's first one
@@ -81,7 +97,13 @@ class State:
         for parameter, of_parameter in self.optimizer.state.items():
             if parameter not in names:
                 raise TypeError("the optimizer holds state of a tensor that is not a parameter: it cannot be saved")
-            prefix = f"optim.state.{names[parameter].removeprefix('model.')}"
+            prefix = _of_parameter(names[parameter])
+            tensors = {k: v for k, v in of_parameter.items() if isinstance(v, Tensor) and v.numel() > 1}
+            if _is_in_parts(parameter) and (own := [k for k, v in tensors.items() if not _is_in_parts(v)]):
+                raise TypeError(
+                    f"{prefix}.{own[0]} is each rank's own, and of a parameter that is sharded: a checkpoint would "
+                    "keep one rank's. Make it like the parameter, by torch.zeros_like(p)"
+                )
             state |= {f"{prefix}.{key}": value for key, value in of_parameter.items()}
         return self._split(state)
 
@@ -118,7 +140,10 @@ class State:
         Raises:
             JobFailed: the checkpoint is of another model.
         """
+        if alike := self._alike(metadata.state_dict_metadata):  # by one's the others' are made, in less time
+            self._prepare(lambda params: sorted(alike & {*params}, key=Tensor.numel)[:1])
         state, _ = self.live()
+        self._match_optimizer(state, metadata.state_dict_metadata)
         for name in [_VALUES, *self.others, *(self.random if same_world else ())]:
             saved = metadata.state_dict_metadata.get(name)
             if name != _VALUES or saved is not None:  # which version 0.1 did not save
@@ -126,6 +151,45 @@ class State:
                 state[name] = torch.empty(size, dtype=torch.uint8)
         _check_same_model(state, metadata.state_dict_metadata, checkpoint)
         return state
+
+    def _alike(self, saved: Mapping[str, Any]) -> set[Tensor]:
+        """Return the parameters that the optimizer has state of in a checkpoint.
+
+        None, where it has other state than numbers and tensors of its parameter's shape.
+        """
+        parameters = {_of_parameter(self._fqn(name)): p for name, p in self.model.named_parameters()}
+        there = by_parameter(saved)
+        for prefix, keys in there.items():
+            for entry in (saved[f"{prefix}.{key}"] for key in keys):
+                shapes = {torch.Size(), torch.Size([1])} | {p.shape for p in [parameters.get(prefix)] if p is not None}
+                if not isinstance(entry, TensorStorageMetadata) or entry.size not in shapes:
+                    return set()
+        return {p for prefix, p in parameters.items() if prefix in there and p.requires_grad}
+
+    def _match_optimizer(self, state: dict[str, Tensor], saved: Mapping[str, Any]) -> None:
+        """Have the optimizer hold state of the parameters of which a checkpoint has some.
+
+        An optimizer makes it at a parameter's first gradient: one that has had none, or was frozen, has none there.
+        """
+        there, here = by_parameter(saved), by_parameter(state)
+        if not there or not here:
+            return  # of another optimizer
+        of_others = [*self.optimizer.state.values()]
+        devices = {k: v.device for one in of_others for k, v in one.items() if isinstance(v, Tensor)}
+        in_groups = {p for group in self.optimizer.param_groups for p in group["params"]}
+        for name, parameter in self.model.named_parameters():
+            prefix = _of_parameter(self._fqn(name))
+            if prefix in here and prefix not in there:
+                del self.optimizer.state[parameter]
+                for key in here[prefix]:
+                    del state[f"{prefix}.{key}"]
+            elif prefix in there and prefix not in here and parameter in in_groups:
+                for key in there[prefix]:
+                    entry = saved[f"{prefix}.{key}"]
+                    device = devices.get(key)  # counters of a fused optimizer are on the GPU
+                    like = parameter if entry.size == parameter.shape else torch.empty(entry.size, device=device)
+                    made = torch.zeros_like(like, dtype=entry.properties.dtype, requires_grad=False)
+                    self.optimizer.state[parameter][key] = state[f"{prefix}.{key}"] = made
 
     def take(self, state: dict[str, Tensor]) -> None:
         """Go on from what was read into the tensors of `to_load`; model's and optimizer's are their own already."""
@@ -140,7 +204,7 @@ class State:
         if extra:
             set_model_state_dict(self.model, extra, options=StateDictOptions(strict=False))
         for name, parameter in self.model.named_parameters():
-            prefix = f"optim.state.{self._fqn(name).removeprefix('model.')}."
+            prefix = f"{_of_parameter(self._fqn(name))}."
             of_parameter = {n.removeprefix(prefix): v for n, v in values.items() if n.startswith(prefix)}
             self.optimizer.state[parameter].update(of_parameter) if of_parameter else None
 
@@ -183,8 +247,18 @@ class RandomState:
             torch.cuda.set_rng_state(state["cuda"], self.device)
 
 
+def _is_in_parts(tensor: Tensor) -> bool:
+    """Whether it is sharded over ranks; what they all have whole is not."""
+    return isinstance(tensor, DTensor) and any(
+        placement.is_shard() and size > 1
+        for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    )
+
+
 def _packed(name: str, values: Any) -> Tensor:
-    """Raises: TypeError for what could not be read back: neither plain values nor tensors."""
+    """Raises: TypeError for what could not be read back: neither plain values nor whole tensors."""
+    if any(isinstance(value, Tensor) and _is_in_parts(value) for value in tree_leaves(values)):
+        raise TypeError(f"{name} holds sharded tensors, of which one rank's parts would be saved: give full_tensor()")
     file = io.BytesIO()
     try:
         torch.save(values, file)
@@ -193,6 +267,19 @@ def _packed(name: str, values: Any) -> Tensor:
     except Exception as e:
         raise TypeError(f"{name} holds more than plain values and tensors, and cannot be saved") from e
     return packed
+
+
+def _of_parameter(name: str) -> str:
+    """Return how the names of an optimizer's state of a parameter begin."""
+    return f"{_OPTIM}{name.removeprefix('model.')}"
+
+
+def by_parameter(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the keys of an optimizer's state by the parameter that it is of."""
+    found: dict[str, list[str]] = {}
+    for prefix, _, key in (name.rpartition(".") for name in names if name.startswith(_OPTIM)):
+        found.setdefault(prefix, []).append(key)
+    return found
 
 
 def _unpacked(packed: Tensor) -> Any:

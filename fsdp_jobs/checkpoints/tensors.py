@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -10,6 +12,7 @@ from fsdp_jobs.plan.layout import Layout
 
 _BLOCK = 1 << 22  # elements at once, each of which takes 16 bytes meanwhile
 _BLOCK_CPU = 1 << 16  # so that they stay in the cache: five times as fast
+CHANGED = "{} changed before the next optimizer step, while they were being copied"  # why a copy is of no use
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by size in bytes
 
 
@@ -49,3 +52,22 @@ def checksum(tensor: Tensor) -> Tensor:
         odd = torch.arange(2 * begin + 1, 2 * (begin + len(block)), 2, device=bits.device)
         total += odd.mul_(block).sum()
     return total
+
+
+class Unchanged:
+    """Notices tensors that change while they are copied, by the counters that torch keeps for autograd.
+
+    What goes past these, as `p.data.mul_` and foreach operations on DTensors do, is not noticed.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]):
+        self._tensors = {name: tensor for name, tensor in tensors.items() if not tensor.is_inference()}
+        self._counts = {name: _changes(tensor) for name, tensor in self._tensors.items()}
+
+    def changed(self) -> list[str]:
+        """Name those that have changed since this was made."""
+        return [name for name, count in self._counts.items() if _changes(self._tensors[name]) != count]
+
+
+def _changes(tensor: Tensor) -> tuple[int, int]:
+    return tensor._version, tensor._local_tensor._version if isinstance(tensor, DTensor) else 0

@@ -23,7 +23,8 @@ from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.run import events
 from fsdp_jobs.run.agreement import NO_LIMIT, known_here
 from fsdp_jobs.run.directory import RunDir, checkpoints_of
-from fsdp_jobs.run.term import Epoch
+from fsdp_jobs.run.identity import Identity, claim
+from fsdp_jobs.run.term import Term
 
 
 class Restored(NamedTuple):
@@ -38,8 +39,6 @@ class Restored(NamedTuple):
 
 class Tier:
     """A kind of place that a state is in. All ranks call each method, in the same order."""
-
-    step = -1  # the newest that is there, whatever happens to one node
 
     def prepare(self) -> None:
         """Begin to restore."""
@@ -60,6 +59,8 @@ class Tier:
 
 class Snapshots(Tier):
     """A tier that takes the state of a step by itself, and not from a save."""
+
+    step = -1  # the newest that is there, whatever happens to one node
 
     def before_update(self) -> None:
         """Wait until the state may change."""
@@ -93,8 +94,8 @@ class SharedStorage(Tier):
     A checkpoint in which a rank finds damage while it reads is offered once more: then all is verified before.
     """
 
-    def __init__(self, run: RunDir, config: JobConfig, attempt: int, epoch: Epoch, ranks: Ranks, state: State):
-        self.run, self.attempt, self.epoch, self.ranks, self.state = run, attempt, epoch, ranks, state
+    def __init__(self, run: RunDir, config: JobConfig, attempt: int, term: Term, ranks: Ranks, state: State):
+        self.run, self.attempt, self.term, self.ranks, self.state = run, attempt, term, ranks, state
         self.home = checkpoints_of(config.checkpoint, run)
         self.skipped: dict[str, list[str]] = {}  # name -> why it is not offered again
         self._restart_from_zero = config.checkpoint.restart_from_zero
@@ -103,18 +104,29 @@ class SharedStorage(Tier):
         self._offered: str | None = None
 
     def prepare(self) -> None:
-        """Make the folder, remove what crashes have left in it, and note what is known of replicas."""
+        """Make the folder, remove what crashes have left in it, and note what is known of replicas.
+
+        Raises:
+            BadInput: it is another run's.
+        """
         if self.ranks.rank == 0:
-            self.epoch.check()
+            self.term.check()
             catalog.make_folder(self.home)
+            if self.home != self.run.checkpoints and (identity := Identity.read(self.run.identity)) is not None:
+                identity.check(self.home / self.run.identity.name)
+                claim(self.home / self.run.identity.name, identity)
             catalog.remove_unfinished(self.home)
             if (limit := known_here().limit) != NO_LIMIT:
                 catalog.mark_agreed(self.home, lambda step: None if step <= limit else False)
 
+    @property
+    def step(self) -> int:
+        """The step of what was offered last; -1 for none."""
+        return -1 if self._offered is None else catalog.step_of(self.home / self._offered)
+
     def offer(self, at_least: int) -> int | None:
         """Return the newest step that was committed; whether it is whole shows when it is loaded."""
         self._offered = self.ranks.from_rank_0(self._newest)
-        self.step = -1 if self._offered is None else catalog.step_of(self.home / self._offered)
         return self.step if self.step >= at_least else None
 
     def _newest(self) -> str | None:
@@ -153,7 +165,7 @@ class SharedStorage(Tier):
         self.skipped[name] = faults
         if self.ranks.rank == 0:
             if is_damaged:
-                self.epoch.check()
+                self.term.check()
                 catalog.set_aside(self.home / name)
             events.record(self.run, self.attempt, events.CheckpointSkipped(name, faults))
             print(f"WARNING {name} cannot be used; trying the one before: {'; '.join(faults)}", flush=True)
@@ -171,7 +183,7 @@ class SharedStorage(Tier):
             shards: the folder that they are in, if it is not the checkpoint's own.
             fetch: makes the shards that a state needs be there.
         """
-        folder, reader = self.home / name, SafeReader(self.home / name, manifest.files, shards)
+        folder, reader = self.home / name, SafeReader(self.home / name, manifest.files, shards, self.ranks.threads)
         with self.ranks.reading(folder):
             try:
                 metadata = reader.read_metadata()

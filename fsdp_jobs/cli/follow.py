@@ -154,6 +154,8 @@ def _facts(status: RunStatus) -> Iterator[tuple[str, str]]:
         yield "failures", f"{len(recoveries)}: {', '.join(recoveries)} until the next step; {repeated} steps repeated"
     if status.has_steps:
         yield "goodput", goodput_of(status)
+    if starting := status.starting:
+        yield "starting", starting
     if status.tokens_per_s:
         plan = Plan.of(status.run)
         beside = f", {plan.time.tokens_per_s:,.0f} planned" if plan is not None and plan.time is not None else ""

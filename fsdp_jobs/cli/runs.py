@@ -105,7 +105,7 @@ def status(args: list[str]) -> int:
             told = RunStatus(runs[0])
             told.update()
             for heading, sentence in story_of(told, rows[0].state):
-                console.print(f"{heading:<7}  {sentence}", soft_wrap=True)
+                console.print(f"{heading:<8}  {sentence}", soft_wrap=True)
     return 0
 
 

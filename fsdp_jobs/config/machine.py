@@ -24,5 +24,10 @@ def versioned(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def tell(values: Any) -> None:
     """Print one object, or a list of them, on a line."""
-    sys.stdout.write(json.dumps(values) + "\n")
+    sys.stdout.write(json.dumps(finite(values)) + "\n")
     sys.stdout.flush()
+
+
+def finite(values: Any) -> Any:
+    """Return the same with null for NaN and infinities, which are no JSON."""
+    return json.loads(json.dumps(values), parse_constant=lambda _: None)

@@ -29,7 +29,7 @@ class Round:
     """State of the newest round. Before the first, a round that is not running."""
 
     number: int = -1
-    epoch: int = 0  # the number over all attempts of the run
+    term: int = 0  # the number over all attempts of the run
     size: int = 0  # nodes
     shard_group: int = 0  # 0 before the first
     hosts: dict[int, str] = field(default_factory=dict)  # node -> machine
@@ -82,7 +82,7 @@ class Attempt:
         history = list(events.read_events(run))
         self.budget = Budget(self.elastic.max_failures_without_progress, history)
         self.machines = Machines(run, self.elastic.exclude_after, self.elastic.exclude_for_s, history)
-        self.epoch_seen = 0  # the newest of a round, by the records and by agents
+        self.term_seen = 0  # the newest of a round, by the records and by agents
         self._may_adopt = True  # no round was formed or broken yet: this may replace a coordinator that died
         self._warned = ""  # what was last warned of
         self.guards: list[Guard] = [made(self) for made in guards_in("control")]
@@ -98,7 +98,7 @@ class Attempt:
                     self.committed = event.step
                 case events.RoundStarted():
                     may_run = set(event.hosts)
-                    self.epoch_seen = max(self.epoch_seen, event.epoch or 0)
+                    self.term_seen = max(self.term_seen, event.term or 0)
                 case events.AttemptEnded(leases=0):
                     may_run = set()
         self.leases = Leases(self.elastic, may_run)

@@ -15,7 +15,7 @@ from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.resolve import node_range
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.control.attempt import Attempt, Round
-from fsdp_jobs.control.fencing import Epochs
+from fsdp_jobs.control.fencing import Terms
 from fsdp_jobs.control.placement import ConnectedAgent, Formation
 from fsdp_jobs.plan.layout import partners
 from fsdp_jobs.run import events
@@ -36,7 +36,7 @@ class Coordinator(Attempt):
     def __init__(self, config: JobConfig, run: RunDir, number: int, now: float):
         super().__init__(config, run, number)
         self.formation = Formation(config.elastic, *node_range(config.nodes), now)
-        self._epochs = Epochs(checkpoints_of(config.checkpoint, run), number)
+        self._terms = Terms(checkpoints_of(config.checkpoint, run), number)
         self._stop_by = 0.0
         self._came_at = now  # when an agent of the round last did
         self._exclusion = ""  # of the newest machine that was turned away
@@ -72,11 +72,11 @@ class Coordinator(Attempt):
         self.agents[agent.id] = agent
         self.leases.surrender(agent.host)
         current, number = self.round, message["round"]
-        self.epoch_seen = max(self.epoch_seen, message["epoch"])
+        self.term_seen = max(self.term_seen, message["term"])
         if self.verdict is not None:
             self._send_end(agent)
         elif number >= 0 and self._may_adopt and not current.running and number >= current.number:
-            known = {key: message[key] for key in ("epoch", "size", "shard_group")}  # the coordinator was restarted
+            known = {key: message[key] for key in ("term", "size", "shard_group")}  # the coordinator was restarted
             self.round = replace(current, number=number, running=True, is_adopted=True, began_at=now, **known)
             self._take_into_round(agent, now)
             self.record(events.Adopted(self.round.size))
@@ -107,7 +107,7 @@ class Coordinator(Attempt):
             self.leases.hold(agent.id, now)
 
     def on_beat(self, agent: ConnectedAgent, message: Message, now: float) -> None:
-        agent.beat, agent.ranks = message, message["ranks"]
+        agent.beat = message
         self._answer(agent, message, now)
         for step, committed, *_ in agent.ranks:
             self.step, self.committed = max(self.step, step), max(self.committed, committed)
@@ -123,7 +123,7 @@ class Coordinator(Attempt):
         self.on_failed(agent, message, now)
         if agent.in_round and not self.round.stops_by_signal:
             self.break_round(f"node {agent.node} left the round", now)
-        agent.ready, agent.in_round, agent.ranks, agent.beat = True, False, [], {}
+        agent.ready, agent.in_round, agent.beat = True, False, {}
         self._answer(agent, message, now)
         if self.verdict is not None:
             self._send_end(agent)
@@ -292,18 +292,18 @@ class Coordinator(Attempt):
             agent.send({"kind": "end", "exit_code": EXIT_REQUEUE, "why": why})
             del self.agents[agent.id]
 
-    def _next_epoch(self, now: float) -> int | None:
+    def _next_term(self, now: float) -> int | None:
         """Return the number of the next round over all attempts; None while it is not claimed."""
         try:
-            epoch = self._epochs.next(self.round.epoch, self.epoch_seen, now)
+            term = self._terms.next(self.round.term, self.term_seen, now)
         except Fenced:
             self.on_superseded()
             return None
-        if epoch is None and self._epochs.problem:
-            self.warn(self._epochs.problem)
+        if term is None and self._terms.problem:
+            self.warn(self._terms.problem)
             if now - self.formation.since > self.elastic.wait_for_nodes_s:
-                self.close(self.budget.requeue(self._epochs.problem), now)
-        return epoch
+                self.close(self.budget.requeue(self._terms.problem), now)
+        return term
 
     def _form(self, ready: list[ConnectedAgent], now: float) -> None:
         """Plan with the ready nodes, and give each its ranks in topology order; until both are there, do nothing."""
@@ -312,20 +312,20 @@ class Coordinator(Attempt):
         except BadInput as e:
             self.close(Verdict("user_error", "stop", "; ".join(map(str, e.problems))), now)
             return
-        epoch = self._next_epoch(now)
-        if plan is None or epoch is None:
+        term = self._next_term(now)
+        if plan is None or term is None:
             return
         by_name = {a.name: a for a in ready}
         layout, chosen, number = plan.layout, [by_name[name] for name in plan.nodes], self.round.number + 1
-        self._epochs.use()
+        self._terms.use()
         self._may_adopt, self._warned, told = False, "", dict[str, Any]()
         for guard in self.guards:
             told |= guard.begin_round()
         self.step = max(0, self.committed)
-        known: Message = {"epoch": epoch, "size": len(chosen), "shard_group": layout.shard_group}
+        known: Message = {"term": term, "size": len(chosen), "shard_group": layout.shard_group}
         self.round = Round(number, **known, head=chosen[0], began_at=now, first_step=self.step, running=True)
         for rank, (agent, other) in enumerate(zip(chosen, partners(len(chosen)), strict=True)):
-            agent.ready, agent.ended, agent.ranks = False, False, []
+            agent.ready, agent.ended, agent.beat = False, False, {}
             self._take_into_round(agent, now)
             partner = None if other is None else [chosen[other].address, chosen[other].copies]
             given = {"rank": rank, "layout": layout.to_json(), "partner": partner, **told}
@@ -333,7 +333,7 @@ class Coordinator(Attempt):
         nodes, hosts = [a.node for a in chosen], [a.host for a in chosen]
         spares, why = [by_name[name].node for name in plan.spares], list(plan.reasons)
         sharding = (layout.strategy, layout.shard_group, layout.world_size)
-        self.record(events.RoundStarted(nodes, hosts, *sharding, spares, why, epoch))
+        self.record(events.RoundStarted(nodes, hosts, *sharding, spares, why, term))
 
     def _maybe_grow(self, now: float) -> None:
         """Take in nodes that came after the round had started, once the ranks have saved and parked.

@@ -1,4 +1,4 @@
-"""Start a round only when all older leases have expired and a new epoch is claimed. No torch."""
+"""Start a round only when all older leases have expired and a new term is claimed. No torch."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Leases(dict[str, float]):
         return sum(end - early_s > now for end in self.values())
 
 
-class Epochs:
+class Terms:
     """Claims the number of the next round, in a thread: a store that hangs must not leave agents without answers."""
 
     def __init__(self, home: Path, attempt: int):

@@ -48,12 +48,17 @@ class ConnectedAgent:
     in_round: bool = False
     ended: bool = False
     beat: Message = field(default_factory=dict)  # its newest, empty without ranks
-    ranks: list[list[Any]] = field(default_factory=list)  # [step, committed, phase, *Times] of each; -1: no report
 
     @property
     def name(self) -> str:
         """Return what plans call its node."""
         return f"{self.host}/{self.node}"
+
+    @property
+    def ranks(self) -> list[list[Any]]:
+        """Return [step, committed, phase, *Times] of each of its ranks; a step of -1: no report."""
+        ranks: list[list[Any]] = self.beat.get("ranks", [])
+        return ranks
 
     @property
     def times(self) -> list[Times]:
@@ -97,9 +102,16 @@ class Agents(dict[str, ConnectedAgent]):
         """Return the fewest steps that a rank of the round has reported; None before the first beat."""
         return min((step for a in self.in_round() for step, *_ in a.ranks), default=None)
 
+    def _phases(self) -> list[int]:
+        return [phase for a in self.in_round() for _, _, phase, *_ in a.ranks]
+
     def are_parked(self) -> bool:
-        phases = [phase for a in self.in_round() for _, _, phase, *_ in a.ranks]
+        phases = self._phases()
         return bool(phases) and all(phase == Phase.PARKED for phase in phases)
+
+    def are_saving(self) -> bool:
+        """Return whether a rank waits for a checkpoint, and others maybe for it."""
+        return Phase.SAVING in self._phases()
 
     def have_ended(self) -> bool:
         return all(a.ended for a in self.in_round())

@@ -88,9 +88,9 @@ class Server:
         while run.last_attempt() <= self.coordinator.number:
             try:
                 if not number:
-                    seen = self.coordinator.epoch_seen  # rounds are also numbered above it, and recorded elsewhere
+                    seen = self.coordinator.term_seen  # rounds are also numbered above it, and recorded elsewhere
                     number = await asyncio.to_thread(claim, home, COORDINATOR, owner, above=seen)
-                    self.coordinator.epoch_seen = max(self.coordinator.epoch_seen, number)
+                    self.coordinator.term_seen = max(self.coordinator.term_seen, number)
                     self.coordinator.leases.on_charge(_CHARGE_S, time.monotonic())
                 elif await asyncio.to_thread(newest, home, COORDINATOR) > number:
                     break

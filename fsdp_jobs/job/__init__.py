@@ -41,7 +41,7 @@ from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ATTEMPT_ENV, LAYOUT_ENV, RANK_STATE_ENV, ROUND_ENV, RUN_DIR_ENV
-from fsdp_jobs.run.processes import free_port
+from fsdp_jobs.run.processes import age_s, free_port
 from fsdp_jobs.run.rank_state import SAVES_NOTHING, Phase, RankState, Request
 from fsdp_jobs.run.term import job_time
 
@@ -69,6 +69,7 @@ class _Job:
     """This rank's part of the job."""
 
     def __init__(self) -> None:
+        self.imports_s, began = age_s(), time.monotonic()
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         for name, value in alone.items():
@@ -99,6 +100,7 @@ class _Job:
         folder = env.get(RANK_STATE_ENV)
         self.rank_state = RankState(folder, int(env["LOCAL_RANK"])) if folder else None
         self.stepped_at = time.monotonic()
+        self.group_s = self.stepped_at - began
         self.done = 0
         self.skipped = 0  # steps in a row without an update
         self.request = Request.NONE  # what all ranks have agreed on
@@ -132,9 +134,11 @@ class _Job:
         self.was_signalled = True
 
     def on_restored(self, step: int) -> None:
-        self.done, self.stepped_at = step, time.monotonic()
+        joined_at, self.stepped_at, self.done = self.stepped_at, time.monotonic(), step
         if self.metrics is not None:
             self.metrics.steps.resume(step, job_time())
+            spent = (self.imports_s, self.group_s, self.stepped_at - joined_at)
+            events.record(self.run, self.attempt, events.TrainingBegun(*(round(s, 3) for s in spent)))
         self.report(Phase.STARTING)
 
     def report(self, phase: Phase) -> None:
@@ -376,6 +380,7 @@ def step(number: int, *, tokens: int = 0, flops: float = 0.0, last: bool = False
     job.line = _Line(number, job_time(), tokens, flops, seconds, stall_s, all_values, copied)
     if checkpoints is not None and not last and (job.request is not Request.NONE or checkpoints.is_due(number)):
         job.write_line()  # a step that is saved has been recorded
+        job.report(Phase.SAVING)
         checkpoints.save(number, block=job.is_leaving)
     if checkpoints is not None and not last and not job.is_leaving:
         checkpoints.capture(number, record=job.write_line)  # a step that is captured has been recorded
@@ -413,6 +418,7 @@ def finish() -> bool:
         job.metrics.close()
     samples = 0
     if job.checkpoints is not None:
+        job.report(Phase.SAVING)
         if not job.is_leaving and job.done:
             job.checkpoints.save(job.done, block=True)
         job.checkpoints.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sized
 
+import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
@@ -43,7 +44,8 @@ class ElasticSampler(Sampler[list[int]]):
     A step takes the next `batch` samples of that order over all ranks, and each rank gets its part of them. So a job
     that continues with more or fewer ranks continues with the same samples. It never ends: epochs follow each other.
 
-        DataLoader(data, batch_sampler=sampler.after(step), generator=torch.Generator())
+        order = ElasticSampler(data, batch=16).after(step)
+        DataLoader(data, batch_sampler=order, generator=order.generator)
 
     Without `generator` the loader draws its seed from torch's global one, so that dropout on a CPU differs after a
     restore.
@@ -68,6 +70,11 @@ class ElasticSampler(Sampler[list[int]]):
         """Continue the order after so many steps."""
         self.steps_done = step
         return self
+
+    @property
+    def generator(self) -> torch.Generator:
+        """A generator for the loader, whose workers are seeded from it: another on each rank and after each step."""
+        return torch.Generator().manual_seed(_mix(self.rank, self.steps_done, self.seed, 1))
 
     def __iter__(self) -> Iterator[list[int]]:
         low, high = self.rank * self.batch // self.world, (self.rank + 1) * self.batch // self.world

@@ -34,7 +34,7 @@ from fsdp_jobs.node.tier import Tier
 from fsdp_jobs.run.failure import Failure
 from fsdp_jobs.run.processes import has_signal, kill_families, kills_for_memory
 from fsdp_jobs.run.protocol import Message
-from fsdp_jobs.run.rank_state import Phase, Request
+from fsdp_jobs.run.rank_state import SAVES_NOTHING, Phase, Request
 from fsdp_jobs.run.term import LOOK_S, job_time
 from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE
 
@@ -106,6 +106,7 @@ class Agent(LocalElasticAgent):
             self._handler.failed([self._describe(rank, failure) for rank, failure in failures.items()])
             self._stop_workers(worker_group)
             return RunResult(state=WorkerState.FAILED, failures=failures)
+        self._note_silent_ends()
         result: RunResult = super()._monitor_workers(worker_group)
         is_leaving = any(state.read().phase == Phase.LEAVING for state in self._handler.states)
         if result.state == WorkerState.SUCCEEDED and is_leaving:
@@ -133,6 +134,16 @@ class Agent(LocalElasticAgent):
             for w, code in zip(worker_group.workers, codes, strict=True)
             if code not in (None, EXIT_DONE, EXIT_REQUEUE) or Path(context.error_files[w.local_rank]).exists()
         }
+
+    def _note_silent_ends(self) -> None:
+        """Count ranks as done that have ended with 0 by `os._exit` or `exec`: torch's agent waits for their values."""
+        context = self._pcontext
+        if isinstance(context, MultiprocessContext) and context._pc is not None:
+            for rank, process in enumerate(context._pc.processes):
+                if process.exitcode == EXIT_DONE and rank not in context._return_values:
+                    context._return_values[rank] = None
+                    if not self._handler.states[rank].read().time:
+                        self._handler.states[rank].report(-1, SAVES_NOTHING, Phase.DONE)
 
     def _terminate_silent_ranks(self) -> None:
         """Send SIGTERM, as torchrun does, to ranks that have never reported and so read no requests."""

@@ -28,7 +28,7 @@ class Guard:
     def on_message(self, message: Message) -> None:
         """Take in a message of one of its kinds, without waiting for anything."""
 
-    def take(self, epoch: int, step: int, rank: int, sums: dict[str, str]) -> None:
+    def take(self, term: int, step: int, rank: int, sums: dict[str, str]) -> None:
         """Take the checksums of a rank's state after a step, by tensor; only tensors that replicas share."""
 
     def may_follow(self, step: int) -> bool:

@@ -26,6 +26,7 @@ from fsdp_jobs.run.term import job_time
 
 _EVERY_S = 0.5  # between two looks at the log
 _MOST = 1 << 20  # bytes that are read at once
+_HIGHEST = 1 << 53  # no step is
 _LONGEST_LINE = 1 << 12  # bytes of a line that are looked at
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _NUMBER = r"[-+]?\d+\.?\d*(?:e[-+]?\d+)?|[-+]?inf|nan"
@@ -62,6 +63,13 @@ class Reader:
 
     def read(self, line: str) -> Reading | None:
         """Return what a line says; None when that is not a step."""
+        with suppress(ValueError):  # of thousands of digits
+            reading = self._read(line)
+            if reading is not None and max(reading.step, reading.steps or 0) < _HIGHEST:
+                return reading
+        return None
+
+    def _read(self, line: str) -> Reading | None:
         line = _COLOUR.sub("", line)
         if self._pattern is not None:
             if (told := self._pattern.search(line)) is None:

@@ -13,6 +13,7 @@ from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, digest_of
 from fsdp_jobs.run.env import PROGRAM_ENV
+from fsdp_jobs.run.leaves import modules_in
 from fsdp_jobs.run.record import Record
 
 TRAINER = "fsdp_jobs.train"  # the module that ranks run when the job names no program
@@ -48,13 +49,15 @@ class Program(Record):
     def preload(self) -> list[str]:
         """What such a process has imported before: of torch.distributed and this library, what the program names."""
         if self.what == TRAINER:
-            return [f"{TRAINER}.trainer"]
+            return [f"{TRAINER}.trainer", *modules_in("rank")]
         place = Path(self.folder, *self.what.split("."))
         files = [place.with_suffix(".py"), place / "__main__.py"] if self.is_module else [Path(self.what)]
         text = ""
         with suppress(OSError):  # what cannot be read here, its ranks will tell of
             text = next((file.read_text(errors="replace") for file in files if file.is_file()), "")
-        return [{"fsdp_jobs": "fsdp_jobs.job"}.get(name, name) for name in _IMPORTED.findall(text)]
+        found: list[str] = _IMPORTED.findall(text)
+        library = ["fsdp_jobs.job", *modules_in("rank")] if "fsdp_jobs" in found else []
+        return [*(name for name in found if name != "fsdp_jobs"), *library]
 
     def to_environment(self) -> None:
         """Hand it on to the ranks that this process starts."""

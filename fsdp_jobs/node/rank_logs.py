@@ -17,7 +17,7 @@ from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.node import accelerate_env
 from fsdp_jobs.node.rendezvous import CoordinatorRendezvous
 from fsdp_jobs.plan.layout import Layout
-from fsdp_jobs.run.env import EPOCH_ENV, LAYOUT_ENV, LOG_ENV, ROUND_ENV, STACKS_ENV
+from fsdp_jobs.run.env import LAYOUT_ENV, LOG_ENV, ROUND_ENV, STACKS_ENV, TERM_ENV
 from fsdp_jobs.run.tail import TIMES, rank_of
 
 _EVERY_S = 1.0  # between two looks at the lengths of logs
@@ -55,7 +55,7 @@ class RankLogs(LogsSpecs):
                 STACKS_ENV: str(self.stacks(rank)),
                 LAYOUT_ENV: current["layout"],
                 ROUND_ENV: str(current["round"]),
-                EPOCH_ENV: str(current["epoch"]),
+                TERM_ENV: str(current["term"]),
                 "TORCHELASTIC_RESTART_COUNT": str(current["round"]),  # the same on every node
                 "TORCH_FR_DUMP_TEMP_FILE": f"{self.run.node(self.attempt, self.node)}/{FLIGHT_RECORDER}",
                 "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{self.folder}/{FLIGHT_RECORDER}",

@@ -93,6 +93,7 @@ def run_program() -> None:
         sys.path[0] = program.folder  # in place of the agent's
     sys.argv = [program.what, *program.args]
     atexit.register(_end_children)
+    _seed_anew()
     exit_code = _run(program)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()  # an interpreter does so at its end, a forked process does not
@@ -105,6 +106,13 @@ def run_program() -> None:
         os._exit(exit_code)
     if not state.read().time:
         state.report(-1, SAVES_NOTHING, Phase.DONE)  # the process stays until all of its node's have ended
+
+
+def _seed_anew() -> None:
+    """Seed the generators that the fork server has imported, as a fresh interpreter would; Python's own are already."""
+    for module in ("torch", "numpy.random"):
+        if module in sys.modules:
+            sys.modules[module].seed()
 
 
 def _end_children() -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Iterator
 from itertools import chain, pairwise
 from typing import Any
 
+from fsdp_jobs.config.machine import finite
 from fsdp_jobs.plan.memory import GIB
 from fsdp_jobs.plan.plan import Plan
 from fsdp_jobs.run.directory import RunDir
@@ -43,7 +43,7 @@ def about(status: RunStatus, state: str) -> dict[str, Any]:
         "submitted": run.read_job(),
         "config": run.config.read_text() if run.config.exists() else "",
     }
-    answer: dict[str, Any] = json.loads(json.dumps(content), parse_constant=lambda _: None)  # NaN is no JSON
+    answer: dict[str, Any] = finite(content)
     return answer
 
 

@@ -2,7 +2,7 @@
 
 A rank writes the sums of its shards into the folder of its node's rank states, where its agent takes them away:
 
-    <epoch>-<step>-<rank>.shards    JSON: name of the tensor -> sum
+    <term>-<step>-<rank>.shards    JSON: name of the tensor -> sum
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from fsdp_jobs.run.env import EPOCH_ENV, RANK_STATE_ENV
+from fsdp_jobs.run.env import RANK_STATE_ENV, TERM_ENV
 from fsdp_jobs.run.term import shared_memory
 
 NO_LIMIT = 1 << 62
@@ -66,7 +66,7 @@ def known_here() -> Known:
 
 def write_sums(step: int, rank: int, sums: dict[str, str]) -> None:
     """Tell this rank's agent the sums of its shards after `step` steps, if there is room: no job ends without."""
-    file = Path(os.environ[RANK_STATE_ENV]) / f"{os.environ[EPOCH_ENV]}-{step}-{rank}.shards"
+    file = Path(os.environ[RANK_STATE_ENV]) / f"{os.environ[TERM_ENV]}-{step}-{rank}.shards"
     part = file.with_suffix(".part")
     try:
         part.write_text(json.dumps(sums))
@@ -77,13 +77,13 @@ def write_sums(step: int, rank: int, sums: dict[str, str]) -> None:
 
 
 def take_sums(folder: Path) -> Iterator[tuple[int, int, int, dict[str, str]]]:
-    """Yield epoch, step, rank and sums of what ranks have written, in the order of steps, and remove it."""
+    """Yield term, step, rank and sums of what ranks have written, in the order of steps, and remove it."""
     files = {(*map(int, file.stem.split("-")),): file for file in folder.glob("*.shards")}
-    for (epoch, step, rank), file in sorted(files.items()):
+    for (term, step, rank), file in sorted(files.items()):
         with suppress(FileNotFoundError):  # another thread has just taken it
             sums = json.loads(file.read_text())
             file.unlink()
-            yield epoch, step, rank, sums
+            yield term, step, rank, sums
 
 
 def digest(sums: dict[str, str]) -> str:

@@ -27,6 +27,7 @@ from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import CheckpointConfig, JobConfig
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_JOBS = "[!.]*/job.json"  # of runs: a hidden folder is one that is being removed
 _LOCKED_S = 60.0  # a submission takes seconds
 
 
@@ -308,11 +309,11 @@ def find_run(runs_dir: str, name: str) -> RunDir:
 
 def pending_in(runs_dir: str) -> list[RunDir]:
     """Return the runs under a folder that are being submitted, or were when the command died."""
-    runs = (RunDir(job.parent) for job in Path(runs_dir).glob("*/job.json"))
+    runs = (RunDir(job.parent) for job in Path(runs_dir).glob(_JOBS))
     return [run for run in runs if not run.is_damaged and run.pending_launcher is not None]
 
 
 def runs_in(runs_dir: str) -> list[RunDir]:
     """Return every submitted run under a folder, oldest first; one whose record is damaged counts as submitted."""
-    jobs = sorted(Path(runs_dir).glob("*/job.json"), key=lambda f: f.stat().st_mtime)
+    jobs = sorted(Path(runs_dir).glob(_JOBS), key=lambda f: f.stat().st_mtime)
     return [run for f in jobs if (run := RunDir(f.parent)).is_damaged or run.is_submitted]

@@ -12,7 +12,7 @@ HOST_ENV = "FSDP_JOBS_HOST"  # the machine a node is on, where its host name is 
 # Set by an agent for its ranks.
 RUN_DIR_ENV = "FSDP_JOBS_RUN_DIR"
 ROUND_ENV = "FSDP_JOBS_ROUND"
-EPOCH_ENV = "FSDP_JOBS_EPOCH"  # the number of the round over all attempts of the run
+TERM_ENV = "FSDP_JOBS_TERM"  # the number of the round over all attempts of the run
 LAYOUT_ENV = "FSDP_JOBS_LAYOUT"  # JSON of the plan's Layout
 PROGRAM_ENV = "FSDP_JOBS_PROGRAM"  # JSON of what a rank executes
 AGENT_PID_ENV = "FSDP_JOBS_AGENT_PID"

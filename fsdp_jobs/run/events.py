@@ -109,7 +109,7 @@ class RoundStarted(Event, style="cyan"):
     world_size: int
     spares: list[int] = field(default_factory=list)
     why: list[str] = field(default_factory=list)
-    epoch: int | None = None  # its number over all attempts; None in records of before
+    term: int | None = None  # its number over all attempts; None in records of before
 
     def sentence(self) -> str:
         hosts = sorted(set(self.hosts))
@@ -229,11 +229,21 @@ class Resumed(Event, style="green"):
     world_size: int
     place: str = "storage"  # what the checkpoint was read from: storage | local_dir | memory
     sent: int | None = None  # bytes that came from the memory of other nodes
+    seconds: float = 0.0  # that finding, checking and loading it took; 0 in records of before
 
     def sentence(self) -> str:
         tier = {"local_dir": "disks", "memory": "memory"}.get(self.place)
         where = f", read from the nodes' {tier}" if tier else ""
-        return f"resumed from the checkpoint of step {self.step} on {counted(self.world_size, 'rank')}{where}"
+        took = f" in {self.seconds:.1f} s" if self.seconds else ""
+        return f"resumed from the checkpoint of step {self.step} on {counted(self.world_size, 'rank')}{where}{took}"
+
+
+class TrainingBegun(Event):
+    """Rank 0 begins the first step of a round."""
+
+    imports_s: float  # from its process' start to `job.init`
+    group_s: float  # process group and device
+    model_s: float  # from there on: model, data, and loading a checkpoint
 
 
 class Checkpoint(Event, style="blue"):

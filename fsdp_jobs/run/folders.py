@@ -31,12 +31,22 @@ def make(base: Path, name: str) -> tuple[Path, IO[str]]:
         OSError: nothing can be made in `base`.
     """
     folder = base / f"{prefix(name)}{secrets.token_hex(4)}"
-    hidden = base / f".{folder.name}"
+    return folder, make_at(folder)
+
+
+def make_at(folder: Path) -> IO[str]:
+    """Make a folder of this name; returns its lock.
+
+    Raises:
+        OSError: it cannot be made, or is there.
+    """
+    hidden = folder.with_name(f".{folder.name}")
     hidden.mkdir(mode=0o700)
     lock = (hidden / _LOCK).open("w+")
     try_lock(lock)
     _sign(lock)
-    return hidden.rename(folder), lock
+    hidden.rename(folder)
+    return lock
 
 
 def owned(base: Path, name: str) -> list[Path]:

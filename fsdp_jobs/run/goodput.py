@@ -14,6 +14,7 @@ from fsdp_jobs.run.table import duration
 from fsdp_jobs.run.tail import Tail, newest_json_lines
 
 _SUMS = ("useful_s", "stall_s", "capture_s", "captures")  # of the steps that count, in each line of metrics.jsonl
+_SHORT_S = 0.05  # what takes less is not worth a word
 _RUNS = 20  # newest ones that tell how often a cluster's nodes fail
 
 
@@ -100,6 +101,64 @@ def failures_of(runs: Sequence[RunDir]) -> Failures:
                     count += isinstance(event, events.RoundBroken) and (was_lost or event.blamed is not None)
                     node_s, nodes = node_s + nodes * (event.time - since), 0
     return Failures(count, node_s / 86400, len(runs[-_RUNS:]))
+
+
+class Starts:
+    """Sums up, over a run's attempts, where the time went that is neither steps nor the recovery from a failure."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, float] = {}
+        self._since: float | None = None  # when the part began that goes on; None while none does
+        self._is_recovering = False
+        self._load_s = 0.0  # of this round
+        self._stepped_at: float | None = None  # by the newest line of this round
+        self._saved_at = self._save_s = 0.0  # of the newest checkpoint
+
+    def apply(self, event: events.Event) -> None:
+        """Account for the time until an event."""
+        match event:
+            case events.Submitted():
+                self._is_recovering = False
+            case events.AttemptStarted():
+                self._since = None if self._is_recovering else event.time
+            case events.RoundStarted():
+                self._load_s = 0.0
+                self._add("nodes", event.time)
+            case events.Resumed():
+                self._load_s = event.seconds
+            case events.TrainingBegun():
+                self._add("processes", event.time - event.imports_s - event.group_s - event.model_s)
+                self._add("imports", event.time - event.group_s - event.model_s)
+                self._add("process group", event.time - event.model_s)
+                self._add("model and data", event.time - self._load_s)
+                self._add("loading", event.time)
+                self._since = None
+            case events.Checkpoint():
+                self._saved_at, self._save_s = event.time, event.seconds
+            case events.RoundBroken():
+                self._is_recovering, self._since, self._stepped_at = True, None, None
+            case events.AttemptEnded() if self._stepped_at is not None:
+                self._since = max(self._stepped_at, self._saved_at - self._save_s)
+                self._add("last save", self._saved_at)
+                self._add("leaving", event.time)
+                self._since = self._stepped_at = None
+
+    def measure(self, stepped_at: float) -> None:
+        """Take note of a line of the metrics."""
+        self._stepped_at, self._is_recovering = stepped_at, False
+
+    def told(self, start_s: float) -> str:
+        """Name the parts of what goodput says of starting and stopping; nothing where no rank has told."""
+        known = {what: s for what, s in self.parts.items() if s >= _SHORT_S}
+        other_s = start_s - sum(known.values())
+        parts = known | ({"other": other_s} if known and other_s >= _SHORT_S else {})
+        return ", ".join(f"{what} {s:.1f}s" for what, s in parts.items())
+
+    def _add(self, what: str, until: float) -> None:
+        """End a part, and begin the next."""
+        if self._since is not None:
+            self.parts[what] = self.parts.get(what, 0.0) + max(0.0, until - self._since)
+            self._since = max(self._since, until)
 
 
 class StepClock:

@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +32,14 @@ class Identity(Record):
     def owner(self) -> str:
         return f"{self.user} on {self.host} ({self.directory})"
 
+    @property
+    def is_there(self) -> bool:
+        """Whether this machine sees the run's directory."""
+        with suppress(OSError, ValueError, BadInput):
+            there = Identity.read(RunDir(self.directory).identity)
+            return there is not None and there.id == self.id
+        return False
+
     @classmethod
     def read(cls, file: Path) -> Identity | None:
         """Read what `claim` wrote; None where there is nothing."""
@@ -42,7 +51,8 @@ class Identity(Record):
     def check(self, file: Path) -> None:
         """Check that whatever lies with `file` belongs to this run, or to nobody yet.
 
-        A user who has removed a run directory goes on in a new one of the same name and training configuration.
+        A user who has removed a run directory goes on in a new one of the same name and training configuration; not
+        while the other is there.
 
         Raises:
             BadInput: it is another run's; names its owner.
@@ -50,7 +60,8 @@ class Identity(Record):
         other = Identity.read(file)
         if other is None or other.id == self.id:
             return
-        if (other.user, other.host, other.training) != (self.user, self.host, self.training):
+        is_mine = (other.user, other.host, other.training) == (self.user, self.host, self.training)
+        if not is_mine or other.is_there:
             cure = f"another name=...; or, to continue that run from here, copy {file} into the run directory"
             raise BadInput([Problem(str(file.parent), f"belongs to a run of {other.owner}", cure)])
 

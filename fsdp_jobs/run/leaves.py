@@ -12,14 +12,19 @@ TIERS = ("memory",)  # beside shared storage and the nodes' disks; what is read 
 
 def guards_in(process: str) -> list[Any]:
     """Return each guard's class for a process: the `Guard` of its module `control`, `node` or `rank`, if it has one."""
-    return [module.Guard for module in _modules("guards", GUARDS, process)]
+    return [import_module(name).Guard for name in _names("guards", GUARDS, process)]
 
 
 def tiers_in(process: str) -> list[Any]:
     """Return each tier's class for a process: the `Tier` of its module `node` or `rank`."""
-    return [module.Tier for module in _modules("tiers", TIERS, process)]
+    return [import_module(name).Tier for name in _names("tiers", TIERS, process)]
 
 
-def _modules(kind: str, leaves: tuple[str, ...], process: str) -> list[Any]:
+def modules_in(process: str) -> list[str]:
+    """Return the names of all leaves' modules for a process, to be imported before it is forked."""
+    return [*_names("guards", GUARDS, process), *_names("tiers", TIERS, process)]
+
+
+def _names(kind: str, leaves: tuple[str, ...], process: str) -> list[str]:
     names = [f"fsdp_jobs.{kind}.{leaf}.{process}" for leaf in leaves]
-    return [import_module(name) for name in names if find_spec(name) is not None]
+    return [name for name in names if find_spec(name) is not None]

@@ -36,6 +36,11 @@ def die_with_parent(_worker: int = 0) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def age_s() -> float:
+    """Return for how many seconds this process has existed."""
+    return time.time() - psutil.Process().create_time()
+
+
 def has_signal(pid: int, which: str, number: int) -> bool:
     """Whether a process ignores (SigIgn) or handles (SigCgt) a signal; ranks on `fsdp_jobs.job` ignore SIGTERM."""
     with open(f"/proc/{pid}/status") as f:

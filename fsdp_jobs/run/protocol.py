@@ -5,10 +5,10 @@ First both prove that they know the job's token, which does not travel (`proof`)
     agent        answer     nonce, proof of both nonces
     coordinator  welcome    proof of both nonces
 Agent to coordinator:
-    hello   attempt, node, host, address, nproc, switches, copies, agent, ready, round, epoch, size, shard_group, ended,
+    hello   attempt, node, host, address, nproc, switches, copies, agent, ready, round, term, size, shard_group, ended,
             signal, from, at
             (copies: port for other nodes' captures, 0 for none; agent: id of the process; ready: no ranks run here;
-            round, epoch, size, shard_group: what they run in,
+            round, term, size, shard_group: what they run in,
             `NO_ROUND` when none do; ended: they have finished; signal: to stop, that came while there was no
             connection; from: the agent's end of the connection; at: when it was sent, by the agent's clock)
     beat    ranks: [[step, committed, phase, *Times], ...], at
@@ -22,7 +22,7 @@ Agent to coordinator:
 Coordinator to agent:
     alive   at, time                    answers hello, beat and ready; with `at`, the node's lease runs from then
                                         (time: seconds since 1970 by the coordinator's clock)
-    round   round, epoch, rank, size, shard_group, layout, partner
+    round   round, term, rank, size, shard_group, layout, partner
                                         this node has this rank of `size`, and sends its snapshots to the partner
     start   round, host, port   the head's answer, to everyone else
     break   round, why                  stop the ranks and send `ready`
@@ -53,7 +53,7 @@ _RETRY_S = 0.2  # between two tries to connect
 _TELL_S, TELL_AGAIN_S = 10.0, 60.0  # without a connection, until that is logged, and again
 CONNECTION = "connection to the coordinator"  # in every line about it in an agent's log
 _LINE = 4096  # most bytes that are read before the other side has proved to know the token
-NO_ROUND: Message = {"round": -1, "epoch": 0, "size": 0, "shard_group": 0}  # what `hello` says when no ranks run
+NO_ROUND: Message = {"round": -1, "term": 0, "size": 0, "shard_group": 0}  # what `hello` says when no ranks run
 
 logger = logging.getLogger(__name__)
 

@@ -32,6 +32,7 @@ class Phase(IntEnum):
     PARKED = 2  # saved, and waiting to be stopped so that the world can change
     DONE = 3
     LEAVING = 4  # about to end because of a request: exit code 0 does not mean that it has finished
+    SAVING = 5  # waiting for a checkpoint to be written, between two steps or after the last
 
 
 class Request(IntEnum):

@@ -12,7 +12,7 @@ from typing import Any
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.events import Event, parse_events, seldom_events
-from fsdp_jobs.run.goodput import Goodput
+from fsdp_jobs.run.goodput import Goodput, Starts
 from fsdp_jobs.run.table import counted
 from fsdp_jobs.run.tail import Tail
 
@@ -80,6 +80,7 @@ class RunStatus:
         self._last = self._before_s = self._queue_s = 0.0  # time of the newest event; seconds of earlier submissions
         self._begun: float | None = None  # when the present submission was
         self._queued: float | None = None  # since when it has been in the queue
+        self._starts = Starts()
 
     def update(self) -> list[Event]:
         """Read what is new, and return the new events."""
@@ -97,9 +98,11 @@ class RunStatus:
         measured = ((record.get("time", 0.0), record) for record in self._metrics.records())
         for _, entry in heapq.merge(happened, measured, key=lambda timed: timed[0]):
             if isinstance(entry, Event):
+                self._starts.apply(entry)
                 self._apply(entry)
             else:
                 self._measure(entry)
+                self._starts.measure(entry.get("time", 0.0))
         return new
 
     def _measure(self, record: dict[str, Any]) -> None:
@@ -201,6 +204,11 @@ class RunStatus:
         useful, stall, lost, recover = (newest.get(key, 0.0) for key in ("useful_s", "stall_s", "lost_s", "recover_s"))
         start = max(0.0, wall - useful - stall - lost - recover - self._queue_s)
         return Goodput(wall, useful, stall, lost, recover, self._queue_s, start)
+
+    @property
+    def starting(self) -> str:
+        """Return where the time of starting and stopping went; of a run that was read at a glance, not all."""
+        return self._starts.told(self.goodput.start_s)
 
     @property
     def has_steps(self) -> bool:

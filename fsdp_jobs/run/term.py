@@ -1,6 +1,6 @@
 """Fencing: who may write for a run. No torch.
 
-Two things let a writer go on. *Its epoch*: every round of a run has a number that only grows, over all attempts and
+Two things let a writer go on. *Its term*: every round of a run has a number that only grows, over all attempts and
 submissions, and is claimed where the checkpoints are before the round begins; who belongs to an older round may not
 write there any more. *Its node's lease*: an agent that has no answer from the coordinator for `elastic.lease_s`
 stops its ranks, and the next round does not begin before (C. Gray, D. Cheriton: Leases, SOSP 1989).
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from fsdp_jobs.run.env import EPOCH_ENV, RANK_STATE_ENV
+from fsdp_jobs.run.env import RANK_STATE_ENV, TERM_ENV
 
 LOOK_S = 0.1  # between two looks at a lease
 ROUND, COORDINATOR = "round", "coordinator"  # what is numbered: rounds fence writers, coordinators each other
@@ -55,7 +55,7 @@ def claim(home: Path, kind: str, owner: str, last: int | None = None, above: int
         if last is not None and known > last:
             raise Fenced(f"{kind} {known} of this run has begun elsewhere, after {last}")
         number = max(known, above) + 1
-        marker = home / "epochs" / f"{kind}-{number:08d}"
+        marker = home / "terms" / f"{kind}-{number:08d}"
         if _create(marker, owner):
             markers = _markers(home, kind)
             if max(markers) == number:
@@ -68,7 +68,7 @@ def claim(home: Path, kind: str, owner: str, last: int | None = None, above: int
 def _markers(home: Path, kind: str) -> dict[int, Path]:
     """Return the markers that are there by number, from a listing: an NFS client remembers what it did not find."""
     try:
-        found = list((home / "epochs").iterdir())
+        found = list((home / "terms").iterdir())
     except (FileNotFoundError, NotADirectoryError):  # the second in stores
         return {}
     return {int(f.name.rpartition("-")[2]): f for f in found if f.name.startswith(f"{kind}-")}
@@ -158,18 +158,18 @@ def job_time() -> float:
 
 
 @dataclass(frozen=True)
-class Epoch:
+class Term:
     """The round that a rank writes for. Can be pickled for its save process."""
 
     home: Path  # the folder of the run's checkpoints
     number: int  # 0: of no job, so nothing can be newer
 
     @classmethod
-    def of_rank(cls, home: Path) -> Epoch:
-        """Return the epoch that this rank's agent was given. From now on it also fences the rank's records."""
-        global _epoch_of_rank
-        _epoch_of_rank = cls(home, int(os.environ.get(EPOCH_ENV, "0")))
-        return _epoch_of_rank
+    def of_rank(cls, home: Path) -> Term:
+        """Return the term that this rank's agent was given. From now on it also fences the rank's records."""
+        global _term_of_rank
+        _term_of_rank = cls(home, int(os.environ.get(TERM_ENV, "0")))
+        return _term_of_rank
 
     def check(self) -> None:
         """Refuse to go on when this round is over. Costs one listing: for commits, prunes and uploads, not for steps.
@@ -185,7 +185,7 @@ class Epoch:
             raise Fenced(f"round {other} of this run has begun elsewhere: nothing more is written for {self.number}")
 
 
-_epoch_of_rank = Epoch(Path(), 0)
+_term_of_rank = Term(Path(), 0)
 
 
 def is_answered() -> bool:
@@ -198,12 +198,12 @@ def check_may_record() -> None:
     """Refuse to go on when this round may be over. Costs no input or output while the coordinator answers this node.
 
     Raises:
-        Fenced, OSError: as `Epoch.check`.
+        Fenced, OSError: as `Term.check`.
     """
     if not is_answered():
         try:
-            _epoch_of_rank.check()
+            _term_of_rank.check()
         except (Fenced, OSError):
             raise
         except Exception as e:  # of a store's client
-            raise OSError(f"{_epoch_of_rank.home}: {e}") from e
+            raise OSError(f"{_term_of_rank.home}: {e}") from e

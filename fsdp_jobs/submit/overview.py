@@ -181,6 +181,8 @@ def story_of(status: RunStatus, state: str) -> Iterator[tuple[str, str]]:
     yield "now", IDLE if state in ENDED else WAITING if state == State.QUEUED.value else doing
     if status.has_steps:
         yield "goodput", goodput_of(status)
+    if starting := status.starting:
+        yield "starting", starting
 
 
 def goodput_of(status: RunStatus) -> str:

@@ -36,6 +36,7 @@ from fsdp_jobs.submit.submitted import adopt, grouped, has_ended, job_of, record
 from fsdp_jobs.submit.validate import check_existing_run, validate
 
 REHEARSED = "rehearse-"  # names of runs begin so whose failures were injected
+_FOR_ONE_SUBMISSION = ("attach", "dry_run", "allow_config_change", "checkpoint.restart_from_zero")
 _TELLING_NODE_DAYS = 100.0  # of runs, before their failures say something of a cluster
 _LEAVES_S = 30.0  # most that a launcher takes to see that a job has ended
 
@@ -68,8 +69,11 @@ def plan_of(config: JobConfig, run: RunDir | None = None) -> tuple[Plan, ModelSh
 
 
 def overrides_again(run: RunDir, changes: Sequence[str]) -> list[str]:
-    """Return the overrides that submit a run again: those of its newest submission, with changes."""
-    before = [o for o in run.read_job()["overrides"] if key_of(o) not in ("attach", "dry_run")]
+    """Return the overrides that submit a run again: those of its newest submission, with changes.
+
+    What was for that submission alone is left out, as what the user then allowed to happen.
+    """
+    before = [o for o in run.read_job()["overrides"] if key_of(o) not in _FOR_ONE_SUBMISSION]
     return merge_overrides(before, [*changes, f"name={run.name}", f"runs_dir={run.path.parent}"])
 
 
@@ -221,7 +225,7 @@ def _write(job: Prepared, overrides: Sequence[str]) -> None:
     run.stop_request.unlink(missing_ok=True)
     claim(run.identity, identity)
     if (elsewhere := job.config.checkpoint.dir) is not None and ("://" in elsewhere or Path(elsewhere).is_dir()):
-        with suppress(OSError):  # it may be for the nodes alone
+        with suppress(OSError):  # it may be for the nodes alone: then rank 0 does
             claim(checkpoints_of(job.config.checkpoint, run) / run.identity.name, identity)
     for path, text in _files_of(job, overrides).items():
         _write_or_remove(path, text, mode=0o600 if path == run.token else 0o644)

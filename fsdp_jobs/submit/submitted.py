@@ -136,12 +136,14 @@ def _app_id_in(handle: str) -> str:
 def another_runs(run: RunDir) -> str:
     """Return whose the job of a run's handle is when it is not this directory's; empty when it is, for all we know.
 
-    A copied directory has the handle of its original, and a cluster that has lost its state gives ids again.
+    A copied directory has the handle of its original, and a cluster that has lost its state gives ids again. One that
+    was moved keeps its job.
     """
     launcher, cluster, app_id = parse_handle(str(run.read_job()["handle"]))
     known = None
     with suppress(BadInput):  # it is not installed here, which asking it will say
-        known = launcher_of(launcher).run_of(app_id, cluster)  # None: moved, or submitted elsewhere
+        launcher_of(launcher).follow(app_id, cluster, run)
+        known = launcher_of(launcher).run_of(app_id, cluster)  # None: submitted elsewhere
     if known is None or known.path.samefile(run.path):
         return ""
     if known.submission == run.submission:

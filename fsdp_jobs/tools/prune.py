@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.run.directory import RunDir, checkpoints_of, runs_in
-from fsdp_jobs.run.identity import owner_of
+from fsdp_jobs.run.identity import Identity, owner_of
 from fsdp_jobs.submit.overview import Overview
 
 _GOING = ".pruned-"  # before the name of a directory that is being removed: no run has such a name
@@ -37,14 +37,15 @@ def old_runs(runs_dir: str, older_than_s: float, keep: Sequence[str]) -> Iterato
     """
     runs = [run for run in runs_in(runs_dir) if run.name not in keep and not run.is_damaged and not owner_of(run)]
     for run, row in zip(runs, Overview().look(runs), strict=True):
-        stats = [file.lstat() for file in (run.path, *run.path.rglob("*"))]
+        place = run.path.resolve()  # it may be behind a link
+        stats = [file.lstat() for file in (place, *place.rglob("*"))]
         changed_at = max(stat.st_mtime for stat in stats)
         if row.is_over and row.state != "damaged" and time.time() - changed_at > older_than_s:
             yield Old(run, row.state, changed_at, sum(stat.st_size for stat in stats))
 
 
 def remove(old: Old) -> list[str]:
-    """Remove a run's directory and its checkpoints elsewhere; returns what could not be removed.
+    """Remove a run's directory and its checkpoints elsewhere; returns what could not be removed, or is another's.
 
     What is killed in between leaves a hidden folder that no verb takes for a run.
 
@@ -57,13 +58,19 @@ def remove(old: Old) -> list[str]:
         home = checkpoints_of(load_config(old.run.config).checkpoint, old.run)
     if home is not None and home != old.run.checkpoints:
         try:
-            if isinstance(home, Path):
+            claimed, own = Identity.read(home / old.run.identity.name), Identity.read(old.run.identity)
+            if claimed is not None and (own is None or own.id != claimed.id):
+                problems.append(f"{home}: belongs to a run of {claimed.owner}")
+            elif isinstance(home, Path):
                 shutil.rmtree(home)
             elif home.exists():
                 home.fs.rm(home.path, recursive=True)
         except Exception as e:  # whatever a store's client raises
             problems.append(f"{home}: {type(e).__name__}: {e}")
-    going = old.run.path.with_name(_GOING + old.run.name)
-    old.run.path.rename(going)
+    place = old.run.path.resolve()
+    going = place.with_name(_GOING + place.name)
+    place.rename(going)
     shutil.rmtree(going)
+    if old.run.path.is_symlink():
+        old.run.path.unlink()
     return problems

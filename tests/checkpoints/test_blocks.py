@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fsdp_jobs.checkpoints import blocks, catalog
+from fsdp_jobs.checkpoints import blocks, catalog, storage
 from fsdp_jobs.checkpoints.blocks import Damaged, SummedFile, difference, open_verified
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.run.directory import RunDir
@@ -93,9 +93,10 @@ def _saved(folder: str) -> None:
     checkpoints.close()
 
 
-def _resumed(folder: str, small: bool = False) -> tuple[int, float, int]:
+def _resumed(folder: str, small: bool = False, threads: int = 1) -> tuple[int, float, int]:
     """Return step, value, and the bytes of shards that were read."""
     checkpoints = trained(folder, "0-1", model=nn.Linear(8, 8) if small else nn.Linear(512, 512))
+    checkpoints.ranks.threads = threads
     fill(checkpoints, -1.0)
     read = [0]
 
@@ -132,6 +133,22 @@ def _at(file: Path, position: int) -> None:
         (byte,) = f.read(1)
         f.seek(position)
         f.write(bytes([byte ^ 4]))
+
+
+def _with_threads(folder: str) -> tuple[int, float, int]:
+    storage._OF_A_THREAD = 1 << 14
+    return _resumed(folder, threads=8)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_several_threads_read_what_one_does(tmp_path: Path, ranks: int) -> None:
+    run_world(2, _saved, str(tmp_path))
+    found = run_world(ranks, _with_threads, str(tmp_path))
+    assert [(step, value) for step, value, _ in found] == [(4, 4.0)] * ranks
+    shard = tmp_path / "checkpoints" / "step-00000004" / "__1_0.distcp"
+    _at(shard, shard.stat().st_size * 2 // 3)
+    found = run_world(ranks, _with_threads, str(tmp_path))
+    assert [(step, value) for step, value, _ in found] == [(2, 2.0)] * ranks, "what one of them finds damaged"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

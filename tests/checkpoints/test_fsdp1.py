@@ -57,7 +57,15 @@ HYBRID = ("hybrid-mesh", "hybrid-groups", "zero2-hybrid-mesh")
 KINDS = ("full", "flat", "mesh", "grad_op", "none", *HYBRID)
 
 
-def make(kind: str, folder: str, restart: str, seed: int, mode: str = "off") -> Checkpointer:
+class Partly(Tied):
+    """Has a part that gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aside = nn.Sequential(nn.Linear(6, 6))  # a unit of its own
+
+
+def make(kind: str, folder: str, restart: str, seed: int, mode: str = "off", of: type[Tied] = Tied) -> Checkpointer:
     """Return a checkpointer of a model that FSDP1 wraps in this way."""
     torch.manual_seed(seed)
     world = dist.get_world_size()
@@ -74,7 +82,7 @@ def make(kind: str, folder: str, restart: str, seed: int, mode: str = "off") -> 
     elif kind == "hybrid-groups":
         mesh = build_mesh(layout, "cpu")
         how["process_group"] = (mesh.get_group("shard"), mesh.get_group("replicate"))
-    model = Tied()
+    model = of()
     if kind != "flat":
         model.layers[0][0].bias.requires_grad_(False)  # type: ignore[index]
     model = FullyShardedDataParallel(
@@ -128,6 +136,23 @@ def _goes_on(folder: str, kind: str, mode: str) -> None:
     assert [step(again, number) for number in (4, 5)] == losses
     assert whole(again) == after
     again.close()
+
+
+def _partly(folder: str) -> None:
+    checkpoints = make("full", folder, "0-0", seed=1, of=Partly)
+    before = saved(checkpoints, 3)
+    assert "optim.state.aside.0.weight.exp_avg" not in before
+    after = [step(checkpoints, number) for number in (4, 5)]
+    checkpoints.close()
+    again = make("full", folder, "0-1", seed=2, of=Partly)
+    assert again.restore() == 3
+    assert [step(again, number) for number in (4, 5)] == after
+    assert not any(whole(again)["optim.state.aside.0.weight.step"])
+    again.close()
+
+
+def test_a_part_without_gradients_stops_no_restart(tmp_path: Path) -> None:
+    run_world(2, _partly, str(tmp_path))
 
 
 def _all_go_on(folder: str, kinds: list[str]) -> None:

@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from fsdp_jobs.checkpoints.state import RandomState, _packed, _unpacked
+from fsdp_jobs.checkpoints.tensors import local
 from tests.checkpoints.saving import trained
 from tests.world import run_world
 
@@ -171,3 +173,106 @@ def _refused(folder: str) -> str:
 def test_what_cannot_be_saved_is_refused_by_name(tmp_path: Path) -> None:
     (said,) = run_world(1, _refused, str(tmp_path))
     assert "model.0._extra_state" in said and "cannot be saved" in said
+
+
+class _Parts(nn.Module):
+    """One part is used, one never is, and one only once it is thawed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.used, self.aside, self.frozen = (nn.Linear(4, 4) for _ in range(3))
+        self.frozen.requires_grad_(requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(self.used(x))  # type: ignore[no-any-return]
+
+
+def _go_on(checkpoints: Any, begin: int, end: int) -> None:
+    for number in range(begin, end):
+        if number == 3:
+            checkpoints.state.model.frozen.requires_grad_(requires_grad=True)
+        _step(checkpoints, number)
+        checkpoints.save(number, block=True)
+
+
+def _partly(folder: str) -> None:
+    calm = trained(f"{folder}/calm", model=_Parts())
+    _go_on(calm, 1, 6)
+    for saved in range(1, 5):
+        run = f"{folder}/{saved}"
+        first = trained(run, model=_Parts())
+        _go_on(first, 1, saved + 1)
+        first.close()
+        again = trained(run, "0-1", model=_Parts())
+        assert again.restore() == saved
+        assert "optim.state.aside.weight.exp_avg" not in again.state.live()[0]
+        if saved >= 3:  # as a program does that knows its step
+            again.state.model.frozen.requires_grad_(requires_grad=True)
+        _go_on(again, saved + 1, 6)
+        here, there = _values(again), _values(calm)
+        assert here == there, [k for k in here.keys() | there.keys() if here.get(k) != there.get(k)]
+        again.close()
+
+
+def test_parameters_that_have_had_no_gradient_yet_stop_no_restart(tmp_path: Path) -> None:
+    run_world(2, _partly, str(tmp_path))
+
+
+def _swapped(folder: str, mode: str) -> None:
+    """Weights are swapped after a save has begun, as for an evaluation with averaged ones, and then swapped back."""
+    checkpoints = trained(folder, model=nn.Linear(1024, 1024), async_mode=mode)
+    gate, stage = threading.Event(), checkpoints.saver.stager._stage
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        if dist.get_rank() == 1:  # one is enough
+            gate.wait(5)
+        return stage(*args, **kwargs)
+
+    checkpoints.saver.stager._stage = late  # type: ignore[method-assign]
+    weight = checkpoints.state.model.weight
+    for step in range(1, 4):
+        checkpoints.save(step)
+        with torch.no_grad():
+            weight.mul_(2.0)
+        gate.set()
+        checkpoints.before_update()
+        checkpoints.finish()
+        gate.clear()
+        assert (checkpoints.failure is None) == (step > 1), checkpoints.failure
+        if step == 1:
+            assert "model.weight changed before the next optimizer step" in str(checkpoints.failure)
+    expected = 0.5 * local(weight).clone()
+    checkpoints.close()
+    again = trained(folder, "0-1", model=nn.Linear(1024, 1024))
+    assert again.restore() == 3
+    assert torch.equal(local(again.state.model.weight), expected)
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_weights_that_change_while_they_are_copied_are_not_saved_half(tmp_path: Path, mode: str) -> None:
+    run_world(2, _swapped, str(tmp_path), mode)
+
+
+class _OwnMean(torch.optim.SGD):
+    """Keeps a mean of this rank's part of each gradient."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["mean"] = torch.zeros_like(local(p))
+
+
+def _of_one_rank(folder: str) -> None:
+    checkpoints = trained(folder, optimizer=_OwnMean)
+    weight = checkpoints.state.model.weight
+    with pytest.raises(TypeError, match=r"^others\.ema holds sharded tensors"):
+        _packed("others.ema", {"averages": [weight.detach().clone()]})
+    checkpoints.state.model(torch.ones(2, 8)).sum().backward()
+    checkpoints.state.optimizer.step()
+    with pytest.raises(TypeError, match=r"^optim\.state\.weight\.mean is each rank's own"):
+        checkpoints.save(1)
+
+
+def test_what_is_one_ranks_alone_is_not_saved_for_all(tmp_path: Path) -> None:
+    run_world(2, _of_one_rank, str(tmp_path))

@@ -53,7 +53,7 @@ class Cluster:
             drop=lambda: None,
             heard=self.now,
         )
-        running = {"round": round_, "epoch": 1 if round_ >= 0 else 0, "size": size, "shard_group": 2}
+        running = {"round": round_, "term": 1 if round_ >= 0 else 0, "size": size, "shard_group": 2}
         hello = {**running, "attempt": attempt, "ready": round_ < 0, "signal": signal, "at": self.now}
         self.is_taken = self.coordinator.on_hello(member, hello, self.now)
         return member

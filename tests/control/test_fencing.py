@@ -1,4 +1,4 @@
-"""No two rounds of a run at a time: leases, epochs, coordinators that were replaced."""
+"""No two rounds of a run at a time: leases, terms, coordinators that were replaced."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_no_round_begins_while_a_silent_nodes_lease_runs(tmp_path: Path) -> None
     assert cluster.last(replacement, "round") is None
     cluster.later(2, replacement)
     begun = cluster.last(replacement, "round")
-    assert begun is not None and (begun["round"], begun["epoch"]) == (1, 2)
+    assert begun is not None and (begun["round"], begun["term"]) == (1, 2)
     assert "waiting until no rank" in cluster.events("waiting")[0]["why"]
 
 
@@ -88,7 +88,7 @@ def test_a_coordinator_that_was_replaced_writes_and_decides_nothing(tmp_path: Pa
     old.later(1, a)
     b = new.join(0, life="b", host="node0")
     new.later(1, b)
-    assert new.last(b, "round")["epoch"] == 2  # type: ignore[index]
+    assert new.last(b, "round")["term"] == 2  # type: ignore[index]
     old.ready(a, failure(0, 0, exit_code=-9))
     before = old.run.events.read_text()
     old.later(2, a)
@@ -180,9 +180,9 @@ def test_a_new_coordinator_numbers_on_where_the_markers_were_purged(tmp_path: Pa
     old.later(1, a)
     old.ready(a, failure(0, 0, exit_code=-9))
     old.later(2, a)
-    assert old.last(a, "round")["epoch"] == 2  # type: ignore[index]
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "epochs")
+    assert old.last(a, "round")["term"] == 2  # type: ignore[index]
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "terms")
     new = Cluster(tmp_path, "nodes=1", "elastic.join_window_s=0")
     b = new.join(0, life="b")
     new.later(60, b)
-    assert new.last(b, "round")["epoch"] == 3  # type: ignore[index]
+    assert new.last(b, "round")["term"] == 3  # type: ignore[index]

@@ -301,7 +301,7 @@ def released(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def planned(cluster: Cluster) -> None:
-    work = (cluster.coordinator.planner._answer, cluster.coordinator._epochs._claim)
+    work = (cluster.coordinator.planner._answer, cluster.coordinator._terms._claim)
     wait([future for future in work if future is not None], 60)
 
 

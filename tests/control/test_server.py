@@ -41,7 +41,7 @@ HELLO = {
     "agent": "a",
     "ready": True,
     "round": -1,
-    "epoch": 0,
+    "term": 0,
     "size": 0,
     "shard_group": 0,
     "ended": False,
@@ -252,9 +252,9 @@ def test_a_coordinator_steps_back_for_a_newer_one_where_the_markers_were_purged(
         charge = asyncio.create_task(Server(old, "secret")._keep_charge())
         while newest(run.checkpoints, COORDINATORS) < 3:
             await asyncio.sleep(0.01)
-        epoch = claim(run.checkpoints, ROUND, "its round", above=old.epoch_seen)
-        events.record(run, 0, events.RoundStarted([0], ["a"], "full_shard", 1, 1, epoch=epoch))
-        shutil.rmtree(run.checkpoints / "epochs")
+        term = claim(run.checkpoints, ROUND, "its round", above=old.term_seen)
+        events.record(run, 0, events.RoundStarted([0], ["a"], "full_shard", 1, 1, term=term))
+        shutil.rmtree(run.checkpoints / "terms")
         new = Coordinator(config, run, 0, time.monotonic())
         newer = asyncio.create_task(Server(new, "secret")._keep_charge())
         await asyncio.wait([charge], timeout=5)

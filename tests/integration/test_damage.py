@@ -17,6 +17,7 @@ import pytest
 from fsdp_jobs.checkpoints import catalog
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.verdict import Verdict
+from fsdp_jobs.submit.submit import overrides_again
 from tests.jobs import Watched, cli, fill, job
 from tests.world import TINY, events_of, flip_byte, losses_of
 
@@ -106,6 +107,19 @@ def test_nothing_good_left_begins_again_only_when_told_so(trained: Path, tmp_pat
     assert skipped == [f"step-{step:08d}" for step in range(14, 0, -2)]
     assert [m["step"] for m in Watched(run).metrics()] == [*range(1, 15), *range(1, 15)]
     assert losses_of(run) == undamaged
+    assert not [o for o in overrides_again(run, []) if "restart_from_zero" in o], "it was allowed once"
+
+
+def test_a_folder_for_checkpoints_belongs_to_the_run_that_made_it(tmp_path: Path) -> None:
+    ours = ("name=short", *SMALL, "steps=2", f"checkpoint.dir={tmp_path}/new/folder")
+    assert cli(tmp_path, "runs_dir=a", *ours).returncode == 0
+    for overrides in (("seed=5",), ()):  # of another training, and of the same while the first is there
+        other = cli(tmp_path, "runs_dir=b", *ours, *overrides)
+        assert other.returncode == 2 and f"belongs to a run of {Path.owner(tmp_path)} on " in other.stderr, other
+    shutil.rmtree(tmp_path / "a")
+    assert cli(tmp_path, "runs_dir=b", *ours, "steps=4").returncode == 0
+    run = RunDir(tmp_path / "b" / "short")
+    assert [m["step"] for m in Watched(run).metrics()] == [3, 4]
 
 
 def caught(run: RunDir, committer: psutil.Process) -> bool:

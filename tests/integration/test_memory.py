@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -82,7 +83,24 @@ def test_all_ranks_killed_at_once_and_a_damaged_capture(
             rank.kill()
         job.until(lambda: job.events("resumed"), "resumed")
         (resumed,) = job.events("resumed")
-        assert resumed["place"] == "memory" and resumed["step"] >= done - 1 and resumed["sent"] > 0, job.story()
+        # what was damaged before node4 had its copy is gone, and the step before it takes its place
+        assert resumed["place"] == "memory" and resumed["step"] >= done - 2 and resumed["sent"] > 0, job.story()
+        assert job.wait().verdict == "done", job.story()
+        assert job.losses() == calm["full"]
+
+
+def test_what_empties_a_nodes_memory_stops_no_job(
+    fabric: Fabric, tmp_path: Path, calm: dict[str, dict[int, float]]
+) -> None:
+    with job_on(fabric, tmp_path, FULL, "checkpoint.every_steps=5") as job:
+        job.until_step(8)
+        emptied = memory_of(fabric, "node2")
+        shutil.rmtree(emptied)
+        for rounds in (1, 2):  # the second one has captures again
+            fabric.ranks("node3")[0].kill()
+            job.until(lambda n=rounds: len(job.events("resumed")) == n, "resumed")  # type: ignore[misc]
+            job.until_step(8 + 10 * rounds)
+        assert job.events("resumed")[1]["place"] == "memory" and list(emptied.glob("*.data")), job.story()
         assert job.wait().verdict == "done", job.story()
         assert job.losses() == calm["full"]
 

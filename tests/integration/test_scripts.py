@@ -236,3 +236,30 @@ def test_what_a_program_does_not_tell_is_a_dash(tmp_path: Path) -> None:
         cli(tmp_path, "report", "dash")
         page = (run.run.path / "report.html").read_text()
         assert '"step": "-"' in page and '"goodput": "-"' in page and "of 120" not in page
+
+
+_SAMPLES = """
+import os, sys, time
+import numpy, torch
+from fsdp_jobs import job  # which has the fork server import it, and with it NumPy
+
+rank, restart = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+print("draws", torch.randint(1 << 60, ()).item(), numpy.random.randint(1 << 60), flush=True)
+time.sleep(1)
+if (rank, restart) == ("1", "0"):
+    os._exit(3)
+if rank == "0" and len(sys.argv) == 1:
+    os.execv(sys.executable, [sys.executable, sys.argv[0], "again"])
+os._exit(0)
+"""
+
+
+def test_ranks_draw_numbers_of_their_own_and_may_leave_as_they_like(tmp_path: Path) -> None:
+    (tmp_path / "samples.py").write_text(_SAMPLES)
+    with job(tmp_path, "draws", "script=samples.py", *QUICK, nodes="1", nproc=2, tiny=False) as run:
+        assert run.wait(60).verdict == "done", run.story()
+        said = [log_of(run, rank=rank) for rank in (0, 1)]
+        drawn = [words for log in said for words in re.findall(r"^draws (\d+) (\d+)", log, re.MULTILINE)]
+        assert len(drawn) == 5, said  # at each of two starts on each of two ranks, and by what rank 0 became
+        for column in zip(*drawn, strict=True):
+            assert len(set(column)) == 5, drawn

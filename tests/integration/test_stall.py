@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.jobs import job
+from tests.programs import EXAMPLES
 from tests.world import TINY_TASK
 
 pytestmark = pytest.mark.integration
@@ -98,3 +99,29 @@ def test_a_program_that_computes_in_silence_is_left_alone(tmp_path: Path) -> Non
     with job(tmp_path, "computes", *_DEADLOCKS, nodes="2", nproc=1, tiny=False, COMPUTE="yes") as busy:
         assert busy.wait().verdict == "done", busy.story()
         assert not busy.events("stalled") and "computed" in busy.run.rank_log(0, 0, 0).read_text()
+
+
+_SLOW_DISK = f"""
+import os, sys, time
+sys.path[:0] = [{str(EXAMPLES)!r}]
+import small_library
+
+fsync = os.fsync
+def slow(file):
+    number = file if isinstance(file, int) else file.fileno()
+    time.sleep(6 if "step-" in os.readlink(f"/proc/self/fd/{{number}}") else 0)
+    fsync(file)
+
+os.fsync = slow
+small_library.main()
+"""
+
+
+def test_saves_that_take_longer_than_steps_may_are_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "slow_disk.py").write_text(_SLOW_DISK)
+    keys = ("script=slow_disk.py", "script_args=--steps=12", "checkpoint.every_steps=5", "elastic.stall_timeout_s=3")
+    with job(tmp_path, "slow", *keys, nodes="2", nproc=1, tiny=False) as slow:
+        assert slow.wait(150).verdict == "done", slow.story()
+        assert [e["step"] for e in slow.events("checkpoint")] == [5, 10, 12]
+        assert all(e["seconds"] > 6 for e in slow.events("checkpoint"))
+        assert not slow.events("round_broken"), slow.story()

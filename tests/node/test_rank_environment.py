@@ -19,7 +19,7 @@ SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 def found_by_a_rank(folder: Path, *overrides: str) -> dict[str, str]:
     """The variables of rank 0 in the first round of a job."""
-    round_ = {"layout": Layout("full_shard", 2, 2).to_json(), "round": 0, "epoch": 1}
+    round_ = {"layout": Layout("full_shard", 2, 2).to_json(), "round": 0, "term": 1}
     handler: Any = SimpleNamespace(run=RunDir(folder), round=round_, identity={"attempt": 0, "node": 0})
     env = {"RANK": "0"}
     RankLogs(compose_job(list(overrides)), handler, folder).reify({0: env})

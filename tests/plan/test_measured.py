@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.gpu import MEMORY, RANDOM
+from benchmarks.gpu_parts.bench import RANDOM
+from benchmarks.gpu_parts.memory import MEMORY
 from fsdp_jobs.config.hydra import compose_job, merge_overrides
 from fsdp_jobs.config.schema import JobConfig, LlamaConfig
 from fsdp_jobs.models import llama

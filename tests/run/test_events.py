@@ -23,6 +23,7 @@ KINDS = (
         "waiting",
         "done",
         "code_changed",
+        "training_begun",
     ),
     *("attempt_ended", "notify_failed", "tracking_failed", "slow_node", "slow_steps", "corruption", "continued"),
 )

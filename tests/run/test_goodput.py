@@ -129,6 +129,41 @@ def test_every_second_has_the_cause_that_it_truly_had(tmp_path: Path) -> None:
     assert sum(truth.values()) == pytest.approx(goodput.wall_s) == pytest.approx(now - 100)
 
 
+def test_starting_and_stopping_are_told_in_parts_that_add_up(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    placed = {"nodes": [0], "hosts": ["a"], "strategy": "no_shard", "shard_group": 1, "world_size": 1}
+
+    def start(time: float, load_s: float) -> None:
+        """An attempt whose nodes take 2 s, its processes 3, and its ranks 4 + 5 + 6 s and what loading takes."""
+        _event(run, time, "attempt_started")
+        _event(run, time + 2, "round_started", round=0, **placed)
+        begun = time + 2 + 3 + 4 + 5 + 6 + load_s
+        if load_s:
+            _event(run, begun - 6, "resumed", step=2, samples=8, world_size=1, seconds=load_s)
+        _event(run, begun, "training_begun", imports_s=4, group_s=5, model_s=6 + load_s)
+        clock, first = StepClock(run), 3 if load_s else 1
+        clock.resume(first - 1, begun)
+        for step in (first, first + 1):
+            done_at = begun + 10 * (step - first + 1)
+            append_line(run.metrics, {"step": step, "step_s": 10, "time": done_at, **clock.add(step, done_at, 10, 0)})
+
+    _event(run, 100, "submitted")
+    start(100, load_s=0)
+    _event(run, 147, "checkpoint", step=2, bytes=1, seconds=7)
+    _event(run, 148, "attempt_ended", **REQUEUE)
+    start(200, load_s=9)
+    _event(run, 250, "round_broken", why="a rank died", step=4, committed=2)
+    _event(run, 251, "attempt_ended", **REQUEUE)
+    start(260, load_s=1)  # of which the recovery is another part
+    _event(run, 303, "attempt_ended", **STOP)
+    status = RunStatus(run)
+    status.update()
+    assert status.starting == (
+        "nodes 4.0s, processes 6.0s, imports 8.0s, process group 10.0s, model and data 12.0s, loading 9.0s, "
+        "last save 7.0s, leaving 3.0s"
+    )
+
+
 def test_the_failures_of_nodes_and_their_time_are_counted(tmp_path: Path) -> None:
     placed = {"strategy": "no_shard", "shard_group": 1, "world_size": 4, "hosts": ["a", "b", "c", "d"]}
     runs = [RunDir(tmp_path / name) for name in ("one", "two")]

@@ -10,11 +10,11 @@ from typing import cast
 
 import pytest
 
-from fsdp_jobs.run import term as epoch
-from fsdp_jobs.run.env import EPOCH_ENV, RANK_STATE_ENV
+from fsdp_jobs.run import term as term
+from fsdp_jobs.run.env import RANK_STATE_ENV, TERM_ENV
 from fsdp_jobs.run.events import append_line
 from fsdp_jobs.run.tail import read_json_lines
-from fsdp_jobs.run.term import COORDINATOR, ROUND, Epoch, Fenced, Lease, claim, newest
+from fsdp_jobs.run.term import COORDINATOR, ROUND, Fenced, Lease, Term, claim, newest
 from tests.jobs import fill
 from tests.store import simulated_store
 
@@ -32,18 +32,18 @@ def home(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 
 def test_numbers_grow_and_an_older_round_may_not_write(home: Path) -> None:
     assert newest(home, ROUND) == 0
-    first = Epoch(home, claim(home, ROUND, "attempt 0, round 0"))
+    first = Term(home, claim(home, ROUND, "attempt 0, round 0"))
     first.check()
     claim(home, COORDINATOR, "a coordinator fences no round")
     first.check()
-    second = pickle.loads(pickle.dumps(Epoch(home, claim(home, ROUND, "attempt 0, round 1", last=1))))
+    second = pickle.loads(pickle.dumps(Term(home, claim(home, ROUND, "attempt 0, round 1", last=1))))
     second.check()
     with pytest.raises(Fenced, match="round 2 of this run has begun elsewhere"):
         first.check()
     with pytest.raises(Fenced, match="round 2 of this run has begun elsewhere, after 1"):
         claim(home, ROUND, "cut off since", last=1)
     assert second.number == newest(home, ROUND) == 2
-    markers = list((home / "epochs").iterdir())
+    markers = list((home / "terms").iterdir())
     assert len(markers) == 2, "markers that nobody needs are left"
     for marker in markers:  # as the purge of a scratch file system does
         marker.unlink()
@@ -68,7 +68,7 @@ def test_no_two_get_the_same_number(home: Path) -> None:
 def test_a_claim_that_is_lost_to_one_who_has_a_newer_one_is_no_error(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    marker = home / "epochs" / "round-00000001"
+    marker = home / "terms" / "round-00000001"
     marker.parent.mkdir(parents=True, exist_ok=True)
     marker.write_text("another's")
     read = type(marker).read_text
@@ -78,15 +78,15 @@ def test_a_claim_that_is_lost_to_one_who_has_a_newer_one_is_no_error(
         return read(path)
 
     monkeypatch.setattr(type(marker), "read_text", removed_before_it_is_read)
-    assert not epoch._create(marker, "mine")
+    assert not term._create(marker, "mine")
 
 
 def test_a_claim_whose_answer_was_lost_is_ones_own(home: Path) -> None:
     claim(home, ROUND, "before")
-    marker = home / "epochs" / "round-00000002"
+    marker = home / "terms" / "round-00000002"
     marker.write_text("mine")
-    assert epoch._create(marker, "mine")
-    assert not epoch._create(marker, "another's")
+    assert term._create(marker, "mine")
+    assert not term._create(marker, "another's")
 
 
 def test_a_full_disk_has_room_for_a_claim(small_disk: Path) -> None:
@@ -97,40 +97,40 @@ def test_a_full_disk_has_room_for_a_claim(small_disk: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "epochs").write_text("a file")
+    (tmp_path / "terms").write_text("a file")
     with pytest.raises(OSError):
         claim(tmp_path, ROUND, "anyone")
 
 
 def test_a_node_whose_lease_ran_out_may_not_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RANK_STATE_ENV, str(tmp_path))
-    monkeypatch.setenv(EPOCH_ENV, "1")
-    epoch._lease_of_node.cache_clear()
-    mine, lease = Epoch.of_rank(tmp_path), Lease(tmp_path)
+    monkeypatch.setenv(TERM_ENV, "1")
+    term._lease_of_node.cache_clear()
+    mine, lease = Term.of_rank(tmp_path), Lease(tmp_path)
     lease.renew(Lease.now() + 60, Lease.now() + 60)
     mine.check()
     assert 59 < lease.left_s() <= 60
     lease.renew(Lease.now() - 1, Lease.now() - 1)
     with pytest.raises(Fenced, match="no answer from the coordinator"):
         mine.check()
-    epoch._lease_of_node.cache_clear()
+    term._lease_of_node.cache_clear()
 
 
 def test_a_program_without_a_launcher_is_never_fenced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(RANK_STATE_ENV, raising=False)
-    monkeypatch.delenv(EPOCH_ENV, raising=False)
-    epoch._lease_of_node.cache_clear()
+    monkeypatch.delenv(TERM_ENV, raising=False)
+    term._lease_of_node.cache_clear()
     claim(tmp_path, ROUND, "another run")
-    Epoch.of_rank(tmp_path).check()
+    Term.of_rank(tmp_path).check()
 
 
 def test_a_rank_looks_for_a_newer_round_before_it_records_once_its_nodes_answer_is_old(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(RANK_STATE_ENV, str(tmp_path))
-    monkeypatch.setenv(EPOCH_ENV, str(claim(tmp_path, ROUND, "mine")))
-    epoch._lease_of_node.cache_clear()
-    Epoch.of_rank(tmp_path)
+    monkeypatch.setenv(TERM_ENV, str(claim(tmp_path, ROUND, "mine")))
+    term._lease_of_node.cache_clear()
+    Term.of_rank(tmp_path)
     now, lease, lines = Lease.now(), Lease(tmp_path), tmp_path / "lines.jsonl"
     lease.renew(now + 60, now - 1)
     append_line(lines, {"step": 1})
@@ -139,5 +139,5 @@ def test_a_rank_looks_for_a_newer_round_before_it_records_once_its_nodes_answer_
     lease.renew(now + 60, now + 60)  # the coordinator answers: what was begun elsewhere is no newer round of it
     append_line(lines, {"step": 3})
     assert [line["step"] for line in read_json_lines(lines)] == [1, 3]
-    epoch._lease_of_node.cache_clear()
-    monkeypatch.setattr(epoch, "_epoch_of_rank", Epoch(tmp_path, 0))
+    term._lease_of_node.cache_clear()
+    monkeypatch.setattr(term, "_term_of_rank", Term(tmp_path, 0))

@@ -232,3 +232,18 @@ def test_a_sweep_whose_command_is_killed_as_it_records_its_jobs_starts_each_once
     again = cli(folder, *sweep, "sweep.wait=true")
     assert again.returncode == 0, again.stdout + again.stderr
     assert [len(attempts(run)) for run in runs] == [1, 1] and all(run.pending_launcher is None for run in runs)
+
+
+def test_the_job_of_a_moved_directory_is_still_its_own(folder: Path) -> None:
+    assert cli(folder, *ONE).returncode == 0
+    run = RunDir(folder / "runs" / "one")
+    until(lambda: bool(attempts(run)), "the first attempt")
+    (folder / "others").mkdir()
+    run.path.rename(folder / "others" / "one")
+    run.path.mkdir()  # by what still writes there
+    (row,) = json.loads(cli(folder, "status", "runs_dir=others", "--json").stdout)
+    assert row["state"] not in ENDED, row
+    again = cli(folder, "resume", "one", "runs_dir=others")
+    assert again.returncode == 2 and "in use by the" in again.stderr, again.stderr
+    assert cli(folder, "cancel", "one", "--now", "runs_dir=others").returncode == 0
+    until(lambda: not supervisors(folder), "the end of its job")

@@ -32,6 +32,9 @@ class _Launcher:
     def run_of(self, app_id: str, cluster: str) -> None:
         return None
 
+    def follow(self, app_id: str, cluster: str, run: RunDir) -> None:
+        """Nothing was moved."""
+
     def describe(self, app_ids: Sequence[str]) -> list[None]:
         return [None] * len(app_ids)
 

@@ -21,9 +21,9 @@ def _keeper(folder: Path, run: RunDir) -> Tier:
     return copies
 
 
-def _capture(folder: Path, epoch: int) -> Slot:
+def _capture(folder: Path, term: int) -> Slot:
     entry = Entry("weight", "float32", [4], [0], [4], 16, is_alone=True)
-    capture = Capture(epoch, 0, 0, 7, 56, 2, 2, [entry]).placed()
+    capture = Capture(term, 0, 0, 7, 56, 2, 2, [entry]).placed()
     slot = Slot.of(folder, capture)
     slot.map(capture.size)[:16] = b"0123456789abcdef"
     slot.publish(capture)
@@ -47,11 +47,11 @@ def test_the_partner_of_a_new_round_gets_a_capture_however_often_the_one_before_
     sender, partner = _keeper(tmp_path / "b" / "sender", run), _keeper(tmp_path / "b" / "partner", run)
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
-        sender.begin_round({"epoch": 1, "partner": ["127.0.0.1", nobody.getsockname()[1]]})
+        sender.begin_round({"term": 1, "partner": ["127.0.0.1", nobody.getsockname()[1]]})
         _capture(sender.folder, 1)
         _until(lambda: run.events.exists(), 30)  # it has failed for so long that it is said
     assert "is not with" in run.events.read_text()
-    sender.begin_round({"epoch": 2, "partner": ["127.0.0.1", partner.port]})
+    sender.begin_round({"term": 2, "partner": ["127.0.0.1", partner.port]})
     slot = _capture(sender.folder, 2)
     _until(slot.copied.exists, 2)  # the wait between two tries is 5 s by now
     assert [*(partner.folder / "copies").glob("2-0-0.data")]

@@ -18,7 +18,7 @@ from fsdp_jobs.checkpoints import catalog
 from fsdp_jobs.checkpoints.checkpointer import Checkpointer
 from fsdp_jobs.config.schema import MemoryConfig
 from fsdp_jobs.plan.layout import Layout
-from fsdp_jobs.run.env import EPOCH_ENV, MEMORY_ENV
+from fsdp_jobs.run.env import MEMORY_ENV, TERM_ENV
 from fsdp_jobs.run.tail import read_json_lines
 from fsdp_jobs.tiers.memory import snapshots
 from fsdp_jobs.tiers.memory.rank import Tier
@@ -29,12 +29,12 @@ from tests.world import flip_byte, run_world
 pytestmark = pytest.mark.integration
 
 
-def _rank(folder: str, epoch: int, layout: Layout | None = None) -> Checkpointer:
+def _rank(folder: str, term: int, layout: Layout | None = None) -> Checkpointer:
     """A rank with memory of its own, whose agent does nothing by itself."""
     memory = Path(folder) / f"memory-{dist.get_rank()}"
     (memory / COPIES).mkdir(parents=True, exist_ok=True)
-    os.environ |= {MEMORY_ENV: str(memory), EPOCH_ENV: str(epoch), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    made = trained(folder, f"0-{epoch}", memory=MemoryConfig(1))
+    os.environ |= {MEMORY_ENV: str(memory), TERM_ENV: str(term), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    made = trained(folder, f"0-{term}", memory=MemoryConfig(1))
     if layout is not None:
         memory = _memory(made)
         memory.layout, memory._has_replica = layout, layout.replicas > 1
@@ -202,7 +202,7 @@ def test_without_room_for_what_other_nodes_send_the_disk_is_read_and_training_go
 def _die_while_loading(folder: str) -> None:
     checkpoints = _rank(folder, 2)
 
-    def die(*_: object) -> None:
+    def die(*_: object, **_options: object) -> None:
         raise OSError(28, "No space left on device")
 
     torch.Tensor.copy_ = die  # type: ignore[assignment]
@@ -234,3 +234,31 @@ def _without_room_to_publish(folder: str) -> list[int]:
 
 def test_memory_that_is_full_when_a_capture_is_published_costs_the_capture_and_no_rank(tmp_path: Path) -> None:
     assert run_world(1, _without_room_to_publish, str(tmp_path)) == [[5]]
+
+
+def _changing(folder: str) -> None:
+    checkpoints = _rank(folder, 1)
+    memory, (weight, _) = _memory(checkpoints), checkpoints.state.model.parameters()
+    filled, changes = memory._fill, [True] if dist.get_rank() == 1 else []
+
+    def fill_late(*args: Any) -> None:
+        if changes:
+            changes.clear()
+            with torch.no_grad():
+                weight.mul_(3.0)  # as another thread does before all is copied
+        filled(*args)
+
+    _capture(checkpoints, 1)
+    memory._fill = fill_late  # type: ignore[method-assign]
+    _capture(checkpoints, 2, 3, 4)
+    assert not changes
+    again = _rank(folder, 2)
+    assert again.restore() == 4 and value_of(again) == 4.0
+    failed = [e["error"] for e in read_json_lines(checkpoints.run.events) if e["event"] == "checkpoint_failed"]
+    assert len(failed) == 1 and "no capture of step 2: model.weight changed before" in failed[0], failed
+    checkpoints.close()
+    again.close()
+
+
+def test_what_changes_while_it_is_captured_is_not_gone_on_from(tmp_path: Path) -> None:
+    run_world(2, _changing, str(tmp_path))

@@ -71,3 +71,29 @@ def test_only_old_runs_of_ones_own_that_have_ended_go_and_are_shown_first(folder
 def test_an_age_without_a_unit_is_refused(tmp_path: Path, args: list[str]) -> None:
     done = cli(tmp_path, "prune", *args)
     assert done.returncode == 2 and "Nothing was done" in done.stderr
+
+
+def test_checkpoints_that_another_run_has_taken_over_stay(folder: Path) -> None:
+    old = RunDir(folder / "runs" / "old")
+    mine = json.loads(identity_of(old, load_config(old.config)).to_json())
+    write_atomic(old.identity, json.dumps(mine))
+    _aged(old, 40)
+    claimed = folder / "elsewhere" / "old" / "identity.json"
+    claimed.write_text(json.dumps({**mine, "id": "another", "directory": "/others/old"}))
+    done = cli(folder, "prune", "--older-than", "30d", "--yes")
+    assert "belongs to a run of" in done.stdout + done.stderr and "/others/old" in done.stdout + done.stderr, done
+    assert claimed.exists() and "old" not in names(folder)
+
+
+def test_a_run_behind_a_link_goes_with_its_link(folder: Path) -> None:
+    (folder / "big").mkdir()
+    (folder / "runs" / "tuned-000").rename(folder / "big" / "tuned")
+    (folder / "runs" / "tuned-000").symlink_to(folder / "big" / "tuned")
+    done = cli(folder, "prune", "--older-than", "30d", "--yes")
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert not list((folder / "big").iterdir()) and names(folder) == {"young", "going", "theirs"}
+
+
+def test_what_is_being_removed_is_no_run(folder: Path) -> None:
+    (folder / "runs" / "young").rename(folder / "runs" / ".pruned-young")
+    assert "pruned" not in cli(folder, "status").stdout

@@ -111,6 +111,18 @@ def test_each_sample_comes_once_an_epoch_whatever_becomes_of_the_world() -> None
     assert by_step[:5] != by_step[5:]
 
 
+def test_workers_of_a_loader_are_seeded_by_rank_and_step() -> None:
+    from fsdp_jobs.job.sampler import ElasticSampler
+
+    seeds = []
+    for rank in range(4):
+        sampler = ElasticSampler(range(60), 12)
+        sampler.rank, sampler.world = rank, 4
+        seeds += [sampler.after(step).generator.initial_seed() for step in (0, 7)]
+    assert len(set(seeds)) == 8
+    assert ElasticSampler(range(60), 12).after(7).generator.initial_seed() == seeds[1]
+
+
 def test_a_batch_that_is_too_small_for_the_world_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch.distributed as dist
 

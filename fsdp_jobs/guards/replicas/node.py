@@ -49,14 +49,14 @@ class Guard(guard.Guard):
 
     def beat(self) -> dict[str, Any]:
         """Pass on what ranks have written."""
-        for epoch, step, rank, sums in take_sums(self.node.folder):
-            self.take(epoch, step, rank, sums)
+        for term, step, rank, sums in take_sums(self.node.folder):
+            self.take(term, step, rank, sums)
         return {}
 
-    def take(self, epoch: int, step: int, rank: int, sums: dict[str, str]) -> None:
+    def take(self, term: int, step: int, rank: int, sums: dict[str, str]) -> None:
         """Keep the sums of a rank's shards; when those of all ranks here are known, tell the coordinator."""
         with self._lock:
-            if not sums or epoch != self._round.get("epoch"):
+            if not sums or term != self._round.get("term"):
                 return
             of_step = self._by_step.setdefault(step, {})
             of_step[rank] = sums

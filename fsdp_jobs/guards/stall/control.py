@@ -16,6 +16,7 @@ from fsdp_jobs.run.rank_state import Request
 from fsdp_jobs.run.table import listed
 
 _FLOOR_S = 60.0
+_SAVES_S = 1800.0  # that a save may take, of which nobody hears before it is done
 _STEPS = 20  # step times without a step that are a stall, unless the user sets a time
 _ANSWERS_S = 4.0  # for agents to send the state of their ranks
 
@@ -34,6 +35,7 @@ class Guard(guard.Guard):
         self._since = self._step_s = 0.0  # the second: measured, the slowest of the newest few
         self._asked_at: float | None = None  # when agents were asked for stacks
         self._answers: list[Message] = []
+        self._saving_since: float | None = None
         self._silent_s = 0.0  # for so long ranks that report no steps had done nothing
         return {}
 
@@ -48,6 +50,10 @@ class Guard(guard.Guard):
             return
         slowest = attempt.agents.slowest_step()
         if slowest is None or attempt.round.requested is not Request.NONE:
+            return
+        self._saving_since = (self._saving_since or now) if attempt.agents.are_saving() else None
+        if self._saving_since is not None and now - self._saving_since < _SAVES_S:
+            self._since = now  # the next step has not begun
             return
         silent_s = min((a.beat.get("silent", 0.0) for a in agents), default=0.0)
         if self._see(slowest, attempt.round.first_step, now) or silent_s:

@@ -9,6 +9,7 @@ neither ranks nor collectives wait. After both have proved that they know the jo
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import shutil
 import socket
@@ -26,8 +27,18 @@ from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import MEMORY_ENV
 from fsdp_jobs.run.protocol import PARTNER, Message, enter, line, welcome
-from fsdp_jobs.tiers.memory.slots import COPIES, Capture, Slot, adopt_folder, newest_in, remove_left, slots_in
+from fsdp_jobs.tiers.memory.slots import (
+    COPIES,
+    Capture,
+    Slot,
+    adopt_folder,
+    newest_in,
+    remove_left,
+    restore_folder,
+    slots_in,
+)
 
+_THREADS = min(8, max(1, len(os.sched_getaffinity(0)) // 8))  # that seal; the other cores are the ranks'
 _LOOK_S = 0.01  # between two looks for a new capture
 _LOOKS = 5  # after a change: the next one may have the same time stamp
 _CHUNK = 1 << 22  # bytes sent at once
@@ -47,9 +58,9 @@ class Tier(tier.Tier):
         """
         self.run, self.attempt, self.node = run, attempt, node
         self.folder, self._lock = adopt_folder(memory, run)
-        self._epoch = 0  # of this round
+        self._term = 0  # of this round
         self._partner: list[Any] | None = None
-        self._kept: dict[int, tuple[int, int]] = {}  # rank -> epoch and step of what is sealed and copied
+        self._kept: dict[int, tuple[int, int]] = {}  # rank -> term and step of what is sealed and copied
         self._token = run.token.read_text()
         self._connection: tuple[list[Any], socket.socket, IO[bytes]] | None = None
         self._over = False
@@ -76,7 +87,9 @@ class Tier(tier.Tier):
 
     def begin_round(self, round_: Message) -> None:
         """Take care of a round's captures from now on; its `partner` is the host and port that gets copies, or None."""
-        before, self._epoch, self._partner = self._connection, round_["epoch"], round_["partner"]
+        with suppress(OSError):  # then ranks tell that they cannot capture
+            self._lock = restore_folder(self.folder, self.run) or self._lock
+        before, self._term, self._partner = self._connection, round_["term"], round_["partner"]
         self._news.set()
         if before is not None and before[0] != self._partner:
             with suppress(OSError):
@@ -95,7 +108,7 @@ class Tier(tier.Tier):
                     continue
                 for slot in slots_in(self.folder):
                     capture = None if slot.copied.exists() else slot.capture()
-                    if capture is not None and capture.epoch == self._epoch:
+                    if capture is not None and capture.term == self._term:
                         looks = -1  # what is not copied is looked at again
                         self._take_care(slot, capture)
                 failures = 0
@@ -111,15 +124,15 @@ class Tier(tier.Tier):
 
     def _take_care(self, slot: Slot, capture: Capture) -> None:
         """Raises: OSError, ValueError or KeyError when it is not sealed and copied."""
-        if self._kept.get(capture.rank) != (capture.epoch, capture.step):
-            sums = json.loads(slot.sums.read_text()) if slot.sums.exists() else slot.seal(capture)
+        if self._kept.get(capture.rank) != (capture.term, capture.step):
+            sums = json.loads(slot.sums.read_text()) if slot.sums.exists() else slot.seal(capture, _THREADS)
             if sums is None:
                 return
             is_whole = self._copy(slot, capture, sums)
-            self._kept[capture.rank] = (capture.epoch, capture.step)
+            self._kept[capture.rank] = (capture.term, capture.step)
             same = {entry.name: sums[entry.name] for entry in capture.entries if entry.is_replicated}
             for guard in self._guards:
-                guard.take(capture.epoch, capture.step, capture.rank, same)
+                guard.take(capture.term, capture.step, capture.rank, same)
             if not is_whole:
                 slot.copied.touch()  # nothing is left here to wait for, which its rank sees
                 return
@@ -245,7 +258,7 @@ class _Receiver(socketserver.StreamRequestHandler):
                         raise ValueError("cut off")
                     at += count
         slot.publish(capture)
-        sums = slot.seal(capture)
+        sums = slot.seal(capture, _THREADS)
         if sums is None or not about["sums"].items() <= sums.items():
             slot.withdraw()
             raise ValueError("damaged on its way")

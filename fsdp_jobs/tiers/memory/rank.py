@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -11,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner
 
@@ -26,6 +28,7 @@ from fsdp_jobs.tiers.memory.slots import COPIES, Found, Slot, forget_before, los
 from fsdp_jobs.tiers.memory.snapshots import Captures
 from fsdp_jobs.tiers.memory.tensors import Place, mapped, metadata_of, part_of
 
+_PIECE = 1 << 24  # elements that are copied at once
 _TRIES = 3  # to load a step, of rounds that then died
 _TRIED = "tried"  # file of the steps that were
 _FETCHED = "fetched"  # folder of what came from other nodes for a restore
@@ -50,7 +53,7 @@ class Tier(Captures):
         return chosen[0].step if chosen else None
 
     def _choose(self, at_least: int, passed_over: Collection[int] = ()) -> list[Found]:
-        """Find the newest step that the nodes hold whole, and verify what they hold of it.
+        """Find the newest step that the nodes hold whole, and verify what is read of it, the ranks of a node together.
 
         Args:
             at_least: a step; one before it is not wanted.
@@ -60,16 +63,18 @@ class Tier(Captures):
             shutil.rmtree(self.folder / _FETCHED, ignore_errors=True)
         here, tried = ([*self._found()], self._tried()) if self.leads else ([], [])
         by_rank = self.ranks.gather((self.ranks.node, self.leads, here, tried))
-        self._leader = next(r for r, (node, leads, *_) in enumerate(by_rank) if leads and node == self.ranks.node)
+        mates = [rank for rank, (node, *_) in enumerate(by_rank) if node == self.ranks.node]
+        self._leader = next(rank for rank in mates if by_rank[rank][1])
         lost = {step for *_, steps in by_rank for step in steps if steps.count(step) >= _TRIES}
         lost |= {*passed_over, *self._useless}
         limit = known_here().limit
         left = {one for _, _, found, _ in by_rank for one in found if one.step not in lost and one.step <= limit}
         sound: set[Found] = set()
         while (chosen := newest_complete(left)) and chosen[0].step >= at_least:
-            mine = [one for one in chosen if one.holder == self.ranks.rank and one not in sound]
-            with ThreadPoolExecutor(4) as several:
-                faults = dict(zip(mine, several.map(partial(_faults, self.folder), mine), strict=True))
+            read = {name for names in self.ranks.gather(self._sources(chosen)) for name in names}
+            held = [one for one in chosen if one.holder == self._leader and one.name in read]
+            mine = [one for one in held if mates[one.rank % len(mates)] == self.ranks.rank and one not in sound]
+            faults = {one: _faults(self.folder, one, self.ranks.threads) for one in mine}
             for one, wrong in faults.items():
                 if wrong:
                     print(f"WARNING {one.name} of step {one.step} is damaged, and not used: {wrong[:3]}", flush=True)
@@ -150,36 +155,46 @@ class Tier(Captures):
         read = {place.name for place in places}
         came += fetch(wanted={f"{name}.{suffix}" for name in read for suffix in ("data", "sums")})
         fetched = [by_name[name] for name in read if where[name] != self.folder]
-        wrong = [fault for one in fetched for fault in _faults(self.folder / _FETCHED, one)]
+        wrong = [fault for one in fetched for fault in _faults(self.folder / _FETCHED, one, self.ranks.threads)]
         maps = {name: mapped(where[name] / f"{name}.data") for name in read}
         parts = [part_of(maps[name], entry, item) for item, (name, entry) in zip(items, places, strict=True)]
-        wrong += self._wrong_with(parts, places, state)
-        by_rank = self.ranks.gather((came, wrong[:3]))
-        if faults := [fault for _, of_rank in by_rank for fault in of_rank]:
-            if self.leads:
-                print(f"WARNING the capture of step {chosen[0].step} is not used: {faults[:3]}", flush=True)
-            return None
-        for item, part in zip(items, parts, strict=True):
-            planner.resolve_tensor(item).copy_(part)
+        with ThreadPoolExecutor(self.ranks.threads, initializer=self._use_device) as several:
+            wrong += self._wrong_with(parts, places, state, several)
+            by_rank = self.ranks.gather((came, wrong[:3]))
+            if faults := [fault for _, of_rank in by_rank for fault in of_rank]:
+                if self.leads:
+                    print(f"WARNING the capture of step {chosen[0].step} is not used: {faults[:3]}", flush=True)
+                return None
+            targets = [planner.resolve_tensor(item).detach() for item in items]
+            pieces = [pair for target, part in zip(targets, parts, strict=True) for pair in _pieces(target, part)]
+            deque(several.map(_copy, pieces), maxlen=0)  # raises what one of them has
+        if self._stream is not None:
+            torch.cuda.synchronize(self.state.device)
         self.state.take(state)
         stream = next((capture.stream for capture in whole.values() if capture.stream is not None), None)
         return sum(int(came) for came, _ in by_rank), stream
 
-    def _wrong_with(self, parts: list[Tensor], places: list[Place], state: dict[str, Tensor]) -> Iterable[str]:
+    def _wrong_with(
+        self, parts: list[Tensor], places: list[Place], state: dict[str, Tensor], several: ThreadPoolExecutor
+    ) -> Iterable[str]:
         """Yield why this rank cannot use the parts of tensors that it found."""
         if sum(part.numel() for part in parts) != sum(local(tensor).numel() for tensor in state.values()):
             yield "it does not hold all of this rank's state"
-        may_be_infinite = self.state.may_be_infinite
-        for (_, entry), part in zip(places, parts, strict=True):
-            if not is_finite(part, entry.name in may_be_infinite):
-                yield f"{entry.name} is not finite"
+        names, exempt = [entry.name for _, entry in places], self.state.may_be_infinite
+        may_be_infinite = [name in exempt for name in names]
+        for name, is_so in zip(names, several.map(is_finite, parts, may_be_infinite), strict=True):
+            if not is_so:
+                yield f"{name} is not finite"
 
     def forget(self, loaded: bool) -> None:
         self.step = self._chosen[0].step if loaded else -1
         if self.leads:
-            shutil.rmtree(self.folder / _FETCHED, ignore_errors=True)
-            (self.folder / _TRIED).unlink(missing_ok=True)
-            forget_before(self.folder, self.epoch, {one.name for one in self._chosen})
+            self._thread.submit(self._forget, {one.name for one in self._chosen})  # gigabytes, before others are taken
+
+    def _forget(self, but: Collection[str]) -> None:
+        shutil.rmtree(self.folder / _FETCHED, ignore_errors=True)
+        (self.folder / _TRIED).unlink(missing_ok=True)
+        forget_before(self.folder, self.term, but)
 
     def _sources(self, chosen: list[Found]) -> list[str]:
         """Name the captures that this rank's state is in, the better ones first."""
@@ -200,16 +215,29 @@ class Tier(Captures):
 
 
 def _slot(folder: Path, one: Found) -> Slot:
-    return Slot(folder / COPIES if one.is_copy else folder, one.epoch, one.rank, one.slot)
+    return Slot(folder / COPIES if one.is_copy else folder, one.term, one.rank, one.slot)
 
 
-def _faults(folder: Path, one: Found) -> list[str]:
+def _pieces(target: Tensor, part: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+    """Yield what is to be copied into what, in pieces of which several threads have some each."""
+    if not (target.is_contiguous() and part.is_contiguous()):
+        return [(target, part)]
+    return zip(target.view(-1).split(_PIECE), part.view(-1).split(_PIECE), strict=True)
+
+
+def _copy(pair: tuple[Tensor, Tensor]) -> None:
+    """Copy a piece, to a GPU from pinned memory: from other memory a copy has an eighth of the link's speed."""
+    target, part = pair
+    target.copy_(part.pin_memory() if target.is_cuda else part, non_blocking=True)
+
+
+def _faults(folder: Path, one: Found, threads: int) -> list[str]:
     """List what is wrong with a capture that was found, another one in its place included."""
     slot = _slot(folder, one)
     capture = slot.capture()
     if capture is None or Found.of(capture, one.is_copy, one.holder) != one:
         return ["it is not what was found"]
-    return slot.verify()
+    return slot.verify(threads)
 
 
 def _is_shard(at: int, one: Found) -> bool:

@@ -3,10 +3,10 @@
 An agent keeps a folder in a file system in memory. Each of its ranks captures its shards into one of two slots there,
 always over the older capture:
 
-    <epoch>-<rank>-<slot>.data      tensors, one after the other
-    <epoch>-<rank>-<slot>.json      what they are, a `Capture`; written last by the rank, so its data is whole
-    <epoch>-<rank>-<slot>.sums      their checksums, written by the agent: the capture is sealed
-    <epoch>-<rank>-<slot>.copied    another node has what no replica of this rank holds
+    <term>-<rank>-<slot>.data      tensors, one after the other
+    <term>-<rank>-<slot>.json      what they are, a `Capture`; written last by the rank, so its data is whole
+    <term>-<rank>-<slot>.sums      their checksums, written by the agent: the capture is sealed
+    <term>-<rank>-<slot>.copied    another node has what no replica of this rank holds
 
 `copies/` has, in the same form, what the agents of other nodes have sent.
 """
@@ -21,6 +21,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,14 +29,14 @@ from typing import IO, Any, NamedTuple
 
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.run import folders
-from fsdp_jobs.run.checksum import checksum
+from fsdp_jobs.run.checksum import checksum, checksum_of_part
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.table import listed
 from fsdp_jobs.run.verdict import Verdict
 
 COPIES = "copies"
 _RUN = "run"  # file with the path of the run directory
-_NAME = re.compile(r"(\d+)-(\d+)-(\d+)")  # epoch, rank, slot
+_NAME = re.compile(r"(\d+)-(\d+)-(\d+)")  # term, rank, slot
 _ALIGNED = 64  # bytes that every tensor begins at a multiple of
 _STALE_S = 3600.0  # after which a folder that no agent holds is another run's leftover
 
@@ -58,7 +59,7 @@ class Entry(NamedTuple):
 class Capture:
     """What one rank has captured."""
 
-    epoch: int  # the number of the round over all attempts of the run
+    term: int  # the number of the round over all attempts of the run
     rank: int
     slot: int
     step: int  # optimizer steps done
@@ -105,15 +106,15 @@ class Capture:
 class Slot:
     """The files of one capture."""
 
-    def __init__(self, folder: Path, epoch: int, rank: int, slot: int):
-        stem = f"{epoch:d}-{rank:d}-{slot:d}"
+    def __init__(self, folder: Path, term: int, rank: int, slot: int):
+        stem = f"{term:d}-{rank:d}-{slot:d}"
         self.data, self.about, self.sums, self.copied = (
             folder / f"{stem}.{suffix}" for suffix in ("data", "json", "sums", "copied")
         )
 
     @classmethod
     def of(cls, folder: Path, capture: Capture) -> Slot:
-        return cls(folder, capture.epoch, capture.rank, capture.slot)
+        return cls(folder, capture.term, capture.rank, capture.slot)
 
     def withdraw(self) -> None:
         """Take back what was captured here, before its data is written over."""
@@ -145,16 +146,16 @@ class Slot:
         capture = Capture.from_json(text)
         return capture if Slot.of(self.about.parent, capture).about == self.about else None
 
-    def seal(self, capture: Capture) -> dict[str, str] | None:
+    def seal(self, capture: Capture, threads: int = 1) -> dict[str, str] | None:
         """Write and return the checksums of what was captured here; None if it was withdrawn meanwhile."""
         with suppress(FileNotFoundError):
-            sums = self._checksums(capture)
+            sums = self._checksums(capture, threads)
             if self.about.read_text() == capture.described():
                 _write(self.sums, json.dumps(sums))
                 return sums
         return None
 
-    def verify(self) -> list[str]:
+    def verify(self, threads: int = 1) -> list[str]:
         """Name the tensors whose bytes are not those that were sealed, or what else is wrong; empty when whole.
 
         What was not sealed when its agent died is sealed now.
@@ -164,18 +165,20 @@ class Slot:
             if capture is None:
                 return ["it was never whole"]
             if not self.sums.exists():
-                self.seal(capture)
-            expected, sums = json.loads(self.sums.read_text()), self._checksums(capture)
+                self.seal(capture, threads)
+            expected, sums = json.loads(self.sums.read_text()), self._checksums(capture, threads)
             return [name for name in expected.keys() | sums.keys() if expected.get(name) != sums.get(name)]
         except (OSError, ValueError, TypeError, AttributeError) as e:
             return [f"{type(e).__name__}: {e}"]
 
-    def _checksums(self, capture: Capture) -> dict[str, str]:
+    def _checksums(self, capture: Capture, threads: int) -> dict[str, str]:
         """Return the sum of each tensor, and of the description of all."""
-        with self.data.open("rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            view = memoryview(data)
-            sums = {e.name: checksum(view[e.begin : e.begin + e.bytes]) for e in capture.entries}
-            view.release()
+        with self.data.open("rb") as data, ThreadPoolExecutor(threads) as several:
+
+            def sum_of(entry: Entry) -> str:
+                return checksum_of_part(data.fileno(), entry.begin, entry.bytes)
+
+            sums = dict(zip((e.name for e in capture.entries), several.map(sum_of, capture.entries), strict=True))
         return {**sums, "": checksum(capture.to_json().encode())}
 
 
@@ -195,16 +198,16 @@ def slots_in(folder: Path) -> Iterator[Slot]:
 def newest_in(folder: Path) -> tuple[int, int]:
     """Return round and step of the newest capture in a folder, (-1, -1) for none."""
     captures = (slot.capture() for slot in slots_in(folder))
-    return max(((c.epoch, c.step) for c in captures if c is not None), default=(-1, -1))
+    return max(((c.term, c.step) for c in captures if c is not None), default=(-1, -1))
 
 
-def forget_before(folder: Path, epoch: int, but: Collection[str] = ()) -> None:
+def forget_before(folder: Path, term: int, but: Collection[str] = ()) -> None:
     """Remove captures of older rounds, copies of other nodes' among them, but for those named `but`."""
     for where in (folder, folder / COPIES):
-        for file in where.iterdir():
+        for file in where.glob("*"):  # nothing, where somebody has removed the folder
             name = _NAME.match(file.name)
             is_kept = f"{f'{COPIES}/' if where != folder else ''}{file.name.partition('.')[0]}" in but
-            if name and int(name[1]) < epoch and not is_kept:
+            if name and int(name[1]) < term and not is_kept:
                 file.unlink(missing_ok=True)
 
 
@@ -225,9 +228,24 @@ def adopt_folder(memory: Path, run: RunDir) -> tuple[Path, IO[str]]:
     else:
         remove_left(memory, run)
         folder, lock = folders.make(memory, _name(run))
-        (folder / COPIES).mkdir(mode=0o700)
-        (folder / _RUN).write_text(str(run.path))
+        _furnish(folder, run)
     return folder, lock
+
+
+def restore_folder(folder: Path, run: RunDir) -> IO[str] | None:
+    """Make a node's folder again if somebody has removed it, as what empties /dev/shm does. Returns its new lock.
+
+    Raises:
+        OSError: nothing can be made there.
+    """
+    lock = folders.make_at(folder) if not folder.exists() else None
+    _furnish(folder, run)
+    return lock
+
+
+def _furnish(folder: Path, run: RunDir) -> None:
+    (folder / COPIES).mkdir(mode=0o700, exist_ok=True)
+    (folder / _RUN).write_text(str(run.path))
 
 
 def remove_left(memory: Path, run: RunDir) -> None:
@@ -258,7 +276,7 @@ def _is_left(folder: Path) -> bool:
 class Found(NamedTuple):
     """A capture that a node holds."""
 
-    epoch: int
+    term: int
     rank: int  # that captured it
     slot: int
     step: int
@@ -273,12 +291,12 @@ class Found(NamedTuple):
     def of(cls, capture: Capture, is_copy: bool, holder: int) -> Found:
         c = capture
         sharding = (c.world_size, c.shard_group, c.is_whole)
-        return cls(c.epoch, c.rank, c.slot, c.step, *sharding, is_copy, holder, c.samples)
+        return cls(c.term, c.rank, c.slot, c.step, *sharding, is_copy, holder, c.samples)
 
     @property
     def name(self) -> str:
         """Return where its files are in the node's folder, without their suffixes."""
-        return f"{COPIES}/" * self.is_copy + f"{self.epoch}-{self.rank}-{self.slot}"
+        return f"{COPIES}/" * self.is_copy + f"{self.term}-{self.rank}-{self.slot}"
 
 
 def newest_complete(found: Iterable[Found]) -> list[Found]:
@@ -288,7 +306,7 @@ def newest_complete(found: Iterable[Found]) -> list[Found]:
     """
     by_step: dict[tuple[int, int], list[Found]] = {}
     for one in found:
-        by_step.setdefault((one.epoch, one.step), []).append(one)
+        by_step.setdefault((one.term, one.step), []).append(one)
     for _, candidates in sorted(by_step.items(), reverse=True):
         whole = {one.rank % one.shard_group for one in candidates if one.is_whole}
         if len(whole) == candidates[0].shard_group:
@@ -304,11 +322,11 @@ def lost_shards(found: Collection[Found], after: int, safe: int) -> tuple[int, s
             else is known.
     """
     instead = "an older checkpoint is read" if after > 0 else "there is no older checkpoint"
-    newest = max((one for one in found if one.step > after), key=lambda one: (one.epoch, one.step), default=None)
+    newest = max((one for one in found if one.step > after), key=lambda one: (one.term, one.step), default=None)
     if newest is None:
         lost = f"step {safe} was in the nodes' memory, and no node has any of it any more: {instead}"
         return (safe, lost) if safe > after else None
-    same = [one for one in found if (one.epoch, one.step) == (newest.epoch, newest.step) and one.is_whole]
+    same = [one for one in found if (one.term, one.step) == (newest.term, newest.step) and one.is_whole]
     missing = sorted({*range(newest.shard_group)} - {one.rank % newest.shard_group for one in same})
     shards = listed([*map(str, missing)], most=8)
     what = f"no node has its shards {shards} of {newest.shard_group} whole in memory any more"

@@ -23,11 +23,12 @@ from torch import Tensor
 
 from fsdp_jobs.checkpoints.checkpointer import Checkpointer
 from fsdp_jobs.checkpoints.state import RANDOM
-from fsdp_jobs.checkpoints.tensors import is_as_planned, local
+from fsdp_jobs.checkpoints.tensors import CHANGED, Unchanged, is_as_planned, local
 from fsdp_jobs.checkpoints.tiers import Snapshots
 from fsdp_jobs.config.keys import AUTO
 from fsdp_jobs.run.agreement import known_here
-from fsdp_jobs.run.env import EPOCH_ENV, MEMORY_ENV
+from fsdp_jobs.run.env import MEMORY_ENV, TERM_ENV
+from fsdp_jobs.run.table import listed
 from fsdp_jobs.tiers.memory.slots import Capture, Entry, Slot, forget_before
 from fsdp_jobs.tiers.memory.tensors import address_of, entry_of, view
 
@@ -47,14 +48,14 @@ class Captures(Snapshots):
         self.layout, self.state, self.tell = checkpoints.layout, checkpoints.state, checkpoints.tell_failed
         self.every_steps = checkpoints.config.memory.every_steps
         self.log_every_steps = checkpoints.job.log_every_steps
-        self.epoch = int(os.environ[EPOCH_ENV])
+        self.term = int(os.environ[TERM_ENV])
         self.leads = os.environ["LOCAL_RANK"] == "0"
         is_one_node = self.ranks.world == int(os.environ["LOCAL_WORLD_SIZE"])
         self._has_replica = self.layout.replicas > 1 and not is_one_node  # on another node
         self._group = dist.new_group(backend="gloo")  # votes must not meet the collectives of saves
         self._ballot = torch.zeros(2, dtype=torch.int32)  # a vote, and whether a newest capture was withdrawn
         self._voting: dist.Work | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="capture")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="capture", initializer=self._use_device)
         self._copying: Future[None] | None = None
         self._stream = torch.cuda.Stream(self.state.device) if self.state.device.type == "cuda" else None
         self._maps: dict[int, mmap] = {}  # slot -> its data
@@ -63,6 +64,7 @@ class Captures(Snapshots):
         self._number = 1  # of the slot of the newest
         self.step = -1  # the newest that is known to be with all nodes
         self._captured_step = -1
+        self._copies_first = False  # something changes the state while steps do not wait for its copy
         self.done = 0  # steps
         self._since, self._cost_s = time.monotonic(), 0.0  # after the newest capture, and of it
         self._taken_s = 0.0  # of that cost
@@ -72,6 +74,11 @@ class Captures(Snapshots):
         """Return this rank's, if its agent keeps a folder for them."""
         folder = os.environ.get(MEMORY_ENV)
         return cls(checkpoints, Path(folder)) if folder else None
+
+    def _use_device(self) -> None:
+        """Make this rank's GPU the one of a new thread, whose own would be the first."""
+        if self._stream is not None:
+            torch.cuda.set_device(self.state.device)
 
     def before_update(self) -> None:
         """Wait until what is being captured has been read, and vote."""
@@ -113,26 +120,31 @@ class Captures(Snapshots):
             return
         begin = time.perf_counter()
         if self._captures == 1 and self.leads:
-            forget_before(self.folder, self.epoch)  # every node has the first capture of this round
+            forget_before(self.folder, self.term)  # every node has the first capture of this round
         if not is_lost:  # else its slots are free, on all ranks
             self._number = 1 - self._number
             self.step = self._captured_step
         tensors, objects = self.state.to_capture()  # may have the optimizer call `before_update`
         slot = self._newest = self._slot(self._number)
-        size = sum(local(tensor).nbytes for tensor in tensors.values())
+        with torch.no_grad():  # else each `to_local` is recorded, which takes 20 times as long
+            size = sum(local(tensor).nbytes for tensor in tensors.values())
         if size > _AT_ONCE and step != known_here().replayed and not self._has_room(size):
             self._thread.submit(self._make_room, slot, step, size)
             return
         self._captured_step = step
-        mine = self.epoch, self.ranks.rank, self._number
+        mine = self.term, self.ranks.rank, self._number
         about = partial(Capture, *mine, step, samples, self.ranks.world, stream=copy.deepcopy(stream))
         updated = torch.cuda.current_stream().record_event() if self._stream is not None else None
-        self._copying = self._thread.submit(self._copy, slot, about, tensors, copy.deepcopy(objects), updated, record)
+        unchanged = Unchanged(tensors)
+        args = (about, tensors, copy.deepcopy(objects), updated, unchanged, record)
+        self._copying = self._thread.submit(self._copy, slot, *args)
         self._captures += 1
         self._since, self._cost_s, self._taken_s = time.monotonic(), time.perf_counter() - begin, 0.0
+        if self._copies_first:
+            self.settle()
 
     def _slot(self, number: int) -> Slot:
-        return Slot(self.folder, self.epoch, self.ranks.rank, number)
+        return Slot(self.folder, self.term, self.ranks.rank, number)
 
     def _has_room(self, size: int) -> bool:
         return len(self._maps) == 2 and min(map(len, self._maps.values())) >= size
@@ -159,6 +171,7 @@ class Captures(Snapshots):
         tensors: dict[str, Tensor],
         objects: dict[str, Any],
         updated: torch.cuda.Event | None,
+        unchanged: Unchanged,
         record: Callable[[], None],
     ) -> None:
         """Fill the slot and say that it is whole; in a thread. On a GPU the copy follows the event `updated`.
@@ -166,8 +179,6 @@ class Captures(Snapshots):
         When it does not fit, no further step of this round is captured, and training continues.
         """
         slot.withdraw()
-        if self._stream is not None:
-            torch.cuda.set_device(self.state.device)  # of this thread
         parts = tensors | self.state.packed(objects)
         is_plans = all(is_as_planned(tensor, self.layout) for tensor in tensors.values())
         has_replica = self._has_replica and is_plans
@@ -181,6 +192,11 @@ class Captures(Snapshots):
             self._fill(self._map(slot, capture.slot, capture.size), capture, list(parts.values()), updated)
         except OSError as e:
             self._give_up(capture.step, capture.size, e)
+            return
+        if changed := unchanged.changed():
+            self._copies_first = True
+            slot.copied.touch()  # without a description: all ranks take it for one that was withdrawn
+            self.tell(capture.step, f"no capture of step {capture.step}: {CHANGED.format(listed(changed, 3))}")
             return
         record()
         try:
