@@ -62,9 +62,9 @@ exec "$@"
 @cache
 def why_not() -> str:
     """What is missing for pods as processes; empty when nothing is."""
-    missing = [tool for tool in ("unshare", "nsenter", "ip") if shutil.which(tool) is None]
+    missing = [tool for tool in ("unshare", "nsenter", "ip", "iptables") if shutil.which(tool) is None]
     if missing:
-        return f"not installed: {', '.join(missing)} (packages util-linux, iproute2)"
+        return f"not installed: {', '.join(missing)} (packages util-linux, iproute2, iptables)"
     return "" if os.geteuid() == 0 else "needs root, to give pods their own mounts"
 
 
@@ -191,6 +191,22 @@ class SimulatedCluster:
             for pod in self.pods():
                 if pod["spec"].get("nodeName") == name and pod["metadata"].pop("deletionTimestamp", None) is not None:
                     self.api.delete(pod)
+
+    def enforce(self, *policies: Object) -> None:
+        """Drop packets to pods, as a network plugin does by these policies, and by no others from now on.
+
+        All pods have the labels of the job's name and one network here: either all reach each other, or none.
+        """
+        labels = {"app.kubernetes.io/name": "fsdp-jobs"}.items()
+        chosen = [p["spec"] for p in policies if labels >= p["spec"]["podSelector"].get("matchLabels", {}).items()]
+        sources = [source for spec in chosen for rule in spec.get("ingress", []) for source in rule["from"]]
+        reach = any(labels >= source["podSelector"]["matchLabels"].items() for source in sources)
+        assert self._network is not None
+        enter = ["nsenter", "-t", str(self._network.pid), "--net", "iptables", "--wait"]
+        subprocess.run([*enter, "-F", "INPUT"], check=True)
+        if chosen and not reach:
+            pods = ["-m", "iprange", "--dst-range", "127.0.0.2-127.255.255.254"]
+            subprocess.run([*enter, "-A", "INPUT", *pods, "-j", "DROP"], check=True)
 
     def finished(self, job: Object) -> str:
         held = [c["type"] for c in job["status"].get("conditions", []) if c["type"] in ("Complete", "Failed")]

@@ -6,11 +6,12 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.verdict import Verdict
 from tests import programs
-from tests.jobs import Watched, cli
+from tests.jobs import ROOT, Watched, cli
 from tests.launchers.kubernetes.simulated_cluster import Machine, SimulatedCluster, why_not
 from tests.launchers.kubernetes.submitted import Submitted
 from tests.world import TINY
@@ -197,6 +198,28 @@ def test_two_users_of_a_name_on_a_simulated_cluster_and_nodes_that_find_no_machi
     waiting = [p for p in cluster.pods("trainer") if p["status"]["phase"] == "Pending"]
     assert not waiting, "they ask for machines for ever"
     assert "stopped" in cli(tmp_path / "ada", "status", "same").stdout
+
+
+def test_a_policy_drops_packets_until_the_shipped_one_lets_the_pods_of_a_simulated_cluster_talk(
+    cluster: SimulatedCluster, tmp_path: Path
+) -> None:
+    deny = {"spec": {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}}
+    cluster.enforce(deny)
+    done = cli(tmp_path, "name=cut", *JOB, "nodes=2", "steps=100000", "attach=false")
+    assert done.returncode == 0, done.stdout + done.stderr
+    job = Submitted(tmp_path, "cut")
+    job.until_true(lambda: bool(job.events("waiting")), "the reason")
+    shown = cli(tmp_path, "status", "cut").stdout
+    assert "no connection to the coordinator at cut-" in shown and "timed out" in shown, shown
+    assert "deploy/kubernetes/network-policy.yaml" in shown, shown
+    assert not job.rounds()
+
+    cluster.enforce(deny, yaml.safe_load((ROOT / "deploy/kubernetes/network-policy.yaml").read_text()))
+    job.until_advanced(1)
+    shown = cli(tmp_path, "status", "cut").stdout
+    assert "no connection" not in shown and "running" in shown, shown
+    stopped = cli(tmp_path, "cancel", "cut")
+    assert stopped.returncode == 0 and "cut stopped: cancelled" in stopped.stdout, stopped.stdout + stopped.stderr
 
 
 @pytest.mark.seen
