@@ -3,11 +3,11 @@
     python benchmarks/gpu.py [PART ...] [--json FILE] [--dry-run] [--limit SECONDS]
     python benchmarks/gpu.py --pack 3.12      # before: wheels for a machine without a network, into benchmarks/wheels/
 
-Parts: `works`, `faults`, `memory`, `rates`, `recovery`, `speed`, `saving`; all of them when none is named. Most cases
-are real jobs (`python -m fsdp_jobs`) on one GPU of this machine. Without a GPU those that a CPU can run do so on the
-CPU. What is skipped is named, with the reason: no GPU, a package that is not installed, or no time left of `--limit`
-(600 s with a GPU). `--dry-run` shows every case, what is expected of it and how long it takes, and starts nothing.
-Exit code 1: something was out of its range.
+Parts: `works`, `faults`, `memory`, `rates`, `recovery`, `speed`, `saving`, all of them when none is named; and `size`,
+with 15 GB of state, in a call of its own. Most cases are real jobs (`python -m fsdp_jobs`) on one GPU of this machine.
+Without a GPU those that a CPU can run do so on the CPU. What is skipped is named, with the reason: no GPU, a package
+that is not installed, or no time left of `--limit` (600 s with a GPU). `--dry-run` shows every case, what is expected
+of it and how long it takes, and starts nothing. Exit code 1: something was out of its range.
 
 Expected are: the verdict `done` and finite losses; memory within 10% and speed within 15% of the plan; at least 0.98
 of the tokens/s of a hand-written loop, of Accelerate and of torchtitan; saves that wait at most 5% of their time and
@@ -43,12 +43,13 @@ from dataclasses import asdict
 
 import psutil
 
-from benchmarks.gpu_parts import faults, memory, rates, recovery, saving, speed, works
+from benchmarks.gpu_parts import faults, memory, rates, recovery, saving, size, speed, works
 from benchmarks.gpu_parts.bench import GIB, HARDWARE, Bench, Case, Row, version_of
 from fsdp_jobs.config.errors import BadInput
 
 LIMIT_S = 600.0  # of a run on a GPU
-CASES = tuple(case for part in (works, faults, memory, rates, recovery, speed, saving) for case in part.CASES)
+CASES = tuple(case for part in (works, faults, memory, rates, recovery, speed, saving, size) for case in part.CASES)
+BY_NAME = ("size",)  # parts that run when they are named
 TOGETHER = ("works",)  # parts whose cases run at the same time: nothing is timed
 
 
@@ -144,7 +145,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     bench = machine()
     print(time.strftime("%Y-%m-%d"), *(f"{k} {v}" for k, v in bench.facts.items()), sep=", ", flush=True)
-    chosen = [case for case in CASES if case.part in (args.parts or parts)]
+    usual = [part for part in parts if part not in BY_NAME]
+    chosen = [case for case in CASES if case.part in (args.parts or usual)]
     if args.dry_run:
         for case in chosen:
             why = bench.lacks(case)

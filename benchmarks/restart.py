@@ -17,7 +17,9 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Protocol
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -33,8 +35,18 @@ PLACES = {
 LINK = 4e9  # bytes/s
 
 
-def restart(job: Job, number: int) -> tuple[float, float]:
-    """Kill the rank once it can go on. Returns the seconds of loading, and from the round's start to its end."""
+class Restartable(Protocol):
+    """A job that is watched from outside."""
+
+    def until(self, true: Callable[[], Any], what: str) -> None: ...
+
+    def events(self, name: str) -> list[dict[str, Any]]: ...
+
+    def metrics(self) -> list[dict[str, Any]]: ...
+
+
+def restart(job: Restartable, number: int, kill: Callable[[], None]) -> tuple[float, float]:
+    """Kill its rank once it can go on. Returns the seconds of loading, and from the round's start to its end."""
     job.until(lambda: len(job.events("round_started")) > number, "a round")
     begun = job.events("round_started")[-1]["time"]
 
@@ -45,7 +57,7 @@ def restart(job: Job, number: int) -> tuple[float, float]:
         return len(saves) >= 2 or (bool(captures) and captures[-1] >= captures[0] + 3)
 
     job.until(is_kept, "a state that is kept")
-    job.ranks(0)[0].kill()
+    kill()
     job.until(lambda: len(job.events("resumed")) > number, "a restart")
     resumed, started = job.events("resumed")[-1], job.events("round_started")[-1]
     return resumed["seconds"], resumed["time"] - started["time"]
@@ -79,7 +91,7 @@ def main() -> None:
             ) as job,
         ):
             for number in range(args.kills):
-                loading, total = restart(job, number)
+                loading, total = restart(job, number, lambda: job.ranks(0)[0].kill())
                 totals.append(total)
                 size = 12 * _parameters(job)
                 row = f"{size / 1e9:>5.2f} {total - loading:>23.2f} {loading:>8.2f} {total:>7.2f}"

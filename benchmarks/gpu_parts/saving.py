@@ -7,7 +7,7 @@ import math
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import psutil
 
@@ -18,13 +18,20 @@ def saving(bench: Bench) -> Iterator[Row]:
     """Asynchronous saves of the largest model that fits, bf16 states, against `dcp.async_save`: save.py of one rank."""
     disk, host = shutil.disk_usage(bench.folder).free, psutil.virtual_memory().available
     name = fitting(disk, host) if bench.gpus else "small"
+    sizes = [*SIZES[name], "fsdp.master_dtype=bf16"] if bench.gpus else ["model.dim=256"]
+    found, why = measure(bench, sizes, "--only-asynchronous", "--saves", "1" if name == "8b" else "3")
+    yield from saving_rows(name, found, why, bench.gpus > 0)
+
+
+def measure(
+    bench: Bench, sizes: Sequence[str], *options: str, seconds: float = 300
+) -> tuple[dict[str, float] | None, str]:
+    """Run save.py of one rank; return what it measured, or None and why."""
     one = ["nodes=1", "nproc_per_node=1", "fsdp=full_shard", "fsdp.shard_group=auto", f"hardware={bench.hardware}"]
-    sizes = [*SIZES[name], "fsdp.master_dtype=bf16", "data.seq_len=128"] if bench.gpus else ["model.dim=256"]
-    command = [sys.executable, str(ROOT / "benchmarks" / "save.py"), "--ranks", "1", "--only-asynchronous", "--json"]
-    command += ["--saves", "1" if name == "8b" else "3", "--folder", str(bench.folder), *one, *sizes]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    found = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
-    yield from saving_rows(name, found, done.stderr.strip()[-200:], bench.gpus > 0)
+    command = [sys.executable, str(ROOT / "benchmarks" / "save.py"), "--ranks", "1", "--json"]
+    command += ["--folder", str(bench.folder), *options, *one, *sizes, "data.seq_len=128"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None, done.stderr.strip()[-200:]
 
 
 def fitting(disk: float, host: float) -> str:
