@@ -75,6 +75,7 @@ def worker(folder: Path, saves: int, blocking: bool, overrides: list[str]) -> No
     run = RunDir(folder / "run")
     samples, layout, rank = open_samples(config.data, config.seed), make_plan(config).layout, dist.get_rank()
     learner = Learner(config, layout, build_mesh(layout, device.type), device)
+    learner.initialize()
     checkpoints = Checkpointer(run, config, layout, learner.model, learner.optimizer, {}, device, 0, "bench")
     checkpoints.restore()
 

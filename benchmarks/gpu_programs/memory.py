@@ -50,6 +50,7 @@ def measure(overrides: list[str], device: torch.device) -> dict[str, Any]:
     retries = _retries() if on_gpu else 0
     left_over = torch.cuda.memory_allocated() if on_gpu else 0
     learner = Learner(config, plan.layout, build_mesh(plan.layout, device.type), device)
+    learner.initialize()
     for _ in range(STEPS):
         tokens = torch.randint(config.data.vocab_size, (config.data.micro_batch, config.data.seq_len + 1))
         total = learner.backward([(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +70,12 @@ def layer_classes(model: Any) -> list[str]:
     return sorted(model._no_split_modules or [])
 
 
-def initial_pieces(config: HfConfig, device: torch.device, seed: int) -> Iterator[dict[str, Tensor]]:
-    """Yield the initial values of parameters and buffers, a layer or less at a time, as transformers does.
+def initial_pieces(
+    config: HfConfig, device: torch.device, seed: int, names: Collection[str]
+) -> Iterator[dict[str, Tensor]]:
+    """Yield the initial values of what holds parameters and buffers of these names, a layer or less at a time.
 
-    The random numbers of a piece depend on the seed and the piece's name alone.
+    They are those of transformers. The random numbers of a piece depend on the seed and the piece's name alone.
     """
     with torch.device("meta"):
         model: Any = build_hf(config)
@@ -86,16 +88,16 @@ def initial_pieces(config: HfConfig, device: torch.device, seed: int) -> Iterato
         if module in inside:
             continue
         whole = type(module).__name__ in classes
-        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        if not whole and not own:
-            continue
         if whole:
             inside.update(module.modules())
+        prefix = f"{name}." if name else ""
+        own = [*module.named_parameters(recurse=whole), *module.named_buffers(recurse=whole)]
+        if not any(f"{prefix}{n}" in names for n, _ in own):
+            continue
         module.to_empty(device=device, recurse=whole)
         with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(seed_of(seed, name))
             module.apply(owner._init_weights) if whole else owner._init_weights(module)
-        prefix = f"{name}." if name else ""
         tensors = [*module.named_parameters(recurse=whole), *module.named_buffers(recurse=whole)]
         yield {f"{prefix}{n}": t.detach() for n, t in tensors}
         module.to_empty(device="meta", recurse=whole)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from fsdp_jobs.config.resolve import output_dtype, param_dtype
-from fsdp_jobs.config.schema import FsdpConfig, HfConfig, JobConfig, ModelConfig
+from fsdp_jobs.config.schema import FsdpConfig, HfConfig, JobConfig
 from fsdp_jobs.config.torch_version import replicates_with_mesh
 from fsdp_jobs.hub.huggingface import initial_pieces
 from fsdp_jobs.models.build import build_model, find_blocks, head_modules_of
@@ -70,7 +70,7 @@ def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
 def sharded_model(config: JobConfig, layout: Layout, mesh: DeviceMesh, device: torch.device) -> nn.Module:
     """Build the model of a configuration, sharded as the layout says.
 
-    Its weights depend on the seed alone: not on the world size, the strategy or the grouping.
+    With `fsdp.meta_init` what a checkpoint holds is still empty: a checkpoint gives it values, or `fill_weights`.
 
     Raises:
         ValueError: a wrap class that matches no module of the model.
@@ -89,7 +89,8 @@ def sharded_model(config: JobConfig, layout: Layout, mesh: DeviceMesh, device: t
         for module in model.modules():  # FSDP offloads parameters alone
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = torch.empty_like(buffer, device=device)
-        fill_weights(model, config.model, device, config.seed)
+        kept = {plain_name(name) for name in model.state_dict()}
+        _fill(model, config, device, {plain_name(name) for name, _ in model.named_buffers()} - kept)
     left_out = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
     if left_out:
         raise RuntimeError(f"not sharded: {', '.join(left_out[:5])}")
@@ -171,38 +172,54 @@ def _keep_expensive_ops() -> object:
     return create_selective_checkpoint_contexts(policy)
 
 
-def fill_weights(model: nn.Module, model_config: ModelConfig, device: torch.device, seed: int) -> None:
-    """Give the emptied shards their initial values.
+def fill_weights(model: nn.Module, config: JobConfig, device: torch.device) -> None:
+    """Give a model that was built empty its initial weights. All ranks call it; no random state changes.
+
+    They depend on the seed alone: not on the world size, the strategy or the grouping. The parameters of a pretrained
+    model stay empty, since hub/pretrained.py reads them.
+    """
+    if not config.fsdp.meta_init:
+        return
+    names = {plain_name(name) for name in model.state_dict()}
+    if isinstance(config.model, HfConfig) and config.model.pretrained:
+        names -= {plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    _fill(model, config, device, names)
+
+
+def _fill(model: nn.Module, config: JobConfig, device: torch.device, names: set[str]) -> None:
+    """Give parameters and buffers of these names, which to_empty() emptied, their initial values.
 
     A model with `init_parameter` fills one whole parameter at a time on every rank and keeps its
     shard: no traffic, and never more than one parameter in memory. A model of transformers is filled
-    a layer at a time; of a pretrained one only the buffers, since hub/pretrained.py reads its weights.
-    Any other is built by rank 0 on its CPU and sent out tensor by tensor; buffers too, since to_empty() lost them.
+    a layer at a time. Any other is built by rank 0 on its CPU and sent out tensor by tensor.
     """
-    if isinstance(model_config, HfConfig):
+    if not names:
+        return
+    if isinstance(config.model, HfConfig):
         weights = {plain_name(n): t for n, t in [*model.named_parameters(), *model.named_buffers()]}  # tied ones once
-        for piece in initial_pieces(model_config, device, seed):
-            for name in piece.keys() & weights.keys():
-                if not (model_config.pretrained and isinstance(weights[name], DTensor)):
-                    copy_local_part(weights[name], piece[name])
+        for piece in initial_pieces(config.model, device, config.seed, names):
+            for name in piece.keys() & weights.keys() & names:
+                copy_local_part(weights[name], piece[name])
         return
     if (init_parameter := getattr(model, "init_parameter", None)) is not None:
-        for name, parameter in model.named_parameters():
-            name = plain_name(name)
+        for name, parameter in ((plain_name(n), p) for n, p in model.named_parameters()):
+            if name not in names:
+                continue
             whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
             with torch.no_grad():
-                init_parameter(name, whole, torch.Generator(device).manual_seed(seed_of(seed, name)))
+                init_parameter(name, whole, torch.Generator(device).manual_seed(seed_of(config.seed, name)))
             copy_local_part(parameter, whole)
         return
     state, buffers = {}, {}
     if dist.get_rank() == 0:
-        torch.manual_seed(seed)
-        with torch.device("cpu"):
-            whole_model = build_model(model_config)
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device("cpu"):
+            torch.manual_seed(config.seed)
+            whole_model = build_model(config.model)
         state, buffers = whole_model.state_dict(), dict(whole_model.named_buffers())
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, state, options=options)
-    for name, buffer in model.named_buffers():  # those that a state_dict leaves out too
+    if names & {plain_name(name) for name, _ in model.named_parameters()}:
+        set_model_state_dict(model, state, options=options)
+    for name, buffer in model.named_buffers():
         if buffers:
             buffer.copy_(buffers[plain_name(name)])
         dist.broadcast(buffer, src=0)

@@ -17,7 +17,7 @@ from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.guards.probe.rank import Probe
 from fsdp_jobs.hub.pretrained import load_initial
 from fsdp_jobs.job.metrics import flops_per_token
-from fsdp_jobs.job.sharding import compute_dtype, set_gradient_communication, sharded_model
+from fsdp_jobs.job.sharding import compute_dtype, fill_weights, set_gradient_communication, sharded_model
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_REQUEUE
 from fsdp_jobs.train.data import batches, check_same_data
@@ -27,7 +27,10 @@ from fsdp_jobs.train.sources import open_samples
 
 
 class Learner:
-    """A model with its optimizer and gradient scaler, and the parts of one optimizer step."""
+    """A model with its optimizer and gradient scaler, and the parts of one optimizer step.
+
+    A checkpoint gives the model its weights, or `initialize`.
+    """
 
     def __init__(self, config: JobConfig, layout: Layout, mesh: DeviceMesh, device: torch.device):
         self.config, self.layout, self.device = config, layout, device
@@ -40,6 +43,11 @@ class Learner:
         is_fp16 = compute_dtype(config.fsdp, device) == torch.float16
         self.scaler = torch.amp.GradScaler(device.type) if is_fp16 else None
         self.shard_group = mesh.get_group("shard") if layout.shard_group > 1 else None
+
+    def initialize(self) -> None:
+        """Give the model the weights of a new run."""
+        fill_weights(self.model, self.config, self.device)
+        load_initial(self.model, self.config)
 
     def backward(self, microbatches: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Compute the gradients of the mean loss of the global batch. Returns the loss summed over this rank's tokens.
@@ -102,7 +110,7 @@ def main() -> int:
     hyperparameters = Hyperparameters(optimizer)
     configured = hyperparameters.state_dict()
     checkpoints = job.checkpointer(model, optimizer, **({"scaler": scaler} if scaler is not None else {}))
-    done = checkpoints.restore(otherwise=lambda: load_initial(model, config))
+    done = checkpoints.restore(otherwise=learner.initialize)
     hyperparameters.load_state_dict(configured)  # the configuration's count, not the checkpoint's
     samples.read_on(checkpoints.stream)
     steps = range(done + 1, config.steps + 1)

@@ -107,6 +107,7 @@ def _one_rank_overflows() -> tuple[float, float, bool, bool]:
     config = compose_job([*TINY, "nodes=1", "nproc_per_node=2", "fsdp=full_shard", "fsdp.param_dtype=fp16", "steps=3"])
     layout = make_plan(config).layout
     learner = Learner(config, layout, build_mesh(layout, "cpu"), torch.device("cpu"))
+    learner.initialize()
     assert learner.scaler is not None
     samples = open_samples(config.data, config.seed)
     batch = [samples[i] for i in range(2)]
