@@ -50,6 +50,7 @@ from fsdp_jobs.config.errors import BadInput
 LIMIT_S = 600.0  # of a run on a GPU
 CASES = tuple(case for part in (works, faults, memory, rates, recovery, speed, saving, size) for case in part.CASES)
 BY_NAME = ("size",)  # parts that run when they are named
+USUAL = tuple(case for case in CASES if case.part not in BY_NAME)
 TOGETHER = ("works",)  # parts whose cases run at the same time: nothing is timed
 
 
@@ -145,8 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     bench = machine()
     print(time.strftime("%Y-%m-%d"), *(f"{k} {v}" for k, v in bench.facts.items()), sep=", ", flush=True)
-    usual = [part for part in parts if part not in BY_NAME]
-    chosen = [case for case in CASES if case.part in (args.parts or usual)]
+    chosen = [case for case in CASES if case.part in args.parts] if args.parts else USUAL
     if args.dry_run:
         for case in chosen:
             why = bench.lacks(case)
