@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from typing import Any
 import psutil
 
 from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.processes import recorded_process
 from fsdp_jobs.run.tail import Tail
 from fsdp_jobs.run.verdict import Verdict
 from tests.world import TINY
@@ -167,12 +167,7 @@ class Job(Watched):
         return verdict
 
     def supervisor(self) -> psutil.Process | None:
-        with suppress(OSError, psutil.NoSuchProcess):
-            known = json.loads((self.run.submit / "supervisor.json").read_text())
-            process = psutil.Process(known["pid"])
-            if process.create_time() == known["started"] and process.status() != psutil.STATUS_ZOMBIE:
-                return process
-        return None
+        return recorded_process(self.run.submit / "supervisor.json")
 
     def process(self, *words: str) -> psutil.Process:
         """The one child of the supervisor whose command line has these words."""

@@ -6,13 +6,16 @@ At no time is more than one output file's worth of tensors in memory (safetensor
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -48,7 +51,8 @@ def export(run: RunDir, config: JobConfig, file_format: str, step: int | None, o
     saved = {n: e for n, e in entries.items() if n.startswith("model.") and isinstance(e, TensorStorageMetadata)}
     if file_format == "pt":
         file = target / "model.pt"
-        torch.save(_load(folder, saved), file)
+        tensors = _load(folder, saved)
+        _write_whole(file, lambda temporary: torch.save(tensors, temporary))
         return [file]
     groups = list(_by_file(saved))
     file_of: dict[str, str] = {}
@@ -57,7 +61,7 @@ def export(run: RunDir, config: JobConfig, file_format: str, step: int | None, o
         if isinstance(config.model, LlamaConfig):
             tensors = {hf_name(n): tensor for n, tensor in tensors.items()}
         file = target / ("model" + (f"-{i:05d}-of-{len(groups):05d}" if len(groups) > 1 else "") + ".safetensors")
-        save_file(tensors, file, metadata={"format": "pt"})
+        _write_whole(file, partial(save_file, tensors, metadata={"format": "pt"}))
         file_of |= dict.fromkeys(tensors, file.name)
     written = [target / name for name in dict.fromkeys(file_of.values())]
     dtype = str(next(iter(saved.values())).properties.dtype).removeprefix("torch.")
@@ -70,6 +74,25 @@ def export(run: RunDir, config: JobConfig, file_format: str, step: int | None, o
     elif isinstance(config.model, HfConfig):
         written += _beside_weights(config.model, target, dtype)
     return written
+
+
+def _write_whole(file: Path, write: Callable[[Path], object]) -> None:
+    """Write beside a file, then take its place.
+
+    Raises:
+        JobFailed: it cannot be written; what was there stays.
+    """
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    try:
+        temporary.touch()  # with the permissions of any file of this user's, which safetensors does not give
+        mode = temporary.stat().st_mode
+        write(temporary)
+        temporary.chmod(mode)
+        temporary.replace(file)
+    except (OSError, RuntimeError, SafetensorError) as e:  # each library's own word for a disk that is full
+        raise JobFailed(f"{file} could not be written: {e}. Make room, or give another folder by --out.") from e
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> Path:

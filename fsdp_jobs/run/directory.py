@@ -236,9 +236,9 @@ class RunDir:
                     cure = "wait for it, or end it"
                     raise BadInput([Problem(f"run {self.name}", f"another command submits it: {lock.read()}", cure)])
                 time.sleep(0.05)
-            lock.truncate(0)
-            lock.write(f"process {os.getpid()} of {user_name()} on {socket.gethostname()}")
-            lock.flush()
+            with suppress(OSError):  # a full disk: it is held all the same, and nobody is told by whom
+                os.ftruncate(lock.fileno(), 0)
+                os.write(lock.fileno(), f"process {os.getpid()} of {user_name()} on {socket.gethostname()}".encode())
             yield
 
     def first_attempt(self) -> int:

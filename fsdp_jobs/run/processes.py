@@ -25,6 +25,7 @@ from fsdp_jobs.run.env import RUN_DIR_ENV
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _RETRY_S = 0.02
+_RECORDED_S = 2.0  # within which a process that was started is recorded
 
 # Asks a rank for its stacks: a real-time signal that no program uses, where there are any.
 STACKS_SIGNAL = int(signal.SIGRTMIN) + 6 if hasattr(signal, "SIGRTMIN") else int(signal.SIGUSR2)
@@ -140,12 +141,16 @@ def record_this_process(record: Path) -> None:
 
 
 def recorded_process(record: Path) -> psutil.Process | None:
-    """Return the process that `start_detached` started; None when it has ended."""
+    """Return the process that `start_detached` started; None when it has ended.
+
+    Where the record is lost, or of an older version, the process is the one that holds the lock.
+    """
+    deadline = time.monotonic() + _RECORDED_S
     while True:
         with suppress(OSError, ValueError, psutil.NoSuchProcess):
             known = json.loads(record.read_text())
             process = psutil.Process(known["pid"])
-            if process.create_time() == known["started"] and process.status() != psutil.STATUS_ZOMBIE:
+            if _started(process) == known["started"] and process.status() != psutil.STATUS_ZOMBIE:
                 return process
         try:
             with _lock_of(record).open() as lock:
@@ -153,11 +158,32 @@ def recorded_process(record: Path) -> psutil.Process | None:
                     return None
         except OSError:  # never started, or another user's
             return None
+        if time.monotonic() > deadline and (holder := _holder(_lock_of(record))) is not None:
+            return holder
         time.sleep(_RETRY_S)  # it is being started, and will be recorded
 
 
+def _holder(lock: Path) -> psutil.Process | None:
+    """Return the process that has a lock's file open to write; commands that look open it to read."""
+    real = str(lock.resolve())
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if any(file.path == real and file.mode.startswith("a") for file in process.open_files()):
+                return process
+    return None
+
+
+def _started(process: psutil.Process) -> str:
+    """Return what tells a process from others with its id: its start in the kernel's ticks, which no clock moves."""
+    try:
+        ticks = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19]
+        return f"{ticks} of {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+    except FileNotFoundError:  # not Linux; or it has ended, which psutil then says
+        return str(process.create_time())
+
+
 def _record(record: Path, pid: int) -> None:
-    write_atomic(record, json.dumps({"pid": pid, "started": psutil.Process(pid).create_time()}))
+    write_atomic(record, json.dumps({"pid": pid, "started": _started(psutil.Process(pid))}))
 
 
 def _lock_of(record: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -9,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.run.directory import RunDir, checkpoints_of, runs_in
 from fsdp_jobs.run.identity import Identity, owner_of
@@ -23,6 +25,7 @@ class Old:
 
     run: RunDir
     state: str
+    submission: str
     ended_at: float  # seconds since 1970, by its newest file
     bytes: int  # in its directory
 
@@ -41,17 +44,29 @@ def old_runs(runs_dir: str, older_than_s: float, keep: Sequence[str]) -> Iterato
         stats = [file.lstat() for file in (place, *place.rglob("*"))]
         changed_at = max(stat.st_mtime for stat in stats)
         if row.is_over and row.state != "damaged" and time.time() - changed_at > older_than_s:
-            yield Old(run, row.state, changed_at, sum(stat.st_size for stat in stats))
+            yield Old(run, row.state, run.submission, changed_at, sum(stat.st_size for stat in stats))
 
 
 def remove(old: Old) -> list[str]:
     """Remove a run's directory and its checkpoints elsewhere; returns what could not be removed, or is another's.
 
     What is killed in between leaves a hidden folder that no verb takes for a run.
-
-    Raises:
-        OSError: the directory cannot be removed.
     """
+    folders = (place for place in [old.run.path.resolve(), *old.run.path.resolve().rglob("*")] if place.is_dir())
+    if locked := [folder for folder in folders if not os.access(folder, os.W_OK | os.X_OK)]:
+        return [f"{locked[0]}: you may not write there"]
+    try:
+        with old.run.locked(wait_s=0):
+            if old.run.submission != old.submission:
+                return [f"{old.run.path}: has been submitted again"]
+            return _remove(old)
+    except BadInput as e:
+        return [f"{old.run.path}: {e.problems[0].what}"]
+    except OSError as e:
+        return [f"{e.filename or old.run.path}: {e.strerror}"]
+
+
+def _remove(old: Old) -> list[str]:
     problems = []
     home = None
     with suppress(Exception):  # a config of another version: the checkpoints elsewhere stay

@@ -12,6 +12,7 @@ import pytest
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.identity import identity_of
+from fsdp_jobs.tools.prune import old_runs, remove
 from tests.jobs import cli
 from tests.recorded import of_sweep, recorded_run
 
@@ -97,3 +98,24 @@ def test_a_run_behind_a_link_goes_with_its_link(folder: Path) -> None:
 def test_what_is_being_removed_is_no_run(folder: Path) -> None:
     (folder / "runs" / "young").rename(folder / "runs" / ".pruned-young")
     assert "pruned" not in cli(folder, "status").stdout
+
+
+def test_a_run_that_is_submitted_meanwhile_stays(folder: Path) -> None:
+    runs = folder / "runs"
+    (old,) = [o for o in old_runs(str(runs), 30 * _DAY_S, []) if o.run.name == "old"]
+    with old.run.locked():
+        (problem,) = remove(old)
+    assert "another command submits it" in problem
+    write_atomic(old.run.job, json.dumps({**old.run.read_job(), "submission": "261124000000-0a1b2c"}))
+    assert remove(old) == [f"{old.run.path}: has been submitted again"]
+    assert old.run.config.exists() and (folder / "elsewhere" / "old" / "step-00000010").is_dir()
+
+
+def test_of_what_cannot_be_removed_nothing_goes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (old,) = [o for o in old_runs(str(folder / "runs"), 30 * _DAY_S, []) if o.run.name == "old"]
+    theirs = old.run.attempt(0)
+    theirs.mkdir(exist_ok=True)
+    access = os.access  # root may write everywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != theirs and access(path, mode))
+    assert remove(old) == [f"{theirs}: you may not write there"]
+    assert old.run.config.exists() and (folder / "elsewhere" / "old").is_dir()
