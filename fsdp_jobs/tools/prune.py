@@ -52,9 +52,10 @@ def remove(old: Old) -> list[str]:
 
     What is killed in between leaves a hidden folder that no verb takes for a run.
     """
-    folders = (place for place in [old.run.path.resolve(), *old.run.path.resolve().rglob("*")] if place.is_dir())
-    if locked := [folder for folder in folders if not os.access(folder, os.W_OK | os.X_OK)]:
-        return [f"{locked[0]}: you may not write there"]
+    place = old.run.path.resolve()
+    folders = [place, *(inside for inside in place.rglob("*") if inside.is_dir() and not inside.is_symlink())]
+    if closed := [folder for folder in folders if not os.access(folder, os.W_OK | os.X_OK)]:
+        return [f"{closed[0]}: you may not write there"]
     try:
         with old.run.locked(wait_s=0):
             if old.run.submission != old.submission:
