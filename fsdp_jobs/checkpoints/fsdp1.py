@@ -84,6 +84,10 @@ class Fsdp1State(State):
         """Return nothing: to take flat parameters apart costs as much as a save. Captures are compared."""
         return {}
 
+    def _alike(self, saved: Mapping[str, Any]) -> set[Tensor]:
+        """Return none: torch takes flat parameters apart once the optimizer has state of all that they hold."""
+        return set()
+
     def _match_optimizer(self, state: dict[str, Tensor], saved: Mapping[str, Any]) -> None:
         """Leave out the state of parameters that have had no gradient there: as before the first, it is zero here."""
         if there := by_parameter(saved):
