@@ -44,7 +44,7 @@ def meant_by(word: str) -> str:
     name = name.replace("-", "_")
     if word.startswith("-") and any(name == f.name for f in fields(JobConfig)):
         return f"{name}={value or '...'}"
-    return _KEYS.get(name, "").format(value or "...")
+    return _KEYS.get(name.rpartition(".")[2], "").format(value or "...")
 
 
 def script_as_overrides(args: Sequence[str]) -> list[str]:

@@ -181,7 +181,7 @@ class Agent(LocalElasticAgent):
         elif failure.exitcode >= 0 and has_file:
             content = failure.error_file_data["message"]
             text = content["message"] if isinstance(content, dict) else str(content)
-            error = next(iter(text.strip().splitlines()), "")[:500]
+            error = next(iter(text.strip().splitlines()), "")[:500].removesuffix(":")
         ended_at = failure.timestamp + self._handler.lease.ahead_s() if has_file else job_time()
         return asdict(Failure(self._node, rank, failure.exitcode, error, ended_at, self._step(failure.local_rank)))
 

@@ -115,7 +115,7 @@ class OutputMetrics:
     def begin_round(self, has_rank_0: bool) -> None:
         """Read what rank 0 prints from now on, if it is here."""
         with self._lock:
-            self._look()  # what is left of the round before
+            self._look(is_end=True)  # of the round before
             size = self._log.stat().st_size if self._log.exists() else 0
             self._round = _Round(Reader(self._pattern), StepClock(self._run), size, job_time()) if has_rank_0 else None
 
@@ -127,16 +127,16 @@ class OutputMetrics:
         while not self._over.wait(_EVERY_S):
             with self._lock:
                 self._look()
-        self._look()
+        self._look(is_end=True)
 
-    def _look(self) -> None:
+    def _look(self, is_end: bool = False) -> None:
         if self._round is None or any(state.read().step >= 0 for state in self._states):
             return
         with suppress(OSError):  # there is no log yet, or the disk is gone; the next look tries again
             now, before = job_time(), self._round.looked_at
             written_at = self._log.stat().st_mtime + now - time.time()  # lines of a rank that has been killed are older
             now = min(now, max(before, written_at))
-            readings = list(self._round.new(self._log))
+            readings = list(self._round.new(self._log, is_end))
             self._round.looked_at = now
             for i, reading in enumerate(readings, 1):  # spread over the time since the last look
                 line = self._round.line(self._run, reading, before + (now - before) * i / len(readings))
@@ -154,20 +154,31 @@ class _Round:
     newest: Reading | None = None
     done_at: float = 0.0  # when the newest was printed
 
-    def new(self, log: Path) -> Iterator[Reading]:
-        """Yield what new lines say of steps further on. A progress bar ends its lines by beginning the next one."""
-        with log.open("rb") as f:
-            if f.seek(0, os.SEEK_END) < self.offset:  # it has begun again
-                self.offset = 0
-            f.seek(self.offset)
-            *whole, rest = re.split(rb"[\r\n]", f.read(_MOST))
-        self.offset += sum(len(line) + 1 for line in whole) or len(rest) // _MOST * _MOST  # a line without an end
+    def new(self, log: Path, is_end: bool) -> Iterator[Reading]:
+        """Yield what new lines say of later steps, the unfinished last one included if it is the end of the log."""
         reached = -1 if self.newest is None else self.newest.step
-        for line in [*whole, rest if rest.endswith(b"]") else b""]:
+        for line in self._lines(log, is_end):
             reading = self.reader.read(line[:_LONGEST_LINE].decode(errors="replace"))
             if reading is not None and reading.step > reached:
                 reached = reading.step
                 yield reading
+
+    def _lines(self, log: Path, is_end: bool) -> Iterator[bytes]:
+        """Yield up to 1 MiB of new lines; at the end, all. A progress bar ends its lines by beginning the next one."""
+        with log.open("rb") as f:
+            if f.seek(0, os.SEEK_END) < self.offset:  # it has begun again
+                self.offset = 0
+            f.seek(self.offset)
+            while piece := f.read(_MOST):
+                *whole, rest = re.split(rb"[\r\n]", piece)
+                self.offset += sum(len(line) + 1 for line in whole) or len(rest) // _MOST * _MOST  # an endless line
+                is_last = len(piece) < _MOST
+                yield from whole
+                if rest.endswith(b"]") or (is_end and is_last):
+                    yield rest
+                if is_last or not is_end:
+                    return
+                f.seek(self.offset)
 
     def line(self, run: RunDir, reading: Reading, at: float) -> dict[str, Any]:
         """Return the line of `metrics.jsonl` for a reading."""

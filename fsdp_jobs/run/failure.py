@@ -73,7 +73,13 @@ class Failure:
 
     def describe(self) -> str:
         if self.exit_code < 0:
-            name = signal.Signals(-self.exit_code).name
             why = f" ({self.error})" if self.error else ""
-            return f"rank {self.rank} on node {self.node} was killed by {name}{why}"
+            return f"rank {self.rank} on node {self.node} was killed by {_signal_name(-self.exit_code)}{why}"
         return f"rank {self.rank} on node {self.node} failed: {self.error or f'exit code {self.exit_code}'}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # most real-time signals have no name of their own
+        return f"SIGRTMIN+{number - signal.SIGRTMIN}"

@@ -43,6 +43,7 @@ def _json(folder: Path, *args: str) -> Any:
         (["--rdzv-backend=c10d", "train.py"], "leave it out: the launcher sets it"),
         (["gpus=4"], "-> nproc_per_node=4"),
         (["time=60"], "-> cluster.time=60"),
+        (["elastic.max_restarts=3"], "-> elastic.max_failures_without_progress=3"),
         (["train.py", "--lr", "1", "nodes=4"], "nodes=4: stands behind train.py"),
         (["logs"], "there are no runs under runs/"),
         (["wait"], "fsdp-jobs wait"),

@@ -37,6 +37,15 @@ def test_when_failures_end_the_job(tmp_path: Path, errors: list[str], verdict: s
     assert len(cluster.events("round_started")) == rounds
 
 
+def test_a_rank_that_a_real_time_signal_ends_is_a_failure_like_others(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=1")
+    a = cluster.join(0)
+    cluster.later(1.5, a)
+    cluster.ready(a, failure(0, 0, exit_code=-37))
+    cluster.later(1.5, a)
+    assert cluster.events("round_broken")[-1]["why"] == "rank 0 on node 0 was killed by SIGRTMIN+3"
+
+
 def test_progress_renews_the_budget(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, "nodes=1", "elastic.max_failures_without_progress=1")
     a = cluster.join(0)

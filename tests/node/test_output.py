@@ -91,3 +91,13 @@ def test_lines_become_metrics_as_long_as_no_rank_reports_steps(tmp_path: Path) -
         f.write("step 40 loss 1.0\n")
     output.close()
     assert len(list(read_json_lines(run.metrics))) == 3
+
+
+def test_what_a_program_prints_last_is_read_however_much_it_is_and_without_an_end_of_line(tmp_path: Path) -> None:
+    run, log = RunDir(tmp_path), RunDir(tmp_path).rank_log(0, 0, 0)
+    log.parent.mkdir(parents=True)
+    output = OutputMetrics(None, run, 0, 0, [])
+    output.begin_round(has_rank_0=True)
+    log.write_text("step 1 loss 3.0\n" + "x" * 5_000_000 + "\nstep 2 loss 2.0\rstep 3 loss 1.0")
+    output.close()
+    assert [line["step"] for line in read_json_lines(run.metrics)] == [1, 2, 3]
