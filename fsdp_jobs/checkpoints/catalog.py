@@ -39,6 +39,7 @@ _DAMAGED = f"{MANIFEST}.damaged"
 _REPLACED = ".replaced"  # suffix of a step while another save of it takes its place
 _NAME = re.compile(r"step-(\d{8,})")
 _NAME_IN_STORE = re.compile(r"step-(\d{8,})\.[\w-]+")
+_ANY_NAME = re.compile(r"step-\d{8,}(\..*)?")
 
 
 def is_object_store(folder: Path) -> bool:
@@ -123,6 +124,11 @@ def folder_of(checkpoints: Path, step: int, save: str) -> Path:
 def step_of(folder: Path) -> int:
     """Return the optimizer step in a checkpoint's name."""
     return int(folder.name.removeprefix("step-").partition(".")[0])
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder has the name of a checkpoint, in whatever state it is."""
+    return _ANY_NAME.fullmatch(folder.name) is not None
 
 
 def find_checkpoints(checkpoints: Path) -> list[Path]:

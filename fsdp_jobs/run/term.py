@@ -20,6 +20,7 @@ from pathlib import Path
 
 from fsdp_jobs.run.env import RANK_STATE_ENV, TERM_ENV
 
+TERMS = "terms"  # the folder of the claims, in that of the checkpoints
 LOOK_S = 0.1  # between two looks at a lease
 ROUND, COORDINATOR = "round", "coordinator"  # what is numbered: rounds fence writers, coordinators each other
 _UNTIL = struct.Struct("<dd")
@@ -55,7 +56,7 @@ def claim(home: Path, kind: str, owner: str, last: int | None = None, above: int
         if last is not None and known > last:
             raise Fenced(f"{kind} {known} of this run has begun elsewhere, after {last}")
         number = max(known, above) + 1
-        marker = home / "terms" / f"{kind}-{number:08d}"
+        marker = home / TERMS / f"{kind}-{number:08d}"
         if _create(marker, owner):
             markers = _markers(home, kind)
             if max(markers) == number:
@@ -68,7 +69,7 @@ def claim(home: Path, kind: str, owner: str, last: int | None = None, above: int
 def _markers(home: Path, kind: str) -> dict[int, Path]:
     """Return the markers that are there by number, from a listing: an NFS client remembers what it did not find."""
     try:
-        found = list((home / "terms").iterdir())
+        found = list((home / TERMS).iterdir())
     except (FileNotFoundError, NotADirectoryError):  # the second in stores
         return {}
     return {int(f.name.rpartition("-")[2]): f for f in found if f.name.startswith(f"{kind}-")}

@@ -10,10 +10,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsdp_jobs.checkpoints.catalog import is_checkpoint
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.run.directory import RunDir, checkpoints_of, runs_in
 from fsdp_jobs.run.identity import Identity, owner_of
+from fsdp_jobs.run.table import listed
+from fsdp_jobs.run.term import TERMS
 from fsdp_jobs.submit.overview import Overview
 
 _GOING = ".pruned-"  # before the name of a directory that is being removed: no run has such a name
@@ -77,10 +80,8 @@ def _remove(old: Old) -> list[str]:
             claimed, own = Identity.read(home / old.run.identity.name), Identity.read(old.run.identity)
             if claimed is not None and (own is None or own.id != claimed.id):
                 problems.append(f"{home}: belongs to a run of {claimed.owner}")
-            elif isinstance(home, Path):
-                shutil.rmtree(home)
-            elif home.exists():
-                home.fs.rm(home.path, recursive=True)
+            elif left := _remove_checkpoints(home, old.run.identity.name):
+                problems.append(f"{home}: {listed(left)} stays: no save of this run wrote it")
         except Exception as e:  # whatever a store's client raises
             problems.append(f"{home}: {type(e).__name__}: {e}")
     place = old.run.path.resolve()
@@ -90,3 +91,22 @@ def _remove(old: Old) -> list[str]:
     if old.run.path.is_symlink():
         old.run.path.unlink()
     return problems
+
+
+def _remove_checkpoints(home: Path, identity: str) -> list[str]:
+    """Remove what a run has written into its folder of checkpoints; returns the names of what else is there."""
+    if not home.exists():
+        return []
+    others = []
+    for entry in sorted(home.iterdir(), key=lambda entry: entry.name == identity):  # last: it says whose the rest is
+        if not (entry.name in (TERMS, identity) or is_checkpoint(entry)):
+            others.append(entry.name)
+        elif not isinstance(entry, Path):
+            entry.fs.rm(entry.path, recursive=True)
+        elif entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+    if not others and isinstance(home, Path):
+        home.rmdir()
+    return others

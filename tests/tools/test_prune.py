@@ -68,6 +68,17 @@ def test_only_old_runs_of_ones_own_that_have_ended_go_and_are_shown_first(folder
     assert names(folder) == {"young", "going", "theirs"}
 
 
+def test_what_else_lies_in_the_folder_of_checkpoints_stays_and_is_named(folder: Path) -> None:
+    home = folder / "elsewhere" / "old"
+    for name in ("step-00000020.0-1-2.tmp", "step-00000005.damaged", "terms", "step-00000001-figures"):
+        (home / name).mkdir()
+    (home / "thesis.txt").write_text("of years")
+    (home / "identity.json").symlink_to(folder / "runs" / "old" / "identity.json")
+    done = cli(folder, "prune", "--older-than", "30d", "--yes")
+    assert done.returncode == 1 and "step-00000001-figures, thesis.txt stays" in done.stderr, done
+    assert {path.name for path in home.iterdir()} == {"step-00000001-figures", "thesis.txt"}
+
+
 @pytest.mark.parametrize("args", [["--older-than", "30"], []])
 def test_an_age_without_a_unit_is_refused(tmp_path: Path, args: list[str]) -> None:
     done = cli(tmp_path, "prune", *args)
