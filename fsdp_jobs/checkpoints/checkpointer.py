@@ -32,6 +32,7 @@ from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, checkpoints_of
+from fsdp_jobs.run.folders import mark_of
 from fsdp_jobs.run.leaves import guards_in, tiers_in
 from fsdp_jobs.run.table import counted
 from fsdp_jobs.run.term import Fenced, Term
@@ -79,7 +80,8 @@ class Checkpointer:
         self.ranks = Ranks(self.group)
         self.rank = self.ranks.rank
         local_dir = self.config.local_dir
-        self.disks = LocalDisks(Path(local_dir) / run.name, self.ranks) if local_dir is not None else None
+        own_disk = Path(local_dir) / f"{run.name}-{mark_of(run)}" if local_dir is not None else None
+        self.disks = LocalDisks(own_disk, self.ranks) if own_disk is not None else None
         self.snapshots: list[Snapshots] = [
             made for tier in tiers_in("rank") if (made := tier.of_rank(self)) is not None
         ]

@@ -1,6 +1,6 @@
 """Checkpoints on the nodes' own disks: written there first, copied to shared storage, read from there.
 
-On each node `<local_dir>/<run>/step-<N>.<restart>/` holds the shards that its ranks wrote. Metadata and the list
+On each node `<local_dir>/<run>-<mark>/step-<N>.<save>/` holds the shards that its ranks wrote. Metadata and the list
 of all shards (`shards.json`, in a manifest's form) are on shared storage, in the folder that becomes the
 checkpoint once every shard has been copied. A step of which the nodes hold every shard between them can be
 loaded: a node gets what it lacks from its peers.

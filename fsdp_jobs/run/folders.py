@@ -98,9 +98,14 @@ def _agent_lives(lock: IO[str]) -> bool:
     return signed.isdecimal() and psutil.pid_exists(int(signed))
 
 
+def mark_of(run: RunDir) -> str:
+    """Return what names of a run's folders contain on disks that other runs of the same name may use as well."""
+    return xxhash.xxh3_64_hexdigest(str(run.path.resolve()).encode())
+
+
 def snapshots_of(run: RunDir) -> str:
     """Return how names of folders with a run's snapshots begin."""
-    return f"memory-{xxhash.xxh3_64_hexdigest(str(run.path.resolve()).encode())}"
+    return f"memory-{mark_of(run)}"
 
 
 def prefix(name: str) -> str:

@@ -48,6 +48,25 @@ def test_a_node_gets_what_it_lacks_from_its_peers(tmp_path: Path) -> None:
     assert [e["place"] for e in events_of(RunDir(tmp_path), "resumed")] == ["local_dir", "storage"]
 
 
+def _two_of_one_name(folder: str) -> list[list[str]]:
+    """Save two runs of one name, of other directories, on the same disks; returns the steps there before and after."""
+    disk, here = f"{folder}/disk-{dist.get_rank()}", []
+    for project in ("mine", "other"):
+        checkpoints = trained(f"{folder}/{project}/same", "0-0", local_dir=disk)
+        save_steps(checkpoints, 2, 4)
+        checkpoints.close()
+        here.append(sorted(step.name for step in Path(disk).glob("*/step-*")))
+    again = trained(f"{folder}/mine/same", "0-1", local_dir=disk)
+    assert again.restore() == 4
+    return here
+
+
+def test_runs_of_one_name_keep_their_steps_apart(tmp_path: Path) -> None:
+    for of_one, of_both in run_world(2, _two_of_one_name, str(tmp_path)):
+        assert len(of_one) == 2 and of_both == sorted(of_one * 2)
+    assert [e["place"] for e in events_of(RunDir(tmp_path / "mine" / "same"), "resumed")] == ["local_dir"]
+
+
 def _resumed_from_sick_disk(folder: str) -> tuple[int, float]:
     """Node 1's disk tells sizes, and gives no byte of a shard."""
     opened = pathlib.Path.open

@@ -323,7 +323,7 @@ def test_checkpoints_on_the_nodes_own_disks(four: Fabric, tmp_path: Path, undist
         job.until(lambda: len(job.events("resumed")) == 1, "the ranks are back")
         step = job.events("resumed")[0]["step"]
         shards = [
-            len(list(Path(f"/proc/{m.pid}/root/dev/shm/fast/disks").glob(f"step-{step:08d}.*/*.distcp")))
+            len(list(Path(f"/proc/{m.pid}/root/dev/shm/fast").glob(f"disks-*/step-{step:08d}.*/*.distcp")))
             for name, m in four.machines.items()
             if name != CONTROL
         ]
