@@ -7,8 +7,10 @@ imported torch already. Any other is started by `python -m fsdp_jobs.node.worker
 from __future__ import annotations
 
 import atexit
+import ctypes
 import errno
 import faulthandler
+import gc
 import io
 import multiprocessing
 import os
@@ -50,6 +52,9 @@ def enter() -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
+
+
+_BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 
 
 class _Log(io.FileIO):
@@ -97,8 +102,7 @@ def run_program() -> None:
     exit_code = _run(program)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()  # an interpreter does so at its end, a forked process does not
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _write_what_is_open()
     state = RankState(os.environ[RANK_STATE_ENV], int(os.environ["LOCAL_RANK"]))
     if exit_code in (0, EXIT_REQUEUE) and state.requested() is Request.PARK and state.read().phase == Phase.LEAVING:
         _park(state)
@@ -120,6 +124,18 @@ def _end_children() -> None:
     for child in multiprocessing.active_children():
         if child.daemon:
             child.kill()
+
+
+def _write_what_is_open() -> None:
+    """Write what is left in the buffers of files that the program has not closed, as an interpreter does at its end."""
+    gc.collect()  # what the program alone knew has its `__del__`
+    for value in gc.get_objects():
+        if issubclass(type(value), _BUFFERED):
+            with suppress(OSError, ValueError):  # a full disk; it is closed
+                value.flush()
+    with suppress(Exception):  # a user's class, which Python lets do what it likes
+        sys.stdout.flush()
+    ctypes.CDLL(None).fflush(None)
 
 
 def _park(state: RankState) -> None:

@@ -263,3 +263,27 @@ def test_ranks_draw_numbers_of_their_own_and_may_leave_as_they_like(tmp_path: Pa
         assert len(drawn) == 5, said  # at each of two starts on each of two ranks, and by what rank 0 became
         for column in zip(*drawn, strict=True):
             assert len(set(column)) == 5, drawn
+
+
+_CARELESS = """
+import ctypes, os, signal, sys
+
+rank, restart = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+rows = open(f"rows-{rank}-{restart}.csv", "w")
+rows.write("1,2\\n")
+signal.signal(signal.SIGTERM, lambda *_: rows.flush())  # so that something else knows the file, too
+
+ctypes.CDLL(None).printf(b"of a library\\n")
+if (rank, restart) == ("1", "0"):
+    sys.exit(3)
+sys.stdout.close()
+"""
+
+
+def test_files_that_a_program_leaves_open_are_written_as_by_an_interpreter_that_ends(tmp_path: Path) -> None:
+    (tmp_path / "careless.py").write_text(_CARELESS)
+    with job(tmp_path, "open", "script=careless.py", *QUICK, nodes="1", nproc=2, tiny=False) as run:
+        assert run.wait(60).verdict == "done", run.story()
+        for end in ("1-0", "0-1", "1-1"):
+            assert (tmp_path / f"rows-{end}.csv").read_text() == "1,2\n"
+        assert log_of(run, rank=1).count("of a library\n") == 2
