@@ -91,6 +91,7 @@ def run_agent(args: argparse.Namespace, signals: Signals) -> int:
             os.environ.get("SLURM_TOPOLOGY_ADDR", ""), os.environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "")
         ),
         "copies": 0,
+        "term": 0,
         "agent": uuid.uuid4().hex,
     }
     os.environ |= {
