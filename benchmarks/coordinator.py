@@ -46,7 +46,7 @@ class Agent:
 
     def __init__(self, port: int, node: int, ranks: int):
         self.port, self.node, self.ranks = port, node, ranks
-        self.in_round = NO_ROUND
+        self.in_round, self.term = NO_ROUND, 0
         self.is_ready = True
         self.broken = 0  # rounds
         self.adopted = 0  # connections in which the coordinator has let its ranks run
@@ -91,6 +91,7 @@ class Agent:
             "ended": False,
             "signal": "",
             "copies": 0,
+            "term": self.term,
         }
         self._sent.clear()
         local = writer.get_extra_info("sockname")[:2]
@@ -106,12 +107,13 @@ class Agent:
                         is_first = False
                     case "round":
                         self.in_round, self.is_ready = {key: message[key] for key in NO_ROUND}, False
+                        self.term = message["term"]
                         if message["rank"] == 0:
                             send("master", round=message["round"], port=1)
                     case "break":
                         self.in_round, self.is_ready = NO_ROUND, True
                         self.broken += 1
-                        send_and_wait("ready", failures=[])
+                        send_and_wait("ready", failures=[], after=message["round"])
         finally:
             beating.cancel()
 

@@ -82,7 +82,7 @@ class Attempt:
         history = list(events.read_events(run))
         self.budget = Budget(self.elastic.max_failures_without_progress, history)
         self.machines = Machines(run, self.elastic.exclude_after, self.elastic.exclude_for_s, history)
-        self.term_seen = 0  # the newest of a round, by the records and by agents
+        self.term_seen = 0  # the newest that the records, an agent, or snapshots in its memory know
         self._may_adopt = True  # no round was formed or broken yet: this may replace a coordinator that died
         self._warned = ""  # what was last warned of
         self.guards: list[Guard] = [made(self) for made in guards_in("control")]

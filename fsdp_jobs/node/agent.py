@@ -19,7 +19,6 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 from fsdp_jobs.config.schema import JobConfig, load_config
 from fsdp_jobs.node.program import Edits, Program
@@ -32,9 +31,6 @@ from fsdp_jobs.run.processes import raise_file_limit
 from fsdp_jobs.run.protocol import Message
 from fsdp_jobs.run.rank_state import keep_temporaries_in, make_folder
 from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE, Verdict
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +87,7 @@ def run_agent(args: argparse.Namespace, signals: Signals) -> int:
             os.environ.get("SLURM_TOPOLOGY_ADDR", ""), os.environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "")
         ),
         "copies": 0,
+        "term": 0,
         "agent": uuid.uuid4().hex,
     }
     os.environ |= {

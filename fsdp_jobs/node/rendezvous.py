@@ -76,6 +76,7 @@ class CoordinatorRendezvous(rendezvous.RendezvousHandler):
                         self.lease.set_clock(message["time"], message["at"])
                 case "round":
                     self.round, self._start, self._waiting = message, {}, False
+                    self.identity["term"] = message["term"]
                     for guard in self.guards:
                         guard.begin_round(message)
                 case "start":

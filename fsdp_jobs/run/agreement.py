@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -18,10 +19,13 @@ from typing import NamedTuple
 import xxhash
 
 from fsdp_jobs.run.env import RANK_STATE_ENV, TERM_ENV
+from fsdp_jobs.run.events import Corruption
+from fsdp_jobs.run.table import listed
 from fsdp_jobs.run.term import shared_memory
 
 NO_LIMIT = 1 << 62
 _KNOWN = struct.Struct("<qqq?qq")
+_NAMED = 8  # ranks in a sentence
 
 
 class Known(NamedTuple):
@@ -89,3 +93,30 @@ def take_sums(folder: Path) -> Iterator[tuple[int, int, int, dict[str, str]]]:
 def digest(sums: dict[str, str]) -> str:
     """Return one sum over all."""
     return xxhash.xxh3_128_hexdigest(json.dumps(sorted(sums.items())).encode())
+
+
+class Place(NamedTuple):
+    """Where a rank runs."""
+
+    node: int
+    host: str
+    local_rank: int
+
+    def __str__(self) -> str:
+        return f"node {self.node} ({self.host}, local rank {self.local_rank})"
+
+
+def majority(values: Iterable[str]) -> str | None:
+    """Return the value that more than half of these have; None when none has."""
+    votes = Counter(values)
+    value, most = votes.most_common(1)[0]
+    return value if 2 * most > votes.total() else None
+
+
+def corruption(
+    step: int, agreed: int, finding: str, ranks: Mapping[int, Place], tensors: list[str], what: str
+) -> Corruption:
+    """Make the event of a finding; `ranks` are those that it names, and `what` says of them what was found."""
+    nodes, hosts = [p.node for p in ranks.values()], [p.host for p in ranks.values()]
+    who = listed([f"rank {rank} on {place}" for rank, place in ranks.items()], _NAMED, of="ranks")
+    return Corruption(step, agreed, finding, [*ranks], nodes, hosts, tensors, f"step {step}: {who} {what}")

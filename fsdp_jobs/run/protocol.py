@@ -8,9 +8,10 @@ Agent to coordinator:
     hello   attempt, node, host, address, nproc, switches, copies, agent, ready, round, term, size, shard_group, ended,
             signal, from, at
             (copies: port for other nodes' captures, 0 for none; agent: id of the process; ready: no ranks run here;
-            round, term, size, shard_group: what they run in,
-            `NO_ROUND` when none do; ended: they have finished; signal: to stop, that came while there was no
-            connection; from: the agent's end of the connection; at: when it was sent, by the agent's clock)
+            round, size, shard_group: what they run in, `NO_ROUND` when none do; term: the newest that this node
+            knows, of its rounds and of snapshots in its memory; ended: they have finished; signal: to stop, that
+            came while there was no connection; from: the agent's end of the connection; at: when it was sent, by
+            the agent's clock)
     beat    ranks: [[step, committed, phase, *Times], ...], at
     failed  failures: [...]     ranks here have failed, and the others are being stopped
     ready   failures: [...], after, at      no ranks run here; wants to be in the next round
@@ -53,7 +54,7 @@ _RETRY_S = 0.2  # between two tries to connect
 _TELL_S, TELL_AGAIN_S = 10.0, 60.0  # without a connection, until that is logged, and again
 CONNECTION = "connection to the coordinator"  # in every line about it in an agent's log
 _LINE = 4096  # most bytes that are read before the other side has proved to know the token
-NO_ROUND: Message = {"round": -1, "term": 0, "size": 0, "shard_group": 0}  # what `hello` says when no ranks run
+NO_ROUND: Message = {"round": -1, "size": 0, "shard_group": 0}  # what `hello` says when no ranks run
 
 logger = logging.getLogger(__name__)
 

@@ -35,11 +35,11 @@ from fsdp_jobs.run.term import Lease
 run, name, address = RunDir(sys.argv[1]), sys.argv[2], sys.argv[3]
 now = {"ready": True, "phase": 1, **NO_ROUND}
 same = {"attempt": 0, "node": int(name[-1]), "host": name, "address": name, "nproc": 1, "switches": [], "copies": 0}
-same |= {"agent": name, "ended": False, "signal": ""}
+same |= {"agent": name, "term": 0, "ended": False, "signal": ""}
 
 def take(message):
     if message["kind"] == "round":
-        now.update({key: message[key] for key in NO_ROUND}, ready=False, phase=1)
+        now.update({key: message[key] for key in ("term", *NO_ROUND)}, ready=False, phase=1)
     elif message["kind"] == "request":
         now["phase"] = message["request"]  # to park
     elif message["kind"] == "break":

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from fsdp_jobs.run.tail import read_json_lines
 from tests.jobs import Job, cli
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -36,9 +38,9 @@ class OwnMemory(Job):
         """An agent's folders of a kind, seen from here."""
         return sorted(Path(f"/proc/self/fd/{self.memory}").glob(f"fsdp_jobs-{os.getuid()}-{name}-*"))
 
-    def kill_agents(self) -> None:
-        """Kill both agents with all that they have started, the machine stays."""
-        agents = [self.agent(0), self.agent(1)]
+    def kill_agents(self, *others: psutil.Process) -> None:
+        """Kill both agents with all that they have started, and `others`; the machine stays."""
+        agents = [self.agent(0), self.agent(1), *others]
         family = [*agents, *(child for agent in agents for child in agent.children(recursive=True))]
         for process in family:
             with suppress(psutil.NoSuchProcess):
@@ -85,15 +87,27 @@ def test_the_next_agent_removes_what_a_killed_one_has_left_and_the_last_leaves_n
     made.until(lambda: made.supervisor() is None and not made.left(), "an empty machine")
 
 
-@pytest.fixture
-def only_snapshots(with_own_memory: None, tmp_path: Path) -> Iterator[OwnMemory]:
-    """A job of two nodes that saves nothing but snapshots."""
-    (tmp_path / "tmp").mkdir()
-    saves = ("checkpoint.memory.every_steps=1", "checkpoint.every_steps=0", "integrity.probe_every_steps=0")
-    job = OwnMemory(tmp_path, "kept", "steps=100000", "elastic.join_window_s=0", *saves, nproc=1)
+@contextmanager
+def with_snapshots(folder: Path, *overrides: str) -> Iterator[OwnMemory]:
+    (folder / "tmp").mkdir()
+    saves = ("checkpoint.memory.every_steps=1", "integrity.probe_every_steps=0", *overrides)
+    job = OwnMemory(folder, "kept", "steps=100000", "elastic.join_window_s=0", *saves, nproc=1)
     yield job
     job.kill()
     os.close(job.memory)
+
+
+@pytest.fixture
+def only_snapshots(with_own_memory: None, tmp_path: Path) -> Iterator[OwnMemory]:
+    """A job of two nodes that saves nothing but snapshots."""
+    with with_snapshots(tmp_path, "checkpoint.every_steps=0") as job:
+        yield job
+
+
+@pytest.fixture
+def snapshots_and_saves(with_own_memory: None, tmp_path: Path) -> Iterator[OwnMemory]:
+    with with_snapshots(tmp_path, "checkpoint.every_steps=5") as job:
+        yield job
 
 
 def test_agents_that_are_killed_on_a_living_machine_lose_no_snapshot(only_snapshots: OwnMemory) -> None:
@@ -126,3 +140,41 @@ def test_a_job_that_is_killed_leaves_nothing_in_memory(only_snapshots: OwnMemory
     killed = cli(job.folder, "cancel", "kept", "--now", under=inside)
     assert killed.returncode == 0, killed.stdout + killed.stderr
     assert not [f.name for f in Path(f"/proc/self/fd/{job.memory}").iterdir()]
+
+
+def test_terms_go_on_after_those_of_snapshots_where_markers_and_records_were_purged(
+    snapshots_and_saves: OwnMemory, tmp_path: Path
+) -> None:
+    """A term that began again at 1 would make every later snapshot older than those of the rounds before."""
+    job = snapshots_and_saves
+    job.until_step(3)
+    job.ranks(0)[0].kill()
+    job.until_step(8)
+    *_, before = (e["term"] for e in job.events("round_started"))
+    assert before > 1
+    supervisor = job.supervisor()
+    assert supervisor is not None
+    supervisor.suspend()
+    job.kill_agents(job.process("fsdp_jobs.control.server"))
+    for own in job.folders("memory"):
+        shutil.copytree(own, tmp_path / own.name)
+    done = job.step()
+    shutil.rmtree(job.run.checkpoints)
+    job.run.events.unlink()
+    supervisor.resume()
+
+    def records(name: str) -> list[dict[str, Any]]:
+        return [e for e in read_json_lines(job.run.events) if e["event"] == name]
+
+    job.until(lambda: job.run.events.exists() and bool(records("resumed")), "a restart")
+    resumed, started = records("resumed")[0], records("round_started")[0]
+    assert started["term"] > before, job.story()
+    assert resumed["place"] == "memory" and resumed["step"] >= done - 1, job.story()
+
+    job.until_step(done + 10)
+    job.kill_agents()
+    for own in job.folders("memory"):
+        shutil.rmtree(own)
+        shutil.copytree(tmp_path / own.name, own)
+    job.until(lambda: len(records("resumed")) == 2, "another restart")
+    assert records("resumed")[1]["step"] >= records("checkpoint")[0]["step"] > done, job.story()

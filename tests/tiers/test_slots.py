@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.tiers.memory import slots as memory
+from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.tiers.memory.slots import (
     COPIES,
     Capture,
@@ -116,9 +117,7 @@ def test_what_was_lost_with_its_nodes_is_named() -> None:
     assert told is not None and told[0] == 7 and "there is no older checkpoint" in told[1]
 
 
-def test_a_node_takes_over_what_an_agent_that_died_has_left_and_removes_what_nobody_wants(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_takes_over_what_an_agent_that_died_has_left_and_removes_what_nobody_wants(tmp_path: Path) -> None:
     memory_, run = tmp_path / "shm", RunDir(tmp_path / "run")
     memory_.mkdir()
     run.path.mkdir()
@@ -133,10 +132,45 @@ def test_a_node_takes_over_what_an_agent_that_died_has_left_and_removes_what_nob
     other.close()
     (tmp_path / "another").mkdir()
     _fourth = adopt_folder(memory_, RunDir(tmp_path / "another"))
-    assert second.exists(), "another run's, and not old"
-    monkeypatch.setattr(memory, "_STALE_S", -1.0)
-    _fifth = adopt_folder(memory_, RunDir(tmp_path / "another"))
-    assert not second.exists() and third.exists()
+    assert not second.exists() and third.exists(), "of a submission that is over, also when another run looks"
+
+
+def _left(memory_: Path, run: RunDir, step: int = 1) -> Path:
+    """What an agent leaves that was killed while its job waits for another attempt."""
+    run.path.mkdir(exist_ok=True)
+    run.job.write_text('{"submission": "only"}')
+    folder, lock = adopt_folder(memory_, run)
+    captured(folder, step=step)
+    lock.close()
+    os.utime(folder, (step, step))
+    return folder
+
+
+def test_snapshots_of_a_job_that_waits_are_kept_however_old_they_are(small_disk: Path, tmp_path: Path) -> None:
+    """After an hour in a queue a job lost them to the next job on its node, and began from older storage."""
+    memory_ = small_disk
+    (tmp_path / "other").mkdir()
+    waits, ended, gone = (RunDir(tmp_path / name) for name in ("waits", "ended", "gone"))
+    left, over, orphan = (_left(memory_, run) for run in (waits, ended, gone))
+    ended.attempt(0).mkdir(parents=True)
+    Verdict("done", "stop", "all steps are done").close(ended, 0)
+    shutil.rmtree(gone.path)
+    _other = adopt_folder(memory_, RunDir(tmp_path / "other"))
+    assert left.exists() and not over.exists() and not orphan.exists()
+    waits.path.rename(tmp_path / "unmounted")
+    again, _lock = adopt_folder(memory_, RunDir(tmp_path / "other"))
+    assert again.exists() and not left.exists(), "its run is gone"
+
+
+def test_snapshots_of_jobs_that_wait_do_not_fill_a_nodes_memory(small_disk: Path, tmp_path: Path) -> None:
+    older, newer = (_left(small_disk, RunDir(tmp_path / name), step) for name, step in (("a", 1), ("b", 2)))
+    for folder in (older, newer):
+        (folder / "1-0-1.data").write_bytes(bytes(3 << 20))
+    os.utime(older, (1, 1))
+    os.utime(newer, (2, 2))
+    (tmp_path / "other").mkdir()
+    _other = adopt_folder(small_disk, RunDir(tmp_path / "other"))
+    assert newer.exists() and not older.exists()
 
 
 def test_no_room_is_an_error_and_not_a_signal(tmp_path: Path) -> None:

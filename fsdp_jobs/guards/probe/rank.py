@@ -8,10 +8,8 @@ twice, so that kernels whose sums come in another order each time are not taken 
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,29 +17,21 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fsdp_jobs.checkpoints.ranks import Ranks
 from fsdp_jobs.checkpoints.tensors import checksum
 from fsdp_jobs.config.resolve import probe_every_steps
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.guards.probe.state import held_by, kept
 from fsdp_jobs.models.weights import plain_name
 from fsdp_jobs.run import events
-from fsdp_jobs.run.agreement import digest
+from fsdp_jobs.run.agreement import Place, corruption, digest, majority
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ATTEMPT_ENV, RUN_DIR_ENV
-from fsdp_jobs.run.table import listed
 from fsdp_jobs.run.verdict import notify
 
 Microbatch = tuple[Tensor, Tensor]
 _UNSTEADY = {"the same computation, done twice": "differs"}
-_T = TypeVar("_T")
-_NAMED = 3  # tensors and ranks in a sentence
-
-
-def _of_all(own: _T) -> list[_T]:
-    """Return what each rank has given, by rank."""
-    given: list[_T] = [own] * dist.get_world_size()
-    dist.all_gather_object(given, own)
-    return given
+_NAMED = 3  # tensors of a rank in a sentence
 
 
 class ComputesWrong(RuntimeError):
@@ -59,7 +49,8 @@ class Probe:
         backward: Callable[[list[Microbatch]], Tensor],
     ):
         self.config, self.model, self.device, self._backward = config, model, device, backward
-        self.every_steps = probe_every_steps(config) if dist.get_world_size() > 1 else 0
+        self._ranks = Ranks(dist.distributed_c10d._get_default_group())
+        self.every_steps = probe_every_steps(config) if self._ranks.world > 1 else 0
         self._agreed = -1  # the newest step of this round at which all ranks were the same
 
     def run(self, step: int, microbatch: Microbatch) -> None:
@@ -72,27 +63,29 @@ class Probe:
             ComputesWrong: those of this rank differ, and `integrity.action` is not report.
         """
         held = held_by(self.model)
-        theirs: list[Any] = [held, microbatch]
-        dist.broadcast_object_list(theirs, src=0)
-        others = sorted(name for name, value in held.items() | theirs[0].items() if held.get(name) != value)
-        if different := [name for names in _of_all(others[:_NAMED]) for name in names]:
+        theirs, microbatch = self._ranks.from_rank_0(lambda: (held, microbatch))
+        if different := self._differing(held, theirs):
             self._stop(f"ranks do not hold the same in {different[0]}, and may rightly compute other gradients")
             return
-        sums = self._sums(step, theirs[1])
-        sums = sums if sums == self._sums(step, theirs[1]) else _UNSTEADY
-        digests = _of_all(digest(sums))
-        common, votes = Counter(digests).most_common(1)[0]
-        unsteady = digests.count(digest(_UNSTEADY))
-        if 2 * unsteady > len(digests) or (unsteady and self._agreed < 0):
-            self._stop(f"{unsteady} of {len(digests)} ranks do not get the same gradients twice")
-        elif votes == len(digests):
+        sums = self._sums(step, microbatch)
+        sums = sums if sums == self._sums(step, microbatch) else _UNSTEADY
+        digests, unsteady = self._ranks.gather(digest(sums)), digest(_UNSTEADY)
+        right = majority(digests)
+        if right == unsteady or (unsteady in digests and self._agreed < 0):
+            self._stop(f"{digests.count(unsteady)} of {len(digests)} ranks do not get the same gradients twice")
+        elif len({*digests}) == 1:
             self._agreed = step
         else:
-            self._find(step, sums, digests, common if 2 * votes > len(digests) else None)
+            self._find(step, sums, digests, right)
+
+    def _differing(self, own: dict[str, str], theirs: dict[str, str]) -> list[str]:
+        """Return the names of what differs on any rank, a few of each."""
+        names = sorted({name for name, _ in own.items() ^ theirs.items()})
+        return sorted({name for of_rank in self._ranks.gather(names[:_NAMED]) for name in of_rank})
 
     def _stop(self, why: str) -> None:
         self.every_steps = 0
-        if dist.get_rank() == 0:
+        if self._ranks.rank == 0:
             print(f"WARNING no probe in this round: {why}", flush=True)
 
     def _sums(self, step: int, microbatch: Microbatch) -> dict[str, str]:
@@ -130,40 +123,32 @@ class Probe:
         """Tell which ranks differ from the others, if it can be told, and end those if that is wanted."""
         theirs = [sums]
         dist.broadcast_object_list(theirs, src=digests.index(right) if right else 0)
-        own = sorted(name for name in sums.keys() | theirs[0].keys() if sums.get(name) != theirs[0].get(name))
-        by_rank = _of_all(own[:_NAMED])
+        tensors = self._differing(sums, theirs[0])
         wrong = [r for r, found in enumerate(digests) if found != right] if right else [*range(len(digests))]
         # Who differs from the first probe on may run on other hardware than most do.
         ends = right is not None and self._agreed >= 0 and self.config.integrity.action != "report"
-        why = [""]
-        if dist.get_rank() == 0:
-            why = [self._record(step, wrong, sorted({n for names in by_rank for n in names}), right is not None, ends)]
-        dist.broadcast_object_list(why, src=0)  # it has been recorded before any rank ends
+        record = partial(self._record, step, wrong, tensors, right is not None, ends)
+        why = self._ranks.from_rank_0(record)  # before any rank ends
         self.every_steps = self.every_steps if ends else 0  # it was told
-        if ends and dist.get_rank() in wrong:
-            raise ComputesWrong(why[0])
+        if ends and self._ranks.rank in wrong:
+            raise ComputesWrong(why)
 
     def _record(self, step: int, wrong: list[int], tensors: list[str], is_known: bool, ends: bool) -> str:
         """Record what was found, and exclude the machines of wrong ranks if that is wanted. Returns the sentence."""
         run, attempt = RunDir(os.environ[RUN_DIR_ENV]), int(os.environ[ATTEMPT_ENV])
         round_ = next(e for e in events.newest_events(run) if isinstance(e, events.RoundStarted))
         nproc = round_.world_size // len(round_.nodes)
-        nodes, hosts = [round_.nodes[r // nproc] for r in wrong], [round_.hosts[r // nproc] for r in wrong]
-        places = zip(wrong, nodes, hosts, strict=True)
-        ranks = [f"rank {r} on node {n} ({h}, local rank {r % nproc})" for r, n, h in places]
-        who = listed(ranks, _NAMED, of="ranks")
+        places = {r: Place(round_.nodes[r // nproc], round_.hosts[r // nproc], r % nproc) for r in wrong}
         others = "than most ranks" if is_known else "than each other, and it is not known which is right"
         since = f"the last probe at which all were the same was at step {self._agreed}"
         if self._agreed < 0:
             since = "so it was at the first probe already: is this machine's hardware or software another?"
-        why = (
-            f"step {step}: {who} computed other gradients {others} from the same tokens: {', '.join(tensors)}; {since}"
-        )
-        finding = "computed" if is_known else "unknown"
-        events.record(run, attempt, events.Corruption(step, self._agreed, finding, wrong, nodes, hosts, tensors, why))
-        notify(run, attempt, "corruption", why)
-        sound = {*round_.hosts} - {*hosts}
-        for host in {*hosts} if ends and sound and self.config.integrity.action == "exclude" else ():
-            run.exclude(host, self.config.elastic.exclude_for_s, why)
-            events.record(run, attempt, events.MachineExcluded(host, why))
-        return why
+        what = f"computed other gradients {others} from the same tokens: {', '.join(tensors)}; {since}"
+        found = corruption(step, self._agreed, "computed" if is_known else "unknown", places, tensors, what)
+        events.record(run, attempt, found)
+        notify(run, attempt, "corruption", found.why)
+        hosts = {*found.hosts}
+        for host in hosts if ends and {*round_.hosts} - hosts and self.config.integrity.action == "exclude" else ():
+            run.exclude(host, self.config.elastic.exclude_for_s, found.why)
+            events.record(run, attempt, events.MachineExcluded(host, found.why))
+        return found.why

@@ -20,11 +20,10 @@ from fsdp_jobs.guards.replicas.difference import (
     TWO,
     UNKNOWN,
     Difference,
-    Place,
     differing,
 )
 from fsdp_jobs.run import events
-from fsdp_jobs.run.agreement import NO_LIMIT
+from fsdp_jobs.run.agreement import NO_LIMIT, Place, corruption
 from fsdp_jobs.run.protocol import Message
 from fsdp_jobs.run.table import listed
 from fsdp_jobs.run.verdict import Verdict, notify
@@ -32,7 +31,7 @@ from fsdp_jobs.run.verdict import Verdict, notify
 _ANSWERS_S = 1.0  # for agents to send the sums of single tensors
 _REPLAYS = 2  # of steps at which two replicas differ, in an attempt
 _KEPT = 64  # newest steps of which some ranks have not yet told; they do so once per heartbeat
-_NAMED, _NAMED_RANKS = 3, 8  # tensors and ranks in a sentence
+_NAMED = 3  # tensors in a sentence
 _ASKED = 256  # ranks for the sums of single tensors, at most: of more, the answers take longer than leases last
 
 
@@ -190,19 +189,16 @@ class Guard(guard.Guard):
     def _record_corruption(self, difference: Difference, finding: str, ranks: list[int], what: str) -> str:
         """Record a finding. Returns its sentence."""
         tensors = difference.tensors()
-        places = [difference.places[rank] for rank in ranks]
-        named = [f"rank {r} on {p}" for r, p in zip(ranks, places, strict=True)]
-        who = listed(named, _NAMED_RANKS, of="ranks")
+        places = {rank: difference.places[rank] for rank in ranks}
         where = f" in {listed(tensors, _NAMED, of='tensors')}" if tensors else ""
-        why = f"step {difference.step}: {who} {what}{where}"
         agreed = self._agreed_before(difference.step)
-        nodes, hosts = [p.node for p in places], [p.host for p in places]
-        self.attempt.record(events.Corruption(difference.step, agreed, finding, ranks, nodes, hosts, tensors, why))
+        found = corruption(difference.step, agreed, finding, places, tensors, f"{what}{where}")
+        self.attempt.record(found)
         try:
-            notify(self.attempt.run, self.attempt.number, "corruption", why)
+            notify(self.attempt.run, self.attempt.number, "corruption", found.why)
         except OSError as e:
             self.attempt.warn(f"the notification cannot be started: {e}")
-        return why
+        return found.why
 
     def _agreed_before(self, step: int) -> int:
         """Return the newest step before one at which replicas differ where they were the same, -1 if none is known."""

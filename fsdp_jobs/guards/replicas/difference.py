@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+
+from fsdp_jobs.run.agreement import Place, majority
 
 Sums = dict[str, str]  # tensor -> sum; the tensor "" is all of them
 
 OUTVOTED, TWO, START = "outvoted", "two", "start"  # findings: the wrong rank is known, or not; the job is to blame
 TRANSIENT, REPRODUCED, UNKNOWN = "transient", "reproduced", "unknown"  # what a replay has shown
-
-
-class Place(NamedTuple):
-    """Where a rank runs."""
-
-    node: int
-    host: str
-    local_rank: int
-
-    def __str__(self) -> str:
-        return f"node {self.node} ({self.host}, local rank {self.local_rank})"
 
 
 @dataclass
@@ -51,10 +41,10 @@ class Difference:
         """Return the ranks that differ from a strict majority of their replicas, each with its tensors."""
         wrong = defaultdict[int, list[str]](list)
         for name, sums in self._shards():
-            right, votes = Counter(sums.values()).most_common(1)[0]
-            for rank in sums if 2 * votes > len(sums) else ():
-                if sums[rank] != right:
-                    wrong[rank].append(name)
+            if (right := majority(sums.values())) is not None:
+                for rank in sums:
+                    if sums[rank] != right:
+                        wrong[rank].append(name)
         return {rank: [*filter(None, names)] for rank, names in sorted(wrong.items())}
 
     def tensors(self) -> list[str]:

@@ -67,7 +67,8 @@ class Tier(tier.Tier):
         self._news = threading.Event()  # there is another round, or an end
         self._server = _Server(("", 0), self.folder / COPIES, self._token)
         self.port = int(self._server.server_address[1])
-        self.environment, self.hello = {MEMORY_ENV: str(self.folder)}, {"copies": self.port}
+        term, _ = max(newest_in(self.folder), (0, 0))
+        self.environment, self.hello = {MEMORY_ENV: str(self.folder)}, {"copies": self.port, "term": term}
         self._keeper = threading.Thread(target=self._keep, name="captures", daemon=True)
 
     @classmethod

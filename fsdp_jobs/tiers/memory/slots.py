@@ -19,7 +19,6 @@ import os
 import re
 import secrets
 import shutil
-import time
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -38,7 +37,7 @@ COPIES = "copies"
 _RUN = "run"  # file with the path of the run directory
 _NAME = re.compile(r"(\d+)-(\d+)-(\d+)")  # term, rank, slot
 _ALIGNED = 64  # bytes that every tensor begins at a multiple of
-_STALE_S = 3600.0  # after which a folder that no agent holds is another run's leftover
+_FREE = 0.5  # of the file system: while less is free, snapshots of jobs that wait are removed, oldest first
 
 
 class Entry(NamedTuple):
@@ -196,8 +195,8 @@ def slots_in(folder: Path) -> Iterator[Slot]:
 
 
 def newest_in(folder: Path) -> tuple[int, int]:
-    """Return round and step of the newest capture in a folder, (-1, -1) for none."""
-    captures = (slot.capture() for slot in slots_in(folder))
+    """Return term and step of the newest capture in a node's folder, copies included; (-1, -1) for none."""
+    captures = (slot.capture() for where in (folder, folder / COPIES) for slot in slots_in(where))
     return max(((c.term, c.step) for c in captures if c is not None), default=(-1, -1))
 
 
@@ -214,8 +213,7 @@ def forget_before(folder: Path, term: int, but: Collection[str] = ()) -> None:
 def adopt_folder(memory: Path, run: RunDir) -> tuple[Path, IO[str]]:
     """Return this node's folder of a submission, with the lock that says it is in use.
 
-    What an agent that has died left here is adopted; what earlier submissions of the run left is removed, and so is
-    what no agent has held for an hour.
+    What an agent that has died left here is adopted; else `remove_left` makes room.
 
     Raises:
         OSError: nothing can be made there.
@@ -249,13 +247,19 @@ def _furnish(folder: Path, run: RunDir) -> None:
 
 
 def remove_left(memory: Path, run: RunDir) -> None:
-    """Remove from a node what earlier submissions of a run have left, and what nobody restarts from, of any run."""
-    mine, earlier = folders.owned(memory, _name(run)), folders.owned(memory, folders.snapshots_of(run))
+    """Remove from a node what nobody restarts from, of any run; for lack of room, also what jobs that wait have left.
+
+    A job may wait in a queue for days, so age says nothing.
+    """
+    mine, left = folders.owned(memory, _name(run)), dict[Path, tuple[bool, float, IO[str]]]()
     for folder in folders.owned(memory, "memory"):
         if folder not in mine and (lock := folders.take(folder)) is not None:
-            if folder in earlier or _is_left(folder):
-                shutil.rmtree(folder, ignore_errors=True)
-            lock.close()
+            left[folder] = (_may_be_needed(folder), folder.stat().st_mtime, lock)
+    for folder, (may_be_needed, _, lock) in sorted(left.items(), key=lambda one: one[1][:2]):
+        total, _, free = shutil.disk_usage(memory)
+        if not may_be_needed or free < _FREE * total:
+            shutil.rmtree(folder, ignore_errors=True)
+        lock.close()
 
 
 def _name(run: RunDir) -> str:
@@ -263,14 +267,15 @@ def _name(run: RunDir) -> str:
     return f"{folders.snapshots_of(run)}-{run.submission}"
 
 
-def _is_left(folder: Path) -> bool:
-    """Whether nobody restarts from another run's snapshots: the run has ended, or no agent came for an hour."""
-    if time.time() - folder.stat().st_mtime > _STALE_S:
-        return True
-    with suppress(OSError, ValueError, BadInput):
+def _may_be_needed(folder: Path) -> bool:
+    """Whether a job may restart from what a folder holds; not when its run is gone, over, or was submitted again."""
+    try:
         run = RunDir((folder / _RUN).read_text())
-        return Verdict.final(run) is not None
-    return False
+        is_gone = run.path.parent.is_dir() and not run.path.exists()
+        is_of_another = bool(run.submission) and not folder.name.startswith(folders.prefix(_name(run)))
+        return not (is_gone or is_of_another or Verdict.final(run) is not None)
+    except (OSError, ValueError, BadInput):  # its run directory cannot be read now
+        return newest_in(folder) > (-1, -1)
 
 
 class Found(NamedTuple):
