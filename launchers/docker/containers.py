@@ -52,7 +52,10 @@ def connect() -> docker.APIClient:
     where, name = os.environ.get("DOCKER_HOST"), os.environ.get("DOCKER_CONTEXT") or get_current_context_name()
     key = "DOCKER_HOST" if where else f"docker context {name}"
     if not where:
-        context = ContextAPI.get_context(name)
+        try:
+            context = ContextAPI.get_context(name)
+        except Exception as e:  # docker's own class says no more
+            raise BadInput([Problem(f"Docker context {name}", f"cannot be read: {e}", "docker context ls")]) from e
         if context is None:
             raise BadInput([Problem(f"Docker context {name}", "there is no such context", "docker context ls")])
         where = str(context.Host).removeprefix("http+")

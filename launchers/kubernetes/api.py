@@ -26,6 +26,7 @@ _THROTTLED_FOR_S = 20.0  # for which a request is retried that the server was to
 ROLE_CURE = "ask for the role in deploy/kubernetes/base/rbac.yaml"
 _FORBIDDEN = {  # words of a message -> the cure; anything else is for an administrator to explain
     "exceeded quota": "ask for fewer nodes, or less cluster.cpus or cluster.memory",
+    "must specify": "cluster.pod_patch sets it for both containers, coordinator and trainer",
     "violates PodSecurity": "cluster.pod_patch can set or remove the fields that it names",
     '" cannot ': ROLE_CURE,  # of RBAC: User "me" cannot create resource "jobs" ...
 }

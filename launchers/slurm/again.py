@@ -42,8 +42,7 @@ def _submit(job_id: str, excluded: Sequence[str]) -> str:
     """Submit the script of this very job, with its environment and, of an array, the same task alone."""
     _, _, task = job_id.partition("_")
     script = client.call("scontrol", "write", "batch_script", os.environ["SLURM_JOB_ID"], "-")
-    options = ["--parsable", f"--dependency=afterany:{job_id}", *([f"--array={task}"] if task else [])]
+    options = [f"--dependency=afterany:{job_id}", *([f"--array={task}"] if task else [])]
     options += [f"--exclude={','.join(excluded)}"] if excluded else []
-    env = client.own_environment(os.environ)
-    new = client.call("sbatch", *options, stdin=script, env=env).strip().partition(";")[0]
+    new = client.sbatch(script, *options, env=os.environ)
     return f"{new}_{task}" if task else new

@@ -15,6 +15,13 @@ from fsdp_jobs.launchers.state import State
 from fsdp_jobs.run.directory import RunDir
 
 _FILTERS = ("SQUEUE_", "SINFO_", "SACCT_", "SCONTROL_", "SCANCEL_", "SLURM_TIME_FORMAT", "SLURM_CLUSTERS")
+_VARIABLES = {  # of sbatch, for options that are named otherwise
+    "array": "ARRAY_INX",
+    "mem": "MEM_PER_NODE",
+    "requeue": "NO_REQUEUE",
+    "switches": "REQ_SWITCH",
+    "time": "TIMELIMIT",
+}
 _UP = ("idle", "mixed", "allocated", "completing")  # states of nodes that jobs can have, now or later
 _TIMEOUT_S = 60.0  # of a command
 LOOK_S = 10.0  # of a question whose answer is only shown: without one the run directory's record is
@@ -41,14 +48,31 @@ def clean_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(_FILTERS)}
 
 
-def own_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for a submission: inside a job without what describes that job and its allocation.
+def own_environment(env: Mapping[str, str], script: str) -> dict[str, str]:
+    """Return the environment for the submission of a script.
 
-    sbatch would take it for requests, and the new job's processes for their own.
+    It lacks the user's SBATCH_ variables for options that the script sets: sbatch would prefer them. Inside a job it
+    lacks what describes that job and its allocation: sbatch would take it for requests, and the new job's processes
+    for their own.
     """
-    if "SLURM_JOB_ID" not in env:
-        return dict(env)
-    return {name: value for name, value in env.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
+    options = re.findall(r"^#SBATCH '?--([\w-]+)", script, re.MULTILINE)
+    hidden = {f"SBATCH_{_VARIABLES.get(option, option.replace('-', '_').upper())}" for option in options}
+    is_inside = "SLURM_JOB_ID" in env
+    return {
+        name: value
+        for name, value in env.items()
+        if name not in hidden and not (is_inside and name.startswith("SLURM_") and name != "SLURM_CONF")
+    }
+
+
+def sbatch(script: str, *options: str, env: Mapping[str, str]) -> str:
+    """Submit a script, and return the id of the job; a site's greeting may stand before it.
+
+    Raises:
+        SlurmError: as `call`.
+    """
+    said = call("sbatch", "--parsable", *options, stdin=script, env=own_environment(env, script))
+    return said.split()[-1].partition(";")[0]
 
 
 def call(
@@ -187,7 +211,7 @@ def _accounted(job_id: str) -> QueuedJob | None:
     if not records:
         return None
     _, state, start, nodes, name, comment, *_ = records[-1]  # a requeued job has several; the last is the newest
-    state = state.split()[0]  # "CANCELLED by 1000"
+    state = state.partition(" ")[0]  # "CANCELLED by 1000"
     return QueuedJob(job_id, state, start=start, nodes=nodes, name=name, comment=comment)
 
 
@@ -231,12 +255,13 @@ def partitions() -> list[Partition]:
 
 
 def partition(name: str | None) -> Partition:
-    """Return the partition of a name, the default one for None; an empty one for an unknown name.
+    """Return the partition of a name, the first one of several, the default one for None; an empty one for none.
 
     Raises:
         SlurmError: there is no SLURM here.
     """
-    known = (p for p in partitions() if p.name == name or (name is None and p.default))
+    wanted = (name or "").split(",")
+    known = (p for p in partitions() if p.name in wanted or (name is None and p.default))
     return next(known, Partition(name or "", False, ""))
 
 

@@ -53,6 +53,8 @@ class Companions:
     def request(self, nodes: Sequence[int]) -> None:
         """Have a companion queued or running for each of these nodes.
 
+        After the last refusal `status` says why there is none.
+
         Raises:
             SlurmError: SLURM does not answer, or refuses.
         """
@@ -61,7 +63,13 @@ class Companions:
             job, tries = queue.get(self.jobs.get(node, "")), self.tries.get(node, 0)
             if (job is None or not job.state.is_active) and tries < _TRIES:
                 self.tries[node] = tries + 1
-                self.jobs[node] = self._submit(node)
+                try:
+                    self.jobs[node] = self._submit(node)
+                except client.SlurmError as e:
+                    if tries + 1 == _TRIES:
+                        why = f"no node in place of node {node}: SLURM says: {' '.join(str(e).split())}"
+                        events.record(self.run, self.attempt, events.Waiting(why))
+                    raise
                 events.record(self.run, self.attempt, events.NodeAskedFor(node, self.jobs[node]))
 
     def _submit(self, node: int) -> str:
@@ -72,7 +80,6 @@ class Companions:
         folder.mkdir(parents=True, exist_ok=True)
         output = str(folder).replace("%", "%%") + "/companion-%j.out"
         options = [
-            "--parsable",
             f"--chdir={as_written('.')}",
             "--nodes=1",
             "--no-requeue",
@@ -81,8 +88,8 @@ class Companions:
         ]
         if excluded := [*self.run.excluded_hosts(), *self.commands.exclude]:
             options.append(f"--exclude={','.join(excluded)}")
-        env = {k: v for k, v in client.own_environment(self.env).items() if not k.startswith("SBATCH_")}
-        return client.call("sbatch", *options, *self.commands.submit, stdin=script, env=env).strip().partition(";")[0]
+        env = {name: value for name, value in self.env.items() if not name.startswith("SBATCH_")}
+        return client.sbatch(script, *options, *self.commands.submit, env=env)
 
     def release(self) -> None:
         """Cancel companions: running ones leave by themselves too, waiting ones would start in vain."""

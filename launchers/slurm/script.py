@@ -33,6 +33,21 @@ _OF_THE_JOB = {
     *(f"--{name}" for name in ("exclude", "nodelist", "nodes", "ntasks", "ntasks-per-node", "array", "dependency")),
     *(f"--{name}" for name in ("output", "error", "job-name", "comment", "signal", "begin", "switches", "requeue")),
 }
+_LONG = {  # of sbatch's options of one letter
+    "-a": "array",
+    "-b": "begin",
+    "-d": "dependency",
+    "-e": "error",
+    "-J": "job-name",
+    "-M": "clusters",
+    "-N": "nodes",
+    "-n": "ntasks",
+    "-o": "output",
+    "-p": "partition",
+    "-t": "time",
+    "-w": "nodelist",
+    "-x": "exclude",
+}
 _NOTES = ("comment", "mail_user", "mail_type")
 
 
@@ -68,8 +83,14 @@ def commands(job: Job, site: Site) -> Commands:
         max_nodes=trainer.num_replicas,
         regrow=cluster.regrow,
         exclude=[cluster.exclude] if cluster.exclude else [],
-        submit=[o for o in (*_resources(cluster, trainer, site), *cluster.extra) if _is_of_a_node(o)],
+        submit=[o for o in (*_resources(cluster, trainer, site), *map(long_form, cluster.extra)) if _is_of_a_node(o)],
     )
+
+
+def long_form(option: str) -> str:
+    """Return an option of `cluster.extra` by its long name, `--dependency=afterok:7` for `-d afterok:7`."""
+    name = _LONG.get(option[:2])
+    return f"--{name}={option[2:].lstrip(' =')}" if name else option
 
 
 def _is_of_a_node(option: str) -> bool:
@@ -164,7 +185,7 @@ def script(job: Job, site: Site, topology: Topology | None, margin_s: int) -> Sc
     nodes = [f"--nodes={high}", "--ntasks-per-node=1"] if low == high else [f"--nodes={low}-{high}"]
     return Script(
         resources=(*nodes, *_resources(cluster, trainer, site), *_switches(cluster, job.plan, high, topology)),
-        extra=tuple(cluster.extra),
+        extra=tuple(map(long_form, cluster.extra)),
         setup=tuple(cluster.setup),
         python=cluster.python or site.python,
         folder=str(as_written(".")),

@@ -23,6 +23,7 @@ from fsdp_jobs.run import events
 from fsdp_jobs.run.tail import read_json_lines
 
 SAVE = "fsdp-jobs doctor cluster=slurm --save FILE, on a login node of the cluster"
+_LEVELS = ("SwitchName=", "BlockName=")  # other lines are of groups of blocks, or say that there is no topology
 _FLAT = ("topology/none", "topology/default", "topology/flat")
 
 
@@ -36,9 +37,10 @@ def ask() -> Site:
     site = Site(settings["ClusterName"], "", sys.executable)
     if "gpu" in settings.get("GresTypes", ""):
         site.gpu_option = "--gpus-per-node={}" if "cons_tres" in settings["SelectType"] else "--gres=gpu:{}"
-    if settings["TopologyPlugin"] not in _FLAT:
+    if settings.get("TopologyPlugin") not in _FLAT:
         with suppress(client.SlurmError):  # it may be closed to users
-            site.switches = client.recent("scontrol", "show", "topology").splitlines()
+            lines = client.recent("scontrol", "show", "topology").splitlines()
+            site.switches = [line for line in lines if line.startswith(_LEVELS)]
             lines = client.recent("sinfo", "--all", "--noheader", "--format=%P %N").splitlines()
             site.partitions = {name: nodes.strip() for name, _, nodes in (line.partition(" ") for line in lines)}
     return site

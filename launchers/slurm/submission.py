@@ -29,7 +29,7 @@ def sbatch(folder: Path, script: str) -> str:
 
     folder.mkdir(parents=True, exist_ok=True)
     before = dict(os.environ)
-    foreign = before.keys() - client.own_environment(before).keys()
+    foreign = before.keys() - client.own_environment(before, script).keys()
     for name in foreign:  # submitit passes this process's environment on
         del os.environ[name]
     try:

@@ -22,12 +22,17 @@ from fsdp_jobs.config.resolve import accelerator
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.base import Finding, Job
 from fsdp_jobs.launchers.slurm import client
-from fsdp_jobs.launchers.slurm.script import cluster_of
+from fsdp_jobs.launchers.slurm.script import cluster_of, long_form
 from fsdp_jobs.run.directory import as_written
 
 _IN_MEMORY = ("tmpfs", "ramfs")  # file systems that no other machine can have mounted
 _ABOUT_NODES = ("node configuration", "nodes are busy", "node not available", "nodes required")
 _NO_REASON = "Unspecified error"  # where the site's own checks refuse, and say why in lines before
+_NOT_EXTRA = {  # options of sbatch -> what there is for it
+    "--array": "--multirun makes arrays",
+    "--clusters": "submit on a login node of that cluster",
+    "--nodes": "nodes=4, or nodes=2:4",
+}
 _LEAST_TRAINING_S = 30  # between the start of a job and its last save
 _WAIT_S = 30  # for a free node
 _CLOCK_SKEW_S = 2.0
@@ -52,6 +57,8 @@ def problems_here(job: Job) -> Iterator[Problem]:
         if not option.startswith("-"):
             cure = "for example cluster.extra=\"['--licenses=foo']\""
             yield Problem(f"cluster.extra=[{option}]", "not an option of sbatch", cure)
+        if (name := long_form(option).partition("=")[0]) in _NOT_EXTRA:
+            yield Problem(f"cluster.extra=[{option}]", f"{name} is not for the user to set", _NOT_EXTRA[name])
     if job.away:
         return
     if (kind := file_system(run.path)) in _IN_MEMORY:
@@ -60,6 +67,12 @@ def problems_here(job: Job) -> Iterator[Problem]:
     if why := client.silent():
         cure = "submit on a login node; dry_run=true and plan work without one, cluster=local runs on this machine"
         yield Problem("cluster=slurm", f"there is no SLURM to submit to: {why}", cure)
+        return
+    here = client.settings()["ClusterName"]
+    for name in ("SLURM_CLUSTERS", "SBATCH_CLUSTERS"):
+        if (elsewhere := os.environ.get(name, here)) != here:
+            what = f"jobs go to {here}, the cluster of this machine"
+            yield Problem(f"{name}={elsewhere}", what, _NOT_EXTRA["--clusters"])
 
 
 def file_system(path: Path) -> str:
@@ -88,8 +101,9 @@ def check_with_slurm(job: Job, script: str, margin_s: int, count: int) -> list[P
     """
     cluster = cluster_of(job.config)
     partition = client.partition(cluster.partition)
-    elsewhere = [option for option in cluster.extra if option.startswith(("--time", "-t", "--partition", "-p"))]
-    is_default = not elsewhere and "SBATCH_TIMELIMIT" not in os.environ
+    is_one_of_several = "," in (cluster.partition or "")  # SLURM chooses one of them
+    elsewhere = [o for o in map(long_form, cluster.extra) if o.startswith(("--time=", "--partition="))]
+    is_default = not (elsewhere or is_one_of_several or "SBATCH_TIMELIMIT" in os.environ)
     limit = cluster.time or (partition.default_time if is_default else "")
     if _seconds(limit) < margin_s + _LEAST_TRAINING_S:
         whose = "" if cluster.time else f" ({partition.name}'s default is {limit})"
@@ -99,7 +113,7 @@ def check_with_slurm(job: Job, script: str, margin_s: int, count: int) -> list[P
         return problems
     try:
         array = [f"--array=0-{count - 1}"] if count > 1 else []
-        client.call("sbatch", "--test-only", *array, stdin=script, env=client.own_environment(os.environ))
+        client.call("sbatch", "--test-only", *array, stdin=script, env=client.own_environment(os.environ, script))
     except client.SlurmError as e:
         if found := re.search(r"\w*MaxSubmit\w*", str(e)):
             return [_too_many(count, found[0])]
@@ -133,9 +147,9 @@ def compare_with_kill_wait(name: str, save_s: float, need_s: float) -> None:
 
 def _partition_problems(job: Job, partition: client.Partition) -> Iterator[Problem]:
     """Compare a job with the limits of its partition where sbatch takes it nevertheless, and lets it wait for ever."""
-    if client.settings().get("EnforcePartLimits") != "NO":
-        return
     config, cluster, trainer = job.config, cluster_of(job.config), job.role("trainer")
+    if client.settings().get("EnforcePartLimits") != "NO" or "," in (cluster.partition or ""):
+        return
     nodes = trainer.min_replicas or trainer.num_replicas
     waits = "SLURM would let the job wait for ever (EnforcePartLimits=NO)"
     if cluster.time and _seconds(cluster.time) > _seconds(partition.time):
@@ -296,9 +310,9 @@ def _where(cluster: SlurmClusterConfig) -> list[str]:
 
 def _requeue(cluster: SlurmClusterConfig) -> Iterator[Finding]:
     """Look what the site makes of a job that is to be requeued; it is held, and cancelled at once."""
-    script = "#!/bin/sh\n#SBATCH --job-name=doctor --nodes=1 --time=2 --output=/dev/null --requeue --hold\n"
+    own = ("--job-name=doctor", "--nodes=1", "--time=2", "--output=/dev/null", "--requeue", "--hold")
     try:
-        job = client.call("sbatch", "--parsable", *_where(cluster), stdin=script).strip().partition(";")[0]
+        job = client.sbatch("#!/bin/sh\n", *own, *_where(cluster), env=os.environ)
     except client.SlurmError:
         return  # the node's finding says why
     try:

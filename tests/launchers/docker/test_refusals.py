@@ -176,6 +176,9 @@ def test_the_chosen_context_names_the_daemon(tmp_path: Path, monkeypatch: pytest
     assert far in refusal(tmp_path, DOCKER_CONFIG=str(config), DOCKER_CONTEXT="far")
     gone = refusal(tmp_path, DOCKER_CONFIG=str(config), DOCKER_CONTEXT="gone")
     assert "Docker context gone: there is no such context" in gone
+    chosen.write_text("{")
+    damaged = refusal(tmp_path, DOCKER_CONFIG=str(config), DOCKER_CONTEXT="far")
+    assert "Docker context far: cannot be read: Detected corrupted meta file" in damaged
     here = refusal(tmp_path, DOCKER_CONFIG=str(config), DOCKER_CONTEXT="far", DOCKER_HOST="unix:///nowhere.sock")
     assert "Docker at unix:///nowhere.sock" in here, "as with the docker command, DOCKER_HOST comes first"
 

@@ -103,6 +103,11 @@ CASES: dict[str, tuple[Callable[[SimulatedApi], Any], list[str], list[str]]] = {
         [],
         ["exceeded quota: gpus", "fewer nodes"],
     ),
+    "quota of what nothing asks for": (
+        _refuse("Pod", 'pods "x" is forbidden: failed quota: disk: must specify limits.ephemeral-storage for: trainer'),
+        [],
+        ["must specify limits.ephemeral-storage for: trainer", "cluster.pod_patch sets it for both containers"],
+    ),
     "pod security": (
         _refuse("Pod", 'pods "x" is forbidden: violates PodSecurity "restricted:latest": hostNetwork'),
         ["cluster.pod_patch={hostNetwork: true}"],

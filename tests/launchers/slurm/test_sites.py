@@ -90,8 +90,9 @@ def test_nodes_that_are_away_are_waited_for_and_what_no_node_has_is_refused(lab:
     for away, reason in (("node4", "DRAIN"), ("node[1-4]", "DOWN")):
         lab.on_login("scontrol", "update", f"nodename={away}", f"state={reason}", "reason=test")
         try:
-            done = lab.cli(folder, *DRY, "nodes=4")
-            assert done.returncode == 0, done.stdout + done.stderr
+            for where in ("main", "urgent,main"):
+                done = lab.cli(folder, *DRY, "nodes=4", f"cluster.partition='{where}'")
+                assert done.returncode == 0, done.stdout + done.stderr
             for never in ("nodes=5", "cluster.cpus_per_task=3", "cluster.mem=99G"):
                 done = lab.cli(folder, *DRY, never)
                 assert done.returncode == 2 and "partition main has 4 nodes" in done.stderr, done.stdout + done.stderr
@@ -201,6 +202,23 @@ def test_a_controller_that_is_away_silences_nothing_and_harms_nothing(lab: Lab, 
         finally:
             lab.do("run", "ctl", "slurmctld")
             job.until(lambda: bool(lab.do("run", "login", "squeue", check=False)), "the controller's answer")
+            lab.do("run", "login", "scontrol", "update", f"nodename={taken}", "state=resume", check=False)
+
+
+def test_a_site_that_takes_no_job_in_place_of_a_lost_node_is_named(lab: Lab, folder: Path) -> None:
+    with slurm_job(lab, folder, "alone", "nodes=1:2", ONE_RANK, *QUICK, *ENDLESS) as job:
+        job.until_attempt(0)
+        taken = job.rounds()[0]["hosts"][1]
+        lab.on_login("scontrol", "update", "partitionname=main", "state=drain")
+        try:
+            lab.on_login("scontrol", "update", f"nodename={taken}", "state=down", "reason=test")
+            job.until(lambda: bool(job.events("waiting")), "the reason", 120)
+            job.progress(3)
+            (row,) = json.loads(lab.cli(folder, "status", "--json", "alone").stdout)
+            assert row["state"] == "running" and "no node in place of node 1: SLURM says: " in row["reason"], row
+            assert "partition not available" in row["reason"], row
+        finally:
+            lab.on_login("scontrol", "update", "partitionname=main", "state=up")
             lab.do("run", "login", "scontrol", "update", f"nodename={taken}", "state=resume", check=False)
 
 

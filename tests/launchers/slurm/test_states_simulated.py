@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.launchers.slurm import client, site
 from fsdp_jobs.launchers.slurm.scheduler import SlurmLauncher
+from fsdp_jobs.launchers.slurm.script import Script, long_form
 from fsdp_jobs.launchers.slurm.steps import Commands
 from fsdp_jobs.launchers.state import State
 from fsdp_jobs.run import events
@@ -202,3 +204,19 @@ def test_a_site_file_is_read_where_the_cluster_does_not_answer_as_it_is_now(slur
     assert site.site_of(config).cluster == "other"
     file.write_text("cluster: lab")
     assert site.site_of(config).cluster == "lab"
+
+
+def test_topology_of_newer_sites_and_greetings_of_wrappers_are_read(slurm: Path) -> None:
+    """Aggregated blocks have lines of their own, and `show config` may have no plugin; sbatch may greet first."""
+    shown = ("BlockName=b1 BlockIndex=0 Nodes=n[1-2] BlockSize=2", "AggregatedBlock=a1 BlockIndex=1 Nodes=n[1-2]")
+    config = "ClusterName = lab\nSelectType = select/cons_tres"
+    say(slurm, "scontrol", f'[ $2 = topology ] && echo "{shown[0]}\n{shown[1]}" || echo "{config}"')
+    say(slurm, "sinfo", "echo 'main* n[1-2]'")
+    assert site.ask().switches == [shown[0]]
+    say(slurm, "sbatch", "echo 'Welcome to the cluster'; echo; echo '77;lab'")
+    assert client.sbatch("#!/bin/sh", env=dict(os.environ)) == "77"
+
+
+def test_a_job_waits_for_what_both_its_sweep_and_its_user_name() -> None:
+    own = Script(("--nodes=1",), (long_form("-dafterok:7"),), (), "python", "/home/me", False, margin_s=10)
+    assert "#SBATCH --dependency=afterany:5,afterok:7\n" in own.of_run("/run", "a", "tag", after="5")

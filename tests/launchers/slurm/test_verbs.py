@@ -31,6 +31,8 @@ REFUSED = {
     "cluster.constraint=fast": ("cluster.constraint=fast", "Invalid feature"),
     "cluster.reservation=mine": ("cluster.reservation=mine",),
     "cluster.nodelist=node9": ("Invalid node name",),
+    "cluster.extra=['-Melsewhere']": ("--clusters is not for the user to set", "a login node of that cluster"),
+    "cluster.extra=['--array=0-3']": ("--multirun makes arrays",),
     "cluster.extra=['--bogus']": ("unrecognized option '--bogus'",),
     "nodes=5": ("nodes=5", "partition main has 4 nodes with up to 2 CPUs, 8000 MB, gpu:8"),
     "cluster.cpus_per_task=3": ("cluster.cpus_per_task=3", "up to 2 CPUs"),
@@ -58,6 +60,8 @@ def test_bad_input_is_refused_with_our_keys_and_nothing_is_written(lab: Lab, tmp
         assert len(done.stderr.splitlines()) < 12, done.stderr
     done = lab.cli(tmp_path, *ON_CPU, *TINY, "name=bad", f"runs_dir={lab.folder}/scratch")
     assert "in this machine's memory: the nodes cannot see it" in done.stderr
+    done = lab.cli(tmp_path, *ON_CPU, *TINY, "name=bad", SLURM_CLUSTERS="elsewhere")
+    assert "SLURM_CLUSTERS=elsewhere: jobs go to lab, the cluster of this machine" in done.stderr, done.stderr
     assert not (tmp_path / "runs").exists()
     assert lab.on_login("squeue", "-h") == ""
 
@@ -238,15 +242,18 @@ def test_a_run_directory_that_only_this_machine_has_is_named(lab: Lab, tmp_path:
 
 
 def test_what_users_environments_and_copies_do_not_do_to_a_job(lab: Lab, tmp_path: Path) -> None:
-    """Submitted from inside a task of another array, asked about with filters set, and its directory is copied."""
+    """Submitted from inside a task of another array, with options and filters set, and its directory is copied."""
     outer = {"SLURM_JOB_ID": "76", "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "1", "SLURM_MEM_PER_CPU": "100"}
     filters = {"SQUEUE_PARTITION": "urgent", "SQUEUE_STATES": "CD", "SQUEUE_NAMES": "x", "SINFO_PARTITION": "urgent"}
-    os.environ |= {**outer, **filters}
+    own = {"SBATCH_NO_REQUEUE": "1", "SBATCH_SIGNAL": "B:USR2@5", "SBATCH_OUTPUT": "/dev/null", "SBATCH_JOB_NAME": "my"}
+    os.environ |= {**outer, **filters, **own}
     try:
         with slurm_job(lab, tmp_path, "mine", "nodes=2", "nproc_per_node=1", *ENDLESS) as job:
             job.until_attempt(0)
             (started,) = job.events("attempt_started")
             assert started["slurm_job"] == job.id, "it takes the outer job for itself"
+            shown = lab.on_login("scontrol", "show", "job", job.id)
+            assert "JobName=mine" in shown and "Requeue=1" in shown and "/mine/submit/slurm-" in shown, shown
             assert "mine  running" in lab.cli(tmp_path, "status", "mine").stdout
             refused = lab.cli(tmp_path, "resume", "mine")
             assert refused.returncode == 2 and "is in use by the live job" in refused.stderr, refused.stderr
@@ -263,7 +270,7 @@ def test_what_users_environments_and_copies_do_not_do_to_a_job(lab: Lab, tmp_pat
             job.until_attempt(1)
             assert job.verdict(0).verdict == "preempted" and job.events("resumed")[-1]["step"] >= step
     finally:
-        for name in (*outer, *filters):
+        for name in (*outer, *filters, *own):
             del os.environ[name]
 
 
