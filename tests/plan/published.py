@@ -11,6 +11,7 @@ from functools import cache
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.schema import DataConfig, FsdpConfig, JobConfig, LlamaConfig
 from fsdp_jobs.plan.shapes import ModelShape, shape_of
+from fsdp_jobs.plan.step_time import MEMORY_IN_STEP
 
 FOUNDRY = "github.com/mosaicml/llm-foundry scripts/train/benchmarking/README.md at 061f2c7"
 TITAN_H100 = "github.com/pytorch/torchtitan benchmarks/llama3_h100_202412_torchtitan.md at 31a17bf"
@@ -24,7 +25,12 @@ TITAN_A100 = "github.com/pytorch/torchtitan docs/performance.md at 0413364"
 # in d: LayerNorms 4, GELU 8, residual sums 6, and what the attention kernel copies in backward, about 10. Its attention
 # was the first FlashAttention, written in Triton: the rates are those at which its rows of 16k tokens and more agree.
 MPT_ELEMENTWISE = 28
-MPT_ATTENTION_TFLOPS = {"a100_40": 130.0, "a100_80": 130.0, "h100": 205.0}
+MPT_ATTENTION_TFLOPS = {"a100_40": 130.0, "a100_80": 130.0, "h100": 220.0}
+# Composer's mixed precision: PURE gathers in bf16, as this trainer does. DEFAULT gathers in fp32 and reduces in bf16.
+# Autocast then casts the weights in each pass (4 bytes read, 2 written), and their gradients to fp32 and back (6 + 6).
+# FSDP2 copies 4 bytes of each weight in either gather and in the reduction.
+DEFAULT_TRAFFIC = (4 + 4 + 2) / (2 + 2 + 2)
+CASTS = {"none": 6 + 6 + 6 - 3 * 4, "full": 6 + 6 + 6 + 6 - 3 * 4}  # bytes for each weight of a block, beyond FSDP2's
 MPT = {
     "125m": (768, 12, 12),
     "350m": (1024, 24, 16),
@@ -65,7 +71,7 @@ class Published:
     compiled: bool
     published: float  # tokens/s a GPU; 0: it ran out of memory
     source: str
-    pure: bool = False  # parameters, gradients and moments in bf16
+    pure: bool = False  # gathered in bf16 (llm-foundry), or parameters, gradients and moments in bf16 (KempnerForge)
     strategy: str = "full_shard"
     per_node: int = 8
 
@@ -190,7 +196,12 @@ def shape(row: Published) -> ModelShape:
     assert found is not None
     if row.model.startswith("mpt"):
         d = found.activations.block_input
-        kept = replace(found.activations, block_saved=16 * d, elementwise=MPT_ELEMENTWISE * d, last_flops=8 * d * d)
+        elementwise = MPT_ELEMENTWISE * d
+        if not row.pure:
+            passes = 4 if row.checkpointing == "full" else 3  # forward once, backward twice, recomputation once
+            casts = CASTS[row.checkpointing] * found.largest.numel * MEMORY_IN_STEP
+            elementwise += int(casts / (2 * passes * row.micro_batch * row.seq_len))
+        kept = replace(found.activations, block_saved=16 * d, elementwise=elementwise, last_flops=8 * d * d)
         found = replace(found, activations=kept)
     return found
 
@@ -212,6 +223,9 @@ def job(row: Published) -> JobConfig:
         known |= {"memory_gib": 23.65}
     if row.source == FOUNDRY:
         known |= {"attention_tflops": MPT_ATTENTION_TFLOPS[row.hardware]}
+        if not row.pure:
+            links = ("intra_node_gb_s", "inter_node_gb_s")
+            known |= {link: getattr(config.hardware, link) / DEFAULT_TRAFFIC for link in links}
     config = replace(config, hardware=replace(config.hardware, **known))
     if row.model.startswith("mpt"):
         d, layers, heads = MPT[row.model.split()[1]]
@@ -224,7 +238,7 @@ def job(row: Published) -> JobConfig:
     fsdp = FsdpConfig(
         strategy=row.strategy,
         shard_group=row.per_node if row.strategy == "hybrid_shard" else "auto",
-        master_dtype="bf16" if row.pure else "fp32",
+        master_dtype="bf16" if row.pure and row.source == KEMPNER else "fp32",
         reduce_dtype="bf16" if row.source in (FOUNDRY, FMS) else "fp32",
         activation_checkpointing=row.checkpointing,
         activation_checkpointing_every=3 if row.source == FMS else 2,

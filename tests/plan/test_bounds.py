@@ -1,10 +1,14 @@
-"""Bounds that no prediction may cross, over random jobs; FSDP_JOBS_PLANS sets how many."""
+"""Bounds that no prediction may cross, and remedies that fit, over random jobs of all kinds of models."""
 
 from __future__ import annotations
 
-import os
+import json
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -18,10 +22,10 @@ from fsdp_jobs.plan.memory import MARGIN, master_bytes
 from fsdp_jobs.plan.plan import Plan, make_plan
 from fsdp_jobs.plan.shapes import ModelShape, shape_of
 from fsdp_jobs.plan.topology import Topology
-from fsdp_jobs.train.shape_probe import activations_of, units_of
+from fsdp_jobs.train import shape_probe
 from tests.plan.test_shapes import OfBiased
 
-PLANS = int(os.environ.get("FSDP_JOBS_PLANS", "10"))
+JOBS = [10, pytest.param(1000, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
 CHOICES = {
     "model": ["llama_160m", "llama_1b", "llama2_7b", "llama3_8b", "llama3_70b"],
     "hardware": ["a100_40", "a100_80", "h100", "h200", "b200", "l40s", "mi300x"],
@@ -37,6 +41,7 @@ CHOICES = {
     "fsdp.cpu_offload": ["true", "false"],
     "fsdp.compile": ["true", "false"],
 }
+RANDOM = st.fixed_dictionaries({key: st.sampled_from(values) for key, values in CHOICES.items()})
 FSDP = st.sampled_from(
     [
         {},
@@ -48,19 +53,55 @@ FSDP = st.sampled_from(
 )
 
 
-def biased(config: JobConfig) -> ModelShape:
-    """A GPT of linear layers with biases, probed as a custom model is."""
-    with FakeTensorMode():
-        model = OfBiased(width=1024)
-        return units_of(model, list(model.blocks), [], activations_of(model, list(model.blocks), config.data.seq_len))
+# models that are probed: their sizes as transformers names them
+PROBED: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 1280, "n_layer": 4, "n_head": 20, "n_positions": 32768},
+    "llama": {
+        "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 4, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "max_position_embeddings": 32768,
+    },
+}  # fmt: skip
+MODELS = st.sampled_from(["preset", "preset", "biased", *PROBED])
 
 
-@given(st.fixed_dictionaries({key: st.sampled_from(values) for key, values in CHOICES.items()}), st.booleans())
-@settings(max_examples=PLANS, deadline=None)
-def test_no_option_is_faster_than_its_hardware(chosen: dict[str, Any], has_biases: bool) -> None:
-    config = compose_job(["data=synthetic", *(f"{key}={value}" for key, value in chosen.items())])
-    shape = biased(config) if has_biases else shape_of(config)
+@cache
+def probed(kind: str, seq_len: int) -> ModelShape:
+    """The shape of a GPT of linear layers with biases, or of a model of transformers."""
+    if kind == "biased":
+        with FakeTensorMode():
+            model = OfBiased(width=1024)
+            blocks = list(model.blocks)
+            return shape_probe.units_of(model, blocks, [], shape_probe.activations_of(model, blocks, seq_len))
+    with TemporaryDirectory() as folder:
+        tokens = {"vocab_size": 32000, "bos_token_id": 1, "eos_token_id": 2}
+        Path(folder, "config.json").write_text(json.dumps({"model_type": kind, **tokens, **PROBED[kind]}))
+        model_is = ["model=hf", f"model.name_or_path={folder}", "model.pretrained=false", "data.vocab_size=32000"]
+        return shape_probe.shape_of(compose_job([*model_is, f"data.seq_len={seq_len}"]))
+
+
+def composed(overrides: dict[str, Any]) -> JobConfig:
+    return compose_job(["data=synthetic", *(f"{key}={value}" for key, value in overrides.items())])
+
+
+def shape_in(config: JobConfig, kind: str) -> ModelShape:
+    shape = shape_of(config) if kind == "preset" else probed(kind, config.data.seq_len)
     assert shape is not None
+    return shape
+
+
+@pytest.mark.parametrize("jobs", JOBS)
+def test_no_option_is_faster_than_its_hardware(jobs: int) -> None:
+    settings(max_examples=jobs, deadline=None)(given(RANDOM, MODELS)(check_options))()
+
+
+@pytest.mark.parametrize("jobs", JOBS)
+def test_every_remedy_fits(jobs: int) -> None:
+    settings(max_examples=jobs, deadline=None)(given(RANDOM, FSDP, MODELS)(check_remedies))()
+
+
+def check_options(chosen: dict[str, Any], kind: str) -> None:
+    config = composed(chosen)
+    shape = shape_in(config, kind)
     hardware, topology, per_node = config.hardware, Topology.flat(int(config.nodes)), config.nproc_per_node
     peak = peak_flops(hardware, param_dtype(config.fsdp, "cuda"))
     matmuls = 3 * (shape.activations.layers * shape.activations.matmul_flops + shape.activations.head_flops)
@@ -76,19 +117,16 @@ def test_no_option_is_faster_than_its_hardware(chosen: dict[str, Any], has_biase
             assert step >= state / (1e9 * hardware.memory_gb_s)
 
 
-@given(st.fixed_dictionaries({key: st.sampled_from(values) for key, values in CHOICES.items()}), FSDP)
-@settings(max_examples=PLANS // 2, deadline=None)
-def test_every_remedy_fits(chosen: dict[str, Any], fsdp: dict[str, str]) -> None:
-    overrides = {"data": "synthetic", **chosen, **fsdp}
+def check_remedies(chosen: dict[str, Any], fsdp: dict[str, str], kind: str) -> None:
     assume(chosen["nodes"] * chosen["nproc_per_node"] >= int(fsdp.get("fsdp.shard_group", 1)))
-    plan = make_plan(compose_job([f"{key}={value}" for key, value in overrides.items()]))
+    config = composed(chosen | fsdp)
+    plan, hardware = make_plan(config, shape=shape_in(config, kind)), config.hardware
     assert Plan.from_json(plan.to_json()) == plan
     for remedy in plan.remedies:
-        mended = overrides | dict(o.split("=", 1) for o in remedy.overrides)
-        followed = make_plan(compose_job([f"{k}={v}" for k, v in mended.items()]), seek_remedies=False)
+        mended = composed(chosen | fsdp | dict(o.split("=", 1) for o in remedy.overrides))
+        followed = make_plan(mended, shape=shape_in(mended, kind), seek_remedies=False)
         memory = followed.memory
         assert memory is not None and followed.fits, remedy
-        hardware = compose_job([f"hardware={chosen['hardware']}"]).hardware
         assert memory.total <= hardware.memory_gib * 2**30 * (1 - MARGIN)
         on_host = (memory.host + memory.captured) * followed.ranks_per_node
         assert on_host <= hardware.host_memory_gib * 2**30 * (1 - MARGIN)

@@ -28,7 +28,7 @@ def test_predictions_are_near() -> None:
     assert len(ROWS) >= 60 and len({r.source for r in ROWS}) >= 4
     ratios = sorted(ratio(r) for r in ROWS)
     assert 0.95 <= median(ratios) <= 1.05
-    assert ratios[len(ratios) // 10] >= 0.91 and ratios[len(ratios) * 9 // 10] <= 1.13
+    assert ratios[len(ratios) // 10] >= 0.91 and ratios[len(ratios) * 9 // 10] <= 1.1
 
 
 @pytest.mark.parametrize("hardware", ["a100_40", "a100_80", "h100", "h200"])
@@ -49,7 +49,11 @@ def test_what_ran_fits_and_what_ran_out_of_memory_does_not() -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda r: f"{r.model}-{r.hardware}-{r.gpus}-{r.seq_len}-{r.published:.0f}")
 def test_no_row_is_absurd(row: Published) -> None:
-    assert 0.8 <= ratio(row) <= 1.35
+    """In the last 5% of the memory the allocator retries, which the plan does not price."""
+    memory = planned(row).memory
+    assert memory is not None
+    is_full = memory.total > 0.95 * planned(row).usable_bytes
+    assert 0.8 <= ratio(row) <= (1.3 if is_full else 1.2)
 
 
 def test_compiling_and_recomputing_move_the_prediction_the_right_way() -> None:
