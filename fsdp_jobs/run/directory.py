@@ -117,6 +117,7 @@ class RunDir:
     token = _Within("submit/token")  # proves to the coordinator that an agent belongs to this job
     node_labels = _Within("submit/node-labels.json")  # of Kubernetes machines, for planning at run time
     written_by = _Within("submit/written-by")  # the Kubernetes submission whose pods write into this directory
+    left = _Within("submit/left")  # exists: the cluster may have something of the newest submission after its end
     mirrored = _Within("submit/mirrored.json")  # how far pods' logs have been copied into this directory
     stop_request = _Within("stop")  # exists: save a checkpoint and stop
     save_request = _Within("save")  # exists: save a checkpoint now, and continue

@@ -106,16 +106,23 @@ class Overview:
                 read[run.name] = self._read(run)
             except DAMAGES as e:
                 rows[run.name] = RunSummary(run.name, "", "damaged", reason=damage(str(run.path), e))
-        live = {name: job for name, (status, job) in read.items() if not status.ended}
+        live = {name: job for name, (status, job) in read.items() if not status.ended or self._leaves(status.run)}
         others = {name: why for name in live if (why := another_runs(read[name][0].run))}
         answers = self._ask([job["handle"] for name, job in live.items() if name not in others])
         for name, (status, job) in read.items():
             strange = Description("", State.UNKNOWN, others[name]) if name in others else None
+            answer = strange or answers.get(job["handle"])
+            if status.ended and answer is not None and answer.state is State.SILENT:
+                status.run.left.unlink(missing_ok=True)  # it is asked once: it may be gone for good
             try:
-                rows[name] = summary_of(status, job, strange or answers.get(job["handle"]))
+                rows[name] = summary_of(status, job, answer)
             except DAMAGES as e:
                 rows[name] = RunSummary(name, "", "damaged", reason=damage(str(status.run.path), e))
         return [rows[run.name] for run in runs]
+
+    def _leaves(self, run: RunDir) -> bool:
+        """Whether the cluster may have something of a run that has ended; its launcher removes that when asked."""
+        return self._owners[run.name] is None and run.left.exists()
 
     def _read(self, run: RunDir) -> tuple[RunStatus, dict[str, Any]]:
         """Read a run further; return its status, and what was submitted with `handle` and `nodes`."""

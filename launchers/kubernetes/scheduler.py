@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -139,6 +139,7 @@ class KubernetesLauncher(Launcher):
         cluster, app_id = cluster_of(job.config), f"{request.namespace}:{request.names.app}"
         api = connect(cluster)
         job.run.node_labels.unlink(missing_ok=True)  # of an earlier submission
+        job.run.left.touch()
         if request.node_labels:
             write_atomic(job.run.node_labels, json.dumps(request.node_labels))
         try:
@@ -270,6 +271,7 @@ def _describe(app: _App, api: Api, jobs: list[Object], pods: list[Object]) -> De
     """Describe an app, copy what its pods have published, and end what its end has left; None when it is gone."""
     root = app.root(api, jobs)
     if root is None:
+        _has_left_nothing(app)
         return None
     state, (restarts, verdict) = conditions.state_of(root, pods), conditions.verdict_of(pods)
     if app.run is not None and not pods_write_here(app.run, app.names.app):
@@ -285,9 +287,16 @@ def _describe(app: _App, api: Api, jobs: list[Object], pods: list[Object]) -> De
             judge(app.run, verdict or Verdict("infrastructure", "stop", why))
         if not conditions.is_leaving(root, pods):
             _end_rest(api, root, jobs)
+            _has_left_nothing(app)
     replicas = [_replica(pod) for pod in pods]
     roles = [RoleStatus(role, [r for r in replicas if r.role == role]) for role in ("coordinator", "trainer")]
     return Description(app.app_id, state, why, restarts, roles)
+
+
+def _has_left_nothing(app: _App) -> None:
+    if app.run is not None:
+        with suppress(OSError):  # it is another user's
+            app.run.left.unlink()
 
 
 def _end_rest(api: Api, root: Object, jobs: list[Object]) -> None:

@@ -553,6 +553,21 @@ class TestWaiting:
         assert self.said(app)[0] is State.STOPPED
         assert [j["metadata"]["name"] for j in api.all("batch", "jobs")] == [app.partition(":")[2]]
 
+    def test_a_look_at_a_run_that_has_ended_ends_what_is_left_and_asks_no_more(
+        self, api: SimulatedApi, app: str
+    ) -> None:
+        """Its record came from the pods' logs before its Jobs had ended."""
+        self.put_pod(api, app, {"phase": "Pending"})
+        run = RunDir("runs/x")
+        run.attempt(0).mkdir(parents=True)
+        Verdict("preempted", "stop", "cancelled").close(run, 0)
+        verdict = {"verdict": "preempted", "decision": "stop", "reason": "cancelled", "attempt": 0}
+        self.end(api, app, json.dumps(verdict))
+        assert "stopped" in said_by("status", "x")
+        assert [j["metadata"]["name"] for j in api.all("batch", "jobs")] == [app.partition(":")[2]]
+        asked = len(api.requests)
+        assert "stopped" in said_by("status", "x") and len(api.requests) == asked
+
     def test_nodes_that_end_by_themselves_are_left_alone_but_not_for_ever(self, api: SimulatedApi, app: str) -> None:
         self.put_pod(api, app, {"phase": "Running"})
         self.end(api, app, json.dumps({"verdict": "user_error", "decision": "stop", "reason": "no", "attempt": 0}))
