@@ -127,6 +127,8 @@ class Overview:
     def _read(self, run: RunDir) -> tuple[RunStatus, dict[str, Any]]:
         """Read a run further; return its status, and what was submitted with `handle` and `nodes`."""
         job = run.read_job()
+        if not isinstance(job["handle"], str):
+            raise TypeError(f"{run.job}: the handle is {job['handle']!r}, not a text")
         status = self._statuses.pop(run.name, None)  # kept only if it can be read further
         if status is None:
             status = RunStatus(run)
