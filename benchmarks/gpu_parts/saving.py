@@ -19,7 +19,7 @@ def saving(bench: Bench) -> Iterator[Row]:
     disk, host = shutil.disk_usage(bench.folder).free, psutil.virtual_memory().available
     name = fitting(disk, host) if bench.gpus else "small"
     sizes = [*SIZES[name], "fsdp.master_dtype=bf16"] if bench.gpus else ["model.dim=256"]
-    found, why = measure(bench, sizes, "--only-asynchronous", "--saves", "1" if name == "8b" else "3")
+    found, why = measure(bench, sizes, "--only=asynchronous", "--saves", "1" if name == "8b" else "3")
     yield from saving_rows(name, found, why, bench.gpus > 0)
 
 

@@ -8,14 +8,18 @@ short, except at the beginning of a file, which all ranks may read.
 from __future__ import annotations
 
 import io
+import mmap
 import os
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
+
+import psutil
 
 from fsdp_jobs.run.checksum import checksum
 
@@ -24,20 +28,85 @@ _BLOCK = 1 << 22  # bytes, at most
 SMALL = 1 << 16  # bytes of a write that is not
 _LARGE = 1 << 22  # bytes of a write that gets blocks of its own, but for its end
 _TAIL = 1 << 12  # bytes at its end that do not: where a zip file ends its reader looks at so many before
+_BATCH = 1 << 26  # bytes that are read back while more is written
 _HELD = 4  # blocks that a reader keeps, because callers read parts of them
+
+
+class _Block(NamedTuple):
+    end: int  # bytes from the beginning of the file
+    sum: str
 
 
 class Damaged(OSError):
     """A file that is read is not what was written."""
 
 
+class ReadBack:
+    """Brings a file to its disk in batches while more of it is written, and compares what the disk has."""
+
+    def __init__(self, file: Path):
+        self._file = file.open("rb", buffering=0)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="read-back")
+        self._batches: list[Future[str]] = []
+        self.begin = 0  # of the first block that was not given
+
+    def begin_batch(self, blocks: Sequence[_Block]) -> None:
+        """Begin with the next blocks, which the system must have."""
+        self._batches.append(self._thread.submit(self._compare, self.begin, blocks))
+        self.begin = blocks[-1].end
+
+    def _compare(self, begin: int, blocks: Sequence[_Block]) -> str:
+        os.fdatasync(self._file.fileno())
+        page = begin - begin % mmap.PAGESIZE
+        os.posix_fadvise(self._file.fileno(), page, blocks[-1].end - page, os.POSIX_FADV_DONTNEED)  # drops clean pages
+        self._file.seek(begin)
+        return _fault(self._file, begin, blocks)
+
+    def fault(self) -> str:
+        """Wait for all of them; say what differs, empty for nothing.
+
+        Raises:
+            OSError: of the disk.
+        """
+        return next(filter(None, [batch.result() for batch in self._batches]), "")
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+        self._file.close()
+
+
+@contextmanager
+def reading_back(file: Path) -> Iterator[ReadBack | None]:
+    """Yield what reads back a file that has been opened to be written.
+
+    None for one in a store, also one that is mounted: what is read or synced before the end may be uploaded each time.
+    """
+    if not isinstance(file, Path) or _is_mounted_store(file):
+        yield None
+        return
+    beside = ReadBack(file)
+    try:
+        yield beside
+    finally:
+        beside.close()
+
+
+def _is_mounted_store(file: Path) -> bool:
+    """Whether a program answers for a file in place of the kernel (FUSE), as for s3fs and gcsfuse."""
+    above = {str(folder) for folder in file.resolve().parents}
+    mounts = [mount for mount in psutil.disk_partitions(all=True) if mount.mountpoint in above]
+    return bool(mounts) and max(mounts, key=lambda mount: len(mount.mountpoint)).fstype.startswith("fuse")
+
+
 class SummedFile:
     """A binary file, open for writing, with the sums of what is written through it."""
 
-    def __init__(self, raw: IO[bytes]):
-        self.raw, self.size = raw, 0
+    def __init__(self, raw: IO[bytes], beside: ReadBack | None = None):
+        """`beside`: reads back what was written, while more is."""
+        self.raw, self.size, self._beside = raw, 0, beside
         self.error: OSError | None = None
-        self._sums: list[str] = []
+        self._blocks: list[_Block] = []
+        self._given = 0  # how many of them are being read back
         self._pending = bytearray()  # writes that wait for the end of their block
         self._are_small = True  # all writes so far
 
@@ -55,12 +124,20 @@ class SummedFile:
 
     def _write(self, block: Any) -> None:
         self.size += len(block)
-        self._sums.append(f"{self.size} {checksum(block)}")
+        self._blocks.append(_Block(self.size, checksum(block)))
         try:
             self.raw.write(block)
+            if self._beside is not None and self.size - self._beside.begin > _BATCH:
+                self._read_back(len(self._blocks) - 1)  # the last one's last page is not full
         except OSError as e:
             self.error = e  # torch.save reports it as a wrong position in the file
             raise
+
+    def _read_back(self, count: int) -> None:
+        if self._beside is not None and count > self._given:
+            self.raw.flush()
+            self._beside.begin_batch(self._blocks[self._given : count])
+            self._given = count
 
     def _flush(self) -> None:
         if self._pending:
@@ -79,21 +156,29 @@ class SummedFile:
         return self.raw.fileno()
 
     def close(self) -> None:
+        """Write the rest of it.
+
+        Raises:
+            OSError: also where the disk has not what was written.
+        """
         self._flush()
+        self._read_back(len(self._blocks))
         self.raw.close()
+        if self._beside is not None and (fault := self._beside.fault()):
+            raise OSError(f"{self.raw.name}: what is on disk {fault}")
 
     def sums(self) -> dict[str, Any]:
         """Return what a manifest lists of this file, once it is closed."""
-        return {"bytes": self.size, SUMS: " ".join(self._sums)}
+        return {"bytes": self.size, SUMS: " ".join(f"{block.end} {block.sum}" for block in self._blocks)}
 
 
 class VerifiedFile(io.RawIOBase):
     """A file, open for reading, that hands out nothing before the sum of its block was compared."""
 
-    def __init__(self, raw: IO[bytes], name: str, blocks: str):
+    def __init__(self, raw: IO[bytes], name: str, blocks: Sequence[_Block]):
         self.raw, self.name, self.error = raw, name, cast(OSError | None, None)
-        words = blocks.split()
-        self._ends, self._sums = [int(end) for end in words[::2]], words[1::2]
+        self._blocks = blocks
+        self._ends = [block.end for block in blocks]
         self._at = 0
         self._held = lru_cache(_HELD)(self._read_alone)
 
@@ -127,7 +212,7 @@ class VerifiedFile(io.RawIOBase):
         begin, end = self._bounds(number)
         try:
             self.raw.seek(begin)
-            if not _fill(self.raw, into) or checksum(into) != self._sums[number]:
+            if not _fill(self.raw, into) or checksum(into) != self._blocks[number].sum:
                 raise Damaged(f"{self.name} {_difference(begin, end)}")
         except OSError as e:
             self.error = e  # torch.load may report another one
@@ -164,7 +249,7 @@ def open_verified(file: Path, expected: dict[str, Any] | None) -> Iterator[IO[by
         return
     unbuffered: dict[str, Any] = {"buffering": 0} if isinstance(file, Path) else {}
     with cast(Any, file).open("rb", **unbuffered) as raw:
-        verified = VerifiedFile(raw, file.name, expected[SUMS])
+        verified = VerifiedFile(raw, file.name, _blocks_of(expected))
         try:
             yield cast(IO[bytes], verified)
         except RuntimeError as e:
@@ -179,22 +264,31 @@ def difference(file: Path, expected: dict[str, Any], from_disk: bool = False) ->
     Raises:
         OSError: it cannot be read.
     """
-    block = memoryview(bytearray(_BLOCK))
     with file.open("rb") as opened:
         f: Any = opened
         if from_disk and isinstance(file, Path):
             os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # drops clean pages
         if SUMS not in expected:
-            value = 0
+            value, block = 0, memoryview(bytearray(_BLOCK))
             while size := f.readinto(block):
                 value = zlib.crc32(block[:size], value)
             return "" if value == expected["crc32"] else f"differs from its checksum ({value:08x})"
-        words, begin = expected[SUMS].split(), 0
-        for end, wanted in zip(map(int, words[::2]), words[1::2], strict=True):
-            part = block[: end - begin]
-            if not _fill(f, part) or checksum(part) != wanted:
-                return _difference(begin, end)
-            begin = end
+        return _fault(f, 0, _blocks_of(expected))
+
+
+def _blocks_of(expected: dict[str, Any]) -> list[_Block]:
+    words = expected[SUMS].split()
+    return [_Block(int(end), value) for end, value in zip(words[::2], words[1::2], strict=True)]
+
+
+def _fault(file: Any, begin: int, blocks: Sequence[_Block]) -> str:
+    """Read on from `begin`; say which of the blocks is not what follows there."""
+    buffer = memoryview(bytearray(_BLOCK))
+    for block in blocks:
+        part = buffer[: block.end - begin]
+        if not _fill(file, part) or checksum(part) != block.sum:
+            return _difference(begin, block.end)
+        begin = block.end
     return ""
 
 

@@ -9,7 +9,7 @@ import pickle
 import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from enum import Enum, EnumType
 from pathlib import Path
@@ -29,7 +29,7 @@ from torch.futures import Future
 from torch.utils.serialization import config as serialization
 
 from fsdp_jobs.checkpoints import catalog
-from fsdp_jobs.checkpoints.blocks import SMALL, SummedFile, difference, open_verified
+from fsdp_jobs.checkpoints.blocks import SMALL, SummedFile, difference, open_verified, reading_back
 from fsdp_jobs.checkpoints.catalog import (
     MANIFEST,
     METADATA,
@@ -60,11 +60,11 @@ class NotFinite(Exception):
 class _SummedFileSystem(FileSystem):
     """Files with their sums, by name: of those it reads as they have to be, of those it writes as they are.
 
-    Its paths are Paths, or UPaths over fsspec.
+    Its paths are Paths, or UPaths over fsspec. With `read_back` it compares what it has written with what is there.
     """
 
-    def __init__(self, sums: Mapping[str, dict[str, Any]] = MappingProxyType({})) -> None:
-        self.sums = dict(sums)
+    def __init__(self, sums: Mapping[str, dict[str, Any]] = MappingProxyType({}), read_back: bool = False) -> None:
+        self.sums, self.read_back = dict(sums), read_back
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
@@ -73,14 +73,16 @@ class _SummedFileSystem(FileSystem):
             with open_verified(file, self.sums.get(file.name)) as verified:
                 yield cast(io.IOBase, verified)
             return
-        with file.open("wb") as raw:
-            stream = SummedFile(raw)
+        with file.open("wb") as raw, reading_back(file) if self.read_back else nullcontext() as beside:
+            stream = SummedFile(raw, beside)
             try:
                 yield cast(io.IOBase, stream)
                 stream.close()
             except RuntimeError as e:
                 raise stream.error or e from e
         self.sums[file.name] = stream.sums()
+        if beside is None and self.read_back and (fault := difference(file, stream.sums(), from_disk=True)):
+            raise OSError(f"{file}: what is on disk {fault}")
 
     def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str | os.PathLike[str]:
         return cast(Path, path) / suffix
@@ -154,7 +156,7 @@ class CommittingWriter(FileSystemWriter):
         sync = not is_object_store(request.temporary)
         super().__init__(str(request.temporary), single_file_per_rank=True, sync_files=sync, overwrite=False)
         self.request = request
-        self.fs: _SummedFileSystem = _SummedFileSystem()
+        self.fs: _SummedFileSystem = _SummedFileSystem(read_back=request.config.read_back)
         self.path = request.temporary
         self.changed: list[str] = []  # tensors that were, while they were copied
 
@@ -185,11 +187,6 @@ class CommittingWriter(FileSystemWriter):
         with cast(Any, serialization).patch("save.compute_crc32", False):  # torch's own sums, which nothing reads
             written: Future[list[WriteResult]] = super().write_data(plan, planner)
         self.path = self.request.temporary
-        if self.request.config.read_back:
-            for name, expected in self.fs.sums.items():
-                file = self.request.shards / name
-                if fault := difference(file, expected, from_disk=True):
-                    raise OSError(f"{file}: what is on disk {fault}")
         tensors = ((i.index.fqn, cast(Tensor, planner.resolve_data(i))) for i in plan.items)
         wrong = [name for name, tensor in tensors if not is_finite(tensor, name in self.request.may_be_infinite)]
         written.value().append(WriteResult(_REPORT, 0, (self.fs.sums, wrong)))

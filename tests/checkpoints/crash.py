@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-PATCHED = ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
+PATCHED = ("fsync", "fdatasync", "rename", "replace", "mkdir", "unlink", "rmdir")
 
 
 class Points:
-    """Counts fsyncs, renames, writes, removals and requests to S3 of this process, and strikes at one of them."""
+    """Counts syncs, renames, writes, removals and requests to S3 of this process, and strikes at one of them."""
 
     def __init__(self, strike_at: int | None, fault: str):
         """`fault`: kill (before it), half (in the middle of a write), stall, the name of an errno, or expired.

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fsdp_jobs.checkpoints import blocks, catalog, storage
-from fsdp_jobs.checkpoints.blocks import Damaged, SummedFile, difference, open_verified
+from fsdp_jobs.checkpoints.blocks import Damaged, SummedFile, difference, open_verified, reading_back
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.run.directory import RunDir
 from tests.checkpoints.saving import fill, save_steps, trained, value_of
@@ -26,13 +26,14 @@ from tests.world import events_of, run_world
 
 pytestmark = pytest.mark.integration
 
-SMALL_BLOCKS = {"_BLOCK": 64, "_LARGE": 32, "SMALL": 8, "_TAIL": 4}
+SMALL_BLOCKS = {"_BLOCK": 64, "_LARGE": 32, "SMALL": 8, "_TAIL": 4, "_BATCH": 100}
 RECORDED = Path(__file__).parent / "recorded_crc32"  # a run of version 0.1 with one checkpoint, of two ranks
 
 
 def _write(file: Path, pieces: list[bytes]) -> dict[str, Any]:
-    with file.open("wb") as raw:
-        summed = SummedFile(raw)
+    with file.open("wb") as raw, reading_back(file) as beside:
+        assert beside is not None
+        summed = SummedFile(raw, beside)
         for piece in pieces:
             assert summed.write(piece) == len(piece)
             summed.flush()
@@ -74,6 +75,44 @@ def test_what_is_read_is_what_was_written_or_nothing(
                     f.read(size)
             else:
                 assert f.read(size) == content[begin : begin + size]
+
+
+@pytest.mark.parametrize("batch", [0, 5, -1])
+def test_each_batch_is_compared_with_what_the_disk_has(tmp_path: Path, batch: int) -> None:
+    file, pieces = tmp_path / "shard", [bytes([n]) * 10_000 for n in range(100)]
+    synced, fdatasync = list[int](), os.fdatasync
+
+    def changed(descriptor: int) -> None:
+        fdatasync(descriptor)
+        synced.append(file.stat().st_size)
+
+    with mock.patch.multiple(blocks, _BLOCK=20_000, _BATCH=100_000), mock.patch.object(os, "fdatasync", changed):
+        _write(file, pieces)
+    assert len(synced) == 10 and synced == sorted(synced) and file.read_bytes() == b"".join(pieces)
+
+    def damages(descriptor: int) -> None:
+        changed(descriptor)
+        if len(synced) == batch % 10 + 1:
+            _at(file, batch % 10 * 100_000 + 50)
+
+    synced.clear()
+    said = pytest.raises(OSError, match=f"shard: what is on disk differs from its checksum in bytes {batch % 10}")
+    with mock.patch.multiple(blocks, _BLOCK=20_000, _BATCH=100_000), mock.patch.object(os, "fdatasync", damages), said:
+        _write(file, pieces)
+
+
+def test_a_store_that_is_mounted_is_no_disk_simulated(tmp_path: Path) -> None:
+    def mount(folder: Path, kind: str) -> Any:
+        return mock.Mock(mountpoint=str(folder), fstype=kind)
+
+    (tmp_path / "bucket" / "disk").mkdir(parents=True)
+    mounts = [mount(Path("/"), "ext4"), mount(tmp_path / "bucket", "fuse.gcsfuse"),
+              mount(tmp_path / "bucket" / "disk", "xfs"), mount(tmp_path / "buck", "fuse.s3fs")]  # fmt: skip
+    with mock.patch.object(blocks.psutil, "disk_partitions", lambda all: mounts):
+        for folder, is_disk in ((tmp_path, True), (tmp_path / "bucket", False), (tmp_path / "bucket" / "disk", True)):
+            (folder / "file").touch()
+            with reading_back(folder / "file") as beside:
+                assert (beside is not None) == is_disk
 
 
 def test_a_file_that_is_cut_is_damaged_from_there_on(tmp_path: Path) -> None:
@@ -229,13 +268,14 @@ def _full(folder: str) -> str:
     return str(checkpoints.failure)
 
 
-def test_read_back_finds_what_the_disk_has_changed(tmp_path: Path) -> None:
-    (said,) = run_world(1, _changed_on_disk, str(tmp_path))
+@pytest.mark.parametrize("mounted", [False, True])
+def test_read_back_finds_what_the_disk_has_changed(mounted: bool, tmp_path: Path) -> None:
+    (said,) = run_world(1, _changed_on_disk, str(tmp_path), mounted)
     assert "what is on disk differs from its checksum in bytes" in said
     assert not any((tmp_path / "checkpoints").glob("step-*"))
 
 
-def _changed_on_disk(folder: str) -> str:
+def _changed_on_disk(folder: str, mounted: bool) -> str:
     fsync = os.fsync
 
     def fsync_(descriptor: int) -> None:
@@ -245,5 +285,6 @@ def _changed_on_disk(folder: str) -> str:
             _at(file, 2000)
 
     assert dist.get_world_size() == 1
-    with mock.patch.object(os, "fsync", fsync_):
+    is_mounted = mock.patch.object(blocks, "_is_mounted_store", lambda _: mounted)
+    with mock.patch.object(os, "fsync", fsync_), is_mounted:
         return _full(folder)
