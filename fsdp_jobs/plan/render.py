@@ -68,8 +68,9 @@ def summary_of(plan: Plan) -> str:
         return f"on {plan.hardware}; memory and speed are not known: the model is the program's"
     mfu = f", MFU {time.mfu:.0%}" if plan.backend == "nccl" else ""
     seconds = f"{time.step:.3g} s" if time.step >= 1 else f"{time.step * 1e3:.3g} ms"
+    weights = f"{plan.parameters / 1e9:.3g} B" if plan.parameters >= 1e9 else f"{plan.parameters / 1e6:.3g} M"
     return (
-        f"{plan.parameters / 1e9:.3g} B parameters on {plan.hardware}; a step takes {seconds}: "
+        f"{weights} parameters on {plan.hardware}; a step takes {seconds}: "
         f"{time.tokens_per_s:,.0f} tokens/s, {time.tokens_per_s_per_rank:,.0f} per {_device(plan)}{mfu} (predicted)"
     )
 

@@ -22,7 +22,7 @@ def probe(config: JobConfig) -> ModelShape:
 
     Raises:
         BadInput: the factory, the wrap classes or the forward pass fail, with the process's last line; or the
-            data's token ids exceed the model's vocabulary.
+            data's token ids exceed the model's vocabulary, or its samples the places that the model has.
     """
     is_custom = isinstance(config.model, CustomModelConfig)
     key = "model._target_" if is_custom else "model.name_or_path"
@@ -31,6 +31,9 @@ def probe(config: JobConfig) -> ModelShape:
     if not is_custom and ids > vocabulary:
         what = f"token ids go up to {ids - 1}, the model has a vocabulary of {vocabulary}"
         raise BadInput([Problem(f"data.vocab_size={ids}", what, "a model of the tokenizer's size")])
+    if 0 < shape.positions < (length := config.data.seq_len):
+        what = f"the model has places for {shape.positions} tokens (max_position_embeddings)"
+        raise BadInput([Problem(f"data.seq_len={length}", what, f"data.seq_len={shape.positions}, or less")])
     return shape
 
 

@@ -83,6 +83,7 @@ class ModelShape(Record):
     activations: Activations
     head: Unit = Unit("head", ())
     waiting: int = 0
+    positions: int = 0  # tokens of a sample that a model of transformers has places for; 0: any number
 
     @property
     def n_blocks(self) -> int:

@@ -12,9 +12,9 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -162,6 +162,16 @@ def units_of(
     return ModelShape(root, merged(made), activations, head_unit, waiting=0 if head_unit.params else root.numel)
 
 
+def positions_of(model: nn.Module) -> int:
+    """Return for how many tokens a model of transformers has places in a table; 0 where it computes them."""
+    count = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if not isinstance(count, int) or not hasattr(model, "get_input_embeddings"):
+        return 0
+    tokens = cast(Any, model).get_input_embeddings()
+    tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding) and m is not tokens]
+    return count if any(count <= rows <= count + 2 for rows in tables) else 0  # OPT and BART have two rows more
+
+
 def shape_of(config: JobConfig) -> ModelShape:
     """Build the model on fake tensors, run one sample, and describe it."""
     with FakeTensorMode():
@@ -169,7 +179,7 @@ def shape_of(config: JobConfig) -> ModelShape:
         blocks = find_blocks(model, config.model, config.fsdp)
         activations = activations_of(model, blocks, config.data.seq_len)
     head = head_modules_of(model) if config.fsdp.wrap == "layer" else []
-    return units_of(model, blocks, head, activations)
+    return replace(units_of(model, blocks, head, activations), positions=positions_of(model))
 
 
 def initial_weights_of(config: JobConfig) -> str:

@@ -155,6 +155,27 @@ def test_gpt2_is_six_flops_a_weight_and_attention(tmp_path: Path, dropout: float
     assert shape.flops_per_token(256) == 6 * weights + 12 * 3 * 128 * 256
 
 
+@pytest.mark.parametrize(
+    ("kind", "sizes", "positions"),
+    [
+        ("gpt2", {"n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 256}, 256),
+        ("opt", {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "ffn_dim": 64,
+                 "max_position_embeddings": 256, "word_embed_proj_dim": 64}, 256),
+        ("llama", {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64,
+                   "max_position_embeddings": 256}, 0),
+    ],
+)  # fmt: skip
+def test_samples_longer_than_a_models_table_of_places_are_refused(
+    tmp_path: Path, kind: str, sizes: dict[str, int], positions: int
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "vocab_size": 256, **sizes}))
+    job = ["model=hf", f"model.name_or_path={tmp_path}", "model.pretrained=false", "data.vocab_size=256"]
+    assert shape_of(compose_job([*job, "data.seq_len=256"])).positions == positions
+    if kind == "gpt2":
+        with pytest.raises(BadInput, match="data.seq_len=257: the model has places for 256 tokens"):
+            probe(compose_job([*job, "data.seq_len=257"]))
+
+
 def test_without_a_name_the_units_are_what_a_list_or_a_sequence_repeats() -> None:
     def block() -> nn.Module:
         return nn.TransformerEncoderLayer(8, 1, 8)
