@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.hydra import compose_job
-from fsdp_jobs.config.schema import CustomModelConfig, FsdpConfig, LlamaConfig
+from fsdp_jobs.config.schema import CustomModelConfig, FsdpConfig, JobConfig, LlamaConfig
 from fsdp_jobs.models.build import build_model, find_blocks
 from fsdp_jobs.plan.memory import peak_memory
 from fsdp_jobs.plan.plan import make_plan
@@ -155,6 +155,11 @@ def test_gpt2_is_six_flops_a_weight_and_attention(tmp_path: Path, dropout: float
     assert shape.flops_per_token(256) == 6 * weights + 12 * 3 * 128 * 256
 
 
+def _of(folder: Path, kind: str, sizes: dict[str, int], *more: str) -> JobConfig:
+    (folder / "config.json").write_text(json.dumps({"model_type": kind, "vocab_size": 256, **sizes}))
+    return compose_job(["model=hf", f"model.name_or_path={folder}", "model.pretrained=false", *more])
+
+
 @pytest.mark.parametrize(
     ("kind", "sizes", "positions"),
     [
@@ -165,15 +170,15 @@ def test_gpt2_is_six_flops_a_weight_and_attention(tmp_path: Path, dropout: float
                    "max_position_embeddings": 256}, 0),
     ],
 )  # fmt: skip
-def test_samples_longer_than_a_models_table_of_places_are_refused(
-    tmp_path: Path, kind: str, sizes: dict[str, int], positions: int
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "vocab_size": 256, **sizes}))
-    job = ["model=hf", f"model.name_or_path={tmp_path}", "model.pretrained=false", "data.vocab_size=256"]
-    assert shape_of(compose_job([*job, "data.seq_len=256"])).positions == positions
-    if kind == "gpt2":
-        with pytest.raises(BadInput, match="the model has places for 256 tokens"):
-            probe(compose_job([*job, "data.seq_len=257"]))
+def test_only_a_table_of_places_ends(tmp_path: Path, kind: str, sizes: dict[str, int], positions: int) -> None:
+    assert shape_of(_of(tmp_path, kind, sizes, "data.seq_len=256")).positions == positions
+
+
+@pytest.mark.integration
+def test_samples_longer_than_a_models_table_of_places_are_refused(tmp_path: Path) -> None:
+    sizes = {"n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 256}
+    with pytest.raises(BadInput, match="the model has places for 256 tokens"):
+        probe(_of(tmp_path, "gpt2", sizes, "data.seq_len=257"))
 
 
 def test_without_a_name_the_units_are_what_a_list_or_a_sequence_repeats() -> None:
