@@ -33,7 +33,8 @@ _HELD = 4  # blocks that a reader keeps, because callers read parts of them
 
 
 class _Block(NamedTuple):
-    end: int  # bytes from the beginning of the file
+    begin: int  # bytes from the beginning of the file
+    end: int
     sum: str
 
 
@@ -48,19 +49,18 @@ class ReadBack:
         self._file = file.open("rb", buffering=0)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="read-back")
         self._batches: list[Future[str]] = []
-        self.begin = 0  # of the first block that was not given
 
     def begin_batch(self, blocks: Sequence[_Block]) -> None:
         """Begin with the next blocks, which the system must have."""
-        self._batches.append(self._thread.submit(self._compare, self.begin, blocks))
-        self.begin = blocks[-1].end
+        self._batches.append(self._thread.submit(self._compare, blocks))
 
-    def _compare(self, begin: int, blocks: Sequence[_Block]) -> str:
+    def _compare(self, blocks: Sequence[_Block]) -> str:
         os.fdatasync(self._file.fileno())
+        begin = blocks[0].begin
         page = begin - begin % mmap.PAGESIZE
         os.posix_fadvise(self._file.fileno(), page, blocks[-1].end - page, os.POSIX_FADV_DONTNEED)  # drops clean pages
         self._file.seek(begin)
-        return _fault(self._file, begin, blocks)
+        return _fault(self._file, blocks)
 
     def fault(self) -> str:
         """Wait for all of them; say what differs, empty for nothing.
@@ -123,11 +123,11 @@ class SummedFile:
         return len(view)
 
     def _write(self, block: Any) -> None:
-        self.size += len(block)
-        self._blocks.append(_Block(self.size, checksum(block)))
+        begin, self.size = self.size, self.size + len(block)
+        self._blocks.append(_Block(begin, self.size, checksum(block)))
         try:
             self.raw.write(block)
-            if self._beside is not None and self.size - self._beside.begin > _BATCH:
+            if self._beside is not None and self.size - self._blocks[self._given].begin > _BATCH:
                 self._read_back(len(self._blocks) - 1)  # the last one's last page is not full
         except OSError as e:
             self.error = e  # torch.save reports it as a wrong position in the file
@@ -156,16 +156,9 @@ class SummedFile:
         return self.raw.fileno()
 
     def close(self) -> None:
-        """Write the rest of it.
-
-        Raises:
-            OSError: also where the disk has not what was written.
-        """
         self._flush()
         self._read_back(len(self._blocks))
         self.raw.close()
-        if self._beside is not None and (fault := self._beside.fault()):
-            raise OSError(f"{self.raw.name}: what is on disk {fault}")
 
     def sums(self) -> dict[str, Any]:
         """Return what a manifest lists of this file, once it is closed."""
@@ -186,7 +179,7 @@ class VerifiedFile(io.RawIOBase):
         """Read as much as there is room for; raises Damaged for a block that is not what was written."""
         view, filled = memoryview(buffer).cast("B"), 0
         while filled < len(view) and (number := bisect_right(self._ends, self._at)) < len(self._ends):
-            begin, end = self._bounds(number)
+            begin, end, _ = self._blocks[number]
             size = min(end - self._at, len(view) - filled)
             if size == end - begin:
                 self._read(number, view[filled : filled + size])
@@ -199,21 +192,18 @@ class VerifiedFile(io.RawIOBase):
         """Free the blocks that are held; the reader may be part of a cycle, and live on."""
         self._held.cache_clear()
 
-    def _bounds(self, number: int) -> tuple[int, int]:
-        return (self._ends[number - 1] if number else 0), self._ends[number]
-
     def _read_alone(self, number: int) -> memoryview:
-        begin, end = self._bounds(number)
+        begin, end, _ = self._blocks[number]
         block = memoryview(bytearray(end - begin))
         self._read(number, block)
         return block
 
     def _read(self, number: int, into: memoryview) -> None:
-        begin, end = self._bounds(number)
+        block = self._blocks[number]
         try:
-            self.raw.seek(begin)
-            if not _fill(self.raw, into) or checksum(into) != self._blocks[number].sum:
-                raise Damaged(f"{self.name} {_difference(begin, end)}")
+            self.raw.seek(block.begin)
+            if not _fill(self.raw, into) or checksum(into) != block.sum:
+                raise Damaged(f"{self.name} {_difference(block)}")
         except OSError as e:
             self.error = e  # torch.load may report another one
             raise
@@ -273,22 +263,23 @@ def difference(file: Path, expected: dict[str, Any], from_disk: bool = False) ->
             while size := f.readinto(block):
                 value = zlib.crc32(block[:size], value)
             return "" if value == expected["crc32"] else f"differs from its checksum ({value:08x})"
-        return _fault(f, 0, _blocks_of(expected))
+        return _fault(f, _blocks_of(expected))
 
 
 def _blocks_of(expected: dict[str, Any]) -> list[_Block]:
     words = expected[SUMS].split()
-    return [_Block(int(end), value) for end, value in zip(words[::2], words[1::2], strict=True)]
+    ends = [int(end) for end in words[::2]]
+    begins = [0, *ends][: len(ends)]
+    return [_Block(*block) for block in zip(begins, ends, words[1::2], strict=True)]
 
 
-def _fault(file: Any, begin: int, blocks: Sequence[_Block]) -> str:
-    """Read on from `begin`; say which of the blocks is not what follows there."""
+def _fault(file: Any, blocks: Sequence[_Block]) -> str:
+    """Read on where the blocks begin; say which of them is not what is there."""
     buffer = memoryview(bytearray(_BLOCK))
     for block in blocks:
-        part = buffer[: block.end - begin]
+        part = buffer[: block.end - block.begin]
         if not _fill(file, part) or checksum(part) != block.sum:
-            return _difference(begin, block.end)
-        begin = block.end
+            return _difference(block)
     return ""
 
 
@@ -300,5 +291,5 @@ def _fill(file: Any, into: memoryview) -> bool:
     return filled == len(into)
 
 
-def _difference(begin: int, end: int) -> str:
-    return f"differs from its checksum in bytes {begin} to {end}"
+def _difference(block: _Block) -> str:
+    return f"differs from its checksum in bytes {block.begin} to {block.end}"

@@ -80,9 +80,11 @@ class _SummedFileSystem(FileSystem):
                 stream.close()
             except RuntimeError as e:
                 raise stream.error or e from e
-        self.sums[file.name] = stream.sums()
-        if beside is None and self.read_back and (fault := difference(file, stream.sums(), from_disk=True)):
-            raise OSError(f"{file}: what is on disk {fault}")
+            self.sums[file.name] = stream.sums()
+            if self.read_back:
+                fault = difference(file, stream.sums(), from_disk=True) if beside is None else beside.fault()
+                if fault:
+                    raise OSError(f"{file}: what is on disk {fault}")
 
     def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str | os.PathLike[str]:
         return cast(Path, path) / suffix

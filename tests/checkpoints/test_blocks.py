@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -31,15 +31,15 @@ RECORDED = Path(__file__).parent / "recorded_crc32"  # a run of version 0.1 with
 
 
 def _write(file: Path, pieces: list[bytes]) -> dict[str, Any]:
-    with file.open("wb") as raw, reading_back(file) as beside:
-        assert beside is not None
-        summed = SummedFile(raw, beside)
+    files = storage._SummedFileSystem(read_back=True)
+    with files.create_stream(file, "wb") as stream:
+        summed = cast(SummedFile, stream)
+        assert summed._beside is not None
         for piece in pieces:
             assert summed.write(piece) == len(piece)
             summed.flush()
         assert summed.tell() == sum(map(len, pieces))
-        summed.close()
-    return summed.sums()
+    return files.sums[file.name]
 
 
 @settings(max_examples=150, deadline=None)
