@@ -93,7 +93,7 @@ class Job:
     def cancel(self) -> RunShown:
         """Save a checkpoint and stop the job; return its status when it has stopped."""
         if self.status().state not in ENDED:
-            stop([self.run], False, print)
+            stop([self.run])
         return self.status()
 
     def __repr__(self) -> str:

@@ -22,6 +22,7 @@ from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
 from fsdp_jobs.cli.follow import progress, summary
+from fsdp_jobs.config import terminal
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.events import Event, Submitted, read_events
 from fsdp_jobs.run.status import RunStatus
@@ -97,7 +98,8 @@ def told(event: Event, name: str) -> Iterator[RenderableType]:
 
 def ending(status: RunStatus) -> list[str]:
     out = Console(width=WIDTH, force_terminal=True, color_system="truecolor", highlight=False, file=io.StringIO())
-    summary(status, out)
+    terminal.console = out
+    summary(status)
     return [line for line in out.file.getvalue().splitlines() if "/tmp" not in line]  # type: ignore[attr-defined]
 
 

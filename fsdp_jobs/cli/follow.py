@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
-from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from fsdp_jobs.config.terminal import console, say
 from fsdp_jobs.plan.plan import Plan
 from fsdp_jobs.run.directory import RunDir, rank_logs
 from fsdp_jobs.run.failure import speaks_of_lost_peer
@@ -28,15 +28,14 @@ _PLAIN_EVERY_S = 5.0  # between progress lines where there is no terminal to red
 class LiveView:
     """Runs in the terminal, drawn anew at each `show`; without a terminal a plain line of each that has changed."""
 
-    def __init__(self, console: Console, transient: bool = False):
-        self.console = console
+    def __init__(self, transient: bool = False):
         self._live = Live(console=console, auto_refresh=False, transient=transient, vertical_overflow="crop")
         self._lines: dict[str, str] = {}  # run -> the plain line that was shown last
         self._lines_at = 0.0
         self._best_s = cache(RunDir.planned_interval_s)  # read from a plan, which may be long
 
     def __enter__(self) -> LiveView:
-        if self.console.is_terminal:
+        if console.is_terminal:
             self._live.start()
         return self
 
@@ -45,7 +44,7 @@ class LiveView:
 
     def show(self, runs: Sequence[RunDir], rows: Sequence[RunSummary]) -> None:
         """Show what an overview says of runs."""
-        if self.console.is_terminal:
+        if console.is_terminal:
             view = Table.grid()
             for run, row in zip(runs, rows, strict=True):
                 view.add_row(progress(row))
@@ -56,7 +55,7 @@ class LiveView:
             for row in rows:
                 if (line := "  ".join([row.run, row.state, *_words(row)])) != self._lines.get(row.run):
                     self._lines[row.run] = line
-                    self.console.print(line, soft_wrap=True, markup=False)
+                    say(line)
 
 
 def _words(row: RunSummary) -> list[str]:
@@ -89,8 +88,7 @@ def _health(row: RunSummary, best_s: float) -> Table:
 class Follower:
     """A run in the terminal, until its newest attempt has ended or its launcher no longer has the job."""
 
-    def __init__(self, run: RunDir, console: Console):
-        self.console = console
+    def __init__(self, run: RunDir):
         self.status = RunStatus(run)
         self.status.update()  # earlier submissions of the run are not shown
         self.status.state = "submitted"
@@ -100,7 +98,7 @@ class Follower:
     def follow(self, active: Callable[[], bool]) -> None:
         """Show the run until it has ended, or is not active any more. KeyboardInterrupt passes through."""
         job = self.status.run.read_job()
-        with LiveView(self.console, transient=True) as view:
+        with LiveView(transient=True) as view:
             while not self._turn(active):
                 view.show([self.status.run], [summary_of(self.status, job, None)])
                 time.sleep(_REFRESH_S)
@@ -122,28 +120,28 @@ class Follower:
         for event in self.status.update():
             if sentence := event.sentence():
                 stamp = time.strftime("%H:%M:%S", time.localtime(event.time))
-                self.console.print(Text.assemble((f"{stamp} ", "dim"), (sentence, event.style)), soft_wrap=True)
+                say(Text.assemble((f"{stamp} ", "dim"), (sentence, event.style)))
         for file, line in self._logs.new():
             rank = file.stem.removeprefix("rank-")
             if (rank == "0" or looks_like_error(line)) and not speaks_of_lost_peer(line):
-                self.console.print(Text(f"[{file.parent.name} rank {rank}] {line}"), style="dim", soft_wrap=True)
+                say(f"[{file.parent.name} rank {rank}] {line}", "dim")
 
 
-def summary(status: RunStatus, console: Console) -> None:
+def summary(status: RunStatus) -> None:
     """Print how the job ended and what to type next."""
     run = status.run
     style = {"done": "bold green", "stopped": "bold yellow"}.get(status.state, "bold red")
-    console.print(Text(f"{run.name}: {status.state}", style=style).append(f" - {status.reason}", style="default"))
+    say(Text(f"{run.name}: {status.state}", style=style).append(f" - {status.reason}", style="default"))
     for what, value in _facts(status):
-        console.print(f"  {what:<12}{value}")
+        say(f"  {what:<12}{value}")
     verdict = Verdict.read(run, run.last_attempt()) if status.state != "done" else None
     if verdict is not None and verdict.last_lines and not verdict.explains_itself:
-        console.print(Text(f"  the last lines of its log:\n{verdict.last_lines}", style="dim"), soft_wrap=True)
+        say(f"  the last lines of its log:\n{verdict.last_lines}", "dim")
     name = run.name if str(run.path.parent) == "runs" else f"{run.name} runs_dir={run.path.parent}"
     if status.state != "done":
-        console.print(f"  next        fsdp-jobs logs {name}    fsdp-jobs resume {name}")
+        say(f"  next        fsdp-jobs logs {name}    fsdp-jobs resume {name}")
     elif status.steps is not None:
-        console.print(f"  next        fsdp-jobs export {name}    fsdp-jobs resume {name} steps={2 * status.steps}")
+        say(f"  next        fsdp-jobs export {name}    fsdp-jobs resume {name} steps={2 * status.steps}")
 
 
 def _facts(status: RunStatus) -> Iterator[tuple[str, str]]:

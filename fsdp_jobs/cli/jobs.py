@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
+from rich.text import Text
 
 from fsdp_jobs.cli.follow import Follower, summary
 from fsdp_jobs.cli.runs import run_parser, tell_run
@@ -18,9 +18,9 @@ from fsdp_jobs.config.arguments import composing_parser, flags_and_overrides, ov
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
 from fsdp_jobs.config.groups import CONF_DIR
 from fsdp_jobs.config.hydra import compose_job, key_of, register_schemas
-from fsdp_jobs.config.machine import add_json, tell, versioned
 from fsdp_jobs.config.resolve import silence_s
 from fsdp_jobs.config.schema import PROGRAM_KEYS, TRAINERS_KEYS
+from fsdp_jobs.config.terminal import console, say, tell
 from fsdp_jobs.launchers.base import launcher_of
 from fsdp_jobs.launchers.state import State
 from fsdp_jobs.plan.render import render
@@ -37,8 +37,6 @@ _MULTIRUN = ("--multirun", "-m")
 _PRINTING = ("--cfg", "-c", "--info", "-i", "--hydra-help")
 _SITE_FILE = "# fsdp-jobs doctor"  # a site file begins so
 
-console = Console(highlight=False)
-
 
 def submit(args: list[str]) -> int:
     sweeping = _among(args, _MULTIRUN)
@@ -52,9 +50,9 @@ def submit(args: list[str]) -> int:
     what = "with dry_run=true: what would be submitted, alone on stdout; yaml, for SLURM script"
     parser = composing_parser("submit")
     parser.add_argument("--output", "-o", metavar="FORMAT", help=what)
-    add_json(parser)
+    parser.add_json()
     flags, overrides = flags_and_overrides(args, parser)
-    console.stderr = flags.json or flags.output is not None
+    console.stderr = console.stderr or flags.output is not None
     return _submit(overrides, flags.output, flags.json)
 
 
@@ -66,39 +64,37 @@ def _submit(overrides: Sequence[str], output: str | None = None, as_json: bool =
         what = f"a dry run with {job.launcher.name} shows {job.launcher.output}"
         raise BadInput([Problem(f"--output {output}", what, f"dry_run=true --output {job.launcher.output}")])
     if job.away:
-        console.print(
-            "rendered without the cluster:", *job.away, sep="\n", style="yellow", markup=False, soft_wrap=True
-        )
-    console.print(render(job.plan))
+        say("\n".join(["rendered without the cluster:", *job.away]), "yellow")
+    say(render(job.plan))
     if config.dry_run:
         sys.stdout.write(submission.artefact_of(job, overrides) if output else f"{job.request}\n")
-        console.print("dry run: nothing was submitted", style="yellow")
+        say("dry run: nothing was submitted", "yellow")
         return 0
-    follower = Follower(job.run, console) if config.attach else None
+    follower = Follower(job.run) if config.attach else None
     (handle,) = submission.submit([job], [overrides])
-    console.print(f"submitted {handle}\nrun directory {job.run.path}", markup=False, soft_wrap=True)
+    say(f"submitted {handle}\nrun directory {job.run.path}")
     (described,) = describe([handle])
     if described.state is State.QUEUED:
-        console.print(described.message, markup=False, soft_wrap=True)
+        say(described.message)
     if config.is_program and not config.elastic.stall_timeout_s:
         limit = f"no output, work or new file for {silence_s(config.elastic) / 60:.0f} minutes counts as a hang"
-        console.print(f"{limit} (elastic.stall_timeout_s)", style="dim")
+        say(f"{limit} (elastic.stall_timeout_s)", "dim")
     if follower is None:
-        console.print(f"follow with: fsdp-jobs logs -f {job.run.name}", markup=False)
+        say(f"follow with: fsdp-jobs logs -f {job.run.name}")
         tell_run(job.run, as_json)
         return 0
     active = activity_of(job.run, time.monotonic())
     try:
         follower.follow(active)
     except KeyboardInterrupt:
-        console.print("saving a checkpoint, then stopping; Ctrl-C again stops at once", style="yellow")
+        say("saving a checkpoint, then stopping; Ctrl-C again stops at once", "yellow")
         write_atomic(job.run.stop_request, "Ctrl-C")
         try:
             follower.follow(active)
         except KeyboardInterrupt:
             kill([handle])
             follower.status.update()
-    summary(follower.status, console)
+    summary(follower.status)
     tell_run(job.run, as_json)
     return 0 if follower.status.state in ("done", "stopped") else EXIT_FAILED
 
@@ -107,7 +103,7 @@ def plan(args: list[str]) -> int:
     if _among(args, _PRINTING):
         return _print_by_hydra(args)
     parser = composing_parser("plan")
-    add_json(parser, "all of the plan as one object")
+    parser.add_json("all of the plan as one object")
     parser.add_argument("--svg", metavar="FILE", help="also draw it")
     flags, overrides = flags_and_overrides(args, parser)
     planned, _ = submission.plan_of(job_without_files(overrides))
@@ -117,27 +113,26 @@ def plan(args: list[str]) -> int:
         except OSError as e:
             raise BadInput([Problem(f"--svg {flags.svg}", str(e.strerror), "a file in a folder that exists")]) from e
     if flags.json:
-        tell(versioned(json.loads(planned.to_json())))
+        tell(json.loads(planned.to_json()))
     else:
-        console.print(render(planned))
+        say(render(planned))
     return 0 if planned.fits else EXIT_FAILED
 
 
 def resume(args: list[str]) -> int:
     parser = run_parser("resume")
     parser.add_argument("overrides", nargs="*", default=[], help="what changes: group=option, key=value")
-    add_json(parser)
+    parser.add_json()
     flags = parser.parse(args)
-    console.stderr = flags.json
     status = RunStatus(flags.run)
     status.glance()
     if status.state == "done" and flags.run.read_job().get("steps") is None and not flags.overrides:
         what = f"{flags.run.name} is done: {status.reason}; its script is started once more"
-        console.print(what, style="yellow", markup=False, soft_wrap=True)
+        say(what, "yellow")
     if copied := another_runs(flags.run):
-        console.print(f"{copied}: {flags.run.name} gets a job of its own", markup=False, soft_wrap=True)
+        say(f"{copied}: {flags.run.name} gets a job of its own")
     elif replaced := replace_lost(flags.run.read_job()["handle"]):
-        console.print(replaced, markup=False)
+        say(replaced)
         tell_run(flags.run, flags.json)
         return 0
     return _submit(submission.overrides_again(flags.run, flags.overrides), as_json=flags.json)
@@ -149,9 +144,8 @@ def examine(args: list[str]) -> int:
     what = "write the facts of this site that dry runs elsewhere need; they read cluster.site=FILE"
     parser = composing_parser("doctor")
     parser.add_argument("--save", metavar="FILE", help=what)
-    add_json(parser)
+    parser.add_json()
     flags, overrides = flags_and_overrides(args, parser)
-    console.stderr = flags.json
     config = job_without_files(overrides)
     if flags.save is not None:
         file, made = Path(flags.save), f"{_SITE_FILE} {' '.join(args)}\n# {time.strftime('%Y-%m-%d %H:%M %z')}\n"
@@ -160,14 +154,14 @@ def examine(args: list[str]) -> int:
             what = "would be an override, or is there and not made by doctor"
             raise BadInput([Problem(f"--save {file}", what, "--save site.yaml")])
         write_atomic(file, made + launcher_of(config.cluster.launcher).site_file())
-        console.print(f"saved for dry runs elsewhere: cluster.site={flags.save}", markup=False, soft_wrap=True)
+        say(f"saved for dry runs elsewhere: cluster.site={flags.save}")
     found = []
     for finding in doctor(config):
         found.append(asdict(finding))
-        show(finding, console)
+        show(finding)
     has_bad = any(finding["state"] == "bad" for finding in found)
     if flags.json:
-        tell(versioned({"ok": not has_bad, "findings": found}))
+        tell({"ok": not has_bad, "findings": found})
     return EXIT_FAILED if has_bad else 0
 
 
@@ -179,9 +173,8 @@ def rehearse(args: list[str]) -> int:
         faults = "; ".join(f"{name}: {text}" for name, text in tool.FAULTS.items())
         raise BadInput([Problem(given, f"name a fault. {faults}", nearest(given, tool.FAULTS))])
     parser = composing_parser("rehearse")
-    add_json(parser)
+    parser.add_json()
     flags, overrides = flags_and_overrides(args[1:], parser)
-    console.stderr = flags.json
     config = compose_job(overrides)
     heard = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]  # nohup
 
@@ -192,12 +185,13 @@ def rehearse(args: list[str]) -> int:
 
     for number in heard:
         signal.signal(number, end)
-    outcome = tool.rehearse(config, args[0], lambda text: console.print(text, style="dim"))
+    outcome = tool.rehearse(config, args[0])
     took = "-" if outcome.recovery_s is None else f"{outcome.recovery_s:.1f} s"
-    word = "[bold green]PASS[/bold green]" if outcome.passed else "[bold red]FAIL[/bold red]"
-    console.print(f"{word} {args[0]}: {outcome.why}; next step after {took}, {outcome.lost_steps} steps repeated")
+    word = ("PASS", "bold green") if outcome.passed else ("FAIL", "bold red")
+    what = f" {args[0]}: {outcome.why}; next step after {took}, {outcome.lost_steps} steps repeated"
+    say(Text.assemble(word, what))
     if flags.json:
-        tell(versioned(asdict(outcome)))
+        tell(asdict(outcome))
     return 0 if outcome.passed else EXIT_FAILED
 
 
@@ -224,7 +218,7 @@ def _say_unused(overrides: Sequence[str]) -> None:
     is_program = any(key_of(o) in PROGRAM_KEYS for o in overrides)
     if unused := [o for o in overrides if is_program and key_of(o).partition(".")[0] in TRAINERS_KEYS]:
         what = "no effect on your program, unless it reads job.config(); its own arguments go into script_args"
-        console.print(f"{', '.join(unused)}: {what}", style="yellow", markup=False, soft_wrap=True)
+        say(f"{', '.join(unused)}: {what}", "yellow")
 
 
 def _submit_sweep(overrides: Sequence[str]) -> int:
@@ -234,5 +228,5 @@ def _submit_sweep(overrides: Sequence[str]) -> int:
     try:
         return EXIT_FAILED if multirun(overrides) else 0
     except KeyboardInterrupt:
-        console.print("the jobs continue; the same command waits for them again", style="yellow")
+        say("the jobs continue; the same command waits for them again", "yellow")
         return EXIT_FAILED

@@ -8,14 +8,14 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 import fsdp_jobs
 from fsdp_jobs.config import habits
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem, nearest
 from fsdp_jobs.config.groups import groups, summary
+from fsdp_jobs.config.terminal import complain, console, errors, say
 from fsdp_jobs.run.env import TRACEBACK_ENV
 from fsdp_jobs.run.table import counted
 from fsdp_jobs.run.verdict import EXIT_FAILED
@@ -29,9 +29,6 @@ _CANNOT_WRITE = {
     errno.EROFS: "choose another folder: runs_dir=...",
     **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "move it away, or give another name"),
 }
-
-console = Console(highlight=False)
-errors = Console(stderr=True, highlight=False)
 
 
 # Verb -> module:name under fsdp_jobs, imported when it is used, which takes arguments and returns an exit code; help.
@@ -83,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         0; 1 when a job failed; 2 for bad input; 75 when a job was stopped to be requeued; 130 after Ctrl-C.
     """
     args = list(sys.argv[1:] if argv is None else argv)
+    console.stderr = False
     verb = args.pop(0) if args and args[0] in VERBS else "submit"
     takes_script = verb in ("submit", "plan")
     own = next((i for i, a in enumerate(args) if a.endswith(".py")), len(args))  # what follows a script is the script's
@@ -104,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BadInput as e:
         return _bad_input(e)
     except JobFailed as e:
-        errors.print(str(e), style="red", markup=False, soft_wrap=True)
+        complain(str(e), "red")
         return EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -122,30 +120,33 @@ def _bad_input(error: BadInput) -> int:
     if TRACEBACK_ENV in os.environ:
         errors.print_exception()
     count = len(error.problems)
-    errors.print(f"Nothing was done: {counted(count, 'problem')}.", style="bold red")
-    errors.print(str(error), markup=False, soft_wrap=True)
+    complain(f"Nothing was done: {counted(count, 'problem')}.", "bold red")
+    complain(str(error))
     return EXIT_BAD_INPUT
 
 
 def show_help() -> None:
     """Print every verb and every option of every group, a line each."""
-    console.print("Plan, launch and keep alive FSDP training.\n")
-    console.print("  fsdp-jobs [verb] [group=option ...] [key=value ...]     (or python -m fsdp_jobs)\n", markup=False)
-    verbs = Table.grid(padding=(0, 3))
+    say("Plan, launch and keep alive FSDP training.\n")
+    say("  fsdp-jobs [verb] [group=option ...] [key=value ...]     (or python -m fsdp_jobs)\n")
+    verbs, options = Table.grid(padding=(0, 3)), Table.grid(padding=(0, 3))
     for verb, (_, text) in VERBS.items():
-        verbs.add_row(f"  {verb}", escape(text))
-    console.print("[bold]verbs[/bold]", verbs, sep="\n")
-    console.print("\n[bold]groups[/bold] (the first comment of each file in conf/)")
-    table = Table.grid(padding=(0, 3))
-    for group, options in groups().items():
-        for option in options:
-            table.add_row(f"  {group}={option}", summary(group, option))
-    table.columns[0].no_wrap = True
-    table.columns[0].min_width = 36
-    console.print(table)
-    console.print(
-        "\n[bold]often changed[/bold]  name nodes nproc_per_node steps seed optim.lr data.path fsdp.strategy\n"
-        "               fsdp.shard_group checkpoint.every_steps checkpoint.keep runs_dir attach dry_run\n"
-        "[bold]Hydra[/bold]          --cfg job  --multirun  --config-dir DIR  --info  --hydra-help",
-        highlight=False,
+        verbs.add_row(f"  {verb}", text)
+    say("verbs", "bold")
+    say(verbs)
+    say(Text.assemble(("\ngroups", "bold"), " (the first comment of each file in conf/)"))
+    for group, names in groups().items():
+        for name in names:
+            options.add_row(f"  {group}={name}", summary(group, name))
+    options.columns[0].no_wrap = True
+    options.columns[0].min_width = 36
+    say(options)
+    say(
+        Text.assemble(
+            ("\noften changed", "bold"),
+            "  name nodes nproc_per_node steps seed optim.lr data.path fsdp.strategy\n"
+            "               fsdp.shard_group checkpoint.every_steps checkpoint.keep runs_dir attach dry_run\n",
+            ("Hydra", "bold"),
+            "          --cfg job  --multirun  --config-dir DIR  --info  --hydra-help",
+        )
     )

@@ -17,25 +17,20 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rich.console import Console
-
 from fsdp_jobs.config.arguments import Parser
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
 from fsdp_jobs.config.keys import dotted
-from fsdp_jobs.config.machine import add_json, tell, versioned
 from fsdp_jobs.config.schema import load_config, plain_values
+from fsdp_jobs.config.terminal import complain, say, show_table, tell
 from fsdp_jobs.run.directory import RunDir, pending_in, rank_logs, runs_in, user_name
 from fsdp_jobs.run.identity import check_may_act
 from fsdp_jobs.run.status import RunStatus
-from fsdp_jobs.run.table import counted, table_lines
+from fsdp_jobs.run.table import counted
 from fsdp_jobs.run.tail import follow_files, label, looks_like_error, numbers_of
 from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE
 from fsdp_jobs.submit.overview import Overview, RunSummary, story_of
 from fsdp_jobs.submit.stop import stop
 from fsdp_jobs.submit.submitted import activity_of, check_own, existing_run, has_ended, job_of, kill, settle
-
-errors = Console(stderr=True, highlight=False, markup=False)
-console = Console(highlight=False, markup=False)  # what runs and launchers say is shown as it is
 
 _WATCH_S = 2.0  # between two looks of `status --watch`, and of `wait`
 EXIT_TIMEOUT = 124  # as of timeout(1)
@@ -83,7 +78,7 @@ def status(args: list[str]) -> int:
     parser.add_argument("--last", type=int, metavar="N", help="only the N that were submitted last")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--watch", action="store_true", help="go on until all have ended, or Ctrl-C")
-    add_json(how, "a list of objects, for scripts")
+    how.add_argument("--json", action="store_true", help="a list of objects, for scripts")
     flags = parser.parse(args)
     if not flags.names:
         settle(pending_in(flags.runs_dir))
@@ -94,18 +89,18 @@ def status(args: list[str]) -> int:
         kept = [(run, row) for run, row in zip(runs, rows, strict=True) if row.state in flags.state.split(",")]
         runs, rows = [run for run, _ in kept], [row for _, row in kept]
     if flags.json:
-        tell([versioned(asdict(row)) for row in rows])
+        tell([asdict(row) for row in rows])
     elif not runs:
-        console.print(f"no runs {'of that kind ' if flags.names or flags.state else ''}under {flags.runs_dir}/")
+        say(f"no runs {'of that kind ' if flags.names or flags.state else ''}under {flags.runs_dir}/")
     elif flags.watch:
         _watch(overview, [run for run, row in zip(runs, rows, strict=True) if flags.names or not row.is_over])
     else:
-        sys.stdout.write(_table(rows, console.width if console.is_terminal else None) + "\n")
+        _show(rows)
         if flags.names and len(runs) == 1:
             told = RunStatus(runs[0])
             told.update()
             for heading, sentence in story_of(told, rows[0].state):
-                console.print(f"{heading:<8}  {sentence}", soft_wrap=True)
+                say(f"{heading:<8}  {sentence}")
     return 0
 
 
@@ -148,11 +143,11 @@ def list_runs(args: list[str]) -> int:
     return status(args)
 
 
-def _table(rows: Sequence[RunSummary], width: int | None) -> str:
+def _show(rows: Sequence[RunSummary]) -> None:
     cells = [row.cells() for row in rows]
     if any(row.owner for row in rows):
         cells = [{"owner": row.owner or user_name()} | cell for row, cell in zip(rows, cells, strict=True)]
-    return "\n".join(table_lines(list(cells[0]), [list(row.values()) for row in cells], _NUMBERS, width))
+    show_table(list(cells[0]), [list(row.values()) for row in cells], _NUMBERS)
 
 
 def _watch(overview: Overview, runs: Sequence[RunDir]) -> None:
@@ -160,9 +155,9 @@ def _watch(overview: Overview, runs: Sequence[RunDir]) -> None:
     from fsdp_jobs.cli.follow import LiveView
 
     if not runs:
-        console.print("all runs have ended")
+        say("all runs have ended")
         return
-    with suppress(KeyboardInterrupt), LiveView(console) as view:
+    with suppress(KeyboardInterrupt), LiveView() as view:
         while True:
             rows = overview.look(runs)
             view.show(runs, rows)
@@ -174,32 +169,32 @@ def _watch(overview: Overview, runs: Sequence[RunDir]) -> None:
 def logs(args: list[str]) -> int:
     parser = VerbParser("logs")
     parser.add_argument("name", nargs="?", help="of the run, or its handle; the newest run when left out")
-    parser.add_argument("-f", "--follow", action="store_true")
+    parser.add_switch("-f", "--follow")
     parser.add_argument("--rank", type=int)
     parser.add_argument("--node", type=int)
     parser.add_argument("--attempt", type=int)
-    parser.add_argument("--errors", action="store_true", help="only lines that look like an error")
-    add_json(parser, "an object for each line")
+    parser.add_switch("--errors", what="only lines that look like an error")
+    parser.add_json("an object for each line")
     flags = parser.parse(args)
     if flags.name is None:
         if not (runs := runs_in(flags.runs_dir)):
             raise BadInput([Problem("logs", f"there are no runs under {flags.runs_dir}/", "runs_dir=...")])
         flags.run = runs[-1]
-        errors.print(f"the newest run, {flags.run.name}", style="dim")
+        complain(f"the newest run, {flags.run.name}", "dim")
     active = activity_of(flags.run)
     pattern = rank_logs(flags.attempt, flags.node, flags.rank)
     if not any(flags.run.path.glob(pattern)):
         (row,) = Overview().look([flags.run])  # its launcher may fetch them
         why = f": {row.reason}" if row.reason else ""
         if not any(flags.run.path.glob(pattern)):
-            errors.print(f"nothing is written there yet; {flags.run.name} is {row.state}{why}", soft_wrap=True)
+            complain(f"nothing is written there yet; {flags.run.name} is {row.state}{why}")
     # the launcher is asked once in any case: it may have to fetch the logs
     for file, line in follow_files(flags.run.path, pattern, lambda: active() and flags.follow):
         if flags.errors and not looks_like_error(line):
             continue
         if flags.json:
             attempt, node, rank = numbers_of(file)
-            tell(versioned({"attempt": attempt, "node": node, "rank": rank, "line": line}))
+            tell({"attempt": attempt, "node": node, "rank": rank, "line": line})
         else:
             sys.stdout.write(f"[{label(file)}] {line}\n")
             sys.stdout.flush()
@@ -221,33 +216,32 @@ def wait(args: list[str]) -> int:
             if row.is_over:
                 del left[name]
                 states.add(row.state)
-                console.print(f"{row.run} {row.state}: {row.reason}", soft_wrap=True)
+                say(f"{row.run} {row.state}: {row.reason}")
         if not left:
             return EXIT_FAILED if states - {"done", "stopped"} else EXIT_REQUEUE if "stopped" in states else 0
         if time.monotonic() > deadline:
-            errors.print(f"still running: {', '.join(left)}", soft_wrap=True)
+            complain(f"still running: {', '.join(left)}")
             return EXIT_TIMEOUT
         time.sleep(_WATCH_S)
 
 
 def cancel(args: list[str]) -> int:
     parser = run_parser("cancel")
-    parser.add_argument("--now", action="store_true", help="at once, without a checkpoint")
-    add_json(parser)
+    parser.add_switch("--now", what="at once, without a checkpoint")
+    parser.add_json()
     flags = parser.parse(args)
-    console.stderr = flags.json
     check_may_act(flags.run)
     check_own(flags.run)
     if has_ended(flags.run, job_of(flags.run)):
         with suppress(BadInput, JobFailed):  # its launcher does not answer here
             kill([flags.run.read_job()["handle"]])  # whatever its end has left
-        console.print(f"{flags.run.name} is not running")
+        say(f"{flags.run.name} is not running")
         tell_run(flags.run, flags.json)
         return 0
-    stop([flags.run], flags.now, lambda text: console.print(text, style="yellow"))
+    stop([flags.run], flags.now)
     status = RunStatus(flags.run)
     status.update()
-    console.print(f"{flags.run.name} {status.state}: {status.reason}")
+    say(f"{flags.run.name} {status.state}: {status.reason}")
     tell_run(flags.run, flags.json)
     return 0
 
@@ -256,7 +250,7 @@ def tell_run(run: RunDir, as_json: bool) -> None:
     """With `--json` print what `status` does of a run, and where it is."""
     if as_json:
         (row,) = Overview().look([run])
-        tell(versioned(asdict(row) | {"directory": str(run.path)}))
+        tell(asdict(row) | {"directory": str(run.path)})
 
 
 def export(args: list[str]) -> int:
@@ -264,7 +258,7 @@ def export(args: list[str]) -> int:
     parser.add_argument("--format", choices=("safetensors", "pt"), default="safetensors")
     parser.add_argument("--step", type=int, help="of the checkpoint; the newest sound one when left out")
     parser.add_argument("--out", help="folder to write; <run directory>/export when left out")
-    add_json(parser)
+    parser.add_json()
     flags = parser.parse(args)
     from fsdp_jobs.hub.export import export
 
@@ -275,17 +269,17 @@ def export(args: list[str]) -> int:
 
 def _tell_files(files: Iterable[Path], as_json: bool) -> int:
     if as_json:
-        tell(versioned({"files": [str(file) for file in files]}))
+        tell({"files": [str(file) for file in files]})
         return 0
     for file in files:
-        console.print(str(file), soft_wrap=True)
+        say(str(file))
     return 0
 
 
 def report(args: list[str]) -> int:
     parser = run_parser("report")
-    parser.add_argument("--png", action="store_true", help="also a picture of it, drawn by Chromium or Chrome")
-    add_json(parser)
+    parser.add_switch("--png", what="also a picture of it, drawn by Chromium or Chrome")
+    parser.add_json()
     flags = parser.parse(args)
     from fsdp_jobs.observe.report import write_report
 
@@ -299,20 +293,20 @@ def prune(args: list[str]) -> int:
 
     parser = VerbParser("prune")
     parser.add_argument("--older-than", metavar="AGE", required=True, help="since a run's newest change: 30d, 12h")
-    parser.add_argument("--keep-best", action="store_true", help="of each sweep the run with the best objective")
-    parser.add_argument("--yes", action="store_true", help="remove them; without it they are only shown")
+    parser.add_switch("--keep-best", what="of each sweep the run with the best objective")
+    parser.add_switch("--yes", what="remove them; without it they are only shown")
     flags = parser.parse(args)
     kept = best_runs(flags.runs_dir) if flags.keep_best else []
     found = list(old_runs(flags.runs_dir, _seconds(flags.older_than), kept))
     failed = False
     for old in found:
         since = time.strftime("%Y-%m-%d", time.localtime(old.ended_at))
-        console.print(f"{old.run.name}  {old.state} since {since}  {size(old.bytes)}", soft_wrap=True)
+        say(f"{old.run.name}  {old.state} since {since}  {size(old.bytes)}")
         for problem in remove(old) if flags.yes else []:
             failed = True
-            errors.print(f"not removed: {problem}", soft_wrap=True)
+            complain(f"not removed: {problem}")
     total = f"{counted(len(found), 'run')}, {size(sum(old.bytes for old in found))}"
-    console.print(f"removed {total}" if flags.yes else f"{total} would be removed, with checkpoints: add --yes")
+    say(f"removed {total}" if flags.yes else f"{total} would be removed, with checkpoints: add --yes")
     return EXIT_FAILED if failed else 0
 
 
@@ -336,11 +330,7 @@ def dashboard(args: list[str]) -> int:
     flags = parser.parse(args)
     leaf = _leaf("dashboard", "fsdp_jobs.observe.dashboard.serve")
     shown = leaf.Dashboard(flags.runs_dir, sweeps_in, measured)
-
-    def say(url: str) -> None:
-        console.print(url, soft_wrap=True)
-
-    return int(leaf.serve(shown, flags.host, flags.port, flags.token_file, say))
+    return int(leaf.serve(shown, flags.host, flags.port, flags.token_file))
 
 
 def _leaf(verb: str, module: str) -> ModuleType:

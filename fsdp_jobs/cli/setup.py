@@ -10,19 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from fsdp_jobs.cli.main import VERBS
 from fsdp_jobs.config.arguments import Parser
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
 from fsdp_jobs.config.groups import groups
 from fsdp_jobs.config.json_schema import job_schema
+from fsdp_jobs.config.terminal import say
 from fsdp_jobs.run.directory import write_atomic
 from fsdp_jobs.tools.rehearse import FAULTS
 
 _HERE = Path(__file__).parent
-
-console = Console(highlight=False, markup=False)
 
 
 def completion(args: list[str]) -> int:
@@ -93,11 +90,11 @@ def init(args: list[str]) -> int:
     }
     if os.path.lexists("train.py"):
         del texts["train.py"]
-        console.print("train.py is there already: the job runs it")
+        say("train.py is there already: the job runs it")
     if there := [file for file in texts if os.path.lexists(file)]:
         raise BadInput(Problem(file, "is there already, and is not overwritten", "another folder") for file in there)
     for file, text in texts.items():
         write_atomic(Path(file), text)
-        console.print(f"wrote {file}")
-    console.print("next: edit conf/experiment/mine.yaml, then fsdp-jobs plan --config-dir conf experiment=mine")
+        say(f"wrote {file}")
+    say("next: edit conf/experiment/mine.yaml, then fsdp-jobs plan --config-dir conf experiment=mine")
     return 0

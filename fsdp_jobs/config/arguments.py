@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.habits import meant_by
+from fsdp_jobs.config.terminal import console
 
 
 class Parser(argparse.ArgumentParser):
@@ -16,6 +17,18 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, verb: str, **how: Any):
         super().__init__(prog=f"fsdp-jobs {verb}", allow_abbrev=False, **how)
+
+    def add_switch(self, *names: str, what: str | None = None) -> None:
+        """Give the verb a flag without a value."""
+        self.add_argument(*names, action="store_true", help=what)
+
+    def add_json(self, what: str = "one object, for scripts; the rest goes to stderr") -> None:
+        self.add_switch("--json", what=what)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        flags, rest = super().parse_known_args(args, namespace)
+        console.stderr = getattr(flags, "json", False)
+        return flags, rest
 
     def error(self, message: str) -> NoReturn:
         raise BadInput([Problem(self.prog, message, " ".join(self.format_usage().removeprefix("usage: ").split()))])

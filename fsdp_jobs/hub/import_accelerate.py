@@ -11,11 +11,11 @@ from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
-from rich.console import Console
 
 from fsdp_jobs.config.arguments import Parser
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
 from fsdp_jobs.config.schema import STRATEGIES
+from fsdp_jobs.config.terminal import complain
 from fsdp_jobs.run.directory import write_atomic
 
 
@@ -194,7 +194,6 @@ def main(args: list[str]) -> int:
         write_atomic(file, text)
         text = f"{file}\n"
     sys.stdout.write(text)
-    errors = Console(stderr=True, highlight=False)
     for key, note in imported.notes.items():
-        errors.print(f"{key}: {note}", style="dim", markup=False, soft_wrap=True)
+        complain(f"{key}: {note}", "dim")
     return 0

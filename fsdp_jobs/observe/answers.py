@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import chain, pairwise
 from typing import Any
 
-from fsdp_jobs.config.machine import finite
+from fsdp_jobs.config.terminal import finite
 from fsdp_jobs.plan.memory import GIB
 from fsdp_jobs.plan.plan import Plan
 from fsdp_jobs.run.directory import RunDir

@@ -1,36 +1,8 @@
-"""Plain text for terminals: tables, and durations in them. No torch."""
+"""Words for durations, numbers of things and long lists. No torch."""
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Collection, Iterator, Sequence
-
-_NARROWEST = 30  # columns of the last cell
-
-
-def table_lines(
-    headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: Collection[str] = (), width: int | None = None
-) -> Iterator[str]:
-    """Yield the lines of a table, the headings first.
-
-    Args:
-        headings: of the columns.
-        rows: a cell for each heading.
-        numbers: headings of columns that are aligned to the right.
-        width: columns of the terminal: the last cell goes on below itself. None: a line each, as long as it is.
-    """
-    cells = [list(headings), *map(list, rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)][:-1]
-    left = sum(widths) + 2 * len(widths)
-    room = None if width is None else max(_NARROWEST, width - left)
-    for row in cells:
-        aligned = [
-            cell.rjust(w) if heading in numbers else cell.ljust(w)
-            for heading, cell, w in zip(headings, row, widths, strict=False)
-        ]
-        first, *rest = [row[-1]] if room is None else textwrap.wrap(row[-1], room) or [""]
-        yield "  ".join([*aligned, first]).rstrip()
-        yield from (" " * left + line for line in rest)
+from collections.abc import Sequence
 
 
 def duration(seconds: float | None) -> str:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from fsdp_jobs.config.schema import plain_values
+from fsdp_jobs.config.terminal import say
 from fsdp_jobs.launchers.state import State
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.identity import check_may_act
 from fsdp_jobs.submit.submitted import check_own, describe, has_ended, kill
 
 
-def stop(runs: Sequence[RunDir], now: bool, say: Callable[[str], None]) -> None:
+def stop(runs: Sequence[RunDir], now: bool = False) -> None:
     """Save and stop jobs, all at the same time; with `now` stop them at once, without a checkpoint.
 
     Where a launcher is silent, the request to stop is in the run directory nevertheless, and the verdict is awaited.
+    One that does not stop in time is killed, and the user told.
 
     Args:
         runs: of active jobs, in the order of submission.
-        say: is called with a message for each job that is killed because it did not stop in time.
+        now: at once.
 
     Raises:
         BadInput, JobFailed: another user's run, or another run's job; a job that has to be killed, and whose launcher
@@ -45,7 +47,7 @@ def stop(runs: Sequence[RunDir], now: bool, say: Callable[[str], None]) -> None:
                 if job.state is State.SILENT:  # there is nobody to ask for its leftovers
                     running.remove(run)
             elif time.monotonic() > deadlines[run.name]:
-                say(f"{run.name} has not stopped in time: killing it")
+                say(f"{run.name} has not stopped in time: killing it", "yellow")
                 waiting.remove(run)
         time.sleep(0.2)
     kill([handles[run.name] for run in running])

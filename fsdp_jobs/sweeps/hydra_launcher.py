@@ -18,19 +18,17 @@ from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
-from rich.console import Console
 
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
 from fsdp_jobs.config.hydra import PLUGINS, check_sweep, for_sweep, hydra_here, key_of
 from fsdp_jobs.config.keys import value_problems
+from fsdp_jobs.config.terminal import say
 from fsdp_jobs.run.directory import find_run
 from fsdp_jobs.submit.submit import prepare
 from fsdp_jobs.sweeps import jobs
 from fsdp_jobs.sweeps.identity import canonical, is_of_the_command, name_for
 from fsdp_jobs.sweeps.show import ended_line, show_dry_run, show_submitted
 from fsdp_jobs.sweeps.table import Row, Sweep, locked, sweeps_in
-
-console = Console(highlight=False, markup=False)
 
 
 def multirun(overrides: Sequence[str]) -> int:
@@ -47,7 +45,7 @@ def multirun(overrides: Sequence[str]) -> int:
     failed: list[Row] = []
 
     def show_ended(row: Row) -> None:
-        console.print(ended_line(row), style="red" if row.state != "done" else None, soft_wrap=True)
+        say(ended_line(row), "red" if row.state != "done" else None)
         if row.state != "done":
             failed.append(row)
 
@@ -123,13 +121,13 @@ class SweepLauncher(Launcher):
             rows, undone = jobs.to_do(sweep, own)
             for config in undone.values():
                 config.dry_run = True  # said of the command, and so of no row
-            show_dry_run(console, rows, prepare(list(undone.values())))
+            show_dry_run(rows, prepare(list(undone.values())))
         else:
-            with locked(self.folder, console.print):
+            with locked(self.folder):
                 sweep = self._read()
                 rows, undone = jobs.to_do(sweep, own)
                 jobs.submit(sweep, undone, self.folder)
-            show_submitted(console, sweep, rows, set(undone), initial_job_idx == 0 or not self.waits)
+            show_submitted(sweep, rows, set(undone), initial_job_idx == 0 or not self.waits)
             if self.waits:
                 jobs.wait(sweep, list({row.run: row for row in rows}.values()), self.show_ended)
         return [self._returned(sweep, row, list(job)) for row, job in zip(rows, job_overrides, strict=True)]

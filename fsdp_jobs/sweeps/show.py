@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 
-from rich.console import Console
 from rich.table import Table
 
-from fsdp_jobs.run.table import table_lines
+from fsdp_jobs.config.terminal import say, show_table
+from fsdp_jobs.run.table import counted
 from fsdp_jobs.submit.submit import Prepared
 from fsdp_jobs.sweeps.table import Row, Sweep
 
@@ -21,9 +21,7 @@ def number(value: float | None) -> str:
 def counts(rows: Sequence[Row]) -> str:
     """Count jobs by state: `20 jobs: 15 running, 5 done`."""
     states = Counter(row.state for row in rows)
-    return f"{len(rows)} job{'' if len(rows) == 1 else 's'}: " + ", ".join(
-        f"{n} {state}" for state, n in states.items()
-    )
+    return f"{counted(len(rows), 'job')}: " + ", ".join(f"{n} {state}" for state, n in states.items())
 
 
 def ended_line(row: Row) -> str:
@@ -32,27 +30,18 @@ def ended_line(row: Row) -> str:
     return f"{row.run} {row.state}: {result}   {' '.join(row.overrides)}"
 
 
-def show_status(console: Console, sweep: Sweep) -> None:
+def show_status(sweep: Sweep) -> None:
     """Print a line per job, and how many are in which state."""
     headings = ["run", *sweep.keys, "state", "step", sweep.objective, "reason"]
     rows = []
     for row in sweep.jobs:
         values = [row.values.get(key, "") for key in sweep.keys]
         rows.append([row.run, *values, row.state, str(row.step), number(row.objective), row.reason])
-    _print_table(console, headings, rows, numbers=("step", sweep.objective))
-    console.print(f"{sweep.name}: {counts(sweep.jobs)}")
+    show_table(headings, rows, ("step", sweep.objective))
+    say(f"{sweep.name}: {counts(sweep.jobs)}")
 
 
-def _print_table(
-    console: Console, headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str] = ()
-) -> None:
-    for line in table_lines(headings, rows, numbers, console.width if console.is_terminal else None):
-        console.print(line, soft_wrap=True)
-
-
-def show_submitted(
-    console: Console, sweep: Sweep, rows: Sequence[Row], submitted: Collection[str], with_commands: bool
-) -> None:
+def show_submitted(sweep: Sweep, rows: Sequence[Row], submitted: Collection[str], with_commands: bool) -> None:
     """Print which of a batch's jobs were submitted, and which not; then how to follow them."""
     groups: dict[str, dict[str, None]] = {"submitted": {}, "running or waiting": {}, "done": {}}
     for row in rows:
@@ -62,14 +51,14 @@ def show_submitted(
     for group, members in groups.items():
         if names := list(members):
             table.add_row(str(len(names)), group, names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}")
-    console.print(f"sweep {sweep.name}, in {sweep.runs_dir}/", soft_wrap=True)
-    console.print(table)
+    say(f"sweep {sweep.name}, in {sweep.runs_dir}/")
+    say(table)
     if with_commands:
         commands = (f"sweep status {sweep.name}", f"logs -f {rows[0].run}", f"sweep cancel {sweep.name}")
-        console.print("    ".join(f"fsdp-jobs {command}" for command in commands), soft_wrap=True)
+        say("    ".join(f"fsdp-jobs {command}" for command in commands))
 
 
-def show_dry_run(console: Console, rows: Sequence[Row], prepared: Sequence[Prepared]) -> None:
+def show_dry_run(rows: Sequence[Row], prepared: Sequence[Prepared]) -> None:
     """Print what a command would submit."""
     plans = {job.run.name: job.plan for job in prepared}
     lines = []
@@ -79,6 +68,6 @@ def show_dry_run(console: Console, rows: Sequence[Row], prepared: Sequence[Prepa
         layout = f"{plan.layout.strategy} over {plan.layout.shard_group} of {plan.layout.world_size}" if plan else ""
         lines.append([row.run, action, layout, " ".join(row.overrides)])
     for line in dict.fromkeys(line for job in prepared for line in job.away):
-        console.print(line, style="yellow", soft_wrap=True)
-    _print_table(console, ["run", "action", "plan", "overrides"], lines)
-    console.print("dry run: nothing was submitted", style="yellow")
+        say(line, "yellow")
+    show_table(["run", "action", "plan", "overrides"], lines)
+    say("dry run: nothing was submitted", "yellow")

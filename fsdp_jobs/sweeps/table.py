@@ -6,7 +6,7 @@ import fcntl
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
 from fsdp_jobs.config.hydra import key_of
+from fsdp_jobs.config.terminal import say
 from fsdp_jobs.run.directory import RunDir, find_run
 from fsdp_jobs.run.status import ENDED
 from fsdp_jobs.sweeps.identity import identity
@@ -112,7 +113,7 @@ class Sweep:
 
 
 @contextmanager
-def locked(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """Hold a sweep's lock, so that what a command reads, decides and submits is consistent.
 
     A folder in which nothing but the lock was made is removed again.

@@ -7,13 +7,11 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
 
-from rich.console import Console
-
 from fsdp_jobs.checkpoints.catalog import find_checkpoints
 from fsdp_jobs.config.arguments import Parser
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
-from fsdp_jobs.config.machine import add_json, tell, versioned
 from fsdp_jobs.config.schema import load_config
+from fsdp_jobs.config.terminal import say, tell
 from fsdp_jobs.run.directory import checkpoints_of, find_run
 from fsdp_jobs.run.tail import newest_json_lines
 from fsdp_jobs.submit.stop import stop
@@ -22,16 +20,14 @@ from fsdp_jobs.sweeps import jobs
 from fsdp_jobs.sweeps.show import counts, number, show_status, show_submitted
 from fsdp_jobs.sweeps.table import Sweep, find_sweep, locked
 
-console = Console(highlight=False, markup=False)  # what runs and launchers say is shown as it is
-
 
 def sweep(args: list[str]) -> int:
     """Run one action; return the exit code."""
     parser = Parser("sweep")
     parser.add_argument("action", metavar=f"{{{','.join(_ACTIONS)}}}")
     parser.add_argument("name", help="of the sweep; runs_dir=... chooses another folder of runs")
-    add_json(parser, "with status and best: for programs")
-    parser.add_argument("--now", action="store_true", help="with cancel: at once, without checkpoints")
+    parser.add_json("with status and best: for programs")
+    parser.add_switch("--now", what="with cancel: at once, without checkpoints")
     folders = {"runs_dir": "runs", "sweep.dir": "sweeps"} | dict(o.split("=", 1) for o in args if is_folder(o))
     flags = parser.parse_args([a for a in args if not is_folder(a)])
     if flags.action not in _ACTIONS:
@@ -39,7 +35,7 @@ def sweep(args: list[str]) -> int:
         raise BadInput([Problem(f"sweep {flags.action}", what, nearest(flags.action, _ACTIONS))])
     act, changes = _ACTIONS[flags.action]
     flags.folder = find_run(folders["sweep.dir"], flags.name).path  # a sweep's name is the first part of its runs'
-    with locked(flags.folder, console.print) if changes else nullcontext():
+    with locked(flags.folder) if changes else nullcontext():
         found = find_sweep(flags.name, folders["runs_dir"])
         jobs.refresh(found, found.jobs)
         return act(found, flags)
@@ -51,9 +47,9 @@ def is_folder(argument: str) -> bool:
 
 def _status(sweep: Sweep, flags: argparse.Namespace) -> int:
     if flags.json:
-        tell([versioned(asdict(row)) for row in sweep.jobs])
+        tell([asdict(row) for row in sweep.jobs])
     else:
-        show_status(console, sweep)
+        show_status(sweep)
     return 0
 
 
@@ -65,17 +61,17 @@ def _resume(sweep: Sweep, flags: argparse.Namespace) -> int:
     configs = composed([sweep.overrides_of(row) for row in rows])
     jobs.submit(sweep, {row.run: config for row, config in zip(rows, configs, strict=True)}, flags.folder)
     if rows:
-        show_submitted(console, sweep, rows, {row.run for row in rows}, with_commands=True)
+        show_submitted(sweep, rows, {row.run for row in rows}, with_commands=True)
     else:
-        console.print(f"nothing to submit; {counts(sweep.jobs)}")
+        say(f"nothing to submit; {counts(sweep.jobs)}")
     return 0
 
 
 def _cancel(sweep: Sweep, flags: argparse.Namespace) -> int:
     active = [row for row in sweep.jobs if row.is_active]
-    stop([sweep.run_of(row) for row in active], flags.now, lambda text: console.print(text, style="yellow"))
+    stop([sweep.run_of(row) for row in active], flags.now)
     jobs.refresh(sweep, sweep.jobs)
-    console.print(f"{len(active)} stopped; {counts(sweep.jobs)}")
+    say(f"{len(active)} stopped; {counts(sweep.jobs)}")
     return 0
 
 
@@ -87,13 +83,13 @@ def _best(sweep: Sweep, flags: argparse.Namespace) -> int:
     run = sweep.run_of(row)
     checkpoint = next(map(str, find_checkpoints(checkpoints_of(load_config(run.config).checkpoint, run))), None)
     if flags.json:
-        tell(versioned(asdict(row) | {"checkpoint": checkpoint}))
+        tell(asdict(row) | {"checkpoint": checkpoint})
         return 0
     so_far = "" if row.state == "done" else f" ({row.state}, at step {row.step}; no job is done)"
-    console.print(f"{row.run}: {sweep.objective} {number(row.objective)}{so_far}")
-    console.print(f"overrides   {' '.join(row.overrides) or '-'}", soft_wrap=True)
-    console.print(f"checkpoint  {checkpoint or '-'}", soft_wrap=True)
-    console.print(f"fsdp-jobs export {row.run}", soft_wrap=True)
+    say(f"{row.run}: {sweep.objective} {number(row.objective)}{so_far}")
+    say(f"overrides   {' '.join(row.overrides) or '-'}")
+    say(f"checkpoint  {checkpoint or '-'}")
+    say(f"fsdp-jobs export {row.run}")
     return 0
 
 
@@ -110,7 +106,7 @@ def _report(sweep: Sweep, flags: argparse.Namespace) -> int:
     file = flags.folder / "report.html"
     answers = {"api/rows": {}, f"api/sweeps/{sweep.name}": sweep.content()}
     write_page(file, f"sweep/{sweep.name}", answers)
-    console.print(str(file), soft_wrap=True)
+    say(str(file))
     return 0
 
 

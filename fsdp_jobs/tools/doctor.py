@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
-from rich.console import Console
 from rich.text import Text
 
 from fsdp_jobs import __version__
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
 from fsdp_jobs.config.schema import JobConfig
+from fsdp_jobs.config.terminal import say
 from fsdp_jobs.launchers.base import Finding, Launcher, findings, launcher_of
 from fsdp_jobs.plan.memory import size
 from fsdp_jobs.run.directory import as_written
@@ -32,12 +32,12 @@ def doctor(config: JobConfig) -> Iterator[Finding]:
     yield from _cluster(config, launcher_of(config.cluster.launcher))
 
 
-def show(finding: Finding, console: Console) -> None:
+def show(finding: Finding) -> None:
     """Print a finding, and its cure where one is needed."""
     state = (f"{finding.state:9}", _STYLES[finding.state])
-    console.print(Text.assemble(state, f"{finding.what:16}{finding.fact}"), soft_wrap=True)
+    say(Text.assemble(state, f"{finding.what:16}{finding.fact}"))
     if finding.cure and finding.state != "ok":
-        console.print(Text(f"{'':25}-> {finding.cure}"), soft_wrap=True)
+        say(f"{'':25}-> {finding.cure}")
 
 
 def _this_machine(config: JobConfig) -> Iterator[Finding]:

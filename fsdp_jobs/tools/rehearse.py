@@ -19,6 +19,7 @@ from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.resolve import node_range
 from fsdp_jobs.config.schema import JobConfig, LlamaConfig
+from fsdp_jobs.config.terminal import say
 from fsdp_jobs.plan.layout import partners
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, as_written, write_atomic
@@ -94,7 +95,7 @@ def scaled(config: JobConfig, fault: str) -> JobConfig:
     )
 
 
-def rehearse(config: JobConfig, fault: str, say: Callable[[str], None]) -> Outcome:
+def rehearse(config: JobConfig, fault: str) -> Outcome:
     """Run the scaled job, inject a fault at its 25th step, and judge whether it recovers completely.
 
     Raises:
@@ -111,14 +112,14 @@ def rehearse(config: JobConfig, fault: str, say: Callable[[str], None]) -> Outco
     run = job.run
     try:
         (handle,) = submission.submit([job], [[]])
-        say(f"run {run.path}: training to step {_FAULT_AT}")
+        say(f"run {run.path}: training to step {_FAULT_AT}", "dim")
         _wait_until(lambda: _step(run) >= _FAULT_AT, handle, f"step {_FAULT_AT} was not reached")
-        say(f"step {_step(run)}: {FAULTS[fault]}")
+        say(f"step {_step(run)}: {FAULTS[fault]}", "dim")
         injected_at = time.time()
         if fault == "slow_node":
             return _slow_down(run, handle)
         if fault in ("corrupt_checkpoint", "nan"):
-            handle = (_corrupt_checkpoint if fault == "corrupt_checkpoint" else _diverge)(job, handle, say)
+            handle = (_corrupt_checkpoint if fault == "corrupt_checkpoint" else _diverge)(job, handle)
         else:
             _inject(run, fault, config.elastic.heartbeat_timeout_s)
         _wait_until(lambda: Verdict.final(run) is not None, handle, "the job did not end")
@@ -206,7 +207,7 @@ def _flip(file: Path, at: int) -> None:
         f.write(bytes([byte[0] ^ 1]))
 
 
-def _diverge(job: submission.Prepared, handle: str, say: Callable[[str], None]) -> str:
+def _diverge(job: submission.Prepared, handle: str) -> str:
     """Stop the job and resume it with an infinite learning rate; when that has ended it, resume it as it was."""
     write_atomic(job.run.stop_request, "rehearsal")
     _wait_until(lambda: not is_active(handle), None, "the job did not stop")
@@ -215,19 +216,19 @@ def _diverge(job: submission.Prepared, handle: str, say: Callable[[str], None]) 
     (handle,) = submission.submit(submission.prepare([diverging]), [[]])
     _wait_until(lambda: not is_active(handle), None, "the job did not end")
     end = Verdict.final(job.run)
-    say(f"it ended {end.verdict}: {end.reason}" if end is not None else "it ended without a verdict")
+    say(f"it ended {end.verdict}: {end.reason}" if end is not None else "it ended without a verdict", "dim")
     (resumed,) = submission.submit(submission.prepare([replace(job.config, allow_config_change=True)]), [[]])
     return resumed
 
 
-def _corrupt_checkpoint(job: submission.Prepared, handle: str, say: Callable[[str], None]) -> str:
+def _corrupt_checkpoint(job: submission.Prepared, handle: str) -> str:
     """Stop the job, flip a bit of its newest checkpoint, and resume it. Returns the new handle."""
     write_atomic(job.run.stop_request, "rehearsal")
     _wait_until(lambda: not is_active(handle), None, "the job did not stop")
     newest = catalog.find_checkpoints(job.run.checkpoints)[0]
     shard = max(newest.glob("*.distcp"), key=lambda f: f.stat().st_size)
     _flip(shard, shard.stat().st_size // 2)
-    say(f"one bit of {newest.name}/{shard.name} is flipped; resuming")
+    say(f"one bit of {newest.name}/{shard.name} is flipped; resuming", "dim")
     (resumed,) = submission.submit(submission.prepare([job.config]), [[]])
     return resumed
 

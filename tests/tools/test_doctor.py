@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import re
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from fsdp_jobs import __version__
 from fsdp_jobs.config.hydra import compose_job
@@ -35,16 +33,16 @@ def test_this_machine(tmp_path: Path) -> None:
     ],
 )
 def test_a_simulated_driver_that_is_broken_or_wedged_is_no_end_and_not_fine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], script: str, said: str
 ) -> None:
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(doctor, "_DRIVER_S", 0.4 if "sleep" in script else 10.0)
-    shown = io.StringIO()
     for finding in doctor.doctor(compose_job([f"runs_dir={tmp_path}/runs"])):
-        doctor.show(finding, Console(file=shown, width=200))
-    assert re.search(said, shown.getvalue()), shown.getvalue()
+        doctor.show(finding)
+    shown = capsys.readouterr().out
+    assert re.search(said, shown), shown
 
 
 @pytest.mark.parametrize("file", ["cluster=slurm", "train.py", "."])

@@ -38,7 +38,7 @@ def test_the_job_that_is_ended_is_the_newest_stand_in(
     monkeypatch.setattr(tool, "_diverge", diverge)
     monkeypatch.setattr(tool, "kill", killed.extend)
     with pytest.raises(KeyboardInterrupt):
-        tool.rehearse(compose_job([]), "nan", lambda _: None)
+        tool.rehearse(compose_job([]), "nan")
     assert killed == ([] if interrupted else ["diverging"])
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Callable
 from pathlib import Path
 
 import uvicorn
 
 from fsdp_jobs.config.errors import BadInput, Problem
+from fsdp_jobs.config.terminal import say
 from fsdp_jobs.observe.dashboard.app import Dashboard, make_app
 from fsdp_jobs.run import log
 from fsdp_jobs.run.directory import write_atomic
@@ -17,8 +17,8 @@ from fsdp_jobs.run.directory import write_atomic
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
-def serve(dashboard: Dashboard, host: str, port: int, token_file: str | None, say: Callable[[str], None]) -> int:
-    """Serve until Ctrl-C; `say` is called with the address to open.
+def serve(dashboard: Dashboard, host: str, port: int, token_file: str | None) -> int:
+    """Serve until Ctrl-C, and say the address to open.
 
     The token is that in `token_file`, which is made where it is not there; without such a file a new one.
 
