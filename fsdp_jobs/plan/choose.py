@@ -255,7 +255,7 @@ def _excess(config: JobConfig, o: Option) -> str:
         usable = f"the {per_device} (hardware.memory_gib={hardware.memory_gib:g})"
         exceeded.append(f"{size(over)} over {usable}, {size(most)} of it {name}")
     if not _host_fits(config, o.memory):
-        parts = {"offloaded state": o.memory.host, "captures (checkpoint.memory)": o.memory.captured}
+        parts = {"offloaded": o.memory.host, "captures (checkpoint.memory)": o.memory.captured}
         needed = [f"{what} {size(n * ranks_per_node(config))}" for what, n in parts.items() if n]
         what = f"in host memory per node, of which 95% may be filled, {' and '.join(needed)}"
         exceeded.append(f"{what} (hardware.host_memory_gib={hardware.host_memory_gib:g})")

@@ -52,7 +52,7 @@ class Memory:
     activations: int = 0
     logits: int = 0  # logits, loss and their gradients; with a chunked loss also its sums of the head's gradient
     reserve: int = 0  # context, communicator buffers, fragmentation
-    host: int = 0  # host memory of this rank's offloaded state
+    host: int = 0  # host memory of what this rank offloads
     captured: int = 0  # host memory of its captures, and of another node's that its node keeps copies of
 
     @property
@@ -188,21 +188,27 @@ def _moments(
                 reduction=shape.root.numel * b_p + max(root_input, reduce_input),
                 accumulation=sums[shape.root], activations=0 if n else all_saved),
     ]  # fmt: skip
-    if fsdp.activation_offload:
-        host = offloaded_activations(shape, fsdp, tokens, b_p)
-        moments = [replace(m, host=host) for m in moments]
+    pinned = _pinned if accelerator == "cuda" else int
+    host = offloaded_blocks(shape, fsdp) * pinned(tokens * shape.activations.block_input * b_p)
     if not fsdp.cpu_offload:
-        return moments
-    # CPUOffloadPolicy keeps parameters, reduced gradients and optimizer state in pinned host memory.
-    host = 2 * state.parameters + state.optimizer
-    return [replace(m, parameters=0, gradients=0, optimizer=0, host=m.host + host) for m in moments]
+        return [replace(m, host=host) for m in moments]
+    # CPUOffloadPolicy keeps parameters and reduced gradients in pinned memory; the optimizer's state is not pinned.
+    host += 2 * sum(unit.count * pinned(shard * b_m) for unit in shape.units for shard in unit.shards(group))
+    return [replace(m, parameters=0, gradients=0, optimizer=0, host=host + state.optimizer) for m in moments]
 
 
-def offloaded_activations(shape: ModelShape, fsdp: FsdpConfig, tokens: int, b_p: int) -> int:
-    """Return the bytes of block inputs that a microbatch of `tokens` keeps in host memory."""
-    a, every = shape.activations, max(1, fsdp.activation_checkpointing_every)
-    recomputed = a.layers if fsdp.activation_checkpointing != "every_n" else -(-a.layers // every)
-    return recomputed * tokens * a.block_input * b_p if fsdp.activation_offload else 0
+def _pinned(size: int) -> int:
+    """Return the bytes of host memory that a pinned tensor takes: torch rounds up to a power of two.
+
+    See `ATen/core/CachingHostAllocator.h`, and `pinned_max_round_threshold_mb`, which has no limit by default.
+    """
+    return 1 << (size - 1).bit_length()
+
+
+def offloaded_blocks(shape: ModelShape, fsdp: FsdpConfig) -> int:
+    """Count the blocks whose inputs `fsdp.activation_offload` keeps in host memory: those that are recomputed."""
+    every = fsdp.activation_checkpointing_every if fsdp.activation_checkpointing == "every_n" else 1
+    return -(-shape.activations.layers // max(1, every)) if fsdp.activation_offload else 0
 
 
 def _activations(shape: ModelShape, fsdp: FsdpConfig, data: DataConfig, b_p: int, scores: int) -> tuple[int, int, int]:

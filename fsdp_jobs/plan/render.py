@@ -137,7 +137,7 @@ def _memory(plan: Plan, memory: Memory) -> Table:
     ratio, of = f"{memory.total / usable:.0%}", f"of {size(plan.usable_bytes)} usable"
     table.add_row("total", size(memory.total), ratio, of, style="bold green" if plan.fits else "bold red")
     if memory.host:
-        table.add_row("host, per rank", size(memory.host), "", "offloaded state")
+        table.add_row("host, per rank", size(memory.host), "", "offloaded")
     if memory.captured:
         table.add_row("host, per rank", size(memory.captured), "", "captures in memory")
     return table

@@ -33,9 +33,13 @@ class Unit:
         """Elements of its largest parameter."""
         return max((math.prod(shape) for _, shape in self.params), default=0)
 
+    def shards(self, group: int) -> list[int]:
+        """Elements one rank stores of each parameter: FSDP2 gives it ceil(dim0 / group) rows, padding included."""
+        return [-(-(shape[0] if shape else 1) // group) * math.prod(shape[1:]) for _, shape in self.params]
+
     def shard_numel(self, group: int) -> int:
-        """Elements one rank stores of it: FSDP2 gives each rank ceil(dim0 / group) rows, padding included."""
-        return sum(-(-(shape[0] if shape else 1) // group) * math.prod(shape[1:]) for _, shape in self.params)
+        """Elements one rank stores of it."""
+        return sum(self.shards(group))
 
 
 @dataclass(frozen=True)

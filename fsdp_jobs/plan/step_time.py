@@ -8,7 +8,7 @@ from fsdp_jobs.config.resolve import accelerator, backend, loss_chunk, param_dty
 from fsdp_jobs.config.schema import HardwareConfig, JobConfig
 from fsdp_jobs.plan.collectives import Group
 from fsdp_jobs.plan.layout import Layout
-from fsdp_jobs.plan.memory import DTYPE_BYTES, master_bytes, offloaded_activations
+from fsdp_jobs.plan.memory import DTYPE_BYTES, master_bytes, offloaded_blocks
 from fsdp_jobs.plan.shapes import ModelShape
 from fsdp_jobs.plan.traffic import RingBytes, hops
 
@@ -97,10 +97,16 @@ def step_time(config: JobConfig, shape: ModelShape, layout: Layout, ring: RingBy
     in_blocks = sum(b.shard_numel(layout.shard_group) * b.count for b in shape.blocks)
     root_part = 1 - in_blocks / shard  # root and head
     block_part = (1 - root_part) / n
+    per_host_byte = 1 / (hardware.host_gb_s * 1e9) if hardware.host_gb_s else 0.0
     # With offload a shard goes up before each gather, and its gradient down after each reduction.
-    lifted = shard * master_bytes(fsdp) / (hardware.host_gb_s * 1e9) if fsdp.cpu_offload and hardware.host_gb_s else 0.0
+    lifted = shard * master_bytes(fsdp) * per_host_byte if fsdp.cpu_offload else 0.0
+    # Blocks' inputs go down in forward and up in backward, between the kernels: torch copies them in the same stream.
+    inputs = data.micro_batch * data.seq_len * shape.activations.block_input * DTYPE_BYTES[dtype]
+    moved = offloaded_blocks(shape, fsdp) * inputs * per_host_byte / n
     gather = near.gather(ring.gather_forward * block_part) + lifted * block_part
-    gather_again = near.gather(ring.gather_backward / n) + (lifted * block_part if ring.gather_backward else 0.0)
+    gather_again = near.gather(ring.gather_backward / n)
+    if ring.gather_backward and lifted:  # over the same link, in the same direction
+        gather_again += lifted * block_part + moved
     reduce = near.gather(ring.reduce * block_part) + lifted * block_part + c.reduced
     all_reduce = far.all_reduce(ring.all_reduce * block_part)
     root_gather = near.gather(ring.gather_forward * root_part) + lifted * root_part
@@ -109,8 +115,8 @@ def step_time(config: JobConfig, shape: ModelShape, layout: Layout, ring: RingBy
     # A shard group inside a node and replicas that are all on other nodes use different links at the same time.
     is_apart = s_inter == 0 and r_intra == 0
     last = max(gather_again + reduce, all_reduce) if is_apart else gather_again + reduce + all_reduce
-    forward = c.forward + c.gathered
-    backward = c.backward + (c.gathered if ring.gather_backward else 0.0)
+    forward = c.forward + c.gathered + moved
+    backward = c.backward + (c.gathered if ring.gather_backward else 0.0) + moved
     quiet_backward = _beside(backward + c.accumulated, gather_again)
     reducing_backward = _beside(backward, gather_again + reduce)
     micro = root_gather + gather + n * _beside(forward, gather) + c.head
@@ -172,9 +178,6 @@ def _compute(config: JobConfig, shape: ModelShape, layout: Layout, dtype: str) -
         "every_n": again / max(1, fsdp.activation_checkpointing_every),
         "selective": passes * per_block,  # matmuls and attention are kept
     }[fsdp.activation_checkpointing]
-    if hardware.host_gb_s:  # down in forward and up in backward; the copies wait for the kernels before them
-        moved = offloaded_activations(shape, fsdp, tokens, b_p) / max(1, shape.n_blocks) / (hardware.host_gb_s * 1e9)
-        forward, backward = forward + moved, backward + moved
     loss_bytes = tokens * a.vocab * LOSS_BYTES
     if chunk := loss_chunk(fsdp, tokens, a.vocab if a.linear_head else 0, layout.chunked_loss):
         sums = -(-tokens // chunk) * a.head_flops // 2 * (8 if b_p == 4 else 8 + 2 * b_p)

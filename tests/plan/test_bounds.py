@@ -18,7 +18,7 @@ from fsdp_jobs.config.resolve import param_dtype, peak_flops
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.plan.choose import options_of
 from fsdp_jobs.plan.grouping import Grouping
-from fsdp_jobs.plan.memory import MARGIN, master_bytes
+from fsdp_jobs.plan.memory import DTYPE_BYTES, MARGIN, master_bytes
 from fsdp_jobs.plan.plan import Plan, make_plan
 from fsdp_jobs.plan.shapes import ModelShape, shape_of
 from fsdp_jobs.plan.topology import Topology
@@ -39,6 +39,7 @@ CHOICES = {
     "fsdp.master_dtype": ["fp32", "bf16_stochastic"],
     "fsdp.activation_checkpointing": ["none", "selective", "full", "every_n"],
     "fsdp.cpu_offload": ["true", "false"],
+    "fsdp.activation_offload": ["true", "false"],
     "fsdp.compile": ["true", "false"],
 }
 RANDOM = st.fixed_dictionaries({key: st.sampled_from(values) for key, values in CHOICES.items()})
@@ -100,10 +101,12 @@ def test_every_remedy_fits(jobs: int) -> None:
 
 
 def check_options(chosen: dict[str, Any], kind: str) -> None:
+    assume(chosen["fsdp.activation_checkpointing"] != "none" or chosen["fsdp.activation_offload"] == "false")
     config = composed(chosen)
     shape = shape_in(config, kind)
     hardware, topology, per_node = config.hardware, Topology.flat(int(config.nodes)), config.nproc_per_node
-    peak = peak_flops(hardware, param_dtype(config.fsdp, "cuda"))
+    dtype = param_dtype(config.fsdp, "cuda")
+    peak = peak_flops(hardware, dtype)
     matmuls = 3 * (shape.activations.layers * shape.activations.matmul_flops + shape.activations.head_flops)
     for option in options_of(config, shape, Grouping(config, topology)):
         step, sent = option.time.step, option.traffic["nccl"]
@@ -112,12 +115,19 @@ def check_options(chosen: dict[str, Any], kind: str) -> None:
         assert step >= matmuls * tokens / peak
         assert step >= 0.999 * sent.inter_node / (1e9 * hardware.inter_node_gb_s * per_node)
         assert step >= 0.999 * sent.intra_node / (1e9 * max(hardware.intra_node_gb_s, hardware.nvls_gb_s) * per_node)
+        stored = master_bytes(config.fsdp) * shape.shard_numel(option.layout.shard_group)
         if not config.fsdp.cpu_offload:  # AdamW reads parameter, gradient and moments, and writes all but the gradient
-            state = 7 * master_bytes(config.fsdp) * shape.shard_numel(option.layout.shard_group)
-            assert step >= state / (1e9 * hardware.memory_gb_s)
+            assert step >= 7 * stored / (1e9 * hardware.memory_gb_s)
+        up = stored * option.microbatches if config.fsdp.cpu_offload else 0  # from the host, at least once each
+        if config.fsdp.activation_offload:
+            is_some = chosen["fsdp.activation_checkpointing"] == "every_n"
+            every = config.fsdp.activation_checkpointing_every if is_some else 1
+            up += tokens * shape.activations.layers // every * shape.activations.block_input * DTYPE_BYTES[dtype]
+        assert step >= 0.999 * up / (1e9 * hardware.host_gb_s)
 
 
 def check_remedies(chosen: dict[str, Any], fsdp: dict[str, str], kind: str) -> None:
+    assume(chosen["fsdp.activation_checkpointing"] != "none" or chosen["fsdp.activation_offload"] == "false")
     assume(chosen["nodes"] * chosen["nproc_per_node"] >= int(fsdp.get("fsdp.shard_group", 1)))
     config = composed(chosen | fsdp)
     plan, hardware = make_plan(config, shape=shape_in(config, kind)), config.hardware

@@ -223,8 +223,11 @@ def test_more_ranks_never_take_more_state() -> None:
 
 def test_offload_moves_the_state_to_the_host() -> None:
     shape, layout = llama_shape(SMALL), Layout("full_shard", 8, 8)
-    there = peak_memory(shape, layout, BF16, data(64, 1), "cuda", 1)
-    away = peak_memory(shape, layout, replace(BF16, cpu_offload=True), data(64, 1), "cuda", 1)
-    assert away.parameters == away.optimizer == away.gradients == 0
-    assert away.host == 2 * there.parameters + there.optimizer
-    assert away.total < there.total
+    for device in ("cpu", "cuda"):
+        there = peak_memory(shape, layout, BF16, data(64, 1), device, 1)
+        away = peak_memory(shape, layout, replace(BF16, cpu_offload=True), data(64, 1), device, 1)
+        assert away.parameters == away.optimizer == away.gradients == 0
+        pinned = away.host - there.optimizer  # by CUDA alone, in powers of two: parameters and gradients
+        most = 2 if device == "cuda" else 1
+        assert 2 * there.parameters <= pinned <= most * 2 * there.parameters
+        assert away.total < there.total
