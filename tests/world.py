@@ -34,6 +34,8 @@ TINY_TASK = (
     "checkpoint.every_steps=0",
 )
 TINY = (*TINY_LLAMA, *TINY_TASK)
+# A job that is only to be kept alive leaves the cores to others: 10 microbatches a second.
+PACED = ("model=custom", "model._target_=tests.models.paced", "model.wrap_classes=[Block]")
 
 
 def run_world(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:

@@ -286,8 +286,10 @@ def four() -> Iterator[Fabric]:
 
 @pytest.mark.parametrize(
     ("fsdp", "left"),
-    [(["fsdp=full_shard"], 3), (["fsdp=hybrid_shard", "fsdp.shard_group=2"], 2)],
-    ids=["full_shard", "whole-groups"],
+    [
+        pytest.param(["fsdp=full_shard"], 3, marks=pytest.mark.soak, id="full_shard"),
+        pytest.param(["fsdp=hybrid_shard", "fsdp.shard_group=2"], 2, id="whole-groups"),
+    ],
 )
 def test_a_job_shrinks_and_grows(
     four: Fabric, tmp_path: Path, undisturbed: dict[int, float], fsdp: list[str], left: int

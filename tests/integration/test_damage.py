@@ -19,7 +19,7 @@ from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit.submit import overrides_again
 from tests.jobs import Watched, cli, fill, job
-from tests.world import TINY, events_of, flip_byte, losses_of
+from tests.world import PACED, TINY, events_of, flip_byte, losses_of
 
 pytestmark = pytest.mark.integration
 
@@ -200,7 +200,7 @@ def test_a_full_disk_leaves_nothing_half_written(small_disk: Path, tmp_path: Pat
 
 def test_a_job_outlives_a_disk_without_a_free_byte_and_saves_as_soon_as_there_is_room(small_disk: Path) -> None:
     """TensorBoard's writer, the claim of the next round and the verdict need room too: none of them may end the job."""
-    task = ("steps=100000", "optim.schedule=constant", "checkpoint.every_steps=10")
+    task = (*PACED, "steps=100000", "optim.schedule=constant", "checkpoint.every_steps=10")
     with job(small_disk, "full", *task, nodes="1") as full:
         full.until(lambda: bool(full.events("checkpoint")), "a checkpoint")
         fill(small_disk)

@@ -58,7 +58,7 @@ import json, sys, time
 from pathlib import Path
 from fsdp_jobs.sweeps.table import Sweep, locked, sweeps_in
 for number in range(8):
-    with locked(Path("sweeps/many"), lambda text: None):
+    with locked(Path("sweeps/many")):
         sweep = sweeps_in("runs").get("many", Sweep("many", "runs"))
         rows = sweep.rows_for([[f"seed={number}"], [f"seed={1000 + 10 * int(sys.argv[1]) + number}"]])
         time.sleep(0.01)

@@ -14,7 +14,7 @@ from tests import programs
 from tests.jobs import ROOT, Watched, cli
 from tests.launchers.kubernetes.simulated_cluster import Machine, SimulatedCluster, why_not
 from tests.launchers.kubernetes.submitted import Submitted
-from tests.world import TINY
+from tests.world import PACED, TINY, TINY_TASK
 
 pytestmark = [
     pytest.mark.integration,
@@ -41,7 +41,8 @@ def test_a_job_lives_through_what_happens_to_pods_on_a_simulated_cluster(
     for machine, leaf in (("machine-a", "leaf2"), ("machine-b", "leaf1")):
         labels = {"network.topology.nvidia.com/leaf": leaf, "network.topology.nvidia.com/spine": "spine"}
         cluster.api.put("", "nodes", {"metadata": {"name": machine, "labels": labels}})
-    done = cli(tmp_path, "name=life", *JOB, "nodes=2", "steps=100000", "checkpoint.every_steps=50", "attach=false")
+    endless = (*IN_PODS, *PACED, *TINY_TASK, "nodes=2", "steps=100000", "checkpoint.every_steps=50")
+    done = cli(tmp_path, "name=life", *endless, "attach=false")
     assert done.returncode == 0, done.stdout + done.stderr
     job = Submitted(tmp_path, "life")
     job.until_advanced(1)

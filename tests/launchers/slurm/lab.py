@@ -20,8 +20,6 @@ from tests.jobs import ROOT, Watched, cli
 from tests.world import TINY_LLAMA, TINY_TASK
 
 CLUSTER = ROOT / "deploy" / "slurm" / "cluster"
-# A job that is only to be kept alive leaves the cores to others: 10 steps a second.
-PACED = ("model=custom", "model._target_=tests.models.paced", "model.wrap_classes=[Block]")
 ON_CPU = ("cluster=slurm", "cluster.accelerator=cpu", "hardware=cpu", "nproc_per_node=2")
 _TOOLS = ("slurmctld", "slurmd", "slurmdbd", "munged", "mariadbd", "ip", "unshare", "nsenter")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launchers.slurm.lab import PACED, Lab, SlurmJob, slurm_job
-from tests.world import undisturbed_losses
+from tests.launchers.slurm.lab import Lab, SlurmJob, slurm_job
+from tests.world import PACED, undisturbed_losses
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 

@@ -15,8 +15,9 @@ import pytest
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.events import AttemptStarted, Checkpoint, read_events, record
 from tests.jobs import cli, environment, killed_at
-from tests.launchers.slurm.lab import CLUSTER, PACED, Lab, slurm_job
+from tests.launchers.slurm.lab import CLUSTER, Lab, slurm_job
 from tests.launchers.slurm.test_jobs import ENDLESS, ONE_RANK, QUICK
+from tests.world import PACED
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 

@@ -11,8 +11,8 @@ import pytest
 
 from fsdp_jobs.run.directory import RunDir
 from tests.jobs import Watched
-from tests.launchers.slurm.lab import ON_CPU, PACED, Lab, agent_of
-from tests.world import TINY_TASK
+from tests.launchers.slurm.lab import ON_CPU, Lab, agent_of
+from tests.world import PACED, TINY_TASK
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
