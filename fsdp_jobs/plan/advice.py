@@ -8,10 +8,9 @@ from dataclasses import replace
 from fsdp_jobs.config.keys import AUTO
 from fsdp_jobs.config.resolve import ranks_per_node
 from fsdp_jobs.config.schema import JobConfig
-from fsdp_jobs.plan.choose import NEAR, Option, choose, device_of, price, usable_bytes
+from fsdp_jobs.plan.choose import CLOSE, NEAR, Option, choose, device_of, price, usable_bytes
 from fsdp_jobs.plan.grouping import divisors
 from fsdp_jobs.plan.layout import HYBRID
-from fsdp_jobs.plan.remedies import CLOSE
 from fsdp_jobs.plan.shapes import ModelShape
 from fsdp_jobs.plan.topology import Topology
 

@@ -22,6 +22,7 @@ from fsdp_jobs.run.table import listed
 NEAR = 1.03  # steps this close to the shortest count as equally fast
 # what decides among those, one after the other
 _ORDER = ("sends the fewest bytes between nodes", "takes the least memory", "has the smallest shard group")
+CLOSE = 0.97  # of the usable memory, from which on the plan says how close it is
 WORTH_REGROUPING = 1.1  # tokens/s relative to the held group size that justify changing it
 
 
@@ -68,6 +69,12 @@ def device_of(config: JobConfig) -> str:
 def usable_bytes(hardware: HardwareConfig) -> int:
     """Return the device bytes that a plan may fill: the memory less the margin."""
     return int(hardware.memory_gib * GIB * (1 - MARGIN))
+
+
+def closeness(config: JobConfig, option: Option) -> str:
+    """Say that an option nearly fills the memory, where it does: the allocator may have to give blocks back."""
+    is_close = CLOSE < option.memory.total / usable_bytes(config.hardware) <= 1
+    return f", within {1 - CLOSE:.0%} of the limit" if is_close else ""
 
 
 def price(config: JobConfig, shape: ModelShape, strategy: str, placement: Placement) -> Option:
@@ -232,7 +239,7 @@ def _best(config: JobConfig, options: list[Option]) -> tuple[Option, str]:
             what = next((criterion for criterion, least, second in better if least < second), _ORDER[-1])
             decided = f"{what} of the {len(near)} options within {NEAR - 1:.0%} of the shortest predicted step"
     need = f"{size(best.memory.total)} of {size(usable_bytes(config.hardware))} usable per {device_of(config)}"
-    return best, f"{best.name} {decided}: {need}{_where(best)}."
+    return best, f"{best.name} {decided}: {need}{closeness(config, best)}{_where(best)}."
 
 
 def _where(o: Option) -> str:

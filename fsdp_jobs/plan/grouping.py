@@ -60,7 +60,8 @@ class Grouping:
         """
         total, nodes = len(self.topology.nodes), range(len(self.topology.nodes))
         if self.per_node % group == 0:
-            return self._placement(group, nodes, "domain" if self._domain % group == 0 else "node")
+            is_part = self._domain < self.per_node and self._domain % group == 0
+            return self._placement(group, nodes, "domain" if is_part else "node")
         if group % self.per_node:  # neither whole nodes nor even parts of one
             return self._placement(group, nodes, "all") if self.world % group == 0 else None
         count = group // self.per_node

@@ -86,13 +86,12 @@ def peak_memory(
         accelerator: cpu or cuda, for the dtype `auto` and for the reserve.
         microbatches: of one rank in one optimizer step.
     """
-    moments = _moments(shape, layout, fsdp, data, accelerator, microbatches)
+    peak = max(_moments(shape, layout, fsdp, data, accelerator, microbatches), key=lambda m: m.total)
+    reserve = CPU_RUNTIME
     if accelerator == "cuda":
-        fixed = CUDA_CONTEXT + NCCL_PER_GROUP * (2 if layout.strategy in HYBRID else 1)
-        moments = [replace(m, reserve=fixed + int(FRAGMENTATION * m.tensors)) for m in moments]
-    else:
-        moments = [replace(m, reserve=CPU_RUNTIME) for m in moments]
-    return max(moments, key=lambda m: m.total)
+        communicators = 2 if layout.strategy in HYBRID else 1
+        reserve = CUDA_CONTEXT + NCCL_PER_GROUP * communicators + int(FRAGMENTATION * peak.total)
+    return replace(peak, reserve=reserve, host=_host_bytes(shape, layout, fsdp, data, accelerator))
 
 
 def captured_bytes(shape: ModelShape, layout: Layout, fsdp: FsdpConfig, is_one_node: bool) -> int:
@@ -188,13 +187,24 @@ def _moments(
                 reduction=shape.root.numel * b_p + max(root_input, reduce_input),
                 accumulation=sums[shape.root], activations=0 if n else all_saved),
     ]  # fmt: skip
+    if fsdp.cpu_offload:
+        moments = [replace(m, parameters=0, gradients=0, optimizer=0) for m in moments]
+    return moments
+
+
+def _host_bytes(shape: ModelShape, layout: Layout, fsdp: FsdpConfig, data: DataConfig, accelerator: str) -> int:
+    """Return the host memory of what one rank offloads: CPUOffloadPolicy's state, and the inputs of blocks.
+
+    Parameters, reduced gradients and inputs are pinned; the optimizer's state is not.
+    """
     pinned = _pinned if accelerator == "cuda" else int
-    host = offloaded_blocks(shape, fsdp) * pinned(tokens * shape.activations.block_input * b_p)
-    if not fsdp.cpu_offload:
-        return [replace(m, host=host) for m in moments]
-    # CPUOffloadPolicy keeps parameters and reduced gradients in pinned memory; the optimizer's state is not pinned.
-    host += 2 * sum(unit.count * pinned(shard * b_m) for unit in shape.units for shard in unit.shards(group))
-    return [replace(m, parameters=0, gradients=0, optimizer=0, host=host + state.optimizer) for m in moments]
+    inputs = data.micro_batch * data.seq_len * shape.activations.block_input
+    host = offloaded_blocks(shape, fsdp) * pinned(inputs * DTYPE_BYTES[param_dtype(fsdp, accelerator)])
+    if fsdp.cpu_offload:
+        stored, group = master_bytes(fsdp), layout.shard_group
+        host += 2 * sum(unit.count * pinned(shard * stored) for unit in shape.units for shard in unit.shards(group))
+        host += 2 * stored * shape.shard_numel(group)
+    return host
 
 
 def _pinned(size: int) -> int:

@@ -10,7 +10,7 @@ import yaml
 from fsdp_jobs.config.keys import AUTO
 from fsdp_jobs.config.resolve import accelerator, ranks_per_node
 from fsdp_jobs.config.schema import JobConfig
-from fsdp_jobs.plan.choose import choose, device_of, usable_bytes
+from fsdp_jobs.plan.choose import choose, closeness, device_of
 from fsdp_jobs.plan.memory import size
 from fsdp_jobs.plan.shapes import ModelShape
 from fsdp_jobs.plan.topology import Topology
@@ -19,7 +19,6 @@ ACTIVATION_OFFLOAD = "fsdp.activation_offload=true"
 COSTLY = (ACTIVATION_OFFLOAD, "fsdp.cpu_offload=true", "fsdp.master_dtype=bf16_stochastic")
 CHECKPOINTING = ("fsdp.activation_checkpointing=selective", "fsdp.activation_checkpointing=full")
 MOST_NODES = 4096  # no larger number of nodes is tried
-CLOSE = 0.97  # of the usable memory, from which on a remedy says how close it is
 
 
 @dataclass(frozen=True)
@@ -111,9 +110,7 @@ def _tried(
     if option is None or not option.fits:
         return []
     host = f", {size(option.memory.host)} of host memory per rank" if option.memory.host else ""
-    close = ""
-    if option.memory.total > CLOSE * usable_bytes(config.hardware):
-        close = f", within {1 - CLOSE:.0%} of the limit"
+    close = closeness(config, option)
     result = f"{option.name}: {size(option.memory.total)} per {device_of(config)}{host}{close}"
     return [Remedy((*overrides, *further), result)]
 
