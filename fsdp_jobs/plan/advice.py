@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from fsdp_jobs.config.keys import AUTO
 from fsdp_jobs.config.resolve import ranks_per_node
@@ -11,6 +10,7 @@ from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.plan.choose import CLOSE, NEAR, Option, choose, device_of, price, usable_bytes
 from fsdp_jobs.plan.grouping import divisors
 from fsdp_jobs.plan.layout import HYBRID
+from fsdp_jobs.plan.remedies import with_overrides
 from fsdp_jobs.plan.shapes import ModelShape
 from fsdp_jobs.plan.topology import Topology
 
@@ -61,11 +61,10 @@ def _room(config: JobConfig, shape: ModelShape, topology: Topology, option: Opti
         less = tuple(kept for kept in less if kept != "none")
     found: list[tuple[Option, JobConfig, str]] = []
     for micro_batch in {data.micro_batch, *(m for m in divisors(samples) if m > data.micro_batch)}:
-        larger = replace(config, data=replace(data, micro_batch=micro_batch))
         by_batch = [f"data.micro_batch={micro_batch}"] if micro_batch > data.micro_batch else []
         for kept in (fsdp.activation_checkpointing, *less):
-            other = replace(larger, fsdp=replace(fsdp, activation_checkpointing=kept))
             by_kept = [f"fsdp.activation_checkpointing={kept}"] if kept in less else []
+            other = with_overrides(config, by_batch + by_kept)
             priced = price(other, shape, option.layout.strategy, option.placement)
             if priced.fits and priced.memory.total <= CLOSE * usable_bytes(config.hardware):
                 found.append((priced, other, " ".join(by_batch + by_kept)))

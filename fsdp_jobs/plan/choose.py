@@ -34,7 +34,8 @@ class Option:
     placement: Placement
     microbatches: int  # of one rank in a step
     memory: Memory
-    fits: bool
+    over: int  # bytes of the device's memory beyond what may be filled; below 0: what is left
+    fits: bool  # on the device, and what is offloaded on the host
     traffic: dict[str, Traffic]  # by backend: nccl, gloo
     time: StepTime
 
@@ -119,11 +120,12 @@ def _price(
         memory = replace(memory, captured=captured)
     param_bytes = DTYPE_BYTES[param_dtype(fsdp, device)]
     rings = {b: ring_bytes(shape, layout, fsdp, param_bytes, microbatches, b) for b in BACKENDS}
-    fits = memory.total <= usable_bytes(config.hardware) and _host_fits(config, memory)
+    over = memory.total - usable_bytes(config.hardware)
+    fits = over <= 0 and _host_fits(config, memory)
     in_domain = placement.inside == "domain"
     traffic = {b: node_traffic(r, layout, per_node, in_domain) for b, r in rings.items()}
     time = step_time(config, shape, layout, rings[backend(config)], in_domain)
-    return Option(layout, placement, microbatches, memory, fits, traffic, time)
+    return Option(layout, placement, microbatches, memory, over, fits, traffic, time)
 
 
 def options_of(
@@ -256,11 +258,11 @@ def _where(o: Option) -> str:
 def _excess(config: JobConfig, o: Option) -> str:
     """Say by how much an option exceeds the limits that it hits, with their keys."""
     hardware, exceeded = config.hardware, []
-    if (over := o.memory.total - usable_bytes(hardware)) > 0:
+    if o.over > 0:
         name, most = next(iter(o.memory.parts().items()))
         per_device = f"{size(usable_bytes(hardware))} usable per {device_of(config)}"
         usable = f"the {per_device} (hardware.memory_gib={hardware.memory_gib:g})"
-        exceeded.append(f"{size(over)} over {usable}, {size(most)} of it {name}")
+        exceeded.append(f"{size(o.over)} over {usable}, {size(most)} of it {name}")
     if not _host_fits(config, o.memory):
         parts = {"offloaded": o.memory.host, "captures (checkpoint.memory)": o.memory.captured}
         needed = [f"{what} {size(n * ranks_per_node(config))}" for what, n in parts.items() if n]
@@ -296,11 +298,10 @@ def _held(
 def _why_not(o: Option, best: Option, config: JobConfig) -> str:
     """Say in one sentence why an option was not taken."""
     if not o.fits:
-        over = o.memory.total - usable_bytes(config.hardware)
-        if over <= 0:
+        if o.over <= 0:
             return f"Takes {size(o.memory.host + o.memory.captured)} of host memory per rank: a node has less."
         name, most = next(iter(o.memory.parts().items()))
-        return f"Over by {size(over)}: {size(most)} of {name}."
+        return f"Over by {size(o.over)}: {size(most)} of {name}."
     change = o.time.tokens_per_s / best.time.tokens_per_s - 1
     speed = "as fast" if abs(change) < 0.005 else f"{abs(change):.0%} {'faster' if change > 0 else 'slower'}"
     sent, sent_by_best = _between(config, o), _between(config, best)

@@ -126,8 +126,7 @@ def _moments(
     # Gradients: sums kept between microbatches are whole (layout.accumulate_unsharded) or already reduced shards.
     whole_sums = microbatches > 1 and (layout.accumulate_unsharded or group == 1)
     early = shard * b_m if microbatches > 1 and not whole_sums else 0
-    sums = {u: u.numel * b_r if whole_sums else 0 for u in (shape.root, shape.largest, shape.head)}
-    all_sums = shape.numel * b_r if whole_sums else 0
+    b_sum = b_r if whole_sums else 0
     waiting = shape.waiting * b_p
     reduce_input, head_input = block * group * b_r, head * group * b_r
 
@@ -149,7 +148,7 @@ def _moments(
         made, in_head_backward, afterwards = 0, summed + hidden, 0
 
     state = Memory("", parameters=shard * b_m, optimizer=shard * 2 * b_m, gradients=early)
-    before = replace(state, accumulation=all_sums, activations=all_saved)
+    before = replace(state, accumulation=shape.numel * b_sum, activations=all_saved)
     moments = [
         replace(before, moment="end of forward", gathered=in_forward, logits=made),
         replace(before, moment="loss", gathered=in_loss, logits=in_loss_function),
@@ -167,7 +166,7 @@ def _moments(
         all of its gradients and none of its activations.
         """
         reduced = max(early, (head + (k - 1) * block) * b_m)
-        left = max(0, all_sums - sums[shape.head] - (k - 1) * sums[shape.largest])
+        left = max(0, shape.numel - shape.head.numel - (k - 1) * shape.largest.numel) * b_sum
         at = replace(state, moment=name, gradients=reduced, gathered=in_block, logits=afterwards, accumulation=left)
         reducing = waiting + (reduce_input if k > 1 else head_input)
         first, whole = reducing + shape.largest.largest_param * b_p, reducing + shape.largest.numel * b_p
@@ -185,7 +184,7 @@ def _moments(
         replace(state, moment="reduction of the root's gradients", gradients=shard * b_m, logits=afterwards,
                 gathered=root * group * b_p if reduce_input > root_input else 0,
                 reduction=shape.root.numel * b_p + max(root_input, reduce_input),
-                accumulation=sums[shape.root], activations=0 if n else all_saved),
+                accumulation=shape.root.numel * b_sum, activations=0 if n else all_saved),
     ]  # fmt: skip
     if fsdp.cpu_offload:
         moments = [replace(m, parameters=0, gradients=0, optimizer=0) for m in moments]

@@ -222,8 +222,7 @@ def _at_minimum(config: JobConfig, shape: ModelShape, topology: Topology, low: i
     assert option is not None
     if option.fits:
         return f"At the minimum of {low} nodes it still fits: {option.name}."
-    over = size(option.memory.total - usable_bytes(config.hardware))
-    return f"At the minimum of {low} nodes it does NOT fit: {option.name} is {over} over."
+    return f"At the minimum of {low} nodes it does NOT fit: {option.name} is {size(option.over)} over."
 
 
 def _considered(o: Option, why: str, taken: bool) -> Considered:

@@ -88,7 +88,7 @@ def _key(override: str) -> str:
     return override.partition("=")[0]
 
 
-def _with(config: JobConfig, overrides: list[str]) -> JobConfig:
+def with_overrides(config: JobConfig, overrides: list[str]) -> JobConfig:
     """Apply overrides of the few forms that `_changes` yields."""
     for override in overrides:
         key, _, text = override.partition("=")
@@ -106,7 +106,7 @@ def _tried(
     config: JobConfig, overrides: list[str], shape: ModelShape, topology: Topology, *further: str
 ) -> list[Remedy]:
     """Plan with overrides, on a topology that `further` ones make; return the remedy if the job fits."""
-    option = choose(_with(config, overrides), shape, topology).option
+    option = choose(with_overrides(config, overrides), shape, topology).option
     if option is None or not option.fits:
         return []
     host = f", {size(option.memory.host)} of host memory per rank" if option.memory.host else ""

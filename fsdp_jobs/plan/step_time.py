@@ -41,9 +41,7 @@ class StepTime:
     """Seconds of one optimizer step, and rates."""
 
     compute: float  # seconds of kernels, optimizer included
-    communication: float  # seconds the links are busy, hidden or not
-    exposed: float  # seconds of communication that no compute hides
-    step: float  # seconds in all
+    step: float  # seconds in all, communication that no compute hides included
     tokens_per_s: float  # of the whole job
     tokens_per_s_per_rank: float
     mfu: float  # model FLOPs over dense peak, 0 to 1
@@ -123,17 +121,12 @@ def step_time(config: JobConfig, shape: ModelShape, layout: Layout, ring: RingBy
     reducing = ring.reductions - 1
     quiet = ring.gathers - 1 - reducing
     step = ring.gathers * micro + n * (quiet * quiet_backward + reducing * reducing_backward + _beside(backward, last))
-    root_all_reduce = far.all_reduce(ring.all_reduce * root_part)
-    step += reduce + all_reduce + root_reduce * ring.reductions + root_all_reduce + c.update
+    step += reduce + all_reduce + root_reduce * ring.reductions + far.all_reduce(ring.all_reduce * root_part) + c.update
 
     compute = ring.gathers * (n * (forward + backward) + c.head) + n * quiet * c.accumulated + c.update
-    busy = ring.gathers * (root_gather + n * (gather + gather_again)) + ring.reductions * (n * reduce + root_reduce)
-    busy += n * all_reduce + root_all_reduce
     tokens = data.global_batch * data.seq_len / layout.world_size  # a rank's mean; the busiest sets the time
     return StepTime(
         compute=compute,
-        communication=busy,
-        exposed=step - compute,
         step=step,
         tokens_per_s=tokens * layout.world_size / step,
         tokens_per_s_per_rank=tokens / step,
