@@ -1,6 +1,6 @@
 """How much faster any other sharding is than the plan's, over clusters and jobs: python benchmarks/plan_choice.py
 
-Others are those that the plan does not consider, too: every strategy on every group size, with gradients whole or
+Others include those that the plan does not consider: every strategy on every group size, with gradients whole or
 sharded between microbatches, with whole logits or the loss in chunks.
 """
 

@@ -18,7 +18,7 @@ from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.processes import recorded_process
 from fsdp_jobs.run.tail import Tail
 from fsdp_jobs.run.verdict import Verdict
-from tests.world import TINY_LLAMA, TINY_TASK
+from tests.world import tiny_for
 
 ROOT = Path(__file__).parent.parent
 
@@ -149,8 +149,7 @@ class Job(Watched):
         super().__init__(RunDir(folder / "runs" / name))
         self.folder, self.name, self.env = folder, name, env
         self.overrides = [f"nodes={nodes}", f"nproc_per_node={nproc}", *overrides]
-        model = () if "model=custom" in overrides else TINY_LLAMA
-        self.submit(f"name={name}", *((*model, *TINY_TASK) if tiny else ()), *self.overrides)
+        self.submit(f"name={name}", *(tiny_for(overrides) if tiny else ()), *self.overrides)
 
     def submit(self, *args: str) -> None:
         done = cli(self.folder, *args, "attach=false", **self.env)

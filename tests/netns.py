@@ -32,7 +32,7 @@ from fsdp_jobs.run.processes import die_with_parent
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit import submit as submission
 from tests.jobs import ROOT, Job, Nobody, Watched
-from tests.world import TINY, TINY_TASK
+from tests.world import tiny_for
 
 CONTROL = "control"  # the machine beside the nodes, on the spine: the coordinator runs there
 PORT = 29400
@@ -295,7 +295,7 @@ class NetnsJob(Job):
         self.fabric, self.folder, self.name, self.switches, self.port = fabric, folder, name, switches, port
         self.env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
         given = [f"name={name}", f"runs_dir={folder / 'runs'}", f"nodes={len(fabric.nodes)}", "nproc_per_node=1"]
-        given += TINY_TASK if "model=custom" in overrides else TINY
+        given += tiny_for(overrides)
         keys = {o.partition("=")[0] for o in overrides}
         self.overrides = [o for o in given if o.partition("=")[0] not in keys] + list(overrides)
         config = compose_job(self.overrides)

@@ -38,6 +38,11 @@ TINY = (*TINY_LLAMA, *TINY_TASK)
 PACED = ("model=custom", "model._target_=tests.models.paced", "model.wrap_classes=[Block]")
 
 
+def tiny_for(overrides: Sequence[str]) -> tuple[str, ...]:
+    """What makes a job tiny: its task, and the Llama unless it has a model of its own."""
+    return TINY_TASK if "model=custom" in overrides else TINY
+
+
 def run_world(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Call `function(*args)` in `ranks` processes with a process group; returns what each returned.
 
@@ -98,13 +103,10 @@ def train_here(run_dir: str, overrides: Sequence[str], nodes: int = 1) -> list[f
     from fsdp_jobs.plan.plan import make_plan
 
     world = dist.get_world_size()
-    custom = "model=custom" in overrides
-    config = compose_job(
-        [*(TINY_TASK if custom else TINY), f"nodes={nodes}", f"nproc_per_node={world // nodes}", *overrides]
-    )
+    config = compose_job([*tiny_for(overrides), f"nodes={nodes}", f"nproc_per_node={world // nodes}", *overrides])
     no_shard = config.fsdp.strategy == "no_shard"
     by_hand = Layout("no_shard" if no_shard else "full_shard", world, 1 if no_shard else world)
-    return train_as(run_dir, config, by_hand if custom else make_plan(config).layout)
+    return train_as(run_dir, config, by_hand if "model=custom" in overrides else make_plan(config).layout)
 
 
 def undisturbed_losses(folder: Path, nodes: int, ranks: int, *overrides: str) -> dict[int, float]:

@@ -41,15 +41,16 @@ def show_table(headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: 
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)][:-1]
     left = sum(widths) + 2 * len(widths)
     room = max(_NARROWEST, console.width - left)
+    lines = []
     for row in cells:
         aligned = [
             cell.rjust(w) if heading in numbers else cell.ljust(w)
             for heading, cell, w in zip(headings, row, widths, strict=False)
         ]
         first, *rest = (textwrap.wrap(row[-1], room) or [""]) if console.is_terminal else [row[-1]]
-        say("  ".join([*aligned, first]).rstrip())
-        for line in rest:
-            say(" " * left + line)
+        lines.append("  ".join([*aligned, first]).rstrip())
+        lines += [" " * left + line for line in rest]
+    say("\n".join(lines))
 
 
 def tell(values: Mapping[str, Any] | list[dict[str, Any]]) -> None:

@@ -89,7 +89,7 @@ def _key(override: str) -> str:
 
 
 def with_overrides(config: JobConfig, overrides: list[str]) -> JobConfig:
-    """Apply overrides of the few forms that `_changes` yields."""
+    """Apply overrides of the few forms that remedies and advice have."""
     for override in overrides:
         key, _, text = override.partition("=")
         group, _, name = key.partition(".")

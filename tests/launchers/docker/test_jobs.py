@@ -15,7 +15,7 @@ from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.verdict import Verdict
 from tests.jobs import ROOT, Watched, cli
 from tests.launchers.docker.daemon import SECRET, docker
-from tests.world import TINY, TINY_LLAMA, TINY_TASK, undisturbed_losses
+from tests.world import TINY, tiny_for, undisturbed_losses
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -36,8 +36,7 @@ class DockerJob(Watched):
         super().__init__(RunDir(folder / "runs" / name))
         self.folder, self.name = folder, name
         where = ("cluster=docker", f"cluster.image={image}", f"name={name}", "attach=false")
-        model = () if "model=custom" in overrides else TINY_LLAMA
-        done = cli(folder, *where, *((*model, *TINY_TASK) if tiny else ()), *overrides)
+        done = cli(folder, *where, *(tiny_for(overrides) if tiny else ()), *overrides)
         assert done.returncode == 0, done.stdout + done.stderr
 
     def verb(self, *args: str) -> str:

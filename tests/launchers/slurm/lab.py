@@ -17,7 +17,7 @@ import psutil
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.verdict import Verdict
 from tests.jobs import ROOT, Watched, cli
-from tests.world import TINY_LLAMA, TINY_TASK
+from tests.world import tiny_for
 
 CLUSTER = ROOT / "deploy" / "slurm" / "cluster"
 ON_CPU = ("cluster=slurm", "cluster.accelerator=cpu", "hardware=cpu", "nproc_per_node=2")
@@ -126,8 +126,7 @@ class SlurmJob(Watched):
     def __init__(self, lab: Lab, folder: Path, name: str, *overrides: str, tiny: bool = True):
         super().__init__(RunDir(folder / "runs" / name))
         self.lab, self.folder, self.name = lab, folder, name
-        model = () if "model=custom" in overrides else TINY_LLAMA
-        self.submit(f"name={name}", *ON_CPU, *((*model, *TINY_TASK) if tiny else ()), *overrides)
+        self.submit(f"name={name}", *ON_CPU, *(tiny_for(overrides) if tiny else ()), *overrides)
 
     def submit(self, *args: str) -> str:
         done = self.lab.cli(self.folder, *args)
