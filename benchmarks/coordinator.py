@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import subprocess
 import sys
@@ -28,14 +27,18 @@ import psutil
 
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.schema import dump_config
+from fsdp_jobs.run import messages
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV
 from fsdp_jobs.run.events import Adopted, RoundStarted, read_events
+from fsdp_jobs.run.messages import NO_ROUND, Message
 from fsdp_jobs.run.processes import free_port, raise_file_limit
-from fsdp_jobs.run.protocol import AGENT, NO_ROUND, proof
+from fsdp_jobs.run.protocol import AGENT, proof
+from fsdp_jobs.run.rank_state import Report, Times
 
 _RETRY_S = 0.2  # as the agents' own link
 _AT_ONCE = 100  # connections that prove themselves; the coordinator drops the oldest of more than 256
+_READ = messages.reader(messages.FROM_COORDINATOR)
 
 
 class Agent:
@@ -55,7 +58,7 @@ class Agent:
 
     async def _run(self) -> None:
         while True:
-            with suppress(OSError, ValueError, KeyError):
+            with suppress(OSError, ValueError):
                 async with Agent.proving:
                     reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
                     await self._prove(reader, writer)
@@ -66,54 +69,48 @@ class Agent:
             await asyncio.sleep(_RETRY_S)
 
     async def _prove(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        challenge = json.loads(await reader.readline())["nonce"]
-        answer = {"kind": "answer", "nonce": "mine", "proof": proof("token", AGENT, challenge, "mine")}
-        writer.write((json.dumps(answer) + "\n").encode())
-        json.loads(await reader.readline())  # the coordinator's proof
+        challenge = messages.Challenge.read(await reader.readline()).nonce
+        writer.write(messages.Answer("mine", proof("token", AGENT, challenge, "mine")).line())
+        messages.Welcome.read(await reader.readline())
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        def send(kind: str, **content: object) -> None:
-            writer.write((json.dumps({"kind": kind, **content}) + "\n").encode())
-
-        def send_and_wait(kind: str, **content: object) -> None:
+        def send_and_wait(message: Message) -> None:
             self._sent.append(time.monotonic())
-            send(kind, at=self._sent[-1], **content)
+            writer.write(message.line())
 
         async def beat() -> None:
             for step in range(1, 1 << 30):
                 await asyncio.sleep(1.0)
-                send_and_wait("beat", silent=0.0, ranks=[] if self.is_ready else [[step, 0, 1]] * self.ranks)
+                rank = Report(time.time(), step, 0, 1), Times()
+                ranks = [] if self.is_ready else [rank] * self.ranks
+                send_and_wait(messages.Beat(ranks, {"silent": 0.0}, time.monotonic()))
 
-        name = f"node{self.node}"
-        hello = {"attempt": 0, "node": self.node, "host": name, "address": name, "nproc": self.ranks, "agent": name}
-        hello |= {
-            "switches": [f"block{self.node // 128}", f"leaf{self.node // 16}"],
-            "ended": False,
-            "signal": "",
-            "copies": 0,
-            "term": self.term,
-        }
-        self._sent.clear()
+        name, switches = f"node{self.node}", (f"block{self.node // 128}", f"leaf{self.node // 16}")
+        agent = messages.Agent(0, self.node, name, name, self.ranks, switches, copies=0, id=name)
+        state = (self.in_round, self.is_ready, False, "")
         local = writer.get_extra_info("sockname")[:2]
-        send_and_wait("hello", ready=self.is_ready, **{"from": local}, **hello, **self.in_round)
+        self._sent.clear()
+        send_and_wait(messages.Hello(agent, self.term, *state, local, time.monotonic()))
         beating, is_first = asyncio.create_task(beat()), True
         try:
             while line := await reader.readline():
-                message = json.loads(line)
-                match message["kind"]:
-                    case "alive":
+                try:
+                    message = _READ(line)
+                except ValueError:
+                    continue  # a guard's
+                match message:
+                    case messages.Alive():
                         Agent.waits = max(Agent.waits, time.monotonic() - self._sent.popleft())
-                        self.adopted += is_first and message["at"] is not None
+                        self.adopted += is_first and message.at is not None
                         is_first = False
-                    case "round":
-                        self.in_round, self.is_ready = {key: message[key] for key in NO_ROUND}, False
-                        self.term = message["term"]
-                        if message["rank"] == 0:
-                            send("master", round=message["round"], port=1)
-                    case "break":
+                    case messages.Round():
+                        self.in_round, self.is_ready, self.term = message, False, message.term
+                        if message.rank == 0:
+                            writer.write(messages.Master(message.number, name, 1).line())
+                    case messages.Break():
                         self.in_round, self.is_ready = NO_ROUND, True
                         self.broken += 1
-                        send_and_wait("ready", failures=[], after=message["round"])
+                        send_and_wait(messages.Ready([], message.round, time.monotonic()))
         finally:
             beating.cancel()
 

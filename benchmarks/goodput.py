@@ -2,7 +2,7 @@
 
     python benchmarks/goodput.py [--failures 8] [--mtbf 25]
 
-A job of two nodes on this machine, with captures in memory after every step, and one that saves to disk every 20
+A job of two nodes on this machine, with snapshots in memory after every step, and one that saves to disk every 20
 steps. A few kills first: they measure what restarts and saves cost, from which the plan predicts. Then as many failures
 as asked for, whose times between are spread like exponential ones: what was lost, and what the plan predicts with the
 costs of this second part. Starting and stopping the job are left out on both sides.

@@ -9,7 +9,7 @@ what is lost is not replaced. Systems in turn, fault by fault:
   stock     torchrun --nnodes=3:4, c10d rendezvous, its defaults
   tuned     the same with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, last_call_timeout=1, keep_alive_interval=1,
             keep_alive_max_attempt=3, and a process-group timeout of 20 s in the script (gloo's default is 30 min)
-  captures  ours, which saves nothing on a disk, and captures every step in the nodes' memory
+  snapshots  ours, which saves nothing on a disk, and keeps a snapshot of every step in the nodes' memory
   async     tuned, with a `dcp.async_save` of every step
 
 Faults, on a node that hosts neither rank 0 nor the rendezvous store: `agent` SIGKILLed; `node`, everything on it
@@ -41,9 +41,9 @@ NODES = ["node1", "node2", "node3", "node4"]
 VICTIM = "node4"
 EVERY = 50
 FAULTS = ("agent", "node", "vanished", "rank")
-SYSTEMS = ("ours", "stock", "tuned", "captures", "async")
+SYSTEMS = ("ours", "stock", "tuned", "snapshots", "async")
 JOB = ("data.global_batch=12", f"checkpoint.every_steps={EVERY}", "fsdp=full_shard", "nodes=3:4")
-CAPTURES = ("checkpoint.every_steps=0", "checkpoint.memory.every_steps=1")
+SNAPSHOTS = ("checkpoint.every_steps=0", "checkpoint.memory.every_steps=1")
 TUNED = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
 TUNED_TIMEOUT_S = 20
 
@@ -70,13 +70,13 @@ class Trial:
         self.repeated, self.step_s = before[-1][0] + 1 - first_later, statistics.median(between)
 
 
-def ours(fault: str, bound: float, folder: Path, captures: bool) -> Trial:
+def ours(fault: str, bound: float, folder: Path, snapshots: bool) -> Trial:
     from tests.netns import Fabric, netns_job
 
-    trial, overrides = Trial(), CAPTURES if captures else ()
+    trial, overrides = Trial(), SNAPSHOTS if snapshots else ()
     with Fabric(NODES) as fabric, netns_job(fabric, folder, "ours", *JOB, *overrides, "steps=1000000") as job:
         job.until_step(EVERY + 5)
-        if not captures:
+        if not snapshots:
             job.until(lambda: job.events("checkpoint"), "the first checkpoint")
         began = time.time()
         if fault == "agent":
@@ -258,8 +258,8 @@ def main() -> None:
             for system in args.systems:
                 with tempfile.TemporaryDirectory() as folder:
                     a = (fault, args.bound, Path(folder))
-                    if system in ("ours", "captures"):
-                        trial = ours(*a, captures=system == "captures")
+                    if system in ("ours", "snapshots"):
+                        trial = ours(*a, snapshots=system == "snapshots")
                     else:
                         trial = torchrun(*a, tuned=system != "stock", every=1 if system == "async" else EVERY)
                 results.setdefault((fault, system), []).append(trial)
@@ -268,7 +268,7 @@ def main() -> None:
     print("|---|" + "---|" * (len(args.systems) + 1))
     for fault in args.faults:
         cells = [", ".join(str(t) for t in results[fault, s]) for s in args.systems]
-        parts = [t for s in ("ours", "captures") for t in results.get((fault, s), []) if t.seconds is not None]
+        parts = [t for s in ("ours", "snapshots") for t in results.get((fault, s), []) if t.seconds is not None]
         if parts:
             means = [statistics.mean(getattr(t, k) for t in parts) for k in ("noticed", "formed", "seconds")]
             cells.append(", ".join(f"{m:.1f} s" for m in means))

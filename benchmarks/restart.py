@@ -3,7 +3,7 @@
     python benchmarks/restart.py [--layers 64] [--kills 3] [--from memory storage] [overrides]
 
 One node of one rank on this machine, a Llama of 1,024 x LAYERS that hardly computes: 64 layers are 342 million
-parameters, and 4.1 GB of fp32 state. Its rank is killed again and again after a capture, or a save, of its newest
+parameters, and 4.1 GB of fp32 state. Its rank is killed again and again after a snapshot, or a save, of its newest
 steps. Each line is one restart, in seconds from `round_started`: until its model stands, of finding, verifying and
 loading, and until `resumed`. The goal is 1.5 s and the bytes at 4 GB/s.
 """
@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.captures import WAITING
+from benchmarks.snapshots import WAITING
 from tests.jobs import Job, cli
 from tests.jobs import job as local_job
 from tests.world import TINY_TASK
@@ -52,9 +52,9 @@ def restart(job: Restartable, number: int, kill: Callable[[], None]) -> tuple[fl
 
     def is_kept() -> bool:
         """Whether two later states of this round are kept."""
-        captures = [m["captures"] for m in job.metrics() if m["time"] > begun]
+        snapshots = [m["snapshots"] for m in job.metrics() if m["time"] > begun]
         saves = [e for e in job.events("checkpoint") if e["time"] > begun]
-        return len(saves) >= 2 or (bool(captures) and captures[-1] >= captures[0] + 3)
+        return len(saves) >= 2 or (bool(snapshots) and snapshots[-1] >= snapshots[0] + 3)
 
     job.until(is_kept, "a state that is kept")
     kill()

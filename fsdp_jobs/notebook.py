@@ -1,4 +1,4 @@
-"""A job in a notebook: `from fsdp_jobs import Job`. What it does is what the verbs do. No torch."""
+"""Run jobs from a notebook: `from fsdp_jobs import Job`. Its methods do the same as the verbs. No torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from fsdp_jobs.config.arguments import overrides_in
-from fsdp_jobs.config.errors import BadInput, Problem
+from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.plan.plan import Plan
 from fsdp_jobs.plan.render import render
 from fsdp_jobs.plan.svg import to_svg
@@ -22,14 +22,14 @@ from fsdp_jobs.submit.stop import stop
 from fsdp_jobs.submit.submitted import existing_run
 from fsdp_jobs.submit.validate import composed, job_without_files
 
-_COLUMNS = 120  # of the plan's tables in a cell
+_COLUMNS = 120  # width of the plan's tables in a cell
 _PRE = '<pre style="line-height: normal; overflow-x: auto">{code}</pre>'
 
 
 class Job:
-    """A job made of overrides, as on the command line: `Job("nodes=4", "cluster=slurm", "optim.lr=3e-4")`.
+    """A job from overrides, as on the command line: `Job("nodes=4", "cluster=slurm", "optim.lr=3e-4")`.
 
-    Every method raises BadInput for what the command line refuses, with the same message.
+    Every method raises BadInput where the command line refuses, with the same message.
     """
 
     def __init__(self, *overrides: str):
@@ -38,7 +38,7 @@ class Job:
 
     @classmethod
     def of(cls, name: str, *changes: str, runs_dir: str = "runs") -> Job:
-        """Return the job of a run that exists, by its name or handle; `submit` continues it, with the changes."""
+        """Return the job of an existing run, by its name or handle; `submit` continues the run with the changes."""
         run = existing_run(name, runs_dir)
         job = cls(*submission.overrides_again(run, changes))
         job._run = run
@@ -53,7 +53,7 @@ class Job:
         """
         if self._run is None:
             what = "has no run: it has not been submitted here"
-            raise BadInput([Problem(repr(self), what, "job.submit(); Job.of(NAME) for a run that exists")])
+            raise BadInput.at(repr(self), what, "job.submit(); Job.of(NAME) for a run that exists")
         return self._run
 
     def plan(self) -> PlanShown:
@@ -63,7 +63,7 @@ class Job:
         return PlanShown(**vars(planned))
 
     def submit(self) -> str:
-        """Submit the job, and return its handle at once; with `dry_run=true`, what would be submitted."""
+        """Submit the job and return its handle at once; with `dry_run=true`, return what would be submitted."""
         submission.forget()
         (config,) = composed([self.overrides])
         (job,) = submission.prepare([config])
@@ -74,18 +74,17 @@ class Job:
         return handle
 
     def status(self) -> RunShown:
-        """Return what the run does now, as `fsdp-jobs status` shows it."""
-        (row,) = Overview().look([self.run])
-        return RunShown(**vars(row))
+        """Return the run's status, as `fsdp-jobs status` shows it."""
+        return RunShown(**vars(Overview().look([self.run])[self.run]))
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the values of every step, the newest where a step was done again: `pd.DataFrame(job.metrics())`."""
-        self.status()  # the launcher may have to fetch them
+        """Return the values of every step, of a repeated step the newest: `pd.DataFrame(job.metrics())`."""
+        self.status()  # the launcher may have to fetch the metrics
         by_step = {record["step"]: record for record in read_json_lines(self.run.metrics) if "step" in record}
         return [by_step[step] for step in sorted(by_step)]
 
     def logs(self, lines: int = 60) -> str:
-        """Return the last lines of every rank in the newest attempt; `fsdp-jobs logs` has all, and follows them."""
+        """Return the last lines of every rank in the newest attempt; `fsdp-jobs logs` prints and follows all."""
         self.status()
         files = sorted(self.run.path.glob(rank_logs(self.run.last_attempt())))
         return "\n".join(f"== {label(file)}\n{last_lines(file, lines)}\n" for file in files)
@@ -101,7 +100,7 @@ class Job:
 
 
 class PlanShown(Plan):
-    """A plan that a cell shows: its picture and its tables."""
+    """A plan that a cell shows as its picture and its tables."""
 
     def __repr__(self) -> str:
         return self._drawn().export_text()
@@ -116,7 +115,7 @@ class PlanShown(Plan):
 
 
 class RunShown(RunSummary):
-    """A run now, that a cell shows as a table."""
+    """The present state of a run, which a cell shows as a table."""
 
     def _repr_html_(self) -> str:
         rows = (f"<tr><th>{escape(what)}</th><td>{escape(text)}</td></tr>" for what, text in self.cells().items())

@@ -1,7 +1,7 @@
 """A job as a TorchX AppDef, the one description of what runs; launchers translate it.
 
-Two roles: one coordinator, and one agent per node. What is known only when an attempt starts comes by environment
-variables that the launcher sets (run/env.py): the attempt, the coordinator's address, a node's own address and host.
+Two roles: one coordinator, and one agent per node. The launcher sets environment variables (run/env.py) for what is
+known only when an attempt starts: the attempt, the coordinator's address, a node's own address and host.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def to_app(config: JobConfig, run: RunDir, nproc_per_node: int, submission: str)
 
 
 def arguments(role: Role, node: int | str = 0) -> list[str]:
-    """Return a role's arguments with a node's number in them, or with what its cluster replaces by it."""
+    """Return a role's arguments for a node: its number, or a placeholder that the cluster replaces by it."""
     from torchx.specs import macros
 
     return list(macros.Values(img_root="", app_id="", replica_id=str(node), rank0_env="").apply(role).args)

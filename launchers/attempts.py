@@ -1,10 +1,10 @@
-"""Attempts inside containers: keeps a job's command alive in a container that outlives attempts. No torch.
+"""Attempts inside containers: keep a job's command alive in a container that outlives attempts. No torch.
 
     python -m fsdp_jobs.launchers.attempts coordinator RUN_DIR PORT -- COMMAND...
     python -m fsdp_jobs.launchers.attempts node RUN_DIR HOST:PORT -- COMMAND...
 
 The coordinator's container begins attempts, one after the other, as the verdicts say; the nodes' containers follow.
-All they share is the run directory, and each may be restarted at any time.
+They share only the run directory, and each may be restarted at any time.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _LEAVE_S = 20.0  # for the command to end after its attempt's verdict
 
 
 class Container:
-    """This container's part of a job: its command, once or more in each attempt."""
+    """This container's part of a job: its command, run once or more in each attempt."""
 
     def __init__(self, run: RunDir, name: str, coordinator: str, command: Sequence[str]):
-        """`name` is coordinator or node-<i>; `coordinator` is the coordinator's address."""
+        """`name` is coordinator or node-<i>; `coordinator` is the coordinator's address, for itself its port."""
         self.run, self.name, self.coordinator, self.command = run, name, coordinator, command
         self.is_leaving = False  # this container is being stopped
         self._attempt: Attempt | None = None
@@ -71,7 +71,7 @@ class Container:
         self._attempt = attempt = _Part(self, number)
         env = {**os.environ, ATTEMPT_ENV: str(number), COORDINATOR_ENV: self.coordinator}
         process = attempt.start(self.name, self.command, env)
-        if self.is_leaving:  # the signal came while it was started
+        if self.is_leaving:  # the signal came while the command was started
             process.popen.terminate()
         attempt.supervise()
         attempt.finish(0 if is_superseded(self.run) else _LEAVE_S)
@@ -96,7 +96,7 @@ class _Part(Attempt):
         return not self.container.is_leaving
 
     def give_up(self, process: Process, verdict: Verdict) -> None:
-        """End the job if the command never worked on any node; otherwise end this container alone."""
+        """End the job if the command never worked on any node; otherwise end only this container."""
         started = (e for e in events.read_events(self.run) if isinstance(e, events.RoundStarted))
         worked = any(e.attempt == self.number for e in started)
         if worked and process.name != "coordinator":
@@ -111,12 +111,11 @@ def main(role: str, run_dir: str, address: str, _dashes: str, *command: str) -> 
         role: coordinator or node.
         run_dir: as it is mounted here.
         address: a coordinator's port, or host:port of a node's coordinator.
-        command: the AppDef's; a node's names it as `--node I`.
+        command: the AppDef's; a node's has its number as `--node I`.
     """
     log.configure()
-    if role == "coordinator":
-        return Container(RunDir(run_dir), role, f"0.0.0.0:{address}", command).work()
-    return Container(RunDir(run_dir), f"node-{command[command.index('--node') + 1]}", address, command).work()
+    name = role if role == "coordinator" else f"node-{command[command.index('--node') + 1]}"
+    return Container(RunDir(run_dir), name, address, command).work()
 
 
 if __name__ == "__main__":

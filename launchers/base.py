@@ -1,7 +1,7 @@
-"""The interface of a launcher, and the registry of launchers. TorchX is imported when a job is made of one.
+"""The interface of a launcher, and the registry of launchers. TorchX is imported only when an AppDef is made.
 
-A launcher turns jobs into submissions on one kind of cluster. Exit codes of nodes get lost on the way, so what
-became of a job is read from its run directory: the verdict of its newest attempt.
+A launcher turns jobs into submissions on one kind of cluster. Clusters lose the exit codes of nodes, so a job's
+outcome is read from its run directory: the verdict of its newest attempt.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib.metadata import EntryPoints, entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.app import to_app
-from fsdp_jobs.launchers.state import State
 from fsdp_jobs.run.directory import RunDir, as_written
+from fsdp_jobs.run.state import State
 from fsdp_jobs.run.tail import follow_files
 from fsdp_jobs.run.verdict import Verdict, judge
 
@@ -35,15 +35,17 @@ if TYPE_CHECKING:
     from fsdp_jobs.plan.shapes import ModelShape
     from fsdp_jobs.plan.topology import Topology
 
-SESSION = "fsdp_jobs"  # in a handle in place of the cluster, where there is only one, and in old handles
+SESSION = "fsdp_jobs"  # in place of the cluster in handles where there is only one, and in old handles
 _AT_ONCE = 16
+_AGENT_BYTES = 2**29  # an agent and its fork server, which has imported torch
+_HOST_BYTES = 2**31  # a rank on a GPU
 
 _Request = TypeVar("_Request")
 _Answer = TypeVar("_Answer")
 
 
 def at_once(do: Callable[..., _Answer], *each: Iterable[Any]) -> list[_Answer]:
-    """Return what `do` returns for each, in order: a cluster, or a slow file system, serves many at the same time."""
+    """Call `do` for each in parallel; return results in order. Clusters and slow file systems serve many at once."""
     with ThreadPoolExecutor(_AT_ONCE) as threads:
         return list(threads.map(do, *each))
 
@@ -52,18 +54,17 @@ def at_once(do: Callable[..., _Answer], *each: Iterable[Any]) -> list[_Answer]:
 class Description:
     """A submission as its launcher knows it."""
 
-    app_id: str
     state: State
     message: str = ""  # why it waits, or how it ended
     restarts: int = 0
-    roles: list[RoleStatus] = field(default_factory=list)  # for TorchX, where the cluster tells of each node
+    roles: list[RoleStatus] = field(default_factory=list)  # for TorchX, if the cluster reports each node
 
     @classmethod
-    def of_run(cls, app_id: str, run: RunDir, is_alive: bool) -> Description:
-        """Describe a job by its run directory, where a launcher knows no more than whether it is alive."""
+    def of_run(cls, run: RunDir, is_alive: bool) -> Description:
+        """Describe a job by its run directory, for launchers that know only whether it is alive."""
         verdict = Verdict.read(run, run.last_attempt())
         state = State.RUNNING if is_alive else State.from_verdict(verdict)
-        return cls(app_id, state, verdict.reason if verdict is not None else "", restarts_of(run))
+        return cls(state, verdict.reason if verdict is not None else "", restarts_of(run))
 
 
 def restarts_of(run: RunDir) -> int:
@@ -82,7 +83,7 @@ class Finding:
 
 
 def findings(what: str, problems: Sequence[Problem], fine: str = "nothing is missing") -> Iterator[Finding]:
-    """Yield a finding for each problem, or that there is none."""
+    """Yield a finding for each problem, or one that there is none."""
     for problem in problems:
         yield Finding(what, "bad", f"{problem.where}: {problem.what}", problem.instead)
     if not problems:
@@ -103,11 +104,30 @@ class Job:
     plan: Plan
     shape: ModelShape | None = None  # of a custom model
     submission: str = field(default_factory=new_submission)  # jobs that are submitted together share it
-    away: list[str] = field(default_factory=list)  # of a dry run that cannot ask the cluster: as `Launcher.away`
+    away: list[str] = field(default_factory=list)  # in a dry run that cannot ask the cluster: see `Launcher.away`
 
     @cached_property
     def app(self) -> AppDef:
         return to_app(self.config, self.run, self.plan.ranks_per_node, self.submission)
+
+    @property
+    def shm_need(self) -> int:
+        """Bytes of /dev/shm that a node needs: for data workers' batches, NCCL between its ranks, and snapshots."""
+        data, plan = self.config.data, self.plan
+        is_program = self.config.is_program
+        batches = 0 if is_program else data.workers * data.prefetch * data.micro_batch * (data.seq_len + 1) * 8
+        channels = 0 if plan.backend == "gloo" else 64 * 2**20
+        snapshots = plan.snapshot_bytes if self.config.checkpoint.memory.dir == "/dev/shm" else 0
+        return int(plan.ranks_per_node * (batches + channels + 2**20)) + snapshots
+
+    @property
+    def memory_need(self) -> int:
+        """Bytes of host memory that a node needs by the plan, with /dev/shm; 0 if the model is unknown."""
+        plan = self.plan
+        if plan.memory is None:
+            return 0
+        rank = plan.memory.total if plan.backend == "gloo" else _HOST_BYTES + plan.memory.host
+        return plan.ranks_per_node * rank + _AGENT_BYTES + self.shm_need
 
     def role(self, name: str) -> Role:
         """Return the app's coordinator or trainer."""
@@ -115,32 +135,32 @@ class Job:
 
 
 class Launcher(ABC):
-    """Submits jobs to one kind of cluster. Every method takes many jobs and asks the cluster once where it can."""
+    """Submits jobs to one kind of cluster. Every method takes many jobs and asks the cluster once if it can."""
 
     name: str  # of the TorchX scheduler, e.g. "slurm_fsdp"
     output = "text"  # the format of `artefact`
 
     def topology(self, config: JobConfig) -> Topology | None:
-        """Return where the nodes of this cluster are; None when it does not say."""
+        """Return the topology of this cluster's nodes; None if it does not report one."""
         return None
 
     def examine(self, config: JobConfig) -> Iterator[Finding]:
-        """Yield what `doctor` should know about this cluster, as it is examined."""
+        """Examine this cluster for `doctor`; yield each finding as soon as it is known."""
         yield from ()
 
     def site_file(self) -> str:
         """Return the facts of this cluster that dry runs elsewhere need, as a file.
 
         Raises:
-            BadInput: they need none.
+            BadInput: dry runs need none.
             JobFailed: the cluster does not answer.
         """
-        raise BadInput([Problem("--save", f"dry runs of {self.name} need no facts of a cluster", "cluster=slurm does")])
+        raise BadInput.at("--save", f"dry runs of {self.name} need no facts of a cluster", "cluster=slurm does")
 
     def away(self, config: JobConfig) -> list[str]:
         """Return why this machine cannot ask the cluster, what a dry run then does not check, and what it assumes.
 
-        Empty: it can; what the cluster then refuses is for `prepare` to say.
+        Empty if it can; `prepare` then reports what the cluster refuses.
         """
         return []
 
@@ -153,11 +173,11 @@ class Launcher(ABC):
         """
 
     def artefact(self, request: Any, files: Mapping[Path, str | None]) -> str:
-        """Return what the cluster gets, and nothing else, for another tool to submit, compare or keep.
+        """Return exactly what the cluster gets, for another tool to submit, compare or keep.
 
         Args:
             request: one of `prepare`.
-            files: path -> text of what submission would write into the run directory; None: nothing.
+            files: path -> text of each file that submission would write into the run directory; None: nothing.
         """
         return str(request)
 
@@ -165,21 +185,21 @@ class Launcher(ABC):
     def submit(self, requests: Sequence[Any], parallelism: int, folder: Path | None) -> list[str]:
         """Submit all requests of `prepare`; return their app ids. When it raises, `find` and `cancel` undo the rest.
 
-        The ids of their submissions are in the run directories already. A launcher gives them to the cluster, so that
-        `find` finds the jobs there, and to the processes of the jobs, by SUBMISSION_ENV.
+        The submissions' ids are already in the run directories. A launcher passes them to the cluster, so that `find`
+        finds the jobs there, and to the jobs' processes, by SUBMISSION_ENV.
 
         Args:
             requests: one for each job.
-            parallelism: how many may run at once, 0 for no limit; heeded where the cluster can.
-            folder: of the sweep, for the launcher's files; None for a job by itself.
+            parallelism: how many may run at once, 0 for no limit; applied if the cluster can.
+            folder: of the sweep, for the launcher's files; None for a single job.
         """
 
     @abstractmethod
     def find(self, run: RunDir) -> str | None:
-        """Return the app id of a run's newest submission, whose command died before it could record it.
+        """Return the app id of a run's newest submission, whose command died before it recorded the id.
 
-        The id of the submission (`run.submission`) was given to the cluster together with the job. None means that
-        the cluster has not got the job; what there is of it that cannot run is removed first.
+        The cluster got the submission's id (`run.submission`) together with the job. None means that the cluster does
+        not have the job; an incomplete one, which cannot run, is removed first.
 
         Raises:
             BadInput, JobFailed: the cluster does not answer.
@@ -189,7 +209,7 @@ class Launcher(ABC):
         """Name the cluster that a command here reaches for this app; a handle names the one it was submitted to.
 
         Raises:
-            BadInput, JobFailed: it cannot be told now.
+            BadInput, JobFailed: it cannot be determined now.
         """
         return socket.gethostname()
 
@@ -198,7 +218,7 @@ class Launcher(ABC):
         """Describe submissions, in order; None for one that neither the cluster nor this machine knows."""
 
     def cancel(self, app_ids: Sequence[str]) -> None:
-        """End jobs at once, without checkpoints; of one that has ended, whatever its end has left on the cluster."""
+        """End jobs at once, without checkpoints; remove what ended jobs have left on the cluster."""
         at_once(self._cancel, app_ids)
 
     def _cancel(self, app_id: str) -> None:
@@ -207,18 +227,18 @@ class Launcher(ABC):
             judge(run, verdict)
 
     def end(self, app_id: str) -> Verdict | None:
-        """End one job as `cancel` does; return the verdict of one that was active. For `cancel` alone."""
+        """End one job, for `cancel`; return its verdict if it was active."""
         raise NotImplementedError
 
     def replace_lost(self, app_id: str) -> str:
-        """Replace what of a live job is lost and its cluster does not replace; say what. Empty: nothing is."""
+        """Replace lost parts of a live job that its cluster does not replace; return which, empty for none."""
         return ""
 
     def logs(self, app_id: str, role: str, node: int, follow: bool) -> Iterator[str]:
         """Yield lines of a node's ranks, or of the coordinator, in the newest attempt; with `follow`, until it ends."""
         run = self.run_of(app_id)
         if run is None:
-            raise BadInput([Problem(f"{self.name} job {app_id}", "was not submitted by you from this machine")])
+            raise BadInput.at(f"{self.name} job {app_id}", "was not submitted by you from this machine")
 
         def running() -> bool:
             (job,) = self.describe([app_id]) if follow else (None,)
@@ -231,7 +251,7 @@ class Launcher(ABC):
 
     @property
     def _links(self) -> Path:
-        """The folder of links, app id -> run directory, of what was submitted from this machine."""
+        """The folder of links, app id -> run directory, of submissions from this machine."""
         base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
         return Path(base) / "fsdp_jobs" / self.name.removesuffix("_fsdp")
 
@@ -240,30 +260,30 @@ class Launcher(ABC):
         return sorted(link.name for link in self._links.glob("*"))
 
     def remember(self, app_id: str, run: RunDir) -> None:
-        """Keep a link to a submitted run; ids begin again when a cluster is set up anew, so an old link is replaced."""
+        """Keep a link to a submitted run; a cluster that is set up anew reuses ids, so an old link is replaced."""
         _lead(self._link(app_id), run)
 
     def follow(self, app_id: str, cluster: str, run: RunDir) -> None:
-        """Have the link to a run directory that was moved lead to where it is now."""
+        """Update the link to a run directory that was moved."""
         link = self._link(app_id, cluster)
         if link.is_symlink() and not RunDir(link.readlink()).job.exists():
             _lead(link, run)
 
     def _link(self, app_id: str, cluster: str = "") -> Path:
-        """Return an app's link; ids are unique over clusters."""
+        """Return an app's link; ids are unique across clusters."""
         return self._links / app_id
 
     def run_of(self, app_id: str, cluster: str = "") -> RunDir | None:
-        """Return the run directory of an app; None when it is gone or was not submitted from this machine.
+        """Return the run directory of an app; None if it was removed, or not submitted from this machine.
 
-        `cluster` is that of its handle; without one it is the cluster that a command here reaches.
+        `cluster` is that of its handle; by default the cluster that a command here reaches.
         """
         link = self._link(app_id, cluster)
         return RunDir(link.readlink()) if link.is_dir() else None
 
     @classmethod
     def scheduler(cls, session_name: str, **_kwargs: object) -> TorchxScheduler:
-        """Return this launcher as TorchX makes its schedulers."""
+        """Return this launcher as a TorchX scheduler; TorchX calls it."""
         from fsdp_jobs.launchers.torchx_adapter import TorchxScheduler
 
         return TorchxScheduler(cls(), session_name)
@@ -278,7 +298,7 @@ def _lead(link: Path, run: RunDir) -> None:
 def prepare_each(
     jobs: Sequence[Job], problems_of: Callable[[Job], Iterable[Problem]], translate: Callable[[Job], _Request]
 ) -> list[_Request]:
-    """Translate jobs that nothing is wrong with.
+    """Translate jobs that have no problems.
 
     Raises:
         BadInput: with all problems of all jobs, and those that `translate` raises.
@@ -296,16 +316,24 @@ def prepare_each(
     return requests
 
 
-def parse_handle(handle: str) -> tuple[str, str, str]:
-    """Return launcher, cluster and app id of a handle, `launcher://cluster/id`."""
+class Handle(NamedTuple):
+    """The parts of `launcher://cluster/id`."""
+
+    launcher: str
+    cluster: str
+    app_id: str
+
+
+def parse_handle(handle: str) -> Handle:
+    """Return the parts of a job's handle."""
     launcher, _, place = handle.partition("://")
     cluster, _, app_id = place.rpartition("/")
-    return launcher, cluster, app_id
+    return Handle(launcher, cluster, app_id)
 
 
 @cache
 def _installed() -> EntryPoints:
-    return entry_points(group="torchx.schedulers")  # reads what every installed package says of itself
+    return entry_points(group="torchx.schedulers")  # reads the metadata of every installed package
 
 
 def launcher_of(name: str) -> Launcher:
@@ -319,5 +347,5 @@ def launcher_of(name: str) -> Launcher:
     if not isinstance(kind, type) or not issubclass(kind, Launcher):
         ours = ", ".join(sorted(known for known in installed.names if known.endswith("_fsdp")))
         what = f"not an installed launcher of fsdp_jobs; installed: {ours}"
-        raise BadInput([Problem(f"cluster.launcher={name}", what, "cluster=local runs on this machine")])
+        raise BadInput.at(f"cluster.launcher={name}", what, "cluster=local runs on this machine")
     return kind()

@@ -3,7 +3,7 @@
     python -m fsdp_jobs.launchers.compose submit NAME [key=value ...]
     python -m fsdp_jobs.launchers.compose coordinator | node NAME
 
-`submit` writes the run directory, the others are the job. Compose decides how many nodes there are, so a node takes
+`submit` writes the run directory; the others run the job. Compose decides how many nodes there are, so a node takes
 the lowest number that no other has.
 """
 
@@ -29,7 +29,7 @@ _PORT = "29400"
 
 
 class ComposeLauncher(Launcher):
-    """Hands a job to the services of deploy/compose.yaml, which run already. An app's id is its run's name."""
+    """Hands a job to the services of deploy/compose.yaml, which already run. An app's id is its run's name."""
 
     name = "compose_fsdp"
 
@@ -51,13 +51,13 @@ class ComposeLauncher(Launcher):
 
     def describe(self, app_ids: Sequence[str]) -> list[Description | None]:
         runs = [self.run_of(app_id) for app_id in app_ids]
-        return [None if run is None else Description.of_run(run.name, run, Verdict.final(run) is None) for run in runs]
+        return [None if run is None else Description.of_run(run, Verdict.final(run) is None) for run in runs]
 
     def known(self) -> list[str]:
         return [run.name for run in runs_in(str(RUNS))]
 
     def end(self, app_id: str) -> None:
-        """Ask the job to save and stop: all that can be done from inside a container."""
+        """Ask the job to save and stop: a container cannot do more."""
         write_atomic(RunDir(RUNS / app_id).stop_request, "cancelled")
 
 
@@ -72,7 +72,7 @@ def _problems(job: Job) -> Iterator[Problem]:
 
 
 def submit(run: RunDir, overrides: Sequence[str]) -> int:
-    """Submit a job by the command line, unless it has not ended; return the exit code."""
+    """Submit a job by the command line, unless it is still active; return the exit code."""
     if run.is_submitted and Verdict.final(run) is None:
         print(f"{run.name} continues as it was submitted")
         return 0
@@ -81,7 +81,7 @@ def submit(run: RunDir, overrides: Sequence[str]) -> int:
 
 
 def claim_node(run: RunDir) -> tuple[int, IO[str]]:
-    """Return the lowest number that no other container has, and the lock that keeps it."""
+    """Return the lowest number that no other container has, and the lock that holds it."""
     node = 0
     while True:
         lock = (run.submit / f"node-{node}.lock").open("w")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,39 +11,39 @@ import psutil
 
 from fsdp_jobs.launchers.base import Description, Launcher
 from fsdp_jobs.launchers.queue import Queue, QueuedJob, leave, queue_of, withdraw
-from fsdp_jobs.launchers.state import State
 from fsdp_jobs.launchers.supervisor import record_file, staged, staged_file
-from fsdp_jobs.run.directory import RunDir, as_written, write_atomic
+from fsdp_jobs.run.directory import RunDir, as_written, write_json
 from fsdp_jobs.run.processes import kill_families, recorded_process, start_detached, visible_gpus
+from fsdp_jobs.run.state import State
 from fsdp_jobs.run.verdict import KILLED, WITHDRAWN, Verdict
 
 
 class DetachedLauncher(Launcher):
     """A launcher of this machine. An app's id is its run's name and the submission's id.
 
-    A request has `run_dir`, and `gpus`: the ids of those that its nodes share. What `start` needs is staged in the run
-    directory, for the queue too: it may choose other GPUs.
+    A request has `run_dir`, and `gpus`: the ids of the GPUs that its nodes share. It is staged in the run directory
+    for `start`, and for the queue, which may choose other GPUs.
     """
 
     supervisor: str  # module of the supervisor's program
 
     def stage(self, request: Any) -> None:
         """Write a request into its run directory."""
-        write_atomic(staged_file(RunDir(request.run_dir)), json.dumps(vars(request), indent=1))
+        write_json(staged_file(RunDir(request.run_dir)), vars(request))
 
     def choose_gpus(self, run: RunDir, others: Sequence[RunDir]) -> None:
-        """Let a job that was not started yet use those GPUs of this machine that the fewest others use."""
+        """Assign to a job that has not started the GPUs of this machine that the fewest others use."""
         if gpus := staged(run)["gpus"]:
             used = Counter(gpu for other in others for gpu in staged(other)["gpus"])
             free = sorted(visible_gpus(), key=lambda gpu: used[gpu])[: len(gpus)]
-            write_atomic(staged_file(run), json.dumps({**staged(run), "gpus": [*free, *gpus[len(free) :]]}, indent=1))
+            write_json(staged_file(run), {**staged(run), "gpus": [*free, *gpus[len(free) :]]})
 
     def start(self, run: RunDir) -> None:
-        """Start a job that was staged."""
+        """Start a staged job."""
         start_detached(self.supervisor, run.path, record_file(run), run.submit / "supervisor.log")
 
     def is_alive(self, run: RunDir) -> bool:
-        """Whether a process of a run's newest job runs."""
+        """Whether a process of a run's newest job is alive."""
         return supervisor_of(run) is not None
 
     def kill(self, run: RunDir) -> bool:
@@ -58,11 +57,11 @@ class DetachedLauncher(Launcher):
         return True
 
     def revive(self, run: RunDir) -> bool:
-        """Go on with a job that has no supervisor as far as that can be; False when nothing of it has started."""
+        """Continue a job without a supervisor as far as possible; False if nothing of it has started."""
         return run.last_attempt() >= run.first_attempt()
 
     def submit(self, requests: Sequence[Any], parallelism: int, folder: Path | None) -> list[str]:
-        """Start jobs; those of a sweep wait in its queue, by default for one at a time: all share the machine."""
+        """Start jobs; a sweep's queue starts its jobs, by default one at a time: all share the machine."""
         jobs = []
         for request in requests:
             run = RunDir(request.run_dir)
@@ -94,8 +93,8 @@ class DetachedLauncher(Launcher):
         if (queue := queue_of(run, app_id)) is not None:
             why = queue.why_waiting()
             lost = f"was never started, and its queue has ended: fsdp-jobs sweep resume {queue.folder.name}"
-            return Description(app_id, State.FAILED, lost) if why is None else Description(app_id, State.QUEUED, why)
-        return Description.of_run(app_id, run, app_id == app_id_of(run) and self.is_alive(run))
+            return Description(State.FAILED, lost) if why is None else Description(State.QUEUED, why)
+        return Description.of_run(run, app_id == app_id_of(run) and self.is_alive(run))
 
     def end(self, app_id: str) -> Verdict | None:
         run = self.run_of(app_id)

@@ -69,14 +69,14 @@ def _too_few_gpus(config: JobConfig) -> Iterator[Problem]:
 def _problems(job: Job) -> Iterator[Problem]:
     nodes = node_range(job.config.nodes)[1]
     yield from _too_few_gpus(job.config)
-    memory, need = Path(job.config.checkpoint.memory.dir), nodes * job.plan.captured_bytes
+    memory, need = Path(job.config.checkpoint.memory.dir), nodes * job.plan.snapshot_bytes
     if not job.config.checkpoint.memory.every_steps:
         return
     if not memory.is_dir():
         what = "is not a folder on this machine"
         yield Problem(f"checkpoint.memory.dir={memory}", what, "/dev/shm, or another file system in memory")
     elif need > (room := shutil.disk_usage(memory).free):
-        what = f"captures of {nodes} nodes take {size(need)} of this machine's memory, and {size(room)} are free there"
+        what = f"snapshots of {nodes} nodes take {size(need)} of this machine's memory, and {size(room)} are free there"
         cure = "checkpoint.memory.dir in a larger file system in memory, or checkpoint.memory.every_steps=0"
         yield Problem(f"checkpoint.memory.dir={memory}", what, cure)
 

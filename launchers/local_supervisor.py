@@ -3,7 +3,7 @@
     python -m fsdp_jobs.launchers.local_supervisor RUN_DIR
 
 It outlives the terminal: it starts the coordinator and the agents of an attempt, restarts dead ones as a cluster would
-replace a node, and begins another attempt by the verdict. Ranks wait for it to start, so it imports little.
+replace a node, and begins the attempts that verdicts ask for. Ranks wait for it to start, so it imports little.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class LocalRequest:
     """The processes of a job."""
 
     run_dir: str
-    gpus: list[str]  # ids; none if there is not one for every rank
+    gpus: list[str]  # ids; none unless there is one for every rank
     env: dict[str, str]
     coordinator: list[str]  # its command line
     nodes: list[list[str]]
-    restart_nodes: bool = True  # what earlier versions have queued does not say
+    restart_nodes: bool
 
     def processes(self) -> Iterator[tuple[str, list[str], dict[str, str]]]:
         """Yield name, command line and own environment of each process; every node has its share of the GPUs."""

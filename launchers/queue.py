@@ -2,14 +2,12 @@
 
     python -m fsdp_jobs.launchers.queue FOLDER
 
-A job that waits has `submit/queued.json` in its run directory. Only who holds the queue's lock starts a job or takes
+A waiting job has `submit/queued.json` in its run directory. Only the holder of the queue's lock starts a job or takes
 it from the queue, and then removes that file. The process outlives the terminal, and is not the jobs' parent.
 """
 
 from __future__ import annotations
 
-import fcntl
-import json
 import logging
 import sys
 import time
@@ -21,7 +19,7 @@ from typing import TYPE_CHECKING, cast
 
 from fsdp_jobs.launchers.base import launcher_of
 from fsdp_jobs.run import log
-from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.directory import RunDir, lock, read_json, write_json
 from fsdp_jobs.run.processes import record_this_process, recorded_process, start_detached
 from fsdp_jobs.run.verdict import Verdict, judge
 
@@ -58,27 +56,23 @@ class Queue:
         self.folder, self.process_file = folder, folder / "queue-process.json"
 
     def read(self) -> tuple[int, list[QueuedJob]]:
-        """Return how many jobs run at once, and all jobs, also those that were started."""
-        file = self.folder / "queue.json"
-        if not file.exists():
-            return 1, []
-        content = json.loads(file.read_text())
-        return content["parallelism"], [QueuedJob(**job) for job in content["jobs"]]
+        """Return how many jobs run at once, and all jobs, including started ones."""
+        content = read_json(self.folder / "queue.json")
+        return content.get("parallelism", 1), [QueuedJob(**job) for job in content.get("jobs", [])]
 
     def add(self, jobs: Sequence[QueuedJob], parallelism: int) -> None:
-        """Let jobs wait behind those that do already, and start the process that starts them."""
+        """Append jobs to those that wait, and start the process that starts them."""
         with self.locked():
             again = {job.run.path.resolve() for job in jobs}
             known = [job for job in self.read()[1] if job.run.path.resolve() not in again] + list(jobs)
             content = {"parallelism": parallelism, "jobs": [asdict(job) for job in known]}
-            write_atomic(self.folder / "queue.json", json.dumps(content, indent=1))
-            for job in jobs:  # after the list: who has one is started
-                marker = {"app_id": job.app_id, "folder": str(self.folder)}
-                write_atomic(_marker(job.run), json.dumps(marker))
+            write_json(self.folder / "queue.json", content)
+            for job in jobs:  # after the list: a job with a marker is started
+                write_json(_marker(job.run), {"app_id": job.app_id, "folder": str(self.folder)})
             self.start()
 
     def start(self) -> None:
-        """Start the process that starts the jobs, unless it runs."""
+        """Start the process that starts the jobs, unless it is running."""
         start_detached("fsdp_jobs.launchers.queue", self.folder, self.process_file, self.folder / "queue.log")
 
     def why_waiting(self) -> str | None:
@@ -94,18 +88,15 @@ class Queue:
     def locked(self) -> Iterator[None]:
         """Exclude every other process from changing this queue."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / "queue.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with (self.folder / "queue.lock").open("w") as file:
+            lock(file)
             yield
 
 
 def queue_of(run: RunDir, app_id: str) -> Queue | None:
     """Return the queue in which a job waits."""
-    try:
-        marker = json.loads(_marker(run).read_text())
-    except FileNotFoundError:
-        return None
-    return Queue(Path(marker["folder"])) if marker["app_id"] == app_id else None
+    marker = read_json(_marker(run))
+    return Queue(Path(marker["folder"])) if marker.get("app_id") == app_id else None
 
 
 def withdraw(run: RunDir, app_id: str) -> bool:
@@ -121,7 +112,7 @@ def withdraw(run: RunDir, app_id: str) -> bool:
 
 
 def leave(run: RunDir) -> None:
-    """Note that a run does not wait."""
+    """Record that a run does not wait."""
     _marker(run).unlink(missing_ok=True)
 
 
@@ -151,13 +142,13 @@ def serve(folder: Path) -> None:
 
 
 def _start(job: QueuedJob, running: Sequence[QueuedJob]) -> None:
-    """Start a job, unless an earlier queue was killed as it did so."""
+    """Start a job, unless an earlier queue started it before it was killed."""
     run, launcher = job.run, _launcher(job)
     try:
         if not launcher.is_alive(run):
             launcher.choose_gpus(run, [other.run for other in running])
             launcher.start(run)
-    except Exception as e:  # the machine is not as it was at submission
+    except Exception as e:  # the machine has changed since submission
         logger.exception("%s could not be started", run.path)
         judge(run, Verdict("infrastructure", "stop", f"could not be started: {e}"))
     leave(run)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdp_jobs.config.errors import BadInput, Problem
+from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.launchers.base import at_once
 
 _PACKAGE = Path(__file__).parent.parent
@@ -76,7 +76,7 @@ def take(folder: Path, runs_dir: Path, limit_mb: float) -> Snapshot:
         named = ", ".join(f"{target} ({sizes[target] / 1e6:.0f} MB)" for target in largest)
         what = f"a copy would take {total:.0f} MB, the limit is {limit_mb:.0f} MB; largest: {named}"
         cure = "name them in .gitignore, or set cluster.snapshot_mb (0: no copy, nodes run the code of this folder)"
-        raise BadInput([Problem(f"code in {folder}", what, cure)])
+        raise BadInput.at(f"code in {folder}", what, cure)
     return Snapshot(files)
 
 

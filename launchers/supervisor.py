@@ -23,7 +23,7 @@ _MAX_EARLY_DEATHS = 3  # in a row
 
 
 def is_superseded(run: RunDir) -> bool:
-    """Whether the run has another submission than the one that started this process, which then has to leave."""
+    """Whether the run has another submission than the one that started this process, which must then leave."""
     return os.environ.get(SUBMISSION_ENV, run.submission) != run.submission
 
 
@@ -31,13 +31,13 @@ class Process:
     """A process with a log, which can be started more than once."""
 
     def __init__(self, name: str, argv: Sequence[str], log: Path, env: Mapping[str, str], hosts: Sequence[str] = ()):
-        """`env` is all of its environment; `hosts` are the machines it runs on, where that is not this one."""
+        """`env` is its whole environment; `hosts` are the machines it runs on, if not this one."""
         self.name, self.argv, self.log, self.env, self.hosts = name, list(argv), log, env, list(hosts)
         self.early_deaths = 0
         self._copying: threading.Thread | None = None
 
     def start(self, echo: bool) -> None:
-        """Start it; with `echo` its output goes to this process's own, too."""
+        """Start it; with `echo` its output also goes to this process's own."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab", buffering=0) as log:
             self.popen = subprocess.Popen(
@@ -56,7 +56,7 @@ class Process:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has ended; its last output is in the log then."""
+        """Whether it has ended; then its last output is in the log."""
         if self.popen.poll() is not None and self._copying is not None:
             self._copying.join(1)  # longer only if a child of it holds the pipe
             self._copying = None
@@ -64,7 +64,7 @@ class Process:
 
 
 class Attempt:
-    """An attempt's processes on this machine: kept alive until the coordinator, or whoever has to, gives the verdict.
+    """An attempt's processes on this machine, kept alive until the coordinator or a launcher gives the verdict.
 
     Launchers override `restarts`, `give_up`, `on_poll` and `is_over`.
     """
@@ -90,7 +90,7 @@ class Attempt:
         return process
 
     def supervise(self) -> Verdict | None:
-        """Restart what dies until the attempt is over; return its verdict."""
+        """Restart processes that die until the attempt is over; return its verdict."""
         while not self.is_over():
             time.sleep(self.poll_s)
             self.on_poll()
@@ -113,14 +113,14 @@ class Attempt:
         return self.verdict is not None
 
     def on_poll(self) -> None:
-        """Do what the launcher has to between two looks at the processes."""
+        """Do the launcher's own work between two looks at the processes."""
 
     def restarts(self, process: Process) -> bool:
         """Whether a process that has ended is restarted; an agent that ended with 0 has done its work."""
         return process.name == "coordinator" or process.popen.returncode != 0
 
     def give_up(self, process: Process, verdict: Verdict) -> None:
-        """End the attempt, which cannot go on without this process."""
+        """End the attempt, which cannot continue without this process."""
         verdict.close(self.run, self.number)
 
     def _on_death(self, process: Process) -> None:
@@ -153,7 +153,7 @@ def staged_file(run: RunDir) -> Path:
 
 
 def record_file(run: RunDir) -> Path:
-    """Return the file that says which process is the run's supervisor."""
+    """Return the file that names the run's supervisor process."""
     return run.submit / "supervisor.json"
 
 

@@ -10,9 +10,9 @@ from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Schedule
 from torchx.specs import AppDef, AppDryRunInfo, AppState, RoleStatus, make_app_handle
 
 from fsdp_jobs.launchers.app import RUN_DIR_KEY
-from fsdp_jobs.launchers.base import Description, Job, Launcher
-from fsdp_jobs.launchers.state import State
+from fsdp_jobs.launchers.base import Job, Launcher
 from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.state import State
 
 _TORCHX_STATES = {
     State.QUEUED: AppState.PENDING,
@@ -24,7 +24,7 @@ _TORCHX_STATES = {
 
 
 class _Listed(ListAppResponse):  # type: ignore[misc]
-    """A line of `torchx list`: TorchX's runner would put its own session into every handle."""
+    """A line of `torchx list` that keeps its handle: TorchX's runner would put its own session into it."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if name not in vars(self):
@@ -54,11 +54,13 @@ class TorchxScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
         return DescribeAppResponse(app_id, state, job.restarts, job.message, roles_statuses=roles)
 
     def list(self) -> list[ListAppResponse]:
-        return [self._listed(job) for job in self.launcher.describe(self.launcher.known()) if job is not None]
+        known = self.launcher.known()
+        jobs = zip(known, self.launcher.describe(known), strict=True)
+        return [self._listed(app_id, job.state) for app_id, job in jobs if job is not None]
 
-    def _listed(self, job: Description) -> ListAppResponse:
-        handle = make_app_handle(self.backend, self.launcher.cluster_of(job.app_id), job.app_id)
-        return _Listed(job.app_id, _TORCHX_STATES[job.state], handle)
+    def _listed(self, app_id: str, state: State) -> ListAppResponse:
+        handle = make_app_handle(self.backend, self.launcher.cluster_of(app_id), app_id)
+        return _Listed(app_id, _TORCHX_STATES[state], handle)
 
     def _cancel_existing(self, app_id: str) -> None:
         self.launcher.cancel([app_id])

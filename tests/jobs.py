@@ -123,12 +123,12 @@ class Watched:
         return int(metrics[-1]["step"]) if metrics else 0
 
     def until(self, true: Callable[[], bool], what: str, seconds: float = 180) -> None:
-        """Look again and again; no longer than half of the time is spent on looking, which others may need."""
+        """Look again and again; no more than a fifth of the time is spent on looking, which others may need."""
         now = time.monotonic()
         deadline = now + seconds
         while not true():
             assert time.monotonic() < deadline, f"not within {seconds} s: {what}\n{self.story()}"
-            time.sleep(max(0.02, time.monotonic() - now))
+            time.sleep(max(0.02, 4 * (time.monotonic() - now)))
             now = time.monotonic()
 
     def until_step(self, step: int) -> None:
@@ -170,17 +170,18 @@ class Job(Watched):
         return recorded_process(self.run.submit / "supervisor.json")
 
     def process(self, *words: str) -> psutil.Process:
-        """The one child of the supervisor whose command line has these words."""
+        """The child of the supervisor whose command line has these words."""
         supervisor = self.supervisor()
         assert supervisor is not None, self.story()
         for child in supervisor.children():
             with suppress(psutil.NoSuchProcess):
-                if all(w in child.cmdline() for w in words):
+                command = " ".join(child.cmdline())
+                if all(w in command for w in words):
                     return child
         raise AssertionError(f"no process {words}")
 
     def agent(self, node: int) -> psutil.Process:
-        return self.process("fsdp_jobs.node.agent", "--node", str(node))
+        return self.process("fsdp_jobs.node.agent", f"--node {node} ")
 
     def ranks(self, node: int) -> list[psutil.Process]:
         """The ranks that a node's fork server has made."""

@@ -28,7 +28,7 @@ from fsdp_jobs.launchers.app import to_app
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ADDRESS_ENV, ATTEMPT_ENV, COORDINATOR_ENV
-from fsdp_jobs.run.processes import die_with_parent
+from fsdp_jobs.run.processes import all_processes, die_with_parent
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit import submit as submission
 from tests.jobs import ROOT, Job, Nobody, Watched
@@ -226,7 +226,7 @@ class Fabric:
         space = Path(f"/proc/{machine.pid}/ns/pid").readlink()
         own = {machine.pid, *_children(machine.pid)}
         found = []
-        for process in psutil.process_iter():
+        for process in all_processes():
             with suppress(OSError, psutil.NoSuchProcess):
                 if Path(f"/proc/{process.pid}/ns/pid").readlink() == space and process.pid not in own:
                     found.append(process)

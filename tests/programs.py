@@ -35,14 +35,14 @@ class Program:
         """Whether it is some steps after its first save."""
         return max(self.told(job), default=0) >= EVERY + 4
 
-    def check_went_on(self, job: Watched, steps: int) -> None:
-        """It was killed once, went on after a step that it had saved, and did the last one."""
+    def check_went_on(self, job: Watched, steps: int, kills: int = 1) -> None:
+        """It was killed, each time went on after a step that it had saved, and did the last one."""
         told, steps = self.told(job), steps * self.times
         again = [
             (last, first) for last, first in pairwise(told) if first != last + 1
         ]  # none: it had saved the last one
-        assert len(job.events("round_started")) == 2, job.story()
-        assert len(again) <= 1 and all(EVERY < first <= last for last, first in again), told
+        assert len(job.events("round_started")) == 1 + kills, job.story()
+        assert len(again) <= kills and all(EVERY < first <= last for last, first in again), told
         assert told[0] == 1 and told[-1] == steps, told
         if self.has_library:
             (resumed,) = job.events("resumed")

@@ -59,10 +59,10 @@ def overrides_of(words: Sequence[str]) -> list[str] | None:
     is_sweep = "--multirun" in args
     if "--cfg" in args:
         del args[args.index("--cfg") : args.index("--cfg") + 2]
-    fault = args.pop(0) if verb == "rehearse" else "FAULT"
-    assert fault in (*FAULTS, "FAULT"), "no such fault"
     flags, rest = PARSER_OF(verb).parse_known_args([a for a in args if a not in ("--multirun", "--info")])
     rest = overrides_in(rest)  # `plan --config-dir` is no flag of its parser
+    if verb == "rehearse":
+        assert flags.fault in (*FAULTS, "FAULT"), "no such fault"
     if verb == "sweep":
         assert flags.action in (*_ACTIONS, "ACTION"), "no such action"
     if verb not in COMPOSING:
@@ -70,7 +70,6 @@ def overrides_of(words: Sequence[str]) -> list[str] | None:
         return None
     folder = getattr(flags, "config_dir", None)
     here = [search_path(folder)] if folder else []
-    rest = [*rest, *(getattr(flags, "overrides", None) or [])]
     return here + [one for override in rest for one in (first_value(override) if is_sweep else [override])]
 
 

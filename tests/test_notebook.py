@@ -16,7 +16,7 @@ from fsdp_jobs import Job
 from fsdp_jobs.config.errors import BadInput
 from tests.jobs import cli, environment
 from tests.recorded import recorded_run
-from tests.world import TINY
+from tests.world import PACED, TINY_TASK
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_no_torch_in_a_notebook(tmp_path: Path) -> None:
 
 @pytest.mark.integration
 def test_a_job_is_submitted_found_again_stopped_and_continued(shell: InteractiveShell, tmp_path: Path) -> None:
-    overrides = [*TINY, "name=first", "nodes=1", "nproc_per_node=1", "steps=100000"]
+    overrides = [*TINY_TASK, *PACED, "name=first", "nodes=1", "nproc_per_node=1", "steps=100000"]
     assert "local_fsdp://" in shown(shell, f"job = Job(*{overrides}); job.submit()")["text/plain"]
     with pytest.raises(BadInput, match="is in use by the live job"):
         Job(*overrides).submit()

@@ -21,6 +21,7 @@ import psutil
 from fsdp_jobs.config.hydra import merge_overrides
 from fsdp_jobs.plan.plan import Plan
 from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.processes import all_processes, command_of
 from fsdp_jobs.run.tail import last_lines, read_json_lines
 from fsdp_jobs.run.verdict import Verdict
 
@@ -181,8 +182,7 @@ class Job:
     def ranks(self) -> list[psutil.Process]:
         """Return the running ranks, which carry the run's name in their title."""
         title = f"fsdp_jobs: {self.run.name} rank "
-        found = psutil.process_iter(["cmdline"])
-        named = [p for p in found if " ".join(p.info["cmdline"] or []).startswith(title)]
+        named = [p for p in all_processes() if " ".join(command_of(p)).startswith(title)]
         return [p for p in named if p.ppid() not in {other.pid for other in named}]  # not their data workers
 
     def verdict(self) -> Verdict | None:

@@ -40,7 +40,7 @@ def _longest(bench: Bench, job: Job) -> Row:
     steps = [b - a for a, b in pairwise(times)]
     median = statistics.median(steps[WARMUP:])
     goal = 1.5 * median + _state(job) / COPY
-    note = f"median {median:.3f} s, {job.metrics()[-1]['captures']} snapshots in {len(steps)} steps"
+    note = f"median {median:.3f} s, {job.metrics()[-1]['snapshots']} snapshots in {len(steps)} steps"
     return Row("longest step beside snapshots", max(steps), 0, _limit(bench, True, goal), "s", note)
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from rich.console import Console, RenderableType
 from rich.terminal_theme import MONOKAI
@@ -97,10 +98,9 @@ def told(event: Event, name: str) -> Iterator[RenderableType]:
 
 
 def ending(status: RunStatus) -> list[str]:
-    out = Console(width=WIDTH, force_terminal=True, color_system="truecolor", highlight=False, file=io.StringIO())
-    terminal.console = out
-    summary(status)
-    return [line for line in out.file.getvalue().splitlines() if "/tmp" not in line]  # type: ignore[attr-defined]
+    with mock.patch.object(terminal, "console", console), console.capture() as printed:
+        summary(status)
+    return [line for line in printed.get().splitlines() if "/tmp" not in line]
 
 
 def text_of(line: RenderableType, row: int, key_times: str, values: str) -> Iterator[str]:
@@ -128,7 +128,7 @@ def frame_of(drawn: list[str], width: float, height: float, film: float) -> str:
     colours = enumerate(("#ff5f57", "#febc2e", "#28c840"))
     dots = "".join(f'<circle cx="{20 + 20 * i}" cy="20" r="6" fill="{colour}"/>' for i, colour in colours)
     return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" role="img">
-<title>A run in the terminal: a node is killed, and the job goes on from its newest checkpoint</title>
+<title>A run in the terminal: a node is killed, and the job restarts from its newest checkpoint</title>
 <rect width="{width:g}" height="{height:g}" rx="8" fill="#1d1f21"/>{dots}
 <g font-family="ui-monospace, Menlo, Consolas, monospace" font-size="14" xml:space="preserve">
 {body}

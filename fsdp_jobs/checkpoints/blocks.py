@@ -1,8 +1,8 @@
-"""Sum the blocks of a file while it is written, and compare them while it is read. No torch.
+"""Checksum the blocks of a file while it is written, and verify them while it is read. No torch.
 
-A block ends where a large write begins or ends, or after 4 MiB. `torch.save` writes a tensor at once, so large tensors
-get blocks of their own, and a reader verifies only what it reads. Small tensors share blocks to keep the manifest
-short, except at the beginning of a file, which all ranks may read.
+A block ends where a large write begins or ends, or after 4 MiB. `torch.save` writes a tensor in one call, so large
+tensors get blocks of their own, and a reader verifies only what it reads. Small tensors share blocks to keep the
+manifest short, except with the beginning of a file, which all ranks may read.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import psutil
 
 from fsdp_jobs.run.checksum import checksum
 
-SUMS = "xxh3_128"  # key of the ends and sums of a file's blocks; files of earlier versions have crc32 in its place
+SUMS = "xxh3_128"  # manifest key of a file's block ends and checksums; earlier versions have crc32 instead
 _BLOCK = 1 << 22  # bytes, at most
-SMALL = 1 << 16  # bytes of a write that is not
-_LARGE = 1 << 22  # bytes of a write that gets blocks of its own, but for its end
-_TAIL = 1 << 12  # bytes at its end that do not: where a zip file ends its reader looks at so many before
-_BATCH = 1 << 26  # bytes that are read back while more is written
-_HELD = 4  # blocks that a reader keeps, because callers read parts of them
+SMALL = 1 << 16  # bytes; shorter writes are small
+_LARGE = 1 << 22  # bytes from which a write gets blocks of its own, except for its tail
+_TAIL = 1 << 12  # bytes of that tail: a zip reader looks this far back from the end of the file
+_BATCH = 1 << 26  # bytes read back at once, while writing continues
+_HELD = 4  # blocks that a reader caches, because callers read them in parts
 
 
 class _Block(NamedTuple):
@@ -39,11 +39,11 @@ class _Block(NamedTuple):
 
 
 class Damaged(OSError):
-    """A file that is read is not what was written."""
+    """A file differs from what was written."""
 
 
 class ReadBack:
-    """Brings a file to its disk in batches while more of it is written, and compares what the disk has."""
+    """Syncs a file to disk in batches while it is being written, and verifies what the disk returns."""
 
     def __init__(self, file: Path):
         self._file = file.open("rb", buffering=0)
@@ -51,7 +51,7 @@ class ReadBack:
         self._batches: list[Future[str]] = []
 
     def begin_batch(self, blocks: Sequence[_Block]) -> None:
-        """Begin with the next blocks, which the system must have."""
+        """Start on the next blocks, which the kernel must have."""
         self._batches.append(self._thread.submit(self._compare, blocks))
 
     def _compare(self, blocks: Sequence[_Block]) -> str:
@@ -63,10 +63,10 @@ class ReadBack:
         return _fault(self._file, blocks)
 
     def fault(self) -> str:
-        """Wait for all of them; say what differs, empty for nothing.
+        """Wait for all batches. Returns what differs, empty for nothing.
 
         Raises:
-            OSError: of the disk.
+            OSError: from the disk.
         """
         return next(filter(None, [batch.result() for batch in self._batches]), "")
 
@@ -77,9 +77,9 @@ class ReadBack:
 
 @contextmanager
 def reading_back(file: Path) -> Iterator[ReadBack | None]:
-    """Yield what reads back a file that has been opened to be written.
+    """Yield a `ReadBack` of a file that is open for writing.
 
-    None for one in a store, also one that is mounted: what is read or synced before the end may be uploaded each time.
+    Yields None for object stores, mounted ones included: each read or sync before the end may upload the file again.
     """
     if not isinstance(file, Path) or _is_mounted_store(file):
         yield None
@@ -92,22 +92,22 @@ def reading_back(file: Path) -> Iterator[ReadBack | None]:
 
 
 def _is_mounted_store(file: Path) -> bool:
-    """Whether a program answers for a file in place of the kernel (FUSE), as for s3fs and gcsfuse."""
+    """Whether a file is on a FUSE mount, such as s3fs or gcsfuse."""
     above = {str(folder) for folder in file.resolve().parents}
     mounts = [mount for mount in psutil.disk_partitions(all=True) if mount.mountpoint in above]
     return bool(mounts) and max(mounts, key=lambda mount: len(mount.mountpoint)).fstype.startswith("fuse")
 
 
 class SummedFile:
-    """A binary file, open for writing, with the sums of what is written through it."""
+    """A binary file, open for writing, that checksums what is written to it."""
 
     def __init__(self, raw: IO[bytes], beside: ReadBack | None = None):
-        """`beside`: reads back what was written, while more is."""
+        """`beside`: reads back what was written, while writing continues."""
         self.raw, self.size, self._beside = raw, 0, beside
         self.error: OSError | None = None
         self._blocks: list[_Block] = []
-        self._given = 0  # how many of them are being read back
-        self._pending = bytearray()  # writes that wait for the end of their block
+        self._given = 0  # how many blocks are being read back
+        self._pending = bytearray()  # writes whose block is not complete
         self._are_small = True  # all writes so far
 
     def write(self, data: Any) -> int:
@@ -128,9 +128,9 @@ class SummedFile:
         try:
             self.raw.write(block)
             if self._beside is not None and self.size - self._blocks[self._given].begin > _BATCH:
-                self._read_back(len(self._blocks) - 1)  # the last one's last page is not full
+                self._read_back(len(self._blocks) - 1)  # the last block's last page is not full
         except OSError as e:
-            self.error = e  # torch.save reports it as a wrong position in the file
+            self.error = e  # torch.save reports it as a wrong file position
             raise
 
     def _read_back(self, count: int) -> None:
@@ -161,12 +161,12 @@ class SummedFile:
         self.raw.close()
 
     def sums(self) -> dict[str, Any]:
-        """Return what a manifest lists of this file, once it is closed."""
+        """Return this file's entry in a manifest, once it is closed."""
         return {"bytes": self.size, SUMS: " ".join(f"{block.end} {block.sum}" for block in self._blocks)}
 
 
 class VerifiedFile(io.RawIOBase):
-    """A file, open for reading, that hands out nothing before the sum of its block was compared."""
+    """A file, open for reading, that verifies a block's checksum before it returns any of the block."""
 
     def __init__(self, raw: IO[bytes], name: str, blocks: Sequence[_Block]):
         self.raw, self.name, self.error = raw, name, cast(OSError | None, None)
@@ -176,7 +176,7 @@ class VerifiedFile(io.RawIOBase):
         self._held = lru_cache(_HELD)(self._read_alone)
 
     def readinto(self, buffer: Any) -> int:
-        """Read as much as there is room for; raises Damaged for a block that is not what was written."""
+        """Fill the buffer, up to the end of the file; raises Damaged for a block that differs."""
         view, filled = memoryview(buffer).cast("B"), 0
         while filled < len(view) and (number := bisect_right(self._ends, self._at)) < len(self._ends):
             begin, end, _ = self._blocks[number]
@@ -189,7 +189,7 @@ class VerifiedFile(io.RawIOBase):
         return filled
 
     def forget(self) -> None:
-        """Free the blocks that are held; the reader may be part of a cycle, and live on."""
+        """Free the cached blocks: a reference cycle may keep this reader alive."""
         self._held.cache_clear()
 
     def _read_alone(self, number: int) -> memoryview:
@@ -205,7 +205,7 @@ class VerifiedFile(io.RawIOBase):
             if not _fill(self.raw, into) or checksum(into) != block.sum:
                 raise Damaged(f"{self.name} {_difference(block)}")
         except OSError as e:
-            self.error = e  # torch.load may report another one
+            self.error = e  # torch.load may raise another one
             raise
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
@@ -228,8 +228,8 @@ def open_verified(file: Path, expected: dict[str, Any] | None) -> Iterator[IO[by
     """Open a file. Reading a block that differs from the manifest raises Damaged.
 
     Args:
-        expected: of the manifest; None where there is none. What earlier versions wrote, with one sum for all of a
-            file, is read whole first.
+        expected: the file's entry in the manifest, None without a manifest. A file from an earlier version, with one
+            checksum for all of it, is read whole first.
     """
     if expected is None or SUMS not in expected:
         if expected is not None and (fault := difference(file, expected)):
@@ -249,7 +249,7 @@ def open_verified(file: Path, expected: dict[str, Any] | None) -> Iterator[IO[by
 
 
 def difference(file: Path, expected: dict[str, Any], from_disk: bool = False) -> str:
-    """Say where a file is not what a manifest lists, empty for nowhere; `from_disk`: not what the system's cache holds.
+    """Return where a file differs from its manifest entry, empty for nowhere; `from_disk` bypasses the page cache.
 
     Raises:
         OSError: it cannot be read.
@@ -274,7 +274,7 @@ def _blocks_of(expected: dict[str, Any]) -> list[_Block]:
 
 
 def _fault(file: Any, blocks: Sequence[_Block]) -> str:
-    """Read on where the blocks begin; say which of them is not what is there."""
+    """Read blocks from the file's position on. Returns what differs, empty for nothing."""
     buffer = memoryview(bytearray(_BLOCK))
     for block in blocks:
         part = buffer[: block.end - block.begin]
@@ -284,7 +284,7 @@ def _fault(file: Any, blocks: Sequence[_Block]) -> str:
 
 
 def _fill(file: Any, into: memoryview) -> bool:
-    """Read on; whether there was enough. A store's file may give less than it is asked for."""
+    """Read until `into` is full; return whether it is. A store's file may return less than asked for."""
     filled = 0
     while filled < len(into) and (came := file.readinto(into[filled:])):
         filled += came

@@ -1,11 +1,11 @@
 """Find, verify, commit and prune checkpoints. No torch.
 
 On a file system a checkpoint is the folder `step-<8 digits>` with a `manifest.json`. It is written as
-`step-<N>.<save>.tmp` and renamed when every file is on disk: a name without a suffix is the only
-mark of completeness. One found damaged is renamed to `step-<N>.damaged`, for whoever wants to look, and stays.
+`step-<N>.<save>.tmp` and renamed when every file is on disk: only a name without a suffix marks it as
+complete. A damaged checkpoint is renamed to `step-<N>.damaged` and kept for inspection.
 
-In an object store, where folders cannot be renamed, it is written as `step-<N>.<save>` and its manifest,
-put there last, is the mark. In one found damaged the manifest is renamed to `manifest.json.damaged`.
+In an object store, where folders cannot be renamed, it is written as `step-<N>.<save>`, and the manifest,
+written last, marks it as complete. If it is damaged, the manifest is renamed to `manifest.json.damaged`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from fsdp_jobs.checkpoints.blocks import SUMS, difference
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.run import events
 from fsdp_jobs.run.checksum import checksum
-from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.directory import RunDir, replacing
 from fsdp_jobs.run.env import HOST_ENV
 
 MANIFEST = "manifest.json"
 SHARDS = "shards.json"  # the manifest of a step whose shards are on the nodes' own disks
-METADATA = ".metadata"  # which tensor is where, as torch's DCP writes it
+METADATA = ".metadata"  # where each tensor is, as torch's DCP writes it
 NOT_FINITE = "its values were not finite when it was saved"
 NOT_AGREED = "replicas did not hold the same bits when it was saved"
 OTHER_VERSION = "is of another version of fsdp_jobs"
@@ -47,7 +47,7 @@ def is_object_store(folder: Path) -> bool:
 
 
 class CannotReadHere(JobFailed):
-    """This machine alone cannot read a checkpoint, or reads something else than others: its own failure."""
+    """Only this machine fails to read a checkpoint, or reads other bytes than the others: its own fault."""
 
     def __init__(self, path: Path, why: object):
         machine = os.environ.get(HOST_ENV) or socket.gethostname()
@@ -56,12 +56,12 @@ class CannotReadHere(JobFailed):
 
 
 class OtherVersion(ValueError):
-    """A manifest that is whole, and that this version does not understand."""
+    """A manifest is whole, but this version does not understand it."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds."""
+    """The contents of a checkpoint."""
 
     step: int  # optimizer steps done
     samples: int  # samples seen since the start of the run
@@ -70,7 +70,7 @@ class Manifest:
     torch_version: str
     time: float  # when the save began, seconds since 1970
     files: dict[str, dict[str, Any]]  # name -> {"bytes": size, "xxh3_128": ends and sums of its blocks}
-    stream: dict[str, Any] | None = None  # where a data set that is streamed is read on
+    stream: dict[str, Any] | None = None  # where a streamed data set continues
     finite: bool = True  # whether no value was NaN and no weight infinite
     agreed: bool | None = None  # whether replicas held the same bits; None: not known
 
@@ -79,28 +79,27 @@ class Manifest:
         return sum(f["bytes"] for f in self.files.values())
 
     def write(self, folder: Path, name: str = MANIFEST) -> None:
-        """Write it whole into a folder that exists; in an object store, this is the commit."""
+        """Write it atomically to an existing folder; in an object store, this is the commit."""
         content = asdict(self)
         text = json.dumps({**content, "sum": _sum(content)}, indent=1)
         if is_object_store(folder):
             (folder / name).write_text(text)
             return
-        with (folder / f"{name}.part").open("w") as f:
+        with replacing(folder / name) as part, part.open("w") as f:
             f.write(text)
             f.flush()
             os.fsync(f.fileno())
-        (folder / f"{name}.part").rename(folder / name)
 
     @classmethod
     def read(cls, folder: Path, name: str = MANIFEST) -> Manifest:
-        """Read a manifest; fields of other versions are ignored.
+        """Read a manifest, ignoring fields of other versions.
 
         Raises:
-            OSError, ValueError, TypeError: it is none: not there, not JSON, or with another sum.
+            OSError, ValueError, TypeError: it is missing, not JSON, or fails its checksum.
             OtherVersion: it is whole, and this version does not understand it.
         """
         content: dict[str, Any] = json.loads((folder / name).read_text())
-        if content.pop("sum", expected := _sum(content)) != expected:  # those of earlier versions have none
+        if content.pop("sum", expected := _sum(content)) != expected:  # earlier versions wrote none
             raise ValueError("it differs from its checksum")
         known = {field.name for field in fields(cls)}
         try:
@@ -117,7 +116,7 @@ def _sum(content: dict[str, Any]) -> str:
 
 
 def folder_of(checkpoints: Path, step: int, save: str) -> Path:
-    """Return the folder of a committed checkpoint, which in an object store names the save too."""
+    """Return the folder of a committed checkpoint; in an object store its name includes the save."""
     return checkpoints / (f"step-{step:08d}" + (f".{save}" if is_object_store(checkpoints) else ""))
 
 
@@ -127,7 +126,7 @@ def step_of(folder: Path) -> int:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder has the name of a checkpoint, in whatever state it is."""
+    """Whether a folder is named like a checkpoint, complete or not."""
     return _ANY_NAME.fullmatch(folder.name) is not None
 
 
@@ -141,7 +140,7 @@ def find_checkpoints(checkpoints: Path) -> list[Path]:
 
 
 def find_on_nodes(checkpoints: Path) -> list[Path]:
-    """Return the steps that are on the nodes' own disks and not yet here, newest first."""
+    """Return the steps that are on the nodes' own disks but not yet committed here, newest first."""
     committed = find_checkpoints(checkpoints)
     return _newest_first([f.parent for f in checkpoints.glob(f"step-*/{SHARDS}") if f.parent not in committed])
 
@@ -151,22 +150,22 @@ def _newest_first(folders: list[Path]) -> list[Path]:
 
 
 def _order(folder: Path) -> list[str | int]:
-    """Return a name's words and numbers: of two saves of a step `0-10-1` is newer than `0-9-1`."""
+    """Return a name's words and numbers as sort key: of two saves of a step, `0-10-1` is newer than `0-9-1`."""
     return [int(word) if word.isdecimal() else word for word in re.split(r"(\d+)", folder.name)]
 
 
 def faults_in(
     folder: Path, files: Mapping[str, dict[str, Any] | None], contents: bool = True, from_disk: bool = False
 ) -> dict[str, str]:
-    """Say of each of these files what is wrong with it as this machine reads it; whole ones are left out.
+    """Return the faults of files, as this machine reads them, by name; intact files are left out.
 
     Args:
-        files: name -> size and sums, as a manifest lists them; None for a manifest itself.
-        contents: compare sums too, and not sizes and the metadata alone.
-        from_disk: not what the system's cache holds.
+        files: name -> size and checksums, as a manifest lists them; None for a manifest itself.
+        contents: compare all checksums, not only sizes and the metadata.
+        from_disk: bypass the page cache.
 
     Raises:
-        CannotReadHere: a file is there, and cannot be read.
+        CannotReadHere: a file exists, but cannot be read.
     """
     faults = {}
     for name, expected in files.items():
@@ -198,13 +197,13 @@ def _fault_of_manifest(folder: Path, name: str) -> str:
 
 
 def verify(folder: Path, shards: bool = True) -> list[str]:
-    """List the faults of a checkpoint, a state that is not finite among them; empty when it is whole.
+    """Return the faults of a checkpoint, including values that are not finite; empty if it is whole.
 
     Args:
-        shards: read all of them; otherwise their sizes and the metadata have to do.
+        shards: read all of them; otherwise check only their sizes, and the metadata.
 
     Raises:
-        CannotReadHere: a file is there, and cannot be read.
+        CannotReadHere: a file exists, but cannot be read.
     """
     if faults := faults_in(folder, {MANIFEST: None}):
         return [*faults.values()]
@@ -214,7 +213,7 @@ def verify(folder: Path, shards: bool = True) -> list[str]:
 
 
 def mark_agreed(checkpoints: Path, about: Callable[[int], bool | None]) -> None:
-    """Note in the checkpoints of which it was not known whether replicas held the same bits then, `about` a step."""
+    """Record in undecided checkpoints whether replicas held the same bits; `about` returns it for a step, or None."""
     for name, found in ((MANIFEST, find_checkpoints(checkpoints)), (SHARDS, find_on_nodes(checkpoints))):
         for folder in found:
             with suppress(ValueError, TypeError, FileNotFoundError):  # damaged, or just removed
@@ -227,10 +226,10 @@ def commit(temporary: Path, final: Path, manifest: Manifest, check: Callable[[],
     """Commit a written checkpoint: manifest, fsync of folders, rename. An older save of the step is replaced.
 
     Args:
-        check: called right before what makes it a checkpoint; raises when the round is over.
+        check: called right before the operation that commits; raises if the round is over.
 
     Raises:
-        OSError: a file is not there, or of another size than was reported.
+        OSError: a file is missing, or has another size than reported.
     """
     if faults := faults_in(temporary, manifest.files, contents=False):
         raise OSError(f"{temporary} is not whole: {'; '.join(faults.values())}")
@@ -249,7 +248,7 @@ def commit(temporary: Path, final: Path, manifest: Manifest, check: Callable[[],
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, with those above it, so that it is there after a crash."""
+    """Make a folder and its parents, durably: they survive a crash."""
     if is_object_store(folder) or folder.is_dir():
         return
     make_folder(folder.parent)
@@ -266,7 +265,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 def set_aside(folder: Path) -> None:
-    """Rename a damaged checkpoint so that nothing finds it again; nothing of ours removes it."""
+    """Rename a damaged checkpoint so that nothing finds it again; it is never removed automatically."""
     (folder / SHARDS).unlink(missing_ok=True)
     if is_object_store(folder):
         (folder / MANIFEST).rename(folder / _DAMAGED)
@@ -278,11 +277,11 @@ def set_aside(folder: Path) -> None:
 def prune(checkpoints: Path, keep: int) -> list[Path]:
     """Remove all but the newest `keep` whole checkpoints (0 keeps all). Returns what was removed.
 
-    Steps that never left the nodes' disks go when a newer one is whole. Those that were not finite do not count, and
-    the newest of them stays. Those at which replicas differed are counted by themselves.
+    Steps that are only on the nodes' disks are removed once a newer one is whole and sound. Checkpoints that are not
+    finite do not count, and the newest of them stays. Checkpoints whose replicas differed are counted separately.
 
     Raises:
-        CannotReadHere: whether one is whole cannot be seen from here; nothing was removed.
+        CannotReadHere: this machine cannot verify one of them; nothing was removed.
     """
     faults = {folder: verify(folder, shards=False) for folder in find_checkpoints(checkpoints)}
     whole = [f for f, found in faults.items() if not found]
@@ -290,10 +289,10 @@ def prune(checkpoints: Path, keep: int) -> list[Path]:
     differed = [f for f in whole if Manifest.read(f).agreed is False]
     sound = [f for f in whole if f not in differed]
     for folder in find_on_nodes(checkpoints):
-        if whole and step_of(folder) < step_of(whole[0]):
+        if sound and step_of(folder) < step_of(sound[0]):
             remove(folder)
     removed = sound[keep:] + differed[keep:] + not_finite[1:] if keep else []
-    for folder in removed:  # never half a checkpoint that looks whole
+    for folder in removed:  # a half-removed checkpoint must not look whole
         if is_object_store(folder):
             (folder / MANIFEST).unlink()
             remove(folder)
@@ -305,14 +304,14 @@ def prune(checkpoints: Path, keep: int) -> list[Path]:
 def refuse_to_begin_again(
     run: RunDir, checkpoints: Path, skipped: Mapping[str, list[str]], touched: Iterable[str]
 ) -> None:
-    """Refuse to begin at step 0 a run that was further once.
+    """Refuse to restart a run from step 0 if it once had a checkpoint.
 
     Args:
-        skipped: what is wrong with its checkpoints.
-        touched: those of which parts were loaded before that was seen.
+        skipped: the faults of its checkpoints, by name.
+        touched: checkpoints that were partly loaded before damage was found.
 
     Raises:
-        JobFailed: it was.
+        JobFailed: it had one.
     """
     steps = [_safe_at(event) for event in events.newest_events(run)]
     steps += [step_of(checkpoints / name) for name in {*touched, *skipped}]
@@ -326,7 +325,7 @@ def refuse_to_begin_again(
 
 
 def _safe_at(event: events.Event) -> int:
-    """Return a step that was safe when an event was recorded, 0 for none; snapshots have no event of their own."""
+    """Return the step that an event shows to be safe, 0 for none; snapshots have no event of their own."""
     match event:
         case events.Checkpoint() | events.Resumed():
             return event.step
@@ -336,7 +335,7 @@ def _safe_at(event: events.Event) -> int:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder with all that is in it, if it is there."""
+    """Remove a folder and its contents, if it exists."""
     if is_object_store(folder):
         with suppress(FileNotFoundError):
             folder.fs.rm(folder.path, recursive=True)  # type: ignore[attr-defined]
@@ -344,17 +343,26 @@ def remove(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _may_exist(file: Path) -> bool:
+    """Whether a file exists, or that is unknown: `exists` of many stores calls an error of the connection a no."""
+    try:
+        file.stat()
+    except Exception as e:  # clients of object stores raise any exception
+        return not isinstance(e, FileNotFoundError)
+    return True
+
+
 def remove_failed(temporary: Path) -> None:
-    """Remove what a save that failed has written, unless a store took its manifest and the answer to that was lost."""
-    if not is_object_store(temporary) or not (temporary / MANIFEST).exists():
+    """Remove the files of a failed save, unless its manifest is in the store and only the reply was lost."""
+    if not is_object_store(temporary) or not _may_exist(temporary / MANIFEST):
         remove(temporary)
 
 
 def remove_unfinished(checkpoints: Path) -> None:
-    """Remove what earlier restarts left half-written, except steps on the nodes' disks; undo half a replacement.
+    """Remove half-written checkpoints, except steps on the nodes' disks, and undo half-done replacements.
 
     Raises:
-        CannotReadHere: what a replacement has put aside cannot be put back from this machine.
+        CannotReadHere: this machine cannot rename a replaced checkpoint back.
     """
     in_store = is_object_store(checkpoints)
     for replaced in () if in_store else checkpoints.glob(f"step-*{_REPLACED}"):
@@ -367,6 +375,6 @@ def remove_unfinished(checkpoints: Path) -> None:
         except OSError as e:
             raise CannotReadHere(replaced, e) from e
     for folder in checkpoints.glob("step-*" if in_store else "step-*.tmp"):
-        finished = in_store and ((folder / MANIFEST).exists() or (folder / _DAMAGED).exists())
-        if not finished and not (folder / SHARDS).exists():
+        finished = in_store and (_may_exist(folder / MANIFEST) or _may_exist(folder / _DAMAGED))
+        if not finished and not _may_exist(folder / SHARDS):
             remove(folder)

@@ -25,7 +25,7 @@ from fsdp_jobs.checkpoints.ranks import Ranks
 from fsdp_jobs.checkpoints.saver import Saver
 from fsdp_jobs.checkpoints.state import State
 from fsdp_jobs.checkpoints.storage import NotFinite, SaveRequest, Torn
-from fsdp_jobs.checkpoints.tiers import Restored, SharedStorage, Snapshots, Tier
+from fsdp_jobs.checkpoints.tiers import Restored, SharedStorage, SnapshotTier, Tier
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.config.keys import AUTO
 from fsdp_jobs.config.schema import JobConfig
@@ -37,7 +37,7 @@ from fsdp_jobs.run.leaves import guards_in, tiers_in
 from fsdp_jobs.run.table import counted
 from fsdp_jobs.run.term import Fenced, Term
 
-_CURES = (  # of saves that fail with these errors
+_CURES = (  # for saves that fail with these errors
     ((errno.ENOSPC, errno.EDQUOT), "Free space under {}."),
     ((errno.EROFS, errno.EACCES, errno.EPERM), "Make {} writable for this user."),
     ((errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO), "Check the disk or mount of {} on this rank's machine."),
@@ -45,7 +45,7 @@ _CURES = (  # of saves that fail with these errors
 
 
 class Checkpointer:
-    """Saves and restores one run. Every method is called by every rank, in the same order."""
+    """Saves and restores one run. Every rank calls each method, in the same order."""
 
     def __init__(
         self,
@@ -63,26 +63,26 @@ class Checkpointer:
         """Prepare to save and restore; nothing is read or written yet.
 
         Args:
-            others: what else is saved, by name: plain values and tensors that are the same on every rank.
-            restart: differs between restarts of the run, so that no two write into the same folder.
+            others: further objects to save, by name; their plain values and tensors are the same on every rank.
+            restart: unique per restart of the run, so that no two write to the same folder.
             on_restored: called with the step at the end of `restore`.
         """
         self.run, self.job, self.config, self.layout = run, config, config.checkpoint, layout
         self.attempt, self.restart, self.on_restored = attempt, restart, on_restored
         self.state = (Fsdp1State if fsdp1.is_used(model) else State)(model, optimizer, others, device)
         minutes = self.config.every_minutes
-        self.every_s: float = run.planned_interval_s() if minutes == AUTO else minutes * 60  # 0: steps alone count
-        self.samples = 0  # consumed since the run began: for the program to count, saved with the rest
-        self.stream: dict[str, Any] | None = None  # where a stream is read on; the same on every rank
+        self.every_s: float = run.planned_interval_s() if minutes == AUTO else minutes * 60  # 0: only by steps
+        self.samples = 0  # consumed since the run began; the program counts them, a save includes them
+        self.stream: dict[str, Any] | None = None  # where a stream continues; the same on every rank
         self.home = checkpoints_of(self.config, run)
         self.term = Term.of_rank(self.home)
-        self.group = dist.new_group(backend="gloo")  # the save's collectives must not meet the program's
+        self.group = dist.new_group(backend="gloo")  # keeps the collectives of saves apart from the program's
         self.ranks = Ranks(self.group)
         self.rank = self.ranks.rank
         local_dir = self.config.local_dir
         own_disk = Path(local_dir) / f"{run.name}-{mark_of(run)}" if local_dir is not None else None
         self.disks = LocalDisks(own_disk, self.ranks) if own_disk is not None else None
-        self.snapshots: list[Snapshots] = [
+        self.snapshots: list[SnapshotTier] = [
             made for tier in tiers_in("rank") if (made := tier.of_rank(self)) is not None
         ]
         self.saver = Saver(self.config.async_mode, device, self.group)
@@ -90,12 +90,12 @@ class Checkpointer:
         self.saved_at = time.monotonic()  # when the newest save began
         self.stall_s = 0.0  # time that steps have waited for saves since `take_stall`
         self.failure: str | None = None  # of the newest save
-        self._written_step = -1  # of the newest save that is whole, maybe on the nodes' disks alone
+        self._written_step = -1  # of the newest whole save, possibly only on the nodes' disks
         self._staged: Future[Any] | None = None
         self._written: Future[Any] | None = None
         self._request: SaveRequest | None = None
         self._may_upload = True
-        self._copies_first = False  # something changes the state while steps do not wait for its copy
+        self._copies_first = False  # steps wait for copies, because something changed the state during one
         self._saves = 0
         self.guards = [made(self) for made in guards_in("rank")]
         optimizer.register_step_pre_hook(lambda *_: self.before_update())
@@ -109,13 +109,13 @@ class Checkpointer:
         return self.rank == 0 and 0 < self.every_s <= time.monotonic() - self.saved_at
 
     def save(self, step: int, block: bool = False) -> None:
-        """Save the state after `step` steps, while the next ones run or, with `block`, before this returns.
+        """Save the state after `step` steps, in the background or, with `block`, before this returns.
 
-        Waits for the previous save first; a step that is saved already is not written again. A save that fails leaves
-        nothing behind but an event, the text in `failure`, and the checkpoint before it.
+        Waits for the previous save first; a step that is already saved is not written again. A failed save leaves
+        only an event, the text in `failure`, and the previous checkpoint.
         """
         if self._staged is not None:
-            self._staged.result()  # a rank whose copy failed must not begin another save alone
+            self._staged.result()  # a rank whose copy failed must not begin another save by itself
         self.finish()
         if step != self._written_step:
             self._begin(step, block)
@@ -150,7 +150,7 @@ class Checkpointer:
         self.stall_s += time.perf_counter() - begin
 
     def before_update(self) -> None:
-        """Wait until a save has its copy of the state. The optimizer calls it before each update."""
+        """Wait until a save has copied the state. The optimizer calls this before each update."""
         for tier in self.snapshots:
             tier.before_update()
         if self._staged is not None:
@@ -159,26 +159,26 @@ class Checkpointer:
             self._staged = None
             self.stall_s += time.perf_counter() - begin
 
-    def capture(self, step: int, record: Callable[[], None]) -> None:
-        """Begin to take snapshots of the state after `step` steps, where it is time to.
+    def snapshot(self, step: int, record: Callable[[], None]) -> None:
+        """Begin a snapshot of the state after `step` steps in each tier where one is due.
 
-        `record` is called in a thread, before a restart could use this step.
+        A thread calls `record` before a restart can use this step.
         """
         for tier in self.snapshots:
             tier.after_step(step, self.samples, self.stream, record)
 
     def watch(self, step: int, is_end: bool) -> None:
-        """Have the guards look at the state after `step` steps, which may be the last of the job."""
+        """Have the guards check the state after `step` steps; with `is_end`, the job may end there."""
         for guard in self.guards:
             guard.after_step(step, is_end)
 
     @property
     def safe_step(self) -> int:
-        """The newest step that a failure of one node leaves; -1 for none."""
+        """The newest step that survives the loss of any one node; -1 for none."""
         return max([self.committed_step, *(tier.step for tier in self.snapshots)])
 
     def poll(self) -> None:
-        """Take note of a save that has ended, without waiting."""
+        """Record a save that has ended, without waiting for one."""
         if self._written is not None and self._written.done():
             self.finish()
         for tier in self.snapshots:
@@ -186,13 +186,13 @@ class Checkpointer:
         self._note_upload(wait=False)
 
     def take_stall(self) -> tuple[float, float]:
-        """Return the seconds that steps have waited since the last call: for all, and of those for captures."""
-        captured_s = sum(tier.take_stall() for tier in self.snapshots)
-        stall_s, self.stall_s = self.stall_s + captured_s, 0.0
-        return stall_s, captured_s
+        """Return the seconds that steps have waited since the last call: in total, and for snapshots."""
+        snapshot_s = sum(tier.take_stall() for tier in self.snapshots)
+        stall_s, self.stall_s = self.stall_s + snapshot_s, 0.0
+        return stall_s, snapshot_s
 
     def finish(self) -> None:
-        """Wait for the save under way, and record what became of it."""
+        """Wait for the save under way, and record its outcome."""
         if self._written is None or self._request is None:
             return
         begin = time.perf_counter()
@@ -207,11 +207,11 @@ class Checkpointer:
             self._record(events.CheckpointOnNodes, request, request.temporary / SHARDS)
             if self._may_upload:
                 self.disks.upload(request)
-            self.disks.tidy()
+            self.disks.tidy(request.shards)
         self.stall_s += time.perf_counter() - begin
 
     def _note_upload(self, wait: bool) -> None:
-        """Take note of a copy to shared storage that has ended; with `wait`, when it has."""
+        """Record a copy to shared storage that has ended; with `wait`, wait for it."""
         ended = self.disks.uploaded(wait) if self.disks is not None else None
         if ended is not None:
             self._conclude(*ended, copied=True)
@@ -220,13 +220,13 @@ class Checkpointer:
         """Record that a save is on shared storage or, with an error, that it failed.
 
         Raises:
-            Fenced: the round is over, and this rank with it.
+            Fenced: the round is over, so this rank must end.
         """
         if error is None:
             self.failure, self.committed_step = None, request.step
             self._record(events.Checkpoint, request, request.final / MANIFEST)
             return
-        failures = getattr(error, "failures", {})  # of ranks, in DCP's wrapping
+        failures = getattr(error, "failures", {})  # by rank, as DCP wraps them
         where, cause = next(((f"rank {r}: ", cause) for r, (cause, _) in failures.items()), ("", error))
         if isinstance(cause, Fenced):
             raise cause
@@ -236,35 +236,35 @@ class Checkpointer:
         self.failure = " ".join([f"checkpoint of step {request.step} failed: {what}.", *cures])
         if self.rank == 0:
             if not copied and not isinstance(cause, NotFinite):
-                try:  # first: the disk that is full may be that of the event and the log
+                try:  # first: event and log may be on the same full disk
                     catalog.remove_failed(request.temporary)
-                except Exception as e:  # what refuses the save may refuse this: a credential that has expired
+                except Exception as e:  # may fail like the save: an expired credential
                     self.failure += f" What it had written stays in {request.temporary}: {e}."
             self.tell_failed(request.step, self.failure)
 
     def tell_failed(self, step: int, why: str) -> None:
-        """Say that a step is not saved, or not taken."""
+        """Report that a step is not saved, or has no snapshot."""
         events.record(self.run, self.attempt, events.CheckpointFailed(step, why))
         print(f"WARNING {why}", flush=True)
 
     def _record(self, kind: type[events.Checkpoint | events.CheckpointOnNodes], request: SaveRequest, at: Path) -> None:
-        """Record a save that is whole; `at`: its manifest, which a store may not give back any more."""
+        """Record a complete save; `at`: its manifest, which a store may no longer return."""
         if self.rank == 0:
             took, size = round(time.time() - request.manifest.time, 3), 0
-            with suppress(Exception):  # a store's client has its own kinds
+            with suppress(Exception):  # a store's client raises its own types
                 size = Manifest.read(at.parent, at.name).bytes
             events.record(self.run, self.attempt, kind(request.step, size, took))
 
     def restore(self, otherwise: Callable[[], None] | None = None) -> int:
-        """Load the newest whole checkpoint; without one call `otherwise`. Returns the step, 0 for none.
+        """Load the newest whole checkpoint, or call `otherwise` if there is none. Returns the step, 0 for none.
 
-        Each rank verifies what it reads, and rank 0 chooses. When one finds damage, all of them read all of it before
-        they judge. Damaged ones are set aside and named in an event. What the nodes have on their own disks is not read
-        from shared storage.
+        Rank 0 chooses a checkpoint, and each rank verifies what it reads. If one finds damage, all ranks read the whole
+        checkpoint before they judge it. Damaged checkpoints are set aside and named in an event. Shards on the nodes'
+        own disks are read from there, not from shared storage.
 
         Raises:
-            JobFailed: the checkpoint is of another model, or the run has had checkpoints and none can be used.
-            CannotReadHere: this machine alone cannot read it.
+            JobFailed: the checkpoint is of another model, or the run has had checkpoints but none can be used.
+            CannotReadHere: only this machine cannot read it.
         """
         begin = time.monotonic()
         restored = self._restore_newest()
@@ -276,16 +276,16 @@ class Checkpointer:
             told = events.Resumed(step, restored.samples, world, restored.place, restored.sent, took)
             events.record(self.run, self.attempt, told)
             print(f"resumed from step {step} on {counted(world, 'rank')}", flush=True)
-        if restored is not None or otherwise is not None:  # else the caller may yet fill the weights
+        if restored is not None or otherwise is not None:  # otherwise the caller may still load weights
             self.watch(step, is_end=True)
         self.on_restored(step)
         return step
 
     def _restore_newest(self) -> Restored | None:
-        """Return what was restored; None if no tier has anything."""
+        """Restore the newest step of all tiers; None if there is none."""
         storage = SharedStorage(self.run, self.job, self.attempt, self.term, self.ranks, self.state)
         disks = [LocalTier(self.disks, storage)] if self.disks is not None else []
-        tiers: list[Tier] = [storage, *disks, *self.snapshots]  # what is read faster comes later
+        tiers: list[Tier] = [storage, *disks, *self.snapshots]  # faster last: it wins at equal steps
         for tier in tiers:
             tier.prepare()
         restored: Restored | None = None
@@ -299,6 +299,7 @@ class Checkpointer:
                 snapshots.go_on(step)
             if newest is None:
                 storage.check_may_begin_again()
+                self.state.begin_anew()
                 return None
             restored = newest.load()
         self.samples, self.stream = restored.samples, restored.stream

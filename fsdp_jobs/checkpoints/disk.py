@@ -1,9 +1,9 @@
-"""Checkpoints on the nodes' own disks: written there first, copied to shared storage, read from there.
+"""Checkpoints on the nodes' own disks: written there first, read there, and copied to shared storage.
 
 On each node `<local_dir>/<run>-<mark>/step-<N>.<save>/` holds the shards that its ranks wrote. Metadata and the list
-of all shards (`shards.json`, in a manifest's form) are on shared storage, in the folder that becomes the
-checkpoint once every shard has been copied. A step of which the nodes hold every shard between them can be
-loaded: a node gets what it lacks from its peers.
+of all shards (`shards.json`, in the format of a manifest) are on shared storage, in the folder that becomes the
+checkpoint once every shard has been copied. A step can be loaded if the nodes together hold every shard: each
+node fetches the shards it lacks from its peers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from fsdp_jobs.checkpoints.tiers import Restored, SharedStorage, Tier
 
 _BLOCK = 1 << 24  # bytes copied at once
 _KEPT = 2  # newest steps that stay on a node's disk
-_SLOWEST_COPY = timedelta(hours=1)  # between the first rank's shards on shared storage and the last one's
+_SLOWEST_COPY = timedelta(hours=1)  # from the end of the first rank's copy to that of the last
 
 
 class LocalDisks:
@@ -55,9 +55,9 @@ class LocalDisks:
         self._upload: tuple[SaveRequest, Future[None]] | None = None
 
     def may_upload(self, must: bool) -> bool:
-        """All ranks: whether the save that begins now may be copied to shared storage.
+        """All ranks: return whether the save that begins now may be copied to shared storage.
 
-        Not while the last copy runs; with `must`, waits for it.
+        It may not while the last copy runs; with `must`, wait for that one.
         """
         if must and self._upload is not None:
             self._upload[1].exception()
@@ -68,17 +68,17 @@ class LocalDisks:
         self._upload = request, self._thread.submit(self._copy, request)
 
     def uploaded(self, wait: bool) -> tuple[SaveRequest, BaseException | None] | None:
-        """Return a copy that has ended since the last call, with its error."""
+        """Return the copy that has ended since the last call, with its error."""
         if self._upload is None or not (wait or self._upload[1].done()):
             return None
         (request, future), self._upload = self._upload, None
         return request, future.exception()
 
     def _copy(self, request: SaveRequest) -> None:
-        """In a thread of every rank: copy this rank's shards, and commit when all have.
+        """In a thread of every rank: copy this rank's shards; commit when all ranks have.
 
         Raises:
-            CheckpointException: what kept which rank from it, on all of them.
+            CheckpointException: on all ranks, with the errors of those that failed.
         """
 
         def copy() -> None:
@@ -92,12 +92,12 @@ class LocalDisks:
 
         self._copying.all_reduce("upload", copy, commit)
 
-    def tidy(self) -> None:
-        """Remove old steps from this node's disk: all but the newest, and the one that is being copied."""
+    def tidy(self, newest: Path) -> None:
+        """Remove old steps from this node's disk; `newest`, whatever the clock says, and the one being copied stay."""
         if not self.leads:
             return
         uploading = self._upload[0].shards if self._upload is not None else None
-        by_age = sorted(self.folder.glob("step-*"), key=lambda f: f.stat().st_mtime, reverse=True)
+        by_age = sorted(self.folder.glob("step-*"), key=lambda f: (f == newest, f.stat().st_mtime), reverse=True)
         for old in by_age[_KEPT:]:
             if old != uploading:
                 shutil.rmtree(old, ignore_errors=True)
@@ -107,33 +107,33 @@ class LocalDisks:
 
 
 class LocalTier(Tier):
-    """The steps that the nodes' disks hold between them."""
+    """The steps that the nodes' disks hold together."""
 
     def __init__(self, disks: LocalDisks, storage: SharedStorage):
         self.folder, self.leads, self.ranks, self.storage = disks.folder, disks.leads, disks.ranks, storage
-        self._offered: tuple[str, str] | None = None  # a checkpoint, and what lists its shards
-        self._lacking: set[str] = set()  # checkpoints that these disks do not hold all shards of
+        self._offered: tuple[str, str] | None = None  # a checkpoint, and the file that lists its shards
+        self._lacking: set[str] = set()  # checkpoints with shards missing on these disks
 
     def offer(self, at_least: int) -> int | None:
         """Return the newest step of which these disks may hold every shard, if it is as new as `at_least`.
 
-        A committed step that is also on these disks is read from them and not from shared storage.
+        A committed step that is also on these disks is read from them, not from shared storage.
         """
         self._offered = self.ranks.from_rank_0(self._newest)
         step = -1 if self._offered is None else step_of(self.storage.home / self._offered[0])
         return step if step >= at_least else None
 
     def _newest(self) -> tuple[str, str] | None:
-        """Return the newest checkpoint that may be here and what lists its shards, which says where else they are."""
+        """Return the newest checkpoint that may be here, and what lists its shards: `MANIFEST` if it is committed."""
         home = self.storage.home
         found = [(f, MANIFEST) for f in find_checkpoints(home)] + [(f, SHARDS) for f in find_on_nodes(home)]
         left = [(f, listed_in) for f, listed_in in reversed(found) if f.name not in self.storage.skipped]
-        by_step = {step_of(f): (f.name, listed_in) for f, listed_in in left}  # what was committed is the step
+        by_step = {step_of(f): (f.name, listed_in) for f, listed_in in left}  # a committed one wins
         steps = [step for step, (name, _) in by_step.items() if name not in self._lacking]
         return by_step[max(steps)] if steps else None
 
     def load(self) -> Restored | None:
-        """Load what was offered, if the nodes hold it between them."""
+        """Load the offered step, if the nodes together hold it."""
         assert self._offered is not None
         name, listed_in = self._offered
         manifest = self.storage.examine(name, listed_in, shards=False)
@@ -148,7 +148,7 @@ class LocalTier(Tier):
         return None
 
     def _holding(self, manifest: Manifest, contents: bool) -> Path | None:
-        """Return this node's folder of a step if the nodes have every shard of it, whole; else None.
+        """Return this node's folder of a step if the nodes together hold every shard intact; else None.
 
         `contents`: compare checksums as well as sizes.
         """
@@ -162,19 +162,19 @@ class LocalTier(Tier):
         return Path(by_rank[self._leaders[self.ranks.node]][1][0])
 
     def _best(self, step: int, shards: dict[str, dict[str, Any]], contents: bool) -> tuple[str, set[str]]:
-        """Return the folder here with most of a step's shards, and which it has; a new one if there is none."""
+        """Return the folder on this disk with most shards of a step, and their names; a new folder if there is none."""
         best: tuple[str, set[str]] = (str(self.folder / f"step-{step:08d}.fetched"), set())
         for folder in self.folder.glob(f"step-{step:08d}.*"):
             try:
                 here = shards.keys() - faults_in(folder, shards, contents).keys()
             except CannotReadHere:
-                continue  # this disk is as good as lost, and peers or shared storage have what was on it
+                continue  # treat this disk as lost: peers or shared storage have its shards
             if len(here) > len(best[1]):
                 best = str(folder), here
         return best
 
     def _fetch(self, folder: Path, state: dict[str, Any], metadata: Metadata) -> None:
-        """After `_holding`, get from peers the shards that this node needs and lacks."""
+        """After `_holding`, fetch from peers the shards that this node needs and lacks."""
         planner = DefaultLoadPlanner()
         planner.set_up_planner(state, metadata, is_coordinator=False)
         stored = metadata.storage_data
@@ -184,7 +184,7 @@ class LocalTier(Tier):
 
 
 def _copy_checked(source: Path, target: Path, expected: dict[str, Any]) -> None:
-    """Raises: OSError when the copied bytes differ from those that were written."""
+    """Raises: OSError when the bytes read differ from those that were written."""
     with open_verified(source, expected) as f, target.open("wb") as to:
         shutil.copyfileobj(f, to, _BLOCK)
         to.flush()

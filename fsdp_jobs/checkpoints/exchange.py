@@ -1,4 +1,4 @@
-"""Send whole files from the nodes that hold them to the nodes that need them, through the ranks' own group."""
+"""Send whole files from the nodes that hold them to the nodes that need them, over the ranks' process group."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _BLOCK = 1 << 24  # bytes sent at once
 
 
 class CannotKeep(OSError):
-    """A node cannot read what others need, or has no room for what they have sent."""
+    """A node cannot read a file that others need, or has no room for one it received."""
 
 
 def fetch_files(
     ranks: Ranks, leader: int, held: Mapping[int, Set[str]], wanted: Set[str], folder: Path, into: Path
 ) -> int:
-    """All ranks: get the files that this rank's node needs and lacks. Returns the bytes that came from other nodes.
+    """All ranks: fetch the files that this rank's node needs and lacks. Returns the bytes from other nodes.
 
     Args:
         leader: the rank that receives for this rank's node.
         held: leader -> names of the files in its `folder`; the same on every rank.
-        wanted: names of the files that this rank needs, each held somewhere.
-        into: where files from other nodes are written to.
+        wanted: names of the files that this rank needs, each held by some node.
+        into: the folder for files from other nodes.
 
     Raises:
-        CannotKeep: on all ranks, when one of them cannot read what it holds, or write what it got.
+        CannotKeep: on all ranks, if one of them cannot read a file it holds, or write one it received.
     """
     came, wrong = 0, ""
     by_rank = ranks.gather((leader, wanted))
@@ -51,7 +51,7 @@ def fetch_files(
                     f.writelines(block.numpy().data for block in blocks)
             except OSError as e:
                 wrong = f"rank {ranks.rank} cannot keep {into / name}: {e.strerror}"
-                for _ in blocks:  # what is sent has to be received
+                for _ in blocks:  # the sender sends it anyway
                     pass
     if faults := [fault for fault in ranks.gather(wrong) if fault]:
         raise CannotKeep(faults[0])
@@ -59,7 +59,7 @@ def fetch_files(
 
 
 def _send(file: Path, to: int, group: dist.ProcessGroup) -> str:
-    """Send a file; what cannot be read is sent as nothing or as zeros, and why is returned."""
+    """Send a file. If it cannot be read, send nothing or zeros instead, and return why."""
     wrong, size = "", 0
     with ExitStack() as stack:
         try:
@@ -80,7 +80,7 @@ def _send(file: Path, to: int, group: dist.ProcessGroup) -> str:
 
 
 def _blocks(size: int, source: int, group: dist.ProcessGroup) -> Iterator[torch.Tensor]:
-    """Receive what `_send` sends."""
+    """Receive a file from `_send`."""
     for begin in range(0, size, _BLOCK):
         block = torch.empty(min(_BLOCK, size - begin), dtype=torch.uint8)
         dist.recv(block, source, group=group)

@@ -1,4 +1,4 @@
-"""The state of models that FSDP1 (`FullyShardedDataParallel`) wraps, under the names and in the shards of FSDP2."""
+"""The state of FSDP1 models (`FullyShardedDataParallel`), with the names and shards of FSDP2."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
+    _init_optim_state,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -25,23 +26,24 @@ from fsdp_jobs.checkpoints.state import State, by_parameter
 
 
 class Fsdp1State(State):
-    """State of a model with flat parameters: torch gathers each FSDP unit, and cuts copies of its tensors by rows.
+    """State of a model with flat parameters: torch gathers each FSDP unit, and shards copies of its tensors by rows.
 
-    A save and a restore therefore communicate, and take the memory of the rank's share a second time.
+    Saves and restores therefore communicate, and need memory for a second copy of the rank's shard.
     """
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, others: Mapping[str, Stateful], device: torch.device
     ):
-        """Take all of it apart once, as a save does; an optimizer without state is left without.
+        """Build the state once, as a save does; an optimizer that has none is left without.
 
         Raises:
-            TypeError: it cannot be saved; the ranks do not train one model.
+            TypeError: it cannot be saved, or the ranks do not train one model.
         """
         self._device, self._copies = device, dict[str, Any]()
         _check_groups(model)
         is_new, groups = not optimizer.state, [dict(group) for group in optimizer.param_groups]
         try:
+            _init_optim_state(optimizer)
             super().__init__(model, optimizer, others, device)
         except (AssertionError, KeyError, RuntimeError, ValueError) as e:
             why = f"{type(e).__name__}: {e}".partition("\n")[0]
@@ -55,14 +57,15 @@ class Fsdp1State(State):
                 group.update(before)
 
     def _live(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Copy what there is now; where a rank has rows of a tensor, it is a DTensor.
+        """Copy the current state; tensors sharded by rows are DTensors.
 
         Raises:
-            TypeError: an optimizer's state has not the shape of its parameter.
+            TypeError: an optimizer's state differs from its parameter in shape.
         """
         with self._as_dtensors():
             model: dict[str, Any] = get_model_state_dict(self.model)
-            optim = get_optimizer_state_dict(self.model, self.optimizer)
+            has_state = bool(self.optimizer.state)  # torch would create it
+            optim: Any = get_optimizer_state_dict(self.model, self.optimizer) if has_state else {"state": {}}
         self._copies = {"model": model, "optim": optim}
         self.buffers = frozenset(self._fqn(name) for name, _ in self.model.named_buffers(remove_duplicate=False))
         state = {f"model.{name}": value for name, value in model.items()}
@@ -75,46 +78,53 @@ class Fsdp1State(State):
             state[f"optim.state.{name}.{key}"] = value
         return self._split(state)
 
-    def to_capture(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        state = super().to_capture()
+    def to_save(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        state = super().to_save()
         self._copies.clear()
         return state
 
     def to_compare(self) -> dict[str, Tensor]:
-        """Return nothing: to take flat parameters apart costs as much as a save. Captures are compared."""
+        """Return nothing: unflattening parameters costs as much as a save. Snapshots are compared instead."""
         return {}
 
     def _alike(self, saved: Mapping[str, Any]) -> set[Tensor]:
-        """Return none: torch takes flat parameters apart once the optimizer has state of all that they hold."""
+        """Return none: torch unflattens parameters only if the optimizer has state for all that they hold."""
         return set()
 
     def _match_optimizer(self, state: dict[str, Tensor], saved: Mapping[str, Any]) -> None:
-        """Leave out the state of parameters that have had no gradient there: as before the first, it is zero here."""
-        if there := by_parameter(saved):
-            for prefix, keys in by_parameter(state).items():
-                for key in keys if prefix not in there else ():
-                    state.pop(f"{prefix}.{key}").zero_()
+        """Zero the state of parameters that had no gradient before the save, in place of loading it.
+
+        Drop all of it if the optimizer had made no update.
+        """
+        there = by_parameter(saved)
+        for prefix, keys in by_parameter(state).items():
+            for key in keys if prefix not in there else ():
+                state.pop(f"{prefix}.{key}").zero_()
+        if not there:
+            self.optimizer.state.clear()
+            self._copies["optim"]["state"].clear()
 
     def _put_back(self, values: dict[str, Any]) -> None:
-        """Give model and optimizer the copies that were read into."""
+        """Put the loaded copies back into model and optimizer."""
         model, optim = self._copies["model"], self._copies["optim"]
         model = {name: values.get(f"model.{name}", value) for name, value in model.items()}
         for name, key, value in list(_entries(optim)):
             optim["state"][name][key] = values.get(f"optim.state.{name}.{key}", value)
         with self._as_dtensors():
             set_model_state_dict(self.model, model)
-            set_optimizer_state_dict(self.model, self.optimizer, optim)
+            if optim["state"]:
+                set_optimizer_state_dict(self.model, self.optimizer, optim)
         self._copies.clear()
 
     @contextmanager
     def _as_dtensors(self) -> Iterator[None]:
-        """Let FSDP1 use DTensors, as with a device mesh: else it has its own sharded tensors, which DCP cannot copy."""
+        """Have FSDP1 use DTensors, as with a device mesh; without one it uses ShardedTensors, which DCP cannot copy."""
         units = [unit for unit in FullyShardedDataParallel.fsdp_modules(self.model) if unit._device_mesh is None]
         for unit in units:
             unit._device_mesh = DeviceMesh.from_group(_group_of(unit), self._device.type)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of torch to itself
+                warnings.simplefilter("ignore")  # from torch's own calls
                 yield
         finally:
             for unit in units:
@@ -127,7 +137,7 @@ def is_used(model: nn.Module) -> bool:
 
 
 def _entries(optim: Any) -> Iterator[tuple[str, str, Any]]:
-    """Yield parameter, key and value of an optimizer's state."""
+    """Yield (parameter, key, value) of an optimizer's state."""
     for name, of_parameter in optim["state"].items():
         for key, value in of_parameter.items():
             yield name, key, value
@@ -139,10 +149,10 @@ def _group_of(unit: FullyShardedDataParallel) -> dist.ProcessGroup:
 
 
 def _check_groups(model: nn.Module) -> None:
-    """Raises: TypeError when some ranks train models of their own, of which a checkpoint would keep one."""
+    """Raises: TypeError when groups of ranks train separate models, of which a checkpoint would keep only one."""
     world = dist.get_world_size()
     for unit in FullyShardedDataParallel.fsdp_modules(model):
-        is_hybrid = unit.sharding_strategy in HYBRID_SHARDING_STRATEGIES  # no more, once its shard groups have one rank
+        is_hybrid = unit.sharding_strategy in HYBRID_SHARDING_STRATEGIES  # not if its shard groups have one rank
         ranks = _group_of(unit).size() * (unit._inter_node_pg.size() if is_hybrid else 1)
         if ranks < world:
             raise TypeError(

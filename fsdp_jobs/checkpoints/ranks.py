@@ -1,6 +1,6 @@
-"""Collectives of all ranks: exchange objects, and agree whether a checkpoint is damaged.
+"""Collectives over all ranks: exchange objects, and agree whether a checkpoint is damaged.
 
-A file counts as damaged only if two readings find the same fault; the second is by another node where there is one.
+A file counts as damaged only if two readings find the same fault; another node, if there is one, does the second.
 A fault that only one node sees is that node's failure.
 """
 
@@ -22,41 +22,41 @@ from fsdp_jobs.checkpoints.catalog import METADATA, NOT_FINITE, CannotReadHere, 
 from fsdp_jobs.checkpoints.storage import SafeReader, lacking_in
 
 _MOST_THREADS = 4  # each may hold a tensor that it has read
-_PATIENCE_S = 30.0  # until a file that another machine has written must be visible here
+_PATIENCE_S = 30.0  # until another machine's file must be visible here
 
 
 class Ranks:
-    """The ranks of a group. Every method is called by all of them, in the same order."""
+    """The ranks of a group. All of them call each method, in the same order."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.node = os.environ.get("GROUP_RANK", socket.gethostname())
         cores, here = len(os.sched_getaffinity(0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        self.threads = min(_MOST_THREADS, max(1, cores // here))  # of one rank that restores
+        self.threads = min(_MOST_THREADS, max(1, cores // here))  # with which a rank restores
 
     def gather(self, own: Any) -> list[Any]:
-        """Return what each rank has, by rank."""
+        """Return every rank's `own`, by rank."""
         by_rank: list[Any] = [None] * self.world
         dist.all_gather_object(by_rank, own, group=self.group)
         return by_rank
 
     def from_rank_0(self, answer: Callable[[], Any]) -> Any:
-        """Return what rank 0 answers; what it raises is raised there, and the others find that it has gone."""
+        """Return rank 0's answer. If it raises, only rank 0 fails, and the others notice that it has gone."""
         answers = [answer() if self.rank == 0 else None]
         dist.broadcast_object_list(answers, src=0, group=self.group)
         return answers[0]
 
     def examine(self, folder: Path, listed_in: str, shards: bool, contents: bool) -> tuple[Manifest | None, list[str]]:
-        """Look at a checkpoint. Returns its manifest, and the faults that two readings agree on.
+        """Check a checkpoint. Returns its manifest, and the faults that two readings agree on.
 
         Args:
             listed_in: the manifest's name.
             shards: examine them as well as the metadata.
-            contents: read them whole; else their sizes have to do.
+            contents: read them whole; otherwise check only sizes.
 
         Raises:
-            CannotReadHere: this machine alone cannot read it, or reads something else than the others.
+            CannotReadHere: only this machine cannot read it, or it reads other bytes than the others.
         """
         if faults := self._confirmed(folder, {listed_in: None}):
             return None, faults
@@ -73,10 +73,10 @@ class Ranks:
 
     @contextmanager
     def reading(self, folder: Path) -> Iterator[None]:
-        """Blame a failure to read a checkpoint that is whole on the rank that has it; the others wait until it is gone.
+        """Blame a failure to read an intact checkpoint on the rank where it happens; the others wait for its exit.
 
         Raises:
-            CannotReadHere: this rank has failed.
+            CannotReadHere: it happened on this rank.
         """
         try:
             yield
@@ -91,18 +91,18 @@ class Ranks:
             raise
 
     def _confirmed(self, folder: Path, files: Mapping[str, dict[str, Any] | None], contents: bool = False) -> list[str]:
-        """Read files, each rank its part, and what seems damaged again, elsewhere or from the disk.
+        """Read files, each rank its part; read apparent damage again, on another node or from the disk.
 
-        `files` and `contents` are as `faults_in` wants them.
+        `files` and `contents` are those of `faults_in`.
 
         Raises:
-            CannotReadHere: the other reading differs, and stays different.
+            CannotReadHere: the second reading differs, and keeps differing.
         """
 
         def read(names: Iterable[str], from_disk: bool = True) -> dict[str, str]:
             return catalog.faults_in(folder, {name: files[name] for name in names}, contents, from_disk)
 
-        seen = read(sorted(files)[self.rank :: self.world], from_disk=not contents)  # the little that all depend on
+        seen = read(sorted(files)[self.rank :: self.world], from_disk=not contents)  # small, and all depend on it
         first = self.gather((self.node, seen))
         if not any(faults for _, faults in first):
             return []

@@ -1,4 +1,4 @@
-"""Have DCP write a state: from its tensors, or asynchronously from a copy."""
+"""Save a state with DCP: from its tensors, or asynchronously from a copy."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from fsdp_jobs.config.keys import AUTO
 
 
 class _Stager(DefaultStager):
-    """A stager for many saves: that of torch 2.11 empties its table of copiers after each one.
+    """A stager for many saves; torch 2.11's own empties its table of copiers after each one.
 
-    It tells the writer what has changed while it was copied, before the writer may go to DCP's process.
+    It hands the writer the tensors that changed during the copy, before the writer may go to DCP's process.
     """
 
     watched: tuple[Unchanged, CommittingWriter] | None = None
@@ -43,7 +43,7 @@ class _Stager(DefaultStager):
 
 
 class Saver:
-    """Writes one state after the other, together with all ranks."""
+    """Writes one state at a time, on all ranks together."""
 
     def __init__(self, mode: str, device: torch.device, group: dist.ProcessGroup):
         """`mode` is `checkpoint.async_mode`."""
@@ -55,13 +55,13 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
 
     def save(self, request: SaveRequest, state: State, block: bool) -> tuple[Future[Any], Future[Any]]:
-        """Write a state or, without `block`, begin to. Returns what is done when it may change, and when it is written.
+        """Write a state or, without `block`, begin to. Returns two futures: the state may change; it is written.
 
         Raises:
-            TypeError: with `block`, a value is neither plain nor a tensor; else the first of the two has it.
+            TypeError: a value is neither plain nor a tensor; without `block`, the first future raises it.
         """
-        tensors, objects = state.to_capture()
-        if not block and self.mode != "off":  # last: who starts a thread may wait for the interpreter's lock
+        tensors, objects = state.to_save()
+        if not block and self.mode != "off":  # last: starting a thread may wait for the GIL
             pack = partial(state.packed, copy.deepcopy(objects))
             ready = torch.cuda.current_stream().record_event() if self._device.type == "cuda" else None
             staged = self._thread.submit(self._stage, request, tensors, pack, ready, Unchanged(tensors))
@@ -71,7 +71,7 @@ class Saver:
         try:
             dcp.save(whole, **self._how(request))
             written.set_result(None)
-        except (Exception, CheckpointException) as e:  # the second is none of the first
+        except (Exception, CheckpointException) as e:  # the second is not an Exception
             written.set_exception(e)
         return copied, written
 
@@ -86,7 +86,7 @@ class Saver:
         ready: torch.cuda.Event | None,
         unchanged: Unchanged,
     ) -> Callable[[], object]:
-        """In a thread: copy the state once it is `ready`. Returns what writes the copy, and holds nothing else."""
+        """In a thread: copy the state once it is `ready`. Returns a function that writes it and holds nothing else."""
         if ready is not None:
             torch.cuda.set_device(self._device)  # of this thread
             ready.synchronize()  # the stager copies on a stream of its own
@@ -101,6 +101,6 @@ class Saver:
         return partial(dcp.save, cast("Future[dict[str, Tensor]]", self.stager.stage(state)).result(), **how)
 
     def close(self) -> None:
-        """Release its resources, once the last save is over."""
+        """Wait for the last save, and release resources."""
         self._thread.shutdown()
         self.stager.close()

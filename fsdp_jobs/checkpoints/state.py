@@ -1,4 +1,4 @@
-"""The state of a training program as tensors by name: read from its objects, and put back."""
+"""Convert the state of a training program to tensors by name, and back."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict import StateDictOptions, _get_fqns, _init_optim_state, set_model_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fsdp_jobs.config.errors import JobFailed
-from fsdp_jobs.run.table import listed
+from fsdp_jobs.run.table import counted, listed
 
-RANDOM = "rng."  # names of ranks' random states begin so
-_OPTIM = "optim.state."  # names of an optimizer's state begin so; then come the parameter's and the state's own
-_VALUES = "values"  # what model and optimizer hold besides tensors
+RANDOM = "rng."  # prefix of the names of ranks' random states
+_OPTIM = "optim.state."  # prefix of an optimizer's state; the parameter's name and the state's key follow
+_HYPERPARAMETERS = "hyperparameters"  # name of the optimizer's, among the other objects
+_VALUES = "values"  # name of what model and optimizer hold besides tensors
 
 
 class State:
@@ -31,43 +32,58 @@ class State:
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, others: Mapping[str, Stateful], device: torch.device
     ):
-        """Look at all of it once.
+        """Check once that all of it can be saved.
 
         Raises:
             TypeError: something in it cannot be saved.
         """
         self.model, self.optimizer, self.device = model, optimizer, device
+        if _HYPERPARAMETERS in others:
+            raise TypeError(f"{_HYPERPARAMETERS} are the optimizer's in a checkpoint: save yours by another name")
         known = set(model.parameters())
         if any(p not in known for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
             raise TypeError("the optimizer has a parameter that the model has not: make the optimizer after FSDP")
-        others = {"hyperparameters": Hyperparameters(optimizer), **others}
+        others = {_HYPERPARAMETERS: Hyperparameters(optimizer), **others}
         self.others = {f"others.{name}": other for name, other in others.items()}
         self.random = {f"{RANDOM}{dist.get_rank()}": RandomState(device)}
         self._fqns: dict[str, str] = {}
         self._is_prepared = False
-        self.buffers: frozenset[str] = frozenset()  # the tensors that a forward may change, by name
+        self._unread: set[Tensor] = set()  # parameters whose optimizer state exists only to be loaded into
+        self.buffers: frozenset[str] = frozenset()  # names of the tensors that a forward may change
         _, values = self._live()
         for name, value in [*values.items(), *((name, o.state_dict()) for name, o in self.others.items())]:
             _packed(name, value)
 
     def live(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the tensors of model and optimizer by name, and their other values; hyperparameters left out.
+        """Return the tensors of model and optimizer by name, and their other values, without hyperparameters.
 
-        An optimizer that has made no step gets the state that it would have before its first.
+        An optimizer that has made no step first creates its initial state.
         """
         self._prepare(lambda params: params)
         return self._live()
 
     def _prepare(self, some: Callable[[list[Tensor]], list[Tensor]]) -> None:
-        """Have an optimizer that has made no step make the state of some of the parameters of each group."""
+        """Have an optimizer that has made no step create its state for `some` of the parameters of each group."""
         if not self._is_prepared:
             groups = self.optimizer.param_groups
             whole = [group["params"] for group in groups]
+            own, step = vars(self.optimizer).get("step"), self.optimizer.step
+
+            def step_once(closure: None) -> None:
+                try:
+                    step(closure)
+                except (TypeError, AssertionError):  # it needs a closure, as SAM does
+                    step(lambda: 0.0)
+
+            self.optimizer.step = step_once  # type: ignore[method-assign, assignment]
             try:
                 for group, params in zip(groups, whole, strict=True):
                     group["params"] = some(params)
                 _init_optim_state(self.optimizer)
             finally:
+                del self.optimizer.step
+                if own is not None:  # a scheduler's
+                    self.optimizer.step = own  # type: ignore[method-assign]
                 for group, params in zip(groups, whole, strict=True):
                     group["params"] = params
             self._is_prepared = True
@@ -79,27 +95,28 @@ class State:
         return self.buffers | {self._fqn(name) for name in frozen}
 
     def to_compare(self) -> dict[str, Tensor]:
-        """Return what replicas hold in common, as it is now: parameters, and what the optimizer holds so far."""
+        """Return the tensors that replicas must hold alike: parameters, and the optimizer's state so far."""
         tensors, _ = self._live()
         return {name: tensor for name, tensor in tensors.items() if name not in self.buffers}
 
     def _live(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Look up what there is now.
+        """Look up the current tensors and values.
 
         Raises:
-            TypeError: the optimizer holds state of a tensor that the model does not have, or this rank's own part of
-                what should be sharded.
+            TypeError: the optimizer holds state of a tensor that is not in the model, or a plain tensor for a sharded
+                parameter.
         """
         parameters = [(self._fqn(n), p) for n, p in self.model.named_parameters(remove_duplicate=False)]
-        names: dict[Tensor, str] = {p: name for name, p in reversed(parameters)}  # a tied weight's first one
+        names: dict[Tensor, str] = {p: name for name, p in reversed(parameters)}  # of a tied weight, the first
         state = {self._fqn(name): value for name, value in self.model.state_dict().items()}
         self.buffers = frozenset(state) - dict(parameters).keys()
         for parameter, of_parameter in self.optimizer.state.items():
             if parameter not in names:
                 raise TypeError("the optimizer holds state of a tensor that is not a parameter: it cannot be saved")
             prefix = _of_parameter(names[parameter])
-            tensors = {k: v for k, v in of_parameter.items() if isinstance(v, Tensor) and v.numel() > 1}
-            if _is_in_parts(parameter) and (own := [k for k, v in tensors.items() if not _is_in_parts(v)]):
+            leaves = [(key, leaf) for key, value in of_parameter.items() for leaf in tree_leaves(value)]
+            tensors = [(key, leaf) for key, leaf in leaves if isinstance(leaf, Tensor) and leaf.numel() > 1]
+            if _is_in_parts(parameter) and (own := [key for key, tensor in tensors if not _is_in_parts(tensor)]):
                 raise TypeError(
                     f"{prefix}.{own[0]} is each rank's own, and of a parameter that is sharded: a checkpoint would "
                     "keep one rank's. Make it like the parameter, by torch.zeros_like(p)"
@@ -112,17 +129,18 @@ class State:
         return {k: v for k, v in state.items() if k not in values}, values
 
     def _fqn(self, name: str) -> str:
-        """Return the name of a member of the model without what wrappers have put into it."""
+        """Return the name of a member of the model without the parts that wrappers insert."""
         if name not in self._fqns:
             self._fqns[name] = f"model.{next(iter(_get_fqns(self.model, name)))}"
         return self._fqns[name]
 
-    def to_capture(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return all that a checkpoint holds: its tensors, and by name the objects that are still to be `packed`.
+    def to_save(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return all that a checkpoint holds: tensors, and by name the objects that are still to be `packed`.
 
-        The tensors are those that an update changes; buffers are copied, so that the next forward may change them.
+        The tensors are live: an update changes them. Buffers are copies, because the next forward may change them. An
+        optimizer that has made no update has no state; creating it would count as one.
         """
-        tensors, values = self.live()
+        tensors, values = self._live()
         tensors |= {name: tensors[name].clone() for name in self.buffers & tensors.keys()}
         return tensors, {_VALUES: values, **{name: o.state_dict() for name, o in (self.others | self.random).items()}}
 
@@ -135,27 +153,29 @@ class State:
         return {name: _packed(name, value) for name, value in objects.items()}
 
     def to_load(self, metadata: Metadata, checkpoint: str, same_world: bool) -> dict[str, Tensor]:
-        """Return the tensors to read a checkpoint into, random states only at the same number of ranks.
+        """Return the tensors to load a checkpoint into; random states only if the number of ranks is the same.
 
         Raises:
             JobFailed: the checkpoint is of another model.
         """
-        if alike := self._alike(metadata.state_dict_metadata):  # by one's the others' are made, in less time
+        before = {*self.optimizer.state}
+        if alike := self._alike(metadata.state_dict_metadata):  # the others' state is made like one's, which is faster
             self._prepare(lambda params: sorted(alike & {*params}, key=Tensor.numel)[:1])
         state, _ = self.live()
         self._match_optimizer(state, metadata.state_dict_metadata)
+        self._unread |= self.optimizer.state.keys() - before
         for name in [_VALUES, *self.others, *(self.random if same_world else ())]:
             saved = metadata.state_dict_metadata.get(name)
-            if name != _VALUES or saved is not None:  # which version 0.1 did not save
+            if name != _VALUES or saved is not None:  # version 0.1 did not save them
                 size = saved.size if isinstance(saved, TensorStorageMetadata) else 0
                 state[name] = torch.empty(size, dtype=torch.uint8)
         _check_same_model(state, metadata.state_dict_metadata, checkpoint)
         return state
 
     def _alike(self, saved: Mapping[str, Any]) -> set[Tensor]:
-        """Return the parameters that the optimizer has state of in a checkpoint.
+        """Return the parameters that have optimizer state in a checkpoint.
 
-        None, where it has other state than numbers and tensors of its parameter's shape.
+        Returns none if any of it is neither a number nor a tensor of its parameter's shape.
         """
         parameters = {_of_parameter(self._fqn(name)): p for name, p in self.model.named_parameters()}
         there = by_parameter(saved)
@@ -167,13 +187,14 @@ class State:
         return {p for prefix, p in parameters.items() if prefix in there and p.requires_grad}
 
     def _match_optimizer(self, state: dict[str, Tensor], saved: Mapping[str, Any]) -> None:
-        """Have the optimizer hold state of the parameters of which a checkpoint has some.
+        """Have the optimizer hold state for exactly the parameters that have state in a checkpoint.
 
-        An optimizer makes it at a parameter's first gradient: one that has had none, or was frozen, has none there.
+        Optimizers create it at a parameter's first gradient: one that had no gradient, or was frozen, has no state,
+        and before the first update none has.
         """
         there, here = by_parameter(saved), by_parameter(state)
-        if not there or not here:
-            return  # of another optimizer
+        if there and not here:
+            return  # from another optimizer
         of_others = [*self.optimizer.state.values()]
         devices = {k: v.device for one in of_others for k, v in one.items() if isinstance(v, Tensor)}
         in_groups = {p for group in self.optimizer.param_groups for p in group["params"]}
@@ -188,29 +209,39 @@ class State:
                     entry = saved[f"{prefix}.{key}"]
                     device = devices.get(key)  # counters of a fused optimizer are on the GPU
                     like = parameter if entry.size == parameter.shape else torch.empty(entry.size, device=device)
-                    made = torch.zeros_like(like, dtype=entry.properties.dtype, requires_grad=False)
+                    made = torch.empty_like(like, dtype=entry.properties.dtype, requires_grad=False)
                     self.optimizer.state[parameter][key] = state[f"{prefix}.{key}"] = made
 
+    def begin_anew(self) -> None:
+        """Drop the optimizer's state that was made to be loaded into: nothing was loaded."""
+        for parameter in self._unread & self.optimizer.state.keys():
+            del self.optimizer.state[parameter]
+        self._unread.clear()
+        self._is_prepared = False
+
     def take(self, state: dict[str, Tensor]) -> None:
-        """Go on from what was read into the tensors of `to_load`; model's and optimizer's are their own already."""
+        """Take over the loaded tensors of `to_load`; those of model and optimizer were loaded in place."""
+        self._unread.clear()
         self._put_back(_unpacked(state[_VALUES]) if _VALUES in state else {})
         for name, other in (self.others | self.random).items():
             if name in state:
                 other.load_state_dict(_unpacked(state[name]))
 
     def _put_back(self, values: dict[str, Any]) -> None:
-        """Give model and optimizer the values that are no tensors."""
+        """Set the values of model and optimizer that are not tensors."""
         extra = {name.removeprefix("model."): v for name, v in values.items() if name.startswith("model.")}
         if extra:
             set_model_state_dict(self.model, extra, options=StateDictOptions(strict=False))
+        keys = {str(key): key for of_one in self.optimizer.state.values() for key in of_one}  # a key may be a number
         for name, parameter in self.model.named_parameters():
             prefix = f"{_of_parameter(self._fqn(name))}."
-            of_parameter = {n.removeprefix(prefix): v for n, v in values.items() if n.startswith(prefix)}
-            self.optimizer.state[parameter].update(of_parameter) if of_parameter else None
+            if of_parameter := {n.removeprefix(prefix): v for n, v in values.items() if n.startswith(prefix)}:
+                here = {keys.get(name, name): value for name, value in of_parameter.items()}
+                self.optimizer.state[parameter].update(here)
 
 
 class Hyperparameters:
-    """What an optimizer's groups hold besides parameters; schedulers compute the next rate from it."""
+    """Values of an optimizer's groups besides parameters; schedulers compute the next rate from them."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.optimizer = optimizer
@@ -219,7 +250,14 @@ class Hyperparameters:
         return {"groups": [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for group, saved in zip(self.optimizer.param_groups, state["groups"], strict=True):
+        """Raises: JobFailed if the optimizer has another number of groups."""
+        here, there = self.optimizer.param_groups, state["groups"]
+        if len(here) != len(there):
+            raise JobFailed(
+                f"the optimizer has {counted(len(here), 'group')} of parameters, and {len(there)} in the checkpoint: "
+                "make the same groups before restore(), or use another run name"
+            )
+        for group, saved in zip(here, there, strict=True):
             group.update(saved)
 
 
@@ -239,7 +277,7 @@ class RandomState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         torch.set_rng_state(state["torch"])
-        generator, keys, *rest = state["numpy"]  # once the keys and words were tensors
+        generator, keys, *rest = state["numpy"]  # earlier versions saved tensors
         np.random.set_state((generator, np.asarray(keys, np.uint32), *rest))
         version, words, gauss = state["python"]
         random.setstate((version, tuple(map(int, words)), gauss))
@@ -248,7 +286,7 @@ class RandomState:
 
 
 def _is_in_parts(tensor: Tensor) -> bool:
-    """Whether it is sharded over ranks; what they all have whole is not."""
+    """Whether a tensor is sharded over ranks, not replicated on all."""
     return isinstance(tensor, DTensor) and any(
         placement.is_shard() and size > 1
         for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True)
@@ -256,12 +294,16 @@ def _is_in_parts(tensor: Tensor) -> bool:
 
 
 def _packed(name: str, values: Any) -> Tensor:
-    """Raises: TypeError for what could not be read back: neither plain values nor whole tensors."""
+    """Return a tensor of bytes; NumPy's numbers, which `_unpacked` refuses, become Python's.
+
+    Raises:
+        TypeError: some values could not be loaded: they are neither plain nor unsharded tensors.
+    """
     if any(isinstance(value, Tensor) and _is_in_parts(value) for value in tree_leaves(values)):
         raise TypeError(f"{name} holds sharded tensors, of which one rank's parts would be saved: give full_tensor()")
     file = io.BytesIO()
     try:
-        torch.save(values, file)
+        torch.save(tree_map(lambda value: value.item() if isinstance(value, np.generic) else value, values), file)
         packed = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
         _unpacked(packed)
     except Exception as e:
@@ -270,12 +312,12 @@ def _packed(name: str, values: Any) -> Tensor:
 
 
 def _of_parameter(name: str) -> str:
-    """Return how the names of an optimizer's state of a parameter begin."""
+    """Return the prefix of the names of a parameter's optimizer state."""
     return f"{_OPTIM}{name.removeprefix('model.')}"
 
 
 def by_parameter(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return the keys of an optimizer's state by the parameter that it is of."""
+    """Group the keys of an optimizer's state by parameter."""
     found: dict[str, list[str]] = {}
     for prefix, _, key in (name.rpartition(".") for name in names if name.startswith(_OPTIM)):
         found.setdefault(prefix, []).append(key)

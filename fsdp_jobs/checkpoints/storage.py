@@ -45,12 +45,12 @@ from fsdp_jobs.run.processes import watch_parent
 from fsdp_jobs.run.table import listed
 from fsdp_jobs.run.term import Term
 
-_OF_A_THREAD = 1 << 26  # bytes that are worth another thread to read them
+_OF_A_THREAD = 1 << 26  # bytes to read per further thread
 _REPORT = MetadataIndex("what a rank has written")
 
 
 class Torn(Exception):
-    """Tensors were changed, not by the optimizer, before they were copied."""
+    """Something other than the optimizer changed tensors before they were copied."""
 
 
 class NotFinite(Exception):
@@ -58,9 +58,9 @@ class NotFinite(Exception):
 
 
 class _SummedFileSystem(FileSystem):
-    """Files with their sums, by name: of those it reads as they have to be, of those it writes as they are.
+    """Files with checksums by name: verifies the files that it reads, records those of files that it writes.
 
-    Its paths are Paths, or UPaths over fsspec. With `read_back` it compares what it has written with what is there.
+    Its paths are Paths, or UPaths over fsspec. With `read_back` it reads what it wrote, and compares.
     """
 
     def __init__(self, sums: Mapping[str, dict[str, Any]] = MappingProxyType({}), read_back: bool = False) -> None:
@@ -90,7 +90,7 @@ class _SummedFileSystem(FileSystem):
         return cast(Path, path) / suffix
 
     def mkdir(self, path: str | os.PathLike[str]) -> None:
-        """Leave it to the coordinator: a folder that was removed while others still wrote must not come back."""
+        """Leave it to DCP's coordinator: a folder removed while others still write must not come back."""
 
     def exists(self, path: str | os.PathLike[str]) -> bool:
         return cast(Path, path).exists()
@@ -101,12 +101,12 @@ class _SummedFileSystem(FileSystem):
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """One checkpoint to be written, the same on every rank."""
+    """One checkpoint to write, the same on every rank."""
 
     checkpoints: Path
-    save: str  # differs between saves of a run, so that no two write into the same folder
+    save: str  # unique per save of a run, so that no two write to the same folder
     term: Term
-    manifest: Manifest  # its files are known when all are written
+    manifest: Manifest  # its `files` are known once all are written
     config: CheckpointConfig
     local: Path | None  # this run's folder on each node's own disk, if shards go there first
     may_be_infinite: frozenset[str]  # names of tensors
@@ -131,11 +131,11 @@ class SaveRequest:
         return self.temporary if self.local is None else self.local / f"step-{self.step:08d}.{self.save}"
 
     def commit(self, manifest: Manifest) -> None:
-        """Commit on shared storage what `manifest` lists, and remove what is older than `checkpoint.keep` says.
+        """Commit the files of `manifest` on shared storage, and remove checkpoints beyond `checkpoint.keep`.
 
         Raises:
             Fenced: the round is over.
-            OSError: what was reported is not what is there.
+            OSError: the files differ from those reported.
         """
         self.term.check()
         known = known_here()
@@ -147,12 +147,12 @@ class SaveRequest:
             if known.compared >= 0:
                 catalog.mark_agreed(self.checkpoints, known.about)
             catalog.prune(self.checkpoints, self.config.keep)
-        except Exception as e:  # a store's client has its own kinds; it is committed nevertheless
+        except Exception as e:  # a store's client raises its own types; it is committed
             print(f"WARNING older checkpoints stay: {type(e).__name__}: {e}", flush=True)
 
 
 class CommittingWriter(FileSystemWriter):
-    """A DCP writer whose `finish` is the commit; in the trainer, a thread of it, or DCP's save process."""
+    """A DCP writer whose `finish` commits; runs in the trainer, a thread of it, or DCP's save process."""
 
     def __init__(self, request: SaveRequest):
         sync = not is_object_store(request.temporary)
@@ -160,7 +160,7 @@ class CommittingWriter(FileSystemWriter):
         self.request = request
         self.fs: _SummedFileSystem = _SummedFileSystem(read_back=request.config.read_back)
         self.path = request.temporary
-        self.changed: list[str] = []  # tensors that were, while they were copied
+        self.changed: list[str] = []  # tensors that changed while they were copied
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Make the folder, once for all ranks, before any of them has a plan."""
@@ -173,18 +173,18 @@ class CommittingWriter(FileSystemWriter):
                 self.request.temporary.mkdir()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's shard, and report its sums and what in it is not finite.
+        """Write this rank's shard; report its checksums, and its tensors that are not finite.
 
         Raises:
             OSError: with `read_back`, what was read back differs from what was written.
-            Torn: this rank has no copy of one step.
+            Torn: this rank's copy mixes steps.
         """
         if self.changed:
             raise Torn(f"{CHANGED.format(listed(self.changed, 3))}; from now on steps wait until they are")
         if self.request.local is not None:
             self.request.shards.mkdir(parents=True, exist_ok=True)
         self.path = self.request.shards
-        items = sorted(plan.items, key=lambda item: (item.tensor_storage_size() or 0) >= SMALL)  # those are read by all
+        items = sorted(plan.items, key=lambda item: (item.tensor_storage_size() or 0) >= SMALL)  # all read small ones
         plan = replace(plan, items=items)
         with cast(Any, serialization).patch("save.compute_crc32", False):  # torch's own sums, which nothing reads
             written: Future[list[WriteResult]] = super().write_data(plan, planner)
@@ -202,7 +202,7 @@ class CommittingWriter(FileSystemWriter):
 
         Raises:
             NotFinite: it is committed, but a restart must not use it.
-            OSError: what the ranks have reported is not what the metadata needs.
+            OSError: the ranks have not reported all that the metadata needs.
         """
         files: dict[str, dict[str, Any]] = {}
         wrong: list[str] = []
@@ -226,7 +226,7 @@ class CommittingWriter(FileSystemWriter):
 
 
 def lacking_in(files: dict[str, dict[str, Any]], metadata: Metadata) -> str:
-    """Name the first file that the metadata needs and that is not listed, or too short; empty for none."""
+    """Name the first file that the metadata needs but that is not listed, or too short; empty for none."""
     for piece in (metadata.storage_data or {}).values():
         if piece.offset + piece.length > files.get(piece.relative_path, {"bytes": -1})["bytes"]:
             return f"{piece.relative_path}, of at least {piece.offset + piece.length} bytes"
@@ -241,7 +241,7 @@ def _enum_member(enumeration: Any, name: str) -> Enum:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Loads the classes DCP's metadata is made of, and nothing else."""
+    """Loads the classes that DCP's metadata consists of, and nothing else."""
 
     _METADATA: ClassVar = {
         *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
@@ -256,10 +256,10 @@ class _MetadataUnpickler(pickle.Unpickler):
     }
 
     def load(self) -> Any:
-        """Load, and take back what a crafted file has set on a class itself.
+        """Load, and undo what a crafted file has set on a class itself.
 
         Raises:
-            pickle.UnpicklingError: something else than these classes, or an attribute of one of them, was in it.
+            pickle.UnpicklingError: the file contains another class, or sets an attribute of a class.
         """
         self._before: dict[type, dict[str, Any]] = {}
         try:
@@ -294,7 +294,7 @@ class SafeReader(FileSystemReader):
         shards: Path | None = None,
         threads: int = 1,
     ):
-        """Compare what is read with `files` of a manifest, if it has one; `shards`: where they are, if not there."""
+        """Verify reads against a manifest's `files`, if given; `shards`: the shards' folder, if not `folder`."""
         super().__init__(str(folder))
         self.threads = threads
         self.fs: _SummedFileSystem = _SummedFileSystem(files)
@@ -308,10 +308,10 @@ class SafeReader(FileSystemReader):
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read in the order of the files, each thread its part.
+        """Read in file order, each thread its part.
 
         Raises:
-            Damaged: before DCP sees what was not written.
+            Damaged: a block differs from what was written; DCP sees nothing of it.
         """
         places = [self.storage_data[item.storage_index] for item in plan.items]
         in_order = sorted(range(len(places)), key=lambda i: (places[i].relative_path, places[i].offset))
@@ -329,7 +329,7 @@ class SafeReader(FileSystemReader):
 
 
 def _sums_in(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return what the manifest says of the files; nothing, if it is another tool's file of that name."""
+    """Return the manifest's `files`; nothing if that file is another tool's."""
     try:
         return Manifest.read(folder).files
     except (ValueError, TypeError, AttributeError):  # damaged, or not ours
@@ -340,7 +340,7 @@ def _sums_in(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def load_alone(folder: Path, state: dict[str, Tensor]) -> None:
-    """Read the tensors of `state` from a checkpoint, in this process alone."""
+    """Read the tensors of `state` from a checkpoint, in a single process."""
     files = _sums_in(folder) if (folder / MANIFEST).exists() else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # about the missing process group

@@ -10,14 +10,14 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_jobs.plan.layout import Layout
 
-_BLOCK = 1 << 22  # elements at once, each of which takes 16 bytes meanwhile
-_BLOCK_CPU = 1 << 16  # so that they stay in the cache: five times as fast
-CHANGED = "{} changed before the next optimizer step, while they were being copied"  # why a copy is of no use
+_BLOCK = 1 << 22  # elements at a time; each takes 16 bytes of temporary memory
+_BLOCK_CPU = 1 << 16  # fits the cache: five times as fast
+CHANGED = "{} changed before the next optimizer step, while they were being copied"  # why a copy is unusable
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by size in bytes
 
 
 def is_as_planned(tensor: Tensor, layout: Layout) -> bool:
-    """Whether ranks hold a tensor as the layout says: sharded over runs of consecutive ranks, or all of it."""
+    """Whether a tensor follows the layout: sharded over groups of consecutive ranks, or replicated."""
     if not isinstance(tensor, DTensor):
         return True
     *outer, inner = tensor.placements
@@ -28,10 +28,10 @@ def is_as_planned(tensor: Tensor, layout: Layout) -> bool:
 
 
 def is_finite(tensor: Tensor, may_be_infinite: bool) -> bool:
-    """Whether a restart may use a tensor: it holds no NaN, and no infinity unless it may."""
+    """Whether a restart may use a tensor: no NaN, and no infinity unless `may_be_infinite`."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
-    values = tensor.float() if tensor.element_size() == 1 else tensor  # of 8 bits: they are not compared
+    values = tensor.float() if tensor.element_size() == 1 else tensor  # 8-bit floats have no comparison
     ends = torch.stack(values.aminmax())  # NaN if there is one
     return not bool((ends.isnan() if may_be_infinite else ~ends.isfinite()).any())
 
@@ -42,7 +42,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor's bits times odd numbers that grow, modulo 2^64: one flipped bit changes it always."""
+    """Return the sum of a tensor's words times increasing odd numbers, modulo 2^64: any one flipped bit changes it."""
     bits = tensor.detach().contiguous().flatten()
     bits = bits.view(_BITS.get(bits.element_size(), torch.int64))
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
@@ -55,9 +55,9 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 class Unchanged:
-    """Notices tensors that change while they are copied, by the counters that torch keeps for autograd.
+    """Detects tensors that change while they are copied, by autograd's version counters.
 
-    What goes past these, as `p.data.mul_` and foreach operations on DTensors do, is not noticed.
+    Changes that bypass the counters, such as `p.data.mul_` and foreach operations on DTensors, are not detected.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]):
@@ -65,7 +65,7 @@ class Unchanged:
         self._counts = {name: _changes(tensor) for name, tensor in self._tensors.items()}
 
     def changed(self) -> list[str]:
-        """Name those that have changed since this was made."""
+        """Name the tensors that have changed since this was made."""
         return [name for name, count in self._counts.items() if _changes(self._tensors[name]) != count]
 
 

@@ -28,70 +28,70 @@ from fsdp_jobs.run.term import Term
 
 
 class Restored(NamedTuple):
-    """What a state was read from."""
+    """Where a state was restored from."""
 
     place: str  # as in the event `resumed`
     step: int
     samples: int
-    stream: dict[str, Any] | None  # where a stream is read on
+    stream: dict[str, Any] | None  # where a stream continues
     sent: int | None = None  # bytes that nodes sent each other
 
 
 class Tier:
-    """A kind of place that a state is in. All ranks call each method, in the same order."""
+    """A kind of place that holds checkpoints. All ranks call each method, in the same order."""
 
     def prepare(self) -> None:
-        """Begin to restore."""
+        """Prepare for a restore."""
 
     def offer(self, at_least: int) -> int | None:
-        """Return the newest step that is there, if it is as new as `at_least`."""
+        """Return the newest step that the tier holds, if it is as new as `at_least`."""
         raise NotImplementedError
 
     def load(self) -> Restored | None:
-        """Load the step offered last. Returns None if it is not usable: then another one is to be offered.
+        """Load the step offered last. Returns None if it is unusable; the caller then asks for another offer.
 
         Raises:
             JobFailed: it is of another model.
-            CannotReadHere: this machine alone cannot read it.
+            CannotReadHere: only this machine cannot read it.
         """
         raise NotImplementedError
 
 
-class Snapshots(Tier):
-    """A tier that takes the state of a step by itself, and not from a save."""
+class SnapshotTier(Tier):
+    """A tier that copies the state by itself, independent of saves."""
 
-    step = -1  # the newest that is there, whatever happens to one node
+    step = -1  # the newest that survives the loss of any one node
 
     def before_update(self) -> None:
         """Wait until the state may change."""
 
     def after_step(self, step: int, samples: int, stream: dict[str, Any] | None, record: Callable[[], None]) -> None:
-        """Begin to take the state after `step` steps, if it is time to.
+        """Begin a snapshot of the state after `step` steps, if one is due.
 
-        `record` is called in a thread, before a restart could use this step.
+        A thread calls `record` before a restart can use this step.
         """
 
     def settle(self) -> None:
-        """Wait until what is being taken has been read."""
+        """Wait until the snapshot under way has read the state."""
 
     def take_stall(self) -> float:
         """Return the seconds that steps have waited since the last call."""
         raise NotImplementedError
 
     def go_on(self, step: int) -> None:
-        """Expect the steps after this one, before the state is loaded: the optimizer may call `before_update` then."""
+        """Continue after this step. Called before loading, when the optimizer may call `before_update`."""
 
     def forget(self, loaded: bool) -> None:
-        """Remove what is older than the state that all ranks have `loaded`, from here or from another tier."""
+        """Remove snapshots older than the restored state; `loaded`: it came from this tier."""
 
     def close(self) -> None:
-        """Release resources, after what is under way."""
+        """Finish the snapshot under way; release resources."""
 
 
 class SharedStorage(Tier):
     """Checkpoints that every node sees. Damaged ones are set aside, and named in an event.
 
-    A checkpoint in which a rank finds damage while it reads is offered once more: then all is verified before.
+    A checkpoint that a rank finds damaged while loading is offered once more, and verified whole before it is loaded.
     """
 
     def __init__(self, run: RunDir, config: JobConfig, attempt: int, term: Term, ranks: Ranks, state: State):
@@ -100,19 +100,19 @@ class SharedStorage(Tier):
         self.skipped: dict[str, list[str]] = {}  # name -> why it is not offered again
         self._restart_from_zero = config.checkpoint.restart_from_zero
         self._refuses_differing = config.integrity.action != "report"
-        self._doubted: set[str] = set()  # a rank found damage in them while it loaded them
+        self._doubted: set[str] = set()  # a rank found damage while it loaded these
         self._offered: str | None = None
 
     def prepare(self) -> None:
-        """Make the folder, remove what crashes have left in it, and note what is known of replicas.
+        """Make the folder, remove what crashes left in it, and record which checkpoints' replicas agreed.
 
         Raises:
-            BadInput: it is another run's.
+            BadInput: the folder is another run's.
         """
         if self.ranks.rank == 0:
             self.term.check()
             catalog.make_folder(self.home)
-            if self.home != self.run.checkpoints and (identity := Identity.read(self.run.identity)) is not None:
+            if self.home != self.run.checkpoints and (identity := Identity.from_file(self.run.identity)) is not None:
                 identity.check(self.home / self.run.identity.name)
                 claim(self.home / self.run.identity.name, identity)
             catalog.remove_unfinished(self.home)
@@ -121,11 +121,11 @@ class SharedStorage(Tier):
 
     @property
     def step(self) -> int:
-        """The step of what was offered last; -1 for none."""
+        """The step offered last; -1 for none."""
         return -1 if self._offered is None else catalog.step_of(self.home / self._offered)
 
     def offer(self, at_least: int) -> int | None:
-        """Return the newest step that was committed; whether it is whole shows when it is loaded."""
+        """Return the newest committed step; `load` finds out whether it is whole."""
         self._offered = self.ranks.from_rank_0(self._newest)
         return self.step if self.step >= at_least else None
 
@@ -138,15 +138,15 @@ class SharedStorage(Tier):
         return self.read(self._offered, manifest) if manifest is not None else None
 
     def is_certain(self, name: str) -> bool:
-        """Whether shards are read twice, so that nothing of the state is touched by a damaged one."""
+        """Whether shards are read twice, so that a damaged one cannot touch the state."""
         return self._may_begin_again or name in self._doubted
 
     @property
     def _may_begin_again(self) -> bool:
-        return self._restart_from_zero or not known_here().limit  # 0: there replicas agreed last
+        return self._restart_from_zero or not known_here().limit  # 0: replicas last agreed there
 
     def examine(self, name: str, listed_in: str, shards: bool) -> Manifest | None:
-        """Return a checkpoint's manifest; None when it is not usable, and is not offered again.
+        """Return a checkpoint's manifest; None if it is unusable, and then it is not offered again.
 
         Args:
             listed_in: the manifest's name.
@@ -161,7 +161,7 @@ class SharedStorage(Tier):
         return manifest if not faults else None
 
     def skip(self, name: str, faults: list[str], is_damaged: bool) -> None:
-        """Offer it no more, and say so."""
+        """Stop offering it, and report why."""
         self.skipped[name] = faults
         if self.ranks.rank == 0:
             if is_damaged:
@@ -177,11 +177,11 @@ class SharedStorage(Tier):
         shards: Path | None = None,
         fetch: Callable[[dict[str, Tensor], Metadata], object] = lambda state, metadata: None,
     ) -> Restored | None:
-        """Load a checkpoint that was examined; None when a rank finds damage, and all shards are to be read again.
+        """Load an examined checkpoint; None if a rank finds damage: then all shards are verified before the next try.
 
         Args:
-            shards: the folder that they are in, if it is not the checkpoint's own.
-            fetch: makes the shards that a state needs be there.
+            shards: their folder, if not the checkpoint's own.
+            fetch: brings the shards that a state needs into `shards`.
         """
         folder, reader = self.home / name, SafeReader(self.home / name, manifest.files, shards, self.ranks.threads)
         with self.ranks.reading(folder):
@@ -192,7 +192,7 @@ class SharedStorage(Tier):
                 dcp.load(state, storage_reader=reader, process_group=self.ranks.group)
             except (CheckpointException, CannotKeep) as e:
                 causes = [e] if isinstance(e, CannotKeep) else [cause for cause, _ in e.failures.values()]
-                kind = Damaged if shards is None else OSError  # other disks have what one of them does not
+                kind = Damaged if shards is None else OSError  # other disks may have what one lacks
                 if self.is_certain(name) or not any(isinstance(cause, kind) for cause in causes):
                     raise
                 self._doubted.add(name)
@@ -202,7 +202,7 @@ class SharedStorage(Tier):
         return Restored(place, manifest.step, manifest.samples, manifest.stream)
 
     def check_may_begin_again(self) -> None:
-        """Raises: JobFailed when the run has had checkpoints, and none can be used."""
+        """Raises: JobFailed when the run has had checkpoints, but none can be used."""
         if not self._may_begin_again:
             refuse = partial(catalog.refuse_to_begin_again, self.run, self.home, self.skipped, self._doubted)
             self.ranks.from_rank_0(refuse)

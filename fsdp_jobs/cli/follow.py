@@ -1,9 +1,10 @@
-"""Show jobs in the terminal while they run: a live view, events, rank 0's output, every rank's errors."""
+"""Show jobs in the terminal while they run: a live view, events, rank 0's output and every rank's errors."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
 from functools import cache
 
 from rich.live import Live
@@ -14,7 +15,7 @@ from rich.text import Text
 from fsdp_jobs.config.terminal import console, say
 from fsdp_jobs.plan.plan import Plan
 from fsdp_jobs.run.directory import RunDir, rank_logs
-from fsdp_jobs.run.failure import speaks_of_lost_peer
+from fsdp_jobs.run.failure import reports_lost_peer
 from fsdp_jobs.run.status import ENDED, RunStatus
 from fsdp_jobs.run.tail import Logs, looks_like_error
 from fsdp_jobs.run.verdict import Verdict
@@ -22,17 +23,17 @@ from fsdp_jobs.submit.overview import RunSummary, goodput_of, state_of, summary_
 from fsdp_jobs.submit.submitted import job_of
 
 _REFRESH_S = 0.25
-_PLAIN_EVERY_S = 5.0  # between progress lines where there is no terminal to redraw
+_PLAIN_EVERY_S = 5.0  # between progress lines if stdout is not a terminal
 
 
 class LiveView:
-    """Runs in the terminal, drawn anew at each `show`; without a terminal a plain line of each that has changed."""
+    """Runs in the terminal, redrawn by each `show`; without a terminal, a plain line for each run that has changed."""
 
     def __init__(self, transient: bool = False):
         self._live = Live(console=console, auto_refresh=False, transient=transient, vertical_overflow="crop")
-        self._lines: dict[str, str] = {}  # run -> the plain line that was shown last
+        self._lines: dict[str, str] = {}  # run -> its newest plain line
         self._lines_at = 0.0
-        self._best_s = cache(RunDir.planned_interval_s)  # read from a plan, which may be long
+        self._best_s = cache(RunDir.planned_interval_s)  # cached: reading a plan may take long
 
     def __enter__(self) -> LiveView:
         if console.is_terminal:
@@ -42,17 +43,17 @@ class LiveView:
     def __exit__(self, *_: object) -> None:
         self._live.stop()
 
-    def show(self, runs: Sequence[RunDir], rows: Sequence[RunSummary]) -> None:
-        """Show what an overview says of runs."""
+    def show(self, rows: Mapping[RunDir, RunSummary]) -> None:
+        """Show the summaries of runs."""
         if console.is_terminal:
             view = Table.grid()
-            for run, row in zip(runs, rows, strict=True):
+            for run, row in rows.items():
                 view.add_row(progress(row))
                 view.add_row(_health(row, self._best_s(run)))
             self._live.update(view, refresh=True)
-        elif time.monotonic() - self._lines_at > _PLAIN_EVERY_S or all(row.is_over for row in rows):
+        elif time.monotonic() - self._lines_at > _PLAIN_EVERY_S or all(row.is_over for row in rows.values()):
             self._lines_at = time.monotonic()
-            for row in rows:
+            for row in rows.values():
                 if (line := "  ".join([row.run, row.state, *_words(row)])) != self._lines.get(row.run):
                     self._lines[row.run] = line
                     say(line)
@@ -75,7 +76,7 @@ def progress(row: RunSummary) -> Table:
 
 
 def _health(row: RunSummary, best_s: float) -> Table:
-    """Draw a bar of the nodes that it has, and one of its checkpoint's age, full after the plan's best interval."""
+    """Draw a bar of a run's nodes, and one of its checkpoint's age, which is full after the plan's best interval."""
     _, *speed, checkpoint, _ = _words(row)
     asked = row.nodes_asked.rpartition(":")[2]
     nodes = ProgressBar(int(asked) if asked.isdecimal() else None, row.nodes, width=8)
@@ -86,7 +87,7 @@ def _health(row: RunSummary, best_s: float) -> Table:
 
 
 class Follower:
-    """A run in the terminal, until its newest attempt has ended or its launcher no longer has the job."""
+    """Show a run in the terminal until its newest attempt has ended or its launcher no longer has the job."""
 
     def __init__(self, run: RunDir):
         self.status = RunStatus(run)
@@ -96,39 +97,38 @@ class Follower:
         self._logs.skip()
 
     def follow(self, active: Callable[[], bool]) -> None:
-        """Show the run until it has ended, or is not active any more. KeyboardInterrupt passes through."""
+        """Show the run until it has ended or is no longer active. KeyboardInterrupt is not caught."""
         job = self.status.run.read_job()
         with LiveView(transient=True) as view:
             while not self._turn(active):
-                view.show([self.status.run], [summary_of(self.status, job, None)])
+                view.show({self.status.run: summary_of(self.status, job, None)})
                 time.sleep(_REFRESH_S)
 
     def _turn(self, active: Callable[[], bool]) -> bool:
-        """Show what is new; return whether it is over."""
+        """Show new events and output; return whether the run is over."""
         self._show_news()
         if not self.status.ended and active():
             return False
         self._show_news()
         if not self.status.ended:
             state, reason = state_of(self.status, job_of(self.status.run))
-            is_told = state in ENDED
-            self.status.state = state if is_told else "failed"
-            self.status.reason = reason if is_told else "its launcher no longer knows the job"
+            is_over = state in ENDED
+            self.status.state = state if is_over else "failed"
+            self.status.reason = reason if is_over else "its launcher has no such job any more"
         return True
 
     def _show_news(self) -> None:
         for event in self.status.update():
             if sentence := event.sentence():
-                stamp = time.strftime("%H:%M:%S", time.localtime(event.time))
-                say(Text.assemble((f"{stamp} ", "dim"), (sentence, event.style)))
+                say(Text.assemble((f"{datetime.fromtimestamp(event.time):%H:%M:%S} ", "dim"), (sentence, event.style)))
         for file, line in self._logs.new():
             rank = file.stem.removeprefix("rank-")
-            if (rank == "0" or looks_like_error(line)) and not speaks_of_lost_peer(line):
+            if (rank == "0" or looks_like_error(line)) and not reports_lost_peer(line):
                 say(f"[{file.parent.name} rank {rank}] {line}", "dim")
 
 
 def summary(status: RunStatus) -> None:
-    """Print how the job ended and what to type next."""
+    """Print how the job ended and which commands may follow."""
     run = status.run
     style = {"done": "bold green", "stopped": "bold yellow"}.get(status.state, "bold red")
     say(Text(f"{run.name}: {status.state}", style=style).append(f" - {status.reason}", style="default"))
@@ -150,10 +150,7 @@ def _facts(status: RunStatus) -> Iterator[tuple[str, str]]:
     if recoveries := [b.recovered for b in status.breaks]:
         repeated = status.lost_steps if status.has_steps else "-"
         yield "failures", f"{len(recoveries)}: {', '.join(recoveries)} until the next step; {repeated} steps repeated"
-    if status.has_steps:
-        yield "goodput", goodput_of(status)
-    if starting := status.starting:
-        yield "starting", starting
+    yield from goodput_of(status)
     if status.tokens_per_s:
         plan = Plan.of(status.run)
         beside = f", {plan.time.tokens_per_s:,.0f} planned" if plan is not None and plan.time is not None else ""

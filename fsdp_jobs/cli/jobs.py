@@ -1,4 +1,4 @@
-"""The verbs that compose a job from Hydra overrides. No torch."""
+"""Implement the verbs that compose a job from Hydra overrides. No torch."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ from pathlib import Path
 from rich.text import Text
 
 from fsdp_jobs.cli.follow import Follower, summary
-from fsdp_jobs.cli.runs import run_parser, tell_run
-from fsdp_jobs.config.arguments import composing_parser, flags_and_overrides, overrides_in
-from fsdp_jobs.config.errors import BadInput, Problem, nearest
+from fsdp_jobs.cli.runs import print_run
+from fsdp_jobs.config.arguments import RUNS_DIR, ComposingParser, overrides_in, split_folders
+from fsdp_jobs.config.errors import BadInput, nearest
 from fsdp_jobs.config.groups import CONF_DIR
 from fsdp_jobs.config.hydra import compose_job, key_of, register_schemas
 from fsdp_jobs.config.resolve import silence_s
 from fsdp_jobs.config.schema import PROGRAM_KEYS, TRAINERS_KEYS
-from fsdp_jobs.config.terminal import console, say, tell
+from fsdp_jobs.config.terminal import console, print_json, say
 from fsdp_jobs.launchers.base import launcher_of
-from fsdp_jobs.launchers.state import State
 from fsdp_jobs.plan.render import render
 from fsdp_jobs.plan.svg import to_svg
 from fsdp_jobs.run.directory import write_atomic
+from fsdp_jobs.run.identity import check_may_act
+from fsdp_jobs.run.state import State
 from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.verdict import EXIT_FAILED
 from fsdp_jobs.submit import submit as submission
-from fsdp_jobs.submit.submitted import activity_of, another_runs, describe, kill, replace_lost
+from fsdp_jobs.submit.submitted import activity_of, another_runs, describe, existing_run, kill, replace_lost
 from fsdp_jobs.submit.validate import composed, job_without_files
 
-# Hydra's own flags: with one of these the command line is Hydra's.
+# Hydra's own flags: with one of these, Hydra handles the command line.
 _MULTIRUN = ("--multirun", "-m")
 _PRINTING = ("--cfg", "-c", "--info", "-i", "--hydra-help")
-_SITE_FILE = "# fsdp-jobs doctor"  # a site file begins so
+_SITE_FILE = "# fsdp-jobs doctor"  # a site file begins with this
 
 
 def submit(args: list[str]) -> int:
@@ -43,15 +44,15 @@ def submit(args: list[str]) -> int:
     if printing := _among(args, _PRINTING):
         if sweeping:
             what = f"submits, and {printing[0]} prints"
-            raise BadInput([Problem(sweeping[0], what, "dry_run=true shows a sweep's jobs")])
+            raise BadInput.at(sweeping[0], what, "dry_run=true shows a sweep's jobs")
         return _print_by_hydra(args)
     if sweeping:
         return _submit_sweep(overrides_in([a for a in args if a not in sweeping]))
     what = "with dry_run=true: what would be submitted, alone on stdout; yaml, for SLURM script"
-    parser = composing_parser("submit")
+    parser = ComposingParser("submit")
     parser.add_argument("--output", "-o", metavar="FORMAT", help=what)
     parser.add_json()
-    flags, overrides = flags_and_overrides(args, parser)
+    flags, overrides = parser.parse(args)
     console.stderr = console.stderr or flags.output is not None
     return _submit(overrides, flags.output, flags.json)
 
@@ -62,7 +63,7 @@ def _submit(overrides: Sequence[str], output: str | None = None, as_json: bool =
     (job,) = submission.prepare([config])
     if output and (not config.dry_run or output != job.launcher.output):
         what = f"a dry run with {job.launcher.name} shows {job.launcher.output}"
-        raise BadInput([Problem(f"--output {output}", what, f"dry_run=true --output {job.launcher.output}")])
+        raise BadInput.at(f"--output {output}", what, f"dry_run=true --output {job.launcher.output}")
     if job.away:
         say("\n".join(["rendered without the cluster:", *job.away]), "yellow")
     say(render(job.plan))
@@ -73,7 +74,7 @@ def _submit(overrides: Sequence[str], output: str | None = None, as_json: bool =
     follower = Follower(job.run) if config.attach else None
     (handle,) = submission.submit([job], [overrides])
     say(f"submitted {handle}\nrun directory {job.run.path}")
-    (described,) = describe([handle])
+    described = describe([handle])[handle]
     if described.state is State.QUEUED:
         say(described.message)
     if config.is_program and not config.elastic.stall_timeout_s:
@@ -81,7 +82,7 @@ def _submit(overrides: Sequence[str], output: str | None = None, as_json: bool =
         say(f"{limit} (elastic.stall_timeout_s)", "dim")
     if follower is None:
         say(f"follow with: fsdp-jobs logs -f {job.run.name}")
-        tell_run(job.run, as_json)
+        print_run(job.run, as_json)
         return 0
     active = activity_of(job.run, time.monotonic())
     try:
@@ -95,64 +96,67 @@ def _submit(overrides: Sequence[str], output: str | None = None, as_json: bool =
             kill([handle])
             follower.status.update()
     summary(follower.status)
-    tell_run(job.run, as_json)
+    print_run(job.run, as_json)
     return 0 if follower.status.state in ("done", "stopped") else EXIT_FAILED
 
 
 def plan(args: list[str]) -> int:
     if _among(args, _PRINTING):
         return _print_by_hydra(args)
-    parser = composing_parser("plan")
+    parser = ComposingParser("plan")
     parser.add_json("all of the plan as one object")
     parser.add_argument("--svg", metavar="FILE", help="also draw it")
-    flags, overrides = flags_and_overrides(args, parser)
+    flags, overrides = parser.parse(args)
     planned, _ = submission.plan_of(job_without_files(overrides))
     if flags.svg:
         try:
             Path(flags.svg).write_text(to_svg(planned))
         except OSError as e:
-            raise BadInput([Problem(f"--svg {flags.svg}", str(e.strerror), "a file in a folder that exists")]) from e
+            raise BadInput.at(f"--svg {flags.svg}", str(e.strerror), "a file in a folder that exists") from e
     if flags.json:
-        tell(json.loads(planned.to_json()))
+        print_json(json.loads(planned.to_json()))
     else:
         say(render(planned))
     return 0 if planned.fits else EXIT_FAILED
 
 
 def resume(args: list[str]) -> int:
-    parser = run_parser("resume")
-    parser.add_argument("overrides", nargs="*", default=[], help="what changes: group=option, key=value")
+    parser = ComposingParser("resume")
+    parser.add_argument("name", help="of the run, or its handle; then what changes: group=option, key=value")
     parser.add_json()
-    flags = parser.parse(args)
-    status = RunStatus(flags.run)
+    folders, rest = split_folders(args, RUNS_DIR)
+    flags, changes = parser.parse(rest)
+    run = existing_run(flags.name, folders["runs_dir"])
+    check_may_act(run)
+    status = RunStatus(run)
     status.glance()
-    if status.state == "done" and flags.run.read_job().get("steps") is None and not flags.overrides:
-        what = f"{flags.run.name} is done: {status.reason}; its script is started once more"
-        say(what, "yellow")
-    if copied := another_runs(flags.run):
-        say(f"{copied}: {flags.run.name} gets a job of its own")
-    elif replaced := replace_lost(flags.run.read_job()["handle"]):
+    if status.state == "done" and run.read_job().get("steps") is None and not changes:
+        say(f"{run.name} is done: {status.reason}; its script is started once more", "yellow")
+    is_dry = any(compose_job([change]).dry_run for change in changes if key_of(change) == "dry_run")
+    if copied := another_runs(run):
+        say(f"{copied}: {run.name} gets a job of its own")
+    elif not is_dry and (replaced := replace_lost(run.handle)):
         say(replaced)
-        tell_run(flags.run, flags.json)
+        print_run(run, flags.json)
         return 0
-    return _submit(submission.overrides_again(flags.run, flags.overrides), as_json=flags.json)
+    return _submit(submission.overrides_again(run, changes), as_json=flags.json)
 
 
 def examine(args: list[str]) -> int:
     from fsdp_jobs.tools.doctor import doctor, show
 
     what = "write the facts of this site that dry runs elsewhere need; they read cluster.site=FILE"
-    parser = composing_parser("doctor")
+    parser = ComposingParser("doctor")
     parser.add_argument("--save", metavar="FILE", help=what)
     parser.add_json()
-    flags, overrides = flags_and_overrides(args, parser)
+    flags, overrides = parser.parse(args)
     config = job_without_files(overrides)
     if flags.save is not None:
         file, made = Path(flags.save), f"{_SITE_FILE} {' '.join(args)}\n# {time.strftime('%Y-%m-%d %H:%M %z')}\n"
         is_other = file.is_dir() or (file.exists() and not file.read_bytes().startswith(_SITE_FILE.encode()))
         if "=" in flags.save.partition("/")[0] or is_other:
             what = "would be an override, or is there and not made by doctor"
-            raise BadInput([Problem(f"--save {file}", what, "--save site.yaml")])
+            raise BadInput.at(f"--save {file}", what, "--save site.yaml")
         write_atomic(file, made + launcher_of(config.cluster.launcher).site_file())
         say(f"saved for dry runs elsewhere: cluster.site={flags.save}")
     found = []
@@ -161,37 +165,38 @@ def examine(args: list[str]) -> int:
         show(finding)
     has_bad = any(finding["state"] == "bad" for finding in found)
     if flags.json:
-        tell({"ok": not has_bad, "findings": found})
+        print_json({"ok": not has_bad, "findings": found})
     return EXIT_FAILED if has_bad else 0
 
 
 def rehearse(args: list[str]) -> int:
     from fsdp_jobs.tools import rehearse as tool
 
-    if not args or args[0] not in tool.FAULTS:
-        given = args[0] if args else "rehearse"
-        faults = "; ".join(f"{name}: {text}" for name, text in tool.FAULTS.items())
-        raise BadInput([Problem(given, f"name a fault. {faults}", nearest(given, tool.FAULTS))])
-    parser = composing_parser("rehearse")
+    parser = ComposingParser("rehearse")
+    parser.add_argument("fault", nargs="?", help="what the job suffers")
     parser.add_json()
-    flags, overrides = flags_and_overrides(args[1:], parser)
+    flags, overrides = parser.parse(args)
+    if flags.fault not in tool.FAULTS:
+        given = flags.fault or "rehearse"
+        faults = "; ".join(f"{name}: {text}" for name, text in tool.FAULTS.items())
+        raise BadInput.at(given, f"name a fault. {faults}", nearest(given, tool.FAULTS))
     config = compose_job(overrides)
     heard = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]  # nohup
 
     def end(*_: object) -> None:
         for number in heard:
-            signal.signal(number, signal.SIG_IGN)  # another one does not interrupt the end
-        sys.exit(EXIT_FAILED)  # its job ends with it, as after Ctrl-C
+            signal.signal(number, signal.SIG_IGN)  # a second signal does not interrupt the end
+        sys.exit(EXIT_FAILED)  # its job ends with this process, as after Ctrl-C
 
     for number in heard:
         signal.signal(number, end)
-    outcome = tool.rehearse(config, args[0])
+    outcome = tool.rehearse(config, flags.fault)
     took = "-" if outcome.recovery_s is None else f"{outcome.recovery_s:.1f} s"
     word = ("PASS", "bold green") if outcome.passed else ("FAIL", "bold red")
-    what = f" {args[0]}: {outcome.why}; next step after {took}, {outcome.lost_steps} steps repeated"
+    what = f" {flags.fault}: {outcome.why}; next step after {took}, {outcome.lost_steps} steps repeated"
     say(Text.assemble(word, what))
     if flags.json:
-        tell(asdict(outcome))
+        print_json(asdict(outcome))
     return 0 if outcome.passed else EXIT_FAILED
 
 
@@ -214,7 +219,7 @@ def _print_by_hydra(args: list[str]) -> int:
 
 
 def _say_unused(overrides: Sequence[str]) -> None:
-    """Name what a user's program gets and only the trainer reads."""
+    """Name the overrides that only the trainer reads, if the job runs a user's program."""
     is_program = any(key_of(o) in PROGRAM_KEYS for o in overrides)
     if unused := [o for o in overrides if is_program and key_of(o).partition(".")[0] in TRAINERS_KEYS]:
         what = "no effect on your program, unless it reads job.config(); its own arguments go into script_args"

@@ -1,4 +1,4 @@
-"""The command line: one table of verbs, help, and how errors are shown. No torch."""
+"""Run the command line: the table of verbs, help, and the output of errors. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.text import Text
 
 import fsdp_jobs
 from fsdp_jobs.config import habits
-from fsdp_jobs.config.errors import BadInput, JobFailed, Problem, nearest
+from fsdp_jobs.config.errors import BadInput, JobFailed, nearest
 from fsdp_jobs.config.groups import groups, summary
 from fsdp_jobs.config.terminal import complain, console, errors, say
 from fsdp_jobs.run.env import TRACEBACK_ENV
@@ -31,7 +31,7 @@ _CANNOT_WRITE = {
 }
 
 
-# Verb -> module:name under fsdp_jobs, imported when it is used, which takes arguments and returns an exit code; help.
+# Verb -> module:function under fsdp_jobs, imported on use (from arguments to an exit code), and the line of help.
 VERBS = {
     "submit": (
         "cli.jobs:submit",
@@ -80,10 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         0; 1 when a job failed; 2 for bad input; 75 when a job was stopped to be requeued; 130 after Ctrl-C.
     """
     args = list(sys.argv[1:] if argv is None else argv)
-    console.stderr = False
     verb = args.pop(0) if args and args[0] in VERBS else "submit"
     takes_script = verb in ("submit", "plan")
-    own = next((i for i, a in enumerate(args) if a.endswith(".py")), len(args))  # what follows a script is the script's
+    own = next((i for i, a in enumerate(args) if a.endswith(".py")), len(args))  # the rest are the script's arguments
     if args == ["help"] or (takes_script and {"--help", "-h"} & {*args[:own]}):
         show_help()
         return 0
@@ -94,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if verb == "submit" and args and args[0].isidentifier():
             meant = habits.VERBS.get(args[0], "")
             cure = f"fsdp-jobs {meant}" if meant else nearest(args[0], VERBS) or "fsdp-jobs --help"
-            raise BadInput([Problem(args[0], "not a verb", cure)])
+            raise BadInput.at(args[0], "not a verb", cure)
         args = habits.script_as_overrides(args) if takes_script else args
         module, _, name = VERBS[verb][0].partition(":")
         function: Callable[[list[str]], int] = getattr(importlib.import_module(f"fsdp_jobs.{module}"), name)
@@ -112,8 +111,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as e:
         if e.errno not in _CANNOT_WRITE or e.filename is None:
             raise
-        place = e.filename2 or e.filename  # of a copy or a new name the second is what cannot be written
-        return _bad_input(BadInput([Problem(str(place), str(e.strerror), _CANNOT_WRITE[e.errno])]))
+        place = e.filename2 or e.filename  # when copying or renaming, the second file cannot be written
+        return _bad_input(BadInput.at(str(place), str(e.strerror), _CANNOT_WRITE[e.errno]))
+    finally:
+        console.stderr = False  # a verb's --json holds for that verb
 
 
 def _bad_input(error: BadInput) -> int:
@@ -126,7 +127,7 @@ def _bad_input(error: BadInput) -> int:
 
 
 def show_help() -> None:
-    """Print every verb and every option of every group, a line each."""
+    """Print every verb and every option of every group, one per line."""
     say("Plan, launch and keep alive FSDP training.\n")
     say("  fsdp-jobs [verb] [group=option ...] [key=value ...]     (or python -m fsdp_jobs)\n")
     verbs, options = Table.grid(padding=(0, 3)), Table.grid(padding=(0, 3))

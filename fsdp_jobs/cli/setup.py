@@ -1,4 +1,4 @@
-"""The verbs that set a user up: completion in the shell, a schema for editors, files to start from. No torch."""
+"""Implement the verbs for a user's setup: shell completion, a schema for editors, starter files. No torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HERE = Path(__file__).parent
 
 
 def completion(args: list[str]) -> int:
-    """Print a shell's completion: what can be known beforehand as text, runs looked up by the shell."""
+    """Print a shell's completion: fixed words are part of it, names of runs are looked up by the shell."""
     parser = Parser("completion")
     parser.add_argument("shell", choices=("bash", "zsh", "fish"))
     shell = parser.parse_args(args).shell
@@ -40,7 +40,7 @@ def completion(args: list[str]) -> int:
 
 
 def _keys(schema: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield `key=` of every key of a schema, and `key=value` of what it may be."""
+    """Yield `key=` for every key of a schema, and `key=value` for each of its choices."""
     for name, about in schema["properties"].items():
         for form in about.get("anyOf", [about]):
             if "properties" in form:
@@ -52,7 +52,7 @@ def _keys(schema: dict[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _case(verb: str) -> str:
-    """Return the shell's case of a verb: its words, by what its line of help says, and whether runs are among them."""
+    """Return the shell's case of a verb, from its line of help: its words, and whether names of runs are among them."""
     module, text = VERBS[verb]
     words = re.findall(r"(?<=\[)--?[a-z-]+", text)
     if alternatives := re.search(rf"{verb} (cluster=)?([\w-]+(?:\|[\w-]+)+)", text):
@@ -75,15 +75,15 @@ def schema(args: list[str]) -> int:
 
 
 def init(args: list[str]) -> int:
-    """Write files to start from into the working directory, unless one of them is there already; train.py may be."""
+    """Write starter files into the working directory; keep an existing train.py, refuse if others exist."""
     known = sorted(file.stem for file in (_HERE / "starter").glob("*.yaml"))
     parser = Parser("init")
     parser.add_argument("cluster", nargs="?", default="cluster=local", help=f"cluster=, one of {', '.join(known)}")
     given = parser.parse_args(args).cluster
     if (cluster := given.removeprefix("cluster=")) not in known:
         what = f"init takes cluster=, one of {', '.join(known)}"
-        raise BadInput([Problem(given, what, nearest(cluster, known))])
-    texts = {  # in this order: what fails, fails at the first
+        raise BadInput.at(given, what, nearest(cluster, known))
+    texts = {  # in this order: a write that fails should fail at the first file
         "conf/experiment/mine.yaml": (_HERE / "starter" / f"{cluster}.yaml").read_text(),
         "conf/job.schema.json": json.dumps(job_schema(), indent=2) + "\n",
         "train.py": (_HERE / "starter" / "train.py.txt").read_text(),

@@ -16,12 +16,12 @@ class ClusterConfig:
     launcher: str = key("???", "the TorchX scheduler that submits; set by the option")
     topology: str | None = key(None, "file with the switch of each node")
     accelerator: str = key(AUTO, "auto: cuda if a node has a GPU for each rank", choices=(AUTO, "cpu", "cuda"))
-    replaces_nodes: ClassVar[bool] = False  # one by one: a node that is told to end is no sign for the others
+    replaces_nodes: ClassVar[bool] = False  # one by one: a request to one node to end does not concern the others
     shares_files: ClassVar[bool] = True  # paths in the configuration name the same files here and on the nodes
     shares_environment: ClassVar[bool] = False  # ranks get the environment of the submitting process
 
     def runs_program_of_this_machine(self, path: str, shares_files: bool) -> bool:
-        """Return whether nodes run this file of the submitting machine, or a copy, and not one of an image."""
+        """Return whether nodes run this file of the submitting machine, or a copy of it, and not a file of an image."""
         return shares_files
 
 
@@ -126,7 +126,7 @@ class KubernetesClusterConfig(ClusterConfig):
     service_account: str | None = key(None, "of every pod")
     image_pull_secrets: list[str] = key([], "names")
     run_as_user: int | None = key(1000, "null: the image's, or the cluster's choice (OpenShift)")
-    fs_group: int | None = key(1000, "group that owns the claim's files, where the storage knows groups")
+    fs_group: int | None = key(1000, "group that owns the claim's files, where the storage supports groups")
     labels: dict[str, str] = key({}, "of everything that is created")
     annotations: dict[str, str] = key({}, "of everything that is created")
     lost_after_s: int = key(60, "seconds after which a machine that does not answer is given up")

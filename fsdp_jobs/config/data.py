@@ -51,7 +51,7 @@ def input_paths(config: JobConfig) -> Iterator[Path]:
 
 
 def text_files(path: str) -> list[Path]:
-    """Return the files that a path names, sorted: itself, all in a folder, or those that match it as a glob."""
+    """Return the files of a path, sorted: the path itself, all files in it, or those that match it as a glob."""
     named = Path(path)
     if named.is_file():
         return [named]
@@ -65,7 +65,7 @@ def _token_file(data: DataConfig, name: str) -> Iterator[Problem]:
         yield Problem(where, "there is no such file", "data.path=FILE of token ids")
         return
     if data.token_dtype not in _TOKEN_BYTES:
-        return  # said of the key
+        return  # reported at the key
     width = _TOKEN_BYTES[data.token_dtype]
     tokens, rest = divmod(path.stat().st_size, width)
     if tokens <= data.seq_len:
@@ -82,7 +82,7 @@ def _token_file(data: DataConfig, name: str) -> Iterator[Problem]:
 
 
 def _highest_token(path: Path, dtype: str) -> int | None:
-    """Return the highest id in 64 stretches spread over a token file; None when it may not be read."""
+    """Return the highest id in 64 stretches spread over a token file; None without permission to read it."""
     import numpy as np
 
     try:

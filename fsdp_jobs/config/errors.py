@@ -1,15 +1,18 @@
-"""Name what is wrong with an input and how to correct it. Every bad input is reported through this module."""
+"""Report bad input: where it is, the problem, and the cure. Every bad input is reported through this module."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Self
+
+_MOST_BEGINNINGS = 3  # words with the same beginning, to be offered together
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing to correct: where it is, what is wrong, what to write instead."""
+    """One thing to correct: its place, the problem, and the cure."""
 
     where: str  # a configuration key with its value, a path, a run name
     what: str
@@ -26,8 +29,13 @@ class BadInput(Exception):
         self.problems = list(problems)
         super().__init__("\n".join(f"  {i}. {p}" for i, p in enumerate(self.problems, 1)))
 
+    @classmethod
+    def at(cls, where: str, what: str, instead: str = "") -> Self:
+        """Make a BadInput of a single problem."""
+        return cls([Problem(where, what, instead)])
+
     def _render_traceback_(self) -> list[str]:
-        """Return the lines that IPython shows in place of a traceback."""
+        """Return the lines that IPython shows instead of a traceback."""
         return [f"{type(self).__name__}:", *str(self).splitlines()]
 
 
@@ -36,10 +44,12 @@ class JobFailed(Exception):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return `did you mean X?` for the known word most like this one, or the empty string."""
-    known = list(known)
-    tails = {k.rpartition(".")[2]: k for k in known}  # the right name in the wrong group counts as near
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    """Return `did you mean X?` for known words that begin with this one or are most like it, or the empty string."""
+    word, names = word.casefold(), {k.casefold(): k for k in known}
+    tails = {k.rpartition(".")[2]: k for k in names}  # the right name in the wrong group counts as near
+    close = [word] if word in names else [k for k in names if word and k.startswith(word)]
+    if not 0 < len(close) <= _MOST_BEGINNINGS:
+        close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     if not close and (tail := difflib.get_close_matches(word.rpartition(".")[2], tails, n=1, cutoff=0.75)):
         close = [tails[tail[0]]]
-    return f"did you mean {close[0]}?" if close else ""
+    return f"did you mean {' or '.join(names[k] for k in close)}?" if close else ""

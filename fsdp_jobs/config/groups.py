@@ -1,4 +1,4 @@
-"""List the groups of `conf/`: which choices there are, without composing any. No Hydra, no torch."""
+"""List the groups of `conf/` and their options without composing any. No Hydra, no torch."""
 
 from __future__ import annotations
 

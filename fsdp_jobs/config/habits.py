@@ -1,4 +1,4 @@
-"""What users of torchrun and sbatch type by habit, as the keys that are meant. No torch."""
+"""Translate what users of torchrun and sbatch type by habit into our keys. No torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import fields
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import JobConfig
 
-_KEYS = {  # a flag's or a key's name, dashes as underscores -> what is meant
+_KEYS = {  # a flag's or a key's name, with underscores for dashes -> the key that is meant
     "nnodes": "nodes={}",
     **dict.fromkeys(("nproc", "gpus", "gpus_per_node", "ntasks_per_node"), "nproc_per_node={}"),
     "max_restarts": "elastic.max_failures_without_progress={}",
@@ -20,6 +20,12 @@ _KEYS = {  # a flag's or a key's name, dashes as underscores -> what is meant
     "qos": "cluster.qos={}",
     "image": "cluster.image={}",
     "checkpoint_dir": "checkpoint.dir={}",
+    **dict.fromkeys(("batch_size", "global_batch_size", "train_batch_size"), "data.global_batch={}"),
+    **dict.fromkeys(("micro_batch_size", "per_device_train_batch_size"), "data.micro_batch={}"),
+    **dict.fromkeys(("max_seq_len", "seq_length", "sequence_length", "block_size"), "data.seq_len={}"),
+    **dict.fromkeys(("max_steps", "num_steps", "train_steps"), "steps={}"),
+    "learning_rate": "optim.lr={}",
+    "gradient_accumulation_steps": "leave it out: data.global_batch, of all ranks, by data.micro_batch gives it",
     **dict.fromkeys(
         (
             "rdzv_backend",
@@ -34,12 +40,18 @@ _KEYS = {  # a flag's or a key's name, dashes as underscores -> what is meant
         "leave it out: the launcher sets it",
     ),
 }
+_OPTIONS = {  # a group's option by another tool's name -> ours
+    "fsdp=ddp": "fsdp=no_shard",
+    "fsdp=zero2": "fsdp=shard_grad_op",
+    "fsdp=zero3": "fsdp=full_shard",
+    "fsdp=hsdp": "fsdp=hybrid_shard",
+}
 _TAKE_VALUES = ("--output", "-o", "--config-dir", "-cd", "--svg")  # flags of verbs that compose a job
 VERBS = {"run": "submit", "launch": "submit", "ps": "status", "ls": "list", "stop": "cancel", "kill": "cancel --now"}
 
 
 def meant_by(word: str) -> str:
-    """Return the key that a flag or an override of another tool stands for; empty if none is known."""
+    """Return the key that corresponds to a flag or an override of another tool; empty if none is known."""
     name, _, value = word.lstrip("-").partition("=")
     name = name.replace("-", "_")
     if word.startswith("-") and any(name == f.name for f in fields(JobConfig)):
@@ -47,11 +59,18 @@ def meant_by(word: str) -> str:
     return _KEYS.get(name.rpartition(".")[2], "").format(value or "...")
 
 
+def option_meant_by(group: str, option: str) -> str:
+    """Return the option of a group that corresponds to another tool's; empty if none is known."""
+    if group == "model" and "/" in option:
+        return f"model=hf model.name_or_path={option}"
+    return _OPTIONS.get(f"{group}={option.casefold()}", "")
+
+
 def script_as_overrides(args: Sequence[str]) -> list[str]:
-    """Read `[overrides] train.py [its arguments]`, as torchrun does, as overrides; without a script, what was given.
+    """Convert `[overrides] train.py [its arguments]`, torchrun's form, to overrides; leave others as they are.
 
     Raises:
-        BadInput: behind the script stands what is a key of the job.
+        BadInput: keys of the job follow the script.
     """
     at = next((i for i, a in enumerate(args) if a.endswith(".py") and "=" not in a and not a.startswith("-")), None)
     if at is None or (at and args[at - 1] in _TAKE_VALUES):

@@ -1,4 +1,4 @@
-"""Compose configurations from overrides with Hydra, and name every override that does not fit at once."""
+"""Compose configurations from overrides with Hydra, and report all overrides that do not fit at once."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from yaml import YAMLError
 
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
 from fsdp_jobs.config.groups import CONF_DIR, groups
-from fsdp_jobs.config.habits import meant_by
+from fsdp_jobs.config.habits import meant_by, option_meant_by
 from fsdp_jobs.config.keys import dotted
 from fsdp_jobs.config.schema import SCHEMAS, JobConfig
 
-# Hydra takes plugins from the package hydra_plugins alone. Under these names sweeps/hydra_launcher.py provides ours.
+# Hydra loads plugins only from the package hydra_plugins. Under these names sweeps/hydra_launcher.py provides ours.
 PLUGINS = {"launcher": "hydra_plugins.fsdp_jobs.SweepLauncher", "sweeper": "hydra_plugins.fsdp_jobs.GridSweeper"}
 
-# Mappings whose keys are the user's, with a dot at their end: "model.kwargs.".
+# Mappings with keys of the user's, each with a dot at its end: "model.kwargs.".
 _OPEN = tuple(
     f"{group}.{f.name}." for group, _, node in SCHEMAS for f in fields(node) if str(f.type).startswith("dict")
 )
@@ -51,7 +51,7 @@ def register_schemas() -> None:
 
 @contextmanager
 def hydra_here() -> Iterator[None]:
-    """Set Hydra up for `conf/`; afterwards it is as it was, which a notebook may depend on."""
+    """Set Hydra up for `conf/`, and restore its former state afterwards: a notebook may depend on it."""
     register_schemas()
     before = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
@@ -73,7 +73,7 @@ def key_of(override: str) -> str:
 
 
 def merge_overrides(first: Sequence[str], then: Sequence[str]) -> list[str]:
-    """Join two lists of overrides, where a key of the second replaces the same key of the first."""
+    """Join two lists of overrides; a key in the second list replaces the same key in the first."""
     replaced = set(map(key_of, then))
     return [o for o in first if key_of(o) not in replaced] + list(then)
 
@@ -82,11 +82,11 @@ def compose_jobs(jobs: Sequence[Sequence[str]]) -> list[JobConfig | BadInput]:
     """Compose a configuration from each list of overrides; Hydra itself composes once per choice of groups.
 
     Args:
-        jobs: `key=value`, `group=option`, as on the command line; with the same `search_path`, if any.
+        jobs: overrides `key=value` or `group=option`, as on the command line; all jobs have the same `search_path`.
 
     Returns:
-        For each job its configuration, or every override that does not parse, names no key or group, or has a
-        value of the wrong type; with the nearest key that exists.
+        For each job its configuration, or a BadInput with every override that does not parse, names no key or group,
+        or has a value of the wrong type; with the nearest key that exists.
     """
     if not jobs:
         return []
@@ -108,10 +108,10 @@ def compose_job(overrides: Sequence[str]) -> JobConfig:
 
 
 def check_sweep(overrides: Sequence[str]) -> None:
-    """Check the overrides of a --multirun, of which some have several values.
+    """Check the overrides of a --multirun, some of which have several values.
 
     Raises:
-        BadInput: every override that does not fit, those with several values left out.
+        BadInput: every override that does not fit, except those with several values.
     """
     with hydra_here():
         _, problems = _Composer(overrides).apply(overrides, sweep=True)
@@ -120,7 +120,7 @@ def check_sweep(overrides: Sequence[str]) -> None:
 
 
 def for_sweep(override: str) -> str:
-    """Return an override as Hydra takes it before it composes any job: one value for a key of the user's adds it."""
+    """Return an override for Hydra's first composition of a sweep: a single value for a user's own key gets `++`."""
     key = key_of(override)
     is_open = override.startswith(key) and f"{key}.".startswith(_OPEN)
     has_one = is_open and not OverridesParser.create().parse_override(override).is_sweep_override()
@@ -128,7 +128,7 @@ def for_sweep(override: str) -> str:
 
 
 def _as_hydra_reads(overrides: Sequence[str]) -> list[str]:
-    """Quote values that are written as in a shell, and choose `model=none` for the user's own program."""
+    """Quote values written as in a shell, and choose `model=none` if the job runs the user's own program."""
     quoted = [
         _quoted(o) if o.startswith(("script_args=", "program.metrics=", "notify.command=")) else o for o in overrides
     ]
@@ -138,7 +138,7 @@ def _as_hydra_reads(overrides: Sequence[str]) -> list[str]:
 
 
 def _quoted(override: str) -> str:
-    """Make one quoted text of a value, unless Hydra reads it as one text, or as values of a sweep, already."""
+    """Quote a value as one text, unless Hydra already reads it as one text or as the values of a sweep."""
     key, _, value = override.partition("=")
     with suppress(HydraException):
         parsed = OverridesParser.create().parse_override(override)
@@ -150,16 +150,16 @@ def _quoted(override: str) -> str:
 
 
 class _Composer:
-    """Put values over what a choice of groups composes to. Used within `hydra_here`."""
+    """Compose each choice of groups once, and set the values of overrides in it. Used within `hydra_here`."""
 
     def __init__(self, overrides: Sequence[str]):
-        """Take the folders with groups of the user's from the `hydra.searchpath=...` of any job."""
+        """Take the user's folders of groups from any job's `hydra.searchpath=...`."""
         searched = [o.partition("=")[2] for o in overrides if o.startswith("hydra.searchpath=")]
         folders = [p.strip("'\"[] ").removeprefix("file://") for paths in searched for p in paths.split(",")]
         self.options = groups(*map(Path, folders))
         self._parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
         self._parsed: dict[str, Override] = {}
-        self._bases: dict[tuple[str, ...], tuple[bytes, list[str]]] = {}  # by choices, with their keys
+        self._bases: dict[tuple[str, ...], tuple[bytes, list[str]]] = {}  # choices -> config, its keys
 
     def compose(self, overrides: Sequence[str]) -> JobConfig | BadInput:
         config, problems = self.apply(overrides)
@@ -171,11 +171,11 @@ class _Composer:
             missing = sorted(OmegaConf.missing_keys(config))
             return BadInput(Problem(k, "has no value", f"write {k}=...") for k in missing)
         except OmegaConfBaseException as e:
-            return BadInput([Problem("configuration", _message(e))])
+            return BadInput.at("configuration", _message(e))
 
     def apply(self, overrides: Sequence[str], sweep: bool = False) -> tuple[DictConfig, list[Problem]]:
-        """Return what overrides make, and those that do not fit; with `sweep`, several values do."""
-        choices: list[str] = []  # group=option, Hydra's own settings: they decide which keys there are
+        """Return the configuration of overrides, and those that do not fit; `sweep` allows several values."""
+        choices: list[str] = []  # group=option and Hydra's own settings: they decide which keys exist
         values: list[tuple[str, Override]] = []
         problems: list[Problem] = []
         for text in _as_hydra_reads(overrides):
@@ -197,14 +197,14 @@ class _Composer:
         return config, [*problems, *filter(None, (self._set(config, keys, *value) for value in values))]
 
     def _base(self, choices: tuple[str, ...]) -> tuple[bytes, list[str]]:
-        """Return what choices compose to, pickled, and its keys."""
+        """Return the configuration that choices compose, pickled, and its keys."""
         if choices not in self._bases:
             base = hydra_compose("config", overrides=list(choices))
             self._bases[choices] = pickle.dumps(base), keys_of(base)
         return self._bases[choices]
 
     def _parse(self, text: str) -> Override | Problem:
-        """Parse an override; an option that its group does not have is a problem, too."""
+        """Parse an override; an option that its group lacks is also a problem."""
         if text not in self._parsed:
             try:
                 self._parsed[text] = self._parser.parse_override(text)
@@ -218,7 +218,7 @@ class _Composer:
         if option in options or option == "None":
             return override
         what = f"there is no {group} of that name; there are {', '.join(options)}"
-        return Problem(text, what, nearest(option, options))
+        return Problem(text, what, option_meant_by(group, option) or nearest(option, options))
 
     def _set(self, config: DictConfig, keys: list[str], text: str, override: Override) -> Problem | None:
         key = override.key_or_group

@@ -1,4 +1,4 @@
-"""Describe the job's YAML as a JSON schema, by which editors complete and check it. No torch."""
+"""Describe the job's YAML as a JSON schema, with which editors complete and check it. No torch."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import Any, get_args, get_origin, get_type_hints
 from fsdp_jobs.config.keys import AUTO, metadata
 from fsdp_jobs.config.schema import SCHEMAS, JobConfig
 
-# YAML writes 120 for a text, too: `time: 120`.
+# A text may look like a number in YAML: `time: 120`.
 _NAMES = {str: ("string", "number"), int: ("integer",), float: ("number",), bool: ("boolean",), NoneType: ("null",)}
 
 
 def job_schema() -> dict[str, Any]:
-    """Return the schema of a whole job, which also holds for files that name some keys: none is required.
+    """Return the schema of a whole job. No key is required, so it also fits files with only some keys.
 
-    These are files with `# @package _global_`, as those of `conf/experiment` and `conf/cluster`. An interpolation
-    (`${...}`) in place of a number is refused, although Hydra takes it.
+    Such files have `# @package _global_`, as those in `conf/experiment` and `conf/cluster`. The schema rejects an
+    interpolation (`${...}`) in place of a number, although Hydra accepts it.
     """
     of_hydra: dict[str, Any] = {"patternProperties": {"^(defaults|hydra)$": {}}}
     return {"$schema": "http://json-schema.org/draft-07/schema#", **_object(JobConfig), **of_hydra}
 
 
 def _object(group: type) -> dict[str, Any]:
-    """Describe a dataclass: its keys, and no others."""
+    """Describe a dataclass: its keys, and no others allowed."""
     types = get_type_hints(group)
     about = {"type": "object", "description": str(group.__doc__).partition("\n")[0], "additionalProperties": False}
     return {**about, "properties": {f.name: _key(group, f, types[f.name]) for f in fields(group)}}
 
 
 def _key(group: type, field: Field[Any], declared: Any) -> dict[str, Any]:
-    """Describe a key, or a group of keys: one of its dataclasses."""
+    """Describe a key, or a group of keys as one of its dataclasses."""
     if is_dataclass(declared):
         options = [_object(node) for name, _, node in SCHEMAS if name == field.name]
         return {"anyOf": options} if len(options) > 1 else _object(declared)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Declare a key of the configuration in one line: its default, its meaning, the values it may have."""
+"""Declare a configuration key in one line: its default, its meaning and its allowed values."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def key(default: Any, meaning: str, *, choices: Sequence[str | bool] = (), at_le
     """Return a dataclass field with the key's meaning and bounds as its metadata.
 
     Args:
-        default: `"???"` for a key that has to be given.
-        meaning: one line of docs/reference/configuration.md, with the unit where the name does not have it.
-        choices: the values it may have; of a list, each of its items.
-        at_least: the smallest number it may be.
+        default: `"???"` for a required key.
+        meaning: one line of docs/reference/configuration.md, with the unit unless the name has it.
+        choices: the allowed values; for a list, those of each item.
+        at_least: the smallest allowed number.
     """
     about = {"meaning": meaning, "choices": tuple(choices), "at_least": at_least}
     if isinstance(default, list | dict):
@@ -28,7 +28,7 @@ def key(default: Any, meaning: str, *, choices: Sequence[str | bool] = (), at_le
 
 
 def metadata(schema: type, name: str) -> Mapping[str, Any]:
-    """Return the metadata of a field, from a base class where a subclass only changes the default."""
+    """Return the metadata of a field; if a subclass only changes the default, that of its base class."""
     declared = (vars(base).get("__dataclass_fields__", {}).get(name) for base in schema.__mro__)
     return next((f.metadata for f in declared if f is not None and f.metadata), {})
 
@@ -47,7 +47,7 @@ def value_problems(config: Any, prefix: str = "", unread: tuple[str, ...] = ()) 
     Args:
         config: an instance of a dataclass whose fields were declared with `key`.
         prefix: of the group, with a dot at its end.
-        unread: keys and groups (with a dot at their end) that nothing reads, so that nothing is wrong with them.
+        unread: keys and groups (with a dot at their end) that nothing reads, so that any value is allowed.
     """
     for declared in fields(config):
         name, value = prefix + declared.name, getattr(config, declared.name)

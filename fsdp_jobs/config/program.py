@@ -16,7 +16,7 @@ from fsdp_jobs.config.schema import JobConfig, NoModelConfig
 
 
 def program_problems(config: JobConfig, files: bool, shares_files: bool) -> Iterator[Problem]:
-    """Check which program a job runs and with which arguments; with `files`, that it is there."""
+    """Check which program a job runs and with which arguments; with `files`, also that it exists."""
     script, module = config.script, config.module
     if script is not None and module is not None:
         yield Problem(f"module={module}", f"script={script} is given, too", "one of the two")
@@ -65,7 +65,7 @@ def _file(script: str) -> Iterator[Problem]:
 
 
 def _can_be_found(module: str) -> bool:
-    """Return whether Python finds a module from here; nothing is imported for it."""
+    """Return whether Python finds a module from here, without importing it."""
     first, *rest = module.split(".")
     spec = PathFinder.find_spec(first, [str(Path.cwd()), *sys.path])
     try:

@@ -1,9 +1,9 @@
-"""Define what a job is: dataclasses that Hydra composes and closes, and their file. No torch.
+"""Define a job's configuration: dataclasses that Hydra composes, and the file that stores them. No torch.
 
-YAML is imported by the functions that need it: help answers without.
+Only the functions that need YAML import it, so that help is fast.
 
 Every number has its unit in its name or its meaning. The folder `conf/` holds values; `validate.py` checks which
-combinations make sense; the tables of docs/reference/configuration.md are generated from the meanings (docs/keys.py).
+combinations make sense; docs/keys.py generates the tables of docs/reference/configuration.md from the meanings.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ from __future__ import annotations
 import re
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_type_hints
+
+import msgspec
 
 from fsdp_jobs.config.clusters import CLUSTERS, ClusterConfig
-from fsdp_jobs.config.errors import BadInput, Problem
+from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.keys import AUTO, dotted, key
 
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
 DTYPES = ("fp32", "bf16", "fp16")
-MASTER_DTYPES = ("fp32", "bf16", "bf16_stochastic")  # bf16 as it is, or rounded stochastically after each step
+MASTER_DTYPES = ("fp32", "bf16", "bf16_stochastic")  # bf16 rounded to nearest, or stochastically after each step
 RECOMPUTED = ("none", "full", "every_n", "selective")
 VERDICTS = ("done", "preempted", "infrastructure", "stalled", "user_error")
 NOTIFY_ON = (*VERDICTS, "requeue", "corruption")
@@ -27,7 +29,7 @@ NOTIFY_ON = (*VERDICTS, "requeue", "corruption")
 
 @dataclass
 class HardwareConfig:
-    """What the planner assumes of a GPU and its links. Peaks are dense, without sparsity."""
+    """The planner's assumptions on a GPU and its links. Peaks are dense, without sparsity."""
 
     name: str = key("???", "what the plan and the report call it")
     accelerator: str = key("cuda", "what its devices are; `cpu` has no MFU", choices=("cpu", "cuda"))
@@ -98,7 +100,7 @@ class HfConfig(ModelConfig):
 
 @dataclass
 class NoModelConfig(ModelConfig):
-    """The model is the user's program's, and nothing is known of it."""
+    """The user's program has its own model, of which nothing is known."""
 
     kind: str = "none"
 
@@ -171,15 +173,15 @@ class OptimConfig:
 
 @dataclass
 class MemoryConfig:
-    """Checkpoints in the nodes' memory, which outlive the ranks, and with a copy on another node the node, too."""
+    """Snapshots in the nodes' memory; they survive the ranks, and with a copy on another node also the node."""
 
-    every_steps: Any = key(0, "steps between two captures; 0 is off, auto takes 1% of the time", at_least=0)
+    every_steps: Any = key(0, "steps between two snapshots; 0 is off, auto takes 1% of the time", at_least=0)
     dir: str = key("/dev/shm", "where each node keeps them: a folder in a file system that is memory")
 
 
 @dataclass
 class CheckpointConfig:
-    """When the job is saved, and what is kept."""
+    """When the job saves checkpoints, and which are kept."""
 
     every_steps: int = key(20, "steps between two saves; 0 is off", at_least=0)
     every_minutes: Any = key(0.0, "minutes since the last save; 0 is off, auto the plan's best interval", at_least=0)
@@ -194,9 +196,9 @@ class CheckpointConfig:
 
 @dataclass
 class IntegrityConfig:
-    """Whether replicas hold the same bits, and what follows when they do not."""
+    """Checks that replicas hold the same bits, and the reaction if they differ."""
 
-    every_steps: int = key(0, "steps between two comparisons; 0: only captures are compared", at_least=0)
+    every_steps: int = key(0, "steps between two comparisons; 0: only snapshots are compared", at_least=0)
     probe_every_steps: Any = key(
         AUTO,
         "the trainer's steps between two probes whether all ranks compute the same; 0 is off, "
@@ -205,7 +207,7 @@ class IntegrityConfig:
     )
     action: str = key(
         "report",
-        "when they do not: tell, go back to where they did, and exclude the node, too",
+        "when they do not: report it, go back to where they did, and exclude the node, too",
         choices=("report", "restart", "exclude"),
     )
 
@@ -241,14 +243,14 @@ class ElasticConfig:
 
 @dataclass
 class ProgramConfig:
-    """What is known of the user's own program."""
+    """Facts about the user's own program."""
 
     metrics: str | None = key(None, "pattern of rank 0's lines, with groups `step`, `steps`, `loss`; null: known ones")
 
 
 @dataclass
 class TrackingConfig:
-    """An experiment tracker that gets the lines of metrics.jsonl, too. Its credentials come from the environment."""
+    """An experiment tracker that also gets the lines of metrics.jsonl. Its credentials come from the environment."""
 
     kind: str = key("none", "set by the option", choices=("none", "mlflow", "wandb"))
     project: str = key("fsdp_jobs", "MLflow's experiment, W&B's project")
@@ -257,7 +259,7 @@ class TrackingConfig:
 
 @dataclass
 class NotifyConfig:
-    """Who is notified that an attempt has ended, or replicas differ, and how."""
+    """Notifications that an attempt has ended or that replicas differ."""
 
     command: str | None = key(None, "a shell command, run on the machine that judged")
     webhook: str | None = key(None, "`env:NAME`: the variable that holds the URL to which JSON is posted")
@@ -266,7 +268,7 @@ class NotifyConfig:
 
 @dataclass
 class SweepConfig:
-    """What --multirun makes of its jobs."""
+    """How --multirun submits and compares its jobs."""
 
     name: str | None = key(None, "of the sweep and, numbered, of its runs; null: `name`, or one from the swept keys")
     dir: str = key("sweeps", "the folder that has a folder for each sweep")
@@ -278,7 +280,7 @@ class SweepConfig:
 
 @dataclass
 class JobConfig:
-    """One job, whole."""
+    """The whole configuration of a job."""
 
     name: str | None = key(None, "the run's folder in `runs_dir`; one that exists continues; null makes a new one")
     runs_dir: str = key("runs", "where run directories are, relative to the current folder")
@@ -312,21 +314,21 @@ class JobConfig:
 
     @property
     def is_program(self) -> bool:
-        """Return whether ranks run the user's own program and not the trainer."""
+        """Return whether ranks run the user's own program instead of the trainer."""
         return self.script is not None or self.module is not None
 
 
-# What the trained weights depend on. Everything else (where, on how many nodes, sharded how, saved when) may
-# change from one submission of a run to the next; these only with allow_config_change=true.
+# Keys that the trained weights depend on. Submissions of a run may change these only with allow_config_change=true,
+# and everything else freely: cluster, number of nodes, sharding, checkpoints.
 TRAINING_KEYS = (
     *("model", "data", "optim", "seed", "init_from"),
     *("fsdp.master_dtype", "fsdp.param_dtype", "fsdp.reduce_dtype", "fsdp.output_dtype"),
 )
-# Keys of these groups that change how fast data is read, and nothing that is computed.
+# Keys of these groups that affect only speed, not results.
 NOT_TRAINING_KEYS = ("data.workers", "data.prefetch", "data.micro_batch", "data.cache_dir", "model.wrap_classes")
-# What the result of a user's program depends on, as far as it is known.
+# Keys that the result of a user's program depends on, as far as known.
 PROGRAM_KEYS = ("script", "module", "script_args")
-# What only the trainer reads.
+# Keys and groups that only the trainer reads.
 TRAINERS_KEYS = ("steps", "seed", "data", "optim", "init_from", "init_key_map", "init_rope")
 
 # Schemas that the files in conf/ build on: (group, name, node).
@@ -343,11 +345,11 @@ SCHEMAS: tuple[tuple[str | None, str, type], ...] = (
 
 
 def dump_config(config: JobConfig) -> str:
-    """Return the YAML that `config.yaml` holds; 15 times as fast as OmegaConf's."""
+    """Return the YAML for `config.yaml`, 15 times as fast as OmegaConf."""
     import yaml
 
     class Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
-        """Quotes every string that OmegaConf, or any other reader of YAML, could take for a number."""
+        """Quotes every string that OmegaConf or another reader of YAML could read as a number."""
 
     def quoted_if_number(dumper: Dumper, text: str) -> yaml.ScalarNode:
         style = "'" if re.match(r"[-+.]?\d|[-+]?\.", text) else None
@@ -359,9 +361,10 @@ def dump_config(config: JobConfig) -> str:
 
 
 def load_config(path: Path) -> JobConfig:
-    """Read what `dump_config` wrote, with the types its groups had.
+    """Read what `dump_config` wrote, with the types of its groups.
 
-    Only a value that is not of its key's type, as an edit by hand may be, is given to OmegaConf, slow to import.
+    Only values that do not have their key's type, for example after an edit by hand, need OmegaConf, which is slow to
+    import.
 
     Raises:
         BadInput: a value cannot be converted to its key's type, or there is no such key.
@@ -376,18 +379,19 @@ def load_config(path: Path) -> JobConfig:
 
 
 def _fill(config: Any, values: dict[str, Any], where: str) -> None:
-    declared = {f.name: str(f.type) for f in fields(config)}
+    declared = get_type_hints(type(config))
     for name, value in values.items():
         if is_dataclass(held := getattr(config, name, None)) and isinstance(value, dict):
             _fill(held, value, f"{where}{name}.")
-        elif _is_of(value, declared.get(name, "")):
-            setattr(config, name, value)
-        else:
+            continue
+        try:
+            setattr(config, name, msgspec.convert(value, declared[name]))
+        except (KeyError, msgspec.ValidationError):
             setattr(config, name, _converted(type(config), name, value, f"{where}{name}={value}"))
 
 
 def _converted(group: type, name: str, value: Any, where: str) -> Any:
-    """Raises: BadInput for what cannot be converted to the type of the group's key."""
+    """Raises: BadInput for a value that cannot be converted to the type of the group's key."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -395,23 +399,15 @@ def _converted(group: type, name: str, value: Any, where: str) -> Any:
         merged: Any = OmegaConf.merge(OmegaConf.structured(group), {name: value})
         return OmegaConf.to_object(merged[name]) if OmegaConf.is_config(merged[name]) else merged[name]
     except OmegaConfBaseException as e:
-        raise BadInput([Problem(where, str(e).partition("\n")[0])]) from e
-
-
-def _is_of(value: Any, declared: str) -> bool:
-    kind, _, items = declared.rstrip("]").partition("[")
-    if isinstance(value, list | dict) and kind == type(value).__name__:
-        within = value.values() if isinstance(value, dict) else value
-        return all(_is_of(item, items.rpartition(" ")[2]) for item in within)
-    return kind == "Any" or ("None" if value is None else type(value).__name__) in kind.split(" | ")
+        raise BadInput.at(where, str(e).partition("\n")[0]) from e
 
 
 def plain_values(path: Path) -> dict[str, Any]:
-    """Read what `dump_config` wrote as plain values, unchecked and 40 times as fast: for a few values of many runs."""
+    """Read what `dump_config` wrote as unchecked plain values, 40 times as fast: for a few values of many runs."""
     import yaml
 
     class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-        """Reads 3e-4 as a number, as OmegaConf and people do, and not YAML 1.1."""
+        """Reads 3e-4 as a number, as OmegaConf and people do, but YAML 1.1 does not."""
 
     exponent = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", exponent, list("-+.0123456789"))
@@ -420,7 +416,7 @@ def plain_values(path: Path) -> dict[str, Any]:
 
 
 def training_values(config: JobConfig) -> dict[str, Any]:
-    """Return dotted key -> value of everything that the trained weights depend on."""
+    """Return dotted key -> value for every key that the trained weights depend on."""
     names = tuple(f"{name}." for name in (PROGRAM_KEYS if config.is_program else TRAINING_KEYS))
     values = ((key, value) for key, value in dotted(asdict(config)) if not isinstance(value, dict))
     return {k: v for k, v in values if f"{k}.".startswith(names) and k not in NOT_TRAINING_KEYS}

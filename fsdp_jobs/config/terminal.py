@@ -1,4 +1,4 @@
-"""What commands print: text for people, JSON for scripts. No torch."""
+"""Print the output of commands: text for people, JSON for scripts. No torch."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-VERSION = 1  # of what is printed for scripts; grows when a key goes, or changes its meaning
+VERSION = 1  # of the JSON for scripts; grows when a key is removed or changes its meaning
 _NARROWEST = 30  # columns of a table's last cell
 
-# What runs and launchers say is shown as it is.
+# Text of runs and launchers is shown verbatim, without markup.
 console = Console(highlight=False, markup=False, emoji=False)
 errors = Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 def say(what: RenderableType, style: str | None = None) -> None:
-    """Print text in lines as long as they are, or what is drawn as wide as the terminal."""
+    """Print text without wrapping its lines, or a rich renderable at the width of the terminal."""
     console.print(what, style=style, soft_wrap=isinstance(what, str | Text))
 
 
@@ -30,12 +30,12 @@ def complain(what: str, style: str | None = None) -> None:
 
 
 def show_table(headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: Collection[str] = ()) -> None:
-    """Print a table; in a terminal the last cell goes on below itself, elsewhere a row is a line.
+    """Print a table; in a terminal the last cell wraps within its column, elsewhere each row is one line.
 
     Args:
         headings: of the columns.
         rows: a cell for each heading.
-        numbers: headings of columns that are aligned to the right.
+        numbers: headings of the right-aligned columns.
     """
     cells = [list(headings), *map(list, rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)][:-1]
@@ -53,8 +53,8 @@ def show_table(headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: 
     say("\n".join(lines))
 
 
-def tell(values: Mapping[str, Any] | list[dict[str, Any]]) -> None:
-    """Print an object, or a list of them, on a line."""
+def print_json(values: Mapping[str, Any] | list[dict[str, Any]]) -> None:
+    """Print an object, or a list of objects, as one line of JSON."""
     objects = values if isinstance(values, list) else [values]
     versioned = [{"version": VERSION, **each} for each in objects]
     sys.stdout.write(json.dumps(finite(versioned if objects is values else versioned[0])) + "\n")
@@ -62,5 +62,5 @@ def tell(values: Mapping[str, Any] | list[dict[str, Any]]) -> None:
 
 
 def finite(values: Any) -> Any:
-    """Return the same with null for NaN and infinities, which are no JSON."""
+    """Return the values with None for NaN and infinities, which JSON lacks."""
     return json.loads(json.dumps(values), parse_constant=lambda _: None)

@@ -1,6 +1,6 @@
 """Compatibility shims for the supported versions of torch. Imports torch in ranks only.
 
-docs/guides/torchrun.md has the versions that were tried.
+docs/guides/torchrun.md lists the tested versions.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 def replicates_with_mesh() -> bool:
-    """Whether FSDP2's `replicate` takes a mesh, as since 2.13; before, shard groups of one rank do the same."""
+    """Whether FSDP2's `replicate` accepts a mesh, as since 2.13; before, shard groups of one rank do the same."""
     import torch
 
     return tuple(int(number) for number in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
 def set_timeout(timeout: timedelta, group: ProcessGroup | None) -> None:
-    """Set after how long collectives of a group fail; without one, of the default group."""
+    """Set the timeout of a group's collectives; None: of the default group's."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 

@@ -1,4 +1,4 @@
-"""Validate a composed configuration by itself: every problem at once, before anything is started. No torch."""
+"""Validate a composed configuration and report all problems at once, before anything is started. No torch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from fsdp_jobs.config.schema import HfConfig, JobConfig, LlamaConfig, NoModelCon
 
 
 def config_problems(config: JobConfig, files: bool = True, is_away: bool = False) -> Iterator[Problem]:
-    """Yield what is wrong with a configuration; without `files`, as for a plan, no data is looked at.
+    """Yield the problems of a configuration; without `files`, as for a plan, data is not checked.
 
-    `is_away`: paths are of the cluster's files, which this machine does not see.
+    `is_away`: paths name files of the cluster that this machine does not see.
     """
     has_model = not isinstance(config.model, NoModelConfig)
     shares_files = config.cluster.shares_files and not is_away
@@ -74,12 +74,12 @@ def _integrity(config: JobConfig) -> Iterator[Problem]:
 
 
 def _checkpoint_url(url: str) -> Iterator[Problem]:
-    """Check that this machine can use a URL; whether the bucket may be written is seen at the first save."""
+    """Check that this machine can use a URL; permission to write the bucket shows only at the first save."""
     protocol = url.partition("://")[0]
     extra = {"gs": "gcs", "gcs": "gcs"}.get(protocol, "s3")
     try:
         import fsspec
-        import upath  # noqa: F401 - only whether it is there
+        import upath  # noqa: F401 - only whether it is installed
 
         fsspec.get_filesystem_class(protocol)
     except ImportError as e:

@@ -11,7 +11,7 @@ from fsdp_jobs.control.failures import Budget, Machines, find_cause
 from fsdp_jobs.control.fencing import Leases
 from fsdp_jobs.control.guard import Guard
 from fsdp_jobs.control.placement import Agents, ConnectedAgent, RoundPlanner
-from fsdp_jobs.run import events
+from fsdp_jobs.run import events, messages
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.failure import Failure
 from fsdp_jobs.run.leaves import guards_in
@@ -19,14 +19,14 @@ from fsdp_jobs.run.rank_state import Request
 from fsdp_jobs.run.tail import last_lines
 from fsdp_jobs.run.verdict import Verdict
 
-_LONG_ROUND_S = 600.0  # a round of a program that saves nothing and lasted so long counts as progress
+_LONG_ROUND_S = 600.0  # for a program that saves nothing, a round of this length counts as progress
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class Round:
-    """State of the newest round. Before the first, a round that is not running."""
+    """State of the newest round; before the first round, `running` is False."""
 
     number: int = -1
     term: int = 0  # the number over all attempts of the run
@@ -35,23 +35,23 @@ class Round:
     hosts: dict[int, str] = field(default_factory=dict)  # node -> machine
     head: ConnectedAgent | None = None
     began_at: float = 0.0
-    first_step: int = 0  # that it began with
+    first_step: int = 0  # steps done when it began
     running: bool = False
-    is_adopted: bool = False  # it began under a coordinator before this one
+    is_adopted: bool = False  # it began under an earlier coordinator
     has_reports: bool = False  # some rank has reported a step
-    saves: bool = False  # some rank has something to save with
-    has_gaps: bool = False  # ranks of some node have ended: the others cannot do a step
+    saves: bool = False  # some rank can save checkpoints
+    has_gaps: bool = False  # ranks of some node have ended, so the others cannot complete a step
     has_cuts: bool = False  # a node was lost because its machine could not be reached
     requested: Request = Request.NONE
-    parked_for: str = ""  # in place of nodes that join
-    not_needed: set[str] = field(default_factory=set)  # ids of agents that would not put more nodes to work
-    broken_at: float | None = None  # until it is judged
-    failed_at: float = 0.0  # when what broke it happened
+    parked_for: str = ""  # why it was parked; empty: nodes join or leave
+    not_needed: set[str] = field(default_factory=set)  # ids of waiting agents that would not add a usable node
+    broken_at: float | None = None  # when it broke; None again once it is judged
+    failed_at: float = 0.0  # when the failure happened that broke it
     broken_why: str = ""
     failures: list[Failure] = field(default_factory=list)
     lost: dict[int, str] = field(default_factory=dict)  # node -> how
-    culprit: int | None = None  # node on which the others waited, that was lost alone, or whose state is wrong
-    excludes: bool = False  # the culprit at once
+    culprit: int | None = None  # node that held up the others, was the only one lost, or has wrong state
+    excludes: bool = False  # exclude the culprit's machine at once
     has_stalled: bool = False
 
     def was_long(self, now: float) -> bool:
@@ -59,22 +59,22 @@ class Round:
 
     @property
     def stops_by_signal(self) -> bool:
-        """Whether the ranks were asked to stop and can only be told by a signal: none has ever reported."""
+        """Whether a requested stop can reach the ranks only as a signal, because none has ever reported."""
         return self.requested is Request.STOP and not self.has_reports
 
 
 class Attempt:
-    """An attempt as its coordinator knows it."""
+    """State of an attempt in its coordinator."""
 
     def __init__(self, config: JobConfig, run: RunDir, number: int):
-        """Read what coordinators before this one have recorded."""
+        """Restore the state from the events that earlier coordinators recorded."""
         self.config, self.run, self.number = config, run, number
         self.elastic = config.elastic
         self.agents = Agents()
         self.round = Round()
         self.verdict: Verdict | None = None
-        self.closed_at: float | None = None  # when the verdict was written, and the agents told
-        self.is_superseded = False  # another coordinator has taken over: nothing is recorded or decided any more
+        self.closed_at: float | None = None  # when the verdict was written and sent to the agents
+        self.is_superseded = False  # another coordinator has taken over: this one must not record or decide
         self.stop_reason: str | None = None
         self.committed = -1
         self.step = 0
@@ -82,12 +82,11 @@ class Attempt:
         history = list(events.read_events(run))
         self.budget = Budget(self.elastic.max_failures_without_progress, history)
         self.machines = Machines(run, self.elastic.exclude_after, self.elastic.exclude_for_s, history)
-        self.term_seen = 0  # the newest that the records, an agent, or snapshots in its memory know
-        self._may_adopt = True  # no round was formed or broken yet: this may replace a coordinator that died
-        self._warned = ""  # what was last warned of
+        self.term_seen = 0  # the newest in the records, or reported by an agent for itself or its snapshots
+        self._may_adopt = True  # until it forms or breaks a round: an earlier coordinator may have died
+        self._warned = ""  # the last warning
         self.guards: list[Guard] = [made(self) for made in guards_in("control")]
-        self.guard_of = {kind: guard for guard in self.guards for kind in guard.kinds}  # of messages
-        may_run: set[str] = set()  # machines, since an earlier coordinator
+        may_run: set[str] = set()  # machines where ranks of an earlier coordinator may run
         for event in history:
             if event.attempt == number and event.round is not None:
                 self.round.number = max(self.round.number, event.round)
@@ -110,13 +109,13 @@ class Attempt:
             logger.info("%s", event.sentence() or event.kind)
 
     def warn(self, why: str) -> None:
-        """Warn of something that goes on, once, where the user looks."""
+        """Record a lasting problem for the user, unless it is the one that was recorded last."""
         if why != self._warned:
             self._warned = why
             self.record(events.Waiting(why))
 
     def on_superseded(self) -> None:
-        """Stop deciding: agents get no more answers, so their leases run out."""
+        """Stop deciding. Agents get no more answers from this coordinator, so their leases run out."""
         logger.error("another coordinator of %s has taken over: this one decides nothing more", self.run.name)
         self.is_superseded = True
         for agent in self.agents.values():
@@ -125,29 +124,29 @@ class Attempt:
 
     def _request(self, request: Request) -> None:
         self.round.requested = request
-        self.agents.send("request", request=int(request))
+        self.agents.send(messages.Request(request))
 
     def park(self, why: str) -> None:
-        """Have the ranks save and stop, for another round."""
+        """Ask the ranks to save and wait for a new round."""
         self.round.parked_for = why
         self._request(Request.PARK)
 
     def break_round(self, why: str, now: float, since: float | None = None) -> None:
-        """End the running round, which has failed `since`: every agent stops its ranks and becomes ready again."""
+        """End the running round, which failed at `since`: agents stop their ranks and become ready again."""
         if not self.round.running:
             return
         self.round.running, self.round.broken_at, self.round.broken_why = False, now, why
         self.round.failed_at = now if since is None else since
         self._may_adopt = False
-        self.agents.send("break", round=self.round.number, why=why)
+        self.agents.send(messages.Break(self.round.number))
 
     def _judge(self, now: float) -> None:
-        """Decide, from what is known of a broken round, whether another one follows."""
+        """Decide after a broken round whether to start another one, from the reports received so far."""
         broken = self.round
         broken.broken_at, failed_at = None, time.time() - (now - broken.failed_at)
-        failures, was_parked = broken.failures, broken.requested is Request.PARK
+        failures, was_parked = broken.failures, broken.requested is Request.PARK and not broken.has_stalled
         if failures and all(f.is_request for f in failures) and not was_parked and self.stop_reason is None:
-            if not broken.was_long(now):  # by itself, and it may do so again
+            if not broken.was_long(now):  # the ranks left unasked, and may do so again
                 self.close(self.budget.requeue(failures[0].describe()), now)
                 return
             self.stop_reason = failures[0].describe()
@@ -175,7 +174,7 @@ class Attempt:
     def _look_for_lost(self, now: float) -> None:
         """Blame the node if only one was lost. If several were, the network or the coordinator is at fault.
 
-        The others' silence has not lasted as long as the first one's.
+        Other lost nodes may not have been silent for the full timeout yet, so a shorter silence counts here.
         """
         broken, timeout_s, beats_s = self.round, self.elastic.heartbeat_timeout_s, self.elastic.heartbeat_interval_s
         silence_s = 1.5 * beats_s if broken.has_cuts else timeout_s / 2
@@ -186,7 +185,7 @@ class Attempt:
         elif broken.lost and broken.culprit is None:
             node, why = min(broken.lost.items())
             elsewhere = [f for f in broken.failures if f.node != node and not (f.is_victim or f.is_request)]
-            if not elsewhere or broken.broken_why in broken.lost.values():  # else what failed elsewhere came before
+            if not elsewhere or broken.broken_why in broken.lost.values():  # else the failure elsewhere came first
                 broken.culprit, broken.broken_why = node, why
 
     def _done(self) -> Verdict:
@@ -214,7 +213,7 @@ class Attempt:
         self._announce(now)
 
     def _announce(self, now: float) -> None:
-        """Write the verdict, for whoever restarts processes, before agents end; `tick` tries again on a full disk."""
+        """Write the verdict, for the launcher, before agents exit. If the disk is full, `tick` tries again."""
         assert self.verdict is not None
         leases = self.leases.running(now)
         details = {"round": self.round.number, "step": self.step, "committed": self.committed}
@@ -223,7 +222,7 @@ class Attempt:
         except OSError as e:
             self.warn(f"the verdict cannot be written: {e}")
             if not self.run.verdict(self.number).exists():
-                return  # else only its notification could not be started
+                return  # else only the notification failed to start
         self.closed_at = now
         for agent in self.agents.values():
             self._send_end(agent)
@@ -231,4 +230,4 @@ class Attempt:
     def _send_end(self, agent: ConnectedAgent) -> None:
         assert self.verdict is not None
         if self.closed_at is not None:
-            agent.send({"kind": "end", "exit_code": self.verdict.exit_code_of_attempt, "why": self.verdict.reason})
+            agent.send(messages.End(self.verdict.exit_code_of_attempt, self.verdict.reason))

@@ -1,15 +1,14 @@
 """The coordinator's decisions: which nodes form a round, when it ends, when the attempt ends. No torch, no network.
 
-A round is a set of nodes with fixed ranks. Agents hold a connection each; a closed connection is a dead agent, a
-silent one a lost node. When a round breaks, every agent stops its ranks and becomes ready again, and the next
-round starts with the nodes that are ready, once no rank of the last one can still run.
+A round is a set of nodes with fixed ranks. Each agent holds a connection: if it closes, the agent is dead; if it is
+silent, the node is lost. When a round breaks, every agent stops its ranks and becomes ready again. The next round
+starts with the ready nodes, once no rank of the last round can still run.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable
 
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.resolve import node_range
@@ -18,113 +17,117 @@ from fsdp_jobs.control.attempt import Attempt, Round
 from fsdp_jobs.control.fencing import Terms
 from fsdp_jobs.control.placement import ConnectedAgent, Formation
 from fsdp_jobs.plan.layout import partners
-from fsdp_jobs.run import events
+from fsdp_jobs.run import events, messages
 from fsdp_jobs.run.directory import RunDir, checkpoints_of
-from fsdp_jobs.run.failure import Failure
-from fsdp_jobs.run.protocol import Message
 from fsdp_jobs.run.rank_state import SAVES_NOTHING, Request
 from fsdp_jobs.run.term import Fenced
 from fsdp_jobs.run.verdict import EXIT_REQUEUE, Verdict
 
-_SETTLE_S = 1.0  # after the first sign of a failure: for the reports that tell the cause
-_BLOCKED_S = 1.0  # a tick so much late: this process stood still, and the agents' messages wait
+_SETTLE_S = 1.0  # after the first sign of a failure, to receive the reports that show the cause
+_BLOCKED_S = 1.0  # if a tick is this late, this process was blocked, and the agents' messages are queued
 
 
 class Coordinator(Attempt):
-    """The decisions, without the network: methods are called as messages arrive, `tick` ten times a second."""
+    """Makes the decisions. The server calls a method per message, and `tick` ten times a second."""
 
     def __init__(self, config: JobConfig, run: RunDir, number: int, now: float):
         super().__init__(config, run, number)
         self.formation = Formation(config.elastic, *node_range(config.nodes), now)
         self._terms = Terms(checkpoints_of(config.checkpoint, run), number)
         self._stop_by = 0.0
-        self._came_at = now  # when an agent of the round last did
-        self._exclusion = ""  # of the newest machine that was turned away
+        self._came_at = now  # when an agent last joined the round
+        self._exclusion = ""  # why the newest excluded machine was turned away
         self._ticked = now
+        self.handlers: dict[type[messages.Message], Callable[..., None]] = {
+            messages.Beat: self.on_beat,
+            messages.Failed: self.on_failed,
+            messages.Ready: self.on_ready,
+            messages.Master: self.on_master,
+            messages.Notice: self.on_notice,
+            messages.Ended: self.on_ended,
+            messages.Away: self.on_away,
+        }
+        for guard in self.guards:
+            self.handlers |= dict.fromkeys(guard.takes, guard.on_message)
 
-    def on_message(self, agent: ConnectedAgent, message: Message, now: float) -> None:
-        """Take in a message.
+    def on_message(self, agent: ConnectedAgent, message: messages.Message, now: float) -> None:
+        self.handlers[type(message)](agent, message, now)
 
-        Raises:
-            KeyError: nobody knows its kind.
+    def on_hello(self, agent: ConnectedAgent, hello: messages.Hello, now: float) -> bool:
+        """Accept an agent that connects, possibly with running ranks.
+
+        Returns False if it is of another attempt, or if another agent of its node is alive.
         """
-        kind = message["kind"]
-        if kind in self.guard_of:
-            self.guard_of[kind].on_message(agent, message, now)
-        else:
-            _HANDLERS[kind](self, agent, message, now)
-
-    def on_hello(self, agent: ConnectedAgent, message: Message, now: float) -> bool:
-        """Take in an agent that connects, maybe with ranks running.
-
-        Returns False for one of another attempt, and while another agent of its node is well.
-        """
-        if message["attempt"] != self.number:
-            why = f"this is attempt {self.number}, and the agent's is {message['attempt']}"
-            agent.send({"kind": "end", "exit_code": EXIT_REQUEUE, "why": why})
+        if agent.attempt != self.number:
+            why = f"this is attempt {self.number}, and the agent's is {agent.attempt}"
+            agent.send(messages.End(EXIT_REQUEUE, why))
             return False
         patience_s = min(3 * self.elastic.heartbeat_interval_s, self.elastic.heartbeat_timeout_s)
         for other in [a for a in self.agents.values() if a.node == agent.node and a.id != agent.id]:
             is_saving = other.in_round and self.stop_reason is not None and self.verdict is None
             if is_saving or now - other.heard <= patience_s:
-                return False  # it asks again
+                return False  # it connects again
             self.on_gone(other, f"node {other.node} was silent and has been replaced", now)
         self.agents[agent.id] = agent
+        agent.ended = hello.ended
         self.leases.surrender(agent.host)
-        current, number = self.round, message["round"]
-        self.term_seen = max(self.term_seen, message["term"])
+        self.term_seen = max(self.term_seen, hello.term)
         if self.verdict is not None:
             self._send_end(agent)
-        elif number >= 0 and self._may_adopt and not current.running and number >= current.number:
-            known = {key: message[key] for key in ("term", "size", "shard_group")}  # the coordinator was restarted
-            self.round = replace(current, number=number, running=True, is_adopted=True, began_at=now, **known)
-            self._take_into_round(agent, now)
-            self.record(events.Adopted(self.round.size))
-        elif number >= 0 and number == current.number and current.running:
-            self._take_into_round(agent, now)
-        elif number >= 0:
-            self.leases.hold(agent.id, now)  # an answer may have reached it just before
-            agent.send({"kind": "break", "round": number, "why": "a newer round runs without this node"})
-        if message["signal"]:
-            self.on_notice(agent, message, now)
-        if message["ready"]:
-            self.on_ready(agent, {"failures": [], "after": number, "at": message["at"]}, now)
+        elif hello.running.number >= 0:
+            self._take_back(agent, hello.running, now)
+        if hello.signal:
+            self.on_notice(agent, hello, now)
+        if hello.ready:
+            self.on_ready(agent, messages.Ready([], after=-1, at=hello.at), now)
         else:
-            self._answer(agent, message, now)
+            self._answer(agent, hello.at, now)
         return True
+
+    def _take_back(self, agent: ConnectedAgent, running: messages.Round, now: float) -> None:
+        """Put an agent with running ranks back into their round; a new coordinator adopts that round."""
+        current = self.round
+        if self._may_adopt and not current.running and running.number >= current.number:
+            known = (running.number, running.term, running.size, running.shard_group)
+            self.round = Round(*known, running=True, is_adopted=True, began_at=now)
+            self.record(events.Adopted(running.size))
+        elif not current.running or running.number != current.number:
+            self.leases.hold(agent.id, now)  # an answer just before may have renewed its lease
+            agent.send(messages.Break(running.number))
+            return
+        self._take_into_round(agent, now)
 
     def _take_into_round(self, agent: ConnectedAgent, now: float) -> None:
         agent.in_round, self.round.hosts[agent.node], self._came_at = True, agent.host, now
         self.leases.hold(agent.id, now)
 
-    def _answer(self, agent: ConnectedAgent, message: Message, now: float) -> None:
-        """Answer a sign of life; ranks of a round that is over are left to their lease."""
+    def _answer(self, agent: ConnectedAgent, at: float, now: float) -> None:
+        """Answer a sign of life, but do not renew the lease of ranks whose round is over."""
         agent.heard = now
         may_run = agent.in_round and self.round.running and not agent.ended
-        at = message["at"] if may_run or agent.ready else None
-        agent.send({"kind": "alive", "at": at, "time": time.time()})
+        agent.send(messages.Alive(at if may_run or agent.ready else None, time.time()))
         if may_run:
             self.leases.hold(agent.id, now)
 
-    def on_beat(self, agent: ConnectedAgent, message: Message, now: float) -> None:
-        agent.beat = message
-        self._answer(agent, message, now)
-        for step, committed, *_ in agent.ranks:
-            self.step, self.committed = max(self.step, step), max(self.committed, committed)
+    def on_beat(self, agent: ConnectedAgent, beat: messages.Beat, now: float) -> None:
+        agent.beat = beat
+        self._answer(agent, beat.at, now)
+        for report, _ in beat.ranks:
+            self.step, self.committed = max(self.step, report.step), max(self.committed, report.committed)
             if agent.in_round:
-                self.round.has_reports |= step >= 0
-                self.round.saves |= committed > SAVES_NOTHING
+                self.round.has_reports |= report.step >= 0
+                self.round.saves |= report.committed > SAVES_NOTHING
 
-    def on_ready(self, agent: ConnectedAgent, message: Message, now: float) -> None:
-        """Note that an agent has no ranks running and wants to be in the next round."""
-        if agent.in_round and message["after"] < self.round.number:
-            return  # its `hello` had said so already, and the round that followed is on its way
+    def on_ready(self, agent: ConnectedAgent, ready: messages.Ready, now: float) -> None:
+        """Record that an agent has no running ranks and wants to join the next round."""
+        if agent.in_round and ready.after < self.round.number:
+            return  # its `Hello` already said so, and the agent is about to receive the new round
         self._on_ranks_ended(agent)
-        self.on_failed(agent, message, now)
+        self.on_failed(agent, ready, now)
         if agent.in_round and not self.round.stops_by_signal:
             self.break_round(f"node {agent.node} left the round", now)
-        agent.ready, agent.in_round, agent.beat = True, False, {}
-        self._answer(agent, message, now)
+        agent.ready, agent.in_round, agent.beat = True, False, messages.Beat()
+        self._answer(agent, ready.at, now)
         if self.verdict is not None:
             self._send_end(agent)
 
@@ -132,52 +135,50 @@ class Coordinator(Attempt):
         self.leases.surrender(agent.id)
         self.round.has_gaps |= agent.in_round
 
-    def on_failed(self, agent: ConnectedAgent, message: Message, now: float) -> None:
-        """Note that ranks of a node have failed; its agent is stopping the others."""
-        reports = sorted((Failure(**f) for f in message["failures"]), key=lambda f: f.time)
+    def on_failed(self, agent: ConnectedAgent, message: messages.Failed | messages.Ready, now: float) -> None:
+        """Record that ranks of a node have failed; its agent is stopping the others."""
+        reports = sorted(message.failures, key=lambda f: f.time)
         if not reports or self.verdict is not None:
             return
         if self.round.stops_by_signal:
-            agent.ended = True  # by the signal; others may still be saving
+            agent.ended = True  # the signal ended its ranks; others may still be saving
             return
         self.round.failures += reports
         self.step = max(self.step, *(f.step for f in reports))
         why = " and ".join(f.describe() for f in reports)
         if self.round.running:
             self.break_round(why, now)
-        elif self.round.broken_at is None and self._may_adopt:  # while there was no coordinator: it counts all the same
+        elif self.round.broken_at is None and self._may_adopt:  # it happened without a coordinator, and counts too
             self.round.broken_at, self.round.broken_why, self._may_adopt = now, why, False
             self.round.failed_at = now
 
-    def on_master(self, agent: ConnectedAgent, message: Message, now: float) -> None:
-        if agent is self.round.head and message["round"] == self.round.number:
-            for other in self.agents.in_round():
-                if other is not agent:
-                    other.send({**message, "kind": "start", "host": agent.address})
+    def on_master(self, agent: ConnectedAgent, master: messages.Master, now: float) -> None:
+        if agent is self.round.head and master.round == self.round.number:
+            self.agents.send(master)
 
-    def on_notice(self, agent: ConnectedAgent, message: Message, now: float) -> None:
-        """Stop the job at a node's signal; where nodes are replaced one by one, save and go on without that node."""
+    def on_notice(self, agent: ConnectedAgent, message: messages.Notice | messages.Hello, now: float) -> None:
+        """Stop the job on a node's signal; if the cluster replaces nodes, save and continue without that node."""
         agent.is_leaving = self.config.cluster.replaces_nodes
         if agent.is_leaving and not all(a.is_leaving for a in self.agents.values()):
             if agent.in_round and self.round.running and self.round.requested is Request.NONE:
                 self._request(Request.PARK)
             return
-        self.on_stop(f"node {agent.node} received {message['signal']}", now)
+        self.on_stop(f"node {agent.node} received {message.signal}", now)
 
-    def on_ended(self, agent: ConnectedAgent, message: Message, now: float) -> None:
+    def on_ended(self, agent: ConnectedAgent, ended: messages.Ended, now: float) -> None:
         agent.ended = True
         self.leases.surrender(agent.id)
         if self.agents.have_ended() and self.verdict is None and not self.round.stops_by_signal:
-            self.close(self._done(), now)  # after a signal `_watch_round` does
+            self.close(self._done(), now)  # after a signal, `_watch_round` closes it
 
-    def on_away(self, agent: ConnectedAgent, message: Message, now: float) -> None:
+    def on_away(self, agent: ConnectedAgent, away: messages.Away, now: float) -> None:
         agent.is_away = True
 
     def on_gone(self, agent: ConnectedAgent, why: str, now: float, certain: bool = False) -> None:
         """Drop an agent whose connection has closed, or that has been silent for too long.
 
         Args:
-            certain: its process is dead, and its ranks with it; else they may run until its lease ends.
+            certain: its process and its ranks are dead; otherwise its ranks may run until the lease expires.
         """
         if self.agents.get(agent.id) is not agent:
             return
@@ -191,7 +192,7 @@ class Coordinator(Attempt):
             self.break_round(why, now, now if certain else agent.heard)
 
     def on_stop(self, why: str, now: float) -> None:
-        """Stop the job: a signal to any of its processes, or the user's cancel."""
+        """Stop the job because one of its processes received a signal, or the user cancelled it."""
         if self.stop_reason is not None or self.verdict is not None or self.is_superseded:
             return
         self.stop_reason = why
@@ -231,7 +232,7 @@ class Coordinator(Attempt):
             self._maybe_form(now)
 
     def _read_requests(self, now: float) -> None:
-        """Do what files in the run directory ask for."""
+        """Handle the request files in the run directory."""
         if self.run.stop_request.exists():
             try:
                 self.on_stop(self.run.stop_request.read_text().strip() or "cancelled", now)
@@ -240,14 +241,14 @@ class Coordinator(Attempt):
         if self.round.running and self.run.save_request.exists():
             try:
                 self.run.save_request.unlink()
-                self.agents.send("request", request=int(Request.SAVE))
+                self.agents.send(messages.Request(Request.SAVE))
             except OSError as e:
                 self.warn(f"{self.run.save_request} cannot be removed, so nothing is saved for it: {e}")
 
     def _watch_round(self, now: float) -> None:
         here, current = len(self.agents.in_round()), self.round
         if here == current.size and self.agents.have_ended() and current.requested is not Request.STOP:
-            self.close(self._done(), now)  # they had reported it to the coordinator before this one
+            self.close(self._done(), now)  # they reported this to the previous coordinator
             return
         has_left = self.agents.are_parked() or (current.stops_by_signal and self.agents.have_ended())
         if self.stop_reason is not None and (now > self._stop_by or has_left):
@@ -267,7 +268,7 @@ class Coordinator(Attempt):
                 guard.watch(now)
 
     def _maybe_form(self, now: float) -> None:
-        """Form a round when enough nodes are ready; requeue the attempt when they do not come."""
+        """Form a round when enough nodes are ready; requeue the attempt if they do not come in time."""
         self._turn_away()
         ready = self.agents.ready()
         are_all_ready = len(ready) == len(self.agents)  # the others are still stopping their ranks
@@ -282,18 +283,18 @@ class Coordinator(Attempt):
             self.close(self.budget.requeue("; ".join(filter(None, [missing, self._exclusion]))), now)
 
     def _turn_away(self) -> None:
-        """End ready agents whose node was told to end, or whose machine is excluded."""
+        """End ready agents whose node received a stop signal, or whose machine is excluded."""
         ready = self.agents.ready()
         excluded = self.run.excluded_hosts() if ready else {}
         for agent in [a for a in ready if a.is_leaving or a.host in excluded]:
-            why = "this node was told to end"
+            why = "this node received a stop signal"
             if not agent.is_leaving:
                 why = self._exclusion = f"{agent.host} is excluded: {excluded[agent.host]}"
-            agent.send({"kind": "end", "exit_code": EXIT_REQUEUE, "why": why})
+            agent.send(messages.End(EXIT_REQUEUE, why))
             del self.agents[agent.id]
 
     def _next_term(self, now: float) -> int | None:
-        """Return the number of the next round over all attempts; None while it is not claimed."""
+        """Return the term of the next round, None until it is claimed."""
         try:
             term = self._terms.next(self.round.term, self.term_seen, now)
         except Fenced:
@@ -306,7 +307,7 @@ class Coordinator(Attempt):
         return term
 
     def _form(self, ready: list[ConnectedAgent], now: float) -> None:
-        """Plan with the ready nodes, and give each its ranks in topology order; until both are there, do nothing."""
+        """Plan with the ready nodes and give each its ranks in topology order, once plan and term exist."""
         try:
             plan = self.planner.plan(ready, self.round.shard_group)
         except BadInput as e:
@@ -318,27 +319,27 @@ class Coordinator(Attempt):
         by_name = {a.name: a for a in ready}
         layout, chosen, number = plan.layout, [by_name[name] for name in plan.nodes], self.round.number + 1
         self._terms.use()
-        self._may_adopt, self._warned, told = False, "", dict[str, Any]()
-        for guard in self.guards:
-            told |= guard.begin_round()
+        self._may_adopt, self._warned = False, ""
+        news = [guard.begin_round() for guard in self.guards]
         self.step = max(0, self.committed)
-        known: Message = {"term": term, "size": len(chosen), "shard_group": layout.shard_group}
-        self.round = Round(number, **known, head=chosen[0], began_at=now, first_step=self.step, running=True)
+        known = (number, term, len(chosen), layout.shard_group)
+        self.round = Round(*known, head=chosen[0], began_at=now, first_step=self.step, running=True)
         for rank, (agent, other) in enumerate(zip(chosen, partners(len(chosen)), strict=True)):
-            agent.ready, agent.ended, agent.beat = False, False, {}
+            agent.ready, agent.ended, agent.beat = False, False, messages.Beat()
             self._take_into_round(agent, now)
-            partner = None if other is None else [chosen[other].address, chosen[other].copies]
-            given = {"rank": rank, "layout": layout.to_json(), "partner": partner, **told}
-            agent.send({"kind": "round", "round": number, **known, **given})
+            for message in filter(None, news):
+                agent.send(message)
+            partner = None if other is None else (chosen[other].address, chosen[other].copies)
+            agent.send(messages.Round(*known, rank, layout.to_json(), partner))
         nodes, hosts = [a.node for a in chosen], [a.host for a in chosen]
         spares, why = [by_name[name].node for name in plan.spares], list(plan.reasons)
         sharding = (layout.strategy, layout.shard_group, layout.world_size)
         self.record(events.RoundStarted(nodes, hosts, *sharding, spares, why, term))
 
     def _maybe_grow(self, now: float) -> None:
-        """Take in nodes that came after the round had started, once the ranks have saved and parked.
+        """Add nodes that came after the round had started, once the ranks have saved and parked.
 
-        Ranks that report nothing are stopped for them at once, as torchrun does.
+        If the ranks report nothing, stop them at once, as torchrun does.
         """
         self._turn_away()
         current, waiting = self.round, self.agents.ready()
@@ -354,10 +355,5 @@ class Coordinator(Attempt):
             current.not_needed |= new
         if current.requested is Request.PARK and (self.agents.are_parked() or not current.has_reports):
             leaving = sorted(a.node for a in self.agents.values() if a.is_leaving)
-            told = f"nodes {leaving} were told to end" if leaving else f"{len(waiting)} more nodes join"
-            told = current.parked_for or told
-            self.break_round(told, now)
-
-
-_KINDS = ("beat", "failed", "ready", "master", "notice", "ended", "away")
-_HANDLERS = {kind: getattr(Coordinator, f"on_{kind}") for kind in _KINDS}
+            change = f"nodes {leaving} received a stop signal" if leaving else f"{len(waiting)} more nodes join"
+            self.break_round(current.parked_for or change, now)

@@ -20,16 +20,16 @@ class Cause:
     """What broke a round."""
 
     why: str  # one sentence for the user
-    failure: Failure | None = None  # the rank that failed first; None when a node was lost or ranks stalled
-    node: int | None = None  # whose machine may be at fault
+    failure: Failure | None = None  # of the rank that failed first; None if a node was lost or ranks stalled
+    node: int | None = None  # its machine may be at fault
 
 
 def find_cause(failures: list[Failure], culprit: int | None, broken_why: str, stalled: bool) -> Cause:
-    """Find the failure that most likely broke a round: no victim of another, then the earliest.
+    """Find the failure that most likely broke a round: the first that is no victim of another.
 
     Args:
-        failures: reports of ranks, as they arrived: clocks of different machines are not compared.
-        culprit: the node that was lost, or that held the others up.
+        failures: reports of ranks in order of arrival, because clocks of different machines are not compared.
+        culprit: the node that was lost or held up the others.
         broken_why: the first sign that the round was broken.
         stalled: the round was broken because no rank advanced.
     """
@@ -41,7 +41,7 @@ def find_cause(failures: list[Failure], culprit: int | None, broken_why: str, st
 
 
 class Budget:
-    """Counts failures in a row without a new checkpoint between them, and attempts that ended so."""
+    """Counts failures, and attempts that ended as `infrastructure`, since the last new checkpoint."""
 
     def __init__(self, most: int, history: Iterable[events.Event]):
         self.most = most
@@ -87,7 +87,7 @@ class Budget:
         return Verdict(kind, "stop", reason, **details)
 
     def requeue(self, why: str) -> Verdict:
-        """Return the verdict on an attempt that the cluster ended: another one, unless they lead nowhere."""
+        """Return the verdict on an attempt that the cluster ended: requeue, unless attempts make no progress."""
         if self._attempts >= self.most:
             why = f"{counted(self._attempts + 1, 'attempt')} without a new checkpoint; the last: {why}"
             return Verdict("infrastructure", "stop", why)
@@ -95,7 +95,7 @@ class Budget:
 
 
 class Machines:
-    """Counts failures by machine, over all attempts; one that fails repeatedly is excluded for a while."""
+    """Counts failures per machine over all attempts; excludes those that fail repeatedly for a while."""
 
     def __init__(self, run: RunDir, most: int, for_s: float, history: Iterable[events.Event]):
         """`most` failures within `for_s` seconds exclude a machine for as long; 0 excludes none."""
@@ -106,7 +106,7 @@ class Machines:
                 self._failures[event.blamed].append(event.time)
 
     def blame(self, host: str, why: str, at_once: bool = False) -> str | None:
-        """Note a failure; returns the reason when it is the one that excludes the machine: `at_once`, the first."""
+        """Record a failure. Returns the reason if it excludes the machine; with `at_once`, the first does."""
         now = time.time()
         recent = self._failures[host] = [t for t in [*self._failures[host], now] if t > now - self.for_s]
         if not at_once and (not self.most or len(recent) < self.most):

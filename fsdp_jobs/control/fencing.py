@@ -14,24 +14,24 @@ from fsdp_jobs.run.protocol import lease_s, unreachable_s
 from fsdp_jobs.run.term import ROUND, Fenced, claim
 
 _T = TypeVar("_T")
-_CLOCKS, _KILL_S = 1.05, 1.0  # added to a lease: for clocks of different speed (a factor), and for killing ranks
-_RECORD_S = 0.2  # for writing a line, by a rank that has just seen that it may
-_SOON_S = 0.02  # what takes a thread no longer is waited for: nobody notices
-_PATIENCE_S = 5.0  # with a store that does not answer, and between two claims of which the first has failed
+_CLOCKS, _KILL_S = 1.05, 1.0  # margins on a lease: clock drift (a factor), and time to kill ranks
+_RECORD_S = 0.2  # for a rank to write a line after it checked that it may
+_SOON_S = 0.02  # a wait this short for a thread is not noticed
+_PATIENCE_S = 5.0  # to wait for a store's answer, and between a failed claim and the next
 
 
 def begin(thread: ThreadPoolExecutor, work: Callable[..., _T], *args: Any) -> Future[_T]:
-    """Begin work for which agents must not wait, in a thread; it may be done at once."""
+    """Start work in a thread, so that agents do not wait for it; short work is done on return."""
     begun = thread.submit(work, *args)
     wait([begun], _SOON_S)
     return begun
 
 
 class Leases(dict[str, float]):
-    """Until when ranks may run that are not known to have ended: of an agent, by its id, or on an unseen machine.
+    """Expiry times of the leases of ranks that may still run, by their agent's id or by unseen machine.
 
-    A machine is unseen when ranks may run there for an earlier coordinator, and no agent has connected from it yet:
-    an agent that is cut off does not connect.
+    A machine is unseen if ranks of an earlier coordinator may run there and no agent has connected from it yet. An
+    agent that is cut off cannot connect.
     """
 
     def __init__(self, elastic: ElasticConfig, unseen: Iterable[str]):
@@ -40,24 +40,25 @@ class Leases(dict[str, float]):
         self._fresh_s = _CLOCKS * unreachable_s(elastic) + _RECORD_S
 
     def hold(self, agent: str, now: float) -> None:
-        """Note that an agent with ranks has been answered."""
+        """Renew the lease of an agent with ranks, which was just answered."""
         self[agent] = now + self._lasts_s
 
     def surrender(self, holder: str) -> None:
-        """Note that an agent's ranks have ended, or that a machine has been seen."""
+        """End a lease, because an agent's ranks have ended or an agent has connected from a machine."""
         self.pop(holder, None)
 
     def on_charge(self, late_s: float, now: float) -> None:
-        """Note that earlier coordinators give no more answers `late_s` from now."""
+        """Let the leases of unseen machines expire: earlier coordinators stop answering within `late_s`."""
         self.update({holder: now + late_s + self._lasts_s for holder, end in self.items() if end == inf})
 
     def running(self, now: float, are_fenced: bool = False) -> int:
-        """Count the leases that have not run out.
+        """Count the leases that have not expired.
 
         Args:
             now: monotonic seconds.
-            are_fenced: ranks that still run do no step without those that do not, and look for a newer round before
-                they write anything, once their node's newest answer is not fresh any more. Then it counts earlier.
+            are_fenced: ranks that still run cannot complete a step without the ended ones, and once their node's
+                newest answer is no longer fresh, they check for a newer round before they write. Leases that are
+                no longer fresh then count as expired.
         """
         for holder in [holder for holder, end in self.items() if end <= now]:
             del self[holder]
@@ -66,22 +67,22 @@ class Leases(dict[str, float]):
 
 
 class Terms:
-    """Claims the number of the next round, in a thread: a store that hangs must not leave agents without answers."""
+    """Claims the term of the next round in a thread, so that agents get answers while a store hangs."""
 
     def __init__(self, home: Path, attempt: int):
         self.home, self.attempt = home, attempt
-        self.problem = ""  # why there is none yet
+        self.problem = ""  # why no term is claimed yet
         self._claims = ThreadPoolExecutor(1, "claims")
         self._claim: Future[int] | None = None
         self._patient_until = -inf
 
     def next(self, last: int, seen: int, now: float) -> int | None:
-        """Return the number for the round after `last` (0: not known), always the same until `use`.
+        """Return the term for the round after `last` (0: not known), the same one until `use`.
 
-        It is also above `seen`. Returns None while there is none; `problem` says why.
+        It is also greater than `seen`. Returns None until it is claimed; `problem` says why.
 
         Raises:
-            Fenced: another coordinator has claimed one after `last`.
+            Fenced: another coordinator has claimed a term after `last`.
         """
         if self._claim is None:
             if now < self._patient_until:
@@ -100,5 +101,5 @@ class Terms:
         return None
 
     def use(self) -> None:
-        """Begin a round with the number."""
+        """Mark the term as used by a round, so that `next` claims another."""
         self._claim, self._patient_until, self.problem = None, -inf, ""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fsdp_jobs.control.placement import ConnectedAgent
 from fsdp_jobs.run.events import Event
-from fsdp_jobs.run.protocol import Message
+from fsdp_jobs.run.messages import Message
 
 if TYPE_CHECKING:
     from fsdp_jobs.control.attempt import Attempt
@@ -18,23 +18,22 @@ class Guard:
     Its methods are called with the coordinator's clock, `now`, in seconds.
     """
 
-    kinds: ClassVar[tuple[str, ...]] = ()  # of the messages of agents that it takes in
+    takes: ClassVar[tuple[type[Message], ...]] = ()  # messages from agents
 
     def __init__(self, attempt: Attempt):
         self.attempt = attempt
 
     def read(self, event: Event) -> None:
-        """Take in an event that a coordinator before this one has recorded; the oldest comes first."""
+        """Restore state from an event that an earlier coordinator recorded; the oldest comes first."""
 
-    def begin_round(self) -> Message:
-        """Forget the round before, which the attempt still has. Returns what agents have to know of the new one."""
-        return {}
+    def begin_round(self) -> Message | None:
+        """Reset for a new round; the attempt still has the old one. Returns a message to send before `Round`."""
 
-    def on_message(self, agent: ConnectedAgent, message: Message, now: float) -> None:
-        """Take in a message of one of its kinds."""
+    def on_message(self, agent: ConnectedAgent, message: Any, now: float) -> None:
+        """Handle a message of a class in `takes`."""
 
     def watch(self, now: float) -> None:
-        """Look at the running round, ten times a second."""
+        """Check the running round; called ten times a second."""
 
     def close(self, now: float) -> None:
-        """Tell what is still open, before the verdict."""
+        """Report unfinished findings before the verdict."""

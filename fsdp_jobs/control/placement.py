@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.resolve import node_range, ranks_per_node
@@ -18,55 +17,38 @@ from fsdp_jobs.plan.shapes import ModelShape, shape_of
 from fsdp_jobs.plan.sources import from_kubernetes, from_yaml
 from fsdp_jobs.plan.topology import Node, Topology
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.protocol import Message
-from fsdp_jobs.run.rank_state import Phase, Times
+from fsdp_jobs.run.messages import Agent, Beat, Message
+from fsdp_jobs.run.rank_state import Phase
 
 _REJOIN_S = 0.2  # the join window after the first round
-_RECONNECT_S = 1.0  # the same of a coordinator that has just been restarted: agents try again every 0.2 s
-_REPLACEMENT_S = 60.0  # an excluded machine is not waited for longer than a replacement takes to come
+_RECONNECT_S = 1.0  # the same after a restart of the coordinator: agents reconnect every 0.2 s
+_REPLACEMENT_S = 60.0  # most to wait for nodes if a machine is excluded: the time a replacement takes
 
 
 @dataclass
-class ConnectedAgent:
+class ConnectedAgent(Agent):
     """One connected agent."""
 
-    node: int
-    host: str
-    address: str
-    nproc: int
-    switches: list[str]  # outermost first; empty when unknown
-    copies: int  # port for other nodes' captures; 0: none are kept
-    id: str  # of its process
     send: Callable[[Message], None]
     drop: Callable[[], None]
     heard: float  # monotonic time of its last sign of life
-    is_away: bool = False  # it has said that the end of this connection will not be its own
-    is_beside: bool = False  # on the coordinator's own machine, which no cut of the network takes from it
+    is_away: bool = False  # it announced that it closes this connection without exiting
+    is_beside: bool = False  # on the coordinator's machine, where a network cut does not separate them
     is_unreachable: bool = False  # its machine has acknowledged no packets for a while
-    is_leaving: bool = False  # it was told to end, and another one will be this node
+    is_leaving: bool = False  # it received a stop signal, and another agent will replace it
     ready: bool = False
     in_round: bool = False
     ended: bool = False
-    beat: Message = field(default_factory=dict)  # its newest, empty without ranks
+    beat: Beat = field(default_factory=Beat)  # the newest; no ranks in it if none run
 
     @property
     def name(self) -> str:
-        """Return what plans call its node."""
+        """Return the name of its node in plans."""
         return f"{self.host}/{self.node}"
-
-    @property
-    def ranks(self) -> list[list[Any]]:
-        """Return [step, committed, phase, *Times] of each of its ranks; a step of -1: no report."""
-        ranks: list[list[Any]] = self.beat.get("ranks", [])
-        return ranks
-
-    @property
-    def times(self) -> list[Times]:
-        return [Times(*times) for _, _, _, *times in self.ranks]
 
 
 def known_places(run: RunDir) -> dict[str, Node]:
-    """Read where machines are, by name: from the user's topology file, or from Kubernetes' labels at submission."""
+    """Read machines' locations by name, from the user's topology file or Kubernetes' labels at submission."""
     if run.topology.exists():
         topology = from_yaml(run.topology.read_text())
     elif run.node_labels.exists():
@@ -85,13 +67,13 @@ class Agents(dict[str, ConnectedAgent]):
     def ready(self) -> list[ConnectedAgent]:
         return [a for a in self.values() if a.ready]
 
-    def send(self, kind: str, **content: Any) -> None:
+    def send(self, message: Message) -> None:
         """Send one message to every agent of the round."""
         for agent in self.in_round():
-            agent.send({"kind": kind, **content})
+            agent.send(message)
 
     def are_heard(self, but: ConnectedAgent, since: float) -> bool:
-        """Whether most other machines have been heard of, over the network: else the coordinator may be cut off."""
+        """Whether most other machines were heard over the network; if not, the coordinator may be cut off."""
         heard: dict[str, bool] = {}
         for a in self.values():
             if a.host != but.host and not a.is_beside:
@@ -99,18 +81,18 @@ class Agents(dict[str, ConnectedAgent]):
         return 2 * sum(heard.values()) > len(heard)
 
     def slowest_step(self) -> int | None:
-        """Return the fewest steps that a rank of the round has reported; None before the first beat."""
-        return min((step for a in self.in_round() for step, *_ in a.ranks), default=None)
+        """Return the lowest step that a rank of the round has reported, None before the first beat."""
+        return min((report.step for a in self.in_round() for report, _ in a.beat.ranks), default=None)
 
     def _phases(self) -> list[int]:
-        return [phase for a in self.in_round() for _, _, phase, *_ in a.ranks]
+        return [report.phase for a in self.in_round() for report, _ in a.beat.ranks]
 
     def are_parked(self) -> bool:
         phases = self._phases()
         return bool(phases) and all(phase == Phase.PARKED for phase in phases)
 
     def are_saving(self) -> bool:
-        """Return whether a rank waits for a checkpoint, and others maybe for it."""
+        """Return whether a rank waits for a checkpoint; others may wait for that rank."""
         return Phase.SAVING in self._phases()
 
     def have_ended(self) -> bool:
@@ -129,7 +111,7 @@ class Formation:
         self.since, self._enough_since = now, None
 
     def is_complete(self, ready: int, are_all_ready: bool, is_first: bool, is_new: bool, now: float) -> bool:
-        """Whether the maximum is ready, or the minimum and no more have come for the join window."""
+        """Whether the maximum is ready, or for the join window all agents and at least the minimum."""
         if ready < self.min_nodes:
             self._enough_since = None
             return False
@@ -138,34 +120,34 @@ class Formation:
         return ready >= self.max_nodes or (are_all_ready and now - self._enough_since >= window_s)
 
     def waited_in_vain_s(self, ready: int, is_excluding: bool, now: float) -> float | None:
-        """Return how long fewer than the minimum were waited for, once that was too long; else None."""
+        """Return the wait for the minimum of nodes in seconds if it was too long, else None."""
         wait_s = self.elastic.wait_for_nodes_s
         wait_s = min(wait_s, _REPLACEMENT_S) if is_excluding else wait_s
         return wait_s if ready < self.min_nodes and now - self.since > wait_s else None
 
 
 class RoundPlanner:
-    """Plans rounds with the agents that are there."""
+    """Plans rounds with the connected agents."""
 
     def __init__(self, config: JobConfig, run: RunDir):
         self.config = config
         self.max_nodes = node_range(config.nodes)[1]
-        self.shape = ModelShape.from_json(run.shape.read_text()) if run.shape.exists() else None
+        self.shape = ModelShape.from_file(run.shape)
         self.places = known_places(run)
         self._thread = ThreadPoolExecutor(1, "plan")
-        self._question: object = None  # what is planned
+        self._question: object = None  # the arguments of the current plan
         self._answer: Future[Plan] = Future()
 
     def plan(self, agents: Sequence[ConnectedAgent], shard_group: int) -> Plan | None:
-        """Plan with at most `max_nodes` of these, in a thread; None while it is at work, so ask again.
+        """Plan in a thread with at most `max_nodes` of these agents. Returns None until done: call again.
 
-        A plan for other agents than these, as they were before, is thrown away.
+        A call with other arguments discards the earlier plan.
 
         Args:
             shard_group: of the round before, 0 for the first.
 
         Raises:
-            BadInput: a sharding that cannot be formed on these nodes.
+            BadInput: the sharding cannot be formed on these nodes.
         """
         present = tuple(self._place(agent) for agent in sorted(agents, key=lambda a: a.node)[: self.max_nodes])
         if self._question != (present, shard_group):
@@ -179,7 +161,7 @@ class RoundPlanner:
         return make_plan(self.config, Topology.of(present), shape=self.shape, seek_remedies=False)
 
     def usable_nodes(self, agents: Sequence[ConnectedAgent], shard_group: int) -> int | None:
-        """Count the nodes among these that a round would use: spares alone complete no group. None: ask again."""
+        """Count the nodes that a round would use; nodes beyond full groups are spares. None: call again."""
         try:
             plan = self.plan(agents, shard_group)
         except BadInput:
@@ -187,12 +169,12 @@ class RoundPlanner:
         return None if plan is None else len(plan.nodes)
 
     def _place(self, agent: ConnectedAgent) -> Node:
-        """Locate a node: as `known_places` says, else as its cluster's environment does."""
-        known = self.places.get(agent.host) or Node(agent.name, tuple(agent.switches))
+        """Return a node's location, from `known_places` or else from its cluster's environment."""
+        known = self.places.get(agent.host) or Node(agent.name, agent.switches)
         return replace(known, name=agent.name, gpus=agent.nproc)
 
     def what_would_fit(self, nodes: int) -> str:
-        """Say what to change when ranks run out of memory: the plan's remedies."""
+        """Return a sentence with the plan's remedies, for ranks that ran out of memory."""
         shape = self.shape or shape_of(self.config)
         if shape is None:
             return "The plan does not know the program's model"

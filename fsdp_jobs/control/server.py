@@ -1,9 +1,9 @@
-"""The job's control process on the network. No torch.
+"""The job's control process: the coordinator behind a TCP server. No torch.
 
     python -m fsdp_jobs.control.server RUN_DIR
 
-Ranks that train do not need it: when this process dies they continue, and a new one adopts the round from the
-agents' hellos.
+Training ranks do not need it: if this process dies they continue, and a new one adopts the round from the agents'
+`Hello`s.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import ipaddress
-import json
 import logging
 import os
 import secrets
@@ -25,43 +24,43 @@ from functools import partial
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.control.coordinator import Coordinator
 from fsdp_jobs.control.placement import ConnectedAgent
-from fsdp_jobs.run import log, protocol
+from fsdp_jobs.run import log, messages, term
 from fsdp_jobs.run.directory import RunDir, checkpoints_of
 from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV
-from fsdp_jobs.run.processes import raise_file_limit
-from fsdp_jobs.run.protocol import Message, line, unreachable_s
-from fsdp_jobs.run.term import COORDINATOR, claim, newest
+from fsdp_jobs.run.processes import raise_file_limit, wildcards
+from fsdp_jobs.run.protocol import COORDINATOR, unreachable_s, welcome
 from fsdp_jobs.run.verdict import EXIT_FAILED, Verdict
 
 _TICK_S = 0.1
-_GIVE_WAY_S = 0.0005  # after which the thread that plans lets this one answer; Python's 5 ms would be per system call
+_GIVE_WAY_S = 0.0005  # after which the planning thread yields to this one; Python's 5 ms would delay each system call
 _FAREWELL_S = 30.0  # for agents to leave after the verdict
-_PROVE_S = 10.0  # for a new connection to prove that it knows the token
-_STRANGERS = 256  # connections that have not yet, and more than the job has nodes; the oldest makes room for a new one
-_REPORT_S = 60.0  # between two lines about those that could not
+_PROVE_S = 10.0  # for a new connection to prove that it has the token
+_STRANGERS = 256  # unproven connections allowed beyond the job's nodes; a new one replaces the oldest
+_REPORT_S = 60.0  # between two log lines about refused connections
 _UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
-_CHARGE_S = 5.0  # between two looks whether another coordinator has taken over
+_CHARGE_S = 5.0  # between two checks whether another coordinator has taken over
 
 logger = logging.getLogger(__name__)
 
 
 class Server:
-    """The coordinator on the network."""
+    """Connects agents to the coordinator."""
 
     def __init__(self, coordinator: Coordinator, token: str):
         self.coordinator, self.token = coordinator, token
+        self._read = messages.reader(coordinator.handlers)
         self._strangers: dict[asyncio.StreamWriter, None] = {}  # oldest first
         self._most_strangers = _STRANGERS + coordinator.formation.max_nodes  # all agents may come at once
         self._refused = 0
         self._reported = -_REPORT_S
 
-    async def serve(self, host: str, port: int) -> int:
+    async def serve(self, hosts: list[str], port: int) -> int:
         """Serve until the attempt is over. Returns its exit code."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             loop.add_signal_handler(number, self._on_signal, f"{signal.Signals(number).name} received")
         charge = asyncio.create_task(self._keep_charge())
-        async with await asyncio.start_server(self._agent, host, port):
+        async with await asyncio.start_server(self._agent, hosts, port):
             while (exit_code := self._exit_code()) is None:
                 await asyncio.sleep(_TICK_S)
                 self.coordinator.tick(time.monotonic())
@@ -69,7 +68,7 @@ class Server:
         return exit_code
 
     def _exit_code(self) -> int | None:
-        """Return the attempt's exit code when there is nothing left to do, also for a coordinator that was replaced."""
+        """Return the attempt's exit code once nothing is left to do, even if another coordinator took over."""
         run, attempt, verdict = self.coordinator.run, self.coordinator.number, self.coordinator.verdict
         if self.coordinator.is_superseded:
             verdict = Verdict.read(run, attempt)
@@ -82,19 +81,19 @@ class Server:
         return verdict.exit_code_of_attempt if verdict is not None else None
 
     async def _keep_charge(self) -> None:
-        """Take charge of the run, and step back when another coordinator has: of this attempt, or of a later one."""
+        """Take charge of the run, and give up when another coordinator does, of this or a later attempt."""
         run, home = self.coordinator.run, checkpoints_of(self.coordinator.config.checkpoint, self.coordinator.run)
         owner, number = f"attempt {self.coordinator.number} {secrets.token_hex()}", 0
         while run.last_attempt() <= self.coordinator.number:
             try:
                 if not number:
-                    seen = self.coordinator.term_seen  # rounds are also numbered above it, and recorded elsewhere
-                    number = await asyncio.to_thread(claim, home, COORDINATOR, owner, above=seen)
+                    seen = self.coordinator.term_seen  # rounds also get higher terms than this, claimed separately
+                    number = await asyncio.to_thread(term.claim, home, term.COORDINATOR, owner, above=seen)
                     self.coordinator.term_seen = max(self.coordinator.term_seen, number)
                     self.coordinator.leases.on_charge(_CHARGE_S, time.monotonic())
-                elif await asyncio.to_thread(newest, home, COORDINATOR) > number:
+                elif await asyncio.to_thread(term.newest, home, term.COORDINATOR) > number:
                     break
-            except Exception as e:  # whatever a store's client raises; the next round will also say so
+            except Exception as e:  # a store's client may raise anything; the next round reports it too
                 logger.warning("%s: %s: %s", home, type(e).__name__, e)
             await asyncio.sleep(_CHARGE_S)
         self.coordinator.on_superseded()
@@ -107,34 +106,32 @@ class Server:
         try:
             self._probe(writer)
             if await self._is_authentic(reader, writer):
-                hello = json.loads(await reader.readline())
-                identity = {key: hello[key] for key in _IDENTITY}
-                identity |= {"id": hello["agent"], "send": partial(_send, writer), "drop": writer.close}
+                hello = messages.Hello.read(await reader.readline())
                 peer, own = (writer.get_extra_info(end)[0] for end in ("peername", "sockname"))
                 is_beside = peer == own or ipaddress.ip_address(peer.partition("%")[0]).is_loopback
-                agent = ConnectedAgent(**identity, heard=time.monotonic(), is_beside=is_beside)
+                send, drop, heard = partial(_send, writer), writer.close, time.monotonic()
+                agent = ConnectedAgent(**vars(hello.agent), send=send, drop=drop, heard=heard, is_beside=is_beside)
                 if self.coordinator.on_hello(agent, hello, time.monotonic()):
                     while received := await reader.readline():
-                        message = json.loads(received)
-                        self.coordinator.on_message(agent, message, time.monotonic())
-                    # Only the kernel of a process that has died ends the connection without a word; unless something
-                    # in between, which the agent does not see from its own end, has taken both ends for itself.
-                    is_end = tuple(hello["from"]) == writer.get_extra_info("peername")[:2]
+                        self.coordinator.on_message(agent, self._read(received), time.monotonic())
+                    # If the connection ends without `Away`, the agent is dead and its kernel closed it. This is
+                    # certain only if no proxy is in between: then the agent's own address is the peer's.
+                    is_end = hello.local == writer.get_extra_info("peername")[:2]
         except OSError as e:
             if agent is not None and e.errno in _UNREACHABLE:
-                agent.is_unreachable = True  # `tick` drops it, if others can be reached
-        except (ValueError, KeyError, TypeError, EOFError):
-            pass  # what is not a message ends the connection
+                agent.is_unreachable = True  # `tick` drops it if others can be reached
+        except ValueError:
+            pass  # an invalid message ends the connection
         writer.close()
         if agent is not None and not (agent.is_unreachable or (agent.is_away and is_end)):
             why = f"node {agent.node} ({agent.host}) closed its connection: its agent is gone"
             self.coordinator.on_gone(agent, why, time.monotonic(), certain=is_end)
 
     def _probe(self, writer: asyncio.StreamWriter) -> None:
-        """Have the kernel ask the other machine's whether it is there, which answers for processes that stand still."""
+        """Enable TCP keepalive: the other kernel answers even if its processes are blocked."""
         connection = writer.get_extra_info("socket")
         elastic = self.coordinator.elastic
-        with suppress(OSError):  # not every sandbox has these; then silence has to do
+        with suppress(OSError):  # some sandboxes lack these options; then silence shows that a node is lost
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             if sys.platform == "linux":
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
@@ -143,22 +140,21 @@ class Server:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * limit_s))
 
     async def _is_authentic(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Challenge a new connection, and prove to it that this is the coordinator."""
+        """Challenge a new connection and prove to it that this is the coordinator."""
         if len(self._strangers) >= self._most_strangers:
             oldest = next(iter(self._strangers))
             del self._strangers[oldest]
             oldest.transport.abort()
         self._strangers[writer] = None
-        challenge = secrets.token_hex()
+        challenge = messages.Challenge(secrets.token_hex())
         try:
-            _send(writer, {"kind": "challenge", "nonce": challenge})
+            _send(writer, challenge)
             received = await asyncio.wait_for(reader.readline(), _PROVE_S)
             if not received and writer in self._strangers:
-                return False  # it only looked whether somebody listens, as a guard does on SLURM
-            if (answer := protocol.welcome(self.token, protocol.COORDINATOR, challenge, received)) is not None:
-                _send(writer, answer)
-                return True
-        except (OSError, ValueError, KeyError, TypeError):
+                return False  # it only checked whether the port is open, as a guard does on SLURM
+            _send(writer, welcome(self.token, COORDINATOR, challenge, received))
+            return True
+        except (OSError, ValueError):
             pass
         finally:
             self._strangers.pop(writer, None)
@@ -170,12 +166,9 @@ class Server:
         return False
 
 
-_IDENTITY = ("node", "host", "address", "nproc", "switches", "copies", "ended")  # of an agent, in hello
-
-
-def _send(writer: asyncio.StreamWriter, message: Message) -> None:
+def _send(writer: asyncio.StreamWriter, message: messages.Message) -> None:
     if not writer.is_closing():
-        writer.write(line(message))
+        writer.write(message.line())
 
 
 def main(run_dir: str) -> int:
@@ -184,7 +177,7 @@ def main(run_dir: str) -> int:
     sys.setswitchinterval(_GIVE_WAY_S)
     run, port = RunDir(run_dir), int(os.environ[COORDINATOR_ENV].rpartition(":")[2])
     coordinator = Coordinator(load_config(run.config), run, int(os.environ[ATTEMPT_ENV]), time.monotonic())
-    return asyncio.run(Server(coordinator, run.token.read_text()).serve("0.0.0.0", port))
+    return asyncio.run(Server(coordinator, run.token.read_text()).serve(wildcards(), port))
 
 
 if __name__ == "__main__":

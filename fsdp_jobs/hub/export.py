@@ -1,18 +1,15 @@
-"""Export a checkpoint for other programs: safetensors as Hugging Face has them, or one .pt file. No GPU.
+"""Export a checkpoint for other programs: safetensors in Hugging Face's layout, or one .pt file. No GPU.
 
-At no time is more than one output file's worth of tensors in memory (safetensors), or one copy of the model (.pt).
+Memory never holds more than the tensors of one output file (safetensors), or one copy of the model (.pt).
 """
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -22,11 +19,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fsdp_jobs.checkpoints import catalog
 from fsdp_jobs.checkpoints.storage import SafeReader, load_alone
-from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
+from fsdp_jobs.config.errors import BadInput, JobFailed
 from fsdp_jobs.config.schema import HfConfig, JobConfig, LlamaConfig
 from fsdp_jobs.hub.huggingface import folder_of, transformers
 from fsdp_jobs.models.llama import hf_config, hf_name
-from fsdp_jobs.run.directory import RunDir, checkpoints_of, write_atomic
+from fsdp_jobs.run.directory import RunDir, checkpoints_of, replacing, write_json
 
 _FILE_BYTES = 5 * 2**30  # a safetensors file's size, at most (one larger tensor has a file of its own)
 
@@ -36,7 +33,7 @@ def export(run: RunDir, config: JobConfig, file_format: str, step: int | None, o
 
     Args:
         file_format: "safetensors" (with `config.json` for a Llama or a model of transformers, so that transformers
-            opens it, and the tokenizer's files where the model came with some) or "pt".
+            opens it, and the tokenizer's files if the model came with some) or "pt".
         step: of the checkpoint; None for the newest that is whole and whose replicas are not known to have differed.
         out: folder; None for `<run directory>/export`.
 
@@ -52,9 +49,10 @@ def export(run: RunDir, config: JobConfig, file_format: str, step: int | None, o
     if file_format == "pt":
         file = target / "model.pt"
         tensors = _load(folder, saved)
-        _write_whole(file, lambda temporary: torch.save(tensors, temporary))
+        _write_whole(file, partial(torch.save, tensors))
         return [file]
-    groups = list(_by_file(saved))
+    groups, index_file = list(_by_file(saved)), target / "model.safetensors.index.json"
+    index_file.unlink(missing_ok=True)  # of an earlier export: nothing may open its files and new ones together
     file_of: dict[str, str] = {}
     for i, names in enumerate(groups, 1):
         tensors = _load(folder, {n: saved[n] for n in names})
@@ -68,40 +66,34 @@ def export(run: RunDir, config: JobConfig, file_format: str, step: int | None, o
     if len(groups) > 1:
         total = sum(map(_bytes, saved.values()))
         index = {"metadata": {"total_size": total}, "weight_map": file_of}
-        written.append(_write_json(target / "model.safetensors.index.json", index))
+        written.append(index_file)
+        write_json(index_file, index)
     if isinstance(config.model, LlamaConfig):
-        written.append(_write_json(target / "config.json", hf_config(config.model, config.data.seq_len, dtype)))
+        written.append(target / "config.json")
+        write_json(written[-1], hf_config(config.model, config.data.seq_len, dtype))
     elif isinstance(config.model, HfConfig):
         written += _beside_weights(config.model, target, dtype)
     return written
 
 
 def _write_whole(file: Path, write: Callable[[Path], object]) -> None:
-    """Write beside a file, then take its place.
+    """Write to a temporary file, then rename it.
 
     Raises:
-        JobFailed: it cannot be written; what was there stays.
+        JobFailed: it cannot be written; an older file stays.
     """
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
-        temporary.touch()  # with the permissions of any file of this user's, which safetensors does not give
-        mode = temporary.stat().st_mode
-        write(temporary)
-        temporary.chmod(mode)
-        temporary.replace(file)
-    except (OSError, RuntimeError, SafetensorError) as e:  # each library's own word for a disk that is full
+        with replacing(file) as part:
+            part.touch()  # with this user's default permissions, which safetensors does not set
+            mode = part.stat().st_mode
+            write(part)
+            part.chmod(mode)
+    except (OSError, RuntimeError, SafetensorError) as e:  # each library's own error for a full disk
         raise JobFailed(f"{file} could not be written: {e}. Make room, or give another folder by --out.") from e
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _write_json(file: Path, content: dict[str, Any]) -> Path:
-    write_atomic(file, json.dumps(content, indent=1))
-    return file
 
 
 def _beside_weights(model: HfConfig, target: Path, dtype: str) -> list[Path]:
-    """Copy what a model's folder holds besides weights: configuration, generation settings, tokenizer."""
+    """Copy a model's files besides weights: configuration, generation settings, tokenizer."""
     described = transformers().AutoConfig.from_pretrained(model.name_or_path, dtype=dtype, trust_remote_code=False)
     described.save_pretrained(target)
     written = [target / "config.json"]
@@ -118,11 +110,11 @@ def _choose(run: RunDir, config: JobConfig, step: int | None) -> Path:
     committed = catalog.find_checkpoints(home)
     if not committed and not config.cluster.shares_files:
         cure = f"copy them to {home} with the pod of deploy/kubernetes/reader.yaml, then repeat the command"
-        raise BadInput([Problem(run.name, "its checkpoints are on the claim, not on this machine", cure)])
+        raise BadInput.at(run.name, "its checkpoints are on the claim, not on this machine", cure)
     steps = [catalog.step_of(f) for f in committed]
     if step is not None and step not in steps:
         others = f"one of {', '.join(map(str, steps)) or 'none'}"
-        raise BadInput([Problem(f"--step {step}", f"{run.name} has no such checkpoint", others)])
+        raise BadInput.at(f"--step {step}", f"{run.name} has no such checkpoint", others)
     for folder in committed[0 if step is None else steps.index(step) :]:
         faults = catalog.verify(folder)
         differs = not faults and catalog.Manifest.read(folder).agreed is False
@@ -139,7 +131,7 @@ def _choose(run: RunDir, config: JobConfig, step: int | None) -> Path:
     cure = "let it train longer, or save more often"
     if config.is_program:
         cure = "a script that does not use fsdp_jobs.job keeps its own checkpoints, where it saves them"
-    raise BadInput([Problem(run.name, "has no whole checkpoint", cure)])
+    raise BadInput.at(run.name, "has no whole checkpoint", cure)
 
 
 def _bytes(entry: TensorStorageMetadata) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_jobs.config.errors import BadInput, Problem
+from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import HfConfig
 from fsdp_jobs.models.weights import seed_of
 
@@ -25,14 +25,14 @@ def transformers() -> Any:
     try:
         import transformers
     except ImportError as e:
-        raise BadInput([Problem("model=hf", str(e), "pip install 'fsdp_jobs[hf]', here and on the nodes")]) from e
+        raise BadInput.at("model=hf", str(e), "pip install 'fsdp_jobs[hf]', here and on the nodes") from e
     return transformers
 
 
 def build_hf(config: HfConfig) -> nn.Module:
     """Build the model of a folder or hub repository, without its weights, in fp32 on the default device.
 
-    Parameters keep transformers' names. The forward pass returns the logits alone.
+    Parameters keep transformers' names. The forward pass returns only the logits.
 
     Raises:
         OSError: there is no such folder or repository.
@@ -73,9 +73,9 @@ def layer_classes(model: Any) -> list[str]:
 def initial_pieces(
     config: HfConfig, device: torch.device, seed: int, names: Collection[str]
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield the initial values of what holds parameters and buffers of these names, a layer or less at a time.
+    """Yield the initial values of the modules that hold `names`, a layer or less at a time.
 
-    They are those of transformers. The random numbers of a piece depend on the seed and the piece's name alone.
+    They are those of transformers. The random numbers of a piece depend only on the seed and the piece's name.
     """
     with torch.device("meta"):
         model: Any = build_hf(config)

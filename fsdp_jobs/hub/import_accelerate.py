@@ -31,7 +31,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _converted(value: Any, rule: dict[Any, Any]) -> Any:
-    """Return a key's value as its rule says what it is; None where there is none."""
+    """Return a key's value, converted by its rule; None if there is none."""
     match rule.get("is"):
         case "switch":
             return rule.get(_is_true(value), _is_true(value))
@@ -49,7 +49,7 @@ KNOWN = _RULES.keys()
 
 @dataclass
 class Imported:
-    """What a file was converted to."""
+    """The result of converting a file."""
 
     values: dict[str, Any] = field(default_factory=dict)  # our key -> its value
     notes: dict[str, str] = field(default_factory=dict)  # Accelerate's key -> why it sets nothing
@@ -72,14 +72,14 @@ def read(path: Path) -> Imported:
     """Convert a file.
 
     Raises:
-        BadInput: it cannot be read, or asks for what is not available here; all such keys at once.
+        BadInput: it cannot be read, or has keys that are not available here; names all of them.
     """
     try:
         content = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as e:
-        raise BadInput([Problem(str(path), str(e).splitlines()[0], "a file that accelerate config wrote")]) from e
+        raise BadInput.at(str(path), str(e).splitlines()[0], "a file that accelerate config wrote") from e
     if not isinstance(content, dict):
-        raise BadInput([Problem(str(path), "is not a configuration of Accelerate")])
+        raise BadInput.at(str(path), "is not a configuration of Accelerate")
     flat, result = dict(_flat(content)), Imported()
     numbers = [key for key, rule in _RULES.items() if rule.get("is") == "number"]
     wrong = [key for key in numbers if flat.get(key) and not _is_number(flat[key])]
@@ -87,8 +87,8 @@ def read(path: Path) -> Imported:
     problems += [problem for key, value in flat.items() for problem in _convert(key, value, result)]
     problems += _convert_ranks(flat, result)
     if str(flat.get("distributed_type", "FSDP")) == "FSDP":
-        replicas, group = (int(flat.get(f"parallelism_config_dp_{kind}_size", 1)) for kind in ("replicate", "shard"))
-        convert = _convert_fsdp1 if int(flat.get("fsdp_version", 1)) == 1 else _convert_fsdp2
+        replicas, group = (_number(flat, f"parallelism_config_dp_{kind}_size") for kind in ("replicate", "shard"))
+        convert = _convert_fsdp1 if _number(flat, "fsdp_version") == 1 else _convert_fsdp2
         problems += convert(flat, replicas, group, result)
     if problems:
         raise BadInput(problems)
@@ -96,7 +96,7 @@ def read(path: Path) -> Imported:
 
 
 def _flat(content: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the keys of the file and of its groups, where keys may lack the group's prefix."""
+    """Yield the keys of the file and of its groups; keys in a group may lack its prefix."""
     for key, value in content.items():
         if key in _GROUPS:
             for name, inner in (value or {}).items():
@@ -105,8 +105,13 @@ def _flat(content: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
+def _number(flat: dict[str, Any], key: str, default: int = 1) -> int:
+    """Return a key's number; the default where the file has none, null or 0."""
+    return int(float(flat.get(key) or default))
+
+
 def _convert(key: str, value: Any, result: Imported) -> Iterator[Problem]:
-    """Enter a key's values and note into `result`, as its rule says; yield what is wrong with it."""
+    """Enter a key's values and note into `result`, by its rule; yield its problems."""
     if (rule := _RULES.get(key)) is None:
         yield Problem(f"{key}: {value}", "is not a known key of Accelerate", nearest(key, KNOWN) or "leave it out")
         return
@@ -128,9 +133,9 @@ def _convert(key: str, value: Any, result: Imported) -> Iterator[Problem]:
 
 
 def _convert_ranks(flat: dict[str, Any], result: Imported) -> Iterator[Problem]:
-    if "num_processes" not in flat:
+    if not flat.get("num_processes"):
         return
-    processes, machines = int(flat["num_processes"]), int(flat.get("num_machines", 1))
+    processes, machines = _number(flat, "num_processes"), _number(flat, "num_machines")
     if processes < 0:
         result.notes["num_processes"] = "a node has as many ranks as GPUs"
     elif processes % machines:
@@ -163,7 +168,7 @@ def _convert_fsdp2(flat: dict[str, Any], replicas: int, group: int, result: Impo
     if replicas > 1 and group > 1:
         strategy = "hybrid_shard" if reshards else "hybrid_shard_zero2"
         result.values |= {"fsdp.strategy": strategy, "fsdp.shard_group": group}
-        ranks = int(flat.get("num_processes", -1))
+        ranks = _number(flat, "num_processes", default=-1)
         if ranks > 0 and ranks != replicas * group:
             yield Problem(f"num_processes: {ranks}", f"is not {replicas} replicas x {group}", str(replicas * group))
     elif replicas > 1:

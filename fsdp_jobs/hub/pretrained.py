@@ -1,6 +1,6 @@
 """Pretrained weights for a new run: safetensors, .pt and .bin files, or a folder that DCP wrote.
 
-Every rank reads its own part of each tensor only; of a .pt file, which is mapped into memory, the pages they are in.
+Every rank reads only its own part of each tensor; of a .pt file, which is mapped into memory, only the pages of it.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _NO_WEIGHTS = ("optim", "lr_scheduler", "scheduler", "train_state", "dataloader"
 _QUERIES_AND_KEYS = re.compile(r"\b(wq|wk|q_proj|k_proj)\.(weight|bias)$")
 
 
-_Tensors = tuple[dict[str, tuple[int, ...]], Callable[[dict[str, Tensor]], None]]  # shapes, and what reads them
+_Tensors = tuple[dict[str, tuple[int, ...]], Callable[[dict[str, Tensor]], None]]  # shapes, and their reader
 
 
 @dataclass(frozen=True)
 class Source:
-    """Tensors by name, beside the model that they are to fill."""
+    """Tensors by name, matched with the model that they fill."""
 
     shapes: dict[str, tuple[int, ...]]
-    fill: Callable[[dict[str, Tensor]], None]  # copies into each tensor, by the source's names, what this rank holds
+    fill: Callable[[dict[str, Tensor]], None]  # copies this rank's parts into tensors, by the source's names
     found: dict[str, str]  # the model's names -> the source's
     missing: list[str]  # parameters of the model that the source lacks
     left_over: list[str]  # tensors that the model lacks
@@ -74,7 +74,7 @@ def _of_safetensors(file: Path) -> dict[str, Any]:
 def _of_pickle(file: Path) -> dict[str, Any]:
     try:
         content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    except RuntimeError:  # torch's form from before 1.6 cannot be mapped
+    except RuntimeError:  # torch's format before 1.6 cannot be mapped
         content = torch.load(file, map_location="cpu", weights_only=True)
     return dict(_flat("", content))
 
@@ -105,7 +105,7 @@ def _open(path: Path, key: str) -> _Tensors:
         if files:
             return _of_files(files)
     what = "holds no .safetensors, .bin, .pt or .pth file and no DCP checkpoint" if path.exists() else "is not there"
-    raise BadInput([Problem(f"{key}={path}", what, "a file of weights, or the folder they are in")])
+    raise BadInput.at(f"{key}={path}", what, "a file of weights, or the folder they are in")
 
 
 def open_source(model: nn.Module, config: JobConfig, path: Path, key: str) -> Source:
@@ -122,7 +122,7 @@ def open_source(model: nn.Module, config: JobConfig, path: Path, key: str) -> So
 
 
 def problems_of(model: nn.Module, config: JobConfig, source: Source | None = None) -> list[Problem]:
-    """List what keeps `init_from` from being this model's weights; the model may be on the meta device.
+    """List why `init_from` cannot be this model's weights; the model may be on the meta device.
 
     Raises:
         BadInput: nothing there can be read.
@@ -138,7 +138,7 @@ def load_initial(model: nn.Module, config: JobConfig) -> None:
     """Load the weights that the configuration names, if any, into a new run's model. All ranks call it.
 
     Raises:
-        BadInput: tensors that are missing, left over, or of another shape, by name.
+        BadInput: tensors are missing, left over, or of another shape; names them.
     """
     if config.init_from is not None:
         path, key = Path(config.init_from), "init_from"
@@ -185,7 +185,7 @@ def match(source: Iterable[str], model: Collection[str], key_map: list[str]) -> 
 
     off, put = max(pairs, key=lambda pair: len(renamed(*pair).keys() & set(model)))
     candidates = renamed(off, put)
-    if put:  # only what lacks the prefix gets it
+    if put:  # only names that lack the prefix get it
         candidates = {(new if new in model else put + new): name for new, name in mapped.items()}
     left_over = [name for new, name in candidates.items() if new not in model and not name.startswith(_NO_WEIGHTS)]
     return {new: name for new, name in candidates.items() if new in model}, left_over
@@ -206,7 +206,7 @@ def _head_width(model: Any, config: JobConfig) -> int:
     if is_hf(model):
         shape = model.config
         return int(getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads)
-    raise BadInput([Problem("init_rope=interleaved", "is not supported for this model", "model=llama... or model=hf")])
+    raise BadInput.at("init_rope=interleaved", "is not supported for this model", "model=llama... or model=hf")
 
 
 def _reorder_rotated_rows(model: nn.Module, config: JobConfig) -> None:
@@ -220,7 +220,7 @@ def _reorder_rotated_rows(model: nn.Module, config: JobConfig) -> None:
 
 
 def _by_transformers(model: nn.Module, config: ModelConfig) -> None:
-    """Load weights whose layout differs from the model's: rank 0 has transformers read them, and sends them.
+    """Load weights whose layout differs from the model's: rank 0 reads them with transformers and sends them.
 
     Raises:
         BadInput: transformers does not find all of them either.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import inspect
 import json
@@ -15,8 +14,9 @@ from typing import Any
 import numpy as np
 from hydra.utils import get_method
 
-from fsdp_jobs.config.errors import BadInput, Problem
+from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import DataConfig
+from fsdp_jobs.run.directory import lock, replacing
 
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "special_tokens*", "*.model")
 _AT_ONCE = 1 << 20  # tokens that are written at once
@@ -35,7 +35,7 @@ class Tokenize:
 
 
 def tokenizer_of(data: DataConfig) -> Tokenize:
-    """Load `data.tokenize` or `data.tokenizer`, whose documents end with its end-of-text token.
+    """Load `data.tokenize` or `data.tokenizer`, which adds its end-of-text token to each document.
 
     Raises:
         BadInput: there is no such function or tokenizer.
@@ -45,7 +45,7 @@ def tokenizer_of(data: DataConfig) -> Tokenize:
             function = get_method(data.tokenize)
             source = inspect.getsource(function)
         except (ImportError, AttributeError, ValueError, OSError, TypeError) as e:
-            raise BadInput([Problem(f"data.tokenize={data.tokenize}", str(e), "my_package.my_module.function")]) from e
+            raise BadInput.at(f"data.tokenize={data.tokenize}", str(e), "my_package.my_module.function") from e
         return Tokenize(function, f"{data.tokenize} {source}", takes_rows=data.kind == "hf_dataset")
     if data.tokenizer == "bytes":
         return Tokenize(lambda text: text.encode("utf-8", errors="surrogateescape"), "bytes", takes_rows=False)
@@ -53,11 +53,11 @@ def tokenizer_of(data: DataConfig) -> Tokenize:
     try:
         from transformers import AutoTokenizer
     except ImportError as e:
-        raise BadInput([Problem(where, str(e), "pip install 'fsdp_jobs[hf]', on the nodes")]) from e
+        raise BadInput.at(where, str(e), "pip install 'fsdp_jobs[hf]', on the nodes") from e
     try:
         tokenizer = AutoTokenizer.from_pretrained(data.tokenizer, trust_remote_code=False)
     except (OSError, ValueError) as e:
-        raise BadInput([Problem(where, str(e).splitlines()[0], "bytes, a folder, or a name on the hub")]) from e
+        raise BadInput.at(where, str(e).splitlines()[0], "bytes, a folder, or a name on the hub") from e
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
     def ids(text: str) -> list[int]:
@@ -82,7 +82,7 @@ def cached(data: DataConfig, identity: list[Any], documents: Callable[[], Iterab
     """Return the file with the tokens of all documents; one process per machine writes it, others wait.
 
     Raises:
-        BadInput: an id that is not below `data.vocab_size`.
+        BadInput: an id is not below `data.vocab_size`.
     """
     folder = cache_dir(data)
     folder.mkdir(parents=True, exist_ok=True)
@@ -90,16 +90,12 @@ def cached(data: DataConfig, identity: list[Any], documents: Callable[[], Iterab
     file = folder / f"{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}.bin"
     if file.exists():
         return file
-    with (folder / f"{file.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with (folder / f"{file.name}.lock").open("w") as turn:
+        lock(turn)
         if not file.exists():
             print(f"tokenizing {data.path} into {file}, once", flush=True)
-            temporary = folder / f"{file.name}.{os.getpid()}.tmp"
-            try:
-                _write(temporary, data, documents())
-                temporary.replace(file)
-            finally:
-                temporary.unlink(missing_ok=True)
+            with replacing(file) as part:
+                _write(part, data, documents())
     return file
 
 
@@ -133,4 +129,4 @@ def check_ids(ids: np.ndarray[Any, Any], data: DataConfig) -> None:
     """Raises: BadInput when an id is not below `data.vocab_size`."""
     if len(ids) and not 0 <= ids.min() <= ids.max() < data.vocab_size:
         what = f"the tokens of {data.path} go from {ids.min()} to {ids.max()}"
-        raise BadInput([Problem(f"data.vocab_size={data.vocab_size}", what, "the tokenizer's size")])
+        raise BadInput.at(f"data.vocab_size={data.vocab_size}", what, "the tokenizer's size")

@@ -1,10 +1,10 @@
 """The library for training programs: `from fsdp_jobs import job`. docs/guides/library.md shows each name in use.
 
-The same program runs under `fsdp-jobs script=...`, under plain torchrun, and alone, on CPU or GPU: without a
+The same program runs under `fsdp-jobs script=...`, under plain torchrun, and by itself, on CPU or GPU: without a
 launcher there is one shard group, checkpoints go to `runs/<program>/`, and metrics to stdout. The built-in trainer,
 train/trainer.py, is such a program.
 
-Every rank calls every function, in the same order; `log`, `config`, `device` and `layout` may be called by one alone.
+Every rank calls every function, in the same order; `log`, `config`, `device` and `layout` may be called by one rank.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Value = float | Tensor
 
 @dataclass
 class _Line:
-    """A step's line of the metrics, whose values may still be on their way from the GPU."""
+    """A step's line of the metrics; the GPU may still be copying its values."""
 
     step: int
     done_at: float  # seconds since 1970
@@ -103,24 +103,24 @@ class _Job:
         self.group_s = self.stepped_at - began
         self.done = 0
         self.skipped = 0  # steps in a row without an update
-        self.request = Request.NONE  # what all ranks have agreed on
+        self.request = Request.NONE  # agreed by all ranks
         self.was_signalled = False
         self.values: dict[str, Value] = {}  # for the next step's line
         self.line: _Line | None = None  # of the newest step
         self.timer = StepTimer(self.device)
         self.report(Phase.STARTING)
         self.agreement_group = dist.new_group(backend="gloo")
-        self._words = torch.zeros(2, dtype=torch.int64)  # a request, and microseconds of this rank's own
+        self._words = torch.zeros(2, dtype=torch.int64)  # a request, and microseconds of this rank's own time
         self.begin_agreement()
 
     def begin_agreement(self) -> None:
-        """Send off what this rank was requested; `agreed` gets what all ranks do, without cost to the step between."""
+        """Send this rank's request; `agreed` returns that of all ranks. The step in between does not wait for it."""
         is_overdue = self.checkpoints is not None and self.checkpoints.is_overdue()
         request = Request.STOP if self.was_signalled else Request.SAVE if is_overdue else Request.NONE
         if self.rank_state is not None:
             request = max(request, self.rank_state.requested())
             if request is Request.SAVE:
-                self.rank_state.request(Request.NONE)  # done once; the others stay until the ranks have ended
+                self.rank_state.request(Request.NONE)  # served once; other requests stay until the ranks have ended
         self._words[0], self._words[1] = int(request), int(self.timer.compute_s * 1e6)
         self._agreeing = dist.all_reduce(self._words, dist.ReduceOp.MAX, group=self.agreement_group, async_op=True)
 
@@ -142,7 +142,7 @@ class _Job:
         self.report(Phase.STARTING)
 
     def report(self, phase: Phase) -> None:
-        """Tell this node's agent how far this rank is."""
+        """Report this rank's progress to its node's agent."""
         if self.rank_state is not None:
             committed = self.checkpoints.safe_step if self.checkpoints is not None else SAVES_NOTHING
             self.rank_state.report(self.done, committed, phase)
@@ -199,7 +199,7 @@ def _pick_device(config: JobConfig) -> torch.device:
     """Return this rank's GPU, or the CPU.
 
     Raises:
-        JobFailed: the cluster says cuda, and there are not enough GPUs.
+        JobFailed: the accelerator is cuda, but there are not enough GPUs.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     ranks = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -227,11 +227,11 @@ def _the_job() -> _Job:
 def init() -> torch.device:
     """Join the other ranks: process group, device, connection to the agent. Returns the device.
 
-    A process group that the program has made itself is used as it is. Without a launcher SIGTERM and SIGUSR1 are
-    taken as a request to leave, which `should_stop` tells.
+    A process group that the program has made itself is used as it is. Without a launcher, SIGTERM and SIGUSR1 are
+    requests to leave, which `should_stop` returns.
 
     Raises:
-        JobFailed: the cluster says cuda, and there are not enough GPUs.
+        JobFailed: the accelerator is cuda, but there are not enough GPUs.
     """
     global _job
     if _job is None:
@@ -240,7 +240,7 @@ def init() -> torch.device:
             signal.signal(signal.SIGTERM, _job.on_signal)
             signal.signal(signal.SIGUSR1, _job.on_signal)
         elif signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent got it too, and asks all ranks to save
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent also got it, and asks all ranks to save
     return _job.device
 
 
@@ -270,12 +270,12 @@ def mesh() -> DeviceMesh:
 def shard(model: nn.Module, blocks: Sequence[type[nn.Module]] = ()) -> nn.Module:
     """Apply FSDP2 to a model as the job's `fsdp` group says: strategy, precision, checkpointing, offload, compile.
 
-    All ranks begin with rank 0's weights. A model on the meta device is for the caller to fill afterwards.
+    All ranks begin with rank 0's weights. The caller fills a model on the meta device afterwards.
 
     Args:
         model: whole, and the same on every rank.
-        blocks: classes of its layers; without them a model of transformers says its own, and of any other the members
-            of its module lists are taken.
+        blocks: classes of its layers; by default those that a model of transformers names, and in any other model the
+            members of its module lists.
 
     Raises:
         ValueError: no module is of these classes.
@@ -290,14 +290,14 @@ def shard(model: nn.Module, blocks: Sequence[type[nn.Module]] = ()) -> nn.Module
 
 
 def checkpointer(model: nn.Module, optimizer: torch.optim.Optimizer, **others: Stateful) -> Checkpointer:
-    """Return one object that saves and restores them all, and that `step` uses when it is time to.
+    """Return one object that saves and restores them all; `step` uses it when a save is due.
 
     Args:
-        others: whatever has `state_dict` and `load_state_dict` of plain values, the same on every rank.
+        others: objects with `state_dict` and `load_state_dict` of plain values, the same on every rank.
 
     Raises:
-        TypeError: one of the others is a module, whose tensors may be sharded, or a data loader, whose place is each
-            rank's own, or has no state_dict.
+        TypeError: one of the others is a module, whose tensors may be sharded, or a data loader, whose position
+            differs between ranks, or has no state_dict.
     """
     for name, other in others.items():
         if isinstance(other, nn.Module | torch.optim.Optimizer):
@@ -316,7 +316,7 @@ def checkpointer(model: nn.Module, optimizer: torch.optim.Optimizer, **others: S
 
 
 def set_timeout(seconds: float) -> None:
-    """Set after how long a collective that some rank does not reach fails, for all that come from now on.
+    """Set the timeout of all further collectives, after which one that some rank does not reach fails.
 
     At first it is `elastic.init_timeout_s`.
     """
@@ -341,19 +341,19 @@ def _on_host(values: dict[str, Value]) -> dict[str, Value]:
 
 
 def step(number: int, *, tokens: int = 0, flops: float = 0.0, last: bool = False, **values: Value) -> None:
-    """End an optimizer step: a line in the metrics, a sign of life, and a save when it is time to.
+    """End an optimizer step: write a metrics line, report progress to the agent, and save if a save is due.
 
     Saves every `checkpoint.every_steps` steps, on request, and before the job leaves, if there is a `checkpointer`.
-    Values on a GPU are read a step later, when they have come without anybody waiting for them, and so is the line
-    written.
+    Values on a GPU are read, and the line is written, a step later: by then they have been copied, so nothing waits
+    for them.
 
     Args:
         number: steps done, this one included.
         tokens: of the step over all ranks, for the speed.
         flops: of the step over all ranks, for the MFU.
-        last: there is nothing left to do but `finish`, whoever wants the job to leave.
-        values: of rank 0, for the metrics; `loss` is what reports and sweeps compare. A `grad_norm` is the same on
-            every rank; steps where it is not finite count as steps without an update.
+        last: only `finish` is left to do, even if the job was asked to leave.
+        values: of rank 0, for the metrics; reports and sweeps compare `loss`. A `grad_norm` is the same on every rank;
+            steps where it is not finite count as steps without an update.
 
     Raises:
         JobFailed: the loss is not a number, and `elastic.stop_on_nan_loss` is set; or the gradient norm was not
@@ -368,8 +368,8 @@ def step(number: int, *, tokens: int = 0, flops: float = 0.0, last: bool = False
     stall_s = 0.0
     if checkpoints is not None:
         checkpoints.poll()
-        stall_s, captured_s = checkpoints.take_stall()
-        job.values |= {"capture_s": captured_s} if captured_s else {}
+        stall_s, snapshot_s = checkpoints.take_stall()
+        job.values |= {"snapshot_s": snapshot_s} if snapshot_s else {}
     job.write_line()
     data_s = values.get("data_s", 0.0)
     job.timer.end_step(seconds, data_s if isinstance(data_s, float) else 0.0, stall_s, slowest_s)
@@ -379,11 +379,11 @@ def step(number: int, *, tokens: int = 0, flops: float = 0.0, last: bool = False
         copied.record()
     job.line = _Line(number, job_time(), tokens, flops, seconds, stall_s, all_values, copied)
     if checkpoints is not None and not last and (job.request is not Request.NONE or checkpoints.is_due(number)):
-        job.write_line()  # a step that is saved has been recorded
+        job.write_line()  # before the save: a saved step has its line
         job.report(Phase.SAVING)
         checkpoints.save(number, block=job.is_leaving)
     if checkpoints is not None and not last and not job.is_leaving:
-        checkpoints.capture(number, record=job.write_line)  # a step that is captured has been recorded
+        checkpoints.snapshot(number, record=job.write_line)  # before the snapshot
     if checkpoints is not None:
         checkpoints.watch(number, is_end=last or job.is_leaving)
     if job.request is Request.SAVE:
@@ -395,8 +395,8 @@ def step(number: int, *, tokens: int = 0, flops: float = 0.0, last: bool = False
 def should_stop() -> bool:
     """Whether the job has to leave, as all ranks agreed in the newest `step`.
 
-    For a time limit, a preemption, `cancel`, or nodes that want to join. What the checkpointer has is saved; a program
-    that saves by itself does so now.
+    Reasons are a time limit, a preemption, `cancel`, or nodes that want to join. The checkpointer has saved by then; a
+    program that saves by itself does so now.
     """
     return _the_job().is_leaving
 
@@ -404,7 +404,7 @@ def should_stop() -> bool:
 def finish() -> bool:
     """End the training: save the last step, wait until it is written, and leave the process group.
 
-    Returns whether the training is done; False when the job leaves, to go on later.
+    Returns whether the training is done; False if the job leaves, to continue later.
 
     Raises:
         JobFailed: the last checkpoint could not be written.
@@ -412,7 +412,7 @@ def finish() -> bool:
     global _job
     job = _the_job()
     if job.checkpoints is not None:
-        job.checkpoints.poll()  # also for a capture, which writes the line as well
+        job.checkpoints.poll()  # also for a snapshot, whose thread writes the line as well
     job.write_line()
     if job.metrics is not None:
         job.metrics.close()

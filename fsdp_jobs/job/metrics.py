@@ -1,4 +1,4 @@
-"""Record what a step measured: a line of `metrics.jsonl` and, where installed, TensorBoard's scalars."""
+"""Record a step's measurements: a line of `metrics.jsonl` and, if installed, TensorBoard's scalars."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.events import LossSpike, append_line, record
 from fsdp_jobs.run.goodput import StepClock
 
-_REST_S = 60.0  # between two tries to write for TensorBoard
+_REST_S = 60.0  # between two attempts to write for TensorBoard
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 def flops_per_token(model: nn.Module, config: JobConfig) -> float:
     """Return the FLOPs of forward and backward per token, recomputation not counted.
 
-    For the built-in models the planner's formula; for any other 6 N over all its N parameters.
+    Built-in models use the planner's formula; any other model 6 N, N being the number of its parameters.
     """
     if isinstance(config.model, LlamaConfig):
         return llama_shape(config.model).flops_per_token(config.data.seq_len)
@@ -42,7 +42,7 @@ class MetricsLog:
 
     def __init__(self, run: RunDir, attempt: int, config: JobConfig, device: torch.device):
         self.run, self.attempt, self.world = run, attempt, dist.get_world_size()
-        self.peak = 0.0  # FLOP/s per device that MFU is a part of; a CPU has none
+        self.peak = 0.0  # FLOP/s per device at an MFU of 1; a CPU has none
         if config.hardware.accelerator != "cpu":
             self.peak = peak_flops(config.hardware, param_dtype(config.fsdp, device.type))
         self.spike = config.elastic.loss_spike
@@ -56,26 +56,27 @@ class MetricsLog:
 
         Args:
             step: steps done, this one included.
-            done_at: when, seconds since 1970; lines are written up to a step later.
+            done_at: when it ended, seconds since 1970; lines are written up to a step later.
             tokens, flops: of the step over all ranks.
-            values: by name, with the seconds `step_s` and `checkpoint_stall_s`; of these `capture_s` for captures.
+            values: by name, with the seconds `step_s` and `checkpoint_stall_s`; `snapshot_s` is the part for snapshots.
         """
         self._watch(step, values.get("loss", math.nan))
         seconds = values["step_s"]
         rate = tokens / seconds
-        line = {"step": step, **values, "tokens_per_s": rate, "tokens_per_s_per_gpu": rate / self.world}
+        line = {"step": step, **values}
+        line |= {"step": step, "tokens_per_s": rate, "tokens_per_s_per_gpu": rate / self.world}
         if self.peak and flops:
             line["mfu"] = flops / seconds / self.world / self.peak
         if torch.cuda.is_available():
             line["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         rounded = {k: v if isinstance(v, int) else float(f"{v:.9g}") for k, v in line.items()}
-        sums = self.steps.add(step, done_at, seconds, values["checkpoint_stall_s"], values.pop("capture_s", 0.0))
+        sums = self.steps.add(step, done_at, seconds, values["checkpoint_stall_s"], values.pop("snapshot_s", 0.0))
         rounded |= {k: round(v, 4) for k, v in sums.items()}
         append_line(self.run.metrics, {**rounded, "attempt": self.attempt, "time": done_at})
         self._draw(step, rounded)
 
     def _draw(self, step: int, values: dict[str, float]) -> None:
-        """Write scalars for TensorBoard; where that fails, as on a full disk, try again a minute later."""
+        """Write scalars for TensorBoard; if that fails, as on a full disk, try again a minute later."""
         if time.monotonic() < self.rests_until:
             return
         try:
@@ -90,7 +91,7 @@ class MetricsLog:
             self.tensorboard, self.rests_until = None, time.monotonic() + _REST_S
 
     def _watch(self, step: int, loss: float) -> None:
-        """Record an event when a loss is far above those of the steps before it."""
+        """Record an event if a loss is far above those of the steps before it."""
         if not math.isfinite(loss):
             return
         if self.spike and len(self.losses) >= 20:

@@ -39,16 +39,17 @@ def _mix(value: int, round_: int, epoch: int, seed: int) -> int:
 
 
 class ElasticSampler(Sampler[list[int]]):
-    """A batch sampler for a DataLoader: each sample once per epoch, in an order set by the seed alone.
+    """A batch sampler for a DataLoader: each sample once per epoch, in an order set only by the seed.
 
-    A step takes the next `batch` samples of that order over all ranks, and each rank gets its part of them. So a job
-    that continues with more or fewer ranks continues with the same samples. It never ends: epochs follow each other.
+    Each step takes the next `batch` samples of that order over all ranks, and each rank gets its part of them. So a
+    job that continues with more or fewer ranks continues with the same samples. It never ends: epochs follow each
+    other.
 
         order = ElasticSampler(data, batch=16).after(step)
         DataLoader(data, batch_sampler=order, generator=order.generator)
 
-    Without `generator` the loader draws its seed from torch's global one, so that dropout on a CPU differs after a
-    restore.
+    Without `generator` the loader draws its seed from torch's global generator, so that dropout on a CPU differs after
+    a restore.
     """
 
     def __init__(self, data: Sized, batch: int, seed: int = 0):
@@ -67,13 +68,13 @@ class ElasticSampler(Sampler[list[int]]):
             raise ValueError("there are no samples")
 
     def after(self, step: int) -> ElasticSampler:
-        """Continue the order after so many steps."""
+        """Continue the order after `step` steps."""
         self.steps_done = step
         return self
 
     @property
     def generator(self) -> torch.Generator:
-        """A generator for the loader, whose workers are seeded from it: another on each rank and after each step."""
+        """A generator that seeds the loader's workers; it differs between ranks and steps."""
         return torch.Generator().manual_seed(_mix(self.rank, self.steps_done, self.seed, 1))
 
     def __iter__(self) -> Iterator[list[int]]:

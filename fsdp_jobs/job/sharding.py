@@ -1,4 +1,4 @@
-"""Parallelism applied to a plain model: its mesh, activation checkpointing, compile, FSDP2, weights."""
+"""Apply parallelism to a plain model: mesh, activation checkpointing, compile, FSDP2, weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from fsdp_jobs.plan.layout import Layout
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-# What selective checkpointing keeps: the outputs that are expensive to compute again.
+# Selective checkpointing keeps the outputs of these: they are expensive to recompute.
 _EXPENSIVE_OPS = {
     torch.ops.aten.mm.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,  # on sm90 and newer
@@ -49,9 +49,9 @@ def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     """Return the mesh of a layout over all ranks in ascending order.
 
     Raises:
-        RuntimeError: the layout is for another world, or a rank's place in the mesh differs from its
+        RuntimeError: the layout is for another world, or a rank's mesh coordinate differs from its
             rank in the group. (DCP addresses shards by mesh coordinates and process groups sort their
-            ranks: where the two disagree, training works and checkpoints are silently wrong.)
+            ranks: if the two disagree, training works and checkpoints are silently wrong.)
     """
     if layout.world_size != dist.get_world_size():
         raise RuntimeError(f"the layout is for {layout.world_size} ranks, the world has {dist.get_world_size()}")
@@ -70,10 +70,10 @@ def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
 def sharded_model(config: JobConfig, layout: Layout, mesh: DeviceMesh, device: torch.device) -> nn.Module:
     """Build the model of a configuration, sharded as the layout says.
 
-    With `fsdp.meta_init` what a checkpoint holds is still empty: a checkpoint gives it values, or `fill_weights`.
+    With `fsdp.meta_init` weights and saved buffers are still empty: a checkpoint or `fill_weights` fills them.
 
     Raises:
-        ValueError: a wrap class that matches no module of the model.
+        ValueError: a wrap class matches no module of the model.
         RuntimeError: a parameter was left out of the sharding.
     """
     fsdp = config.fsdp
@@ -86,7 +86,7 @@ def sharded_model(config: JobConfig, layout: Layout, mesh: DeviceMesh, device: t
     shard(model, find_blocks(model, config.model, fsdp), fsdp, layout, mesh, device)
     if fsdp.meta_init:
         model.to_empty(device="cpu" if fsdp.cpu_offload else device)
-        for module in model.modules():  # FSDP offloads parameters alone
+        for module in model.modules():  # FSDP offloads only parameters
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = torch.empty_like(buffer, device=device)
         kept = {plain_name(name) for name in model.state_dict()}
@@ -98,7 +98,7 @@ def sharded_model(config: JobConfig, layout: Layout, mesh: DeviceMesh, device: t
 
 
 def make_equal(model: nn.Module) -> None:
-    """Send rank 0's weights and buffers to all, if the first numbers of any tensor differ between ranks."""
+    """Send rank 0's weights and buffers to all, if the first elements of any tensor differ between ranks."""
     tensors = [*model.parameters(), *model.buffers()]
     sums = [t.detach().flatten()[:8].double().sum().item() for t in tensors]
     by_rank: list[list[float]] = [[] for _ in range(dist.get_world_size())]
@@ -111,9 +111,9 @@ def make_equal(model: nn.Module) -> None:
 def shard(
     model: nn.Module, blocks: list[nn.Module], fsdp: FsdpConfig, layout: Layout, mesh: DeviceMesh, device: torch.device
 ) -> None:
-    """Apply activation checkpointing, compilation and FSDP2 to a model whose blocks are given.
+    """Apply activation checkpointing, compilation and FSDP2 to a model and its `blocks`.
 
-    Each block becomes an FSDP unit, the head one that stays gathered (backward needs it at once), and the root.
+    Each block becomes an FSDP unit, and so do the root and the head, which stays gathered: backward needs it at once.
     """
     blocks = _checkpoint_activations(model, blocks, fsdp)
     if fsdp.compile:
@@ -175,8 +175,8 @@ def _keep_expensive_ops() -> object:
 def fill_weights(model: nn.Module, config: JobConfig, device: torch.device) -> None:
     """Give a model that was built empty its initial weights. All ranks call it; no random state changes.
 
-    They depend on the seed alone: not on the world size, the strategy or the grouping. The parameters of a pretrained
-    model stay empty, since hub/pretrained.py reads them.
+    They depend only on the seed, not on the world size, the strategy or the grouping. The parameters of a pretrained
+    model stay empty, because hub/pretrained.py reads them.
     """
     if not config.fsdp.meta_init:
         return
@@ -187,7 +187,7 @@ def fill_weights(model: nn.Module, config: JobConfig, device: torch.device) -> N
 
 
 def _fill(model: nn.Module, config: JobConfig, device: torch.device, names: set[str]) -> None:
-    """Give parameters and buffers of these names, which to_empty() emptied, their initial values.
+    """Give the parameters and buffers in `names`, which to_empty() emptied, their initial values.
 
     A model with `init_parameter` fills one whole parameter at a time on every rank and keeps its
     shard: no traffic, and never more than one parameter in memory. A model of transformers is filled
@@ -226,11 +226,11 @@ def _fill(model: nn.Module, config: JobConfig, device: torch.device, names: set[
 
 
 def set_gradient_communication(model: nn.Module, layout: Layout, last: bool) -> None:
-    """Set, before a microbatch's backward, what is sent of its gradients.
+    """Set, before a microbatch's backward, how its gradients are reduced.
 
-    The last microbatch of a step always reduces in full. Before it: where the layout accumulates unsharded
-    gradients, nothing is sent; otherwise gradients are reduce-scattered inside the shard group, and a hybrid's
-    all-reduce between replicas waits for the last.
+    The last microbatch of a step always reduces in full. The earlier ones send nothing if the layout accumulates
+    unsharded gradients; otherwise they reduce-scatter inside the shard group, and a hybrid's all-reduce between
+    replicas waits for the last.
     """
     assert isinstance(model, FSDPModule)
     if layout.accumulate_unsharded or layout.shard_group == 1:

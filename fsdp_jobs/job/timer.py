@@ -1,4 +1,4 @@
-"""Measure what a step takes this rank by itself: its data, its checkpoints, and the forward pass of its blocks.
+"""Measure a rank's own time in a step: its data, its checkpoints, and the forward pass of its blocks.
 
 FSDP's collectives make all ranks wait for the slowest one in every block, so their steps take equally long, and
 none waits noticeably at the step's end. Between the all-gather of a block and the block's end there is no
@@ -17,22 +17,22 @@ from torch.distributed.fsdp import FSDPModule
 
 from fsdp_jobs.run.rank_state import Times
 
-_WARM_UP = 50  # steps of a round that do not count: they compile, allocate and fill caches
-_MOST_BLOCKS = 16  # that are measured, evenly spread: on a GPU each takes two events per microbatch
-_MOST_SPANS = 1 << 16  # of a step; a program that never ends one keeps no more
+_WARM_UP = 50  # first steps of a round that do not count: they compile, allocate and fill caches
+_MOST_BLOCKS = 16  # measured, evenly spread: on a GPU each takes two events per microbatch
+_MOST_SPANS = 1 << 16  # of a step; a limit for programs that never end one
 
 
 class _Span(NamedTuple):
     """One block's forward pass."""
 
     host_s: float
-    work: int  # elements of its input, 0 where no input is known
-    attention: int  # these times the length of a sequence
+    work: int  # elements of its input, 0 if no input is known
+    attention: int  # `work` times the sequence length
     events: tuple[torch.cuda.Event, torch.cuda.Event] | None  # None on a CPU, where the host computes
 
 
 class StepTimer:
-    """Sums up this rank's own times; on a GPU those of a step are read in the next one, when nobody waits for them."""
+    """Sums up this rank's own times; on a GPU those of a step are read in the next one, without waiting."""
 
     def __init__(self, device: torch.device):
         self._is_cuda = device.type == "cuda"
@@ -41,7 +41,7 @@ class StepTimer:
         self._spans = deque[_Span](maxlen=_MOST_SPANS)  # of this step
         self._done = deque[_Span]()  # of the step before
         self._steps = 0
-        self.compute_s = 0.0  # of the newest step that is known
+        self.compute_s = 0.0  # of the newest step whose time is known
         self.sums = Times()
 
     def watch(self, model: nn.Module) -> None:
@@ -79,9 +79,9 @@ class StepTimer:
         """Add a step.
 
         Args:
-            step_s: seconds it took.
-            data_s: that it waited for its data.
-            checkpoint_s: that it waited for checkpoints.
+            step_s: seconds that it took.
+            data_s: seconds that it waited for its data.
+            checkpoint_s: seconds that it waited for checkpoints.
             slowest_s: the longest `compute_s` of all ranks.
         """
         spans = self._done if self._is_cuda else self._spans

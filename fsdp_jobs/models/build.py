@@ -1,4 +1,4 @@
-"""Build the model of a configuration, and find its parts that become FSDP units."""
+"""Build the model of a configuration, and find the parts that become FSDP units."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def build_model(config: ModelConfig) -> nn.Module:
     """Build the model on the current default device (`with torch.device("meta")` for shapes only).
 
     Raises:
-        TypeError: a custom factory that does not return an nn.Module.
-        ImportError, AttributeError: a custom factory that is not there.
-        BadInput, OSError, ValueError: a model of transformers that cannot be loaded.
+        TypeError: a custom factory does not return an nn.Module.
+        ImportError, AttributeError: a custom factory does not exist.
+        BadInput, OSError, ValueError: a transformers model cannot be loaded.
     """
     if isinstance(config, LlamaConfig):
         return Llama(config)
@@ -35,7 +35,7 @@ def build_model(config: ModelConfig) -> nn.Module:
 
 
 def head_modules_of(model: Any) -> list[nn.Module]:
-    """Return what runs last and is needed first in backward, to be one FSDP unit; empty if unknown."""
+    """Return the modules that run last and are needed first in backward, as one FSDP unit; empty if unknown."""
     if not is_hf(model):
         return list(model.head_modules()) if hasattr(model, "head_modules") else []
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
@@ -45,7 +45,7 @@ def head_modules_of(model: Any) -> list[nn.Module]:
 
 
 def linear_head_of(model: nn.Module) -> nn.Linear | None:
-    """Return the linear layer that makes the logits; None where a model names none."""
+    """Return the linear layer that computes the logits; None if a model names none."""
     head = head_modules_of(model)
     return head[-1] if head and isinstance(head[-1], nn.Linear) else None
 
@@ -55,12 +55,12 @@ def find_blocks(
 ) -> list[nn.Module]:
     """Return the modules that become FSDP units of their own, in the order they run.
 
-    With `fsdp.wrap=layer` those of the classes named here or in the configuration; without any, the layers that a model
-    of transformers names itself, and of any other model the members of its module lists; where it has no such list,
-    the modules of a class that an `nn.Sequential` repeats.
+    With `fsdp.wrap=layer` these are the modules of the classes named here or in the configuration. Without such names
+    they are the layers that a transformers model names itself; in any other model the members of its module lists or,
+    without lists, the modules of a class that an `nn.Sequential` repeats.
 
     Raises:
-        ValueError: no module has one of the named classes, or a custom model no list of layers.
+        ValueError: no module has one of the named classes, or a custom model has no list of layers.
     """
     if fsdp.wrap == "none":
         return []
@@ -79,7 +79,7 @@ def find_blocks(
 
 
 def _in_lists(module: nn.Module, listed: Callable[[nn.Module], list[nn.Module]]) -> Iterator[nn.Module]:
-    """Yield what the outermost modules list for which `listed` returns something."""
+    """Yield what `listed` returns for the outermost modules where it is not empty."""
     for child in module.children():
         yield from listed(child) or _in_lists(child, listed)
 
@@ -89,7 +89,7 @@ def _members(module: nn.Module) -> list[nn.Module]:
 
 
 def _repeated(module: nn.Module) -> list[nn.Module]:
-    """Return those modules of a sequence that have modules of their own, and whose class is there more than once."""
+    """Return the modules of an `nn.Sequential` that have submodules, and whose class occurs more than once."""
     members = list(module.children()) if isinstance(module, nn.Sequential) else []
     count = Counter(map(type, members))
     return [m for m in members if count[type(m)] > 1 and any(True for _ in m.children())]

@@ -40,9 +40,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _takes_grouped_heads(q: Tensor) -> bool:
-    """Return whether a fused kernel takes fewer key than query heads: on CUDA flash and cuDNN, 16 bits, from sm80 on.
+    """Return whether a fused kernel supports grouped heads: on CUDA flash and cuDNN, 16 bits, from sm80 on.
 
-    The others have torch multiply whole matrices, and keep heads x length x length numbers for backward.
+    Otherwise torch multiplies whole matrices, and keeps heads x length x length elements for backward.
     """
     if q.device.type != "cuda":
         return True
@@ -136,7 +136,7 @@ class Llama(nn.Module):
         parameter.normal_(0.0, std, generator=generator)
 
     def head_modules(self) -> list[nn.Module]:
-        """Return what runs last and is needed first in backward: gathered once, as one FSDP unit."""
+        """Return the modules that run last and are needed first in backward: gathered once, as one FSDP unit."""
         tied = self.output.weight is self.tok_embeddings.weight
         return [self.tok_embeddings, self.norm, self.output] if tied else [self.norm, self.output]
 

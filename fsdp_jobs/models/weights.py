@@ -12,23 +12,23 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name without what activation checkpointing put into it."""
+    """Return a parameter's name without the parts that activation checkpointing inserts."""
     return name.replace("_checkpoint_wrapped_module.", "")
 
 
 def seed_of(seed: int, name: str) -> int:
-    """Return the seed of a part of a model, which depends on the run's seed and the part's name alone."""
+    """Return the seed of a part of a model, which depends only on the run's seed and the part's name."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest(), "big")
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return all parameters and buffers by plain name; tied weights are there under each of their names."""
+    """Return all parameters and buffers by plain name; tied weights appear under each of their names."""
     weights = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
     return {plain_name(name): tensor for name, tensor in weights}
 
 
 def copy_local_part(target: Tensor, whole: Any) -> None:
-    """Copy this rank's part of a whole tensor, or what is indexed like one, into a parameter or buffer."""
+    """Copy this rank's part of a whole tensor, or of anything indexed like one, into a parameter or buffer."""
     part: tuple[slice, ...] = ()
     if isinstance(target, DTensor):
         sizes, offsets = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)

@@ -11,10 +11,10 @@ _WRAP = {"layer": "TRANSFORMER_BASED_WRAP", "size": "SIZE_BASED_WRAP", "none": "
 
 
 def environment(config: JobConfig, layout: Layout, accelerator: str) -> dict[str, str]:
-    """Return what `accelerate launch` would set for this layout with FSDP2; no_shard is left to its DDP.
+    """Return the variables that `accelerate launch` sets for this layout: FSDP2, or DDP for no_shard.
 
     Args:
-        accelerator: "cuda" or "cpu", as this node has it.
+        accelerator: of this node, "cuda" or "cpu".
     """
     fsdp = config.fsdp
     variables: dict[str, object] = {

@@ -1,15 +1,16 @@
-"""One per node: starts, watches and stops its ranks through all rounds of an attempt.
+"""The agent of a node: starts, watches and stops its ranks in all rounds of an attempt.
 
-It differs from plain torchrun in four things. Ranks are numbered in topology order. A broken round stops
-its ranks at once instead of when a collective times out. Ranks are forked from a process that has imported
+It differs from plain torchrun in four ways. Ranks are numbered in topology order. When a round breaks, the agent
+stops its ranks at once instead of when a collective times out. Ranks are forked from a process that has imported
 torch, so a restart costs no imports. A signal becomes a request to save that all ranks agree on.
 
-A signal may come while torch is imported, for seconds, so this module imports none of it before it handles them.
+Importing torch takes seconds, and a signal may come meanwhile, so this module handles signals before it imports torch.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import signal
@@ -23,26 +24,25 @@ from concurrent.futures import ThreadPoolExecutor
 from fsdp_jobs.config.schema import JobConfig, load_config
 from fsdp_jobs.node.program import Edits, Program
 from fsdp_jobs.plan.sources import path_from_slurm
-from fsdp_jobs.run import log
+from fsdp_jobs.run import log, messages
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ADDRESS_ENV, AGENT_PID_ENV, ATTEMPT_ENV, HOST_ENV, RANK_STATE_ENV, RUN_DIR_ENV
 from fsdp_jobs.run.leaves import tiers_in
 from fsdp_jobs.run.processes import raise_file_limit
-from fsdp_jobs.run.protocol import Message
 from fsdp_jobs.run.rank_state import keep_temporaries_in, make_folder
 from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE, Verdict
 
 logger = logging.getLogger(__name__)
 
-_UNLIMITED = 1 << 30  # restarts: the coordinator counts, not the agent
+_UNLIMITED = 1 << 30  # restarts: the coordinator limits them, not the agent
 _MONITOR_S = 0.1
 
 
 class Signals:
-    """The first signal asks all ranks of the job to save and leave, a second one kills this node's."""
+    """Handles signals: the first asks all ranks of the job to save and exit, the second kills this node's."""
 
     def __init__(self) -> None:
-        """Handle signals from now on; what comes before there is a coordinator to ask waits."""
+        """Handle signals from now on; a signal waits until `pass_on`."""
         self._received: str | None = None
         self._notice: Callable[[str], None] | None = None
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -56,7 +56,7 @@ class Signals:
             self._notice(self._received)
 
     def pass_on(self, notice: Callable[[str], None]) -> None:
-        """Pass a signal on, also one that has come before."""
+        """Pass on the first signal, even if it has already come."""
         self._notice = notice
         if self._received is not None:
             notice(self._received)
@@ -77,31 +77,32 @@ def run_agent(args: argparse.Namespace, signals: Signals) -> int:
     folder = make_folder()
     keep_temporaries_in(folder)
     tiers = [made for tier in tiers_in("node") if (made := tier.of_node(config, run, attempt, args.node)) is not None]
-    identity: Message = {
-        "attempt": attempt,
-        "node": args.node,
-        "host": os.environ.get(HOST_ENV) or socket.gethostname(),
-        "address": os.environ.get(ADDRESS_ENV) or socket.gethostname(),
-        "nproc": args.nproc,
-        "switches": path_from_slurm(
+    this = messages.Agent(
+        attempt,
+        args.node,
+        host=os.environ.get(HOST_ENV) or socket.gethostname(),
+        address=os.environ.get(ADDRESS_ENV) or socket.gethostname(),
+        nproc=args.nproc,
+        switches=path_from_slurm(
             os.environ.get("SLURM_TOPOLOGY_ADDR", ""), os.environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "")
         ),
-        "copies": 0,
-        "term": 0,
-        "agent": uuid.uuid4().hex,
-    }
+        copies=max((tier.port for tier in tiers), default=0),
+        id=uuid.uuid4().hex,
+    )
     os.environ |= {
         RANK_STATE_ENV: str(folder),
         RUN_DIR_ENV: str(run.path),
         AGENT_PID_ENV: str(os.getpid()),
-        "TORCH_ELASTIC_WORKER_IDENTICAL": "1",  # every node has as many ranks, so agents need no store to number them
+        "TORCH_ELASTIC_WORKER_IDENTICAL": "1",  # nodes have equally many ranks: agents need no store to number them
     }
     for tier in tiers:
-        identity |= tier.hello
         os.environ |= tier.environment
-    entrypoint, entry_args = _entrypoint(config, run)  # forks, so before there are threads
-    log.take_over("torch.distributed")  # here: ranks keep torch's own
-    handler = CoordinatorRendezvous(config, run, identity, folder)
+    entrypoint, entry_args = _entrypoint(config, run)  # it forks, so call it before there are threads
+    gc.freeze()
+    gc.enable()
+    log.take_over("torch.distributed")  # in the agent only: ranks keep torch's handlers
+    term = max((tier.newest_term for tier in tiers), default=0)
+    handler = CoordinatorRendezvous(config, run, this, term, folder)
     for tier in tiers:
         tier.start(handler.guards)
     spec = WorkerSpec(
@@ -119,32 +120,32 @@ def run_agent(args: argparse.Namespace, signals: Signals) -> int:
         followers.insert(0, OutputMetrics(config.program.metrics, run, attempt, args.node, handler.states))
     if config.script is not None:
         followers.append(Edits(Program.of(config, run).what, run, attempt))
-    agent = Agent(spec, RankLogs(config, handler, folder), handler, followers, tiers)
+    agent = Agent(spec, RankLogs(handler), handler, followers, tiers)
     signals.pass_on(handler.notice)
-    ran = ThreadPoolExecutor(1, "elastic-agent").submit(agent.run)  # a thread: torch leaves signals to this function
+    ran = ThreadPoolExecutor(1, "elastic-agent").submit(agent.run)  # in a thread, torch installs no signal handlers
     if error := ran.exception():
         logger.error("the agent failed", exc_info=error)
     elif (result := ran.result()) is not None and not result.is_failed():
         while not handler.num_nodes_waiting() and not run.verdict(attempt).exists():
-            time.sleep(_MONITOR_S)  # until the round is broken or the attempt is over
+            time.sleep(_MONITOR_S)  # until the round breaks or the attempt is over
     handler.shutdown()
     logs_kept.close()
-    for follower in followers:  # the tracker sends what is read last
+    for follower in followers:  # `OutputMetrics` before the tracker, which then sends the last lines
         follower.close()
     exit_code = EXIT_FAILED if error else 0
-    if handler.end:
-        exit_code = int(handler.end["exit_code"])
+    if handler.end is not None:
+        exit_code = handler.end.exit_code
     elif (verdict := Verdict.read(run, attempt)) is not None:
         exit_code = verdict.exit_code_of_attempt
     elif handler.num_nodes_waiting():
-        exit_code = EXIT_REQUEUE  # ranks here finished, another node's failed: the launcher starts the agent again
+        exit_code = EXIT_REQUEUE  # ranks here finished, but another node's failed: the launcher restarts the agent
     for tier in tiers:
         tier.close(is_over=exit_code != EXIT_REQUEUE)
     return exit_code
 
 
 def _entrypoint(config: JobConfig, run: RunDir) -> tuple[Callable[[], None] | str, tuple[str, ...]]:
-    """What ranks are started with. What is Python is forked from a process that imports torch while we wait."""
+    """Return the ranks' entrypoint and arguments. Python programs fork from a process that imports torch."""
     program = Program.of(config, run)
     program.to_environment()
     if not program.is_python:
@@ -157,6 +158,7 @@ def _entrypoint(config: JobConfig, run: RunDir) -> tuple[Callable[[], None] | st
 
 def main(argv: list[str] | None = None) -> int:
     signals = Signals()
+    gc.disable()  # `run_agent` imports torch, whose objects stay: collections meanwhile would only take time
     parser = argparse.ArgumentParser(description="One node of one attempt.")
     parser.add_argument("run_dir")
     parser.add_argument("--node", type=int, required=True, help="number of this node within the job")

@@ -1,10 +1,10 @@
-"""torch's elastic agent, which asks the job's coordinator who is in a round, and tells it why ranks failed.
+"""torch's elastic agent, extended to get its rounds from the coordinator and report why ranks failed.
 
-torch's agent owns the ranks' processes and loops; what is overridden here are five of its steps:
+torch's agent owns the ranks' processes and runs the loop. Five of its steps are overridden here:
 
-    run -> _initialize_workers   rendezvous (`rendezvous.py`), then counts the kernel's kills for memory
+    run -> _initialize_workers   counts the kernel's out-of-memory kills, then rendezvous (`rendezvous.py`)
              -> _start_workers   tiers learn of the round before its ranks start
-        -> _monitor_workers      every 0.1 s: a lease that ran out, ranks that failed, left or ended
+        -> _monitor_workers      every 0.1 s: expired lease, ranks that failed, left or ended
              -> _stop_workers    when ranks failed, or when the round is over (`num_nodes_waiting` says 1)
         -> _exit_barrier         skipped: the coordinator knows when all have ended
 """
@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,28 +33,28 @@ from fsdp_jobs.node.rendezvous import CoordinatorRendezvous
 from fsdp_jobs.node.tier import Tier
 from fsdp_jobs.run.failure import Failure
 from fsdp_jobs.run.processes import has_signal, kill_families, kills_for_memory
-from fsdp_jobs.run.protocol import Message
 from fsdp_jobs.run.rank_state import SAVES_NOTHING, Phase, Request
 from fsdp_jobs.run.term import LOOK_S, job_time
 from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE
 
 logger = logging.getLogger(__name__)
 
-_STOP_RANKS_S = 5  # SIGTERM to SIGKILL, for ranks of a broken round: their state is in the checkpoint
+_BEFORE_MESSAGE = re.compile(r"^([\w.]+:)\s+")  # an exception's class; some messages begin on a line of their own
+_STOP_RANKS_S = 5  # SIGTERM to SIGKILL for ranks of a broken round: they restart from a checkpoint
 
 
 class Follower(Protocol):
-    """Does something beside the ranks, where rank 0 is."""
+    """Works beside the ranks, on the node of rank 0."""
 
     def begin_round(self, has_rank_0: bool) -> None:
-        """Begin, before the ranks do, where rank 0 is; elsewhere end what an earlier round began."""
+        """Start before the ranks, if rank 0 is here; otherwise stop the work of earlier rounds."""
 
     def close(self) -> None:
-        """End with the attempt."""
+        """Stop at the end of the attempt."""
 
 
 class Agent(LocalElasticAgent):
-    """torch's agent, which tells the coordinator why its ranks failed."""
+    """torch's agent, extended to report to the coordinator why its ranks failed."""
 
     def __init__(
         self,
@@ -66,9 +66,9 @@ class Agent(LocalElasticAgent):
     ):
         super().__init__(spec, logs, start_method="forkserver")
         self._tiers = tiers
-        self._handler, self._followers, self._node = handler, followers, handler.identity["node"]
-        self._is_terminating = False  # silent ranks have been sent SIGTERM
-        self._kills_for_memory = 0  # of this machine's kernel, before the round
+        self._handler, self._followers, self._node = handler, followers, handler.agent.node
+        self._is_terminating = False  # ranks that never reported have got SIGTERM
+        self._kills_for_memory = 0  # by this machine's kernel, before the round
         handler.workers = lambda: self.get_worker_group().workers
         threading.Thread(target=self._keep_lease, name="lease", daemon=True).start()
 
@@ -78,13 +78,13 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> Any:
         for follower in self._followers:
-            follower.begin_round(has_rank_0=self._handler.round["rank"] == 0)
+            follower.begin_round(has_rank_0=self._handler.round.rank == 0)
         for tier in self._tiers:
             tier.begin_round(self._handler.round)
         return super()._start_workers(worker_group)
 
     def _keep_lease(self) -> None:
-        """Kill ranks that outlive this node's lease; when half of it is over, have them save what they can."""
+        """Ask the ranks to save once half of this node's lease is over; kill them once it has expired."""
         has_asked = False
         while True:
             time.sleep(LOOK_S)
@@ -97,11 +97,11 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._handler.is_cut_off():
-            return RunResult(state=WorkerState.HEALTHY)  # no failure to report; torch's agent begins a new round
+            return RunResult(state=WorkerState.HEALTHY)  # not a failure; torch's agent then begins a new round
         if self._handler.is_stop_requested and not self._is_terminating:
             self._terminate_silent_ranks()
         if self._is_terminating and self._any_runs():
-            return RunResult(state=WorkerState.HEALTHY)  # torch's would signal again as soon as the first has ended
+            return RunResult(state=WorkerState.HEALTHY)  # torch's method signals again once the first has ended
         if failures := self._dead(worker_group):
             self._handler.failed([self._describe(rank, failure) for rank, failure in failures.items()])
             self._stop_workers(worker_group)
@@ -112,7 +112,7 @@ class Agent(LocalElasticAgent):
         if result.state == WorkerState.SUCCEEDED and is_leaving:
             left = [(w.global_rank, self._step(w.local_rank)) for w in worker_group.workers]
             now = job_time()
-            self._handler.failed([asdict(Failure(self._node, r, EXIT_REQUEUE, "", now, step)) for r, step in left])
+            self._handler.failed([Failure(self._node, r, EXIT_REQUEUE, "", now, step) for r, step in left])
             return RunResult(state=WorkerState.FAILED)
         if result.state == WorkerState.FAILED:
             self._handler.failed([self._describe(rank, failure) for rank, failure in result.failures.items()])
@@ -121,7 +121,7 @@ class Agent(LocalElasticAgent):
         return result
 
     def _dead(self, worker_group: WorkerGroup) -> dict[int, ProcessFailure]:
-        """Return by rank what has failed; torch's agent tells when it has ended the node's others, up to 30 s later."""
+        """Return failed ranks at once; torch's agent reports them after it ended the others, up to 30 s later."""
         context, codes = self._pcontext, list[int | None]()
         if isinstance(context, MultiprocessContext) and context._pc is not None:
             codes = [process.exitcode for process in context._pc.processes]
@@ -136,7 +136,7 @@ class Agent(LocalElasticAgent):
         }
 
     def _note_silent_ends(self) -> None:
-        """Count ranks as done that have ended with 0 by `os._exit` or `exec`: torch's agent waits for their values."""
+        """Mark ranks as done that ended with 0 by `os._exit` or `exec`; torch's agent waits for return values."""
         context = self._pcontext
         if isinstance(context, MultiprocessContext) and context._pc is not None:
             for rank, process in enumerate(context._pc.processes):
@@ -146,14 +146,14 @@ class Agent(LocalElasticAgent):
                         self._handler.states[rank].report(-1, SAVES_NOTHING, Phase.DONE)
 
     def _terminate_silent_ranks(self) -> None:
-        """Send SIGTERM, as torchrun does, to ranks that have never reported and so read no requests."""
+        """Send SIGTERM, as torchrun does, to ranks that have never reported: they read no requests."""
         workers = self.get_worker_group().workers
         if any(self._step(w.local_rank) >= 0 for w in workers):
             return
         self._is_terminating = True
         for w in workers:
             with suppress(ProcessLookupError):
-                if os.getpgid(w.id) == w.id:  # also what a program that is not Python has started
+                if os.getpgid(w.id) == w.id:  # also processes that a non-Python program has started
                     os.killpg(w.id, signal.SIGTERM)
                 else:
                     os.kill(w.id, signal.SIGTERM)
@@ -167,13 +167,13 @@ class Agent(LocalElasticAgent):
         return False
 
     def _step(self, local_rank: int) -> int:
-        """Return the steps that a rank has reported, -1 before its first report."""
+        """Return the step that a rank has reported, -1 before its first report."""
         return self._handler.states[local_rank].read().step
 
     def _exit_barrier(self) -> None:
-        """Skip torch's barrier: the ranks of programs may end hours apart, and the coordinator knows when all have."""
+        """Skip torch's barrier: programs' ranks may end hours apart, and the coordinator knows when all have."""
 
-    def _describe(self, rank: int, failure: ProcessFailure) -> Message:
+    def _describe(self, rank: int, failure: ProcessFailure) -> Failure:
         """Report a failed rank with the first line of its exception, from torch elastic's error file."""
         error, has_file = "", Path(failure.error_file).exists()
         if failure.exitcode == -signal.SIGKILL and kills_for_memory() > self._kills_for_memory:
@@ -181,14 +181,35 @@ class Agent(LocalElasticAgent):
         elif failure.exitcode >= 0 and has_file:
             content = failure.error_file_data["message"]
             text = content["message"] if isinstance(content, dict) else str(content)
-            error = next(iter(text.strip().splitlines()), "")[:500].removesuffix(":")
+            text = text.encode(errors="replace").decode()  # messages must be UTF-8, but file names in them may not be
+            text = _BEFORE_MESSAGE.sub(r"\1 ", text.strip())
+            error = next(iter(text.splitlines()), "")[:500].removesuffix(":")
         ended_at = failure.timestamp + self._handler.lease.ahead_s() if has_file else job_time()
-        return asdict(Failure(self._node, rank, failure.exitcode, error, ended_at, self._step(failure.local_rank)))
+        return Failure(self._node, rank, failure.exitcode, error, ended_at, self._step(failure.local_rank))
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         for w in worker_group.workers:
             with suppress(OSError):
                 if has_signal(w.id, "SigIgn", signal.SIGTERM):
                     os.kill(w.id, signal.SIGKILL)
+        started = _started_by(w.id for w in worker_group.workers)
         if self._pcontext is not None:
             self._pcontext.close(signal.SIGTERM, _STOP_RANKS_S)
+        for process in started:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def _started_by(ranks: Iterable[int]) -> list[psutil.Process]:
+    """Return the processes that ranks have started, without daemons, which have a group of their own.
+
+    torchrun ends a rank's group of processes; they would hold its GPU's memory, or a port, in the next round.
+    """
+    families, found = {*ranks}, []
+    for process in psutil.Process().children(recursive=True):  # one look at all; parents come before their children
+        with suppress(psutil.NoSuchProcess, ProcessLookupError):
+            parent = process.ppid()
+            if parent in families and os.getpgid(process.pid) == os.getpgid(parent):
+                families.add(process.pid)
+                found.append(process)
+    return found

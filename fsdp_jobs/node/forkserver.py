@@ -1,12 +1,17 @@
-"""The process of a node that ranks are forked from: multiprocessing's fork server, itself a fork of the agent.
+"""Start the process that a node's ranks fork from: multiprocessing's fork server, a fork of the agent.
 
-A fresh interpreter, as multiprocessing starts it, would import torch a second time on every node, and each rank
-would import the agent's module. It also keeps a fork server alive for as long as any process it made lives, so
-the ranks of a killed agent would train on: this one dies with the agent.
+multiprocessing would start it as a new interpreter, which imports torch a second time on every node, and each rank
+would import the agent's module. Its fork server also lives as long as any process it has forked, so ranks would
+continue to train after their agent was killed. This one dies with the agent.
+
+Its imports make hundreds of thousands of objects that live as long as the process. They are frozen: Python's garbage
+collector skips them in each rank, which would otherwise take half a second at each full collection, and copy the
+memory that ranks share.
 """
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
@@ -15,6 +20,9 @@ import os
 import resource
 import signal
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from importlib import import_module
 from itertools import pairwise
 
 from fsdp_jobs.run.processes import die_with_parent, set_title
@@ -23,37 +31,47 @@ _spawn = multiprocessing.util.spawnv_passfds
 
 
 def start(preload: list[str]) -> None:
-    """Fork the fork server from this process, which has no threads yet, and have it import these modules.
+    """Fork the fork server from this process, which must have no threads yet, and import modules in it.
 
-    Environment variables that are set later do not reach the ranks.
+    Ranks do not get environment variables that are set later.
     """
-    multiprocessing.set_forkserver_preload(preload)
-    multiprocessing.resource_tracker.ensure_running()  # an interpreter of its own, which outlives this process
-    multiprocessing.util.spawnv_passfds = _fork  # type: ignore[assignment]
+    multiprocessing.resource_tracker.ensure_running()  # a separate interpreter, which outlives this process
+    multiprocessing.util.spawnv_passfds = partial(_fork, preload)
     try:
         multiprocessing.forkserver.ensure_running()
     finally:
         multiprocessing.util.spawnv_passfds = _spawn
 
 
-def _fork(_executable: str, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
-    """Do what `multiprocessing.util.spawnv_passfds` does, without a new interpreter."""
+def _fork(preload: list[str], _executable: str, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
+    """Replace `multiprocessing.util.spawnv_passfds` by a fork without a new interpreter."""
     agent = os.getpid()
     if pid := os.fork():
         return pid
     try:
-        # Ranks start processes of their own, each by what it calls: as in a fresh interpreter, not as halfway here.
+        # Ranks start processes of their own: undo the patch and reset the state, as in a new interpreter.
         multiprocessing.util.spawnv_passfds = _spawn
         multiprocessing.forkserver._forkserver.__init__()  # type: ignore[misc]
         set_title("fork server")
         die_with_parent()
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # to all processes of a node: a request to save
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # what the agent handles is not for its ranks
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to all processes of a node as a request to save
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ranks do not inherit the agent's handlers
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-        if os.getppid() == agent:  # else it died before the line above
+        if os.getppid() == agent:  # else it died before `die_with_parent`
             kept = sorted({0, 1, 2, *descriptors})
             for low, high in pairwise([*kept, resource.getrlimit(resource.RLIMIT_NOFILE)[0]]):
                 os.closerange(low + 1, high)
+            _import(preload)
             exec(arguments[-1], {})
     finally:
         os._exit(1)
+
+
+def _import(modules: list[str]) -> None:
+    """Import modules, without those that do not exist, and freeze all objects of this process."""
+    gc.disable()
+    for name in modules:
+        with suppress(ImportError):
+            import_module(name)
+    gc.freeze()
+    gc.enable()

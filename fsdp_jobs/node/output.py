@@ -1,7 +1,7 @@
-"""Read steps and losses from what rank 0 of a user's program prints, where it reports none. No torch.
+"""Read steps and losses from the output of rank 0, if the user's program reports none. No torch.
 
-Known without a setting: lines with a step and a loss, as torchtitan, lingua, nanoGPT and most scripts print them;
-transformers' Trainer, whose steps stand in its progress bar alone; Lightning's progress bar.
+Without a setting it recognizes lines with a step and a loss, as torchtitan, lingua, nanoGPT and most scripts print
+them; transformers' Trainer, which shows its steps only in its progress bar; and Lightning's progress bar.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.events import append_line
 from fsdp_jobs.run.goodput import StepClock
 from fsdp_jobs.run.rank_state import RankState
-from fsdp_jobs.run.tail import newest_json_lines
+from fsdp_jobs.run.tail import newest_json_lines, size_of
 from fsdp_jobs.run.term import job_time
 
-_EVERY_S = 0.5  # between two looks at the log
-_MOST = 1 << 20  # bytes that are read at once
-_HIGHEST = 1 << 53  # no step is
-_LONGEST_LINE = 1 << 12  # bytes of a line that are looked at
+_EVERY_S = 0.5  # between two reads of the log
+_MOST = 1 << 20  # bytes read at once
+_HIGHEST = 1 << 53  # steps are lower
+_LONGEST_LINE = 1 << 12  # bytes of a line that are parsed
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _NUMBER = r"[-+]?\d+\.?\d*(?:e[-+]?\d+)?|[-+]?inf|nan"
+_NO_TRAINING = "".join(f"(?<!{word} )" for word in ("val", "eval", "test", "valid", "validation", "evaluation"))
 _LOSS = re.compile(
-    rf"(?<![\w/])(?<!val )(?<!eval )(?<!test )(?<!valid )(?<!validation )(?:train(?:ing)?[_ /])?loss(?:_step)?"
-    rf"['\"]?\s*[:=]?\s*['\"]?(?P<loss>{_NUMBER})",
+    rf"(?<![\w/]){_NO_TRAINING}(?:train(?:ing)?[_ /])?loss(?:_step)?"
+    rf"['\"]?\s*[:=]?\s*['\"]?(?:tensor\()?(?P<loss>{_NUMBER})",
     re.IGNORECASE,
 )
 _STEP = re.compile(
-    r"\b(?:global[_ ]?step|step|iter(?:ation)?)s?['\"]?\s*[:=#]?\s*"
+    rf"\b{_NO_TRAINING}(?:global[_ ]?step|step|iter(?:ation)?)s?['\"]?\s*[:=#]?\s*"
     r"(?P<step>\d[\d,]*)(?:\s*(?:/|of)\s*(?P<steps>\d[\d,]*))?",
     re.IGNORECASE,
 )
@@ -46,10 +47,10 @@ _BAR_OF_EPOCH = re.compile(r"\s*Epoch (?P<epoch>\d+): +\d+%\|.*\| (?P<step>\d+)/
 
 @dataclass(frozen=True)
 class Reading:
-    """What a line says."""
+    """Step and loss in a line."""
 
     step: int
-    steps: int | None = None  # how many there will be
+    steps: int | None = None  # the total
     loss: float | None = None
 
 
@@ -57,13 +58,13 @@ class Reader:
     """Finds steps and losses in lines."""
 
     def __init__(self, pattern: str | None):
-        """`pattern`: `program.metrics`, which replaces what is known."""
+        """`pattern`: `program.metrics`, which replaces the known formats."""
         self._pattern = re.compile(pattern) if pattern is not None else None
-        self._loss: float | None = None  # that the Trainer has told, and whose step its bar tells next
+        self._loss: float | None = None  # printed by the Trainer; its progress bar shows the step next
 
     def read(self, line: str) -> Reading | None:
-        """Return what a line says; None when that is not a step."""
-        with suppress(ValueError):  # of thousands of digits
+        """Parse a line; None if it shows no step."""
+        with suppress(ValueError):  # thousands of digits
             reading = self._read(line)
             if reading is not None and max(reading.step, reading.steps or 0) < _HIGHEST:
                 return reading
@@ -72,9 +73,9 @@ class Reader:
     def _read(self, line: str) -> Reading | None:
         line = _COLOUR.sub("", line)
         if self._pattern is not None:
-            if (told := self._pattern.search(line)) is None:
+            if (found := self._pattern.search(line)) is None:
                 return None
-            return _reading(told.groupdict() or dict(zip(("step", "loss"), told.groups(), strict=False)))
+            return _reading(found.groupdict() or dict(zip(("step", "loss"), found.groups(), strict=False)))
         if found := _BAR_OF_EPOCH.match(line):
             step = int(found["epoch"]) * int(found["steps"]) + int(found["step"])
             return Reading(step, None, _loss_in(found["rest"]))
@@ -93,7 +94,7 @@ def _loss_in(text: str) -> float | None:
 
 
 def _reading(groups: dict[str, str | None]) -> Reading | None:
-    with suppress(ValueError):  # what a user's pattern takes for a number
+    with suppress(ValueError):  # a user's pattern may match something else than a number
         step, steps, loss = (groups.get(name) for name in ("step", "steps", "loss"))
         whole = [int(number.replace(",", "")) if number else None for number in (step, steps)]
         return Reading(whole[0], whole[1], float(loss) if loss else None) if whole[0] is not None else None
@@ -101,22 +102,22 @@ def _reading(groups: dict[str, str | None]) -> Reading | None:
 
 
 class OutputMetrics:
-    """A thread that records in `metrics.jsonl` what rank 0 prints, on its node, while no rank reports steps itself."""
+    """Records in `metrics.jsonl` what rank 0 prints, in a thread, while no rank reports steps itself."""
 
     def __init__(self, pattern: str | None, run: RunDir, attempt: int, node: int, states: Sequence[RankState]):
         self._pattern, self._run, self._attempt, self._states = pattern, run, attempt, states
         self._log = run.rank_log(attempt, node, 0)
         self._lock = threading.Lock()
-        self._round: _Round | None = None  # None while rank 0 is elsewhere
+        self._round: _Round | None = None  # None while rank 0 is on another node
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="output", daemon=True)
         self._thread.start()
 
     def begin_round(self, has_rank_0: bool) -> None:
-        """Read what rank 0 prints from now on, if it is here."""
+        """Read the output of rank 0 from now on, if it is here."""
         with self._lock:
-            self._look(is_end=True)  # of the round before
-            size = self._log.stat().st_size if self._log.exists() else 0
+            self._look(is_end=True)  # of the previous round
+            size = size_of(self._log)
             self._round = _Round(Reader(self._pattern), StepClock(self._run), size, job_time()) if has_rank_0 else None
 
     def close(self) -> None:
@@ -132,13 +133,13 @@ class OutputMetrics:
     def _look(self, is_end: bool = False) -> None:
         if self._round is None or any(state.read().step >= 0 for state in self._states):
             return
-        with suppress(OSError):  # there is no log yet, or the disk is gone; the next look tries again
+        with suppress(OSError):  # no log yet, or no disk; the next call tries again
             now, before = job_time(), self._round.looked_at
-            written_at = self._log.stat().st_mtime + now - time.time()  # lines of a rank that has been killed are older
+            written_at = self._log.stat().st_mtime + now - time.time()  # a killed rank's lines are older than now
             now = min(now, max(before, written_at))
             readings = list(self._round.new(self._log, is_end))
             self._round.looked_at = now
-            for i, reading in enumerate(readings, 1):  # spread over the time since the last look
+            for i, reading in enumerate(readings, 1):  # spread evenly over the time since the last read
                 line = self._round.line(self._run, reading, before + (now - before) * i / len(readings))
                 append_line(self._run.metrics, line | {"attempt": self._attempt})
 
@@ -149,13 +150,13 @@ class _Round:
 
     reader: Reader
     clock: StepClock
-    offset: int  # bytes of the log that were read
+    offset: int  # bytes of the log already read
     looked_at: float  # seconds since 1970
     newest: Reading | None = None
     done_at: float = 0.0  # when the newest was printed
 
     def new(self, log: Path, is_end: bool) -> Iterator[Reading]:
-        """Yield what new lines say of later steps, the unfinished last one included if it is the end of the log."""
+        """Yield later steps in new lines, including an unfinished last line at the end of the log."""
         reached = -1 if self.newest is None else self.newest.step
         for line in self._lines(log, is_end):
             reading = self.reader.read(line[:_LONGEST_LINE].decode(errors="replace"))
@@ -164,9 +165,9 @@ class _Round:
                 yield reading
 
     def _lines(self, log: Path, is_end: bool) -> Iterator[bytes]:
-        """Yield up to 1 MiB of new lines; at the end, all. A progress bar ends its lines by beginning the next one."""
+        """Yield up to 1 MiB of new lines, all at the end. A progress bar ends a line only with the next one."""
         with log.open("rb") as f:
-            if f.seek(0, os.SEEK_END) < self.offset:  # it has begun again
+            if f.seek(0, os.SEEK_END) < self.offset:  # the log was truncated
                 self.offset = 0
             f.seek(self.offset)
             while piece := f.read(_MOST):

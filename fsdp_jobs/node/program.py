@@ -26,51 +26,51 @@ class Program(Record):
 
     what: str  # path of a file, or dotted name of a module
     is_module: bool
-    folder: str  # where its imports are looked for first
+    folder: str  # first on its import path
     args: list[str]
 
     @classmethod
     def of(cls, config: JobConfig, run: RunDir) -> Program:
-        """Return the program of a job, from the copy of the code in the run directory where it is in there."""
+        """Return the program of a job, from the run directory's copy of the code if it is part of that."""
         code = run.code.absolute()
         args = shlex.split(config.script_args)
         if config.script is None:
             return cls(config.module or TRAINER, True, str(code if code.is_dir() else Path.cwd()), args)
         copied = code / config.script
         file = copied if copied.exists() and not Path(config.script).is_absolute() else Path(config.script).absolute()
-        return cls(str(file), False, str(file.parent), args)
+        return cls(str(file), False, str((file.resolve() if file.is_symlink() else file).parent), args)
 
     @property
     def is_python(self) -> bool:
-        """Whether it can be run in a process forked from one that has imported torch."""
+        """Whether a fork of a process that has imported torch can run it."""
         return self.is_module or self.what.endswith(".py")
 
     @property
     def preload(self) -> list[str]:
-        """What such a process has imported before: of torch.distributed and this library, what the program names."""
+        """Modules to import before the fork: of torch.distributed and this library, those the program names."""
         if self.what == TRAINER:
             return [f"{TRAINER}.trainer", *modules_in("rank")]
         place = Path(self.folder, *self.what.split("."))
         files = [place.with_suffix(".py"), place / "__main__.py"] if self.is_module else [Path(self.what)]
         text = ""
-        with suppress(OSError):  # what cannot be read here, its ranks will tell of
+        with suppress(OSError):  # the ranks will report a file that cannot be read
             text = next((file.read_text(errors="replace") for file in files if file.is_file()), "")
         found: list[str] = _IMPORTED.findall(text)
         library = ["fsdp_jobs.job", *modules_in("rank")] if "fsdp_jobs" in found else []
         return [*(name for name in found if name != "fsdp_jobs"), *library]
 
     def to_environment(self) -> None:
-        """Hand it on to the ranks that this process starts."""
+        """Pass it to the ranks that this process starts."""
         os.environ[PROGRAM_ENV] = self.to_json()
 
     @classmethod
     def from_environment(cls) -> Program:
-        """Take what the agent has handed on."""
+        """Return the program that the agent passed."""
         return cls.from_json(os.environ.pop(PROGRAM_ENV))
 
 
 class Edits:
-    """Tells, at the beginning of a round, that a script was edited since its job was submitted."""
+    """Records at the start of a round if the script was edited since its job was submitted."""
 
     def __init__(self, script: str, run: RunDir, attempt: int):
         self._script, self._run, self._attempt = script, run, attempt

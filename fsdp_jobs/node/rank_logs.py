@@ -13,33 +13,26 @@ import torch
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from fsdp_jobs.config.resolve import accelerator_of_node
-from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.node import accelerate_env
 from fsdp_jobs.node.rendezvous import CoordinatorRendezvous
 from fsdp_jobs.plan.layout import Layout
+from fsdp_jobs.run.directory import replacing
 from fsdp_jobs.run.env import LAYOUT_ENV, LOG_ENV, ROUND_ENV, STACKS_ENV, TERM_ENV
 from fsdp_jobs.run.tail import TIMES, rank_of
 
-_EVERY_S = 1.0  # between two looks at the lengths of logs
-FLIGHT_RECORDER = "nccl-trace-rank-"  # NCCL's record of collectives: the rank is appended
-# CUDA's allocator by its names; the first is the one that all supported versions of torch read.
+_EVERY_S = 1.0  # between two checks of the logs' sizes
+FLIGHT_RECORDER = "nccl-trace-rank-"  # NCCL's record of collectives; NCCL appends the rank
+# Variables that configure CUDA's allocator; all supported versions of torch read the first.
 _ALLOCATOR_ENV = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 class RankLogs(LogsSpecs):
-    """Gives each rank its log, error file and layout through its environment; a rank redirects its own output."""
+    """Passes each rank its log, error file and layout in its environment; ranks redirect their own output."""
 
-    def __init__(self, config: JobConfig, handler: CoordinatorRendezvous, folder: Path):
-        """`folder` holds this node's rank states, error files and pipes."""
+    def __init__(self, handler: CoordinatorRendezvous):
         super().__init__()
-        self.config, self.run, self.handler, self.folder = config, handler.run, handler, folder
-        self.attempt, self.node = handler.identity["attempt"], handler.identity["node"]
-
-    def log(self, rank: int) -> Path:
-        return self.run.rank_log(self.attempt, self.node, rank)
-
-    def stacks(self, rank: int) -> Path:
-        return self.run.stacks(self.attempt, self.node, rank)
+        self.handler, self.config, self.run, self.folder = handler, handler.config, handler.run, handler.folder
+        self.attempt, self.node = handler.agent.attempt, handler.agent.node
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         error_files = {}
@@ -48,25 +41,25 @@ class RankLogs(LogsSpecs):
         for local_rank, env in envs.items():
             error_files[local_rank] = str(self.folder / f"error-{local_rank}.json")
             Path(error_files[local_rank]).unlink(missing_ok=True)
-            rank = int(env["RANK"])
+            place = (self.attempt, self.node, int(env["RANK"]))
             env |= {
                 "TORCHELASTIC_ERROR_FILE": error_files[local_rank],
-                LOG_ENV: str(self.log(rank)),
-                STACKS_ENV: str(self.stacks(rank)),
-                LAYOUT_ENV: current["layout"],
-                ROUND_ENV: str(current["round"]),
-                TERM_ENV: str(current["term"]),
-                "TORCHELASTIC_RESTART_COUNT": str(current["round"]),  # the same on every node
+                LOG_ENV: str(self.run.rank_log(*place)),
+                STACKS_ENV: str(self.run.stacks(*place)),
+                LAYOUT_ENV: current.layout,
+                ROUND_ENV: str(current.number),
+                TERM_ENV: str(current.term),
+                "TORCHELASTIC_RESTART_COUNT": str(current.number),  # the same on every node
                 "TORCH_FR_DUMP_TEMP_FILE": f"{self.run.node(self.attempt, self.node)}/{FLIGHT_RECORDER}",
                 "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{self.folder}/{FLIGHT_RECORDER}",
             } | defaults
         no_files = dict.fromkeys(envs, "")
-        return LogsDest(stdouts=no_files, stderrs=no_files, error_files=error_files)  # newer versions have more kinds
+        return LogsDest(stdouts=no_files, stderrs=no_files, error_files=error_files)  # newer versions have more fields
 
     def _accelerate(self, ranks: int) -> dict[str, str]:
-        """Return the layout as Accelerate reads it, without variables that the user's environment sets."""
+        """Return the layout as Accelerate's variables, except those that the user's environment sets."""
         device = accelerator_of_node(self.config, torch.cuda.device_count(), ranks)
-        policy = accelerate_env.environment(self.config, Layout.from_json(self.handler.round["layout"]), device)
+        policy = accelerate_env.environment(self.config, Layout.from_json(self.handler.round.layout), device)
         return {name: value for name, value in policy.items() if name not in os.environ}
 
     @property
@@ -75,22 +68,22 @@ class RankLogs(LogsSpecs):
 
 
 def _allocator() -> dict[str, str]:
-    """Return the allocator settings of the trainer's ranks: segments that grow, unless the user has settings."""
+    """Return allocator settings for the trainer's ranks: expandable segments, unless the user sets some."""
     return {} if any(name in os.environ for name in _ALLOCATOR_ENV) else {_ALLOCATOR_ENV[0]: "expandable_segments:True"}
 
 
 class LogKeeper:
-    """A thread that looks after a node's rank logs.
+    """Records the sizes of a node's rank logs, and rotates them, in a thread.
 
-    It records beside them how long they are, so that lines of all nodes can be ordered. A log that becomes too long
-    becomes `rank-<r>.log.1`, in place of the one before, and begins again; a line printed at that moment may be lost.
+    The sizes over time order the lines of all nodes. A log that is too long is moved to `rank-<r>.log.1`,
+    which replaces an older one, and starts empty; a line printed at that moment may be lost.
     """
 
     def __init__(self, folder: Path, longest: int = 1 << 30):
-        """`longest`: bytes of a log."""
+        """`longest`: most bytes of a log."""
         self._folder, self._longest = folder, longest
         self._known: dict[str, tuple[int, float]] = {}
-        self._could_not: set[Path] = set()  # logs for whose other file there was no room
+        self._could_not: set[Path] = set()  # logs that the disk had no room to copy
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="logs", daemon=True)
         self._thread.start()
@@ -102,8 +95,8 @@ class LogKeeper:
         self._note()
 
     def _note(self) -> None:
-        """Append a line with the sizes that have changed, and when each file was last written to."""
-        with suppress(OSError):  # a full disk, or a file that has just gone: only the order of lines suffers
+        """Append a line with the changed sizes, and when each file was last written."""
+        with suppress(OSError):  # a full disk, or a file just removed: only the order of lines suffers
             stats = {rank_of(f): f.stat() for f in self._folder.glob("rank-*.log")}
             sizes = {rank: (stat.st_size, round(stat.st_mtime, 3)) for rank, stat in stats.items() if stat.st_size}
             changed = {rank: written for rank, written in sizes.items() if written != self._known.get(rank)}
@@ -114,15 +107,11 @@ class LogKeeper:
 
     def _shorten(self) -> None:
         for log in self._folder.glob("rank-*.log"):
-            with suppress(OSError):  # there is no room: it is not tried again
+            with suppress(OSError):  # no room on the disk: do not try again
                 if log.stat().st_size > self._longest and log not in self._could_not:
                     self._could_not.add(log)
-                    part = log.with_name(f".{log.name}.part")
-                    try:
+                    with replacing(log.with_name(f"{log.name}.1")) as part:
                         shutil.copyfile(log, part)
-                        part.rename(f"{log}.1")
-                    finally:
-                        part.unlink(missing_ok=True)
                     os.truncate(log, 0)
                     self._could_not.discard(log)
 

@@ -1,33 +1,32 @@
-"""The tracker process of an agent: started where rank 0 is, flushed at the end of the attempt. No torch.
+"""The agent's tracker process: runs where rank 0 is, flushes at the end of the attempt. No torch.
 
-`python -m fsdp_jobs.observe.trackers.send` reads metrics.jsonl, and ends after its standard input has ended.
+`python -m fsdp_jobs.observe.trackers.send` reads metrics.jsonl, and exits once its standard input is closed.
 """
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from contextlib import suppress
 
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.run import events
-from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.directory import RunDir, read_json
 from fsdp_jobs.run.tail import Tail
 
-FLUSH_S = 10.0  # for the tracker process to send the rest after its standard input has ended
+FLUSH_S = 10.0  # for the tracker process to send the rest once its standard input is closed
 _MODULE = "fsdp_jobs.observe.trackers.send"
 
 
 class TrackerProcess:
-    """At most one process per agent."""
+    """Starts and stops the process, at most one per agent."""
 
     def __init__(self, config: JobConfig, run: RunDir, attempt: int, node: int):
         self.kind, self.run, self.attempt, self.node = config.tracking.kind, run, attempt, node
         self._process: subprocess.Popen[bytes] | None = None
 
     def begin_round(self, has_rank_0: bool) -> None:
-        """Start the process where rank 0 is; elsewhere let an earlier one flush and end."""
+        """Start the process if rank 0 is here; otherwise let an earlier one flush and exit."""
         if not has_rank_0:
             self._end_input()
         elif self.kind != "none" and (self._process is None or self._process.poll() is not None):
@@ -39,7 +38,7 @@ class TrackerProcess:
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=log,
-                    start_new_session=True,  # signals are for agents
+                    start_new_session=True,  # signals are only for the agent
                 )
 
     def _end_input(self) -> subprocess.Popen[bytes] | None:
@@ -50,7 +49,7 @@ class TrackerProcess:
         return process
 
     def close(self) -> None:
-        """Wait for the flush at the end of the attempt; record what could not be sent."""
+        """Wait for the flush at the end of the attempt; record how many lines were not sent."""
         process = self._end_input()
         if process is None:
             return
@@ -64,6 +63,6 @@ class TrackerProcess:
 
 
 def unsent_lines(run: RunDir) -> int:
-    """Count the lines of metrics.jsonl that the tracker does not have."""
-    offset = json.loads(run.tracking.read_text())["offset"] if run.tracking.exists() else 0
+    """Count the lines of metrics.jsonl that were not sent to the tracker."""
+    offset = read_json(run.tracking).get("offset", 0)
     return sum(1 for _ in Tail(run.metrics, offset).lines())

@@ -1,17 +1,19 @@
-"""The first thing a rank does: die with its agent from now on, send its output to its log file, run its program.
+"""Entry of a rank: make it die with its agent, redirect its output to its log, and run its program.
 
-A Python program, the built-in trainer among them, is run by `run_program` in a process forked from one that has
-imported torch already. Any other is started by `python -m fsdp_jobs.node.worker`, which becomes it.
+`run_program` runs a Python program, such as the built-in trainer, in a process forked from one that has imported
+torch. For other programs, `python -m fsdp_jobs.node.worker` replaces itself by the program.
 """
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import ctypes
 import errno
 import faulthandler
 import gc
 import io
+import logging
 import multiprocessing
 import os
 import runpy
@@ -19,34 +21,36 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any
 
-from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
+from fsdp_jobs.config.errors import BadInput, JobFailed
 from fsdp_jobs.node.program import Program
 from fsdp_jobs.run.env import AGENT_PID_ENV, LOG_ENV, RANK_STATE_ENV, STACKS_ENV
+from fsdp_jobs.run.failure import reports_lost_peer
 from fsdp_jobs.run.processes import STACKS_SIGNAL, die_with_parent, set_title
 from fsdp_jobs.run.rank_state import SAVES_NOTHING, Phase, RankState, Request
 from fsdp_jobs.run.term import LOOK_S, Lease
-from fsdp_jobs.run.verdict import EXIT_REQUEUE
+from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_REQUEUE
 
 
 def enter() -> None:
     """Die when the parent dies (Linux), and append stdout and stderr to the rank's log."""
     die_with_parent()
     if os.getppid() == 1 and os.environ.get(AGENT_PID_ENV) != "1":
-        os._exit(1)  # the parent died before the line above
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
+        os._exit(1)  # the parent died before `die_with_parent`
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     log = Path(os.environ[LOG_ENV])
     log.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(log, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     size = os.fstat(descriptor).st_size
     if size and os.pread(descriptor, 1, size - 1) != b"\n":
         with suppress(OSError):  # a full disk
-            os.write(descriptor, b"\n")  # a killed process has not ended its last line, as that of a progress bar
+            os.write(descriptor, b"\n")  # a killed process may leave its last line unfinished, as a progress bar does
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(descriptor, 1)
@@ -58,7 +62,7 @@ _BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 
 
 class _Log(io.FileIO):
-    """A rank's log, as stdout and stderr of its program: what a full disk has no room for is lost."""
+    """A rank's log as stdout and stderr of its program; output is dropped while the disk is full."""
 
     def write(self, data: Any) -> int:
         try:
@@ -70,7 +74,7 @@ class _Log(io.FileIO):
 
 
 def _die_with_lease() -> None:
-    """Kill this process when its node's lease has run out: also when its agent stands still, and cannot."""
+    """Kill this process when its node's lease expires, in case its agent is blocked and cannot."""
     lease = Lease(os.environ[RANK_STATE_ENV])
     while (left := lease.left_s()) > 0:
         time.sleep(min(left, LOOK_S))
@@ -79,7 +83,7 @@ def _die_with_lease() -> None:
 
 
 def run_program() -> None:
-    """Run a rank's Python program in the surroundings that `python program.py` or `python -m program` would give it."""
+    """Run a rank's Python program in the same state as `python program.py` or `python -m program` would."""
     enter()
     sys.stdout, sys.stderr = (
         io.TextIOWrapper(io.BufferedWriter(_Log(n, "w", closefd=False)), f.encoding, f.errors, line_buffering=True)
@@ -87,59 +91,77 @@ def run_program() -> None:
     )
     stacks = open(os.environ[STACKS_ENV], "a")  # noqa: SIM115 - stays open for as long as the rank lives
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
-    threading.Thread(target=_die_with_lease, name="lease", daemon=True).start()
+    _thread.start_new_thread(_die_with_lease, ())  # not one of `threading.enumerate()`, which a program may join
     program = Program.from_environment()
     set_title(f"rank {os.environ['RANK']}/{os.environ['WORLD_SIZE']} {Path(program.what).name}")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     multiprocessing.set_start_method(None, force=True)  # Python's own default again
+    multiprocessing.current_process().name = "MainProcess"
+    multiprocessing.current_process()._identity = ()  # else its children share a number
+    multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
     if sys.flags.safe_path:
         sys.path.insert(0, program.folder)
     else:
-        sys.path[0] = program.folder  # in place of the agent's
+        sys.path[0] = program.folder  # replaces the agent's
     sys.argv = [program.what, *program.args]
     atexit.register(_end_children)
     _seed_anew()
+    logging.root.handlers, logging.root.level = [], logging.WARNING  # the agent's, which the program may configure
+    os.register_at_fork(after_in_child=_is_no_rank)
+    rank, state = os.getpid(), RankState(os.environ[RANK_STATE_ENV], int(os.environ["LOCAL_RANK"]))
     exit_code = _run(program)
     threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()  # an interpreter does so at its end, a forked process does not
+    atexit._run_exitfuncs()  # an interpreter does this at exit, a forked process does not
     _write_what_is_open()
-    state = RankState(os.environ[RANK_STATE_ENV], int(os.environ["LOCAL_RANK"]))
+    if os.getpid() != rank:
+        os._exit(exit_code)  # a process that the program has forked
     if exit_code in (0, EXIT_REQUEUE) and state.requested() is Request.PARK and state.read().phase == Phase.LEAVING:
         _park(state)
     if exit_code:
         os._exit(exit_code)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the program has ended, and with it its handler
     if not state.read().time:
-        state.report(-1, SAVES_NOTHING, Phase.DONE)  # the process stays until all of its node's have ended
+        state.report(-1, SAVES_NOTHING, Phase.DONE)  # the process stays until all ranks of its node have ended
+
+
+def _is_no_rank() -> None:
+    """Let no exception of a process that the program forks count as its rank's."""
+    os.environ.pop("TORCHELASTIC_ERROR_FILE", None)
 
 
 def _seed_anew() -> None:
-    """Seed the generators that the fork server has imported, as a fresh interpreter would; Python's own are already."""
+    """Seed generators imported in the fork server, as a new interpreter would; Python reseeds its own."""
     for module in ("torch", "numpy.random"):
         if module in sys.modules:
             sys.modules[module].seed()
 
 
 def _end_children() -> None:
-    """Kill the daemonic processes that Python would end with SIGTERM: a rank that ignores it has them ignore it."""
+    """Kill daemonic processes: Python would send SIGTERM, which they ignore if the rank does."""
     for child in multiprocessing.active_children():
         if child.daemon:
             child.kill()
 
 
 def _write_what_is_open() -> None:
-    """Write what is left in the buffers of files that the program has not closed, as an interpreter does at its end."""
-    gc.collect()  # what the program alone knew has its `__del__`
+    """End the program's objects and flush the files that it has not closed, as an interpreter does at exit."""
+    threading.excepthook = lambda _: None  # of daemonic threads, which an interpreter would have stopped
+    main = vars(sys.modules["__main__"])
+    for name in main.keys() - {"__builtins__"}:
+        main[name] = None
+    gc.collect()  # runs `__del__` of objects that only the program referred to
+    gc.unfreeze()  # `get_objects` leaves out what is frozen
     for value in gc.get_objects():
         if issubclass(type(value), _BUFFERED):
-            with suppress(OSError, ValueError):  # a full disk; it is closed
+            with suppress(OSError, ValueError):  # a full disk, or a closed file
                 value.flush()
-    with suppress(Exception):  # a user's class, which Python lets do what it likes
+    with suppress(Exception):  # it may be a user's class, which can raise anything
         sys.stdout.flush()
     ctypes.CDLL(None).fflush(None)
 
 
 def _park(state: RankState) -> None:
-    """Wait to be stopped: when all ranks have parked, the agents form a larger world."""
+    """Wait to be stopped: once all ranks have parked, the coordinator forms a larger round."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     report = state.read()
     state.report(report.step, report.committed, Phase.PARKED)
@@ -148,32 +170,54 @@ def _park(state: RankState) -> None:
 
 
 def _run(program: Program) -> int:
-    """Run it to its end. Returns the exit code; an exception is printed, and left in torch elastic's error file."""
+    """Run the program. Returns its exit code; prints an exception and writes it to torch's error file."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+    # It stays for threads and functions of atexit that run when the program has ended: they may pickle its classes.
+    main = sys.modules["__main__"] = ModuleType("__main__")
     try:
         if program.is_module:
-            runpy.run_module(program.what, run_name="__main__", alter_sys=True)
+            runpy._run_module_as_main(program.what)  # type: ignore[attr-defined]
         elif not Path(program.what).is_file():
-            raise BadInput([Problem(f"script={program.what}", "there is no such file on this node")])
+            raise BadInput.at(f"script={program.what}", "there is no such file on this node")
         else:
-            runpy.run_path(program.what, run_name="__main__")
+            script = compile(Path(program.what).read_bytes(), program.what, "exec", dont_inherit=True)
+            runpy._run_code(script, vars(main), mod_name="__main__", script_name=program.what)  # type: ignore[attr-defined]
         return 0
     except BaseException as e:
         if isinstance(e, SystemExit) and (e.code is None or isinstance(e.code, int)):
-            return (e.code or 0) & 0xFF
-        get_error_handler().record_exception(e)
-        if isinstance(e, SystemExit):
-            print(e.code, file=sys.stderr)
-        elif isinstance(e, BadInput | JobFailed):  # says what to do by itself
-            print(f"{type(e).__name__}: {e}", file=sys.stderr)
-        else:
-            sys.excepthook(type(e), e.with_traceback(_of_program(e.__traceback__)), e.__traceback__)
+            code = (e.code or 0) & 0xFF
+            if code not in (EXIT_DONE, EXIT_REQUEUE) and isinstance(e.__context__, Exception):
+                get_error_handler().record_exception(
+                    _reason(e.__context__)
+                )  # its handler has shown it, as Hydra's does
+            return code
+        try:
+            get_error_handler().record_exception(_reason(e))
+            if isinstance(e, SystemExit):
+                print(e.code, file=sys.stderr)
+            elif isinstance(e, BadInput | JobFailed):  # its message says what to do
+                print(f"{type(e).__name__}: {e}", file=sys.stderr)
+            else:
+                sys.excepthook(type(e), e.with_traceback(_of_program(e.__traceback__)), e.__traceback__)
+        except Exception:  # of the program's hook, or of the exception's own text
+            traceback.print_exc()  # both
         return 1
 
 
+def _reason(error: BaseException) -> BaseException:
+    """Return the lost peer that led to an exception, or the exception itself: programs wrap what they catch."""
+    chain = [error]
+    for e in chain:
+        if isinstance(e, RuntimeError) and reports_lost_peer(str(e)):
+            return e
+        causes = (e.__cause__, e.__context__, *getattr(e, "exceptions", ()))
+        chain += [cause for cause in causes if cause is not None and cause not in chain]
+    return error
+
+
 def _of_program(trace: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without the lines that led to the program."""
+    """Return a traceback without the frames that led to the program."""
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
         trace = trace.tb_next
     return trace
@@ -182,7 +226,7 @@ def _of_program(trace: TracebackType | None) -> TracebackType | None:
 if __name__ == "__main__":
     enter()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # it may not know this request for its stacks
+    signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # the program may not handle the request for stacks
     executable = Program.from_environment()
     try:
         os.execv(executable.what, [executable.what, *executable.args])

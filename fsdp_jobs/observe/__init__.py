@@ -1,1 +1,1 @@
-"""Show runs and tell of them: report, dashboard, trackers, notifications."""
+"""Show and report runs: report, dashboard, trackers, notifications."""

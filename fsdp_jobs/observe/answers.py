@@ -1,4 +1,4 @@
-"""Say what the pages of a run show, as objects for JSON. The dashboard sends them, a report contains them. No torch."""
+"""Build the JSON objects that pages show. The dashboard sends them, and a report contains them. No torch."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from fsdp_jobs.plan.plan import Plan
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.events import RoundBroken, Submitted, seldom_events
 from fsdp_jobs.run.goodput import costs_of
+from fsdp_jobs.run.record import JsonObject
 from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.tail import Tail, sampled_json_lines
 from fsdp_jobs.submit.overview import RunSummary, story_of
@@ -21,18 +22,18 @@ from fsdp_jobs.submit.overview import RunSummary, story_of
 _POINTS = 1000  # of a curve
 
 
-def row_of(summary: RunSummary) -> dict[str, Any]:
-    """Return a run's row in the table of runs: with the time of its checkpoint, whose age would change always.
+def row_of(summary: RunSummary) -> JsonObject:
+    """Return a run's row in the table of runs: with the time of its checkpoint, because its age always changes.
 
-    `owner` is None of this user's runs.
+    `owner` is None for this user's runs.
     """
     return {**summary.cells(), "checkpoint": summary.checkpoint_at, "owner": summary.owner}
 
 
-def about(status: RunStatus, state: str) -> dict[str, Any]:
-    """Return what `status NAME` prints, the events with their sentences, plan against measurement, what was submitted.
+def about(status: RunStatus, state: str) -> JsonObject:
+    """Return the content of `status NAME`, events with sentences, plan against measurement, and the submission.
 
-    Its status must have been read from the beginning, not at a glance; `state` is that of its row.
+    `status` must have been read from the beginning, without `glance`; `state` is that of its row.
     """
     run = status.run
     happened = [{**event.to_record(), "sentence": event.sentence()} for event in seldom_events(Tail(run.events))]
@@ -43,14 +44,14 @@ def about(status: RunStatus, state: str) -> dict[str, Any]:
         "submitted": run.read_job(),
         "config": run.config.read_text() if run.config.exists() else "",
     }
-    answer: dict[str, Any] = finite(content)
+    answer: JsonObject = finite(content)
     return answer
 
 
-def curves(run: RunDir) -> dict[str, Any]:
-    """Return the columns of up to about 1,000 lines of metrics.jsonl, the newest first; None for no number.
+def curves(run: RunDir) -> JsonObject:
+    """Return the columns of at most about 1,000 lines of metrics.jsonl, newest first; None for values but numbers.
 
-    `gaps` has when each submission was, and the seconds between it and the last event before; `faults` has times.
+    `gaps` has the time of each submission and the seconds since the last event before it; `faults` has times.
     """
     lines = list(sampled_json_lines(run.metrics, _POINTS))
     columns = {key: [_finite(line.get(key)) for line in lines] for key in dict.fromkeys(chain.from_iterable(lines))}
@@ -66,7 +67,7 @@ def _finite(value: Any) -> float | None:
 
 
 def _compared(status: RunStatus) -> Iterator[tuple[str, str, str]]:
-    """Yield (quantity, planned, measured): medians over all steps, of a repeated step its last run."""
+    """Yield (quantity, planned, measured): medians over all steps; of a repeated step the last run counts."""
     plan, costs, goodput = Plan.of(status.run), costs_of(status.run), status.goodput
     if plan is None:
         return
@@ -75,9 +76,9 @@ def _compared(status: RunStatus) -> Iterator[tuple[str, str, str]]:
     if costs is not None and costs.restart_s:
         yield "seconds to recover", f"{plan.expected.restart_s:.1f}", f"{costs.restart_s:.1f}"
     for tier in plan.expected.tiers:
-        if tier.place == "memory" and costs is not None and costs.capture_s:
-            yield "steps between captures in memory", f"{tier.every_steps:.3g}", f"{costs.capture_steps:.3g}"
-            yield "seconds that steps wait for each", f"{tier.stall_s:.4f}", f"{costs.capture_s:.4f}"
+        if tier.place == "memory" and costs is not None and costs.snapshot_s:
+            yield "steps between snapshots in memory", f"{tier.every_steps:.3g}", f"{costs.snapshot_steps:.3g}"
+            yield "seconds that steps wait for each", f"{tier.stall_s:.4f}", f"{costs.snapshot_s:.4f}"
     if plan.time is None or plan.memory is None:
         return
     newest_first = sampled_json_lines(status.run.metrics, _POINTS)

@@ -1,8 +1,8 @@
-"""Notify somebody that an attempt has ended, or replicas differ, by a command or a webhook. No torch.
+"""Send the notification that an attempt has ended or replicas differ, by a command or a webhook. No torch.
 
     python -m fsdp_jobs.observe.notify RUN_DIR ATTEMPT [CORRUPTION]
 
-`run/verdict.py` starts this process, and waits for it only at its own exit. It gives up after 10 s.
+`run/verdict.py` starts this process; the starting process waits for it only at its own exit. It gives up after 10 s.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import suppress
+from functools import partial
 
 from fsdp_jobs.config.schema import plain_values
 from fsdp_jobs.run import events, log
+from fsdp_jobs.run.beside import beside
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import NOTIFY_PREFIX
 from fsdp_jobs.run.verdict import Verdict
 
 _TIMEOUT_S = 10.0
-_COMMAND_TIMEOUT_S = _TIMEOUT_S - 0.5  # so that its end is still recorded
+_COMMAND_TIMEOUT_S = _TIMEOUT_S - 0.5  # leaves time to record its failure
 
 logger = logging.getLogger(__name__)
 
@@ -37,36 +38,28 @@ class NotifyError(Exception):
 
 
 def notify(run: RunDir, attempt: int, verdict: Verdict) -> None:
-    """Notify of a verdict as the run's configuration says; once per attempt and decision, whoever judged."""
+    """Send a verdict's notification as configured, once per attempt and decision, whichever process judged."""
     settings = plain_values(run.config)["notify"]
     try:
         run.notified(attempt, verdict.decision).touch(exist_ok=False)
-    except OSError:  # notified before; or nothing can be written, so nobody knows whether it was
+    except OSError:  # already notified; or nothing can be written, so that this is unknown
         return
     facts = {"run": run.name, "verdict": verdict.verdict, "decision": verdict.decision, "reason": verdict.reason}
-    deadline = time.monotonic() + _TIMEOUT_S
-    ways = [way for way in _WAYS if settings[way]]
-    failures = dict.fromkeys(ways, f"not done within {_TIMEOUT_S:.0f} s")
-
-    def attempt_way(way: str) -> None:
-        try:
-            _WAYS[way](settings[way], run, attempt, facts)
-            del failures[way]
-        except Exception as e:
-            failures[way] = _reason(e)
-
-    threads = [threading.Thread(target=attempt_way, args=(way,), daemon=True) for way in ways]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    for way, why in dict(failures).items():
-        logger.warning("notify.%s: %s", way, why)
-        events.record(run, attempt, events.NotifyFailed(way=way, why=why))
+    tried = {way: beside(partial(_WAYS[way], settings[way], run, attempt, facts)) for way in _WAYS if settings[way]}
+    wait(tried.values(), _TIMEOUT_S)
+    for way, outcome in tried.items():
+        if why := _failure_of(outcome):
+            logger.warning("notify.%s: %s", way, why)
+            events.record(run, attempt, events.NotifyFailed(way=way, why=why))
 
 
-def _reason(error: Exception) -> str:
-    """Say what failed without the URL, which is a secret, and which urllib's messages may contain."""
+def _failure_of(outcome: Future[None]) -> str:
+    """Describe the failure without the URL, a secret that urllib's messages may contain; empty: it succeeded."""
+    if not outcome.done():
+        return f"not done within {_TIMEOUT_S:.0f} s"
+    error = outcome.exception()
+    if error is None:
+        return ""
     if isinstance(error, urllib.error.HTTPError):
         return f"the server answered {error.code} {error.reason}"
     if isinstance(error, urllib.error.URLError | TimeoutError | ConnectionError):
@@ -102,7 +95,7 @@ def _post(webhook: str, run: RunDir, attempt: int, facts: dict[str, str]) -> Non
     if not url:
         raise NotifyError(f"{variable} is not in the environment of {os.uname().nodename}, which gave the verdict")
     text = f"{run.name}: {facts['verdict']}, {facts['decision']}: {facts['reason']} (attempt {attempt})"
-    content = {**facts, "attempt": attempt, "handle": run.read_job().get("handle", ""), "text": text}
+    content = {**facts, "attempt": attempt, "handle": run.handle, "text": text}
     headers = {"Content-Type": "application/json", "User-Agent": "fsdp_jobs"}
     request = urllib.request.Request(url, json.dumps(content).encode(), headers)
     with urllib.request.urlopen(request, timeout=_TIMEOUT_S):

@@ -1,4 +1,4 @@
-"""Write a page of the dashboard as one HTML file with its data inside: it needs no server and no network. No torch."""
+"""Write a page of the dashboard as one HTML file with its data, which needs no server and no network. No torch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import shutil
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
 from fsdp_jobs import __version__
-from fsdp_jobs.config.errors import BadInput, Problem
+from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.observe.answers import about, curves, row_of
 from fsdp_jobs.run.directory import RunDir, rank_logs, write_atomic
+from fsdp_jobs.run.record import JsonObject
 from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.tail import Logs, label
 from fsdp_jobs.submit.overview import Overview
@@ -26,18 +26,18 @@ _LOG_LINES = 500  # the newest of the newest attempt
 _LOG_BYTES = 1 << 20  # of all ranks' logs together, from their ends
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "microsoft-edge")
 _PICTURE_S = 60.0
-_MODULE = re.compile(r"^import .*$|^export ", re.MULTILINE)  # what a script that is one has no use for
+_MODULE = re.compile(r"^import .*$|^export ", re.MULTILINE)  # statements that a plain script must not have
 
 
 def write_report(run: RunDir, png: bool = False) -> list[Path]:
     """Write `report.html`, with `png` also a picture of it, into the run directory; return the files.
 
     Raises:
-        BadInput: there is no browser for the picture, or it fails.
+        BadInput: no browser for the picture is installed, or it fails.
     """
     status = RunStatus(run)
     status.update()
-    rows = [row_of(summary) for summary in (Overview().look([run]) if run.is_submitted else [])]
+    rows = [row_of(summary) for summary in Overview().look([run] if run.is_submitted else []).values()]
     logs = Logs(run.path, rank_logs(run.last_attempt()))
     logs.skip(but=_LOG_BYTES)
     lines = [(label(file), line) for file, line in logs.backlog()]
@@ -51,8 +51,8 @@ def write_report(run: RunDir, png: bool = False) -> list[Path]:
     return [run.report, _picture_of(run.report)] if png else [run.report]
 
 
-def write_page(file: Path, page: str, answers: dict[str, Any]) -> None:
-    """Write the page that the dashboard has at `#page`; `answers` has what the server would answer, by address."""
+def write_page(file: Path, page: str, answers: JsonObject) -> None:
+    """Write the dashboard's page `#page` to a file; `answers` has the server's answers by address."""
     script = "\n".join(_MODULE.sub("", (_STATIC / name).read_text()) for name in ("sweep.js", "app.js"))
     chart = (_STATIC / "uPlot.iife.min.js").read_text()
     style = "\n".join((_STATIC / name).read_text() for name in ("uPlot.min.css", "style.css"))
@@ -69,7 +69,7 @@ def write_page(file: Path, page: str, answers: dict[str, Any]) -> None:
 
 
 def _hash(code: str) -> str:
-    """Return what a Content-Security-Policy calls a script or style that may be used."""
+    """Return the Content-Security-Policy source expression of an allowed script or style."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()}'"
 
 
@@ -77,7 +77,7 @@ def _picture_of(file: Path) -> Path:
     """Let a browser draw a report as a PNG file beside it."""
     picture, browser = file.with_suffix(".png"), next(filter(None, map(shutil.which, _BROWSERS)), None)
     if browser is None:
-        raise BadInput([Problem("--png", "there is no browser to draw it", f"install one of {', '.join(_BROWSERS)}")])
+        raise BadInput.at("--png", "there is no browser to draw it", f"install one of {', '.join(_BROWSERS)}")
     flags = ["--headless", "--hide-scrollbars", "--window-size=1240,2000", "--virtual-time-budget=5000"]
     if os.geteuid() == 0:
         flags.append("--no-sandbox")  # Chromium refuses to start as root otherwise
@@ -85,5 +85,5 @@ def _picture_of(file: Path) -> Path:
     try:
         subprocess.run(command, check=True, capture_output=True, timeout=_PICTURE_S)
     except (OSError, subprocess.SubprocessError) as e:
-        raise BadInput([Problem("--png", f"{browser} fails: {e}", "open the HTML file, and print it")]) from e
+        raise BadInput.at("--png", f"{browser} fails: {e}", "open the HTML file, and print it") from e
     return picture

@@ -1,1 +1,1 @@
-"""Deciding how a job is sharded: arithmetic only, no torch, no I/O."""
+"""Decide how a job is sharded: arithmetic only, no torch, no I/O."""

@@ -1,8 +1,9 @@
-"""Say what is better about a job than what was asked for, one sentence each, only where it is so."""
+"""Suggest settings that are better than those asked for, one sentence each, only if there are any."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 from fsdp_jobs.config.keys import AUTO
 from fsdp_jobs.config.resolve import ranks_per_node
@@ -19,7 +20,7 @@ LESS_RECOMPUTED = {"full": ("none", "selective", "every_n"), "every_n": ("none",
 
 
 def advice(config: JobConfig, shape: ModelShape, topology: Topology, option: Option) -> Iterator[str]:
-    """Yield what a plan that fits wastes: nodes, ranks without samples, an uneven batch, memory."""
+    """Yield how a plan that fits wastes resources: nodes, ranks without samples, an uneven batch, memory."""
     batch, world = config.data.global_batch, option.layout.world_size
     device = device_of(config)
     if batch < world:
@@ -29,11 +30,12 @@ def advice(config: JobConfig, shape: ModelShape, topology: Topology, option: Opt
         counts = f"Some of {world} {device}s get {batch // world + 1} samples, others {batch // world}"
         yield f"{counts} and wait: data.global_batch={even} or {even + world} is even."
     yield from _fewer_nodes(config, shape, topology, option)
-    yield from _room(config, shape, topology, option)
+    if config.fsdp.objective == "speed":
+        yield from _room(config, shape, topology, option)
 
 
 def _fewer_nodes(config: JobConfig, shape: ModelShape, topology: Topology, option: Option) -> Iterator[str]:
-    """Compare with halves of the nodes: over a slow network fewer can be faster."""
+    """Compare with a half, a quarter, ... of the nodes: over a slow network fewer can be faster."""
     asked, nodes = len(topology.nodes), len(topology.nodes) // 2
     best, least = option, asked
     fewest = 2 if config.fsdp.strategy in HYBRID else 1  # ranks
@@ -50,24 +52,27 @@ def _fewer_nodes(config: JobConfig, shape: ModelShape, topology: Topology, optio
 
 
 def _room(config: JobConfig, shape: ModelShape, topology: Topology, option: Option) -> Iterator[str]:
-    """Try larger microbatches and less recomputation, on which a step's gradients do not depend.
+    """Try larger microbatches, less recomputation and no offload, which do not change a step's gradients.
 
-    Of what fits well and is within 3% of the fastest, the least memory is offered.
+    Of those that fit well and are within 3% of the fastest, suggest the one that takes the least memory.
     """
     fsdp, data = config.fsdp, config.data
     samples = -(-data.global_batch // option.layout.world_size)
-    less = LESS_RECOMPUTED.get(fsdp.activation_checkpointing, ())
-    if fsdp.activation_offload:  # of what checkpointing keeps
-        less = tuple(kept for kept in less if kept != "none")
-    found: list[tuple[Option, JobConfig, str]] = []
-    for micro_batch in {data.micro_batch, *(m for m in divisors(samples) if m > data.micro_batch)}:
-        by_batch = [f"data.micro_batch={micro_batch}"] if micro_batch > data.micro_batch else []
-        for kept in (fsdp.activation_checkpointing, *less):
-            by_kept = [f"fsdp.activation_checkpointing={kept}"] if kept in less else []
-            other = with_overrides(config, by_batch + by_kept)
-            priced = price(other, shape, option.layout.strategy, option.placement)
-            if priced.fits and priced.memory.total <= CLOSE * usable_bytes(config.hardware):
-                found.append((priced, other, " ".join(by_batch + by_kept)))
+    changes = (
+        [f"data.micro_batch={m}" for m in divisors(samples) if m > data.micro_batch],
+        [f"fsdp.activation_checkpointing={kept}" for kept in LESS_RECOMPUTED.get(fsdp.activation_checkpointing, ())],
+        ["fsdp.activation_offload=false"] if fsdp.activation_offload else [],
+        ["fsdp.cpu_offload=false"] if fsdp.cpu_offload else [],
+    )
+    found: list[tuple[Option, JobConfig, list[str]]] = []
+    for chosen in product(*(["", *overrides] for overrides in changes)):
+        overrides = [override for override in chosen if override]
+        other = with_overrides(config, overrides)
+        if other.fsdp.activation_offload and other.fsdp.activation_checkpointing == "none":
+            continue  # what is offloaded are the inputs of recomputed blocks
+        priced = price(other, shape, option.layout.strategy, option.placement)
+        if priced.fits and priced.memory.total <= CLOSE * usable_bytes(config.hardware):
+            found.append((priced, other, overrides))
     if not found:
         return
     fastest = min(priced.time.step for priced, _, _ in found)
@@ -76,4 +81,4 @@ def _room(config: JobConfig, shape: ModelShape, topology: Topology, option: Opti
     best = choose(better, shape, topology).option if overrides else None
     if best is not None and best.fits and best.time.tokens_per_s > WORTH_SAYING * option.time.tokens_per_s:
         speeds = f"{best.time.tokens_per_s:,.0f} tokens/s predicted, {option.time.tokens_per_s:,.0f} as asked"
-        yield f"There is memory left: {overrides} gives {speeds}."
+        yield f"There is memory left: {' '.join(overrides)} gives {speeds}."

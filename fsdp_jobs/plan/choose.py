@@ -1,4 +1,4 @@
-"""Choose how to shard: options priced by memory, traffic and time; the choice among them; a sentence for the rest."""
+"""Choose how to shard: price options by memory, traffic and time, choose one, and explain why not the others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fsdp_jobs.config.resolve import accelerator, backend, param_dtype, ranks_pe
 from fsdp_jobs.config.schema import HardwareConfig, JobConfig
 from fsdp_jobs.plan.grouping import Grouping, Placement
 from fsdp_jobs.plan.layout import HYBRID, WHOLE, Layout, only_group
-from fsdp_jobs.plan.memory import DTYPE_BYTES, GIB, MARGIN, Memory, captured_bytes, peak_memory, size
+from fsdp_jobs.plan.memory import DTYPE_BYTES, GIB, MARGIN, Memory, peak_memory, size, snapshot_bytes
 from fsdp_jobs.plan.shapes import ModelShape
 from fsdp_jobs.plan.step_time import StepTime, step_time
 from fsdp_jobs.plan.topology import Topology
@@ -20,22 +20,22 @@ from fsdp_jobs.run.env import LAYOUT_ENV
 from fsdp_jobs.run.table import listed
 
 NEAR = 1.03  # steps this close to the shortest count as equally fast
-# what decides among those, one after the other
+# criteria among those, in this order
 _ORDER = ("sends the fewest bytes between nodes", "takes the least memory", "has the smallest shard group")
-CLOSE = 0.97  # of the usable memory, from which on the plan says how close it is
+CLOSE = 0.97  # of the usable memory, above which the plan says how close it is
 WORTH_REGROUPING = 1.1  # tokens/s relative to the held group size that justify changing it
 
 
 @dataclass(frozen=True)
 class Option:
-    """A strategy over a shard group, with what it costs."""
+    """A strategy over a shard group, with its costs."""
 
     layout: Layout
     placement: Placement
     microbatches: int  # of one rank in a step
     memory: Memory
-    over: int  # bytes of the device's memory beyond what may be filled; below 0: what is left
-    fits: bool  # on the device, and what is offloaded on the host
+    over: int  # bytes beyond the device's usable memory; below 0: bytes left
+    fits: bool  # on the device, and its offloaded part on the host
     traffic: dict[str, Traffic]  # by backend: nccl, gloo
     time: StepTime
 
@@ -63,7 +63,7 @@ class Choice:
 
 
 def device_of(config: JobConfig) -> str:
-    """Return what the plan calls the device of one rank."""
+    """Return the plan's word for the device of one rank."""
     return "GPU" if accelerator(config) == "cuda" else "rank"
 
 
@@ -73,7 +73,7 @@ def usable_bytes(hardware: HardwareConfig) -> int:
 
 
 def closeness(config: JobConfig, option: Option) -> str:
-    """Say that an option nearly fills the memory, where it does: the allocator may have to give blocks back."""
+    """Warn if an option nearly fills the memory: the allocator may have to free cached blocks."""
     is_close = CLOSE < option.memory.total / usable_bytes(config.hardware) <= 1
     return f", within {1 - CLOSE:.0%} of the limit" if is_close else ""
 
@@ -81,8 +81,8 @@ def closeness(config: JobConfig, option: Option) -> str:
 def price(config: JobConfig, shape: ModelShape, strategy: str, placement: Placement) -> Option:
     """Price one strategy on one placement.
 
-    `fsdp.chunked_loss=auto` makes the loss in chunks where whole logits leave too little memory, or too little for
-    what saves more time. `fsdp.objective=memory` takes what takes less.
+    `fsdp.chunked_loss=auto` computes the loss in chunks if whole logits do not fit, or if their memory saves more time
+    when used otherwise. `fsdp.objective=memory` takes the one that needs less.
     """
     setting, is_speed = config.fsdp.chunked_loss, config.fsdp.objective == "speed"
     whole = _accumulating(config, shape, strategy, placement, chunked=setting is True)
@@ -98,7 +98,7 @@ def price(config: JobConfig, shape: ModelShape, strategy: str, placement: Placem
 def _accumulating(config: JobConfig, shape: ModelShape, strategy: str, placement: Placement, chunked: bool) -> Option:
     """Price `fsdp.accumulate_unsharded`; auto keeps whole gradients between microbatches if they fit and save time."""
     setting = config.fsdp.accumulate_unsharded
-    sharded = _price(config, shape, strategy, placement, setting != AUTO and bool(setting), chunked)
+    sharded = _price(config, shape, strategy, placement, setting is True, chunked)
     is_free = setting == AUTO and sharded.microbatches > 1 and placement.group > 1
     if not is_free or config.fsdp.objective == "memory":
         return sharded
@@ -116,8 +116,8 @@ def _price(
     microbatches = -(-per_rank // config.data.micro_batch)
     memory = peak_memory(shape, layout, fsdp, config.data, device, microbatches)
     if config.checkpoint.memory.every_steps:
-        captured = captured_bytes(shape, layout, fsdp, is_one_node=layout.world_size == per_node)
-        memory = replace(memory, captured=captured)
+        snapshots = snapshot_bytes(shape, layout, fsdp, is_one_node=layout.world_size == per_node)
+        memory = replace(memory, snapshots=snapshots)
     param_bytes = DTYPE_BYTES[param_dtype(fsdp, device)]
     rings = {b: ring_bytes(shape, layout, fsdp, param_bytes, microbatches, b) for b in BACKENDS}
     over = memory.total - usable_bytes(config.hardware)
@@ -131,7 +131,7 @@ def _price(
 def options_of(
     config: JobConfig, shape: ModelShape, grouping: Grouping, strategy: str = AUTO, group: int | str = AUTO
 ) -> list[Option]:
-    """Price every strategy on every group size, smaller groups first; auto is all that are worth considering.
+    """Price every strategy on every group size, smaller groups first; auto means all that are worth considering.
 
     Raises:
         BadInput: at run time, with fewer nodes than the group needs.
@@ -148,7 +148,7 @@ def options_of(
         options += [price(config, shape, name, placement) for name in names]
     if not options:
         raise BadInput([grouping.impossible(group)])
-    if strategy == AUTO and grouping.world == 1 and not options[0].fits:  # it frees each block after its forward
+    if strategy == AUTO and grouping.world == 1 and not options[0].fits:  # it frees blocks after their forward
         options.append(price(config, shape, "full_shard", options[0].placement))
     return options
 
@@ -156,7 +156,7 @@ def options_of(
 def choose(
     config: JobConfig, shape: ModelShape | None, topology: Topology, previous_group: int | None = None
 ) -> Choice:
-    """Choose the option for this topology; what the user configured, or the previous group size, comes first.
+    """Choose the option for this topology; the user's configuration or the previous group size comes first.
 
     Of the options that fit, `fsdp.objective=speed` takes the shortest predicted step; among those within 3% of it,
     the fewest bytes between nodes, then the least memory, then the smallest group. `memory` takes the least memory.
@@ -184,7 +184,7 @@ def choose(
 
 
 def _choose_without_shape(grouping: Grouping, strategy: str, group: int | str) -> Choice:
-    """Choose the layout of a program whose model is not known, by the topology and the configuration alone.
+    """Choose the layout of a program whose model is unknown, only by the topology and the configuration.
 
     `auto` is full_shard over all ranks: it takes the least memory, and uses any number of nodes. A hybrid's group
     is one node unless the user says otherwise.
@@ -217,7 +217,7 @@ def _between(config: JobConfig, option: Option) -> float:
 
 
 def _best(config: JobConfig, options: list[Option]) -> tuple[Option, str]:
-    """Return the option to take, and what decided; when none fits, the one that comes nearest."""
+    """Return the option to take and what decided; if none fits, the one that comes nearest."""
     fitting = [o for o in options if o.fits]
     if not fitting:
         nearest = min(options, key=lambda o: (o.memory.total, o.memory.host))
@@ -247,16 +247,16 @@ def _best(config: JobConfig, options: list[Option]) -> tuple[Option, str]:
 def _where(o: Option) -> str:
     if o.layout.strategy == "no_shard":
         return ", nothing is sharded"
-    if o.layout.replicas == 1:
-        return ""
-    units = {"domain": "one NVLink domain", "node": "one node", "leaf": "one leaf switch", "all": "the job"}
     inside = o.placement.inside
+    if o.layout.replicas == 1 or inside == "all":
+        return ""
+    units = {"domain": "one NVLink domain", "node": "one node", "leaf": "one leaf switch"}
     unit = units.get(inside, f"one switch {inside.removeprefix('switch-')} above the leaves")
     return f", each shard group inside {unit}"
 
 
 def _excess(config: JobConfig, o: Option) -> str:
-    """Say by how much an option exceeds the limits that it hits, with their keys."""
+    """Describe by how much an option exceeds each limit, with the limit's key."""
     hardware, exceeded = config.hardware, []
     if o.over > 0:
         name, most = next(iter(o.memory.parts().items()))
@@ -264,7 +264,7 @@ def _excess(config: JobConfig, o: Option) -> str:
         usable = f"the {per_device} (hardware.memory_gib={hardware.memory_gib:g})"
         exceeded.append(f"{size(o.over)} over {usable}, {size(most)} of it {name}")
     if not _host_fits(config, o.memory):
-        parts = {"offloaded": o.memory.host, "captures (checkpoint.memory)": o.memory.captured}
+        parts = {"offloaded": o.memory.host, "snapshots (checkpoint.memory)": o.memory.snapshots}
         needed = [f"{what} {size(n * ranks_per_node(config))}" for what, n in parts.items() if n]
         what = f"in host memory per node, of which 95% may be filled, {' and '.join(needed)}"
         exceeded.append(f"{what} (hardware.host_memory_gib={hardware.host_memory_gib:g})")
@@ -273,13 +273,13 @@ def _excess(config: JobConfig, o: Option) -> str:
 
 def _host_fits(config: JobConfig, memory: Memory) -> bool:
     host = config.hardware.host_memory_gib * GIB
-    return not host or (memory.host + memory.captured) * ranks_per_node(config) <= host * (1 - MARGIN)
+    return not host or (memory.host + memory.snapshots) * ranks_per_node(config) <= host * (1 - MARGIN)
 
 
 def _held(
     config: JobConfig, allowed: list[Option], best: Option, why_best: str, previous_group: int
 ) -> tuple[Option, str]:
-    """Return the option of the previous group size if it still serves, else the best; and why."""
+    """Return the option of the previous group size if it is still good enough, else the best; and why."""
     same = [o for o in allowed if o.layout.shard_group == previous_group]
     held = _best(config, same)[0] if same else None
     gain = best.time.tokens_per_s / held.time.tokens_per_s if held else 0.0
@@ -299,7 +299,7 @@ def _why_not(o: Option, best: Option, config: JobConfig) -> str:
     """Say in one sentence why an option was not taken."""
     if not o.fits:
         if o.over <= 0:
-            return f"Takes {size(o.memory.host + o.memory.captured)} of host memory per rank: a node has less."
+            return f"Takes {size(o.memory.host + o.memory.snapshots)} of host memory per rank: a node has less."
         name, most = next(iter(o.memory.parts().items()))
         return f"Over by {size(o.over)}: {size(most)} of {name}."
     change = o.time.tokens_per_s / best.time.tokens_per_s - 1
@@ -318,7 +318,7 @@ def _why_not(o: Option, best: Option, config: JobConfig) -> str:
 
 
 def _criticism(config: JobConfig, best: Option, unrestricted: Option) -> str:
-    """Say what the plan would have chosen by itself, where the configuration excludes it."""
+    """Describe the option that the plan would choose if the configuration did not exclude it."""
     if unrestricted.fits and not best.fits:
         return f"As configured it does not fit; left to itself the plan takes {unrestricted.name}, which does."
     change = (unrestricted.time.tokens_per_s / best.time.tokens_per_s - 1) * 100

@@ -1,7 +1,7 @@
 """Time of a collective: the fastest of the algorithms and protocols that NCCL chooses among.
 
 Latencies, shares of bandwidth and the conditions are those of NCCL's own model, src/graph/tuning.cc (2.29):
-rings, trees, NVLS inside a node and across nodes, and PAT where a group has one rank per node.
+rings, trees, NVLS inside a node and across nodes, and PAT if a group has one rank per node.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from math import log2
 from fsdp_jobs.config.schema import HardwareConfig
 
 _NVLS_US, _NVLS_TREE_US = 25.0, 20.9  # inside a node; each step of the tree between nodes
-_NVLS_RANKS = 5  # NCCL takes NVLS from 5 GPUs on (H200; ML Engineering, network, SHARP)
+_NVLS_RANKS = 5  # NCCL uses NVLS from 5 GPUs on (H200; ML Engineering, network, SHARP)
 _PAT_SHARE, _PAT_US, _PAT_RANK_US = 0.75, 8.0, 2.8
 _LL_BYTES_PER_S = 20e9  # LL's ceiling between nodes
 
@@ -46,7 +46,7 @@ class Group:
 
     hardware: HardwareConfig
     ranks: int
-    nodes: int  # that the group spans; 1 where NVLink connects all of it
+    nodes: int  # that the group spans; 1 if NVLink connects all of it
     seconds_per_byte: float  # that a rank sends around the ring
     is_nccl: bool  # gloo runs plain rings
 

@@ -1,4 +1,4 @@
-"""Predict the goodput of a job: how often its nodes fail, how often to save where, and what that leaves. No I/O."""
+"""Predict a job's goodput: how often its nodes fail, how often to save to each tier, what remains. No I/O."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from fsdp_jobs.run.goodput import Costs, Failures
 from fsdp_jobs.run.table import counted, duration
 
 _RESTART_S = 180.0  # noticing the loss, new processes, NCCL, loading, the first step; an estimate until measured
-_LEAST_STALL_S = 0.5  # that steps wait for a save beyond the copy of the state
-_CAPTURE_S = 0.008  # that steps wait for a capture that is copied beside them (lm-resiliency: 7.7 ms for 12 GB)
-_CAPTURES_COST = 0.01  # of a step, that `checkpoint.memory.every_steps=auto` spends
+_LEAST_STALL_S = 0.5  # delay of steps per save, beyond the copy of the state
+_SNAPSHOT_S = 0.008  # delay of steps per snapshot that is copied beside them (lm-resiliency: 7.7 ms for 12 GB)
+_SNAPSHOTS_COST = 0.01  # share of a step that `checkpoint.memory.every_steps=auto` spends
 _CHECKSUM_GB_S = 16.0  # XXH3 of an agent, one thread; measured on an AMD EPYC
-_RELIED_ON = 2.0  # failures that the configured rate counts for, beside those that the cluster had
+_RELIED_ON = 2.0  # failures: the weight of the configured rate against those that the cluster had
 
-# Of Llama 3's 419 interruptions (arXiv:2407.21783, table 5): 54 in software, after which the same nodes go on; 35 in
-# switches and cables, which may take several nodes at once.
+# Of Llama 3's 419 interruptions (arXiv:2407.21783, table 5): 54 in software, after which the same nodes continue; 35
+# in switches and cables, which may take down several nodes at once.
 _NODES_STAY, _SEVERAL_NODES = 54 / 419, 35 / 419
 _LEAST_BEYOND_MEMORY = 0.01  # of failures that no memory survives: power, or all nodes at once; an estimate
 
@@ -32,45 +32,45 @@ class Tier:
     """One place that a job is saved to."""
 
     place: str  # memory | local_dir | storage, as in the event `resumed`
-    share: float  # of failures after which it has the newest state that is left
+    share: float  # of failures after which it has the newest surviving state
     stall_s: float  # of steps, per save
-    best_s: float  # from save to save
-    every_s: float  # as configured; 0: unknown, because steps are counted and their time is not known
-    written_s: float = 0.0  # from a save to when it can be gone back to; 0: unknown
-    every_steps: float = 0.0  # `every_s` in steps, of captures in memory; 0: unknown
+    best_s: float  # best save interval
+    every_s: float  # as configured; 0: unknown, because it is in steps of unknown time
+    written_s: float = 0.0  # from a save until a restart can use it; 0: unknown
+    every_steps: float = 0.0  # `every_s` in steps, of snapshots in memory; 0: unknown
     bytes: int = 0  # of each node's memory; 0: none, or unknown
 
     def __str__(self) -> str:
-        steps = f"{self.every_steps:.3g} steps, " if self.every_steps else ""
-        every = f"every {steps}{duration(self.every_s)}, " if self.every_s else ""
-        best = "the best interval" if self.every_s == self.best_s else f"best {duration(self.best_s)}"
+        steps = f"{self.every_steps:.3g} step{'s' * (self.every_steps != 1)}, " if self.every_steps else ""
+        best = "the best interval" if self.every_s == self.best_s else f"best: {duration(self.best_s)}"
+        every = f"saved every {steps}{duration(self.every_s)} ({best})" if self.every_s else best
         memory = f", {size(self.bytes)} per node" if self.bytes else ""
         share = "all" if self.share == 1 else f"{self.share:.1%} of"
-        return f"{self.place}: {every}{best}; {self.stall_s:.3g} s each{memory}; {share} failures go back to it"
+        return f"{self.place}: {every}, {self.stall_s:.3g} s each{memory}; {share} failures go back to it"
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What failures will cost."""
+    """The expected cost of failures."""
 
     mtbf_s: float  # between failures of the job
     rate: float  # of failures per 1,000 node-days
-    seen: Failures  # of this cluster, which are in the rate
+    seen: Failures  # of this cluster, included in the rate
     restart_s: float  # from a failure to the next step
     measured: bool  # restart and stalls, on this run
-    best_s: float  # from save to save on a disk
+    best_s: float  # best interval of saves to a disk
     tiers: tuple[Tier, ...]
-    goodput: float  # 0 to 1, with the intervals that are configured, or else the best
+    goodput: float  # 0 to 1, at the configured intervals or, without any, the best
 
     def __str__(self) -> str:
-        source = "the default, or your configuration's"
+        source = "by the configuration"
         if self.seen.node_days:
             here = f"{self.seen.node_days:,.3g} node-days of {counted(self.seen.runs, 'run')} here"
-            seen = f"{counted(self.seen.count, 'failure')} in {here}"
-            source = f"from that in the configuration and {seen}"
+            source += f" and {counted(self.seen.count, 'failure')} in {here}"
         how = "measured" if self.measured else "assumed"
-        first = f"goodput {self.goodput:.1%} expected: a failure every {duration(self.mtbf_s)}, {self.restart_s:.0f} s "
-        first += f"to restart ({how}); {self.rate:.3g} per 1,000 node-days, {source}"
+        rate = f"{self.rate:.3g} per 1,000 node-days, {source}"
+        first = f"goodput {self.goodput:.1%} expected: a failure every {duration(self.mtbf_s)} ({rate}), "
+        first += f"{self.restart_s:.0f} s to restart ({how})"
         return "\n".join([first, *(f"  {tier}" for tier in self.tiers)])
 
 
@@ -86,11 +86,11 @@ def expect(
     """Predict the goodput of a job.
 
     Args:
-        config: the job; `hardware.failures_per_1000_node_days` is the rate of failures that is expected.
+        config: the job; `hardware.failures_per_1000_node_days` is the expected rate of failures.
         layout: the sharding.
         nodes: that take part.
-        memory: of a rank; None: not known, the copy of the state is not counted.
-        step_s: seconds per step; None: not known.
+        memory: of a rank; None: unknown, so the copy of the state is not counted.
+        step_s: seconds per step; None: unknown.
         costs: measured on this run; None: a new run.
         seen: failures that this cluster had.
     """
@@ -100,7 +100,7 @@ def expect(
     known = costs or Costs(0.0, 0.0, 0.0)
     tiers = tuple(_tiers(config, layout, nodes, memory, step_s, known, mtbf_s))
     restart_s = known.restart_s or _RESTART_S
-    lag_s = sum(t.share * t.written_s for t in tiers)  # a failure until then goes back to the save before
+    lag_s = sum(t.share * t.written_s for t in tiers)  # a failure before then restarts from the previous save
     kept = goodput([(t.share, t.every_s or t.best_s, t.stall_s) for t in tiers], restart_s + lag_s, mtbf_s)
     return Expected(mtbf_s, rate, seen, restart_s, costs is not None, tiers[-1].best_s, tiers, kept)
 
@@ -114,23 +114,23 @@ def _tiers(
     costs: Costs,
     mtbf_s: float,
 ) -> Iterator[Tier]:
-    """Yield the places that the job is saved to, the fastest first; shared storage is always the last one."""
+    """Yield the places that the job is saved to, fastest first; shared storage is always the last."""
     checkpoint, hardware, per_node, left = config.checkpoint, config.hardware, ranks_per_node(config), 1.0
     copied = memory.parameters + memory.optimizer if memory is not None else 0
     copy_s = copied / (hardware.host_gb_s * 1e9) if hardware.host_gb_s else 0.0
     if every := checkpoint.memory.every_steps:
-        holders = max(2, min(layout.replicas, nodes)) - 1  # other nodes that have the same, replicas or a partner
+        holders = max(2, min(layout.replicas, nodes)) - 1  # other nodes with the same state: replicas or a partner
         together = _SEVERAL_NODES * float(nodes - 1) ** -holders if nodes > 1 else 1 - _NODES_STAY
         left = max(_LEAST_BEYOND_MEMORY, together)
-        stall_s = costs.capture_s or _CAPTURE_S + max(0.0, copy_s - (step_s or copy_s))
+        stall_s = costs.snapshot_s or _SNAPSHOT_S + max(0.0, copy_s - (step_s or copy_s))
         if every == AUTO:
-            network_gb_s = hardware.inter_node_gb_s if layout.replicas == 1 else 0.0  # else nothing is sent
+            network_gb_s = hardware.inter_node_gb_s if layout.replicas == 1 else 0.0  # replicas send nothing
             send_s = copied / (network_gb_s * 1e9) if network_gb_s else 0.0
-            busy_s = max(copy_s, send_s, copied * per_node / (_CHECKSUM_GB_S * 1e9), stall_s / _CAPTURES_COST)
-            every = costs.capture_steps or (ceil(busy_s / step_s) if step_s else 0)
-        captured, best_s = memory.captured if memory is not None else 0, best_interval(stall_s, mtbf_s / (1 - left))
+            busy_s = max(copy_s, send_s, copied * per_node / (_CHECKSUM_GB_S * 1e9), stall_s / _SNAPSHOTS_COST)
+            every = costs.snapshot_steps or (ceil(busy_s / step_s) if step_s else 0)
+        snapshots, best_s = memory.snapshots if memory is not None else 0, best_interval(stall_s, mtbf_s / (1 - left))
         best_s, every_s = max(best_s, step_s or 0.0), every * (step_s or 0.0)
-        yield Tier("memory", 1 - left, stall_s, best_s, every_s, step_s or 0.0, every, captured * per_node)
+        yield Tier("memory", 1 - left, stall_s, best_s, every_s, step_s or 0.0, every, snapshots * per_node)
     stall_s, write_s = costs.stall_s if costs.write_s else _LEAST_STALL_S + copy_s, costs.write_s
     best_s = max(best_interval(stall_s, mtbf_s / left), write_s, 60.0)
     minutes, steps = checkpoint.every_minutes, checkpoint.every_steps
@@ -144,18 +144,18 @@ def _tiers(
 
 
 def best_interval(stall_s: float, mtbf_s: float) -> float:
-    """Return the seconds from save to save that lose least: sqrt(2 x stall x MTBF) (Young 1974, Daly 2006)."""
+    """Return the interval between saves that loses least, seconds: sqrt(2 x stall x MTBF) (Young 1974, Daly 2006)."""
     return sqrt(2 * stall_s * mtbf_s)
 
 
 def goodput(tiers: Sequence[tuple[float, float, float]], restart_s: float, mtbf_s: float) -> float:
-    """Return the part of the time that goes into steps that are kept: failures are exponential, also in restarts.
+    """Return the share of time spent on steps that are kept; failures are exponential, also during restarts.
 
-    With one tier this is the model of Daly 2006 (doi:10.1016/j.future.2004.11.016). With several, each failure goes
-    back to the newest save of one of them, and the others' stalls are part of its interval.
+    With one tier this is the model of Daly 2006 (doi:10.1016/j.future.2004.11.016). With several, a restart uses the
+    newest save of one of them, and the others' stalls are part of its interval.
 
     Args:
-        tiers: of each the share of failures that go back to it, and the seconds from save to save and per save.
+        tiers: of each, the share of failures that restart from it, and the seconds between saves and per save.
         restart_s: from a failure to the next step.
         mtbf_s: between failures.
     """

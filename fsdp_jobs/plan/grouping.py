@@ -19,7 +19,7 @@ class Placement:
     group: int  # ranks
     used: tuple[int, ...]  # indices in the topology of the nodes that hold ranks, ascending
     spares: tuple[int, ...]  # nodes that complete no group
-    inside: str  # what no group leaves: domain, node, leaf, switch-K, all
+    inside: str  # unit that holds each group: domain, node, leaf, switch-K, all
     crossing: int  # groups that lie under more than one leaf switch
 
 
@@ -37,7 +37,7 @@ class Grouping:
         self.per_node = ranks_per_node(config)
         self.world = len(topology.nodes) * self.per_node
         domain, gpus = config.hardware.nvlink_domain, config.hardware.gpus_per_node
-        nodes = max(1, domain // gpus)  # of a domain: also where a node has fewer ranks than GPUs
+        nodes = max(1, domain // gpus)  # of a domain, even if a node has fewer ranks than GPUs
         self._domain = nodes * self.per_node if domain >= gpus else domain  # ranks
         self._units = topology.units(nodes)
 
@@ -53,10 +53,10 @@ class Grouping:
         return sorted(within | {self.per_node * k for k in node_counts})
 
     def place(self, group: int) -> Placement | None:
-        """Place groups of `group` ranks; None when they cannot be formed.
+        """Place groups of `group` ranks; None if they cannot be formed.
 
-        The level is the innermost one whose units, filled one by one, leave no more spares than filling straight
-        through does: where a larger unit leaves fewer, some groups cross.
+        The level is the innermost one whose units, filled one by one, leave no more spares than filling all nodes in
+        a row. If only a larger unit leaves so few, some groups cross.
         """
         total, nodes = len(self.topology.nodes), range(len(self.topology.nodes))
         if self.per_node % group == 0:
@@ -73,7 +73,7 @@ class Grouping:
         return None
 
     def impossible(self, group: int | str) -> Problem:
-        """Say that groups of this size cannot be formed, with the nearest sizes that can."""
+        """Return the problem that groups of this size cannot be formed, with the nearest sizes that can."""
         divides = (g for g in range(1, self.world + 1) if self.per_node % g == 0 or g % self.per_node == 0)
         near = sorted(sorted(divides, key=lambda g: abs(g - int(group)))[:4])
         what = f"cannot be formed on {len(self.topology.nodes)} nodes x {self.per_node} ranks"

@@ -15,15 +15,15 @@ HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
 
 
 def only_group(strategy: str, world: int) -> int | None:
-    """Return the one shard group that a strategy has over `world` ranks; None where its size may be chosen."""
+    """Return the only shard group size of a strategy over `world` ranks; None if the size may be chosen."""
     return 1 if strategy == "no_shard" else world if strategy in WHOLE else None
 
 
 def partners(nodes: int) -> list[int | None]:
-    """Return for each of a round's nodes, in network order, the one that gets its copies; None if there is no other.
+    """Return, for each node of a round in network order, the node that gets its copies; None if there is no other.
 
-    Nodes that are half of them apart are pairs, so they share a switch only where more than half of all nodes do; an
-    odd one makes a ring of three with the first pair. Pairs lose less than a ring when two nodes are lost at once
+    Nodes half the list apart form pairs, so a pair shares a switch only if more than half of all nodes do; an odd
+    node forms a ring of three with the first pair. Pairs lose less than a ring if two nodes are lost at once
     (Z. Wang et al.: GEMINI, SOSP 2023).
     """
     half = nodes // 2
@@ -44,7 +44,7 @@ class Layout(Record):
     world_size: int
     shard_group: int
     accumulate_unsharded: bool = False  # gradients stay whole, and nothing is sent, before a step's last microbatch
-    chunked_loss: bool | None = None  # the loss never has all logits at once; None: not planned
+    chunked_loss: bool | None = None  # the loss never holds all logits at once; None: not planned
 
     @property
     def replicas(self) -> int:

@@ -18,7 +18,7 @@ from fsdp_jobs.plan.shapes import ModelShape
 GIB = 2**30
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
-CUDA_CONTEXT = int(0.9 * GIB)  # context, kernels, cuBLAS workspaces; 0.5 to 1.2 GiB were seen by GPU and version
+CUDA_CONTEXT = int(0.9 * GIB)  # context, kernels, cuBLAS workspaces; 0.5 to 1.2 GiB seen, by GPU and version
 NCCL_PER_GROUP = int(0.35 * GIB)  # channel buffers of one communicator (NCCL_BUFFSIZE 4 MiB x channels x peers)
 CPU_RUNTIME = int(0.35 * GIB)  # a Python process with torch, by its resident size
 FRAGMENTATION = 0.05  # of what the caching allocator hands out; the trainer's expandable segments keep it below
@@ -40,7 +40,7 @@ def size(n: float) -> str:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank's device at the moment of the peak; `host` is what offload keeps beside it."""
+    """Bytes on one rank's device at the moment of the peak; `host` is what offload keeps on the host."""
 
     moment: str
     parameters: int = 0  # this rank's shards, stored dtype
@@ -53,7 +53,7 @@ class Memory:
     logits: int = 0  # logits, loss and their gradients; with a chunked loss also its sums of the head's gradient
     reserve: int = 0  # context, communicator buffers, fragmentation
     host: int = 0  # host memory of what this rank offloads
-    captured: int = 0  # host memory of its captures, and of another node's that its node keeps copies of
+    snapshots: int = 0  # host memory of its snapshots, and of its share of copies of another node's
 
     @property
     def tensors(self) -> int:
@@ -70,7 +70,7 @@ class Memory:
         return dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
 
-_PARTS = tuple(f.name for f in fields(Memory) if f.name not in ("moment", "host", "captured"))
+_PARTS = tuple(f.name for f in fields(Memory) if f.name not in ("moment", "host", "snapshots"))
 
 
 def peak_memory(
@@ -82,7 +82,7 @@ def peak_memory(
         shape: the model, cut into FSDP units.
         layout: the sharding.
         fsdp: dtypes, checkpointing, offload, accumulation.
-        data: micro_batch and seq_len count.
+        data: only micro_batch and seq_len count.
         accelerator: cpu or cuda, for the dtype `auto` and for the reserve.
         microbatches: of one rank in one optimizer step.
     """
@@ -94,10 +94,10 @@ def peak_memory(
     return replace(peak, reserve=reserve, host=_host_bytes(shape, layout, fsdp, data, accelerator))
 
 
-def captured_bytes(shape: ModelShape, layout: Layout, fsdp: FsdpConfig, is_one_node: bool) -> int:
-    """Return the host memory that checkpoints in memory take per rank: two captures, and two copies of another's.
+def snapshot_bytes(shape: ModelShape, layout: Layout, fsdp: FsdpConfig, is_one_node: bool) -> int:
+    """Return the host memory that snapshots take per rank: two snapshots, and two copies of another rank's.
 
-    There are copies only where no replica on another node has the same shards.
+    There are copies only if no replica on another node has the same shards.
     """
     copies = 2 if layout.replicas == 1 and not is_one_node else 1
     return shape.shard_numel(layout.shard_group) * 3 * master_bytes(fsdp) * 2 * copies
@@ -116,7 +116,7 @@ def _moments(
     # Gathered parameters. A group of one rank copies its own to the compute dtype and receives nothing.
     block, head, root = (u.shard_numel(group) for u in (shape.largest, shape.head, shape.root))
     blocks = shard - head - root
-    held = (root + (block if reshard else blocks)) * group * b_p  # at a block, the head apart
+    held = (root + (block if reshard else blocks)) * group * b_p  # at a block, without the head
     arriving = block * group * b_p if group > 1 and n > 1 else 0
     in_forward = held + (head * group * b_p) * (2 if group > 1 else 1)
     in_loss = (root + head + (0 if reshard else blocks)) * group * b_p

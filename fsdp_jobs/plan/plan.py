@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.keys import AUTO
-from fsdp_jobs.config.resolve import backend, node_range, ranks_per_node
+from fsdp_jobs.config.resolve import accelerator, backend, node_range, param_dtype, ranks_per_node
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.plan.advice import advice
-from fsdp_jobs.plan.choose import Option, choose, usable_bytes
+from fsdp_jobs.plan.choose import choose, usable_bytes
 from fsdp_jobs.plan.goodput import Expected, expect
 from fsdp_jobs.plan.grouping import Grouping
 from fsdp_jobs.plan.layout import HYBRID, Layout, only_group, partners
@@ -45,7 +45,7 @@ class Considered:
 class Plan(Record):
     """A decided sharding. Node i of `nodes` holds ranks [i x ranks_per_node, (i + 1) x ranks_per_node).
 
-    Of a program's own model nothing is known: memory, traffic and time are missing, and `fits` promises nothing.
+    A program's own model is unknown: memory, traffic and time are missing, and `fits` promises nothing.
     """
 
     model: str
@@ -57,12 +57,12 @@ class Plan(Record):
     nodes: tuple[str, ...]  # in rank order
     leaves: tuple[str, ...]  # each node's leaf switch, empty when flat
     spares: tuple[str, ...]
-    inside: str  # what no shard group leaves: domain, node, leaf, switch-K, all
+    inside: str  # unit that holds each shard group: domain, node, leaf, switch-K, all
     crossing: int  # groups that cross a leaf switch
-    microbatches: int  # of one rank in an optimizer step; 0: not known
+    microbatches: int  # of one rank in an optimizer step; 0: unknown
     fits: bool
     memory: Memory | None
-    usable_bytes: int  # of one device, the margin taken off
+    usable_bytes: int  # of one device, less the margin
     traffic: dict[str, Traffic]  # per node and step, by backend
     time: StepTime | None
     considered: tuple[Considered, ...]
@@ -71,15 +71,15 @@ class Plan(Record):
     expected: Expected
 
     @property
-    def captured_bytes(self) -> int:
-        """Return the host memory per node that checkpoints in memory take; 0 also when the model is not known."""
-        return self.ranks_per_node * self.memory.captured if self.memory is not None else 0
+    def snapshot_bytes(self) -> int:
+        """Return the host memory per node that snapshots take; 0 also if the model is unknown."""
+        return self.ranks_per_node * self.memory.snapshots if self.memory is not None else 0
 
     @classmethod
     def of(cls, run: RunDir) -> Plan | None:
-        """Return the plan of a run's newest submission; None when there is none that this version can read."""
-        with suppress(FileNotFoundError, ValueError):
-            return cls.from_json(run.plan.read_bytes())
+        """Return the plan of a run's newest submission; None if there is none that this version can read."""
+        with suppress(ValueError):
+            return cls.from_file(run.plan)
         return None
 
 
@@ -97,16 +97,16 @@ def make_plan(
 
     Args:
         config: the job.
-        topology: where its nodes are; without one all are taken to be under one switch.
-        nodes: how many of them take part; without it the job's maximum, or all of a smaller topology.
-        shape: the model's, where the configuration does not give it (custom models, probed).
-        seek_remedies: find settings that make a job fit that does not, or what is better; each try is a plan.
+        topology: where its nodes are; without one, all are assumed to be under one switch.
+        nodes: how many of them take part; by default the job's maximum, or all of a smaller topology.
+        shape: the model's, if the configuration does not give it (custom models, probed).
+        seek_remedies: find settings that make an oversized job fit, or better ones; each try is a plan.
         costs: of checkpoints and restarts, measured on this run.
         seen: failures that this cluster had.
         previous_group: as for `regroup`.
 
     Raises:
-        BadInput: a shard group that cannot be formed, or a topology with too few nodes or GPUs.
+        BadInput: a shard group cannot be formed, or the topology has too few nodes or GPUs.
     """
     low, high = node_range(config.nodes)
     least, most = (nodes, nodes) if nodes else (low, high)
@@ -114,6 +114,10 @@ def make_plan(
     if previous_group is None and (problems := list(sharding_problems(config, topology))):
         raise BadInput(problems)
     shape = shape or shape_of(config)
+    if shape is not None:
+        if problems := list(_hardware_problems(config)):
+            raise BadInput(problems)
+        notes += _left_out(config, shape, topology)
     choice = choose(config, shape, topology, previous_group)
     placement, option = choice.placement, choice.option
     found: Sequence[Remedy] = ()
@@ -126,7 +130,7 @@ def make_plan(
             notes += advice(config, shape, topology, option)
     used = [topology.nodes[i] for i in placement.used]
     if config.checkpoint.memory.every_steps:
-        notes += _where_captures_are(choice.layout, used)
+        notes += _where_snapshots_are(choice.layout, used)
     memory, time = (option.memory, option.time) if option else (None, None)
     return Plan(
         model=config.model.kind,
@@ -146,7 +150,12 @@ def make_plan(
         usable_bytes=usable_bytes(config.hardware),
         traffic=option.traffic if option else {},
         time=time,
-        considered=tuple(_considered(o, why, taken=o == option) for o, why in choice.considered),
+        considered=tuple(
+            Considered(
+                o.name, o.fits, o.memory.total, o.traffic, o.time.step, o.time.tokens_per_s, why, taken=o == option
+            )
+            for o, why in choice.considered
+        ),
         reasons=(*notes, *choice.reasons),
         remedies=tuple(found),
         expected=expect(config, choice.layout, len(used), memory, time.step if time else None, costs, seen),
@@ -154,10 +163,10 @@ def make_plan(
 
 
 def regroup(config: JobConfig, present: Sequence[Node], previous_group: int, shape: ModelShape | None = None) -> Plan:
-    """Decide again at run time, for the nodes that are there: hold the shard group size, vary the replicas.
+    """Plan again at run time, for the nodes present: keep the shard group size, vary the replicas.
 
-    The size is given up when the job no longer fits with it, when no group of it can be formed, or when
-    another size uses enough more of the nodes; the first reason says which.
+    The size changes if the job no longer fits with it, if no group of it can be formed, or if another size
+    gains enough by using more of the nodes; the first reason says which.
 
     Args:
         config: the job.
@@ -174,12 +183,12 @@ def _settled(config: JobConfig, topology: Topology, low: int, high: int) -> tupl
     per_node = ranks_per_node(config)
     if low > len(topology.nodes):
         what = f"the topology has {len(topology.nodes)} nodes"
-        raise BadInput([Problem(f"nodes={low}", what, f"nodes={len(topology.nodes)}, or a topology with more")])
+        raise BadInput.at(f"nodes={low}", what, f"nodes={len(topology.nodes)}, or a topology with more")
     topology = topology.first(high)
     few = [n for n in topology.nodes if n.gpus < per_node]
     if few:
         what = f"{len(few)} nodes have fewer GPUs, {few[0].name} has {few[0].gpus}"
-        raise BadInput([Problem(f"nproc_per_node={per_node}", what, f"nproc_per_node={min(n.gpus for n in few)}")])
+        raise BadInput.at(f"nproc_per_node={per_node}", what, f"nproc_per_node={min(n.gpus for n in few)}")
     unknown = [n.name for n in topology.nodes if not n.switch_path]
     if len(unknown) in (0, len(topology.nodes)):
         return topology, []
@@ -188,7 +197,7 @@ def _settled(config: JobConfig, topology: Topology, low: int, high: int) -> tupl
 
 
 def sharding_problems(config: JobConfig, topology: Topology) -> Iterator[Problem]:
-    """Yield why the configured sharding cannot be formed on these nodes."""
+    """Yield the reasons why the configured sharding cannot be formed on these nodes."""
     strategy, group, grouping = config.fsdp.strategy, config.fsdp.shard_group, Grouping(config, topology)
     where, world = f"fsdp.shard_group={group}", grouping.world
     if strategy in HYBRID and world == 1:
@@ -204,17 +213,36 @@ def sharding_problems(config: JobConfig, topology: Topology) -> Iterator[Problem
         yield grouping.impossible(group)
 
 
-def _where_captures_are(layout: Layout, nodes: Sequence[Node]) -> Iterator[str]:
-    """Say where there is no second copy of a capture in memory, or none in another failure domain."""
+def _hardware_problems(config: JobConfig) -> Iterator[Problem]:
+    """Yield the numbers of the assumed hardware without which memory and time of a model cannot be predicted."""
+    dtype = "fp32" if param_dtype(config.fsdp, accelerator(config)) == "fp32" else "bf16"
+    for key in ("memory_gib", f"{dtype}_tflops"):
+        if (value := getattr(config.hardware, key)) <= 0:
+            yield Problem(f"hardware.{key}={value:g}", "a plan needs a number above 0", "that of the data sheet")
+
+
+def _left_out(config: JobConfig, shape: ModelShape, topology: Topology) -> Iterator[str]:
+    """Yield what the prediction leaves out: frozen parameters, links whose speed is not known."""
+    if shape.frozen:
+        share = f"{shape.frozen / shape.numel:.0%} of the parameters are frozen"
+        yield f"Warning: {share}. The plan counts their gradients and moments, too: the job needs less."
+    used = {"intra_node_gb_s": ranks_per_node(config) > 1, "inter_node_gb_s": len(topology.nodes) > 1}
+    for key, where in (("intra_node_gb_s", "inside nodes"), ("inter_node_gb_s", "between nodes")):
+        if used[key] and not getattr(config.hardware, key):
+            yield f"Warning: hardware.{key} is not set: the prediction counts no time for traffic {where}."
+
+
+def _where_snapshots_are(layout: Layout, nodes: Sequence[Node]) -> Iterator[str]:
+    """Yield which snapshots have no second copy in memory, or none in another failure domain."""
     if len(nodes) == 1:
-        yield "Captures in memory have no copy: there is one node, and what is lost with it is read from a disk."
+        yield "Snapshots in memory have no copy: there is one node, and what is lost with it is read from a disk."
     elif layout.replicas == 1 and not all(node.switch_path for node in nodes):
-        yield "Captures in memory are copied to the node that is half of all nodes away; no switches are known."
+        yield "Snapshots in memory are copied to the node that is half of all nodes away; no switches are known."
     elif layout.replicas == 1:
         pairs = zip(nodes, (nodes[i] for i in partners(len(nodes)) if i is not None), strict=True)
         if near := [node.name for node, other in pairs if node.switch_path[-1] == other.switch_path[-1]]:
             where = "under their own leaf switch, which has most nodes"
-            yield f"Warning: the captures of {listed(near)} are copied {where}."
+            yield f"Warning: the snapshots of {listed(near)} are copied {where}."
 
 
 def _at_minimum(config: JobConfig, shape: ModelShape, topology: Topology, low: int) -> str:
@@ -223,7 +251,3 @@ def _at_minimum(config: JobConfig, shape: ModelShape, topology: Topology, low: i
     if option.fits:
         return f"At the minimum of {low} nodes it still fits: {option.name}."
     return f"At the minimum of {low} nodes it does NOT fit: {option.name} is {size(option.over)} over."
-
-
-def _considered(o: Option, why: str, taken: bool) -> Considered:
-    return Considered(o.name, o.fits, o.memory.total, o.traffic, o.time.step, o.time.tokens_per_s, why, taken)

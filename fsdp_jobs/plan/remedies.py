@@ -1,4 +1,4 @@
-"""Find settings that make a job fit that does not; each remedy is planned before it is offered."""
+"""Find settings that make an oversized job fit; each remedy is planned before it is offered."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Remedy:
 
 
 def remedies(config: JobConfig, shape: ModelShape, topology: Topology) -> list[Remedy]:
-    """List what fits on the nodes that are there: one setting, else the fewest together; then more GPUs, more nodes.
+    """List what fits on the nodes present: one setting, else the fewest together; then more GPUs, more nodes.
 
-    Where more nodes are not enough they come with every setting that costs neither precision nor host memory, unless
-    these settings fit without them.
+    Nodes are offered where the settings that cost neither precision nor host memory do not suffice together: alone, or
+    with all of these settings.
     """
     changes = _changes(config)
     is_offloaded = config.fsdp.activation_checkpointing != "none"
@@ -46,14 +46,13 @@ def remedies(config: JobConfig, shape: ModelShape, topology: Topology) -> list[R
     if ranks_per_node(config) < per_node and all(not n.switch_path or n.gpus >= per_node for n in topology.nodes):
         found = found + _tried(config, [f"nproc_per_node={per_node}"], shape, topology)
     mild = list({_key(o): o for o in changes if o not in COSTLY}.values())  # the last of each key
-    more_nodes = _nodes_needed(config, [], shape, topology)
-    if not more_nodes and not _tried(config, mild, shape, topology):
-        more_nodes = _nodes_needed(config, mild, shape, topology)
-    return found + more_nodes
+    if _tried(config, mild, shape, topology):
+        return found
+    return found + (_nodes_needed(config, [], shape, topology) or _nodes_needed(config, mild, shape, topology))
 
 
 def _changes(config: JobConfig) -> list[str]:
-    """List overrides that take less memory than the job's settings, mildest first."""
+    """List overrides that need less memory than the job's settings, mildest first."""
     fsdp = config.fsdp
     changes = {
         "fsdp=auto": fsdp.strategy != AUTO,
@@ -105,7 +104,7 @@ def with_overrides(config: JobConfig, overrides: list[str]) -> JobConfig:
 def _tried(
     config: JobConfig, overrides: list[str], shape: ModelShape, topology: Topology, *further: str
 ) -> list[Remedy]:
-    """Plan with overrides, on a topology that `further` ones make; return the remedy if the job fits."""
+    """Plan with overrides; the topology already follows the `further` ones. Returns the remedy if the job fits."""
     option = choose(with_overrides(config, overrides), shape, topology).option
     if option is None or not option.fits:
         return []

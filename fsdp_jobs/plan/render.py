@@ -14,11 +14,12 @@ from rich.text import Text
 
 from fsdp_jobs.plan.memory import Memory, size
 from fsdp_jobs.plan.plan import Plan
-from fsdp_jobs.run.table import counted
+from fsdp_jobs.run.table import counted, duration
 
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 MOST_NODES_LISTED = 16  # more are condensed: one row per leaf switch
 MOST_OPTIONS_SHOWN = 10
+LONG_STEP_S = 1000.0  # a step from here on is shown in minutes, hours and days
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ def render(plan: Plan) -> RenderableType:
         head.append("FITS  " if plan.fits else "DOES NOT FIT  ", "bold green" if plan.fits else "bold red")
         parts += [_memory(plan, plan.memory), Text(), *_options(plan), Text()]
     head.append(title_of(plan), "bold").append(f"\n{summary_of(plan)}\n")
-    if plan.time is not None:  # of a program of which nothing is known, nothing is expected
+    if plan.time is not None:  # nothing is predicted of an unknown model
         head.append(f"{plan.expected}\n")
     parts.append(Text("\n".join(f"- {r}" for r in plan.reasons)))
     if plan.remedies:
@@ -50,7 +51,8 @@ def render(plan: Plan) -> RenderableType:
     return Group(*parts)
 
 
-def _device(plan: Plan) -> str:
+def device_of(plan: Plan) -> str:
+    """Return the plan's word for the device of one rank."""
     return "GPU" if plan.backend == "nccl" else "rank"
 
 
@@ -66,12 +68,16 @@ def summary_of(plan: Plan) -> str:
     time = plan.time
     if time is None:
         return f"on {plan.hardware}; memory and speed are not known: the model is the program's"
-    mfu = f", MFU {time.mfu:.0%}" if plan.backend == "nccl" else ""
-    seconds = f"{time.step:.3g} s" if time.step >= 1 else f"{time.step * 1e3:.3g} ms"
+    share = f"{time.mfu:.0%}" if time.mfu >= 0.01 else "below 1%"
+    mfu = f", MFU {share}" if plan.backend == "nccl" else ""
+    if time.step >= LONG_STEP_S:
+        seconds = duration(time.step)
+    else:
+        seconds = f"{time.step:.3g} s" if time.step >= 1 else f"{time.step * 1e3:.3g} ms"
     weights = f"{plan.parameters / 1e9:.3g} B" if plan.parameters >= 1e9 else f"{plan.parameters / 1e6:.3g} M"
     return (
         f"{weights} parameters on {plan.hardware}; a step takes {seconds}: "
-        f"{time.tokens_per_s:,.0f} tokens/s, {time.tokens_per_s_per_rank:,.0f} per {_device(plan)}{mfu} (predicted)"
+        f"{time.tokens_per_s:,.0f} tokens/s, {time.tokens_per_s_per_rank:,.0f} per {device_of(plan)}{mfu} (predicted)"
     )
 
 
@@ -128,7 +134,7 @@ def span(first: int, last: int) -> str:
 
 def _memory(plan: Plan, memory: Memory) -> Table:
     sizes = (Column(name, justify="right") for name in ("size", "of usable"))
-    table = _titled(f"Peak memory per {_device(plan)}: {memory.moment}", "part", *sizes, "", box=box.SIMPLE_HEAD)
+    table = _titled(f"Peak memory per {device_of(plan)}: {memory.moment}", "part", *sizes, "", box=box.SIMPLE_HEAD)
     usable = max(1, plan.usable_bytes)
     for name, value in memory.parts().items():
         if value:
@@ -138,8 +144,8 @@ def _memory(plan: Plan, memory: Memory) -> Table:
     table.add_row("total", size(memory.total), ratio, of, style="bold green" if plan.fits else "bold red")
     if memory.host:
         table.add_row("host, per rank", size(memory.host), "", "offloaded")
-    if memory.captured:
-        table.add_row("host, per rank", size(memory.captured), "", "captures in memory")
+    if memory.snapshots:
+        table.add_row("host, per rank", size(memory.snapshots), "", "snapshots in memory")
     return table
 
 

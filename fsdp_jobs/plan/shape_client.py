@@ -1,4 +1,4 @@
-"""Questions about a model that only its code answers, asked of `python -m fsdp_jobs.train.shape_probe`. No torch."""
+"""Ask `python -m fsdp_jobs.train.shape_probe` what only a model's code can answer. No torch."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ TIMEOUT_S = 300  # importing torch and building the module tree; no weights are 
 
 
 def probe(config: JobConfig) -> ModelShape:
-    """Measure the shape of a custom model or of one of transformers: a process runs one sample on fake tensors.
+    """Measure the shape of a custom or transformers model: a process runs one sample on fake tensors.
 
     Raises:
         BadInput: the factory, the wrap classes or the forward pass fail, with the process's last line; or the
-            data's token ids exceed the model's vocabulary, or its samples the places that the model has.
+            data's token ids exceed the model's vocabulary, or its samples the model's positions.
     """
     is_custom = isinstance(config.model, CustomModelConfig)
     key = "model._target_" if is_custom else "model.name_or_path"
@@ -30,10 +30,10 @@ def probe(config: JobConfig) -> ModelShape:
     vocabulary, ids = shape.activations.vocab, config.data.vocab_size
     if not is_custom and ids > vocabulary:
         what = f"token ids go up to {ids - 1}, the model has a vocabulary of {vocabulary}"
-        raise BadInput([Problem(f"data.vocab_size={ids}", what, "a model of the tokenizer's size")])
+        raise BadInput.at(f"data.vocab_size={ids}", what, "a model of the tokenizer's size")
     if 0 < shape.positions < (length := config.data.seq_len):
         what = f"the model has places for {shape.positions} tokens (max_position_embeddings)"
-        raise BadInput([Problem(f"data.seq_len={length}", what, f"data.seq_len={shape.positions}, or less")])
+        raise BadInput.at(f"data.seq_len={length}", what, f"data.seq_len={shape.positions}, or less")
     return shape
 
 
@@ -41,7 +41,7 @@ def check_initial_weights(config: JobConfig) -> None:
     """Compare names and shapes of the tensors in `init_from` with the model's, in a process of its own.
 
     Raises:
-        BadInput: tensors that are missing, left over or of another shape, by name.
+        BadInput: tensors are missing, left over or of another shape; names them.
     """
     problems = json.loads(_ask("initial-weights", config, f"init_from={config.init_from}"))
     if problems:
@@ -49,15 +49,20 @@ def check_initial_weights(config: JobConfig) -> None:
 
 
 def _ask(question: str, config: JobConfig, where: str) -> str:
-    """Get the probe's answer, as JSON; BadInput with the last line of what it wrote when it fails."""
+    """Return the probe's answer, as JSON; raises BadInput with its last line if it fails."""
     # jobs that differ in anything else have the same answer
-    fsdp = FsdpConfig(wrap=config.fsdp.wrap, min_num_params=config.fsdp.min_num_params)
+    asked = config.fsdp
+    fsdp = FsdpConfig(wrap=asked.wrap, min_num_params=asked.min_num_params, param_dtype=asked.param_dtype)
     data = DataConfig(kind=config.data.kind, seq_len=config.data.seq_len)
     same = replace(config, name=None, seed=0, steps=1, fsdp=fsdp, data=data, optim=OptimConfig())
-    answer = run_probe(question, dump_config(same))
+    try:
+        answer = run_probe(question, dump_config(same))
+    except subprocess.TimeoutExpired:
+        what = f"could not be probed: no answer for {TIMEOUT_S} s"
+        raise BadInput.at(where, what, "a shorter data.seq_len") from None
     if answer.returncode:
         last = (answer.stderr.strip() or "no message").splitlines()[-1]
-        raise BadInput([Problem(where, f"could not be probed: {last}")])
+        raise BadInput.at(where, f"could not be probed: {last}")
     return answer.stdout.splitlines()[-1]
 
 

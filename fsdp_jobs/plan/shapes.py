@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from fsdp_jobs.config.errors import BadInput, Problem
+from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.resolve import accelerator, param_dtype
 from fsdp_jobs.config.schema import JobConfig, LlamaConfig, NoModelConfig
 from fsdp_jobs.run.record import Record
@@ -25,7 +25,7 @@ class Unit:
 
     @cached_property
     def numel(self) -> int:
-        """Elements of one of them."""
+        """Elements of one unit."""
         return sum(math.prod(shape) for _, shape in self.params)
 
     @cached_property
@@ -38,7 +38,7 @@ class Unit:
         return [-(-(shape[0] if shape else 1) // group) * math.prod(shape[1:]) for _, shape in self.params]
 
     def shard_numel(self, group: int) -> int:
-        """Elements one rank stores of it."""
+        """Elements of it that one rank stores."""
         return sum(self.shards(group))
 
 
@@ -65,7 +65,7 @@ class Activations:
     elementwise: int = 0  # elements that a block's forward reads and writes outside matmuls and attention
 
     def scores(self, seq_len: int, dtype: str, accelerator: str) -> int:
-        """Return the attention scores that a token keeps in a block: none where a fused kernel takes its heads.
+        """Return the attention scores that a token keeps in a block: none if a fused kernel supports its heads.
 
         CUDA has no fused kernel for grouped heads in fp32, so torch multiplies whole matrices.
         """
@@ -78,8 +78,8 @@ class ModelShape(Record):
     """A model as FSDP sees it.
 
     The root and the head stay gathered from forward to backward; the head is reduced first in backward, the
-    root last. `waiting` counts the elements of the root whose gradients are there before the blocks'
-    backward: a head that is no unit of its own or shares the embedding's weight.
+    root last. `waiting` counts the elements of the root whose gradients exist before the blocks' backward:
+    a head that is not a unit of its own, or that shares the embedding's weight.
     """
 
     root: Unit
@@ -87,7 +87,8 @@ class ModelShape(Record):
     activations: Activations
     head: Unit = Unit("head", ())
     waiting: int = 0
-    positions: int = 0  # tokens of a sample that a model of transformers has places for; 0: any number
+    frozen: int = 0  # parameters without gradients; a plan counts them like the others
+    positions: int = 0  # longest sample that a transformers model has positions for, tokens; 0: any
 
     @property
     def n_blocks(self) -> int:
@@ -123,7 +124,7 @@ class ModelShape(Record):
 
 
 def shape_of(config: JobConfig) -> ModelShape | None:
-    """Return the shape of the configured model; None for a program's own model, of which nothing is known.
+    """Return the shape of the configured model; None for a program's own model, which is unknown.
 
     Raises:
         BadInput: a custom model, whose shape must be probed (plan/shape_client.py) and handed in.
@@ -135,7 +136,7 @@ def shape_of(config: JobConfig) -> ModelShape | None:
         dtype = param_dtype(config.fsdp, device)
         return llama_shape(config.model, config.fsdp.wrap, config.fsdp.min_num_params, device, dtype)
     cure = "probe it with fsdp_jobs.plan.shape_client"
-    raise BadInput([Problem(f"model={config.model.kind}", "its shape is not known here", cure)])
+    raise BadInput.at(f"model={config.model.kind}", "its shape is not known here", cure)
 
 
 def llama_activations(model: LlamaConfig, accelerator: str, dtype: str) -> Activations:
@@ -196,7 +197,7 @@ def llama_params(model: LlamaConfig) -> Params:
 def llama_shape(
     model: LlamaConfig, wrap: str = "layer", min_num_params: int = 0, accelerator: str = "cuda", dtype: str = "bf16"
 ) -> ModelShape:
-    """Cut a Llama, from its numbers, into units as `fsdp.wrap` says and job/sharding.py does."""
+    """Cut a Llama, given its dimensions, into units by `fsdp.wrap`, as job/sharding.py does."""
     params, activations = llama_params(model), llama_activations(model, accelerator, dtype)
     head_numel = (model.vocab_size + 1) * model.dim
     if wrap == "none":

@@ -13,8 +13,8 @@ from fsdp_jobs.plan.topology import Node, Topology, expand_hostlist, natural_key
 
 FILE_KEYS = ("switches", "gpus_per_node", "nvlink")
 
-# Labels of a node's switches, outermost first; one row per provider. The first row of which some node has a
-# label counts.
+# Labels of a node's switches, outermost first; one row per provider. The first row with a label on any node is
+# used.
 KUBERNETES_LABELS = (
     # NVIDIA topograph
     ("network.topology.nvidia.com/core", "network.topology.nvidia.com/spine", "network.topology.nvidia.com/leaf"),
@@ -43,14 +43,14 @@ def from_yaml(text: str, gpus: int = 8) -> Topology:
         gpus: GPUs per node when the file does not say.
 
     Raises:
-        BadInput: not of this form, or a node named twice; every problem with its key.
+        BadInput: the file is not of this form, or names a node twice; every problem with its key.
     """
     try:
         root = yaml.load(text, _Loader)
     except yaml.YAMLError as e:
-        raise BadInput([Problem("topology file", " ".join(str(e).split()))]) from e
+        raise BadInput.at("topology file", " ".join(str(e).split())) from e
     if not isinstance(root, dict):
-        raise BadInput([Problem("topology file", "is not a mapping", "begin with `switches:`")])
+        raise BadInput.at("topology file", "is not a mapping", "begin with `switches:`")
     unknown = (key for key in root if key not in FILE_KEYS)
     problems = [Problem(_where(key), "there is no such key", nearest(key, FILE_KEYS)) for key in unknown]
     count = root.get("gpus_per_node", str(gpus))
@@ -122,7 +122,7 @@ def from_scontrol(text: str, gpus: int = 8, only: Iterable[str] | None = None) -
             for name in expand_hostlist(fields.get("Nodes", "")):
                 above.setdefault(name, []).append((level, switch))
         except ValueError as e:
-            raise BadInput([Problem(f"scontrol show topology, line {number}", str(e))]) from e
+            raise BadInput.at(f"scontrol show topology, line {number}", str(e)) from e
     wanted = list(above) if only is None else list(only)
     paths = {n: tuple(s for _, s in sorted(above.get(n, []), key=lambda x: -x[0])) or (f"leaf-of-{n}",) for n in wanted}
     return Topology.of(Node(n, p, gpus) for n, p in paths.items())
@@ -142,7 +142,7 @@ def path_from_slurm(address: str, pattern: str) -> tuple[str, ...]:
 def from_kubernetes(labels: Mapping[str, Mapping[str, str]], gpus: int = 8) -> Topology:
     """Read the topology from each node's labels (KUBERNETES_LABELS, NVLINK_LABELS), by node name.
 
-    A node with none of the labels is its own leaf where others have one; without any all are under one switch.
+    A node without labels is its own leaf if others have some; if no node has any, all are under one switch.
     """
     family = next((row for row in KUBERNETES_LABELS if any(label in of for of in labels.values() for label in row)), ())
     nodes = []

@@ -16,14 +16,14 @@ from fsdp_jobs.plan.traffic import RingBytes, hops
 LAYER_MATMUL = 0.82  # a layer's matmuls, against the best large matmul of the same GPU
 ATTENTION_IN_STEP = 0.8  # attention kernels in a training step, against their benchmark
 MEMORY_IN_STEP = 0.8  # bytes/s of elementwise kernels, against the memory's rate
-ELEMENTWISE_COMPILED = 0.4  # memory passes that torch.compile leaves of eager mode's
-CONTENTION = 0.2  # of the multiprocessors, that NCCL's kernels take from matmuls beside them (24 of 108, 24 of 132)
+ELEMENTWISE_COMPILED = 0.4  # share of eager mode's memory passes that torch.compile leaves
+CONTENTION = 0.2  # share of multiprocessors that NCCL takes from concurrent matmuls (24 of 108, 24 of 132)
 
 # FlashAttention-2, causal, forward and backward (Dao 2023, arXiv:2307.08691, figures 5 and 6): on A100 and H100
 # the rate at s tokens is that of long sequences x s / (s + 500); heads of 64 reach 0.88 of heads of 128.
 HALF_RATE_TOKENS = 500
 HALF_RATE_WIDTH = 19
-ATTENTION_UNKNOWN = 0.45  # of the best large matmul, where `hardware.attention_tflops` is 0
+ATTENTION_UNKNOWN = 0.45  # of the best large matmul, if `hardware.attention_tflops` is 0
 
 # A logit is written in bf16 (2), widened (6), in log-softmax (8); two gradients (4, 12); narrowed (6).
 LOSS_BYTES = 38
@@ -61,7 +61,7 @@ class _Compute:
 
 
 def _group(config: JobConfig, ranks: int, intra: float, inter: float) -> Group:
-    """Describe a group of `ranks` ranks, of which each node's make `intra` and `inter` hops of a ring.
+    """Describe a group of `ranks` ranks; those of each node make `intra` and `inter` hops of a ring.
 
     NCCL opens one ring per network card, so a node's edge carries its share of every rank's bytes at the
     sum of the cards' bandwidths.
@@ -74,7 +74,7 @@ def _group(config: JobConfig, ranks: int, intra: float, inter: float) -> Group:
 
 
 def _beside(compute: float, communication: float) -> float:
-    """Return seconds of both at once: NCCL's kernels take their multiprocessors from the compute beside them."""
+    """Return the seconds of both at once: NCCL's kernels take multiprocessors from concurrent compute."""
     return max(communication, compute + CONTENTION * min(compute, communication))
 
 
@@ -87,7 +87,9 @@ def step_time(config: JobConfig, shape: ModelShape, layout: Layout, ring: RingBy
     """
     fsdp, data, hardware = config.fsdp, config.data, config.hardware
     n, dtype = max(1, shape.n_blocks), param_dtype(fsdp, accelerator(config))
-    c = _compute(config, shape, layout, dtype)
+    samples = -(-data.global_batch // layout.world_size)  # of the busiest rank; its last microbatch may be smaller
+    in_microbatch = samples * data.seq_len / ring.gathers  # tokens, mean
+    c = _compute(config, shape, layout, dtype, in_microbatch)
     s_intra, s_inter, r_intra, r_inter = hops(layout, ranks_per_node(config), in_domain)
     near, far = _group(config, layout.shard_group, s_intra, s_inter), _group(config, layout.replicas, r_intra, r_inter)
 
@@ -96,10 +98,10 @@ def step_time(config: JobConfig, shape: ModelShape, layout: Layout, ring: RingBy
     root_part = 1 - in_blocks / shard  # root and head
     block_part = (1 - root_part) / n
     per_host_byte = 1 / (hardware.host_gb_s * 1e9) if hardware.host_gb_s else 0.0
-    # With offload a shard goes up before each gather, and its gradient down after each reduction.
+    # With offload a shard goes to the GPU before each gather, and its gradient to the host after each reduction.
     lifted = shard * master_bytes(fsdp) * per_host_byte if fsdp.cpu_offload else 0.0
-    # Blocks' inputs go down in forward and up in backward, between the kernels: torch copies them in the same stream.
-    inputs = data.micro_batch * data.seq_len * shape.activations.block_input * DTYPE_BYTES[dtype]
+    # Blocks' inputs go to the host in forward and back in backward; torch copies them in the stream of the kernels.
+    inputs = in_microbatch * shape.activations.block_input * DTYPE_BYTES[dtype]
     moved = offloaded_blocks(shape, fsdp) * inputs * per_host_byte / n
     gather = near.gather(ring.gather_forward * block_part) + lifted * block_part
     gather_again = near.gather(ring.gather_backward / n)
@@ -137,7 +139,7 @@ def step_time(config: JobConfig, shape: ModelShape, layout: Layout, ring: RingBy
 def attention_rate(hardware: HardwareConfig, best_rate: float, head_width: int, seq_len: int, dtype: str) -> float:
     """Return FLOP/s of causal attention in a training step, forward and backward together.
 
-    Flash attention has no fp32: there it is the memory-efficient kernel, which computes as fp32 matmuls do.
+    Flash attention has no fp32: the memory-efficient kernel takes its place, at the rate of fp32 matmuls.
     """
     measured = 0.0 if dtype == "fp32" else hardware.attention_tflops * 1e12
     longest = measured or ATTENTION_UNKNOWN * best_rate
@@ -146,9 +148,8 @@ def attention_rate(hardware: HardwareConfig, best_rate: float, head_width: int, 
     return longest * min(1.0, by_width) * by_length * ATTENTION_IN_STEP
 
 
-def _compute(config: JobConfig, shape: ModelShape, layout: Layout, dtype: str) -> _Compute:
-    fsdp, data, hardware = config.fsdp, config.data, config.hardware
-    a, tokens = shape.activations, data.micro_batch * data.seq_len
+def _compute(config: JobConfig, shape: ModelShape, layout: Layout, dtype: str, tokens: float) -> _Compute:
+    fsdp, data, hardware, a = config.fsdp, config.data, config.hardware, shape.activations
     b_m, b_p, b_r = master_bytes(fsdp), DTYPE_BYTES[dtype], DTYPE_BYTES[fsdp.reduce_dtype]
     best_rate = peak_flops(hardware, dtype) * hardware.matmul_efficiency
     matmul_rate = best_rate * LAYER_MATMUL
@@ -164,7 +165,7 @@ def _compute(config: JobConfig, shape: ModelShape, layout: Layout, dtype: str) -
     forward = (matmul + attention + passes) * per_block
     # Flash attention's backward runs five matmuls against two (Dao et al. 2022, arXiv:2205.14135).
     backward = (2 * matmul + 2.5 * attention + 2 * passes) * per_block
-    again = forward - tokens * a.last_flops / matmul_rate * per_block  # torch stops where nothing more is missing
+    again = forward - tokens * a.last_flops / matmul_rate * per_block  # torch stops once nothing is missing
     backward += {
         "none": 0.0,
         "full": again,

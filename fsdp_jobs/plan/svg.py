@@ -7,7 +7,7 @@ from html import escape
 
 from fsdp_jobs.plan.memory import size
 from fsdp_jobs.plan.plan import Plan
-from fsdp_jobs.plan.render import Row, rows_of, span, summary_of, title_of
+from fsdp_jobs.plan.render import Row, device_of, rows_of, span, summary_of, title_of
 from fsdp_jobs.run.table import listed
 
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")  # Paul Tol's bright scheme
@@ -25,7 +25,7 @@ def to_svg(plan: Plan) -> str:
     summary = summary_of(plan)
     if plan.memory is not None:
         fits = "fits" if plan.fits else "does not fit"
-        summary = f"{fits}: {size(plan.memory.total)} of {size(plan.usable_bytes)} per GPU; {summary}"
+        summary = f"{fits}: {size(plan.memory.total)} of {size(plan.usable_bytes)} per {device_of(plan)}; {summary}"
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + 56}"'
         f' width="{width}" height="{bottom + 56}" font-family="sans-serif" font-size="12">',

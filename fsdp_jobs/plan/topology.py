@@ -42,7 +42,7 @@ class Topology:
         """Sort into topology order.
 
         Raises:
-            ValueError: two nodes of one name.
+            ValueError: two nodes have the same name.
         """
 
         def order(node: Node) -> tuple[object, ...]:
@@ -65,11 +65,11 @@ class Topology:
     def units(self, domain_nodes: int = 1) -> dict[str, list[int]]:
         """Return the levels, innermost first, with the sizes in nodes of their consecutive units in topology order.
 
-        `domain` (NVLink domains), where any spans nodes; `leaf`, and `switch-K` for the switches K levels above a
-        leaf, where switches are known; and `all`, the whole.
+        `domain` (NVLink domains), if any spans nodes; `leaf`, and `switch-K` for the switches K levels above a
+        leaf, if switches are known; and `all`, the whole.
 
         Args:
-            domain_nodes: nodes of one NVLink domain where nodes do not name theirs (NVL72: 18 x 4 GPUs).
+            domain_nodes: nodes of one NVLink domain, for nodes that do not name theirs (NVL72: 18 x 4 GPUs).
         """
         units: dict[str, list[int]] = {}
         if domain_nodes > 1 or any(n.nvlink for n in self.nodes):

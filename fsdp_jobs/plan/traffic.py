@@ -20,7 +20,7 @@ BACKENDS = ("nccl", "gloo")
 
 @dataclass(frozen=True)
 class RingBytes:
-    """What one rank sends to its neighbour in a ring, in bytes, by collective."""
+    """Bytes that one rank sends to its neighbour in a ring, by collective."""
 
     gather_forward: float  # per microbatch
     gather_backward: float  # per microbatch
@@ -71,8 +71,8 @@ def ring_bytes(
 def hops(layout: Layout, ranks_per_node: int, in_domain: bool = False) -> tuple[float, float, float, float]:
     """Count the ranks per node that send to a rank of the same node, and of another, in topology order.
 
-    Means over the nodes, where a group is neither an even part of a node nor whole nodes. With `in_domain` a shard
-    group's nodes reach each other over NVLink, as if they were one.
+    These are means over the nodes if a group is neither an even part of a node nor whole nodes. With `in_domain` a
+    shard group's nodes reach each other over NVLink, as if they were one.
 
     Returns:
         (shard ring within, shard ring between, replica ring within, replica ring between nodes).

@@ -1,8 +1,8 @@
-"""Whether replicas hold the same bits: what a node knows, shared between its agent and ranks. No torch.
+"""Share between a node's agent and its ranks whether replicas hold the same bits. No torch.
 
-A rank writes the sums of its shards into the folder of its node's rank states, where its agent takes them away:
+A rank writes the checksums of its shards to the folder of its node's rank states, and its agent reads and removes them:
 
-    <term>-<step>-<rank>.shards    JSON: name of the tensor -> sum
+    <term>-<step>-<rank>.shards    JSON: name of the tensor -> checksum
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-import xxhash
-
+from fsdp_jobs.run.checksum import checksum
+from fsdp_jobs.run.directory import replacing
 from fsdp_jobs.run.env import RANK_STATE_ENV, TERM_ENV
 from fsdp_jobs.run.events import Corruption
 from fsdp_jobs.run.table import listed
@@ -29,19 +29,19 @@ _NAMED = 8  # ranks in a sentence
 
 
 class Known(NamedTuple):
-    """What a node knows of the round's replicas."""
+    """A node's knowledge of the round's replicas."""
 
-    began: int = NO_LIMIT  # the step at which they were compared first
-    agreed: int = -1  # the newest step at which they were the same, -1 for none
-    compared: int = -1  # the newest at which they were compared, and after which the ranks may go on
-    differ: bool = False  # at that step
+    began: int = NO_LIMIT  # the step of the first comparison
+    agreed: int = -1  # the newest step at which they agreed, -1 for none
+    compared: int = -1  # the newest compared step; ranks may continue after it
+    differ: bool = False  # at step `compared`
     limit: int = NO_LIMIT  # newest step that a restart may use, unless replicas are known to agree at a later one
-    replayed: int = -1  # a step that was found to differ, and is done again to find out why
+    replayed: int = -1  # a step at which they differed, repeated to find out why
 
     def about(self, step: int) -> bool | None:
-        """Whether replicas were the same at a step; None when it is not known.
+        """Whether replicas agreed at a step; None if unknown.
 
-        Of steps before the round it is not: what was wrong in one replica may have been saved, and read by all.
+        Steps before the round are unknown: one replica's wrong state may have been saved, and then loaded by all.
         """
         if step > self.agreed:
             return False if self.differ else None
@@ -49,10 +49,10 @@ class Known(NamedTuple):
 
 
 class Agreement:
-    """A few bytes of a node's memory: the agent writes what is known, ranks and their save processes read it."""
+    """A few bytes of shared memory: the agent writes a `Known`, ranks and their save processes read it."""
 
     def __init__(self, folder: Path | str):
-        """`folder` is that of the node's rank states."""
+        """`folder` is the folder of the node's rank states."""
         self._map = shared_memory(Path(folder) / "agreement", _KNOWN.size)
 
     def write(self, known: Known) -> None:
@@ -63,36 +63,34 @@ class Agreement:
 
 
 def known_here() -> Known:
-    """Return what this rank's agent knows; without an agent, nothing."""
+    """Return what this rank's agent knows; without an agent, an empty `Known`."""
     folder = os.environ.get(RANK_STATE_ENV)
     return Agreement(folder).read() if folder else Known()
 
 
 def write_sums(step: int, rank: int, sums: dict[str, str]) -> None:
-    """Tell this rank's agent the sums of its shards after `step` steps, if there is room: no job ends without."""
+    """Write checksums of this rank's shards after `step` steps for its agent; only warn if that fails."""
     file = Path(os.environ[RANK_STATE_ENV]) / f"{os.environ[TERM_ENV]}-{step}-{rank}.shards"
-    part = file.with_suffix(".part")
     try:
-        part.write_text(json.dumps(sums))
-        part.rename(file)
+        with replacing(file) as part:
+            part.write_text(json.dumps(sums))
     except OSError as e:
         print(f"WARNING replicas are not compared at step {step}: {file.parent}: {e.strerror}", flush=True)
-        part.unlink(missing_ok=True)
 
 
 def take_sums(folder: Path) -> Iterator[tuple[int, int, int, dict[str, str]]]:
-    """Yield term, step, rank and sums of what ranks have written, in the order of steps, and remove it."""
+    """Yield term, step, rank and checksums that ranks have written, by step, and remove the files."""
     files = {(*map(int, file.stem.split("-")),): file for file in folder.glob("*.shards")}
     for (term, step, rank), file in sorted(files.items()):
-        with suppress(FileNotFoundError):  # another thread has just taken it
+        with suppress(FileNotFoundError):  # another thread has just removed it
             sums = json.loads(file.read_text())
             file.unlink()
             yield term, step, rank, sums
 
 
 def digest(sums: dict[str, str]) -> str:
-    """Return one sum over all."""
-    return xxhash.xxh3_128_hexdigest(json.dumps(sorted(sums.items())).encode())
+    """Return one checksum over all."""
+    return checksum(json.dumps(sorted(sums.items())).encode())
 
 
 class Place(NamedTuple):
@@ -107,7 +105,7 @@ class Place(NamedTuple):
 
 
 def majority(values: Iterable[str]) -> str | None:
-    """Return the value that more than half of these have; None when none has."""
+    """Return the value of more than half, None if there is none."""
     votes = Counter(values)
     value, most = votes.most_common(1)[0]
     return value if 2 * most > votes.total() else None
@@ -116,7 +114,7 @@ def majority(values: Iterable[str]) -> str | None:
 def corruption(
     step: int, agreed: int, finding: str, ranks: Mapping[int, Place], tensors: list[str], what: str
 ) -> Corruption:
-    """Make the event of a finding; `ranks` are those that it names, and `what` says of them what was found."""
+    """Return the event of a finding: it names `ranks`, and `what` is the rest of its sentence."""
     nodes, hosts = [p.node for p in ranks.values()], [p.host for p in ranks.values()]
     who = listed([f"rank {rank} on {place}" for rank, place in ranks.items()], _NAMED, of="ranks")
     return Corruption(step, agreed, finding, [*ranks], nodes, hosts, tensors, f"step {step}: {who} {what}")

@@ -1,4 +1,4 @@
-"""Questions that nobody has to wait for. No torch."""
+"""Query something in a background thread. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _Answer = TypeVar("_Answer")
 
 
 def beside(ask: Callable[[], _Answer]) -> Future[_Answer]:
-    """Ask in a thread, which this process may end without: a cluster that is away can take half a minute to say so."""
+    """Call `ask` in a daemon thread: a query to an unreachable cluster may block for half a minute."""
     answer: Future[_Answer] = Future()
 
     def run() -> None:

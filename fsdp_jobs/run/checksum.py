@@ -6,7 +6,7 @@ import os
 
 import xxhash
 
-_BLOCK = 1 << 20  # bytes read at once, which stay in the cache
+_BLOCK = 1 << 20  # bytes read at once; they fit the CPU's cache
 
 
 def checksum(data: bytes | bytearray | memoryview) -> str:
@@ -15,7 +15,7 @@ def checksum(data: bytes | bytearray | memoryview) -> str:
 
 
 def checksum_of_part(descriptor: int, begin: int, size: int) -> str:
-    """Return the same of a part of an open file, or of what there is of it."""
+    """Return the checksum of a part of an open file; if the file ends within the part, up to its end."""
     total, block = xxhash.xxh3_128(), memoryview(bytearray(min(_BLOCK, size)))
     for at in range(begin, begin + size, _BLOCK):
         total.update(block[: os.preadv(descriptor, [block[: begin + size - at]], at)])

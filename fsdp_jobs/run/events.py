@@ -1,13 +1,12 @@
-"""What happens to a run: a type for each event, kept as append-only JSON lines. No torch.
+"""The events of a run: one type per event, stored as append-only JSON lines. No torch.
 
-A line holds `time`, `event`, `attempt`, `round` where there is one, and the fields of the event's type. The type's
-name is the event's: `RoundBroken` is `round_broken`.
+A line holds `time`, `event`, `attempt`, `round` if there is one, and the fields of the event's type. The event is named
+after its type: `RoundBroken` is `round_broken`.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import itertools
 import json
 import logging
@@ -15,17 +14,17 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, dataclass_transform
+from typing import ClassVar, dataclass_transform
 
-from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.directory import RunDir, lock
+from fsdp_jobs.run.record import JsonObject
 from fsdp_jobs.run.table import counted
 from fsdp_jobs.run.tail import Tail, json_objects, newest_json_lines, read_json_lines
 from fsdp_jobs.run.term import Fenced, check_may_record, is_answered, job_time
 
-# What a node can need longer for than the others.
+# Work for which a node can need longer than the others.
 SLOW_CAUSES = {
     "data": "it waits for its data",
     "checkpoint": "it waits for checkpoints",
@@ -34,7 +33,7 @@ SLOW_CAUSES = {
 }
 _CHECKPOINT = b'"event": "checkpoint",'
 
-_SOON_S = 0.1  # after a look whether this round is over, a record may be written
+_SOON_S = 0.1  # for which a check that this node may record stays valid
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +50,7 @@ class Event:
 
     time: float = 0.0  # seconds since 1970, by the clock of the coordinator
     attempt: int = -1
-    round: int | None = None  # that the coordinator was in; None where another process recorded the event
+    round: int | None = None  # the coordinator's; None if another process recorded the event
 
     def __init_subclass__(cls, sentence: str | None = None, style: str = "yellow") -> None:
         dataclass(frozen=True)(cls)
@@ -65,29 +64,29 @@ class Event:
         return self._style
 
     def sentence(self) -> str | None:
-        """Tell a user what happened; None where another event tells it."""
+        """Describe the event for the user; None if another event's sentence covers it."""
         if self._template is None:
             return None
         lists = {key: "; ".join(map(str, value)) for key, value in vars(self).items() if isinstance(value, list)}
         return self._template.format_map(vars(self) | lists)
 
     @classmethod
-    def parse(cls, record: dict[str, Any]) -> Event:
-        """Make an event of a line; fields that the type does not know are dropped."""
+    def parse(cls, record: JsonObject) -> Event:
+        """Make an event from a line; fields that its type lacks are dropped."""
         kind = cls.KINDS.get(record["event"], Event)
         return kind(**{f.name: record[f.name] for f in fields(kind) if f.name in record})
 
-    def to_record(self) -> dict[str, Any]:
-        """Return what a line holds; fields that are None are left out."""
+    def to_record(self) -> JsonObject:
+        """Return the content of its line; fields that are None are left out."""
         known = {name: value for name, value in vars(self).items() if value is not None}
         return {"time": self.time, "event": self.kind, "attempt": self.attempt} | known
 
 
 class Submitted(Event):
-    """A cluster has taken the job."""
+    """A cluster has accepted the job."""
 
     handle: str | None = None
-    version: int = 1  # of this file's lines; grows when a field goes, or changes its meaning
+    version: int = 1  # of this file's lines; grows when a field is removed or changes its meaning
 
 
 class AttemptStarted(Event):
@@ -109,7 +108,7 @@ class RoundStarted(Event, style="cyan"):
     world_size: int
     spares: list[int] = field(default_factory=list)
     why: list[str] = field(default_factory=list)
-    term: int | None = None  # its number over all attempts; None in records of before
+    term: int | None = None  # the round's fencing number, over all attempts; None in records of earlier versions
 
     def sentence(self) -> str:
         hosts = sorted(set(self.hosts))
@@ -133,7 +132,7 @@ class RoundBroken(Event):
     step: int
     committed: int  # step of the newest checkpoint
     blamed: str | None = None  # host
-    failed_at: float | None = None  # when what broke it happened, seconds since 1970; None in records of before
+    failed_at: float | None = None  # time of the failure, seconds since 1970; None in records of earlier versions
 
     def sentence(self) -> str:
         known = self.step > 0 or self.committed >= 0
@@ -147,7 +146,7 @@ class NodeLost(Event, sentence="lost node {node}: {why}"):
 
 
 class Stalled(Event):
-    """Ranks have stopped advancing; the broken round tells it."""
+    """Ranks have stopped advancing; the sentence of `round_broken` covers it."""
 
     why: str
 
@@ -159,7 +158,7 @@ class MachineExcluded(Event, sentence="machine {host} is excluded for a while: {
 
 
 class SlowNode(Event, style="red"):
-    """A node needs longer than the others for what it does by itself, and holds them up."""
+    """A node needs longer than the others for its own work, and slows them down."""
 
     node: int
     host: str
@@ -170,7 +169,7 @@ class SlowNode(Event, style="red"):
     lost_s: float  # per step
     step_s: float
     hours_per_day: float  # that all ranks lose
-    throttled: list[str] = field(default_factory=list)  # what the driver says
+    throttled: list[str] = field(default_factory=list)  # reasons that the driver reports
 
     def sentence(self) -> str:
         what = f"{SLOW_CAUSES[self.cause]} {1e3 * self.own_s:.1f} ms per step, {1e3 * self.others_s:.1f} ms"
@@ -183,7 +182,7 @@ class SlowNode(Event, style="red"):
 
 
 class SlowSteps(Event, sentence="{why}"):
-    """Steps take longer than they should, and no single node is the reason."""
+    """Steps take longer than they should, but no single node is the cause."""
 
     why: str
 
@@ -215,7 +214,7 @@ class NodeAskedFor(Event, sentence="SLURM job {slurm_job} will replace node {nod
 
 
 class Continued(Event, sentence="SLURM requeues no job here ({why}): job {slurm_job} continues it"):
-    """A new job will go on where this one has ended: the site forbids requeues."""
+    """A new job will continue this one, because the site forbids requeues."""
 
     slurm_job: str
     why: str
@@ -227,9 +226,9 @@ class Resumed(Event, style="green"):
     step: int
     samples: int
     world_size: int
-    place: str = "storage"  # what the checkpoint was read from: storage | local_dir | memory
+    place: str = "storage"  # source of the checkpoint: storage | local_dir | memory
     sent: int | None = None  # bytes that came from the memory of other nodes
-    seconds: float = 0.0  # that finding, checking and loading it took; 0 in records of before
+    seconds: float = 0.0  # to find, check and load it; 0 in records of earlier versions
 
     def sentence(self) -> str:
         tier = {"local_dir": "disks", "memory": "memory"}.get(self.place)
@@ -243,7 +242,7 @@ class TrainingBegun(Event):
 
     imports_s: float  # from its process' start to `job.init`
     group_s: float  # process group and device
-    model_s: float  # from there on: model, data, and loading a checkpoint
+    model_s: float  # after that: model, data, and loading a checkpoint
 
 
 class Checkpoint(Event, style="blue"):
@@ -259,7 +258,7 @@ class Checkpoint(Event, style="blue"):
 
 
 class CheckpointOnNodes(Event, sentence="step {step} is on the nodes' disks after {seconds:.1f} s", style="blue"):
-    """A checkpoint is whole on the nodes' own disks, and not yet in the run directory."""
+    """A checkpoint is complete on the nodes' own disks, but not yet in the run directory."""
 
     step: int
     bytes: int
@@ -277,12 +276,12 @@ class CheckpointSkipped(Event, sentence="{checkpoint} cannot be used: {why}", st
 
 
 class Corruption(Event, sentence="{why}", style="red"):
-    """Replicas did not hold the same bits, or what doing the step again has shown of it."""
+    """Replicas did not hold the same bits; if the step is repeated, a further event has the result."""
 
     step: int
-    agreed: int  # the newest step before it at which they did, -1 when none is known
+    agreed: int  # the newest earlier step at which they held the same bits, -1 if none is known
     finding: str  # outvoted | two | start | transient | reproduced | unknown | computed
-    ranks: list[int]  # those that are wrong; when it is not known which, all that hold these shards
+    ranks: list[int]  # the wrong ones; if they are not known, all that hold these shards
     nodes: list[int]
     hosts: list[str]
     tensors: list[str]
@@ -304,7 +303,7 @@ class StopRequested(Event, sentence="asked to save and stop: {why}"):
 
 
 class Waiting(Event, sentence="{why}"):
-    """Why a submitted job does not run yet, in its cluster's words."""
+    """A submitted job does not run yet; `why` is its cluster's reason."""
 
     why: str
 
@@ -317,14 +316,14 @@ class Done(Event):
 
 
 class AttemptEnded(Event):
-    """An attempt has ended; with a verdict to stop, the job has."""
+    """An attempt has ended; if the decision is to stop, the job has ended with it."""
 
     verdict: str
     decision: str
     reason: str
     step: int | None = None
     committed: int | None = None
-    leases: int | None = None  # nodes whose ranks might still run; None: no coordinator has told
+    leases: int | None = None  # nodes whose ranks might still run; None: not recorded by a coordinator
 
     def sentence(self) -> str:
         is_asked_for = (self.verdict, self.decision) == ("preempted", "stop")
@@ -349,11 +348,11 @@ class TrackingFailed(Event, sentence="{tracker} does not get the metrics: {why}"
     why: str
 
 
-def append_line(path: Path, record: dict[str, Any]) -> None:
-    """Append one JSON line, whole, among writers on several nodes: under a lock where the file system has them.
+def append_line(path: Path, record: JsonObject) -> None:
+    """Append one whole JSON line while other nodes also write: under a lock if the file system has locks.
 
-    A record that the disk has no room for is dropped with a warning: a job must not fail because of its own log. So is
-    one of a rank whose node has no lease any more: another round may be writing.
+    A record for which the disk has no room is dropped with a warning: a job must not fail because of its own log. A
+    record of a rank whose node no longer has a lease is dropped as well: another round may be writing.
     """
     line = (json.dumps(record) + "\n").encode()
     try:
@@ -361,9 +360,8 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
         checked_at = time.monotonic()
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            with suppress(OSError):  # some shared file systems have no locks; O_APPEND alone has to do there
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if time.monotonic() - checked_at > _SOON_S and not is_answered():  # it must not look with the lock held
+            lock(descriptor)  # on file systems without locks O_APPEND must suffice
+            if time.monotonic() - checked_at > _SOON_S and not is_answered():  # no file is read while the lock is held
                 raise Fenced("this node has had no answer from the coordinator while it waited for the file")
             before = os.fstat(descriptor).st_size
             if os.write(descriptor, line) < len(line):
@@ -377,12 +375,12 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
 
 
 def record(run: RunDir, attempt: int, event: Event) -> None:
-    """Append an event to the run's, with the present time."""
+    """Append an event, with the present time, to the run's events."""
     append_line(run.events, replace(event, time=job_time(), attempt=attempt).to_record())
 
 
-def parse_events(records: Iterable[dict[str, Any]]) -> Iterator[Event]:
-    """Make events of lines; what lacks the fields of its kind is skipped."""
+def parse_events(records: Iterable[JsonObject]) -> Iterator[Event]:
+    """Make events from lines; a line that lacks fields of its type is skipped."""
     for record in records:
         try:
             yield Event.parse(record)
@@ -396,12 +394,12 @@ def read_events(run: RunDir) -> Iterator[Event]:
 
 
 def newest_events(run: RunDir) -> Iterator[Event]:
-    """Yield a run's events, newest first, without reading more of them than that takes."""
+    """Yield a run's events, newest first, reading only as much of the file as is consumed."""
     return parse_events(newest_json_lines(run.events))
 
 
 def seldom_events(events: Tail) -> Iterator[Event]:
-    """Yield new events without checkpoints that another one follows: a long run has thousands of those."""
+    """Yield new events, of successive checkpoints only the last: a long run has thousands of them."""
     pairs = itertools.pairwise(itertools.chain(events.lines(), [b""]))
     lines = (line for line, following in pairs if not (_CHECKPOINT in line and _CHECKPOINT in following))
     return parse_events(json_objects(lines, events.path))

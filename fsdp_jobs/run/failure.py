@@ -1,4 +1,4 @@
-"""One rank's end, as its agent saw it. No torch."""
+"""Describe the end of a rank, as its agent observed it. No torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fsdp_jobs.run.verdict import EXIT_REQUEUE, FINAL_ERRORS
 
-# Errors of a collective whose peer has gone: the rank that raises them is a victim, not the cause.
+# Errors of a collective that has lost a peer: the rank that raises them is a victim, not the cause.
 _PEER_GONE = re.compile(
     r"closed by peer|reset by peer|broken pipe|connection (was )?(closed|refused|reset)|timed out|"
     r"socket (closed|timeout)|remote error|ncclRemoteError|ncclSystemError|no route to host|heartbeat",
@@ -17,21 +17,21 @@ _PEER_GONE = re.compile(
 
 _OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|can't allocate memory", re.IGNORECASE)
 
-# Errors of the machine and not of the program.
+# Errors of the machine, not of the program.
 _HARDWARE = re.compile(r"CUDA error|uncorrectable|\bECC\b|\bXid\b|cudaError|CUDA driver|no CUDA GPUs", re.IGNORECASE)
 
-# Of a checkpoint that other nodes can read, and of gradients that other ranks compute otherwise.
+# Raised for a checkpoint that only this node cannot read, and for gradients that only this rank computes differently.
 _HERE_ALONE = ("CannotReadHere", "ComputesWrong")
 
 
-def speaks_of_lost_peer(text: str) -> bool:
-    """Whether an error, in torch's and NCCL's words, is about a peer that has gone."""
+def reports_lost_peer(text: str) -> bool:
+    """Whether an error message of torch or NCCL reports a lost peer."""
     return bool(_PEER_GONE.search(text))
 
 
 @dataclass(frozen=True)
 class Failure:
-    """One rank's end, as its agent saw it."""
+    """The end of a rank, as its agent observed it."""
 
     node: int
     rank: int
@@ -42,12 +42,12 @@ class Failure:
 
     @property
     def is_request(self) -> bool:
-        """Whether the rank saved and left on request."""
+        """Whether the rank saved and exited on request."""
         return self.exit_code == EXIT_REQUEUE
 
     @property
     def is_victim(self) -> bool:
-        return speaks_of_lost_peer(self.error)
+        return reports_lost_peer(self.error)
 
     @property
     def is_final(self) -> bool:
@@ -63,9 +63,9 @@ class Failure:
 
     @property
     def signature(self) -> tuple[int, int, str] | None:
-        """Return what is equal for the same failure of the user's code; None for one that is not its own.
+        """Return a key that is equal for repetitions of one failure of the user's code; None for any other failure.
 
-        Its own: the rank raised, or ended with an exit code, and not because a peer had gone.
+        It is the code's failure if the rank raised, or exited with a code, and has not only lost a peer.
         """
         if not (self.error or self.exit_code > 0) or self.is_victim or self.error.startswith(_HERE_ALONE):
             return None

@@ -1,7 +1,7 @@
-"""Folders that agents keep in their machine's memory. No torch.
+"""Manage the folders that agents keep in their machine's memory. No torch.
 
-Each is locked by its agent for as long as that lives. One that nobody has locked may be adopted or removed by another
-agent of the same user, which knows it by its name: the kind of folder comes first.
+An agent locks its folders while it lives. Another agent of the same user may adopt or remove an unlocked folder, which
+it identifies by its name: the kind of folder comes first.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _LOCK = "lock"
 
 
 def make(base: Path, name: str) -> tuple[Path, IO[str]]:
-    """Make a folder whose name begins so, and lock it before anybody can see it.
+    """Make a folder whose name begins with `name`, and lock it before others can see it.
 
     Raises:
-        OSError: nothing can be made in `base`.
+        OSError: no folder can be made in `base`.
     """
     folder = base / f"{prefix(name)}{secrets.token_hex(4)}"
     return folder, make_at(folder)
 
 
 def make_at(folder: Path) -> IO[str]:
-    """Make a folder of this name; returns its lock.
+    """Make this folder and return its lock.
 
     Raises:
-        OSError: it cannot be made, or is there.
+        OSError: it cannot be made, or exists.
     """
     hidden = folder.with_name(f".{folder.name}")
     hidden.mkdir(mode=0o700)
@@ -50,7 +50,7 @@ def make_at(folder: Path) -> IO[str]:
 
 
 def owned(base: Path, name: str) -> list[Path]:
-    """Return this user's folders whose names begin so, locked or not."""
+    """Return this user's folders whose names begin with `name`, locked or not."""
     found = []
     for folder in base.glob(f"{prefix(name)}*"):
         with suppress(OSError):  # it has just been removed
@@ -60,7 +60,7 @@ def owned(base: Path, name: str) -> list[Path]:
 
 
 def remove(base: Path, name: str) -> None:
-    """Remove this user's folders whose names begin so, but for those whose agent lives."""
+    """Remove this user's folders whose names begin with `name`, except those whose agent lives."""
     for folder in owned(base, name):
         if (lock := take(folder, DYING_S)) is not None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -68,9 +68,9 @@ def remove(base: Path, name: str) -> None:
 
 
 def take(folder: Path, patience_s: float = 0) -> IO[str] | None:
-    """Lock a folder whose agent has died; None while it lives, and when the folder has just been removed.
+    """Lock a folder whose agent has died; None while the agent lives, or if the folder has just been removed.
 
-    Ranks also hold their agent's lock, and die a moment after it: wait for that.
+    Ranks also hold their agent's lock and die shortly after it; `patience_s` allows for that.
     """
     deadline = time.monotonic() + patience_s
     with suppress(OSError):
@@ -99,15 +99,15 @@ def _agent_lives(lock: IO[str]) -> bool:
 
 
 def mark_of(run: RunDir) -> str:
-    """Return what names of a run's folders contain on disks that other runs of the same name may use as well."""
+    """Return the mark in the names of a run's folders, for disks that other runs of the same name may also use."""
     return xxhash.xxh3_64_hexdigest(str(run.path.resolve()).encode())
 
 
 def snapshots_of(run: RunDir) -> str:
-    """Return how names of folders with a run's snapshots begin."""
+    """Return the prefix of the names of folders with a run's snapshots."""
     return f"memory-{mark_of(run)}"
 
 
 def prefix(name: str) -> str:
-    """Return how names of this user's folders of a kind begin."""
+    """Return the prefix of the names of this user's folders of a kind."""
     return f"fsdp_jobs-{os.getuid()}-{name}-"

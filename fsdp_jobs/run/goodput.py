@@ -1,4 +1,4 @@
-"""Where a run's time went. No torch."""
+"""Account for a run's time. No torch."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from statistics import fmean
-from typing import Any
 
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.record import JsonObject
 from fsdp_jobs.run.table import duration
 from fsdp_jobs.run.tail import Tail, newest_json_lines
 
-_SUMS = ("useful_s", "stall_s", "capture_s", "captures")  # of the steps that count, in each line of metrics.jsonl
-_SHORT_S = 0.05  # what takes less is not worth a word
-_RUNS = 20  # newest ones that tell how often a cluster's nodes fail
+_SUMS = ("useful_s", "stall_s", "snapshot_s", "snapshots")  # of the steps that count, in each line of metrics.jsonl
+_SHORT_S = 0.05  # shorter parts are not listed
+_RUNS = 20  # newest runs from which the failure rate of a cluster's nodes is estimated
 
 
 @dataclass(frozen=True)
 class Goodput:
     """Seconds, over all attempts of a run; the parts add up to `wall_s`."""
 
-    wall_s: float  # from the first submission to the last event, time between submissions left out
+    wall_s: float  # from the first submission to the last event, without the time between submissions
     useful_s: float  # steps that counted
     stall_s: float  # steps that waited for checkpoints
-    lost_s: float  # steps done again later, and those that a failure cut off
-    recover_s: float  # from a failure to where steps go on
-    queue_s: float  # submitted, and not started yet
+    lost_s: float  # steps that were repeated later, and steps that a failure interrupted
+    recover_s: float  # from a failure until steps advance again
+    queue_s: float  # submitted, but not started yet
     start_s: float  # everything else: starting, loading, stopping
 
     @property
@@ -45,38 +45,38 @@ class Goodput:
 
 @dataclass(frozen=True)
 class Costs:
-    """What failures and checkpoints have cost on a run, in seconds; 0 for what has not happened yet."""
+    """The costs of failures and checkpoints on a run, in seconds; 0 for those that have not occurred yet."""
 
-    stall_s: float  # that steps waited, per checkpoint
+    stall_s: float  # wait of the steps per checkpoint
     write_s: float  # from the beginning of a save to its commit
-    restart_s: float  # from a failure to where steps go on
-    capture_s: float = 0.0  # that steps waited, per capture
-    capture_steps: float = 0.0  # from capture to capture
+    restart_s: float  # from a failure until steps advance again
+    snapshot_s: float = 0.0  # wait of the steps per snapshot
+    snapshot_steps: float = 0.0  # steps between snapshots
 
 
 def costs_of(run: RunDir) -> Costs | None:
-    """Return what a run's checkpoints, captures and failures have cost on average; None before the first of them."""
+    """Return the average costs of a run's checkpoints, snapshots and failures; None before the first of them."""
     writes, breaks = [], 0
     for event in events.read_events(run):
         if isinstance(event, events.Checkpoint):
             writes.append(event.seconds)
         breaks += isinstance(event, events.RoundBroken)
     newest = next(newest_json_lines(run.metrics), {})
-    captures, captured_s = newest.get("captures", 0), newest.get("capture_s", 0.0)
-    if not newest or not (writes or captures):
+    snapshots, snapshot_s = newest.get("snapshots", 0), newest.get("snapshot_s", 0.0)
+    if not newest or not (writes or snapshots):
         return None
     return Costs(
-        stall_s=(newest.get("stall_s", 0.0) - captured_s) / len(writes) if writes else 0.0,
+        stall_s=(newest.get("stall_s", 0.0) - snapshot_s) / len(writes) if writes else 0.0,
         write_s=fmean(writes or [0.0]),
         restart_s=newest.get("recover_s", 0.0) / breaks if breaks else 0.0,
-        capture_s=captured_s / captures if captures else 0.0,
-        capture_steps=newest["step"] / captures if captures else 0.0,
+        snapshot_s=snapshot_s / snapshots if snapshots else 0.0,
+        snapshot_steps=newest["step"] / snapshots if snapshots else 0.0,
     )
 
 
 @dataclass(frozen=True)
 class Failures:
-    """How often machines have ended rounds, by the records of runs."""
+    """How often machines have broken rounds, according to the records of runs."""
 
     count: int = 0
     node_days: float = 0.0
@@ -84,9 +84,9 @@ class Failures:
 
 
 def failures_of(runs: Sequence[RunDir]) -> Failures:
-    """Count the rounds of the newest runs that a machine has ended, and the time of the nodes in all of their rounds.
+    """Count the rounds of the newest runs that a machine has broken, and sum up the node time of all their rounds.
 
-    A machine has when it was lost, or when the failure was charged to it.
+    A machine has broken a round if it was lost, or if it was blamed for the failure.
     """
     count, node_s = 0, 0.0
     for run in runs[-_RUNS:]:
@@ -104,14 +104,14 @@ def failures_of(runs: Sequence[RunDir]) -> Failures:
 
 
 class Starts:
-    """Sums up, over a run's attempts, where the time went that is neither steps nor the recovery from a failure."""
+    """Account, over a run's attempts, for the time spent on neither steps nor the recovery from a failure."""
 
     def __init__(self) -> None:
         self.parts: dict[str, float] = {}
-        self._since: float | None = None  # when the part began that goes on; None while none does
+        self._since: float | None = None  # when the current part began; None if there is none
         self._is_recovering = False
         self._load_s = 0.0  # of this round
-        self._stepped_at: float | None = None  # by the newest line of this round
+        self._stepped_at: float | None = None  # time of the newest line of metrics in this round
         self._saved_at = self._save_s = 0.0  # of the newest checkpoint
 
     def apply(self, event: events.Event) -> None:
@@ -144,59 +144,61 @@ class Starts:
                 self._since = self._stepped_at = None
 
     def measure(self, stepped_at: float) -> None:
-        """Take note of a line of the metrics."""
+        """Note the time of a line of the metrics."""
         self._stepped_at, self._is_recovering = stepped_at, False
 
-    def told(self, start_s: float) -> str:
-        """Name the parts of what goodput says of starting and stopping; nothing where no rank has told."""
+    def breakdown(self, start_s: float) -> str:
+        """List the parts of goodput's time for starting and stopping; empty if no rank has reported any."""
         known = {what: s for what, s in self.parts.items() if s >= _SHORT_S}
         other_s = start_s - sum(known.values())
         parts = known | ({"other": other_s} if known and other_s >= _SHORT_S else {})
         return ", ".join(f"{what} {s:.1f}s" for what, s in parts.items())
 
     def _add(self, what: str, until: float) -> None:
-        """End a part, and begin the next."""
+        """End the current part and begin the next."""
         if self._since is not None:
             self.parts[what] = self.parts.get(what, 0.0) + max(0.0, until - self._since)
             self._since = max(self._since, until)
 
 
 class StepClock:
-    """Sums up where the time of a run's steps went, over all restarts.
+    """Account for the time of a run's steps, over all restarts.
 
-    Every line of metrics.jsonl carries the sums, so that the newest one is enough.
+    Every line of metrics.jsonl has the sums, so that reading the newest line suffices.
     """
 
     def __init__(self, run: RunDir):
         self._run = run
-        self._step: int | None = None  # of the newest line that counts; None until this start has resumed from one
+        self._step: int | None = None  # of the newest line that counts; None until `resume` has found one
         self._sums = dict.fromkeys((*_SUMS, "lost_s", "recover_s"), 0.0)
 
-    def add(self, step: int, done_at: float, step_s: float, stall_s: float, capture_s: float = 0.0) -> dict[str, float]:
-        """Add a logged step, which stands for those before it that were not logged; returns what its line carries.
+    def add(
+        self, step: int, done_at: float, step_s: float, stall_s: float, snapshot_s: float = 0.0
+    ) -> dict[str, float]:
+        """Add a logged step, which stands for the unlogged ones before it; return the sums for its line.
 
         Args:
             step: number of the step.
-            done_at: when, seconds since 1970.
-            step_s: seconds it took.
-            stall_s: those of them that it waited for checkpoints.
-            capture_s: those of these that it waited for a capture.
+            done_at: when it was done, seconds since 1970.
+            step_s: its duration in seconds.
+            stall_s: the part of `step_s` that it waited for checkpoints.
+            snapshot_s: the part of `stall_s` that it waited for a snapshot.
         """
         if self._step is None:
             self.resume(step - 1, done_at - step_s)
         stands_for = step - (self._step or 0)
         self._step = step
-        took = (step_s * stands_for - stall_s, stall_s, capture_s, float(capture_s > 0))
+        took = (step_s * stands_for - stall_s, stall_s, snapshot_s, float(snapshot_s > 0))
         self._sums |= {name: self._sums[name] + seconds for name, seconds in zip(_SUMS, took, strict=True)}
         return dict(self._sums)
 
     def resume(self, done: int, now: float) -> None:
-        """Continue the sums of earlier starts after `done` steps; what they did beyond is done again, and so was lost.
+        """Continue the sums of earlier starts after `done` steps; their later steps are repeated and count as lost.
 
-        Of the time since their last line, that until the failure was lost, and the rest went into recovering.
+        The time from their last line to the failure was lost; the time since the failure counts as recovery.
         """
-        newest: dict[str, Any] = {}
-        before: dict[str, Any] = {}
+        newest: JsonObject = {}
+        before: JsonObject = {}
         for record in newest_json_lines(self._run.metrics):
             newest = newest or record
             if record.get("step", 0) <= done:
@@ -204,7 +206,7 @@ class StepClock:
                 break
         self._step = before.get("step", 0)
         self._sums |= {name: before.get(name, 0.0) for name in _SUMS}
-        kept_s = (done - self._step) * before.get("step_s", 0.0)  # in steps that were not logged
+        kept_s = (done - self._step) * before.get("step_s", 0.0)  # of steps that were not logged
         lost_s = sum(newest.get(name, 0.0) - before.get(name, 0.0) for name in _SUMS[:2]) - kept_s
         recover_s = 0.0
         failed_at, queue_s = self._failed_since(newest.get("time", now))
@@ -215,7 +217,7 @@ class StepClock:
         self._sums["recover_s"] = newest.get("recover_s", 0.0) + recover_s
 
     def _failed_since(self, last: float) -> tuple[float | None, float]:
-        """Return when the first failure after `last` was, and the seconds in the queue since; None for no failure."""
+        """Return the time of the first failure after `last` (None: none), and the seconds in the queue since then."""
         failed_at, queued_at, queue_s = None, 0.0, 0.0
         new = takewhile(lambda event: event.time > last, events.newest_events(self._run))
         for event in reversed([*new]):

@@ -1,4 +1,4 @@
-"""Who a run belongs to: kept in its run directory, and wherever else its name must be nobody else's. No torch."""
+"""Record a run's owner in its run directory and in every other place that must belong to this run only. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdp_jobs.config.errors import BadInput, Problem
+from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import JobConfig, training_values
 from fsdp_jobs.run.directory import RunDir, as_written, user_name, write_atomic
 from fsdp_jobs.run.record import Record
@@ -19,7 +19,7 @@ from fsdp_jobs.run.record import Record
 
 @dataclass(frozen=True)
 class Identity(Record):
-    """A run's, the same through all its submissions."""
+    """The identity of a run, the same for all its submissions."""
 
     id: str
     user: str
@@ -36,39 +36,31 @@ class Identity(Record):
     def is_there(self) -> bool:
         """Whether this machine sees the run's directory."""
         with suppress(OSError, ValueError, BadInput):
-            there = Identity.read(RunDir(self.directory).identity)
+            there = Identity.from_file(RunDir(self.directory).identity)
             return there is not None and there.id == self.id
         return False
 
-    @classmethod
-    def read(cls, file: Path) -> Identity | None:
-        """Read what `claim` wrote; None where there is nothing."""
-        try:
-            return cls.from_json(file.read_bytes())
-        except FileNotFoundError:
-            return None
-
     def check(self, file: Path) -> None:
-        """Check that whatever lies with `file` belongs to this run, or to nobody yet.
+        """Check that the folder of `file` belongs to this run, or to no run yet.
 
-        A user who has removed a run directory goes on in a new one of the same name and training configuration; not
-        while the other is there.
+        A user who has removed a run directory may continue in a new one of the same name and training configuration,
+        but not while the old one exists.
 
         Raises:
-            BadInput: it is another run's; names its owner.
+            BadInput: it belongs to another run; names its owner.
         """
-        other = Identity.read(file)
+        other = Identity.from_file(file)
         if other is None or other.id == self.id:
             return
         is_mine = (other.user, other.host, other.training) == (self.user, self.host, self.training)
         if not is_mine or other.is_there:
             cure = f"another name=...; or, to continue that run from here, copy {file} into the run directory"
-            raise BadInput([Problem(str(file.parent), f"belongs to a run of {other.owner}", cure)])
+            raise BadInput.at(str(file.parent), f"belongs to a run of {other.owner}", cure)
 
 
 def identity_of(run: RunDir, config: JobConfig) -> Identity:
-    """Return a run's identity, or the one that it gets when this user submits it here now."""
-    return Identity.read(run.identity) or Identity(
+    """Return a run's identity, or the one that it would get if this user submitted it here now."""
+    return Identity.from_file(run.identity) or Identity(
         id=secrets.token_hex(8),
         user=user_name(),
         uid=os.getuid(),
@@ -79,26 +71,26 @@ def identity_of(run: RunDir, config: JobConfig) -> Identity:
 
 
 def owner_of(run: RunDir) -> str | None:
-    """Return whose run it is, for the user; None when it is this user's own, or nobody's yet."""
+    """Return the owner of a run, as shown to users; None if it is this user, or if there is none yet."""
     try:
-        identity = Identity.read(run.identity)
+        identity = Identity.from_file(run.identity)
     except PermissionError:
         return f"user {run.identity.stat().st_uid}"
     return None if identity is None or identity.uid == os.getuid() else identity.owner
 
 
 def check_may_act(run: RunDir) -> None:
-    """Check that a run is this user's, who may then stop it or submit it again; root may act on every run.
+    """Check that this user may stop a run or submit it again: its owner may, and root.
 
     Raises:
-        BadInput: it is another user's; names the owner.
+        BadInput: it belongs to another user; names the owner.
     """
     if os.getuid() and (owner := owner_of(run)) is not None:
-        raise BadInput([Problem(f"run {run.name}", f"belongs to {owner}", "only its owner may stop or resume it")])
+        raise BadInput.at(f"run {run.name}", f"belongs to {owner}", "only its owner may stop or resume it")
 
 
 def claim(file: Path, identity: Identity) -> None:
-    """Write whose run it is."""
-    if Identity.read(file) != identity:
+    """Write a run's identity to a file."""
+    if Identity.from_file(file) != identity:
         text = identity.to_json(indent=2)
         write_atomic(file, text) if isinstance(file, Path) else file.write_text(text)

@@ -1,4 +1,4 @@
-"""The leaves of a running job: folders of `guards/` and `tiers/`, with a module for each process that they are in."""
+"""List the leaves of a running job: folders of `guards/` and `tiers/`, with one module per kind of process."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-GUARDS = ("slow", "stall", "silence", "replicas")  # in the order that the coordinator asks them
-TIERS = ("memory",)  # beside shared storage and the nodes' disks; what is read faster comes later
+GUARDS = ("slow", "stall", "silence", "replicas")  # in the order in which the coordinator calls them
+TIERS = ("memory",)  # besides shared storage and the nodes' disks; faster tiers come later
 
 
 def guards_in(process: str) -> list[Any]:
-    """Return each guard's class for a process: the `Guard` of its module `control`, `node` or `rank`, if it has one."""
+    """Return each guard's class for a process: `Guard` in its module `control`, `node` or `rank`, if there is one."""
     return [import_module(name).Guard for name in _names("guards", GUARDS, process)]
 
 
 def tiers_in(process: str) -> list[Any]:
-    """Return each tier's class for a process: the `Tier` of its module `node` or `rank`."""
+    """Return each tier's class for a process: `Tier` in its module `node` or `rank`."""
     return [import_module(name).Tier for name in _names("tiers", TIERS, process)]
 
 
 def modules_in(process: str) -> list[str]:
-    """Return the names of all leaves' modules for a process, to be imported before it is forked."""
+    """Return the names of all leaves' modules for a process, which are imported before it is forked."""
     return [*_names("guards", GUARDS, process), *_names("tiers", TIERS, process)]
 
 

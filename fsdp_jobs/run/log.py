@@ -1,4 +1,4 @@
-"""Logging of the processes that outlive a command: one format, on stderr. No torch."""
+"""Configure the logging of processes that outlive a command: one format, on stderr. No torch."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ def configure() -> None:
 
 
 def take_over(library: str) -> None:
-    """Write a library's messages so, too. torch's own format imports its compiler, for seconds, to show a traceback."""
+    """Also log a library's messages so: torch's own format imports its compiler, for seconds, to show a traceback."""
     logging.getLogger(library).handlers = logging.getLogger().handlers

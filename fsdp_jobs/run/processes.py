@@ -1,4 +1,4 @@
-"""Processes, ports and GPUs of this machine. No torch."""
+"""Find and control the processes, ports and GPUs of this machine. No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import closing, suppress
 from functools import cache
 from pathlib import Path
@@ -20,14 +20,15 @@ from pathlib import Path
 import psutil
 import setproctitle
 
-from fsdp_jobs.run.directory import try_lock, write_atomic
+from fsdp_jobs.run.directory import try_lock, write_json
 from fsdp_jobs.run.env import RUN_DIR_ENV
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
+_FILES = 1 << 20
 _RETRY_S = 0.02
-_RECORDED_S = 2.0  # within which a process that was started is recorded
+_RECORDED_S = 2.0  # within which a started process is recorded
 
-# Asks a rank for its stacks: a real-time signal that no program uses, where there are any.
+# Makes a rank write its stacks: a real-time signal that no program uses, if the system has any.
 STACKS_SIGNAL = int(signal.SIGRTMIN) + 6 if hasattr(signal, "SIGRTMIN") else int(signal.SIGUSR2)
 
 
@@ -38,7 +39,7 @@ def die_with_parent(_worker: int = 0) -> None:
 
 
 def age_s() -> float:
-    """Return for how many seconds this process has existed."""
+    """Return the age of this process in seconds."""
     return time.time() - psutil.Process().create_time()
 
 
@@ -50,7 +51,7 @@ def has_signal(pid: int, which: str, number: int) -> bool:
 
 
 def kills_for_memory() -> int:
-    """Count the processes that this machine's kernel has killed for lack of memory since it was started."""
+    """Count the processes that this machine's kernel has killed for lack of memory since it booted."""
     with suppress(OSError), open("/proc/vmstat") as f:
         for line in f:
             if line.startswith("oom_kill "):
@@ -58,15 +59,15 @@ def kills_for_memory() -> int:
     return 0
 
 
-def raise_file_limit(most: int = 1 << 20) -> None:
-    """Let this process and those that it starts open as many files as the system allows, up to `most`."""
+def raise_file_limit() -> None:
+    """Let this process and its children open as many files as the system allows, up to a million."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    soft = most if hard == resource.RLIM_INFINITY else min(hard, most)
+    soft = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def kill_families(pids: Iterable[int]) -> None:
-    """Kill processes and their children at once; those that have gone already are no error."""
+    """Kill processes and their children at once; it is no error if some have already ended."""
     for pid in pids:
         with suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
@@ -76,16 +77,16 @@ def kill_families(pids: Iterable[int]) -> None:
 
 
 def set_title(part: str) -> None:
-    """Call this process of a job `fsdp_jobs: NAME PART` in `ps`; its environment in /proc stays readable."""
+    """Show this process of a job as `fsdp_jobs: NAME PART` in `ps`; its environment in /proc stays readable."""
     os.environ["SPT_NOENV"] = "1"
     setproctitle.setproctitle(f"fsdp_jobs: {Path(os.environ[RUN_DIR_ENV]).name} {part}")
 
 
 @cache
 def watch_parent(pid: int) -> None:
-    """End this process soon after its parent `pid`, also where a thread of that one started it and has ended.
+    """End this process soon after its parent `pid`, even if a thread of the parent started it.
 
-    The kernel's death signal (`die_with_parent`) would come with the end of that thread.
+    The kernel's death signal (`die_with_parent`) would arrive at the end of that thread.
     """
 
     def watch() -> None:
@@ -104,6 +105,15 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
+def wildcards() -> list[str]:
+    """Return the addresses on which a server is reached from everywhere: pods of some clusters have only IPv6."""
+    try:
+        socket.create_server(("::", 0), family=socket.AF_INET6).close()
+    except OSError:  # the kernel has no IPv6, or it is turned off
+        return ["0.0.0.0"]
+    return ["0.0.0.0", "::"]
+
+
 def visible_gpus() -> list[str]:
     """Return ids of the NVIDIA GPUs that this process may use: CUDA_VISIBLE_DEVICES, or all that the driver lists."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -113,16 +123,16 @@ def visible_gpus() -> list[str]:
 
 
 def start_detached(module: str, folder: Path, record: Path, log: Path) -> None:
-    """Run `python -m MODULE FOLDER` so that it outlives this terminal, unless it runs already.
+    """Run `python -m MODULE FOLDER` so that it outlives this terminal, unless it already runs.
 
-    The process holds a lock beside `record` from before it exists until it ends, so that there is never a second one,
-    and a command that is killed here has started it or has not. The program calls `record_this_process` first.
+    The process holds a lock beside `record`, taken before it is started and held until it ends. So there is never a
+    second process, and a command killed here has started it or not. The program first calls `record_this_process`.
     """
     with _lock_of(record).open("a") as lock:
         while not try_lock(lock):
             if recorded_process(record) is not None:
                 return
-            time.sleep(_RETRY_S)  # another command looks at it
+            time.sleep(_RETRY_S)  # another command is checking the lock
         with log.open("a") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", module, str(folder)],
@@ -136,14 +146,14 @@ def start_detached(module: str, folder: Path, record: Path, log: Path) -> None:
 
 
 def record_this_process(record: Path) -> None:
-    """Record this process, in case the command that started it died before it could."""
+    """Record this process, in case the command that started it died before recording it."""
     _record(record, os.getpid())
 
 
 def recorded_process(record: Path) -> psutil.Process | None:
-    """Return the process that `start_detached` started; None when it has ended.
+    """Return the process that `start_detached` started; None if it has ended.
 
-    Where the record is lost, or of an older version, the process is the one that holds the lock.
+    If the record is lost, or of an older version, it is the process that holds the lock.
     """
     deadline = time.monotonic() + _RECORDED_S
     while True:
@@ -160,13 +170,31 @@ def recorded_process(record: Path) -> psutil.Process | None:
             return None
         if time.monotonic() > deadline and (holder := _holder(_lock_of(record))) is not None:
             return holder
-        time.sleep(_RETRY_S)  # it is being started, and will be recorded
+        time.sleep(_RETRY_S)  # the process is being started and not recorded yet
+
+
+def all_processes() -> Iterator[psutil.Process]:
+    """Yield every process.
+
+    `psutil.process_iter` keeps objects of earlier calls, even of a process that has ended and whose id a new process
+    now has: such an object cannot kill the new process.
+    """
+    for pid in psutil.pids():
+        with suppress(psutil.NoSuchProcess):
+            yield psutil.Process(pid)
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    """Return a process's command line; empty if it has ended or belongs to another user."""
+    with suppress(psutil.Error):
+        return process.cmdline()
+    return []
 
 
 def _holder(lock: Path) -> psutil.Process | None:
-    """Return the process that has a lock's file open to write; commands that look open it to read."""
+    """Return the process that has a lock's file open for writing; commands that check the lock only read it."""
     real = str(lock.resolve())
-    for process in psutil.process_iter():
+    for process in all_processes():
         with suppress(psutil.Error):
             if any(file.path == real and file.mode.startswith("a") for file in process.open_files()):
                 return process
@@ -174,16 +202,16 @@ def _holder(lock: Path) -> psutil.Process | None:
 
 
 def _started(process: psutil.Process) -> str:
-    """Return what tells a process from others with its id: its start in the kernel's ticks, which no clock moves."""
+    """Return a mark that differs between processes of one id: the start in kernel ticks, which no clock changes."""
     try:
         ticks = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19]
         return f"{ticks} of {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
-    except FileNotFoundError:  # not Linux; or it has ended, which psutil then says
+    except FileNotFoundError:  # not Linux, or it has ended: then psutil raises
         return str(process.create_time())
 
 
 def _record(record: Path, pid: int) -> None:
-    write_atomic(record, json.dumps({"pid": pid, "started": _started(psutil.Process(pid))}))
+    write_json(record, {"pid": pid, "started": _started(psutil.Process(pid))})
 
 
 def _lock_of(record: Path) -> Path:

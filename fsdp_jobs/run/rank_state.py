@@ -1,4 +1,4 @@
-"""The state that a rank and its agent share: a small memory map per rank, without a system call. No torch."""
+"""The state that a rank and its agent share: a memory map per rank, without system calls. No torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import IO, NamedTuple
 from fsdp_jobs.run import folders
 from fsdp_jobs.run.term import shared_memory
 
-SAVES_NOTHING = -2  # in place of the newest checkpoint's step: the rank has nothing to save with
+SAVES_NOTHING = -2  # instead of the newest checkpoint's step, if the rank cannot save
 
 _REPORT = struct.Struct("<dqqi")  # time of writing, step, committed step, phase
 _REQUEST = struct.Struct("<i")
@@ -31,7 +31,7 @@ class Phase(IntEnum):
     TRAINING = 1
     PARKED = 2  # saved, and waiting to be stopped so that the world can change
     DONE = 3
-    LEAVING = 4  # about to end because of a request: exit code 0 does not mean that it has finished
+    LEAVING = 4  # about to exit because of a request, so exit code 0 does not mean finished
     SAVING = 5  # waiting for a checkpoint to be written, between two steps or after the last
 
 
@@ -52,17 +52,17 @@ class Report(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Sums over the steps of a rank's round, without its first ones; seconds."""
+    """Sums over the steps of a rank's round, without its first steps. In seconds if not said otherwise."""
 
-    steps: float = 0.0
-    step: float = 0.0  # what the steps took: for all ranks the same
-    data: float = 0.0  # that the rank waited for data
-    checkpoint: float = 0.0  # that it waited for checkpoints
-    compute: float = 0.0  # of its blocks' forward passes, without collectives
-    host: float = 0.0  # of the same on the host, which a GPU follows
-    work: float = 0.0  # elements that were put into the blocks that are measured
+    steps: float = 0.0  # the number of steps
+    step: float = 0.0  # duration of the steps, the same for all ranks
+    data: float = 0.0  # time that the rank waited for data
+    checkpoint: float = 0.0  # time that it waited for checkpoints
+    compute: float = 0.0  # duration of its blocks' forward passes, without collectives
+    host: float = 0.0  # the same on the host, which launches the GPU's work
+    work: float = 0.0  # number of elements in the inputs of the measured blocks
     slowest: float = 0.0  # `compute` of the slowest rank, step by step
-    attention: float = 0.0  # `work`, each element times the length of its sequence
+    attention: float = 0.0  # `work`, with each element times the length of its sequence
 
 
 class RankState:
@@ -90,12 +90,12 @@ class RankState:
         return Request(_REQUEST.unpack_from(self._map, _REQUEST_AT)[0])
 
     def clear(self) -> None:
-        """Forget report and request, for a new process of the rank."""
+        """Reset report and request for a new process of the rank."""
         self._map[:] = _REPORT.pack(0.0, -1, SAVES_NOTHING, Phase.STARTING).ljust(_SIZE, b"\0")
 
 
 def make_folder() -> Path:
-    """Make a folder for a node's rank states, in memory where possible; this process removes it at its end."""
+    """Make a folder for a node's rank states, in memory if possible; this process removes it at exit."""
     remove_what_is_left()
     folder, lock = folders.make(_base(), folders.RANKS)
     multiprocessing.util.Finalize(None, _remove, (folder, lock), exitpriority=-100)  # after this process's semaphores
@@ -103,7 +103,7 @@ def make_folder() -> Path:
 
 
 def remove_what_is_left() -> None:
-    """Remove the folders of this user's agents that were killed, and semaphores of agents and ranks without one."""
+    """Remove folders of this user's killed agents, and semaphores of agents and ranks without a folder."""
     base = _base()
     folders.remove(base, folders.RANKS)
     for semaphore in base.glob(f"sem.{folders.prefix(folders.RANKS)}*"):
@@ -123,9 +123,9 @@ def _remove(folder: Path, lock: IO[str]) -> None:
 
 
 def keep_temporaries_in(folder: Path) -> None:
-    """Let multiprocessing keep sockets in an agent's folder, and name semaphores after it, also in its ranks.
+    """Make multiprocessing put sockets in an agent's folder and name semaphores after it, also in ranks.
 
-    Both outlive a process that is killed; here the next agent finds them.
+    Both outlive a killed process; with these names the next agent finds them.
     """
     settings = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     settings |= {"tempdir": str(folder), "semprefix": f"/{folder.name}"}

@@ -1,17 +1,20 @@
-"""Dataclasses that are kept as JSON: files of a run, and what travels to its processes. No torch."""
+"""Dataclasses that are stored as JSON: files of a run, and values passed to its processes. No torch."""
 
 from __future__ import annotations
 
-from typing import Self
+from pathlib import Path
+from typing import Any, Self
 
 import msgspec
 
+JsonObject = dict[str, Any]  # a line or a file of a run
+
 
 class Record:
-    """The base of such a dataclass. Keys that another version wrote and this one does not know are ignored."""
+    """Base of a dataclass stored as JSON. Unknown keys, written by another version, are ignored."""
 
     def to_json(self, indent: int = 0) -> str:
-        """Return it as JSON: on one line, or with lines indented by so many columns more each level."""
+        """Return it as JSON: on one line, or with `indent` columns per level."""
         return msgspec.json.format(msgspec.json.encode(self), indent=indent).decode()
 
     @classmethod
@@ -22,3 +25,15 @@ class Record:
             ValueError: it is not JSON, or a field is missing or of another type; names the field.
         """
         return msgspec.json.decode(text, type=cls)
+
+    @classmethod
+    def from_file(cls, file: Path) -> Self | None:
+        """Read a file that `to_json` wrote; None if it does not exist.
+
+        Raises:
+            ValueError: as `from_json`.
+        """
+        try:
+            return cls.from_json(file.read_bytes())
+        except FileNotFoundError:
+            return None

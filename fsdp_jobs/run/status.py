@@ -1,4 +1,4 @@
-"""What a run is doing, from its run directory alone. No torch."""
+"""Read a run's status, only from its run directory. No torch."""
 
 from __future__ import annotations
 
@@ -7,31 +7,32 @@ import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.events import Event, parse_events, seldom_events
 from fsdp_jobs.run.goodput import Goodput, Starts
+from fsdp_jobs.run.record import JsonObject
+from fsdp_jobs.run.state import State
 from fsdp_jobs.run.table import counted
 from fsdp_jobs.run.tail import Tail
 
-ENDED = ("done", "stopped", "failed")
+ENDED = (State.DONE, State.STOPPED, State.FAILED)
 WAITING, TRAINING, IDLE = "waiting to be started", "training", "nothing: it has ended"
-_STILL_S, _STILL_LINES = 60.0, 5.0  # without a line of metrics.jsonl, and times the one before took
+_STILL_S, _STILL_LINES = 60.0, 5.0  # without a line of metrics.jsonl: seconds, and multiples of the time between lines
 _ROUND_ENDS = (events.Submitted, events.AttemptStarted, events.RoundBroken, events.AttemptEnded)
 _GLANCE_BYTES = 1 << 12  # of metrics.jsonl, about a dozen steps
 
 
 @dataclass
 class Break:
-    """One failure, and what it cost; what is not known is shown as a dash."""
+    """One failure and its costs; unknown ones are shown as a dash."""
 
     time: float  # seconds since 1970
     why: str
     step: int  # steps done by then
-    lost_steps: int | None  # of them, those to be done again; None: only the program knows
-    recovered_s: float | None = None  # until the next step was done; None while it is not, or nobody reports any
+    lost_steps: int | None  # of them, those to be repeated; None: only the program knows
+    recovered_s: float | None = None  # until the next step was done; None before, or if none are reported
 
     @property
     def lost(self) -> str:
@@ -44,10 +45,10 @@ class Break:
 
 @dataclass
 class RunStatus:
-    """A run as its events and metrics tell it; `update` reads what is new."""
+    """A run according to its events and metrics; `update` reads new ones."""
 
     run: RunDir
-    steps: int | None = None  # how many there will be; None: only the user's program knows
+    steps: int | None = None  # number of steps to do; None: only the user's program knows
     state: str = "submitted"  # submitted | starting | running | recovering | saving | done | stopped | failed
     attempt: int = -1
     nodes: list[int] = field(default_factory=list)
@@ -61,74 +62,75 @@ class RunStatus:
     step_s: float = 0.0
     committed: int = -1
     committed_at: float = 0.0  # seconds since 1970
-    furthest: int = 0  # step ever reached
-    lost_steps: int = 0  # steps done again after failures
+    furthest: int = 0  # highest step ever reached
+    lost_steps: int = 0  # steps repeated after failures
     breaks: list[Break] = field(default_factory=list)
     spikes: list[events.LossSpike] = field(default_factory=list)
     slow: list[events.SlowNode | events.SlowSteps] = field(default_factory=list)  # in the newest round
     corruptions: list[events.Corruption] = field(default_factory=list)
     reason: str = ""  # of the newest break or end
-    doing: str = WAITING  # one sentence more than the state says
+    doing: str = WAITING  # one sentence that details the state
 
     def __post_init__(self) -> None:
         self._events, self._metrics = Tail(self.run.events), Tail(self.run.metrics)
         self._in_round = False  # a step recorded outside of a round is the last of a broken one
-        self._is_read = False  # its steps are read from what a program prints
-        self.waited_for = ""  # said by the cluster last; the reason until something happens to the run
-        self._newest: dict[str, Any] = {}  # line of metrics.jsonl
+        self._is_read = False  # its steps are read from a program's output
+        self.waited_for = ""  # the cluster's newest reason; replaces `reason` until the next event
+        self._newest: JsonObject = {}  # line of metrics.jsonl
         self._line_s = 0.0  # between it and the one before
         self._last = self._before_s = self._queue_s = 0.0  # time of the newest event; seconds of earlier submissions
-        self._begun: float | None = None  # when the present submission was
-        self._queued: float | None = None  # since when it has been in the queue
+        self._begun: float | None = None  # time of the present submission
+        self._queued: float | None = None  # when it entered the queue; None if it has left
         self._starts = Starts()
 
     def update(self) -> list[Event]:
-        """Read what is new, and return the new events."""
+        """Read new events and metrics, and return the new events."""
         return self._read(parse_events(self._events.records()))
 
     def glance(self) -> None:
-        """Read only what the present state and speed depend on, which is much less of a long run; losses stay out."""
+        """Read only what determines the present state and speed, much less for a long run; losses are left out."""
         self._metrics.skip(but=_GLANCE_BYTES)
         self._read(seldom_events(self._events))
 
     def _read(self, events: Iterable[Event]) -> list[Event]:
-        """Fold new events and new lines of metrics.jsonl, in the order of their times, into this status."""
+        """Update this status with new events and new lines of metrics.jsonl, in the order of their times."""
         new = list(events)
-        happened: Iterable[tuple[float, Event | dict[str, Any]]] = ((event.time, event) for event in new)
+        happened: Iterable[tuple[float, Event | JsonObject]] = ((event.time, event) for event in new)
         measured = ((record.get("time", 0.0), record) for record in self._metrics.records())
-        for _, entry in heapq.merge(happened, measured, key=lambda timed: timed[0]):
+        for at, entry in heapq.merge(happened, measured, key=lambda timed: timed[0]):
             if isinstance(entry, Event):
                 self._starts.apply(entry)
                 self._apply(entry)
             else:
-                self._measure(entry)
-                self._starts.measure(entry.get("time", 0.0))
+                self._measure(entry, at)
+                self._starts.measure(at)
         return new
 
-    def _measure(self, record: dict[str, Any]) -> None:
-        self._line_s = record.get("time", 0.0) - self._newest.get("time", math.inf) if self._in_round else 0.0
+    def _measure(self, record: JsonObject, at: float) -> None:
+        self._line_s = at - self._newest.get("time", math.inf) if self._in_round else 0.0
         self._newest = record
         self.steps = record.get("steps", self.steps)
-        resumed = record.get("resumed")  # by what a program prints, which says nothing of checkpoints
+        resumed = record.get("resumed")  # from a program's output, which does not show checkpoints
         self._is_read |= resumed is not None
         if self._in_round:
             for b in self.breaks:  # the job trains again
                 if resumed is not None and b.recovered_s is None:
                     b.lost_steps = max(0, b.step - resumed)
-                b.recovered_s = record.get("time", 0.0) - b.time if b.recovered_s is None else b.recovered_s
+                b.recovered_s = at - b.time if b.recovered_s is None else b.recovered_s
         self.furthest = max(self.furthest, self.step)
         step = record.get("step", self.step)
         if step <= self.furthest:
             self.lost_steps += step - (self.step if self.step < step else resumed or step - 1)
         self.step, self.loss = step, record.get("loss", self.loss)
         self.first_loss = self.loss if self.first_loss is None else self.first_loss
-        speed = record.get("tokens_per_s", 0.0)
-        self.tokens_per_s = speed if not self.tokens_per_s else 0.8 * self.tokens_per_s + 0.2 * speed
-        took = record.get("step_s", 0.0)
-        self.step_s = took if not self.step_s else 0.8 * self.step_s + 0.2 * took
+        self.tokens_per_s = _smoothed(self.tokens_per_s, record.get("tokens_per_s", 0.0))
+        self.step_s = _smoothed(self.step_s, record.get("step_s", 0.0))
         self.mfu = record.get("mfu")
         if self._in_round and self.state in ("submitted", "starting", "recovering"):
-            self.state, self.reason, self.doing = "running", "", TRAINING
+            self._enter("running", TRAINING)
+
+    def _enter(self, state: str, doing: str, reason: str = "") -> None:
+        self.state, self.doing, self.reason = state, doing, reason
 
     def _apply(self, event: Event) -> None:
         self.attempt = max(self.attempt, event.attempt)
@@ -139,17 +141,17 @@ class RunStatus:
                 self._before_s += self._last - self._begun if self._begun is not None else 0.0
                 self._begun = self._queued = event.time
                 self.steps = self.run.read_job().get("steps")
-                self.state, self.reason, self.doing = "submitted", "", WAITING
+                self._enter("submitted", WAITING)
             case events.AttemptStarted():
                 self._queue_s += event.time - self._queued if self._queued is not None else 0.0
                 self._queued = None
-                self.state, self.reason, self.doing = "starting", "", "waiting for nodes"
+                self._enter("starting", "waiting for nodes")
             case events.RoundStarted():
                 self._start_round(event)
             case events.Checkpoint():
                 self.committed, self.committed_at = event.step, event.time
             case events.RoundBroken():
-                self.state, self.reason, self.doing = "recovering", event.why, "waiting for nodes"
+                self._enter("recovering", "waiting for nodes", event.why)
                 done = max(event.step, self.step)
                 lost = max(0, done - max(0, event.committed, self.committed))
                 is_known = not self._is_read and (self.steps is not None or done > 0)
@@ -166,25 +168,23 @@ class RunStatus:
             case events.Waiting():
                 self.reason = self.waited_for = event.why
             case events.StopRequested():
-                self.state, self.reason, self.doing = "saving", event.why, "saving before it stops"
+                self._enter("saving", "saving before it stops", event.why)
             case events.AttemptEnded(decision="requeue"):
                 self._queued = event.time
-                self.state, self.reason, self.doing = "starting", event.reason, "waiting to be restarted"
+                self._enter("starting", "waiting to be restarted", event.reason)
             case events.AttemptEnded():
-                self.state = {"done": "done", "preempted": "stopped"}.get(event.verdict, "failed")
-                self.reason, self.doing = event.reason, IDLE
+                self._enter(State.from_verdict(event), IDLE, event.reason)
         self._last = event.time
 
     def _start_round(self, event: events.RoundStarted) -> None:
         self._in_round, self.slow = True, []
-        if self.reason == self.waited_for:  # no longer
+        if self.reason == self.waited_for:  # the job no longer waits
             self.reason = ""
         self.nodes, self.world_size = event.nodes, event.world_size
         self.doing = f"{counted(self.world_size, 'rank')} on {counted(len(self.nodes), 'node')}: starting"
         self.strategy = f"{event.strategy} over {event.shard_group}"
-        if self.steps is None:  # a program need not report any
-            self.state, self.reason = "running", ""
-            self.doing = f"the program runs on {counted(self.world_size, 'rank')}"
+        if self.steps is None:  # a program may not report steps
+            self._enter("running", f"the program runs on {counted(self.world_size, 'rank')}")
 
     @property
     def ended(self) -> bool:
@@ -192,12 +192,12 @@ class RunStatus:
 
     @property
     def waits_for_nodes(self) -> bool:
-        """Return whether an attempt has begun, and has no round now."""
+        """Return whether an attempt has begun but has no round now."""
         return self.state in ("starting", "recovering") and not self._in_round
 
     @property
     def goodput(self) -> Goodput:
-        """Return where the time of all attempts went, up to what was recorded last."""
+        """Return the breakdown of the time of all attempts, up to the newest record."""
         newest, wall = self._newest, self._before_s
         if self._begun is not None:
             wall += max(self._last, newest.get("time", 0.0)) - self._begun
@@ -207,8 +207,8 @@ class RunStatus:
 
     @property
     def starting(self) -> str:
-        """Return where the time of starting and stopping went; of a run that was read at a glance, not all."""
-        return self._starts.told(self.goodput.start_s)
+        """Return the breakdown of the time of starting and stopping; incomplete after `glance`."""
+        return self._starts.breakdown(self.goodput.start_s)
 
     @property
     def has_steps(self) -> bool:
@@ -217,14 +217,14 @@ class RunStatus:
 
     @property
     def eta_s(self) -> float | None:
-        """Return seconds to the last step at the present speed; None when it is not known."""
+        """Return the seconds to the last step at the present speed; None if unknown."""
         if self.steps is None or self.ended or not self.step_s:
             return None
         return max(0, self.steps - self.step) * self.step_s
 
     @property
     def still_s(self) -> float:
-        """Return for how many seconds steps stand still; 0 where none is due."""
+        """Return for how many seconds no step has been done; 0 if none is overdue."""
         still_s = time.time() - self._newest.get("time", math.inf)
         return still_s if self.doing == TRAINING and still_s > max(_STILL_S, _STILL_LINES * self._line_s) else 0.0
 
@@ -234,8 +234,12 @@ class RunStatus:
         return max(0.0, time.time() - self.committed_at) if self.committed >= 0 else None
 
 
+def _smoothed(before: float, newest: float) -> float:
+    return 0.8 * before + 0.2 * newest if before else newest
+
+
 def steps_done(step: int, steps: int | None) -> str:
-    """Format as `12/120`; where only a program knows how many there will be, `12` or a dash."""
+    """Format as `12/120`; if only the program knows the number of steps, as `12` or a dash."""
     if steps is None:
         return f"{step:,}" if step else "-"
     return f"{step:,}/{steps:,}"

@@ -1,4 +1,4 @@
-"""Words for durations, numbers of things and long lists. No torch."""
+"""Format durations, counts and long lists. No torch."""
 
 from __future__ import annotations
 
@@ -25,11 +25,6 @@ def counted(number: int, noun: str) -> str:
 
 
 def listed(words: Sequence[str], most: int = 5, separator: str = ", ", of: str = "") -> str:
-    """List up to `most` words, and say how many more there are, `of` a kind: `a, b and 3 more ranks`."""
+    """List up to `most` words and the number of further ones, with the noun `of`: `a, b and 3 more ranks`."""
     more = f" and {len(words) - most:,} more{of and f' {of}'}" if len(words) > most else ""
     return separator.join(words[:most]) + more
-
-
-def ago(seconds: float | None) -> str:
-    """Format as `5s ago`, or a dash."""
-    return "-" if seconds is None else f"{duration(seconds)} ago"

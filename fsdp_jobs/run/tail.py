@@ -1,4 +1,4 @@
-"""Read files that grow: records and logs of a run, from either end, while they are written. No torch."""
+"""Read growing files, the records and logs of a run, from either end while they are written. No torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-TIMES = "log-times.jsonl"  # beside ranks' logs: {rank: [bytes, by when they were written]}, when they have grown
+from fsdp_jobs.run.record import JsonObject
+
+TIMES = "log-times.jsonl"  # beside ranks' logs: {rank: [size in bytes, time]} whenever they have grown
 _BLOCK = 1 << 16  # bytes read at once
 _LONGEST_LINE = 1 << 20  # bytes; longer lines come in parts
 _SHORT_LINE = 1 << 9  # bytes of a line of metrics.jsonl, about
@@ -25,9 +26,9 @@ logger = logging.getLogger(__name__)
 
 
 class Tail:
-    """Whole lines of a growing file, each time from where the last call stopped.
+    """The whole lines of a growing file; each call continues where the last one stopped.
 
-    A file may come into being later; one that has become shorter has begun again.
+    The file may be created later; if it has become shorter, it is read from its beginning.
     """
 
     def __init__(self, path: Path, offset: int = 0):
@@ -35,9 +36,9 @@ class Tail:
         self.offset = offset  # bytes of the lines read so far
 
     def lines(self, until: float = math.inf) -> Iterator[bytes]:
-        """Yield new lines without their ends, of the first `until` bytes of the file."""
+        """Yield new lines in the first `until` bytes of the file, without line ends."""
         rest, position = b"", self._begin()
-        while position < until and (block := self._block(position, until)):
+        while block := self._block(position, until):
             position += len(block)
             *lines, rest = (rest + block).split(b"\n")
             for line in lines:
@@ -49,35 +50,34 @@ class Tail:
                 rest = b""
 
     def _begin(self) -> int:
-        """Return where to read on."""
+        """Return the offset to continue from."""
         with suppress(FileNotFoundError):
             if self.path.stat().st_size < self.offset:
                 self.offset = 0
         return self.offset
 
     def _block(self, position: int, until: float) -> bytes:
-        try:
-            if self.path.stat().st_size <= position:
-                return b""
-            with self.path.open("rb") as f:  # not kept open: there may be thousands
-                f.seek(position)
-                return f.read(int(min(_BLOCK, until - position)))
-        except FileNotFoundError:
-            return b""
+        with suppress(FileNotFoundError):
+            left = int(min(until, self.path.stat().st_size)) - position
+            if left > 0:
+                with self.path.open("rb") as f:  # not kept open: there may be thousands
+                    f.seek(position)
+                    return f.read(min(_BLOCK, left))
+        return b""
 
-    def records(self) -> Iterator[dict[str, Any]]:
+    def records(self) -> Iterator[JsonObject]:
         """Yield the objects of new lines of a .jsonl file."""
         return json_objects(self.lines(), self.path)
 
     def unfinished(self) -> bytes:
-        """Return the last line when its end has not been written."""
+        """Return the last line if its end has not been written yet."""
         with self.path.open("rb") as f:
             f.seek(self.offset)
             return f.readline().rstrip(b"\n")
 
     def skip(self, but: int = 0) -> None:
-        """Leave out what is there now, except whole lines in about the last `but` bytes, and at least one if `but`."""
-        size = self.path.stat().st_size if self.path.exists() else 0
+        """Skip the present content, except whole lines in about the last `but` bytes, and at least one if `but`."""
+        size = size_of(self.path)
         while size > self.offset + but:
             with self.path.open("rb") as f:
                 f.seek(size - but)
@@ -88,8 +88,13 @@ class Tail:
             but *= 4  # the last line is longer
 
 
-def json_objects(lines: Iterable[bytes], file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects that lines of a .jsonl file hold; lines that a crash has torn are skipped and counted."""
+def size_of(file: Path) -> int:
+    """Return a file's size in bytes, 0 if it does not exist."""
+    return file.stat().st_size if file.exists() else 0
+
+
+def json_objects(lines: Iterable[bytes], file: Path) -> Iterator[JsonObject]:
+    """Yield the objects in lines of a .jsonl file; lines torn by a crash are skipped and counted."""
     bad = 0
     for line in lines:
         try:
@@ -104,15 +109,15 @@ def json_objects(lines: Iterable[bytes], file: Path) -> Iterator[dict[str, Any]]
         logger.warning("%s: %d lines that hold no record are skipped", file, bad)
 
 
-def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a .jsonl file; a last line that is still being written is left out."""
+def read_json_lines(path: Path) -> Iterator[JsonObject]:
+    """Yield the objects of a .jsonl file, except an unfinished last line."""
     return Tail(path).records()
 
 
 def lines_backwards(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file, the last one first, without reading more than that takes.
+    """Yield the lines of a file, the last one first, reading only as much as is consumed.
 
-    The last may still be being written. Lines longer than 1 MB come in parts.
+    The last line may be unfinished. Lines longer than 1 MB come in parts.
     """
     if not path.exists():
         return
@@ -132,22 +137,22 @@ def lines_backwards(path: Path) -> Iterator[bytes]:
             yield rest
 
 
-def newest_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a .jsonl file, the newest first; a last line that is still being written is left out."""
+def newest_json_lines(path: Path) -> Iterator[JsonObject]:
+    """Yield the objects of a .jsonl file, newest first, except an unfinished last line."""
     return json_objects(lines_backwards(path), path)
 
 
 def lacks_line(metrics: Path, step: int, every: int) -> bool:
-    """Whether a step alone has no line yet: rank 0 was lost before it had recorded what replicas captured."""
+    """Whether only this step lacks its line: rank 0 was lost before recording it, but replicas have snapshots of it."""
     return step % every == 0 and next(newest_json_lines(metrics), {}).get("step") == step - every
 
 
-def sampled_json_lines(path: Path, count: int) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a .jsonl file, the newest first; of a long one about `count`, evenly spread over its bytes.
+def sampled_json_lines(path: Path, count: int) -> Iterator[JsonObject]:
+    """Yield the objects of a .jsonl file, newest first; for a long one about `count`, evenly spread over its bytes.
 
-    What is read is bounded, however long the file is.
+    The number of bytes read is bounded, however long the file is.
     """
-    size = path.stat().st_size if path.exists() else 0
+    size = size_of(path)
     if size <= count * _SHORT_LINE:
         yield from newest_json_lines(path)
         return
@@ -161,38 +166,38 @@ def sampled_json_lines(path: Path, count: int) -> Iterator[dict[str, Any]]:
 
 
 def last_lines(file: Path, count: int) -> str:
-    """Return the last lines of a file, empty when there is none. Only its end is read, however long it is."""
+    """Return the last lines of a file, empty if it does not exist. Only its end is read."""
     newest = list(itertools.islice(lines_backwards(file), count))
     return "\n".join(line.decode(errors="replace").rstrip("\r") for line in reversed(newest))
 
 
 class Logs:
-    """New lines of all files under a folder that match a pattern; files may come into being later."""
+    """New lines of all files under a folder that match a pattern; files may be created later."""
 
     def __init__(self, folder: Path, pattern: str):
         self.folder, self.pattern = folder, pattern
         self._tails: dict[Path, Tail] = {}
 
     def skip(self, but: int = 0) -> None:
-        """Leave out what is there now, except whole lines in about the last `but` bytes of all files together."""
+        """Skip the present content, except whole lines in about the last `but` bytes of all files together."""
         tails = self._all()
         for tail in tails:
             tail.skip(but // len(tails))
 
     def backlog(self) -> Iterator[tuple[Path, str]]:
-        """Yield what is there now with the file it is from, ordered by time to about a second."""
+        """Yield the present lines, each with its file, ordered by time to about a second."""
         backlog = [_timed_lines(tail) for tail in self._all()]
         for _, file, line in heapq.merge(*backlog, key=lambda timed: timed[0]):
             yield file, line.decode(errors="replace")
 
     def new(self) -> Iterator[tuple[Path, str]]:
-        """Yield lines that have been completed since, with the file they are from."""
+        """Yield lines completed since the last call, each with its file."""
         for tail in self._all():
             for line in tail.lines():
                 yield tail.path, line.decode(errors="replace")
 
     def unfinished(self) -> Iterator[tuple[Path, str]]:
-        """Yield last lines that have no end."""
+        """Yield unfinished last lines, each with its file."""
         for file, tail in self._tails.items():
             if rest := tail.unfinished():
                 yield file, rest.decode(errors="replace")
@@ -202,10 +207,10 @@ class Logs:
 
 
 def follow_files(folder: Path, pattern: str, running: Callable[[], bool]) -> Iterator[tuple[Path, str]]:
-    """Yield lines of all files that match, with the file they are from: first those there are, then new ones.
+    """Yield the lines of all matching files, each with its file: first the present lines, then new ones.
 
-    New files are taken up as they appear, while `running()`. A line still being written is given when it is complete,
-    or at the end.
+    New files are included as they appear, while `running()`. An unfinished line is yielded when it is complete, or at
+    the end.
     """
     logs = Logs(folder, pattern)
     yield from logs.backlog()
@@ -219,7 +224,7 @@ def follow_files(folder: Path, pattern: str, running: Callable[[], bool]) -> Ite
 
 
 def _timed_lines(tail: Tail) -> Iterator[tuple[float, Path, bytes]]:
-    """Yield a log's lines, each with the time by which its agent saw it written; else with the file's last."""
+    """Yield a log's lines, each with the time when its agent saw it; lines after the last such time get the file's."""
     now = tail.path.stat()
     late = (now.st_mtime, math.inf)
     times = _times(tail.path)
@@ -231,7 +236,7 @@ def _timed_lines(tail: Tail) -> Iterator[tuple[float, Path, bytes]]:
 
 
 def _times(log: Path) -> Iterator[tuple[float, float]]:
-    """Yield pairs of a time and the log's size in bytes at that time, since it has begun again last."""
+    """Yield pairs of a time and the log's size in bytes at that time, since the log last began anew."""
     found: list[tuple[float, float]] = []
     for noted in read_json_lines(log.parent / TIMES):
         if (written := noted.get(rank_of(log))) is not None:
@@ -252,7 +257,7 @@ def label(file: Path) -> str:
 
 
 def numbers_of(file: Path) -> tuple[int, int, int]:
-    """Return attempt, node and rank of a rank's log."""
+    """Return the attempt, node and rank of a rank's log."""
     attempt, node, rank = (part.rpartition("-")[2] for part in (file.parts[-3], file.parts[-2], file.stem))
     return int(attempt), int(node), int(rank)
 

@@ -1,9 +1,9 @@
-"""Fencing: who may write for a run. No torch.
+"""Fencing: only processes of the newest round may write for a run. No torch.
 
-Two things let a writer go on. *Its term*: every round of a run has a number that only grows, over all attempts and
-submissions, and is claimed where the checkpoints are before the round begins; who belongs to an older round may not
-write there any more. *Its node's lease*: an agent that has no answer from the coordinator for `elastic.lease_s`
-stops its ranks, and the next round does not begin before (C. Gray, D. Cheriton: Leases, SOSP 1989).
+A writer needs a current term and a lease. *Term*: every round of a run has a number that only grows, over all attempts
+and submissions. It is claimed in the folder of the checkpoints before the round begins; writers of older rounds may
+then no longer write there. *Lease*: an agent without an answer from the coordinator for `elastic.lease_s` stops its
+ranks, and the next round does not begin before that (C. Gray, D. Cheriton: Leases, SOSP 1989).
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from pathlib import Path
 
 from fsdp_jobs.run.env import RANK_STATE_ENV, TERM_ENV
 
-TERMS = "terms"  # the folder of the claims, in that of the checkpoints
-LOOK_S = 0.1  # between two looks at a lease
-ROUND, COORDINATOR = "round", "coordinator"  # what is numbered: rounds fence writers, coordinators each other
+TERMS = "terms"  # the folder of the claims, in the folder of the checkpoints
+LOOK_S = 0.1  # between two checks of a lease
+ROUND, COORDINATOR = "round", "coordinator"  # kinds of numbers: rounds fence writers, coordinators fence each other
 _UNTIL = struct.Struct("<dd")
 _AHEAD = struct.Struct("<d")
-_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # goes on while the machine is suspended
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # also counts while the machine is suspended
 
 
 class Fenced(RuntimeError):
-    """This process belongs to a round that is over: it must not write any more."""
+    """This process belongs to a round that is over, and must not write any more."""
 
 
 def newest(home: Path, kind: str) -> int:
@@ -38,14 +38,14 @@ def newest(home: Path, kind: str) -> int:
 
 
 def claim(home: Path, kind: str, owner: str, last: int | None = None, above: int = 0) -> int:
-    """Claim the next number, which no one else gets.
+    """Claim the next number; no other process gets the same.
 
     Args:
-        home: the folder of the run's checkpoints; a UPath for an object store, which must know conditional puts.
+        home: the folder of the run's checkpoints; a UPath for an object store, which must support conditional puts.
         owner: a line that no other claimant writes.
         last: the newest number that the caller knows, if it has claimed before.
-        above: a number that others were seen with. What follows `last` and this is above them also where the markers
-            are gone, as after the purge of a scratch file system.
+        above: a number that others have used. The claimed one is above it and `last` even if the markers are gone,
+            as after a purge of a scratch file system.
 
     Raises:
         Fenced: another process has claimed a number after `last`.
@@ -67,34 +67,34 @@ def claim(home: Path, kind: str, owner: str, last: int | None = None, above: int
 
 
 def _markers(home: Path, kind: str) -> dict[int, Path]:
-    """Return the markers that are there by number, from a listing: an NFS client remembers what it did not find."""
+    """Return existing markers by number. Lists the folder, because NFS clients cache failed lookups."""
     try:
         found = list((home / TERMS).iterdir())
-    except (FileNotFoundError, NotADirectoryError):  # the second in stores
+    except (FileNotFoundError, NotADirectoryError):  # stores raise the second
         return {}
     return {int(f.name.rpartition("-")[2]): f for f in found if f.name.startswith(f"{kind}-")}
 
 
 def _create(marker: Path, owner: str) -> bool:
-    """Create a marker; False when another's is there already."""
+    """Create a marker. Returns False if another process has created it."""
     try:
         if isinstance(marker, Path):
             marker.parent.mkdir(parents=True, exist_ok=True)
-            marker.touch(exist_ok=False)  # its name is the claim: a full disk has room for that, and not for a line
+            marker.touch(exist_ok=False)  # its name is the claim, which fits even on a full disk
         else:
             marker.fs.pipe_file(marker.path, owner.encode(), mode="create")
     except OSError as e:
         try:
-            return bool(marker.read_text() == owner)  # ours: the answer to the first request to a store was lost
+            return bool(marker.read_text() == owner)  # ours: a store's answer to the first request was lost
         except FileNotFoundError:
             if isinstance(e, FileExistsError):
-                return False  # it was another's, who has a newer one by now
+                return False  # another process created it, and has removed it for a newer one
             raise e from None
     return True
 
 
 def shared_memory(file: Path, size: int) -> mmap.mmap:
-    """Map a file of a node's processes into memory; the first of them creates it."""
+    """Map a file that a node's processes share into memory; the first process creates it."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         os.ftruncate(descriptor, size)
@@ -104,28 +104,28 @@ def shared_memory(file: Path, size: int) -> mmap.mmap:
 
 
 class Lease:
-    """Until when this node's ranks may run and write, and what time it is for the job's coordinator.
+    """How long this node's ranks may run and write, and the time by the coordinator's clock.
 
-    24 bytes of memory, which the agent writes and its ranks read.
+    It is 24 bytes of shared memory; the agent writes them and its ranks read them.
     """
 
     def __init__(self, folder: Path | str):
-        """`folder` is that of the node's rank states."""
+        """`folder` is the folder of the node's rank states."""
         self._map = shared_memory(Path(folder) / "lease", _UNTIL.size + _AHEAD.size)
 
     @staticmethod
     def now() -> float:
-        """Return this machine's seconds, on a clock that nobody sets."""
+        """Return this machine's seconds, on a clock that cannot be set."""
         return time.clock_gettime(_CLOCK)
 
     def renew(self, until: float, fresh_until: float) -> None:
-        """Let the ranks run until a time of `now`, and until an earlier one without a look whether they still may."""
+        """Let the ranks run until a time of `now`, and write without checking their term until an earlier one."""
         _UNTIL.pack_into(self._map, 0, until, fresh_until)
 
     def set_clock(self, theirs: float, asked_at: float) -> None:
-        """Note the coordinator's time, in seconds since 1970, from its answer to what was sent at a time of `now`.
+        """Adjust to the coordinator's time (seconds since 1970) in an answer to a message sent at `asked_at`.
 
-        It was written at some moment in between: what is known already is kept where that may have been so.
+        The answer was written between then and now, so the known difference is kept if it lies within these bounds.
         """
         most = theirs - time.time() + (self.now() - asked_at)
         ahead = min(max(self.ahead_s(), theirs - time.time()), most)
@@ -136,7 +136,7 @@ class Lease:
         return float(_AHEAD.unpack_from(self._map, _UNTIL.size)[0])
 
     def left_s(self) -> float:
-        """Return for how many seconds the ranks may go on, negative when they may not; before any `renew`, for ever."""
+        """Return how many seconds the lease lasts, negative once it has expired, infinity before any `renew`."""
         until = float(_UNTIL.unpack_from(self._map)[0])
         return until - self.now() if until else math.inf
 
@@ -153,27 +153,27 @@ def _lease_of_node() -> Lease | None:
 
 
 def job_time() -> float:
-    """Return seconds since 1970 by the clock of the job's coordinator, on a node of it; elsewhere by this machine's."""
+    """Return seconds since 1970, by the coordinator's clock on a node of a job, else by this machine's."""
     lease = _lease_of_node()
     return time.time() + (lease.ahead_s() if lease is not None else 0.0)
 
 
 @dataclass(frozen=True)
 class Term:
-    """The round that a rank writes for. Can be pickled for its save process."""
+    """The term that a rank writes in. It can be pickled for the rank's save process."""
 
     home: Path  # the folder of the run's checkpoints
-    number: int  # 0: of no job, so nothing can be newer
+    number: int  # 0: outside a job, where nothing is newer
 
     @classmethod
     def of_rank(cls, home: Path) -> Term:
-        """Return the term that this rank's agent was given. From now on it also fences the rank's records."""
+        """Return the term that the agent passed to this rank. From now on it also fences the rank's records."""
         global _term_of_rank
         _term_of_rank = cls(home, int(os.environ.get(TERM_ENV, "0")))
         return _term_of_rank
 
     def check(self) -> None:
-        """Refuse to go on when this round is over. Costs one listing: for commits, prunes and uploads, not for steps.
+        """Raise if this round is over. Lists a folder: for commits, prunes and uploads, not for every step.
 
         Raises:
             Fenced: a newer round has begun, or this node's lease has run out.
@@ -196,15 +196,15 @@ def is_answered() -> bool:
 
 
 def check_may_record() -> None:
-    """Refuse to go on when this round may be over. Costs no input or output while the coordinator answers this node.
+    """Raise if this round is over. Does no input or output while the coordinator answers this node.
 
     Raises:
-        Fenced, OSError: as `Term.check`.
+        Fenced, OSError: as in `Term.check`.
     """
     if not is_answered():
         try:
             _term_of_rank.check()
         except (Fenced, OSError):
             raise
-        except Exception as e:  # of a store's client
+        except Exception as e:  # from a store's client
             raise OSError(f"{_term_of_rank.home}: {e}") from e

@@ -1,4 +1,4 @@
-"""Why an attempt ended, what happens next, and who is notified. No torch."""
+"""Record why an attempt ended and what happens next, and start the notification. No torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: checkpoint saved, start the job again
 
-FINAL_ERRORS = ("BadInput", "JobFailed")  # exceptions that say what the user has to change: a retry would fail as well
+FINAL_ERRORS = ("BadInput", "JobFailed")  # exceptions that name what the user must change: a retry would also fail
 
 _NOTIFIED_WITHIN_S = 15.0  # a notification gives up by itself after 10 s
 
@@ -27,7 +27,7 @@ _NOTIFIED_WITHIN_S = 15.0  # a notification gives up by itself after 10 s
 class Verdict(Record):
     """Why an attempt ended and what happens next."""
 
-    verdict: str  # one of VERDICTS of config/schema.py
+    verdict: str  # one of VERDICTS in config/schema.py
     decision: str  # stop | requeue
     reason: str  # one sentence for the user
     rank: int | None = None  # the first rank that failed
@@ -44,7 +44,7 @@ class Verdict(Record):
 
     @property
     def explains_itself(self) -> bool:
-        """Return whether the error, and so the reason, says what the user has to change."""
+        """Return whether the error, and so the reason, names what the user must change."""
         return self.error.startswith(FINAL_ERRORS)
 
     def write(self, run: RunDir, attempt: int) -> None:
@@ -58,8 +58,7 @@ class Verdict(Record):
 
     @classmethod
     def read(cls, run: RunDir, attempt: int) -> Verdict | None:
-        path = run.verdict(attempt)
-        return cls.from_json(path.read_bytes()) if path.exists() else None
+        return cls.from_file(run.verdict(attempt))
 
     @classmethod
     def final(cls, run: RunDir) -> Verdict | None:
@@ -74,17 +73,17 @@ WITHDRAWN = Verdict("preempted", "stop", "cancelled while it waited")
 
 
 def judge(run: RunDir, verdict: Verdict) -> None:
-    """End a job whose coordinator could not, in the submission's newest attempt; a verdict that ended it stays."""
+    """End a job for its coordinator, in the submission's newest attempt; an existing verdict to stop is kept."""
     attempt = max(run.last_attempt(), run.first_attempt())
     before = Verdict.read(run, attempt)
-    if before is None or before.decision == "requeue":  # what was to come next does not
+    if before is None or before.decision == "requeue":  # the requeue will not follow
         verdict.close(run, attempt)
 
 
 def notify(run: RunDir, attempt: int, what: str, *why: str) -> None:
-    """Notify who wants to know of `what`, one of `notify.on`; `why` of what is no verdict.
+    """Send the notification of `what`, one of `notify.on`, if configured; `why` describes a `what` that is no verdict.
 
-    In a process of its own, which this one waits for at its exit: its end may end the container.
+    A separate process sends it. This process waits for it at exit, because its end may end the container.
     """
     settings = plain_values(run.config).get("notify") if run.config.exists() else None
     if not settings or not (settings["command"] or settings["webhook"]) or what not in settings["on"]:

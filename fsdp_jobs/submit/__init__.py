@@ -1,1 +1,1 @@
-"""From a configuration to a submitted job, and its end. No torch."""
+"""Submit jobs, query them and stop them. No torch."""

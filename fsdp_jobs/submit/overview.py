@@ -1,31 +1,32 @@
-"""Sum up runs at a glance, as `status` and the dashboard show them. No torch."""
+"""Sum up runs, as `status` and the dashboard show them. No torch."""
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from datetime import datetime
+from pathlib import Path
 
 from fsdp_jobs.checkpoints.catalog import find_on_nodes, step_of
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.launchers.base import Description
-from fsdp_jobs.launchers.state import State
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.identity import owner_of
+from fsdp_jobs.run.record import JsonObject
+from fsdp_jobs.run.state import State
 from fsdp_jobs.run.status import ENDED, IDLE, WAITING, RunStatus, steps_done
-from fsdp_jobs.run.table import ago, counted, duration
+from fsdp_jobs.run.table import counted, duration
 from fsdp_jobs.submit.submitted import another_runs, describe, is_silent
 
-DAMAGES = (BadInput, OSError, ValueError, TypeError, LookupError)  # of reading what is not as written
+DAMAGES = (BadInput, OSError, ValueError, TypeError, LookupError)  # raised when a record is not as it was written
 
 logger = logging.getLogger(__name__)
-_noted: dict[str, str] = {}  # where -> the error noted last
+_noted: dict[str, str] = {}  # where -> newest logged error
 
 
 def damage(where: str, error: Exception) -> str:
-    """Say why something cannot be read; a daemon logs the traceback, once: it may be a programming error."""
+    """Describe why something cannot be read; a daemon logs the traceback once, as it may be a programming error."""
     if isinstance(error, BadInput):
         return str(error.problems[0])
     if _noted.get(where) != repr(error):
@@ -36,7 +37,7 @@ def damage(where: str, error: Exception) -> str:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """A run now. What is not known, or has no meaning for it, is None."""
+    """The present state of a run. Values that are unknown or do not apply are None."""
 
     run: str
     handle: str
@@ -54,13 +55,13 @@ class RunSummary:
     checkpoint_at: float | None = None  # seconds since 1970
     checkpoint_age_s: float | None = None
     goodput: float | None = None  # 0 to 1
-    failures: int = 0  # that ended a round
-    reason: str = ""  # of the newest failure or end, or why it waits: then the scheduler's own words
+    failures: int = 0  # that broke a round
+    reason: str = ""  # of the newest failure or end; while it waits, the scheduler's message
     owner: str | None = None  # None: this user
 
     @property
     def is_over(self) -> bool:
-        """Return whether nothing more is to be expected of it."""
+        """Return whether the run will not change any more."""
         return self.state in (*ENDED, "damaged")
 
     def cells(self) -> dict[str, str]:
@@ -75,74 +76,79 @@ class RunSummary:
             "tok/s": "-" if self.tokens_per_s is None else f"{self.tokens_per_s:,.0f}",
             "eta": duration(self.eta_s),
             "goodput": "-" if self.goodput is None else f"{self.goodput:.0%}",
-            "checkpoint": ago(self.checkpoint_age_s),
+            "checkpoint": "-" if self.checkpoint_age_s is None else f"{duration(self.checkpoint_age_s)} ago",
             "reason": self.reason,
         }
 
 
-def ask_launchers(handles: Sequence[str]) -> dict[str, Description]:
-    """Return handle -> description of jobs, with one question to each launcher."""
-    return dict(zip(handles, describe(handles), strict=True))
-
-
 class Overview:
-    """Runs, read further at every look.
+    """Summaries of runs; each look reads only new records.
 
     Args:
-        ask: is called with the handles of runs that have not ended, and returns handle -> what its launcher says.
+        ask: returns handle -> its launcher's description, for the handles of runs that have not ended.
     """
 
-    def __init__(self, ask: Callable[[Sequence[str]], Mapping[str, Description]] = ask_launchers):
+    def __init__(self, ask: Callable[[Sequence[str]], Mapping[str, Description]] = describe):
         self._ask = ask
-        self._statuses: dict[str, RunStatus] = {}
-        self._owners: dict[str, str | None] = {}
+        self._known: dict[Path, tuple[RunStatus, str | None]] = {}  # by run directory, with the run's owner
 
-    def look(self, runs: Sequence[RunDir]) -> list[RunSummary]:
-        """Sum up every run as it is now, in the order given; one whose records are damaged says so."""
-        read: dict[str, tuple[RunStatus, dict[str, Any]]] = {}
-        rows: dict[str, RunSummary] = {}
+    def look(self, runs: Sequence[RunDir]) -> dict[RunDir, RunSummary]:
+        """Sum up every run as it is now, in the order given; damaged records are reported in the summary."""
+        read: dict[RunDir, tuple[JsonObject, RunStatus, str | None]] = {}
+        rows: dict[RunDir, RunSummary] = {}
         for run in runs:
             try:
-                read[run.name] = self._read(run)
+                read[run] = self._read(run)
             except DAMAGES as e:
-                rows[run.name] = RunSummary(run.name, "", "damaged", reason=damage(str(run.path), e))
-        live = {name: job for name, (status, job) in read.items() if not status.ended or self._leaves(status.run)}
-        others = {name: why for name in live if (why := another_runs(read[name][0].run))}
-        answers = self._ask([job["handle"] for name, job in live.items() if name not in others])
-        for name, (status, job) in read.items():
-            strange = Description("", State.UNKNOWN, others[name]) if name in others else None
-            answer = strange or answers.get(job["handle"])
+                rows[run] = _damaged(run, e)
+        # A query also lets the launcher remove what is left of a run that has ended.
+        live = {
+            run: job["handle"]
+            for run, (job, status, owner) in read.items()
+            if not status.ended or (owner is None and run.left.exists())
+        }
+        others = {run: why for run in live if (why := another_runs(run))}
+        answers = self._ask([handle for run, handle in live.items() if run not in others])
+        for run, (job, status, owner) in read.items():
+            answer = Description(State.UNKNOWN, others[run]) if run in others else answers.get(job["handle"])
             if status.ended and answer is not None and answer.state is State.SILENT:
-                status.run.left.unlink(missing_ok=True)  # it is asked once: it may be gone for good
+                run.left.unlink(missing_ok=True)  # ask only once: the launcher may never answer again
             try:
-                rows[name] = summary_of(status, job, answer)
+                rows[run] = summary_of(status, job, answer, owner)
             except DAMAGES as e:
-                rows[name] = RunSummary(name, "", "damaged", reason=damage(str(status.run.path), e))
-        return [rows[run.name] for run in runs]
+                rows[run] = _damaged(run, e)
+        return {run: rows[run] for run in runs}
 
-    def _leaves(self, run: RunDir) -> bool:
-        """Whether the cluster may have something of a run that has ended; its launcher removes that when asked."""
-        return self._owners[run.name] is None and run.left.exists()
-
-    def _read(self, run: RunDir) -> tuple[RunStatus, dict[str, Any]]:
-        """Read a run further; return its status, and what was submitted with `handle` and `nodes`."""
+    def _read(self, run: RunDir) -> tuple[JsonObject, RunStatus, str | None]:
+        """Read a run's new records; return the record of its newest submission, its status and its owner."""
         job = run.read_job()
         if not isinstance(job["handle"], str):
             raise TypeError(f"{run.job}: the handle is {job['handle']!r}, not a text")
-        status = self._statuses.pop(run.name, None)  # kept only if it can be read further
-        if status is None:
-            status = RunStatus(run)
-            status.glance()
-            self._owners[run.name] = owner_of(run)
-        status.update()
-        self._statuses[run.name] = status
-        return status, {"handle": job["handle"], "nodes": job["nodes"], "owner": self._owners[run.name]}
+        known = self._known.pop(run.path, None)  # put back only if reading succeeds
+        if known is None:
+            known = RunStatus(run), owner_of(run)
+            known[0].glance()
+        known[0].update()
+        self._known[run.path] = known
+        return job, *known
 
 
-def summary_of(status: RunStatus, job: Mapping[str, Any], described: Description | None) -> RunSummary:
-    """Sum up a run: `job` has its `handle` and `nodes`, `described` what its launcher says, if it was asked."""
+def _damaged(run: RunDir, error: Exception) -> RunSummary:
+    return RunSummary(run.name, "", "damaged", reason=damage(str(run.path), error))
+
+
+def summary_of(
+    status: RunStatus, job: JsonObject, described: Description | None, owner: str | None = None
+) -> RunSummary:
+    """Sum up a run.
+
+    Args:
+        status: from the run directory.
+        job: the record of its newest submission.
+        described: its launcher's description, if it was queried.
+        owner: None for this user.
+    """
     state, reason = state_of(status, described)
-    owner = job.get("owner")
     return RunSummary(
         run=status.run.name,
         handle=job["handle"],
@@ -167,51 +173,51 @@ def summary_of(status: RunStatus, job: Mapping[str, Any], described: Description
 
 
 def story_of(status: RunStatus, state: str) -> Iterator[tuple[str, str]]:
-    """Yield (heading, sentence): what each failure cost, what is not as it should be, what the run does now.
+    """Yield (heading, sentence): the cost of each failure, present problems, and what the run does now.
 
     Args:
-        status: read from the beginning, not at a glance.
-        state: of its summary, for which its launcher was asked.
+        status: read from the beginning, without `glance`.
+        state: of its summary, for which its launcher was queried.
     """
     for b in status.breaks:
-        stamp = time.strftime("%b %d %H:%M:%S", time.localtime(b.time))
+        stamp = f"{datetime.fromtimestamp(b.time):%b %d %H:%M:%S}"
         yield stamp, f"{b.why}: {b.lost} steps lost, training again after {b.recovered}"
     for host, why in status.run.excluded_hosts().items():
         yield host, f"is excluded: {why}"
     if status.spikes:
         yield "loss", f"{counted(len(status.spikes), 'spike')}, the last: {status.spikes[-1].sentence()}"
     for slow in status.slow:
-        yield "slow", f"{time.strftime('%H:%M', time.localtime(slow.time))} {slow.sentence()}"
+        yield "slow", f"{datetime.fromtimestamp(slow.time):%H:%M} {slow.sentence()}"
     for corruption in status.corruptions:
         yield "corrupt", str(corruption.sentence())
     if on_nodes := [n for n in map(step_of, find_on_nodes(status.run.checkpoints)) if n > status.committed]:
         yield "checkpoint", f"step {on_nodes[0]} is only on the nodes' own disks: the next resume copies it"
     doing = f"no step for {duration(still)}" if (still := status.still_s) else status.doing
-    yield "now", IDLE if state in ENDED else WAITING if state == State.QUEUED.value else doing
+    yield "now", IDLE if state in ENDED else WAITING if state == State.QUEUED else doing
+    yield from goodput_of(status)
+
+
+def goodput_of(status: RunStatus) -> Iterator[tuple[str, str]]:
+    """Yield (heading, sentence): the breakdown of a run's time, and its plan's prediction."""
+    from fsdp_jobs.plan.plan import Plan  # slow to import, and a table of runs needs none
+
     if status.has_steps:
-        yield "goodput", goodput_of(status)
+        plan = Plan.of(status.run)
+        predicted = f"; {plan.expected.goodput:.1%} predicted" if plan is not None and plan.time is not None else ""
+        yield "goodput", f"{status.goodput}{predicted}"
     if starting := status.starting:
         yield "starting", starting
 
 
-def goodput_of(status: RunStatus) -> str:
-    """Tell where a run's time went, and what its plan had predicted."""
-    from fsdp_jobs.plan.plan import Plan  # a table of runs needs none
-
-    plan = Plan.of(status.run)
-    predicted = f"; {plan.expected.goodput:.1%} predicted" if plan is not None and plan.time is not None else ""
-    return f"{status.goodput}{predicted}"
-
-
 def state_of(status: RunStatus, job: Description | None) -> tuple[str, str]:
-    """Return state and reason of a run by its own record and its launcher's description; None if it was not asked."""
+    """Return a run's state and reason from its records and, unless None, its launcher's description."""
     if job is not None:
-        status.update()  # the launcher may have fetched more of the record
+        status.update()  # the launcher may have fetched further records
     if status.ended or job is None or job.state is State.RUNNING:
         return status.state, status.reason
     if is_silent(status.run, job):
         return status.state, job.message if job.state is State.SILENT else f"of {owner_of(status.run)}"
     if job.state is State.QUEUED:
-        return State.QUEUED.value, job.message
-    state = job.state if job.state in (State.STOPPED, State.DONE) else State.FAILED
-    return state.value, job.message or ("" if state is State.DONE else "its launcher no longer runs it: resume it")
+        return State.QUEUED, job.message
+    state = job.state if job.state in ENDED else State.FAILED
+    return state, job.message or ("" if state is State.DONE else "its launcher no longer runs it: resume it")

@@ -1,4 +1,4 @@
-"""Stop jobs, one or all of a sweep's: running ones save first. No torch."""
+"""Stop a job, or all jobs of a sweep: running ones save first. No torch."""
 
 from __future__ import annotations
 
@@ -7,47 +7,46 @@ from collections.abc import Sequence
 
 from fsdp_jobs.config.schema import plain_values
 from fsdp_jobs.config.terminal import say
-from fsdp_jobs.launchers.state import State
 from fsdp_jobs.run.directory import RunDir, write_atomic
-from fsdp_jobs.run.identity import check_may_act
+from fsdp_jobs.run.state import State
 from fsdp_jobs.submit.submitted import check_own, describe, has_ended, kill
 
 
 def stop(runs: Sequence[RunDir], now: bool = False) -> None:
     """Save and stop jobs, all at the same time; with `now` stop them at once, without a checkpoint.
 
-    Where a launcher is silent, the request to stop is in the run directory nevertheless, and the verdict is awaited.
-    One that does not stop in time is killed, and the user told.
+    The request to stop is a file in the run directory, so it also reaches a job whose launcher does not answer; then
+    the verdict is awaited. A job that does not stop in time is killed, with a message to the user.
 
     Args:
         runs: of active jobs, in the order of submission.
-        now: at once.
+        now: stop without saving.
 
     Raises:
-        BadInput, JobFailed: another user's run, or another run's job; a job that has to be killed, and whose launcher
-            does not answer here.
+        BadInput, JobFailed: a run belongs to another user, a job to another run, or the launcher of a job that must be
+            killed does not answer.
     """
     for run in runs:
-        check_may_act(run)
         check_own(run)
-    handles = {run.name: str(run.read_job()["handle"]) for run in runs}
-    states = [job.state for job in describe([handles[run.name] for run in runs])]
-    queued = [run for run, state in zip(runs, states, strict=True) if state is State.QUEUED]
-    kill([handles[run.name] for run in reversed(queued)])  # the last first: none of them is started meanwhile
+    handles = {run: run.handle for run in runs}
+    said = describe(handles.values())
+    queued = [run for run in runs if said[handles[run]].state is State.QUEUED]
+    kill([handles[run] for run in reversed(queued)])  # last first, so that none of them is started meanwhile
     running = [run for run in runs if run not in queued]
-    waiting = list(running) if not now else []
-    deadlines: dict[str, float] = {}
-    for run in waiting:
+    deadlines: dict[RunDir, float] = {}  # of the jobs that are still to stop
+    for run in running if not now else ():
         write_atomic(run.stop_request, "cancelled")
-        deadlines[run.name] = time.monotonic() + plain_values(run.config)["elastic"]["stop_grace_s"]
-    while waiting:
-        for run, job in zip(tuple(waiting), describe([handles[run.name] for run in waiting]), strict=True):
+        deadlines[run] = time.monotonic() + plain_values(run.config)["elastic"]["stop_grace_s"]
+    while deadlines:
+        said = describe(handles[run] for run in deadlines)
+        for run, deadline in tuple(deadlines.items()):
+            job = said[handles[run]]
             if has_ended(run, job):
-                waiting.remove(run)
-                if job.state is State.SILENT:  # there is nobody to ask for its leftovers
+                del deadlines[run]
+                if job.state is State.SILENT:  # its launcher cannot remove leftovers now
                     running.remove(run)
-            elif time.monotonic() > deadlines[run.name]:
+            elif time.monotonic() > deadline:
                 say(f"{run.name} has not stopped in time: killing it", "yellow")
-                waiting.remove(run)
+                del deadlines[run]
         time.sleep(0.2)
-    kill([handles[run.name] for run in running])
+    kill([handles[run] for run in running])

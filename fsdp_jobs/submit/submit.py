@@ -1,6 +1,6 @@
-"""From a configuration to a submitted job: validate, open the run, plan, prepare, submit. No torch, no cluster by name.
+"""Submit jobs: validate, open the run, plan, prepare, submit. No torch, no cluster by name.
 
-Every function takes many jobs: their launchers are asked once for all of them.
+Every function takes many jobs and queries each launcher once for all of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from fsdp_jobs.config.hydra import key_of, merge_overrides
 from fsdp_jobs.config.resolve import node_range, ranks_per_node
 from fsdp_jobs.config.schema import CustomModelConfig, HfConfig, JobConfig, dump_config
 from fsdp_jobs.launchers.base import Job, Launcher, at_once, launcher_of, new_submission
-from fsdp_jobs.launchers.state import State
 from fsdp_jobs.plan.plan import Plan, make_plan
 from fsdp_jobs.plan.shape_client import check_initial_weights, probe, run_probe
 from fsdp_jobs.plan.shapes import ModelShape
@@ -31,34 +30,37 @@ from fsdp_jobs.run.directory import RunDir, checkpoints_of, digest_of, run_dir_o
 from fsdp_jobs.run.goodput import Failures, costs_of, failures_of
 from fsdp_jobs.run.identity import check_may_act, claim, identity_of
 from fsdp_jobs.run.processes import raise_file_limit
+from fsdp_jobs.run.record import JsonObject
+from fsdp_jobs.run.state import State
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit.submitted import adopt, grouped, has_ended, job_of, record
 from fsdp_jobs.submit.validate import check_existing_run, validate
 
-REHEARSED = "rehearse-"  # names of runs begin so whose failures were injected
+REHEARSED = "rehearse-"  # prefix of the names of runs with injected failures
 _FOR_ONE_SUBMISSION = ("attach", "dry_run", "allow_config_change", "checkpoint.restart_from_zero")
-_TELLING_NODE_DAYS = 100.0  # of runs, before their failures say something of a cluster
-_LEAVES_S = 30.0  # most that a launcher takes to see that a job has ended
+_ENOUGH_NODE_DAYS = 100.0  # of runs, for an estimate of how often nodes of the cluster fail
+_LEAVES_S = 30.0  # within which a launcher notices that a job has ended
 
 
 @dataclass(kw_only=True)
 class Prepared(Job):
-    """A job that can be submitted, and what its launcher would submit. Nothing is written yet."""
+    """A job that can be submitted, with its launcher's request. Nothing is written yet."""
 
     launcher: Launcher
-    before: dict[str, Any]  # what job.json said when it was validated
+    before: JsonObject  # content of job.json: that of the submission before
     request: Any = None  # of the launcher's `prepare`
-    sweep: dict[str, Any] | None = None  # that it is a job of, for job.json
+    sweep: JsonObject | None = None  # the job's sweep, for job.json
 
 
 def plan_of(config: JobConfig, run: RunDir | None = None) -> tuple[Plan, ModelShape | None]:
-    """Plan a configuration; also return the shape that a custom model was measured to have.
+    """Plan a configuration; also return the measured shape of a custom model.
 
-    What checkpoints and restarts have cost on `run`, the run that it continues, is in the predicted goodput, and so is
-    how often nodes have failed in the newest runs beside it that went to the same kind of cluster.
+    The predicted goodput includes the costs of checkpoints and restarts on `run`, the run that is continued, and the
+    rate of node failures in the newest runs beside it on the same kind of cluster.
 
     Raises:
-        BadInput: a custom model that cannot be built, a bad topology file, an impossible sharding, no such launcher.
+        BadInput: the custom model cannot be built, the topology file is bad, the sharding is impossible, or the
+            launcher does not exist.
     """
     shape = probe(config) if isinstance(config.model, CustomModelConfig | HfConfig) else None
     topology = _topology(config)
@@ -71,7 +73,7 @@ def plan_of(config: JobConfig, run: RunDir | None = None) -> tuple[Plan, ModelSh
 def overrides_again(run: RunDir, changes: Sequence[str]) -> list[str]:
     """Return the overrides that submit a run again: those of its newest submission, with changes.
 
-    What was for that submission alone is left out, as what the user then allowed to happen.
+    Overrides that applied only to that submission are left out, for example the user's permissions.
     """
     before = [o for o in run.read_job()["overrides"] if key_of(o) not in _FOR_ONE_SUBMISSION]
     return merge_overrides(before, [*changes, f"name={run.name}", f"runs_dir={run.path.parent}"])
@@ -79,38 +81,38 @@ def overrides_again(run: RunDir, changes: Sequence[str]) -> list[str]:
 
 @cache
 def _seen(runs_dir: str, launcher: str, hardware: str) -> Failures:
-    """Return the failures of this cluster's nodes, none where the runs are too few to tell; read once for a sweep.
+    """Return the failures of this cluster's nodes, none if there are too few runs; read once for a sweep.
 
-    Rehearsed ones are left out.
+    Rehearsals are left out.
     """
     runs = [run for run in runs_in(runs_dir) if not (run.name.startswith(REHEARSED) or run.is_damaged)]
-    here = [run for run in runs if run.read_job()["handle"].startswith(f"{launcher}://")]
+    here = [run for run in runs if run.handle.startswith(f"{launcher}://")]
     seen = failures_of([run for run in here if run.planned_hardware() == hardware])
-    return seen if seen.node_days >= _TELLING_NODE_DAYS else Failures()
+    return seen if seen.node_days >= _ENOUGH_NODE_DAYS else Failures()
 
 
 def forget() -> None:
-    """Look again at what a command looks at once for all of its jobs: a notebook's model may have been edited."""
+    """Drop the caches that a command shares between its jobs: in a notebook, the model may have been edited."""
     run_probe.cache_clear()
     _seen.cache_clear()
 
 
 def _topology(config: JobConfig) -> Topology | None:
-    """Return where the nodes are: by the user's file, or else by the launcher, which may not know."""
+    """Return the topology of the nodes: from the user's file, or else from the launcher, if it knows."""
     path = config.cluster.topology
     if path is None:
         return launcher_of(config.cluster.launcher).topology(config)
     try:
         return from_yaml(Path(path).read_text(), gpus=ranks_per_node(config))
     except OSError as e:
-        raise BadInput([Problem(f"cluster.topology={path}", str(e.strerror))]) from e
+        raise BadInput.at(f"cluster.topology={path}", str(e.strerror)) from e
 
 
 def prepare(configs: Sequence[JobConfig]) -> list[Prepared]:
-    """Validate and plan jobs, and let their launchers say what they would submit. Writes and starts nothing.
+    """Validate and plan jobs, and let their launchers prepare the requests. Writes and starts nothing.
 
     Raises:
-        BadInput: all problems of all configurations, names and run directories; those of several jobs once.
+        BadInput: all problems of all configurations, names and run directories; each problem once.
     """
     jobs: list[Prepared] = []
     problems: list[Problem] = []
@@ -119,7 +121,7 @@ def prepare(configs: Sequence[JobConfig]) -> list[Prepared]:
     for config in configs:
         try:
             launcher = launcher_of(config.cluster.launcher)
-            if (cluster := repr((config.cluster, config.dry_run))) not in asked:  # once: it may not answer
+            if (cluster := repr((config.cluster, config.dry_run))) not in asked:  # only once: it may not answer
                 asked[cluster] = launcher.away(config) if config.dry_run else []
             away = asked[cluster]
             run = _open(config, [job.run for job in jobs], bool(away))
@@ -142,11 +144,11 @@ def prepare(configs: Sequence[JobConfig]) -> list[Prepared]:
 
 
 def _open(config: JobConfig, taken: Sequence[RunDir], is_away: bool) -> RunDir:
-    """Validate a configuration, and, unless away, what it continues; return its run directory, this user's."""
+    """Validate a configuration and, unless away, the run that it continues; return its run directory."""
     validate(config, is_away=is_away)
     run = run_dir_of(config)
     if any(run.path == other.path for other in taken):
-        raise BadInput([Problem(f"name={run.name}", "names two jobs of the same submission")])
+        raise BadInput.at(f"name={run.name}", "names two jobs of the same submission")
     check_may_act(run)
     if not is_away:
         check_existing_run(config, run)
@@ -157,21 +159,20 @@ def _open(config: JobConfig, taken: Sequence[RunDir], is_away: bool) -> RunDir:
 
 
 def _check_free(run: RunDir) -> None:
-    """Check that no launcher has a job with this run directory; one is given time to exit after its verdict.
+    """Check that no job uses this run directory; a job with a verdict is given time to exit.
 
     Raises:
-        BadInput: a job has it, or its launcher does not say.
+        BadInput: a job uses it, or its launcher does not answer.
     """
-    handle = run.read_job().get("handle")
     deadline = time.monotonic() + _LEAVES_S
-    while handle is not None and not has_ended(run, job := job_of(run)):
+    while run.is_submitted and not has_ended(run, job := job_of(run)):
         if Verdict.final(run) is None or time.monotonic() > deadline:
-            what = f"is in use by the live job {handle}"
+            what = f"is in use by the live job {run.handle}"
             cure = f"fsdp-jobs cancel {run.name}, or wait for it: fsdp-jobs logs -f {run.name}"
             if job.state is State.SILENT:
-                what = f"may be in use by the job {handle}: {job.message}"
+                what = f"may be in use by the job {run.handle}: {job.message}"
                 cure = f"ask there; if that job is gone for good: rm {run.job}, and submit with all overrides"
-            raise BadInput([Problem(f"run directory {run.path}", what, cure)])
+            raise BadInput.at(f"run directory {run.path}", what, cure)
         time.sleep(0.2)
 
 
@@ -182,60 +183,60 @@ def submit(
 
     Args:
         jobs: of `prepare`.
-        overrides: what each was composed from; `resume` composes it again.
-        parallelism: how many may run at once, 0 for no limit.
-        folder: of the sweep, for launchers' files; None for a job by itself.
+        overrides: of each job; `resume` composes them again.
+        parallelism: maximum number of jobs that run at once, 0 for no limit.
+        folder: of the sweep, for launchers' files; None for a single job.
 
     Returns:
         Handles, `scheduler://cluster/id`, in order.
 
     Raises:
-        BadInput, JobFailed: another command was faster, or a launcher refuses; nothing of these jobs is left.
+        BadInput, JobFailed: another command was faster, or a launcher refuses; then all of these jobs are withdrawn.
     """
     with ExitStack() as locks:
-        raise_file_limit()  # each run of a sweep has a lock
-        for job in sorted(jobs, key=lambda job: job.run.path):  # in one order: two commands cannot wait for each other
+        raise_file_limit()  # a sweep holds a lock per run
+        for job in sorted(jobs, key=lambda job: job.run.path):  # in a fixed order, so that two commands cannot deadlock
             locks.enter_context(job.run.locked())
             adopt(job.run)
-            if job.run.read_job() != job.before:  # another command was faster
+            if (now := job.run.read_job()) != job.before:  # another command was faster
                 check_existing_run(job.config, job.run)
                 _check_free(job.run)
-        before = [job.run.job.read_text() if job.run.job.exists() else None for job in jobs]
-        app_ids: dict[Path, str] = {}
+                job.before = now
+        app_ids: dict[RunDir, str] = {}
         try:
             at_once(_write, jobs, overrides)
             for group in grouped(jobs, lambda job: job.launcher.name).values():
                 ids = group[0].launcher.submit([job.request for job in group], parallelism, folder)
-                app_ids |= {job.run.path: app_id for job, app_id in zip(group, ids, strict=True)}
+                app_ids |= {job.run: app_id for job, app_id in zip(group, ids, strict=True)}
         except BaseException:
             for job in jobs:
-                with suppress(BadInput, JobFailed):  # if it got there nevertheless, it leaves when it starts
-                    if (app_id := app_ids.get(job.run.path) or job.launcher.find(job.run)) is not None:
+                with suppress(BadInput, JobFailed):  # a job that was submitted after all exits when it starts
+                    if (app_id := app_ids.get(job.run) or job.launcher.find(job.run)) is not None:
                         job.launcher.cancel([app_id])
-            for job, text in zip(jobs, before, strict=True):
-                _write_or_remove(job.run.job, text)
+            for job in jobs:
+                _write_or_remove(job.run.job, json.dumps(job.before, indent=2) if job.before else None)
             raise
-        return at_once(lambda job: record(job.run, job.launcher, app_ids[job.run.path]), jobs)
+        return at_once(lambda job: record(job.run, job.launcher, app_ids[job.run]), jobs)
 
 
 def _write(job: Prepared, overrides: Sequence[str]) -> None:
-    """Write what describes the job into its run directory; job.json gets the handle of this submission later."""
+    """Write the job's files into its run directory; `record` adds the handle of this submission to job.json later."""
     run, identity = job.run, identity_of(job.run, job.config)
     run.checkpoints.mkdir(parents=True, exist_ok=True)
     run.stop_request.unlink(missing_ok=True)
     claim(run.identity, identity)
     if (elsewhere := job.config.checkpoint.dir) is not None and ("://" in elsewhere or Path(elsewhere).is_dir()):
-        with suppress(OSError):  # it may be for the nodes alone: then rank 0 does
+        with suppress(OSError):  # only the nodes may be able to write there: then rank 0 does it
             claim(checkpoints_of(job.config.checkpoint, run) / run.identity.name, identity)
     for path, text in _files_of(job, overrides).items():
         _write_or_remove(path, text, mode=0o600 if path == run.token else 0o644)
 
 
 def _files_of(job: Prepared, overrides: Sequence[str]) -> dict[Path, str | None]:
-    """Return path -> text of what describes a job in its run directory, job.json last; None: it has no such file."""
+    """Return path -> text of the job's files in its run directory, job.json last; None: it has no such file."""
     run, topology = job.run, job.config.cluster.topology
     job.config.name = run.name
-    steps = None if job.config.is_program else job.config.steps  # only the program knows how many it will do
+    steps = None if job.config.is_program else job.config.steps  # only the program knows how many steps it will do
     about = {**run.read_job(), "overrides": list(overrides), "first_attempt": run.last_attempt() + 1}
     about |= {"nodes": str(job.config.nodes), "steps": steps, "script_sha256": digest_of(job.config.script)}
     about |= {"submission": job.submission, "pending": job.launcher.name}  # until `record`
@@ -252,7 +253,7 @@ def _files_of(job: Prepared, overrides: Sequence[str]) -> dict[Path, str | None]
 
 
 def artefact_of(job: Prepared, overrides: Sequence[str]) -> str:
-    """Return what the cluster of a dry run's job would get, and nothing else."""
+    """Return only what the cluster would get from the job of a dry run."""
     job = replace(job, config=replace(job.config, dry_run=False))
     files = _files_of(job, [o for o in overrides if not o.startswith("dry_run=")])
     return job.launcher.artefact(
@@ -261,7 +262,7 @@ def artefact_of(job: Prepared, overrides: Sequence[str]) -> str:
 
 
 def _write_or_remove(path: Path, text: str | None, mode: int = 0o644) -> None:
-    """Write a file, or for None remove the one that an earlier submission left."""
+    """Write a file, or for None remove the file of an earlier submission."""
     if text is not None:
         write_atomic(path, text, mode)
     else:

@@ -18,20 +18,20 @@ from fsdp_jobs.run.identity import identity_of
 
 
 def validate(config: JobConfig, files: bool = True, is_away: bool = False) -> None:
-    """Validate all but what only the run directory knows; `files` and `is_away` as in `config_problems`.
+    """Validate everything that does not depend on the run directory; `files` and `is_away` as in `config_problems`.
 
     Raises:
-        BadInput: everything that is wrong.
+        BadInput: all problems.
     """
     if problems := [*config_problems(config, files, is_away), *_sharding_problems(config)]:
         raise BadInput(problems)
 
 
 def composed(jobs: Sequence[Sequence[str]], files: bool = True) -> list[JobConfig]:
-    """Compose the configuration of each list of overrides; valid overrides are not validated any further.
+    """Compose the configuration of each list of overrides; if all overrides fit, validate nothing further.
 
     Raises:
-        BadInput: what is wrong with overrides, and with what the good ones make, all at once.
+        BadInput: all overrides that do not fit, and all problems of the configurations without those overrides.
     """
     configs = compose_jobs(jobs)
     problems = [p for config in configs if isinstance(config, BadInput) for p in config.problems]
@@ -49,10 +49,10 @@ def composed(jobs: Sequence[Sequence[str]], files: bool = True) -> list[JobConfi
 
 
 def job_without_files(overrides: Sequence[str]) -> JobConfig:
-    """Compose and validate a configuration, but for the data that it names: it is to be planned, not submitted.
+    """Compose and validate a configuration, except its data: it will be planned, not submitted.
 
     Raises:
-        BadInput: what is wrong with overrides, and with what the good ones make, all at once.
+        BadInput: all overrides that do not fit, and all problems of the configuration without those overrides.
     """
     (config,) = composed([overrides], files=False)
     validate(config, files=False)
@@ -60,10 +60,10 @@ def job_without_files(overrides: Sequence[str]) -> JobConfig:
 
 
 def check_existing_run(config: JobConfig, run: RunDir) -> None:
-    """Check that a configuration continues the training of the run, if there is one.
+    """Check that a configuration continues the training of an existing run.
 
     Raises:
-        BadInput: the checkpoints are another run's, or cannot be listed; the run has more steps already, or was
+        BadInput: the checkpoints belong to another run or cannot be listed, or the run already has more steps or was
             started with another training configuration.
     """
     home = checkpoints_of(config.checkpoint, run)
@@ -72,12 +72,12 @@ def check_existing_run(config: JobConfig, run: RunDir) -> None:
         newest = next(iter(find_checkpoints(home)), None)
     except BadInput:
         raise
-    except Exception as e:  # whatever the client of an object store raises
+    except Exception as e:  # clients of object stores raise any exception
         where, what = f"checkpoint.dir={config.checkpoint.dir}", f"cannot be listed: {type(e).__name__}: {e}"
-        raise BadInput([Problem(where, what, "the store's client needs a network and credentials here, too")]) from e
+        raise BadInput.at(where, what, "the store's client needs a network and credentials here, too") from e
     if newest is not None and not config.is_program and config.steps < (done := step_of(newest)):
         what = f"run {run.name} is at step {done} already"
-        raise BadInput([Problem(f"steps={config.steps}", what, f"steps above {done}")])
+        raise BadInput.at(f"steps={config.steps}", what, f"steps above {done}")
     if not run.config.exists() or config.allow_config_change:
         return
     before, now = training_values(load_config(run.config)), training_values(config)
@@ -93,10 +93,10 @@ def check_existing_run(config: JobConfig, run: RunDir) -> None:
 
 
 def _sharding_problems(config: JobConfig) -> Iterator[Problem]:
-    """Check the sharding on the fewest and on the most nodes; each key is named once."""
+    """Check the sharding on the fewest and on the most nodes; report each key once."""
     try:
         sizes, per_node = node_range(config.nodes), ranks_per_node(config)
     except BadInput:
-        return  # validated with the configuration
+        return  # `config_problems` reports it
     found = (sharding_problems(config, Topology.flat(nodes, per_node)) for nodes in reversed(sizes))
     yield from {problem.where: problem for problem in chain.from_iterable(found)}.values()

@@ -1,1 +1,1 @@
-"""Sweeps: the table of their jobs, how they are submitted, shown and compared."""
+"""List, submit, show and compare the jobs of sweeps."""

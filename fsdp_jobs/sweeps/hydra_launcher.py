@@ -1,6 +1,6 @@
-"""Hydra's --multirun: a sweeper for grids, and a launcher that submits jobs together. No torch.
+"""Implement Hydra's --multirun: a sweeper for grids, and a launcher that submits jobs together. No torch.
 
-Hydra's own grid sweeper composes each job by itself, one after the other, which takes minutes for hundreds of jobs.
+Hydra's own grid sweeper composes the jobs one after the other, which takes minutes for hundreds of jobs.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from fsdp_jobs.sweeps.table import Row, Sweep, locked, sweeps_in
 
 
 def multirun(overrides: Sequence[str]) -> int:
-    """Run `--multirun` with these overrides. Return how many of the jobs that were waited for have failed.
+    """Run `--multirun` with these overrides. Return the number of awaited jobs that have failed.
 
     Raises:
-        BadInput: whatever is wrong with any job; nothing is submitted then.
-        JobFailed: Hydra's sweeper could not go on after a job failed.
+        BadInput: all problems of all jobs; nothing is submitted then.
+        JobFailed: Hydra's sweeper could not continue after a job failed.
     """
     for override in overrides:
         if key_of(override) == "hydra/launcher" and override != "hydra/launcher=fsdp_jobs":
-            raise BadInput([Problem(override, "does not submit jobs of several nodes", "leave it out")])
+            raise BadInput.at(override, "does not submit jobs of several nodes", "leave it out")
     check_sweep(overrides)
     failed: list[Row] = []
 
@@ -57,14 +57,14 @@ def multirun(overrides: Sequence[str]) -> int:
         try:
             hydra.multirun("config", show_ended, list(map(for_sweep, overrides)), with_log_configuration=False)
         except HydraException as e:
-            raise BadInput([Problem("--multirun", str(e))]) from e
+            raise BadInput.at("--multirun", str(e)) from e
     return len(failed)
 
 
 class GridSweeper(Sweeper):
-    """Launch all combinations of the values that are named, as one batch or several.
+    """Launch all combinations of the given values, in one batch or several.
 
-    No subclass of `BasicSweeper`: Hydra's search for plugins loads that module again, and its `super()` fails then.
+    Not a subclass of `BasicSweeper`: Hydra's search for plugins reloads that module, and then its `super()` fails.
     """
 
     def __init__(self, max_batch_size: int | None, params: dict[str, str] | None):
@@ -80,19 +80,19 @@ class GridSweeper(Sweeper):
         returns: list[Sequence[JobReturn]] = []
         for batch in BasicSweeper.split_arguments(parsed, self.max_batch_size):
             if not batch:
-                raise BadInput([Problem("--multirun", "sweeps over no value: a key has an empty list", "key=A,B")])
+                raise BadInput.at("--multirun", "sweeps over no value: a key has an empty list", "key=A,B")
             returns.append(self.launcher.launch(batch, sum(map(len, returns))))
         return returns
 
 
 class SweepLauncher(Launcher):
-    """Submit those of a batch's jobs that are neither done nor active; with sweep.wait, wait for all."""
+    """Submit the jobs of a batch that are neither done nor active; with sweep.wait, wait for all jobs."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Read and check what the command says of the whole sweep.
+        """Read and check the command's settings of the whole sweep.
 
         Args:
-            task_function: is called with each Row that has ended while it was waited for.
+            task_function: called with each awaited Row when it has ended.
             config: the configuration that all jobs share.
 
         Raises:
@@ -110,7 +110,7 @@ class SweepLauncher(Launcher):
             raise BadInput(problems)
         name = config.sweep.name or config.name or name_for(swept, self.fixed)
         self.folder = find_run(config.sweep.dir, name).path
-        with read_write(config), open_dict(config):  # where sweepers write their results
+        with read_write(config), open_dict(config):  # the folder where sweepers write their results
             config.hydra.sweep.dir = str(self.folder)
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
@@ -120,7 +120,7 @@ class SweepLauncher(Launcher):
             sweep = self._read()
             rows, undone = jobs.to_do(sweep, own)
             for config in undone.values():
-                config.dry_run = True  # said of the command, and so of no row
+                config.dry_run = True  # a setting of the command, which rows do not have
             show_dry_run(rows, prepare(list(undone.values())))
         else:
             with locked(self.folder):
@@ -146,7 +146,7 @@ class SweepLauncher(Launcher):
         )
 
     def _returned(self, sweep: Sweep, row: Row, overrides: list[str]) -> JobReturn:
-        """Return what Hydra's sweepers get of a job: its objective, or why it has none."""
+        """Return a job's result for Hydra's sweepers: its objective, or why it has none."""
         result = JobReturn(overrides=overrides, status=JobStatus.COMPLETED)
         result.return_value = row.objective
         if self.waits and (row.state != "done" or row.objective is None):
@@ -157,7 +157,7 @@ class SweepLauncher(Launcher):
 
 
 def _contradictions(config: DictConfig, swept: Sequence[str]) -> Iterator[Problem]:
-    """Yield what is wrong with the settings of a whole sweep; `swept` are the keys with several values."""
+    """Yield problems with the settings of a whole sweep; `swept` are the keys with several values."""
     sweep, sweeper = config.sweep, config.hydra.sweeper
     for key in filter(is_of_the_command, swept):
         yield Problem(key, "applies to the whole sweep: it cannot have several values")

@@ -1,4 +1,4 @@
-"""Decide which overrides are the same job, and name sweeps after theirs. No torch."""
+"""Decide which overrides describe the same job, and name sweeps after their overrides. No torch."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from hydra.errors import HydraException
 
 from fsdp_jobs.config.hydra import key_of
 
-_OF_THE_COMMAND = ("name", "runs_dir", "attach", "dry_run")  # and sweep.*: none of them changes what is trained
-_MAX_LETTERS = 40  # of the readable part of a name
+_OF_THE_COMMAND = ("name", "runs_dir", "attach", "dry_run")  # and sweep.*: they do not change the training
+_MAX_LETTERS = 40  # in the readable part of a name
 
 
 def is_of_the_command(override: str) -> bool:
-    """Tell whether an override says how a sweep is submitted, not what its jobs are."""
+    """Whether an override defines how a sweep is submitted, not what its jobs are."""
     key = key_of(override)
     return key in _OF_THE_COMMAND or key.startswith("sweep.")
 
 
 @cache
 def canonical(override: str) -> str:
-    """Return an override in one spelling: the same of `lr=1e-4`, `lr=0.0001` and `+lr=0.00010`."""
+    """Return an override in its canonical spelling, equal for `lr=1e-4`, `lr=0.0001` and `+lr=0.00010`."""
     try:
         parsed = OverridesParser.create().parse_override(override)
     except HydraException:
-        return override  # composing the job reports what is wrong with it
+        return override  # composing the job reports the problem
     value = parsed.value()
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         value = int(value)
@@ -36,12 +36,12 @@ def canonical(override: str) -> str:
 
 
 def identity(overrides: Iterable[str]) -> tuple[str, ...]:
-    """Return what is equal for the overrides of the same job, whatever their order and spelling."""
+    """Return a key that is equal for overrides of the same job, whatever their order and spelling."""
     return tuple(sorted(map(canonical, overrides)))
 
 
 def name_for(swept: Sequence[str], fixed: Iterable[str]) -> str:
-    """Name a sweep: the same for a repeated command, and for one with more values of the same keys.
+    """Name a sweep: a repeated command gets the same name, also with more values of the same keys.
 
     Args:
         swept: keys that have several values.

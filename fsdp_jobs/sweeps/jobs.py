@@ -1,4 +1,4 @@
-"""Submit a sweep's jobs, none of them twice and none that is done, and observe them. No torch."""
+"""Submit a sweep's jobs, except those that are active or done, and observe them. No torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_jobs.config.schema import JobConfig
+from fsdp_jobs.run.record import JsonObject
 from fsdp_jobs.run.status import ENDED
 from fsdp_jobs.run.tail import newest_json_lines
 from fsdp_jobs.submit import submit as submission
@@ -16,27 +17,26 @@ from fsdp_jobs.submit.submitted import settle
 from fsdp_jobs.submit.validate import composed
 from fsdp_jobs.sweeps.table import NEW, Row, Sweep, find_sweep, sweeps_in
 
-_POLL_S = 1.0  # between two looks at jobs that are waited for, at first and after one has ended
+_POLL_S = 1.0  # between looks at awaited jobs, at first and after one has ended
 _SLOWEST_POLL_S = 15.0
 
 
 def refresh(sweep: Sweep, rows: Sequence[Row], overview: Overview | None = None) -> None:
-    """Bring rows up to date from their run directories, and from launchers where jobs have not ended."""
-    settle([sweep.run_of(row) for row in rows])
-    submitted = []
-    for row in rows:
-        if sweep.run_of(row).is_submitted:
-            submitted.append(row)
+    """Update rows from their run directories and, for jobs that have not ended, from their launchers."""
+    runs = [sweep.run_of(row) for row in rows]
+    settle(runs)
+    looked = (overview or Overview()).look([run for run in runs if run.is_submitted])
+    for row, run in zip(rows, runs, strict=True):
+        if run in looked:
+            now = looked[run]
+            row.handle, row.state, row.step, row.reason = now.handle, now.state, now.step or 0, now.reason
+            row.objective = last_value(run.metrics, sweep.objective)
         else:
             row.state, row.handle, row.reason = NEW, None, ""
-    runs = [sweep.run_of(row) for row in submitted]
-    for row, run, now in zip(submitted, runs, (overview or Overview()).look(runs), strict=True):
-        row.handle, row.state, row.step, row.reason = now.handle, now.state, now.step or 0, now.reason
-        row.objective = last_value(run.metrics, sweep.objective)
 
 
-def measured(name: str, runs_dir: str) -> dict[str, Any]:
-    """Return a sweep's content by its runs' records; no launcher is asked.
+def measured(name: str, runs_dir: str) -> JsonObject:
+    """Return a sweep's content from its runs' records, without a query to launchers.
 
     Raises:
         BadInput: there is no such sweep.
@@ -62,12 +62,12 @@ def last_value(metrics: Path, key: str) -> float | None:
 
 
 def to_do(sweep: Sweep, jobs: Sequence[Sequence[str]]) -> tuple[list[Row], dict[str, JobConfig]]:
-    """Return the rows of jobs, and by run the configurations of those that are neither done nor active.
+    """Return the rows of jobs, and run -> configuration of those that are neither done nor active.
 
-    Done means: all the steps that the overrides ask for; of a program, which alone knows them, that it has ended well.
+    A job is done after all steps that its overrides set; a user's program is done when it has ended successfully.
 
     Raises:
-        BadInput: overrides of any job that are wrong.
+        BadInput: all overrides that do not fit.
     """
     rows = sweep.rows_for(jobs)
     configs = composed([sweep.overrides_of(row) for row in rows])
@@ -81,22 +81,19 @@ def to_do(sweep: Sweep, jobs: Sequence[Sequence[str]]) -> tuple[list[Row], dict[
 
 
 def submit(sweep: Sweep, configs: dict[str, JobConfig], folder: Path) -> None:
-    """Submit jobs, given as run -> configuration, together, all or none. The sweep must be locked.
+    """Submit jobs, given as run -> configuration, together: all or none. The sweep must be locked.
 
     Args:
-        folder: the sweep's, for launchers' files.
+        folder: of the sweep, for launchers' files.
 
     Raises:
-        BadInput: whatever is wrong with any of them; nothing is written then.
+        BadInput: all problems of all jobs; nothing is written then.
     """
     rows = [row for row in sweep.jobs if row.run in configs]
     prepared = submission.prepare([configs[row.run] for row in rows])
     for job, row in zip(prepared, rows, strict=True):
         job.sweep = sweep.record(row)
-    overrides = [sweep.overrides_of(row) for row in rows]
-    handles = submission.submit(prepared, overrides, sweep.parallelism, folder)
-    for row, handle in zip(rows, handles, strict=True):
-        row.handle, row.state, row.reason = handle, "submitted", ""
+    submission.submit(prepared, [sweep.overrides_of(row) for row in rows], sweep.parallelism, folder)
 
 
 def wait(sweep: Sweep, rows: Sequence[Row], say: Callable[[Row], Any]) -> None:

@@ -14,7 +14,7 @@ from fsdp_jobs.sweeps.table import Row, Sweep
 
 
 def number(value: float | None) -> str:
-    """Format an objective; a dash for none."""
+    """Format an objective; None as a dash."""
     return "-" if value is None else f"{value:.5g}"
 
 
@@ -31,7 +31,7 @@ def ended_line(row: Row) -> str:
 
 
 def show_status(sweep: Sweep) -> None:
-    """Print a line per job, and how many are in which state."""
+    """Print a line per job, and the number of jobs in each state."""
     headings = ["run", *sweep.keys, "state", "step", sweep.objective, "reason"]
     rows = []
     for row in sweep.jobs:
@@ -42,7 +42,7 @@ def show_status(sweep: Sweep) -> None:
 
 
 def show_submitted(sweep: Sweep, rows: Sequence[Row], submitted: Collection[str], with_commands: bool) -> None:
-    """Print which of a batch's jobs were submitted, and which not; then how to follow them."""
+    """Print which jobs of a batch were submitted and which were not, then how to follow them."""
     groups: dict[str, dict[str, None]] = {"submitted": {}, "running or waiting": {}, "done": {}}
     for row in rows:
         group = "submitted" if row.run in submitted else "running or waiting" if row.is_active else "done"
@@ -59,7 +59,7 @@ def show_submitted(sweep: Sweep, rows: Sequence[Row], submitted: Collection[str]
 
 
 def show_dry_run(rows: Sequence[Row], prepared: Sequence[Prepared]) -> None:
-    """Print what a command would submit."""
+    """Print the jobs that a command would submit."""
     plans = {job.run.name: job.plan for job in prepared}
     lines = []
     for row in {row.run: row for row in rows}.values():

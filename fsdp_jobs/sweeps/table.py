@@ -1,8 +1,7 @@
-"""The jobs of a sweep, read from their run directories: each job.json has its sweep's settings. No torch."""
+"""Read the jobs of a sweep from their run directories: each job.json has its sweep's settings. No torch."""
 
 from __future__ import annotations
 
-import fcntl
 import math
 import os
 import re
@@ -10,16 +9,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
-from fsdp_jobs.config.errors import BadInput, Problem, nearest
+from fsdp_jobs.config.errors import BadInput, nearest
 from fsdp_jobs.config.hydra import key_of
 from fsdp_jobs.config.terminal import say
-from fsdp_jobs.run.directory import RunDir, find_run
+from fsdp_jobs.run.directory import RunDir, find_run, lock, recorded_in, try_lock
+from fsdp_jobs.run.record import JsonObject
 from fsdp_jobs.run.status import ENDED
 from fsdp_jobs.sweeps.identity import identity
 
 NEW = "new"  # not submitted yet
+_KEPT = ("fixed", "objective", "direction", "parallelism")  # settings in the job.json of each job
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Row:
 
     @property
     def is_active(self) -> bool:
-        """Whether its launcher has it: it runs or waits."""
+        """Whether the job runs or is queued."""
         return self.state not in (*ENDED, NEW)
 
     @property
@@ -45,13 +45,13 @@ class Row:
 
     @property
     def values(self) -> dict[str, str]:
-        """Key -> value, as written, of its overrides."""
+        """Key -> value of its overrides, as written."""
         return {key_of(o): o.partition("=")[2] for o in self.overrides}
 
 
 @dataclass
 class Sweep:
-    """All jobs, and what they have in common."""
+    """All jobs of a sweep, and their common settings."""
 
     name: str
     runs_dir: str
@@ -66,10 +66,9 @@ class Sweep:
         """Every key in which jobs differ, in the order of their appearance."""
         return list(dict.fromkeys(key for row in self.jobs for key in row.values))
 
-    def record(self, row: Row) -> dict[str, Any]:
-        """Return what the job.json of a row keeps of the sweep."""
-        settings = {key: getattr(self, key) for key in ("name", "fixed", "objective", "direction", "parallelism")}
-        return {**settings, "overrides": row.overrides}
+    def record(self, row: Row) -> JsonObject:
+        """Return the sweep's settings for the job.json of a row."""
+        return {"name": self.name, "overrides": row.overrides, **{key: getattr(self, key) for key in _KEPT}}
 
     def rows_for(self, jobs: Sequence[Sequence[str]]) -> list[Row]:
         """Return the row of each job, given by its overrides, in their order; add rows for new jobs."""
@@ -102,8 +101,8 @@ class Sweep:
         measured = [row for row in self.jobs if row.is_measured]
         return min([row for row in measured if row.state == "done"] or measured, key=self.rank, default=None)
 
-    def content(self) -> dict[str, Any]:
-        """Return what pages show of it, the best job first; an objective that is not finite is None."""
+    def content(self) -> JsonObject:
+        """Return the sweep's content for pages, the best job first; an objective that is not finite is None."""
         about = {"objective": self.objective, "direction": self.direction, "keys": self.keys, "fixed": self.fixed}
         rows = [
             {**asdict(row), "values": row.values, "objective": row.objective if row.is_measured else None}
@@ -114,45 +113,42 @@ class Sweep:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a sweep's lock, so that what a command reads, decides and submits is consistent.
+    """Hold a sweep's lock, so that a command submits according to the state that it has read.
 
-    A folder in which nothing but the lock was made is removed again.
+    Afterwards the folder is removed if it is empty.
     """
     path = folder / "lock"
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            lock = path.open("w")
-        except FileNotFoundError:  # another command has removed the folder in between
+            file = path.open("w")
+        except FileNotFoundError:  # another command has just removed the folder
             continue
-        with lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+        with file:
+            if not try_lock(file):
                 say(f"waiting for another command that works on sweep {folder.name}")
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            if not path.exists() or path.stat().st_ino != os.fstat(lock.fileno()).st_ino:
+                lock(file)
+            if not path.exists() or path.stat().st_ino != os.fstat(file.fileno()).st_ino:
                 continue
             try:
                 yield
             finally:
                 path.unlink()
-                with suppress(OSError):  # something else is in it
+                with suppress(OSError):  # the folder is not empty
                     folder.rmdir()
                     folder.parent.rmdir()
             return
 
 
 def sweeps_in(runs_dir: str) -> dict[str, Sweep]:
-    """Return name -> sweep of the runs under a folder: settings of the newest submission, states not looked at."""
+    """Return name -> sweep of the runs under a folder, with the newest submission's settings and without states."""
     found: dict[str, Sweep] = {}
-    for job in sorted(Path(runs_dir).glob("*/job.json"), key=lambda file: file.stat().st_mtime):
-        run = RunDir(job.parent)
+    for run in recorded_in(runs_dir):
         about = None if run.is_damaged else run.read_job().get("sweep")
-        if about is not None and re.fullmatch(rf"{re.escape(about['name'])}-\d+", run.name):  # and no copy of its run
+        if about is not None and re.fullmatch(rf"{re.escape(about['name'])}-\d+", run.name):  # not a copy of a run
             sweep = found.setdefault(about["name"], Sweep(about["name"], runs_dir))
             sweep.jobs.append(Row(run.name, about["overrides"]))
-            for key in ("fixed", "objective", "direction", "parallelism"):
+            for key in _KEPT:
                 setattr(sweep, key, about[key])
     for sweep in found.values():
         sweep.jobs.sort(key=lambda row: (len(row.run), row.run))
@@ -163,10 +159,10 @@ def find_sweep(name: str, runs_dir: str) -> Sweep:
     """Return a sweep.
 
     Raises:
-        BadInput: there is none of this name.
+        BadInput: there is no sweep of this name.
     """
     sweeps = sweeps_in(runs_dir)
     if name not in sweeps:
         known = f"one of {', '.join(sweeps)}" if sweeps else "python -m fsdp_jobs --multirun ... makes one"
-        raise BadInput([Problem(name, f"no run under {runs_dir}/ is of such a sweep", nearest(name, sweeps) or known)])
+        raise BadInput.at(name, f"no run under {runs_dir}/ is of such a sweep", nearest(name, sweeps) or known)
     return sweeps[name]

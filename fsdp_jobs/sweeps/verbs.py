@@ -1,4 +1,4 @@
-"""`fsdp-jobs sweep ACTION NAME`: show, cancel and resubmit all jobs of a sweep. No torch."""
+"""Implement `fsdp-jobs sweep ACTION NAME`: show, cancel and resubmit all jobs of a sweep. No torch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from contextlib import nullcontext
 from dataclasses import asdict
 
 from fsdp_jobs.checkpoints.catalog import find_checkpoints
-from fsdp_jobs.config.arguments import Parser
-from fsdp_jobs.config.errors import BadInput, Problem, nearest
+from fsdp_jobs.config.arguments import RUNS_DIR, Parser, split_folders
+from fsdp_jobs.config.errors import BadInput, nearest
 from fsdp_jobs.config.schema import load_config
-from fsdp_jobs.config.terminal import say, tell
+from fsdp_jobs.config.terminal import print_json, say
 from fsdp_jobs.run.directory import checkpoints_of, find_run
 from fsdp_jobs.run.tail import newest_json_lines
 from fsdp_jobs.submit.stop import stop
@@ -27,34 +27,30 @@ def sweep(args: list[str]) -> int:
     parser.add_argument("action", metavar=f"{{{','.join(_ACTIONS)}}}")
     parser.add_argument("name", help="of the sweep; runs_dir=... chooses another folder of runs")
     parser.add_json("with status and best: for programs")
-    parser.add_switch("--now", what="with cancel: at once, without checkpoints")
-    folders = {"runs_dir": "runs", "sweep.dir": "sweeps"} | dict(o.split("=", 1) for o in args if is_folder(o))
-    flags = parser.parse_args([a for a in args if not is_folder(a)])
+    parser.add_argument("--now", action="store_true", help="with cancel: at once, without checkpoints")
+    folders, rest = split_folders(args, RUNS_DIR | {"sweep.dir": "sweeps"})
+    flags = parser.parse_args(rest)
     if flags.action not in _ACTIONS:
         what = f"not an action; one of {', '.join(_ACTIONS)}"
-        raise BadInput([Problem(f"sweep {flags.action}", what, nearest(flags.action, _ACTIONS))])
+        raise BadInput.at(f"sweep {flags.action}", what, nearest(flags.action, _ACTIONS))
     act, changes = _ACTIONS[flags.action]
-    flags.folder = find_run(folders["sweep.dir"], flags.name).path  # a sweep's name is the first part of its runs'
+    flags.folder = find_run(folders["sweep.dir"], flags.name).path  # a sweep's name is the prefix of its runs' names
     with locked(flags.folder) if changes else nullcontext():
         found = find_sweep(flags.name, folders["runs_dir"])
         jobs.refresh(found, found.jobs)
         return act(found, flags)
 
 
-def is_folder(argument: str) -> bool:
-    return argument.startswith(("runs_dir=", "sweep.dir="))
-
-
 def _status(sweep: Sweep, flags: argparse.Namespace) -> int:
     if flags.json:
-        tell([asdict(row) for row in sweep.jobs])
+        print_json([asdict(row) for row in sweep.jobs])
     else:
         show_status(sweep)
     return 0
 
 
 def _resume(sweep: Sweep, flags: argparse.Namespace) -> int:
-    """Submit rows again that are neither done nor active, or only the failed ones, each into its own run directory."""
+    """Resubmit the rows that are neither done nor active, or only the failed ones, into their run directories."""
     rows = [row for row in sweep.jobs if row.state != "done" and not row.is_active]
     if flags.action == "retry-failed":
         rows = [row for row in rows if row.state == "failed"]
@@ -79,11 +75,11 @@ def _best(sweep: Sweep, flags: argparse.Namespace) -> int:
     row = sweep.best()
     if row is None:
         what = f"no job has a value of {sweep.objective} yet"
-        raise BadInput([Problem(f"sweep {sweep.name}", what, _measured_keys(sweep))])
+        raise BadInput.at(f"sweep {sweep.name}", what, _measured_keys(sweep))
     run = sweep.run_of(row)
     checkpoint = next(map(str, find_checkpoints(checkpoints_of(load_config(run.config).checkpoint, run))), None)
     if flags.json:
-        tell(asdict(row) | {"checkpoint": checkpoint})
+        print_json(asdict(row) | {"checkpoint": checkpoint})
         return 0
     so_far = "" if row.state == "done" else f" ({row.state}, at step {row.step}; no job is done)"
     say(f"{row.run}: {sweep.objective} {number(row.objective)}{so_far}")
@@ -94,7 +90,7 @@ def _best(sweep: Sweep, flags: argparse.Namespace) -> int:
 
 
 def _measured_keys(sweep: Sweep) -> str:
-    """Name the keys that jobs do record, as the cure of an objective that none records."""
+    """Suggest the keys that jobs do record, if no job records the objective."""
     newest = [next(newest_json_lines(sweep.run_of(row).metrics), {}) for row in sweep.jobs]
     keys = sorted(set().union(*newest))
     return f"sweep.objective: one of {', '.join(keys)}" if keys else f"fsdp-jobs sweep status {sweep.name}"
@@ -110,7 +106,7 @@ def _report(sweep: Sweep, flags: argparse.Namespace) -> int:
     return 0
 
 
-# Action -> what it does, and whether it changes the sweep and so needs its lock.
+# Action -> its function, and whether it changes the sweep and so needs its lock.
 _ACTIONS: dict[str, tuple[Callable[[Sweep, argparse.Namespace], int], bool]] = {
     "status": (_status, False),
     "resume": (_resume, True),

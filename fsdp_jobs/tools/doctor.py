@@ -1,4 +1,4 @@
-"""Examine whether jobs can run on a cluster from this machine, before one is submitted. No torch."""
+"""Check, before any submission, whether jobs can run on a cluster from this machine. No torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fsdp_jobs import __version__
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.config.terminal import say
-from fsdp_jobs.launchers.base import Finding, Launcher, findings, launcher_of
+from fsdp_jobs.launchers.base import Finding, findings, launcher_of
 from fsdp_jobs.plan.memory import size
 from fsdp_jobs.run.directory import as_written
 
@@ -27,13 +27,17 @@ _LEAST_FREE = 10**9  # bytes
 
 
 def doctor(config: JobConfig) -> Iterator[Finding]:
-    """Yield what this machine and the cluster's launcher find, as they find it."""
+    """Yield findings of this machine and of the cluster's launcher; an error that ends the checks is the last one."""
     yield from _this_machine(config)
-    yield from _cluster(config, launcher_of(config.cluster.launcher))
+    launcher = launcher_of(config.cluster.launcher)
+    try:
+        yield from launcher.examine(config)
+    except (BadInput, JobFailed) as e:
+        yield from findings("cluster", e.problems if isinstance(e, BadInput) else [Problem(launcher.name, str(e))])
 
 
 def show(finding: Finding) -> None:
-    """Print a finding, and its cure where one is needed."""
+    """Print a finding, and its cure if one is needed."""
     state = (f"{finding.state:9}", _STYLES[finding.state])
     say(Text.assemble(state, f"{finding.what:16}{finding.fact}"))
     if finding.cure and finding.state != "ok":
@@ -48,13 +52,13 @@ def _this_machine(config: JobConfig) -> Iterator[Finding]:
         versions.append(f"torch {version('torch')}")
     except PackageNotFoundError:
         missing = Problem("torch", "is not installed", "pip install torch")
-        problems += [missing] if config.cluster.shares_environment else []  # else nodes have their own
+        problems += [missing] if config.cluster.shares_environment else []  # otherwise nodes have their own
     with suppress(OSError):  # there is no nvidia-smi
         smi = subprocess.Popen(_DRIVER, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         try:
             said = smi.communicate(timeout=_DRIVER_S)[0].strip()
         except subprocess.TimeoutExpired:
-            smi.kill()  # not waited for: nothing ends a process that is inside a wedged driver
+            smi.kill()  # not waited for: a process stuck in a driver cannot be ended
             said = f"no answer within {_DRIVER_S:.0f} s"
         if said and smi.returncode == 0:
             versions.append(f"NVIDIA's driver {said.splitlines()[0]}")
@@ -68,11 +72,3 @@ def _this_machine(config: JobConfig) -> Iterator[Finding]:
     state = "bad" if not may_write else "warning" if free < _LEAST_FREE else "ok"
     fact = f"{runs}, {size(free)} free" if may_write else f"{there} is not a folder that you may write to"
     yield Finding("runs_dir", state, fact, "runs_dir=... in a folder of yours with room")
-
-
-def _cluster(config: JobConfig, launcher: Launcher) -> Iterator[Finding]:
-    """Yield the launcher's findings; what ends them is the last one."""
-    try:
-        yield from launcher.examine(config)
-    except (BadInput, JobFailed) as e:
-        yield from findings("cluster", e.problems if isinstance(e, BadInput) else [Problem(launcher.name, str(e))])

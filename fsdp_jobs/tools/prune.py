@@ -15,16 +15,17 @@ from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.run.directory import RunDir, checkpoints_of, runs_in
 from fsdp_jobs.run.identity import Identity, owner_of
+from fsdp_jobs.run.status import ENDED
 from fsdp_jobs.run.table import listed
 from fsdp_jobs.run.term import TERMS
 from fsdp_jobs.submit.overview import Overview
 
-_GOING = ".pruned-"  # before the name of a directory that is being removed: no run has such a name
+_GOING = ".pruned-"  # prefix of a directory that is being removed: no run has such a name
 
 
 @dataclass(frozen=True)
 class Old:
-    """A run that may go."""
+    """A run that may be removed."""
 
     run: RunDir
     state: str
@@ -34,26 +35,26 @@ class Old:
 
 
 def old_runs(runs_dir: str, older_than_s: float, keep: Sequence[str]) -> Iterator[Old]:
-    """Yield this user's runs that have ended, by their records and their launcher, and have not changed since.
+    """Yield this user's runs that have ended, by their records and launchers, and have not changed for a time.
 
     Args:
-        runs_dir: the folder that they are in.
-        older_than_s: seconds since the newest change of any of their files.
-        keep: names that stay.
+        runs_dir: the folder of the runs.
+        older_than_s: seconds since the newest change of any of a run's files.
+        keep: names of runs to keep.
     """
     runs = [run for run in runs_in(runs_dir) if run.name not in keep and not run.is_damaged and not owner_of(run)]
-    for run, row in zip(runs, Overview().look(runs), strict=True):
-        place = run.path.resolve()  # it may be behind a link
+    for run, row in Overview().look(runs).items():
+        place = run.path.resolve()  # the run may be a symbolic link
         stats = [file.lstat() for file in (place, *place.rglob("*"))]
         changed_at = max(stat.st_mtime for stat in stats)
-        if row.is_over and row.state != "damaged" and time.time() - changed_at > older_than_s:
+        if row.state in ENDED and time.time() - changed_at > older_than_s:
             yield Old(run, row.state, run.submission, changed_at, sum(stat.st_size for stat in stats))
 
 
 def remove(old: Old) -> list[str]:
-    """Remove a run's directory and its checkpoints elsewhere; returns what could not be removed, or is another's.
+    """Remove a run's directory and its checkpoints elsewhere; return what could not be, or belongs to another run.
 
-    What is killed in between leaves a hidden folder that no verb takes for a run.
+    If this is interrupted, a hidden folder remains that no verb lists as a run.
     """
     place = old.run.path.resolve()
     folders = [place, *(inside for inside in place.rglob("*") if inside.is_dir() and not inside.is_symlink())]
@@ -73,16 +74,16 @@ def remove(old: Old) -> list[str]:
 def _remove(old: Old) -> list[str]:
     problems = []
     home = None
-    with suppress(Exception):  # a config of another version: the checkpoints elsewhere stay
+    with suppress(Exception):  # a config of another version: keep the checkpoints elsewhere
         home = checkpoints_of(load_config(old.run.config).checkpoint, old.run)
     if home is not None and home != old.run.checkpoints:
         try:
-            claimed, own = Identity.read(home / old.run.identity.name), Identity.read(old.run.identity)
+            claimed, own = Identity.from_file(home / old.run.identity.name), Identity.from_file(old.run.identity)
             if claimed is not None and (own is None or own.id != claimed.id):
                 problems.append(f"{home}: belongs to a run of {claimed.owner}")
             elif left := _remove_checkpoints(home, old.run.identity.name):
                 problems.append(f"{home}: {listed(left)} stays: no save of this run wrote it")
-        except Exception as e:  # whatever a store's client raises
+        except Exception as e:  # clients of object stores raise any exception
             problems.append(f"{home}: {type(e).__name__}: {e}")
     place = old.run.path.resolve()
     going = place.with_name(_GOING + place.name)
@@ -94,11 +95,11 @@ def _remove(old: Old) -> list[str]:
 
 
 def _remove_checkpoints(home: Path, identity: str) -> list[str]:
-    """Remove what a run has written into its folder of checkpoints; returns the names of what else is there."""
+    """Remove what a run has written into its folder of checkpoints; return the names of all other entries."""
     if not home.exists():
         return []
     others = []
-    for entry in sorted(home.iterdir(), key=lambda entry: entry.name == identity):  # last: it says whose the rest is
+    for entry in sorted(home.iterdir(), key=lambda entry: entry.name == identity):  # last: it names the owner
         if not (entry.name in (TERMS, identity) or is_checkpoint(entry)):
             others.append(entry.name)
         elif not isinstance(entry, Path):

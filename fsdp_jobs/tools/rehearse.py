@@ -1,4 +1,4 @@
-"""Rehearse a fault for real, with the user's own configuration scaled down to this machine. No torch."""
+"""Rehearse a real fault with the user's own configuration, scaled down to this machine. No torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import psutil
 
 from fsdp_jobs.checkpoints import catalog
 from fsdp_jobs.config.clusters import LocalClusterConfig
-from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
+from fsdp_jobs.config.errors import BadInput, JobFailed
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.resolve import node_range
 from fsdp_jobs.config.schema import JobConfig, LlamaConfig
@@ -23,10 +23,11 @@ from fsdp_jobs.config.terminal import say
 from fsdp_jobs.plan.layout import partners
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, as_written, write_atomic
+from fsdp_jobs.run.processes import all_processes, command_of
 from fsdp_jobs.run.tail import newest_json_lines, read_json_lines
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit import submit as submission
-from fsdp_jobs.submit.submitted import is_active, kill
+from fsdp_jobs.submit.submitted import has_ended, job_of, kill
 from fsdp_jobs.tiers.memory.slots import slots_in
 
 FAULTS = {
@@ -35,17 +36,17 @@ FAULTS = {
     "hang_node": "a node hangs for longer than the heartbeat's timeout, then continues",
     "preempt": "SIGTERM to one node: all ranks save and exit, and the job is restarted",
     "corrupt_checkpoint": "a bit of the newest checkpoint flips while the job is stopped",
-    "flip_bit": "a bit flips in each capture in a node's memory, and its ranks are killed",
-    "full_memory": "a node has no more memory for captures, and a rank is killed",
-    "lose_two_nodes": "two nodes that keep each other's captures are lost at once, with their memory",
+    "flip_bit": "a bit flips in each snapshot in a node's memory, and its ranks are killed",
+    "full_memory": "a node has no more memory for snapshots, and a rank is killed",
+    "lose_two_nodes": "two nodes that keep each other's snapshots are lost at once, with their memory",
     "slow_node": "a node's ranks stand still for a part of the time",
     "nan": "an infinite learning rate makes weights and gradients not finite until the job ends; then as before",
 }
-_OF_CAPTURES = ("flip_bit", "full_memory")
+_OF_SNAPSHOTS = ("flip_bit", "full_memory")
 _STEPS, _EVERY, _FAULT_AT = 60, 10, 25
-_MANY_STEPS = 100_000  # more than are done before a slow node is named
+_MANY_STEPS = 100_000  # more than are done before a slow node is detected
 _TIMEOUT_S = 300.0
-_ROOM = 1 << 20  # bytes of a file that a node with full memory may still write: logs, a rank's part of a checkpoint
+_ROOM = 1 << 20  # largest file, in bytes, that a node with full memory may still write: logs, a rank's checkpoint part
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,9 @@ class Outcome:
 
 
 def scaled(config: JobConfig, fault: str) -> JobConfig:
-    """Scale a job down: 2 nodes of at most 2 local ranks, or more nodes of 1, a Llama of 2 thin layers, short samples.
+    """Scale a job down: 2 nodes of at most 2 local ranks, or more nodes of 1; 2 thin Llama layers; short samples.
 
-    What recovery depends on stays: strategy, checkpointing, elastic settings, data order, precision.
+    Everything that recovery depends on stays: strategy, checkpointing, elastic settings, data order, precision.
     """
     small = compose_job([])
     model, data = config.model, config.data
@@ -89,7 +90,7 @@ def scaled(config: JobConfig, fault: str) -> JobConfig:
         checkpoint=replace(config.checkpoint, every_steps=_EVERY, every_minutes=0.0, dir=None),
         elastic=elastic,
         attach=False,
-        init_from=None,  # weights of a larger model
+        init_from=None,  # its weights are those of a larger model
         init_key_map=[],
         log_every_steps=1,
     )
@@ -100,37 +101,39 @@ def rehearse(config: JobConfig, fault: str) -> Outcome:
 
     Raises:
         BadInput: the scaled configuration cannot be run here.
-        JobFailed: the job did not get as far as the fault.
+        JobFailed: the job failed before the fault.
     """
     if program := config.script or config.module:
         what = "its steps cannot be compared: only those of the built-in trainer can"
-        raise BadInput([Problem(f"script={program}", what, "rehearse without it")])
-    if fault in _OF_CAPTURES and not config.checkpoint.memory.every_steps:
-        what = f"nothing is captured in memory, which {fault} is about"
-        raise BadInput([Problem("checkpoint.memory.every_steps=0", what, "checkpoint.memory.every_steps=1")])
+        raise BadInput.at(f"script={program}", what, "rehearse without it")
+    if fault in _OF_SNAPSHOTS and not config.checkpoint.memory.every_steps:
+        what = f"this job takes no snapshots in memory, which {fault} is about"
+        raise BadInput.at("checkpoint.memory.every_steps=0", what, "checkpoint.memory.every_steps=1")
     (job,) = submission.prepare([scaled(config, fault)])
     run = job.run
     try:
-        (handle,) = submission.submit([job], [[]])
+        submission.submit([job], [[]])
         say(f"run {run.path}: training to step {_FAULT_AT}", "dim")
-        _wait_until(lambda: _step(run) >= _FAULT_AT, handle, f"step {_FAULT_AT} was not reached")
+        _wait_until(lambda: _step(run) >= _FAULT_AT, run, f"step {_FAULT_AT} was not reached")
         say(f"step {_step(run)}: {FAULTS[fault]}", "dim")
         injected_at = time.time()
         if fault == "slow_node":
-            return _slow_down(run, handle)
-        if fault in ("corrupt_checkpoint", "nan"):
-            handle = (_corrupt_checkpoint if fault == "corrupt_checkpoint" else _diverge)(job, handle)
+            return _slow_down(run)
+        if fault in _WHILE_STOPPED:
+            write_atomic(run.stop_request, "rehearsal")
+            _wait_until(lambda: _has_ended(run), None, "the job did not stop")
+            _WHILE_STOPPED[fault](job)
         else:
             _inject(run, fault, config.elastic.heartbeat_timeout_s)
-        _wait_until(lambda: Verdict.final(run) is not None, handle, "the job did not end")
+        _wait_until(lambda: Verdict.final(run) is not None, run, "the job did not end")
         return _judge(run, fault, injected_at)
     finally:
-        if present := run.read_job().get("handle"):  # of the newest submission: some faults resume the run
-            kill([present])
+        if run.is_submitted:  # the handle of its newest submission: some faults resume the run
+            kill([run.handle])
 
 
 def _inject(run: RunDir, fault: str, heartbeat_timeout_s: float) -> None:
-    """Inject a fault into the processes of node 1, and of the node that keeps its captures."""
+    """Inject a fault into the processes of node 1, and of the node that holds the copies of its snapshots."""
     agent = _agent(run, node=1)
     match fault:
         case "kill_node":
@@ -140,9 +143,9 @@ def _inject(run: RunDir, fault: str, heartbeat_timeout_s: float) -> None:
         case "preempt":
             agent.terminate()
         case "flip_bit":
-            _flip_captured(agent)
+            _flip_snapshots(agent)
         case "full_memory":
-            for server in _fork_servers(agent):  # the limit of files stands in for that of memory: no one else is hurt
+            for server in _fork_servers(agent):  # a limit on files in place of memory: no other process is affected
                 server.rlimit(psutil.RLIMIT_FSIZE, (_ROOM, server.rlimit(psutil.RLIMIT_FSIZE)[1]))
             _ranks(agent)[0].kill()
         case "lose_two_nodes":
@@ -151,7 +154,7 @@ def _inject(run: RunDir, fault: str, heartbeat_timeout_s: float) -> None:
             lost = [agent, _agent(run, other)]
             for process in lost:
                 process.suspend()
-            for folder in filter(None, map(_captures, lost)):
+            for folder in filter(None, map(_snapshots, lost)):
                 shutil.rmtree(folder)
             for process in lost:
                 process.kill()
@@ -165,8 +168,8 @@ def _inject(run: RunDir, fault: str, heartbeat_timeout_s: float) -> None:
                     process.resume()
 
 
-def _slow_down(run: RunDir, handle: str) -> Outcome:
-    """Let the ranks of node 1 stand still for two thirds of the time, until a node is named as slow."""
+def _slow_down(run: RunDir) -> Outcome:
+    """Pause the ranks of node 1 for two thirds of the time, until a node is reported as slow."""
     ranks, began, began_at = _ranks(_agent(run, node=1)), _step(run), time.time()
     named: list[events.SlowNode] = []
 
@@ -179,21 +182,21 @@ def _slow_down(run: RunDir, handle: str) -> Outcome:
         named.extend(e for e in events.read_events(run) if isinstance(e, events.SlowNode) and e.time > began_at)
         return bool(named)
 
-    _wait_until(is_named, handle, "no node was named as slow")
+    _wait_until(is_named, run, "no node was named as slow")
     why = f"after {_step(run) - began} steps and {time.time() - began_at:.0f} s: {named[0].sentence()}"
     return Outcome(named[0].node == 1, why, None, 0)
 
 
-def _flip_captured(agent: psutil.Process) -> None:
-    """Flip a bit of each sealed capture of a node's ranks, and kill the ranks."""
-    ranks, folder = _ranks(agent), _captures(agent)
+def _flip_snapshots(agent: psutil.Process) -> None:
+    """Flip a bit in each sealed snapshot of a node's ranks, and kill the ranks."""
+    ranks, folder = _ranks(agent), _snapshots(agent)
     assert folder is not None
     for rank in ranks:
         rank.suspend()
-    _wait_until(lambda: all(slot.copied.exists() for slot in slots_in(folder)), None, "captures were not sealed")
+    _wait_until(lambda: all(slot.copied.exists() for slot in slots_in(folder)), None, "snapshots were not sealed")
     for slot in slots_in(folder):
-        if (capture := slot.capture()) is not None:
-            largest = max(capture.entries, key=lambda entry: entry.bytes)
+        if (snapshot := slot.snapshot()) is not None:
+            largest = max(snapshot.entries, key=lambda entry: entry.bytes)
             _flip(slot.data, largest.begin + largest.bytes // 2)
     for rank in ranks:
         rank.kill()
@@ -207,36 +210,36 @@ def _flip(file: Path, at: int) -> None:
         f.write(bytes([byte[0] ^ 1]))
 
 
-def _diverge(job: submission.Prepared, handle: str) -> str:
-    """Stop the job and resume it with an infinite learning rate; when that has ended it, resume it as it was."""
-    write_atomic(job.run.stop_request, "rehearsal")
-    _wait_until(lambda: not is_active(handle), None, "the job did not stop")
-    optim = replace(job.config.optim, lr=math.inf)
-    diverging = replace(job.config, optim=optim, allow_config_change=True)
-    (handle,) = submission.submit(submission.prepare([diverging]), [[]])
-    _wait_until(lambda: not is_active(handle), None, "the job did not end")
+def _diverge(job: submission.Prepared) -> None:
+    """Resume a stopped job with an infinite learning rate; when the job has failed, resume it with its own rate."""
+    again = replace(job.config, allow_config_change=True)
+    _resume(replace(again, optim=replace(again.optim, lr=math.inf)))
+    _wait_until(lambda: _has_ended(job.run), None, "the job did not end")
     end = Verdict.final(job.run)
     say(f"it ended {end.verdict}: {end.reason}" if end is not None else "it ended without a verdict", "dim")
-    (resumed,) = submission.submit(submission.prepare([replace(job.config, allow_config_change=True)]), [[]])
-    return resumed
+    _resume(again)
 
 
-def _corrupt_checkpoint(job: submission.Prepared, handle: str) -> str:
-    """Stop the job, flip a bit of its newest checkpoint, and resume it. Returns the new handle."""
-    write_atomic(job.run.stop_request, "rehearsal")
-    _wait_until(lambda: not is_active(handle), None, "the job did not stop")
+def _corrupt_checkpoint(job: submission.Prepared) -> None:
+    """Flip a bit in a stopped job's newest checkpoint, and resume the job."""
     newest = catalog.find_checkpoints(job.run.checkpoints)[0]
     shard = max(newest.glob("*.distcp"), key=lambda f: f.stat().st_size)
     _flip(shard, shard.stat().st_size // 2)
     say(f"one bit of {newest.name}/{shard.name} is flipped; resuming", "dim")
-    (resumed,) = submission.submit(submission.prepare([job.config]), [[]])
-    return resumed
+    _resume(job.config)
+
+
+def _resume(config: JobConfig) -> None:
+    submission.submit(submission.prepare([config]), [[]])
+
+
+_WHILE_STOPPED = {"corrupt_checkpoint": _corrupt_checkpoint, "nan": _diverge}
 
 
 def _judge(run: RunDir, fault: str, injected_at: float) -> Outcome:
     recorded = list(events.read_events(run))
     metrics = [record for record in read_json_lines(run.metrics) if math.isfinite(record["loss"])]
-    losses: dict[int, list[float]] = {}  # of each step, as often as it was done
+    losses: dict[int, list[float]] = {}  # step -> a loss for each time that it was done
     for record in metrics:
         losses.setdefault(record["step"], []).append(record["loss"])
     worst = max((abs(b - a) / abs(b) for of_step in losses.values() for a, b in pairwise(of_step)), default=0.0)
@@ -258,9 +261,9 @@ def _judge(run: RunDir, fault: str, injected_at: float) -> Outcome:
     elif repeated > 2 * _EVERY:
         why = f"{repeated} steps were repeated; a checkpoint was saved every {_EVERY}"
     elif fault == "flip_bit" and (resumed.place != "memory" or not resumed.sent):
-        why = f"resumed from {resumed.place} of step {resumed.step}, and not from another node's capture"
+        why = f"resumed from {resumed.place} of step {resumed.step}, and not from another node's snapshot"
     elif fault == "full_memory" and not any("checkpoint.memory.dir" in error for error in failed):
-        why = "nothing told that there is no room for captures"
+        why = "no event reports that there is no room for snapshots"
     elif fault == "nan" and not any("the newest finite checkpoint is" in reason for reason in ends):
         why = f"it did not end with what to do about it: {ends}"
     else:
@@ -269,16 +272,20 @@ def _judge(run: RunDir, fault: str, injected_at: float) -> Outcome:
     return Outcome(passed, why, None if recovered_at is None else recovered_at - injected_at, repeated)
 
 
-def _wait_until(condition: Callable[[], bool], handle: str | None, problem: str) -> None:
-    """Wait for a condition while the job `handle` is active; None for whether it is or not.
+def _has_ended(run: RunDir) -> bool:
+    return has_ended(run, job_of(run))
+
+
+def _wait_until(condition: Callable[[], bool], run: RunDir | None, problem: str) -> None:
+    """Wait for a condition while the job of `run` is active; with None, whether or not a job is active.
 
     Raises:
-        JobFailed: it did not come about.
+        JobFailed: the condition was not met.
     """
     deadline = time.monotonic() + _TIMEOUT_S
     while not condition():
-        has_ended = handle is not None and not is_active(handle)
-        if (has_ended and not condition()) or time.monotonic() > deadline:
+        is_over = run is not None and _has_ended(run)
+        if (is_over and not condition()) or time.monotonic() > deadline:
             raise JobFailed(f"{problem} within {_TIMEOUT_S:.0f} s; fsdp-jobs logs shows why")
         time.sleep(0.05)
 
@@ -288,10 +295,10 @@ def _step(run: RunDir) -> int:
 
 
 def _agent(run: RunDir, node: int) -> psutil.Process:
-    """Find the agent of a node by its command line."""
+    """Find a node's agent by its command line."""
     path = str(as_written(run.path))
-    for process in psutil.process_iter(["cmdline"]):
-        command = process.info["cmdline"] or []
+    for process in all_processes():
+        command = command_of(process)
         if path in command and "fsdp_jobs.node.agent" in command and ("--node", str(node)) in pairwise(command):
             return process
     raise JobFailed(f"node {node} of {run.name} has no agent on this machine")
@@ -305,7 +312,7 @@ def _ranks(agent: psutil.Process) -> list[psutil.Process]:
     return [rank for server in _fork_servers(agent) for rank in server.children()]
 
 
-def _captures(agent: psutil.Process) -> Path | None:
-    """Return the folder of an agent's captures, which it holds the lock of."""
+def _snapshots(agent: psutil.Process) -> Path | None:
+    """Return the folder of an agent's snapshots, whose lock the agent holds."""
     locks = (Path(f.path) for f in agent.open_files())
     return next((lock.parent for lock in locks if lock.name == "lock" and "-memory-" in lock.parent.name), None)

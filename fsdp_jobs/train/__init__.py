@@ -1,1 +1,1 @@
-"""What runs in a rank. Nothing here imports a launcher."""
+"""The built-in program of ranks. Nothing here imports a launcher."""

@@ -1,4 +1,4 @@
-"""`python -m fsdp_jobs.train`: what a rank runs when a job names no program of its own."""
+"""`python -m fsdp_jobs.train`: the program that ranks run when a job names none of its own."""
 
 import sys
 

@@ -1,8 +1,8 @@
-"""The samples of this rank, read ahead, in an order that is a function of (seed, epoch, index) alone.
+"""The samples of this rank, read ahead, in an order that is a function of only (seed, epoch, index).
 
-A position counts samples since the start of the run, over epochs and over all ranks. Which sample is at a
-position, and which positions make up a step, does not depend on the world: a resume with any number of ranks
-goes on exactly where the checkpoint left off.
+A position counts samples since the start of the run, over epochs and over all ranks. The sample at a position
+and the positions of a step do not depend on the world: a resume with any number of ranks continues exactly
+where the checkpoint left off.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ def microbatches(first: int, data: DataConfig, rank: int, world: int) -> list[li
 class Samples(Dataset[tuple[Tensor, Tensor]]):
     """Map positions to (tokens, labels), each int64 [seq_len]; labels are the tokens that follow.
 
-    At a negative position is a sample that does not count.
+    The sample at a negative position does not count.
     """
 
-    mark: dict[str, Any] | None = None  # of a stream: where to read on after what `batches` has yielded
+    mark: dict[str, Any] | None = None  # of a stream: where to continue after what `batches` has yielded
 
     def __init__(self, tokens: Tokens, seq_len: int, seed: int):
         self.tokens, self.seq_len, self.seed = tokens, seq_len, seed
         self.samples = (len(tokens) - 1) // seq_len
 
     def fingerprint(self) -> int:
-        """Return a number that differs where the data differs: from the length and 64 spread-out stretches."""
+        """Return a number that differs if the data does, from the length and 64 spread-out stretches."""
         count = len(self.tokens)
         starts = np.linspace(0, max(0, count - 1024), 64, dtype=np.int64)
         return digest_of(str(count).encode(), *(np.ascontiguousarray(self.tokens[s : s + 1024]) for s in starts))
@@ -67,10 +67,10 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
         return self.tokens[start : start + self.seq_len + 1].astype(np.int64)
 
     def read_on(self, mark: dict[str, Any] | None) -> None:
-        """Begin where a checkpoint's stream was; samples at known places have no need of it."""
+        """Begin where a checkpoint's stream was; only streams need this."""
 
     def collate(self, rows: list[tuple[Tensor, Tensor]]) -> tuple[Any, ...]:
-        """Return a microbatch, in the process that reads: tokens, labels, and of a stream how to read on after it."""
+        """Return a microbatch, in the reading process: tokens, labels, and for a stream the mark after it."""
         return tuple(default_collate(rows))
 
     def __getitem__(self, position: int) -> tuple[Tensor, Tensor]:
@@ -80,7 +80,7 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
 
 
 def digest_of(*contents: Any) -> int:
-    """Return a number that differs where some bytes do."""
+    """Return a number that differs if any bytes do."""
     digest = hashlib.blake2b(digest_size=7)
     for content in contents:
         digest.update(content)
@@ -132,4 +132,4 @@ def batches(
 
 def _begin_worker(_worker: int) -> None:
     die_with_parent()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # to all processes of a node: the ranks are still saving
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to all processes of a node: the ranks are still saving

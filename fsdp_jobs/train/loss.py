@@ -1,4 +1,4 @@
-"""Cross-entropy summed over tokens: of whole logits, or in chunks of tokens that never make all logits."""
+"""Cross-entropy summed over tokens: of whole logits, or in chunks of tokens, never holding all logits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fsdp_jobs.train.data import IGNORE
 
 
 class TokenLoss:
-    """The loss of a model's microbatch. Chunks need a model whose output is that of its linear head, unchanged."""
+    """The loss of a microbatch. Chunks need a model that returns the output of its linear head unchanged."""
 
     def __init__(self, model: nn.Module, fsdp: FsdpConfig, planned: bool | None = None):
         self.model, self.fsdp, self.planned = model, fsdp, planned
@@ -41,7 +41,7 @@ class TokenLoss:
             losses.append(_ChunkedLoss.apply(hidden.flatten(0, -2), head.weight, head.bias, labels.flatten(), chunk))  # type: ignore[no-untyped-call]
             return losses[-1]
 
-        head.__dict__["forward"] = forward  # in place of the class's
+        head.__dict__["forward"] = forward  # overrides the class's
         try:
             out = self.model(tokens)
         finally:
@@ -50,7 +50,7 @@ class TokenLoss:
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Summed cross-entropy of a linear layer; gradients are made with the loss, from each chunk's logits."""
+    """Summed cross-entropy of a linear layer; gradients are computed with the loss, from each chunk's logits."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, chunk: int) -> Tensor:

@@ -34,8 +34,8 @@ def build_optimizer(model: nn.Module, config: OptimConfig, master_dtype: str = "
 class StochasticAdamW(torch.optim.AdamW):
     """AdamW for bf16 parameters and moments: computed in fp32, then rounded up or down at random, without bias.
 
-    Rounding to nearest loses every update below 2^-9 of a weight. Random numbers depend on the step and on the
-    shard alone, so that replicas stay equal and a step done again gives the same weights.
+    Rounding to nearest loses every update below 2^-9 of a weight. Random numbers depend only on the step and on
+    the shard, so that replicas stay equal and a repeated step gives the same weights.
     """
 
     @torch.no_grad()
@@ -73,8 +73,8 @@ class StochasticAdamW(torch.optim.AdamW):
 def round_stochastically(target: Tensor, exact: Tensor, generator: torch.Generator) -> None:
     """Write fp32 values into a bf16 tensor: each goes to one of its two neighbours, to the nearer more often.
 
-    bf16 is fp32 without its last 16 bits: adding a random number below 2^16 to the bits before they are cut
-    carries with the probability of what is cut.
+    bf16 is fp32 without its last 16 bits: a random number below 2^16, added before they are cut, carries into
+    the others with a probability proportional to the cut bits.
     """
     noise = torch.randint(0, 1 << 16, exact.shape, dtype=torch.int32, device=exact.device, generator=generator)
     cut = (exact.view(torch.int32) + noise).bitwise_and_(-(1 << 16)).view(torch.float32)
@@ -86,7 +86,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _shard_of(parameter: Tensor) -> int:
-    """Return which shard of a parameter this rank holds; 0 where it holds all of it."""
+    """Return which shard of a parameter this rank holds; 0 if it holds all of it."""
     if not isinstance(parameter, DTensor):
         return 0
     dims = [i for i, placement in enumerate(parameter.placements) if placement.is_shard()]

@@ -22,20 +22,22 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from fsdp_jobs.config.errors import BadInput
+from fsdp_jobs.config.resolve import accelerator, param_dtype
 from fsdp_jobs.config.schema import JobConfig, load_config
 from fsdp_jobs.models.build import build_model, find_blocks, head_modules_of, linear_head_of
 from fsdp_jobs.plan.shapes import Activations, ModelShape, Params, Unit, merged
 
-MATMULS = ("mm", "addmm", "bmm", "baddbmm")
+MATMULS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
 ATTENTION = "_scaled_dot_product"
 
 
 class _Attention(TorchFunctionMode):
-    """Have attention take the kernel that a GPU would, and note its heads.
+    """Make attention use the kernel that a GPU would, and record its heads.
 
-    With dropout a CPU multiplies whole matrices of scores; a GPU's fused kernels have dropout.
+    With dropout a CPU multiplies whole matrices of scores; a GPU's fused kernels support dropout.
     """
 
     def __init__(self) -> None:
@@ -51,43 +53,65 @@ class _Attention(TorchFunctionMode):
         return func(**given | {"dropout_p": 0.0})
 
 
+def _in_bf16(t: Tensor) -> Tensor:
+    return t.to(torch.bfloat16) if t.is_floating_point() else t
+
+
 class _Counter(TorchDispatchMode):
-    """Sum up matmul FLOPs, outputs worth keeping and elements moved, inside blocks and outside."""
+    """Sum up matmul FLOPs, outputs worth keeping and bytes moved, inside blocks and outside."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.inside = False
         self.flops = {True: 0, False: 0}
         self.kept = self.moved = self.attention = 0
+        self.widest = 0  # elements of the largest output of a matmul in a block
         self.last = 0  # FLOPs of the newest matmul, after which nothing was saved
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("aten::")
+        if name == "_grouped_mm":  # of experts; fake tensors support it only in bf16
+            given = tree_map_only(Tensor, _in_bf16, args)
+            out = func(*given, **(kwargs or {})).to(args[0].dtype)
+        else:
+            out = func(*args, **(kwargs or {}))
         first = out[0] if isinstance(out, tuple | list) and out else out
         if not isinstance(first, Tensor):
             return out
         if name in MATMULS:
-            # a bias comes first: the last operand is [K, N]
-            self.last = 2 * first.numel() * args[-1].shape[-2]
+            # a bias comes first, and the experts' offsets last: the last matrix is [K, N]
+            right = [a for a in args if isinstance(a, Tensor) and a.ndim > 1][-1]
+            self.last = 2 * first.numel() * right.shape[-2]
             self.flops[self.inside] += self.last
-            self.kept += first.numel() if self.inside else 0
+            if self.inside:
+                self.kept += first.numel()
+                self.widest = max(self.widest, first.numel())
         elif name.startswith(ATTENTION):
             self.kept += first.numel() if self.inside else 0
             self.attention += first.numel()
         elif self.inside and not func.is_view:
-            self.moved += first.numel() + sum(a.numel() for a in args if isinstance(a, Tensor))
+            self.moved += first.nbytes + sum(a.nbytes for a in args if isinstance(a, Tensor))
         return out
 
 
-def activations_of(model: nn.Module, blocks: Sequence[nn.Module], seq_len: int) -> Activations:
-    """Measure what a token costs in this model, from one sample of `seq_len` tokens; means over the blocks."""
+def activations_of(
+    model: nn.Module, blocks: Sequence[nn.Module], seq_len: int, dtype: torch.dtype = torch.float32
+) -> Activations:
+    """Measure the cost of a token in this model, by one sample of `seq_len` tokens; means over the blocks.
+
+    Parameters and the inputs of blocks and head are cast to `dtype`, as FSDP's mixed precision casts them.
+    """
     counter, attention = _Counter(), _Attention()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
     parameters = {p.untyped_storage()._cdata for p in model.parameters()}
-    saved: dict[int, tuple[Tensor, bool]] = {}  # the tensor is kept, so that its storage's address stays its own
+    saved: dict[int, tuple[Tensor, bool]] = {}  # with the tensor, so that no other gets its storage's address
     inputs: list[int] = []
     last: list[int] = []
     made: list[Tensor] = []  # by the head
+
+    def cast(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
 
     def enter(_module: nn.Module, args: tuple[Any, ...]) -> None:
         counter.inside = True
@@ -104,6 +128,8 @@ def activations_of(model: nn.Module, blocks: Sequence[nn.Module], seq_len: int) 
             saved.setdefault(key, (t, counter.inside))
         return t
 
+    for unit in [*blocks, *head_modules_of(model)]:
+        unit.register_forward_pre_hook(cast, with_kwargs=True)
     for block in blocks:
         block.register_forward_pre_hook(enter)
         block.register_forward_hook(leave)
@@ -112,20 +138,22 @@ def activations_of(model: nn.Module, blocks: Sequence[nn.Module], seq_len: int) 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), counter, attention:
         logits = model(torch.zeros((1, seq_len), dtype=torch.int64))
 
-    def elements(inside: bool) -> int:
-        return sum(t.untyped_storage().nbytes() // t.element_size() for t, at in saved.values() if at is inside)
+    def elements(inside: bool, computed: bool) -> int:
+        """Count what is saved in `dtype`, or the rest, in fp32's four bytes."""
+        of = (t for t, at in saved.values() if at is inside and (t.dtype == dtype) is computed)
+        return sum(t.untyped_storage().nbytes() for t in of) // (dtype.itemsize if computed else 4)
 
     layers = max(1, len(blocks))
     each = layers * seq_len
-    widest = max((p.shape[0] for b in blocks for p in b.parameters() if p.ndim > 1), default=0)
     return Activations(
         layers=layers,
         block_input=sum(inputs) // each,
-        block_saved=elements(True) // each,
-        block_saved_fp32=0,
+        block_saved=elements(True, True) // each,
+        block_saved_fp32=elements(True, False) // each,
         block_matmul=counter.kept // each,
-        block_peak=2 * widest,
-        head_saved=elements(False) // seq_len,
+        block_peak=2 * counter.widest // seq_len,
+        head_saved=elements(False, True) // seq_len,
+        head_saved_fp32=elements(False, False) // seq_len,
         vocab=logits.shape[-1],
         linear_head=len(made) == 1 and logits is made[0],
         matmul_flops=counter.flops[True] // each,
@@ -134,7 +162,7 @@ def activations_of(model: nn.Module, blocks: Sequence[nn.Module], seq_len: int) 
         attention_width=counter.attention // each,
         head_width=attention.head_width,
         grouped_heads=attention.grouped,
-        elementwise=counter.moved // each,
+        elementwise=counter.moved // dtype.itemsize // each,
     )
 
 
@@ -158,12 +186,12 @@ def units_of(
         # A weight that the head shares is gathered first and reduced last, like a root's.
         whole = Unit("root", root.params + head_unit.params)
         return ModelShape(whole, merged(made), activations, waiting=head_unit.numel)
-    # Without a head of its own, the root's gradients may all be there before the blocks' backward.
+    # Without a head of its own, all of the root's gradients may exist before the blocks' backward.
     return ModelShape(root, merged(made), activations, head_unit, waiting=0 if head_unit.params else root.numel)
 
 
 def positions_of(model: nn.Module) -> int:
-    """Return for how many tokens a model of transformers has places in a table; 0 where it computes them."""
+    """Return how many positions the table of a transformers model has; 0 if it computes positions."""
     count = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if not isinstance(count, int) or not hasattr(model, "get_input_embeddings"):
         return 0
@@ -177,13 +205,16 @@ def shape_of(config: JobConfig) -> ModelShape:
     with FakeTensorMode():
         model = build_model(config.model)
         blocks = find_blocks(model, config.model, config.fsdp)
-        activations = activations_of(model, blocks, config.data.seq_len)
+        is_fp32 = param_dtype(config.fsdp, accelerator(config)) == "fp32"
+        dtype = torch.float32 if is_fp32 else torch.bfloat16  # fp16 has the same sizes
+        activations = activations_of(model, blocks, config.data.seq_len, dtype)
     head = head_modules_of(model) if config.fsdp.wrap == "layer" else []
-    return replace(units_of(model, blocks, head, activations), positions=positions_of(model))
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    return replace(units_of(model, blocks, head, activations), positions=positions_of(model), frozen=frozen)
 
 
 def initial_weights_of(config: JobConfig) -> str:
-    """List what keeps `init_from` from being this model's weights: a JSON list of [where, what, cure]."""
+    """List why `init_from` cannot be this model's weights, as JSON: [where, what, cure] each."""
     from fsdp_jobs.hub.pretrained import problems_of  # its imports take longer than a shape
 
     with torch.device("meta"):

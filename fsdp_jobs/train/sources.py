@@ -1,7 +1,7 @@
-"""Open the tokens that a configuration names, as one array of ids, memory-mapped where it is long.
+"""Open the tokens that a configuration names, as one array of ids, memory-mapped if it is long.
 
-A data set that is streamed is read as it comes: in its own order, samples packed over documents, read on by its state.
-Every rank reads and tokenizes the whole stream and keeps its positions, so samples are the same over any world.
+A streamed data set is read in its own order, with samples packed across documents, and continued from its saved state.
+Every rank reads and tokenizes the whole stream and keeps its positions, so samples are the same in any world.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import numpy.typing as npt
 from torch import Tensor
 
 from fsdp_jobs.config.data import text_files
-from fsdp_jobs.config.errors import BadInput, Problem
+from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import DataConfig
 from fsdp_jobs.hub.tokenize import Tokenize, cached, check_ids, tokenizer_of
 from fsdp_jobs.train.data import Samples, Tokens, digest_of
 
-_BLOCK = 1 << 20  # characters of a text file that are tokenized at once, up to the next end of a line
+_BLOCK = 1 << 20  # characters of a text file tokenized at once, up to the next end of a line
 _FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 
 
@@ -37,12 +37,12 @@ def open_samples(data: DataConfig, seed: int) -> Samples:
 
 
 def open_tokens(data: DataConfig) -> Tokens:
-    """Open the tokens of a configuration, 1-D; a memory map where they are in a file.
+    """Open the tokens of a configuration, 1-D; a memory map if they are in a file.
 
     Raises:
-        OSError: a file that is not there or cannot be read.
-        ValueError: fewer tokens than one sample needs, or a size that is not a multiple of a token's.
-        BadInput: a tokenizer or library that is missing, or ids beyond `data.vocab_size`.
+        OSError: a file is missing or cannot be read.
+        ValueError: there are fewer tokens than one sample needs, or a file ends within a token.
+        BadInput: a tokenizer or library is missing, or ids are beyond `data.vocab_size`.
     """
     if data.kind == "python_stdlib":
         tokens: Tokens = np.frombuffer(_stdlib_sources(), dtype=np.uint8)
@@ -104,19 +104,19 @@ def open_dataset(data: DataConfig) -> Any:
     try:
         import datasets
     except ImportError as e:
-        raise BadInput([Problem("data=hf_dataset", str(e), "pip install 'fsdp_jobs[hf]', on the nodes")]) from e
+        raise BadInput.at("data=hf_dataset", str(e), "pip install 'fsdp_jobs[hf]', on the nodes") from e
     path = Path(data.path or "")
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         saved = datasets.load_from_disk(str(path))
         if isinstance(saved, dict):
             if data.split not in saved:
-                raise BadInput([Problem(f"data.split={data.split}", "does not exist", f"one of {', '.join(saved)}")])
+                raise BadInput.at(f"data.split={data.split}", "does not exist", f"one of {', '.join(saved)}")
             saved = saved[data.split]
         return saved.to_iterable_dataset() if data.streaming else saved
     named = {"path": str(data.path), "name": data.subset}
     if path.is_file():
         if path.suffix not in _FORMATS:
-            raise BadInput([Problem(f"data.path={path}", "not a known file format", f"one of {', '.join(_FORMATS)}")])
+            raise BadInput.at(f"data.path={path}", "not a known file format", f"one of {', '.join(_FORMATS)}")
         named = {"path": _FORMATS[path.suffix], "data_files": str(path)}
     return datasets.load_dataset(**named, split=data.split, streaming=data.streaming)
 
@@ -126,15 +126,15 @@ def tokenized(documents: Any, data: DataConfig, tokenize: Tokenize) -> Iterator[
     for row in documents:
         if not tokenize.takes_rows and data.text_column not in row:
             what = "the data set has no such column"
-            raise BadInput([Problem(f"data.text_column={data.text_column}", what, f"one of {', '.join(row)}")])
+            raise BadInput.at(f"data.text_column={data.text_column}", what, f"one of {', '.join(row)}")
         yield tokenize(row if tokenize.takes_rows else row[data.text_column])
 
 
 class Stream(Samples):
-    """The samples of a stream in its order, epoch after epoch; it is read on from a mark, or from its beginning.
+    """The samples of a stream in its order, epoch after epoch, from a mark or from its beginning.
 
-    A mark says how to go on before some sample: the state of the data set after so many documents, and their tokens
-    that no sample has had. Every rank reads the whole stream, so a mark of one is good for all, in any world.
+    A mark holds what is needed to continue before a sample: the state of the data set after some documents, and the
+    tokens left of these. Every rank reads the whole stream, so one rank's mark is good for all, in any world.
     """
 
     def __init__(self, data: DataConfig):
@@ -145,11 +145,11 @@ class Stream(Samples):
         self._reading, self._position = self._read(self._start), 0  # of the next sample
 
     def fingerprint(self) -> int:
-        """Return a number that differs where the first sample does."""
+        """Return a number that differs if the first sample does."""
         return digest_of(next(self._read(self._beginning))[0])
 
     def read_on(self, mark: dict[str, Any] | None) -> None:
-        """Begin at the mark of a checkpoint; one of another data set or tokenizer is of no use."""
+        """Begin at the mark of a checkpoint; ignore one of another data set or tokenizer."""
         if mark is not None and mark["of"] == self._beginning["of"]:
             self.mark = self._start = mark
             self._position = -1  # read anew at the next sample
@@ -171,8 +171,8 @@ class Stream(Samples):
         Tokens at an epoch's end that do not fill a sample are dropped.
 
         Raises:
-            BadInput: an id that is not below `data.vocab_size`.
-            ValueError: less than a sample in a whole epoch.
+            BadInput: an id is not below `data.vocab_size`.
+            ValueError: a whole epoch has less than one sample.
         """
         position = mark["position"]
         while True:

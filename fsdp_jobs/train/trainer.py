@@ -29,7 +29,7 @@ from fsdp_jobs.train.sources import open_samples
 class Learner:
     """A model with its optimizer and gradient scaler, and the parts of one optimizer step.
 
-    A checkpoint gives the model its weights, or `initialize`.
+    A checkpoint or `initialize` gives the model its weights.
     """
 
     def __init__(self, config: JobConfig, layout: Layout, mesh: DeviceMesh, device: torch.device):
@@ -52,8 +52,8 @@ class Learner:
     def backward(self, microbatches: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Compute the gradients of the mean loss of the global batch. Returns the loss summed over this rank's tokens.
 
-        FSDP averages gradients over ranks, so each rank's summed loss is scaled by world / global tokens:
-        exact also where ranks have unequal numbers of samples.
+        FSDP averages gradients over ranks, so each rank's summed loss is scaled by world / global tokens. This
+        is exact even if ranks have unequal numbers of samples.
         """
         total = torch.zeros((), device=self.device)
         scale = self.world / self.tokens_per_step
@@ -70,8 +70,8 @@ class Learner:
     def clip(self) -> Tensor:
         """Clip the gradient's global 2-norm. Returns the norm before clipping, the same on every rank to the bit.
 
-        A reduction may add the ranks of one shard group in another order than those of the next; then replicas would
-        drift apart. So the parts are added in rank order.
+        Reductions may add up the ranks of different shard groups in different orders, and replicas would drift apart.
+        So the parts are added in rank order.
         """
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
@@ -88,7 +88,7 @@ class Learner:
         return norm
 
     def update(self, norm: Tensor) -> None:
-        """Apply the gradients, unless their norm is not finite, and forget them. The host does not wait to see it."""
+        """Apply the gradients, unless their norm is not finite, and clear them. The host does not wait for the norm."""
         if self.scaler is not None:
             self.scaler.step(self.optimizer)
             self.scaler.update()
@@ -111,7 +111,7 @@ def main() -> int:
     configured = hyperparameters.state_dict()
     checkpoints = job.checkpointer(model, optimizer, **({"scaler": scaler} if scaler is not None else {}))
     done = checkpoints.restore(otherwise=learner.initialize)
-    hyperparameters.load_state_dict(configured)  # the configuration's count, not the checkpoint's
+    hyperparameters.load_state_dict(configured)  # the configured values, not the checkpoint's
     samples.read_on(checkpoints.stream)
     steps = range(done + 1, config.steps + 1)
     pin = device.type == "cuda"

@@ -1,4 +1,4 @@
-"""A job in Docker: a network, a container for the coordinator and one per node; translated, created, removed."""
+"""Translate, create and remove a job in Docker: a network, a container for the coordinator and one per node."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,6 @@ from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.app import arguments
 from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.snapshot import Snapshot, take
-from fsdp_jobs.plan.memory import GIB
-from fsdp_jobs.plan.plan import Plan
 from fsdp_jobs.run.directory import RunDir, as_written
 from fsdp_jobs.run.env import ADDRESS_ENV
 
@@ -35,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 RUN_LABEL = "fsdp_jobs.run.directory"
 _PORT = 29400  # in the job's own network: nothing is published
-_AGENT_BYTES = GIB // 2  # an agent and its fork server, which has imported torch
 
 
 class NoDaemon(BadInput):
@@ -47,21 +44,21 @@ def connect() -> docker.APIClient:
 
     Raises:
         NoDaemon: it does not answer, or denies permission.
-        BadInput: it is another machine's; there is no such context.
+        BadInput: it is another machine's, or there is no such context.
     """
     where, name = os.environ.get("DOCKER_HOST"), os.environ.get("DOCKER_CONTEXT") or get_current_context_name()
     key = "DOCKER_HOST" if where else f"docker context {name}"
     if not where:
         try:
             context = ContextAPI.get_context(name)
-        except Exception as e:  # docker's own class says no more
-            raise BadInput([Problem(f"Docker context {name}", f"cannot be read: {e}", "docker context ls")]) from e
+        except Exception as e:  # docker's own class adds nothing
+            raise BadInput.at(f"Docker context {name}", f"cannot be read: {e}", "docker context ls") from e
         if context is None:
-            raise BadInput([Problem(f"Docker context {name}", "there is no such context", "docker context ls")])
+            raise BadInput.at(f"Docker context {name}", "there is no such context", "docker context ls")
         where = str(context.Host).removeprefix("http+")
     if not where.startswith(("unix://", "npipe://")):
         what = "is another machine's Docker, but containers mount this machine's run directory"
-        raise BadInput([Problem(f"{key}={where}", what, "submit on that machine, or: docker context use default")])
+        raise BadInput.at(f"{key}={where}", what, "submit on that machine, or: docker context use default")
     try:
         return docker.APIClient(base_url=where, version="auto", timeout=60)
     except docker.errors.DockerException as e:
@@ -82,16 +79,16 @@ class DockerRequest:
     gpus: list[str]  # ids, to be divided among the nodes when they are created
     pass_env: list[str]  # variables whose values are added when containers are created
     containers: list[dict[str, Any]]
-    code: Snapshot | None = None  # is copied at submission
+    code: Snapshot | None = None  # copied at submission
 
     def __str__(self) -> str:
-        plain = json.loads(json.dumps(vars(replace(self, code=None))))  # the API's own types are subclasses of dict
-        shown = {"network": plain["prefix"], **{key: plain[key] for key in ("image", "gpus", "pass_env", "containers")}}
-        return str(yaml.safe_dump(shown, sort_keys=False, width=1000))
+        containers = json.loads(json.dumps(self.containers))  # the API's own types are subclasses of dict
+        shown = {"network": self.prefix, "image": self.image, "gpus": self.gpus, "pass_env": self.pass_env}
+        return str(yaml.safe_dump({**shown, "containers": containers}, sort_keys=False, width=1000))
 
 
 def prefix_of(run: RunDir) -> str:
-    """Return what names of a run's containers begin with: at most 50 characters, so that they are host names."""
+    """Return the prefix of the names of a run's containers: at most 50 characters, so that they are host names."""
     name = f"fsdp-{run.name}"
     return name if len(name) <= 50 else f"{name[:41]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
@@ -102,28 +99,11 @@ def cluster_of(config: JobConfig) -> DockerClusterConfig:
     return config.cluster
 
 
-def memory_need(config: JobConfig, plan: Plan) -> int:
-    """Return bytes of host memory that a node needs by the plan, with /dev/shm; 0 when the model is not known."""
-    if plan.memory is None:
-        return 0
-    rank = plan.memory.total if plan.backend == "gloo" else 2 * GIB + plan.memory.host
-    return plan.ranks_per_node * rank + _AGENT_BYTES + shm_need(config, plan)
-
-
-def shm_need(config: JobConfig, plan: Plan) -> int:
-    """Return bytes of /dev/shm that a node needs: for data workers' batches, NCCL between its ranks, and captures."""
-    data = config.data
-    batches = 0 if config.is_program else data.workers * data.prefetch * data.micro_batch * (data.seq_len + 1) * 8
-    channels = 0 if plan.backend == "gloo" else 64 * 2**20
-    captured = plan.captured_bytes if config.checkpoint.memory.dir == "/dev/shm" else 0
-    return int(plan.ranks_per_node * (batches + channels + 2**20)) + captured
-
-
 def translate(job: Job, daemon: dict[str, Any], gpus: list[str]) -> DockerRequest:
     """Translate a job into containers.
 
     Args:
-        daemon: what `docker info` shows.
+        daemon: the output of `docker info`.
         gpus: ids of this machine's GPUs; none for a job on CPU.
     """
     config, run, cluster = job.config, RunDir(as_written(job.run.path)), cluster_of(job.config)
@@ -145,13 +125,14 @@ def translate(job: Job, daemon: dict[str, Any], gpus: list[str]) -> DockerReques
         "mounts": [Mount(to, source, type="bind", read_only=only) for source, to, only in mounts],
     }
     limits = {
-        "mem_limit": parse_bytes(cluster.memory) if cluster.memory else 2 * memory_need(config, job.plan) or None,
+        "mem_limit": parse_bytes(cluster.memory) if cluster.memory else 2 * job.memory_need or None,
         "nano_cpus": int((cluster.cpus or min(job.plan.ranks_per_node, daemon["NCPU"])) * 1e9),
         "shm_size": parse_bytes(cluster.shm),
     }
     prefix, python_path = prefix_of(run), {"PYTHONPATH": str(run.code)} if code is not None else {}
 
-    def container(name: str, part: str, address: str, args: list[str], limits: dict[str, Any]) -> dict[str, Any]:
+    def container(name: str, address: str, args: list[str], limits: dict[str, Any]) -> dict[str, Any]:
+        part = name.partition("-")[0]
         env = {**job.app.roles[0].env, ADDRESS_ENV: f"{prefix}-{name}", **python_path, **cluster.env}
         return {
             "user": "0:0" if rootless else f"{os.getuid()}:{os.getgid()}",  # root of a rootless daemon is its user
@@ -166,20 +147,20 @@ def translate(job: Job, daemon: dict[str, Any], gpus: list[str]) -> DockerReques
         }
 
     coordinator, agent = job.app.roles
-    made = [container("coordinator", "coordinator", str(_PORT), arguments(coordinator), {})]
+    made = [container("coordinator", str(_PORT), arguments(coordinator), {})]
     for node in range(agent.num_replicas):
         address = f"{prefix}-coordinator:{_PORT}"
-        made.append(container(f"node-{node}", "node", address, arguments(agent, node), limits))
+        made.append(container(f"node-{node}", address, arguments(agent, node), limits))
     gpus = gpus[: agent.num_replicas * job.plan.ranks_per_node]
     return DockerRequest(str(run.path), prefix, cluster.image, gpus, list(cluster.pass_env), made, code)
 
 
 def _mounts(config: JobConfig, run: RunDir) -> Iterator[tuple[str, str, bool]]:
-    """Yield (from, to, read only) of what a job reads and writes outside its image."""
+    """Yield (from, to, read only) of each path that a job reads or writes outside its image."""
     yield str(run.path), str(run.path), False
     if config.checkpoint.dir is not None and "://" not in config.checkpoint.dir:
         folder = str(as_written(config.checkpoint.dir))
-        yield folder, folder, False  # Docker wants it to exist: `create` makes it
+        yield folder, folder, False  # it must exist for Docker: `create` makes it
     for path in input_paths(config):
         yield str(as_written(path)), str(as_written(path)), True
     for text in cluster_of(config).mounts:
@@ -190,7 +171,7 @@ def parse_mount(text: str) -> tuple[str, str, bool]:
     """Parse `from:to` or `from:to:ro` into (from, to, read only).
 
     Raises:
-        ValueError: of another form, or `to` is not absolute.
+        ValueError: it has another form, or `to` is not absolute.
     """
     source, *rest = text.split(":")
     if len(rest) not in (1, 2) or not rest[0].startswith("/") or rest[1:] not in ([], ["ro"], ["rw"]):
@@ -206,7 +187,7 @@ def create(api: docker.APIClient, request: DockerRequest) -> None:
     """
     run, labels = RunDir(request.run_dir), {RUN_LABEL: str(Path(request.run_dir).resolve())}
     secrets = {name: os.environ[name] for name in request.pass_env}
-    remove(api, run)  # what an earlier submission has kept
+    remove(api, run)  # kept by an earlier submission
     for mount in request.containers[0]["host_config"]["mounts"]:
         if not Path(mount["Source"]).exists():
             Path(mount["Source"]).mkdir(parents=True)
@@ -223,7 +204,7 @@ def create(api: docker.APIClient, request: DockerRequest) -> None:
     except docker.errors.APIError as e:
         remove(api, run)
         cure = "docker network prune: unused networks take up the addresses" if "address pool" in str(e) else ""
-        raise BadInput([Problem("Docker", str(e.explanation), cure)]) from e
+        raise BadInput.at("Docker", str(e.explanation), cure) from e
 
 
 def containers_of(api: docker.APIClient, run: RunDir) -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The launcher `docker_fsdp`: a job is containers on a network of its own. No torch."""
+"""The launcher `docker_fsdp`: a job is a set of containers on a network of its own. No torch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class DockerLauncher(DetachedLauncher):
         super().start(run)
 
     def revive(self, run: RunDir) -> bool:
-        """Start the supervisor of a job whose containers all exist; remove those of another."""
+        """Start the supervisor of a job whose containers all exist; remove those of an incomplete job."""
         if not super().revive(run) and not self.is_alive(run):
             return False
         api = containers.connect()
@@ -65,14 +65,14 @@ class DockerLauncher(DetachedLauncher):
         return False
 
     def is_alive(self, run: RunDir) -> bool:
-        """Whether a container of a run's newest job runs, or the supervisor."""
+        """Whether a container or the supervisor of a run's newest job is alive."""
         if super().is_alive(run):
             return True
         left = containers.containers_of(containers.connect(), run)
         return any(container["State"]["Running"] for container in left.values())
 
     def kill(self, run: RunDir) -> bool:
-        """End a job and remove its containers and network; of one that has ended, what no supervisor has removed."""
+        """End a job and remove its containers and network; if it has ended, what its supervisor has left."""
         was_alive = self.is_alive(run)
         super().kill(run)
         if was_alive or not containers.cluster_of(load_config(run.config)).keep:

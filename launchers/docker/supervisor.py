@@ -3,7 +3,7 @@
     python -m fsdp_jobs.launchers.docker.supervisor RUN_DIR
 
 After `docker kill` Docker's restart policies do neither. Containers do not depend on this process: while it is away
-they go on training, through as many attempts as it takes.
+they continue to train, over any number of attempts.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE, Verdict, judge
 
 _POLL_S = 0.5
 _RETRY_S = 2.0
-_LEAVE_S = 40.0  # containers that still run so long after the job's end are removed running
-_MISSED_S = 5.0  # after the loss of a node has been recorded
-_NO_DAEMON_S = 600.0  # a daemon that has been away for so long does not come back
-_LEFT = (EXIT_FAILED, EXIT_REQUEUE)  # of a container that gave up, or was told to stop: it is not restarted
+_LEAVE_S = 40.0  # containers that still run so long after the job's end are killed and removed
+_MISSED_S = 5.0  # by then the loss of the node has been recorded
+_NO_DAEMON_S = 600.0  # a daemon away for so long does not come back
+_LEFT = (EXIT_FAILED, EXIT_REQUEUE)  # of a container that gave up, or was asked to stop: it is not restarted
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Supervisor:
     def __init__(self, run: RunDir):
         self.run, self.config = run, load_config(run.config)
         self._over_at: float | None = None
-        self._missed: dict[str, float] = {}  # node whose container somebody has removed -> since when
+        self._missed: dict[str, float] = {}  # node whose container was removed -> since when
 
     @property
     def _attempt(self) -> int:
@@ -49,7 +49,7 @@ class Supervisor:
         return max(self.run.first_attempt(), self.run.last_attempt())
 
     def poll(self, api: docker.APIClient) -> bool:
-        """Restart what died. True when the job is over and its containers have stopped, or had time to."""
+        """Restart dead containers. True when the job is over and its containers have stopped, or had time to."""
         containers = containers_of(api, self.run)
         stopped = {name: c for name, c in containers.items() if not c["State"]["Running"]}
         if self._over_at is None and self._is_over(api, containers):
@@ -58,7 +58,7 @@ class Supervisor:
             return len(stopped) == len(containers) or time.monotonic() - self._over_at > _LEAVE_S
         for name in {f"node-{i}" for i in range(node_range(self.config.nodes)[1])} - containers.keys():
             if time.monotonic() - self._missed.setdefault(name, time.monotonic()) > _MISSED_S:
-                self._missed[name] = math.inf  # told
+                self._missed[name] = math.inf  # noted
                 why = f"the container of {name} was removed; fsdp-jobs cancel and resume {self.run.name} make a new one"
                 events.record(self.run, self._attempt, events.Waiting(why))
         for name, container in stopped.items():
@@ -69,7 +69,7 @@ class Supervisor:
         return False
 
     def _is_over(self, api: docker.APIClient, containers: dict[str, dict[str, Any]]) -> bool:
-        """Whether there will be no other attempt."""
+        """Whether no further attempt follows."""
         if Verdict.final(self.run) is not None:
             return True
         coordinator = containers.get("coordinator")
@@ -101,7 +101,7 @@ def supervise(run: RunDir) -> None:
             if not cluster_of(supervisor.config).keep:
                 remove(api, run)
             return
-        except (RequestException, BadInput) as e:  # a container that has just gone; a daemon being restarted
+        except (RequestException, BadInput) as e:  # a container was just removed; the daemon is being restarted
             logger.warning("%s", e)
             if time.monotonic() - answered > _NO_DAEMON_S:
                 raise

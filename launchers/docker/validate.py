@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,21 +17,22 @@ from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.resolve import accelerator, node_range, ranks_per_node
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.base import Finding, Job, findings
-from fsdp_jobs.launchers.docker.containers import RUN_LABEL, cluster_of, memory_need, parse_mount, prefix_of, shm_need
+from fsdp_jobs.launchers.docker.containers import RUN_LABEL, cluster_of, parse_mount, prefix_of
 from fsdp_jobs.plan.memory import GIB
 from fsdp_jobs.run.processes import visible_gpus
 
 _BUILD = "docker build -t {} -f deploy/Dockerfile .   (in fsdp_jobs' checkout), or docker pull"
 _VERSIONS = "import fsdp_jobs, torch; print('fsdp_jobs', fsdp_jobs.__version__, 'torch', torch.__version__)"
+_GPU_HOOK = "nvidia-container-runtime-hook"  # Docker gives GPUs by it, also where no runtime is configured
 ASSUMED = {"MemTotal": 1 << 60, "NCPU": os.cpu_count() or 1}  # of a daemon that cannot be asked
 
 
 def problems_of(api: docker.APIClient | None, job: Job, daemon: dict[str, Any], gpus: list[str]) -> Iterator[Problem]:
-    """Yield what keeps a job from being submitted.
+    """Yield the problems that keep a job from being submitted.
 
     Args:
-        api: None where the daemon cannot be asked.
-        daemon: what `docker info` shows.
+        api: None if the daemon cannot be asked.
+        daemon: the output of `docker info`.
         gpus: this machine's ids.
     """
     cluster = cluster_of(job.config)
@@ -60,12 +62,12 @@ def examine(api: docker.APIClient, config: JobConfig) -> Iterator[Finding]:
 
 
 def _run(api: docker.APIClient, image: str, args: list[str]) -> list[str]:
-    """Run Python in an image and return the lines that it prints; Docker removes the container whatever ends this."""
+    """Run Python in an image and return the lines that it prints; Docker removes the container however this ends."""
     host = api.create_host_config(auto_remove=True)
     options = {"entrypoint": ["python"], "network_disabled": True, "host_config": host}
     made = api.create_container(image, args, **options)["Id"]
     try:
-        output = api.attach(made, stream=True)  # before it starts: nothing of it is left at its end
+        output = api.attach(made, stream=True)  # before it starts: at its end its output is removed
         api.start(made)
         return b"".join(output).decode(errors="replace").splitlines()
     except docker.errors.APIError as e:
@@ -104,8 +106,8 @@ def _image(api: docker.APIClient, cluster: DockerClusterConfig) -> Iterator[Prob
 def _sizes(job: Job, daemon: dict[str, Any]) -> Iterator[Problem]:
     config, plan, cluster = job.config, job.plan, cluster_of(job.config)
     nodes = node_range(config.nodes)[1]
-    memory = memory_need(config, plan)
-    for key, size, need in (("memory", cluster.memory, memory), ("shm", cluster.shm, shm_need(config, plan))):
+    memory = job.memory_need
+    for key, size, need in (("memory", cluster.memory, memory), ("shm", cluster.shm, job.shm_need)):
         try:
             if size is not None and parse_bytes(size) < need:
                 what = f"the plan's {plan.ranks_per_node} ranks need {need / GIB:.2f} GiB per node"
@@ -127,13 +129,13 @@ def _gpus(config: JobConfig, daemon: dict[str, Any], gpus: list[str]) -> Iterato
         what = f"the job needs {wanted} GPUs, one per rank; this machine has {len(gpus)}"
         cure = "fewer nodes, a smaller nproc_per_node, or hardware=cpu to rehearse without"
         yield Problem(f"nodes={config.nodes}", what, cure)
-    elif "nvidia" not in daemon.get("Runtimes", {}):
-        what = "containers get GPUs by NVIDIA's runtime, which this Docker does not have"
+    elif "nvidia" not in daemon.get("Runtimes", {}) and shutil.which(_GPU_HOOK) is None:
+        what = "containers get GPUs by NVIDIA's container toolkit, which this Docker does not have"
         yield Problem("Docker", what, "install nvidia-container-toolkit, then: nvidia-ctk runtime configure")
 
 
 def _names(api: docker.APIClient, job: Job) -> Iterator[Problem]:
-    """Yield names that something else has taken; what this very run has left is removed at submission."""
+    """Yield names that something else has taken; remains of this run are removed at submission."""
     prefix, nodes = prefix_of(job.run), node_range(job.config.nodes)[1]
     own = {("container", f"{prefix}-{name}") for name in ("coordinator", *(f"node-{i}" for i in range(nodes)))}
     taken = [("container", "rm -f", name[1:], c["Labels"]) for c in api.containers(all=True) for name in c["Names"]]

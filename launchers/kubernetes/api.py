@@ -1,32 +1,34 @@
-"""The cluster's API: connect, create, read and delete plain objects, and explain errors."""
+"""The cluster's API: create, read and delete plain objects, and explain errors."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import lru_cache
-from pathlib import Path
-from typing import Any
+from datetime import datetime
+from email.utils import parsedate_to_datetime
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
-import yaml
-
-from fsdp_jobs.config.clusters import KubernetesClusterConfig
-from fsdp_jobs.config.errors import BadInput, Problem
+from fsdp_jobs.config.errors import Problem
 from fsdp_jobs.launchers.kubernetes.skeletons import Object
 
+if TYPE_CHECKING:
+    from fsdp_jobs.launchers.kubernetes.login import Login
+
 _CONNECT_S, _ANSWER_S = 5.0, 30.0
-_CONNECTIONS = 32
 _RETRY_S = 2.0
-_THROTTLED_FOR_S = 20.0  # for which a request is retried that the server was too busy to look at
+_THROTTLED_FOR_S = 20.0  # to retry a request that the server was too busy to look at
 ROLE_CURE = "ask for the role in deploy/kubernetes/base/rbac.yaml"
+_LIMIT_CURE = "a LimitRange: cluster.cpus, cluster.memory; for the coordinator's pod cluster.pod_patch"
 _FORBIDDEN = {  # words of a message -> the cure; anything else is for an administrator to explain
     "exceeded quota": "ask for fewer nodes, or less cluster.cpus or cluster.memory",
     "must specify": "cluster.pod_patch sets it for both containers, coordinator and trainer",
+    "usage per ": _LIMIT_CURE,
+    "ratio per ": _LIMIT_CURE,
     "violates PodSecurity": "cluster.pod_patch can set or remove the fields that it names",
     '" cannot ': ROLE_CURE,  # of RBAC: User "me" cannot create resource "jobs" ...
 }
@@ -45,10 +47,6 @@ class ApiError(Exception):
         return self.status == 429 or not 400 <= self.status < 500
 
 
-class NoKubeconfig(BadInput):
-    """There is no file that says where the cluster is, or it cannot be read."""
-
-
 @contextmanager
 def _connection_errors() -> Iterator[None]:
     """Raise ApiError in place of urllib3's exceptions."""
@@ -61,7 +59,7 @@ def _connection_errors() -> Iterator[None]:
 
 
 def _words(error: BaseException) -> str:
-    """Return what an error of a connection says, without the exceptions and connections that it is wrapped in."""
+    """Return the message of a connection's error, without the exceptions and connections that wrap it."""
     inner = getattr(error, "reason", None) or next((a for a in error.args if isinstance(a, Exception)), None)
     return _words(inner) if isinstance(inner, Exception) else re.sub(r"^<.*?>: |^\w+\(.*?\): ", "", str(error)).strip()
 
@@ -71,13 +69,23 @@ class Api:
 
     Every method raises ApiError, which `explain` translates for the user.
 
-    Only login and connections are the client library's. Its methods differ by kind, it patches custom kinds with
-    another content type than built-in ones, and a certificate that cannot be verified is a TypeError to it.
+    The client library is used only for login and connections. Its methods differ by kind, it patches custom kinds with
+    another content type than built-in ones, and raises TypeError for a certificate that cannot be verified.
     """
 
-    def __init__(self, client: Any, namespace: str, where: str, retried_for_s: float):
-        """Wrap the library's ApiClient; `where` is the server's URL. All but creations and logs is retried so long."""
-        self._client, self.namespace, self.where, self._retried_for_s = client, namespace, where, retried_for_s
+    def __init__(self, login: Login, namespace: str, retried_for_s: float):
+        """`retried_for_s` applies to all but creations and logs."""
+        self._login, self.namespace, self._retried_for_s = login, namespace, retried_for_s
+        self.where = str(login.client.configuration.host)
+        self._ahead_s = 0.0  # the server's clock, of this machine's
+
+    def time(self) -> float:
+        """Return seconds since 1970 by the server's clock, as of its last answer."""
+        return time.time() + self._ahead_s
+
+    def seconds_since(self, moment: str) -> float:
+        """Return how long ago a time in an object was."""
+        return self.time() - datetime.fromisoformat(moment).timestamp()
 
     def create(self, body: Object, dry_run: bool = False) -> Object:
         """Create an object; with `dry_run` only let the server validate it, admission included."""
@@ -89,10 +97,19 @@ class Api:
         return self._json_or_none("GET", self._path(api_version, kind, name))
 
     def select(self, api_version: str, kind: str, **query: str) -> list[Object]:
-        """Return objects by the API's own selectors; none when the cluster does not know the kind."""
+        """Return objects by the API's own selectors; none if the cluster does not know the kind."""
         answer = self._json_or_none("GET", self._path(api_version, kind), **query)
         items = answer["items"] if answer is not None else []
         return [{"apiVersion": api_version, "kind": kind, **item} for item in items]  # lists leave both out
+
+    def select_visible(self, api_version: str, kind: str) -> list[Object] | None:
+        """Return all objects of a kind; None if the user may not list them."""
+        try:
+            return self.select(api_version, kind)
+        except ApiError as e:
+            if e.status != 403:
+                raise
+            return None
 
     def groups(self) -> dict[str, str]:
         """Return the API groups that the cluster knows, with the version it prefers."""
@@ -120,12 +137,14 @@ class Api:
         selector = ",".join(f"{k}={v}" for k, v in labels.items())
         return list(self._json("GET", "/api/v1/nodes", labelSelector=selector)["items"])
 
-    def warnings(self, kind: str, name: str) -> list[str]:
-        """Return messages of the warning events about an object, oldest first."""
-        selector = f"involvedObject.kind={kind},involvedObject.name={name},type=Warning"
-        events = self.select("v1", "Event", fieldSelector=selector)
+    def warnings(self, kind: str) -> dict[str, list[str]]:
+        """Return messages of the warning events about objects of a kind, by the object's name, oldest first."""
+        events = self.select("v1", "Event", fieldSelector=f"involvedObject.kind={kind},type=Warning")
         events.sort(key=lambda e: e.get("lastTimestamp") or e.get("eventTime") or e["metadata"]["creationTimestamp"])
-        return [f"{e['reason']}: {e.get('message', '')}" for e in events]
+        messages = defaultdict(list)
+        for e in events:
+            messages[e["involvedObject"]["name"]].append(f"{e['reason']}: {e.get('message', '')}")
+        return messages
 
     def log(self, pod: str, container: str, since_s: int | None = None, follow: bool = False) -> Iterator[str]:
         """Yield lines of a container's log: all, or those of the last `since_s` seconds."""
@@ -185,13 +204,19 @@ class Api:
         import urllib3
 
         kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
-        headers = {**self._client.default_headers, "Accept": "application/json", "Content-Type": kind}
-        self._client.update_params_for_auth(headers, [], ["BearerToken"])
-        pools, url = self._client.rest_client.pool_manager, f"{self.where}{path}?{urlencode(query)}"
-        text = None if body is None else json.dumps(body)
+        url, text = f"{self.where}{path}?{urlencode(query)}", None if body is None else json.dumps(body)
         how = {"timeout": urllib3.Timeout(connect=_CONNECT_S, read=answer_s), "preload_content": False}
+
+        def request(client: Any) -> Any:
+            headers = {**client.default_headers, "Accept": "application/json", "Content-Type": kind}
+            client.update_params_for_auth(headers, [], ["BearerToken"])
+            pools = client.rest_client.pool_manager
+            return pools.request(method, url, headers=headers, body=text, redirect=False, **how)
+
         with _connection_errors():
-            answer = pools.request(method, url, headers=headers, body=text, redirect=False, **how)
+            answer = self._login.request(request)
+            if "Date" in answer.headers:
+                self._ahead_s = parsedate_to_datetime(answer.headers["Date"]).timestamp() - time.time()
             if answer.status < 300:
                 return answer
             refusal = answer.data
@@ -207,7 +232,7 @@ def _content_of(answer: Any) -> Object:
     """Read an answer to its end.
 
     Raises:
-        ApiError: it was cut off, or comes from something else than Kubernetes: a proxy, a page to log in.
+        ApiError: it was cut off, or does not come from Kubernetes: a proxy, a login page.
     """
     with _connection_errors():
         text = answer.data.decode(errors="replace")
@@ -218,58 +243,15 @@ def _content_of(answer: Any) -> Object:
     raise ApiError(0, f"what answers is not Kubernetes: {' '.join(text[:80].split())}")
 
 
-def connect(cluster: KubernetesClusterConfig, retried_for_s: float = 0) -> Api:
-    """Connect to the namespace of the configuration, else of the kubeconfig or the pod's service account.
-
-    Raises:
-        NoKubeconfig: there is no usable one.
-        BadInput: the client library is not installed, or there is no such context.
-    """
-    file = os.environ.get("KUBECONFIG")
-    files = [Path(name).expanduser() for name in (file or "~/.kube/config").split(os.pathsep)]
-    changed = tuple(f.stat().st_mtime_ns if f.exists() else 0 for f in files)
-    client, namespace = _client_of(cluster.context, file, changed)
-    return Api(client, cluster.namespace or namespace, client.configuration.host, retried_for_s)
-
-
-@lru_cache
-def _client_of(context: str | None, file: str | None, _changed: tuple[int, ...]) -> tuple[Any, str]:
-    """Return the library's client, one for a whole command, which calls a login plugin once, and the namespace."""
-    try:
-        from kubernetes import client, config  # takes a second
-    except ModuleNotFoundError as e:
-        what = "the package `kubernetes` is not installed"
-        raise BadInput([Problem("cluster=kubernetes", what, "pip install 'fsdp_jobs[kubernetes]'")]) from e
-    configuration = client.Configuration()
-    try:
-        if file is None and "KUBERNETES_SERVICE_HOST" in os.environ:
-            config.load_incluster_config(client_configuration=configuration)
-            namespace = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace").read_text().strip()
-        else:
-            contexts, active = config.list_kube_config_contexts(file)
-            chosen = next((c for c in contexts if c["name"] == context), None) if context else active
-            if chosen is None:
-                names = ", ".join(c["name"] for c in contexts)
-                raise BadInput([Problem(f"cluster.context={context}", f"the kubeconfig has only {names}")])
-            config.load_kube_config(file, chosen["name"], configuration)
-            namespace = chosen["context"].get("namespace", "default")
-    except (config.ConfigException, yaml.YAMLError, OSError, TypeError, AttributeError) as e:
-        where = f"KUBECONFIG={file or '~/.kube/config'}"
-        cure = "set KUBECONFIG to the file that the cluster's administrator gave you; kubectl get pods must work first"
-        why = "not a mapping" if isinstance(e, TypeError | AttributeError) else e
-        raise NoKubeconfig([Problem(where, f"no usable kubeconfig: {why}", cure)]) from e
-    configuration.retries, configuration.connection_pool_maxsize = False, _CONNECTIONS
-    return client.ApiClient(configuration), namespace
-
-
 def explain(api: Api, error: ApiError, doing: str) -> Problem:
     """Translate an error for the user; `doing` names the object or the job that it is about."""
     status, message, namespace = error.status, error.message, f"cluster.namespace={api.namespace}"
     forbidden = message.partition("is forbidden: ")[2] or message
     patched = "cluster.pod_patch, labels, annotations, tolerations go to the cluster as given"
-    known = [  # does it apply, and the problem that it is
+    is_unknown = status == 401 or "system:anonymous" in message  # the latter if a login plugin has failed
+    known = [  # whether it applies, and the problem
         (status == 0, api.where, f"the cluster's API does not answer: {message}", "kubectl get pods must work first"),
-        (status == 401, api.where, "not authenticated: the token is wrong or has expired", "log in again"),
+        (is_unknown, api.where, "not authenticated: the token is wrong or has expired", "log in again"),
         *((status == 403 and words in message, namespace, forbidden, cure) for words, cure in _FORBIDDEN.items()),
         (status == 404 and "namespaces" in message, namespace, "there is no such namespace", "kubectl get namespaces"),
         (status in (400, 422), doing, message, patched),

@@ -1,23 +1,22 @@
-"""What a job's objects tell: its state, its verdict, and in a user's words why it waits."""
+"""Read a job's objects: its state, its verdict, and in a user's words why it waits."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from datetime import UTC, datetime
 
 from fsdp_jobs.launchers.base import at_once
 from fsdp_jobs.launchers.kubernetes.api import Api, ApiError
 from fsdp_jobs.launchers.kubernetes.labels import QUEUE, ROLE, RUN, node_of
 from fsdp_jobs.launchers.kubernetes.skeletons import Object
-from fsdp_jobs.launchers.state import State
-from fsdp_jobs.run.protocol import CONNECTION, TELL_AGAIN_S
+from fsdp_jobs.run.protocol import CONNECTION, LOG_AGAIN_S
+from fsdp_jobs.run.state import State
 from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_REQUEUE, Verdict
 
 _JOB_NAME = "batch.kubernetes.io/job-name"
 _LATE_S = 30.0
-_LOGGED_S = round(1.5 * TELL_AGAIN_S)  # an agent without a connection has logged it in this time
-_ASKED = 8  # pods whose logs are read in a look
+_LOGGED_S = round(1.5 * LOG_AGAIN_S)  # in this time an agent without a connection has logged that
+_ASKED = 8  # pods whose logs are read in one check
 _POLICY = "if a NetworkPolicy keeps pods apart: deploy/kubernetes/network-policy.yaml"
 _ENDS = {  # of Jobs and JobSets by condition, of Volcano's jobs by phase
     "Complete": State.DONE,
@@ -29,67 +28,79 @@ _ENDS = {  # of Jobs and JobSets by condition, of Volcano's jobs by phase
 _STARTING = ("ContainerCreating", "PodInitializing")
 
 
+def own_container(pod: Object) -> Object:
+    """Return the status of the container that runs the pod's role: admission may add others, which do not count."""
+    containers = pod["status"].get("containerStatuses", [])
+    return next((c for c in containers if c["name"] == pod["metadata"]["labels"].get(ROLE)), {})
+
+
 def state_of(root: Object, pods: list[Object]) -> State:
     """Return the job's state by the last verdict, the object that owns the others, and the pods."""
     _, verdict = verdict_of(pods)
     if verdict is not None and verdict.decision == "stop":  # the Job takes a moment to know
         return State.from_verdict(verdict)
-    if end := ends_of(root):
-        return _ENDS[next(iter(end))]
+    if (end := end_of(root)) is not None:
+        return _ENDS[end]
     return State.RUNNING if any(p["status"].get("phase") == "Running" for p in pods) else State.QUEUED
 
 
-def ends_of(body: Object) -> dict[str, str]:
-    """Return how a Job, JobSet or Volcano job has ended, with the time of it; empty while it has not."""
+def end_of(body: Object) -> str | None:
+    """Return how a Job, JobSet or Volcano job has ended; None while it has not."""
     status = body.get("status", {})
-    known = {c["type"]: c.get("lastTransitionTime", "") for c in status.get("conditions", []) if c["status"] == "True"}
-    phase = status.get("state", {})  # Volcano's
-    known |= {phase["phase"]: phase.get("lastTransitionTime", "")} if "phase" in phase else {}
-    return {word: time for word, time in known.items() if word in _ENDS}
+    known = [c["type"] for c in status.get("conditions", []) if c["status"] == "True"]
+    known.append(status.get("state", {}).get("phase"))  # Volcano's
+    return next((word for word in known if word in _ENDS), None)
 
 
-def is_leaving(root: Object, pods: list[Object]) -> bool:
+def is_leaving(api: Api, pods: list[Object]) -> bool:
     """Return whether a job has just ended and its nodes' pods end by themselves.
 
-    They do when its coordinator has judged an attempt, and when all of them run, or have ended so.
+    They do if its coordinator has judged an attempt, and each of them runs or has succeeded. A container that
+    admission added may keep a pod running: the end of the coordinator's own container counts.
     """
-    attempt, verdict = verdict_of(pods)
-    if verdict is None or attempt < 0:
+    ended = _last_words(pods)
+    if not ended or json.loads(ended["message"])["attempt"] < 0:
         return False
     phases = {p["status"].get("phase") for p in pods if p["metadata"]["labels"].get(ROLE) == "trainer"}
-    is_recent = all(_seconds_since(time) < _LATE_S for time in ends_of(root).values() if time)
+    is_recent = api.seconds_since(ended["finishedAt"]) < _LATE_S
     return is_recent and "Running" in phases and phases <= {"Running", "Succeeded"}
 
 
-def _seconds_since(time: str) -> float:
-    return (datetime.now(UTC) - datetime.fromisoformat(time)).total_seconds()
+def _last_words(pods: list[Object]) -> Object:
+    """Return how the newest coordinator's pod ended that left a verdict; empty if none has."""
+    coordinators = [p for p in pods if p["metadata"]["labels"].get(ROLE) == "coordinator"]
+    ends = [own_container(pod).get("state", {}).get("terminated", {}) for pod in reversed(coordinators)]
+    return next((ended for ended in ends if ended.get("message", "").startswith("{")), {})
 
 
 def verdict_of(pods: list[Object]) -> tuple[int, Verdict | None]:
-    """Return attempt and verdict from the status of the newest coordinator's pod; 0 and None without."""
-    for pod in reversed(pods):
-        for container in pod["status"].get("containerStatuses", []):
-            message = container.get("state", {}).get("terminated", {}).get("message", "")
-            if pod["metadata"]["labels"].get(ROLE) == "coordinator" and message.startswith("{"):
-                content = json.loads(message)
-                return content.pop("attempt"), Verdict(**content)
-    return 0, None
+    """Return attempt and verdict from the status of the newest coordinator's pod; 0 and None if it has none."""
+    if not (ended := _last_words(pods)):
+        return 0, None
+    content = json.loads(ended["message"])
+    return content.pop("attempt"), Verdict(**content)
 
 
 def why_waiting(api: Api, root: Object, jobs: list[Object], pods: list[Object]) -> str:
-    """Return why pods that should run do not; empty when nothing is in the way."""
+    """Return why pods that should run do not; empty if nothing blocks them."""
     for body in (root, *jobs):
         if body["spec"].get("suspend"):
             return _why_queued(api, body)
-    for pod in pods:
-        if pod["status"].get("phase") in ("Pending", "Running", "Unknown", None) and (why := _why_pod(api, pod, root)):
+    live = [pod for pod in pods if pod["status"].get("phase") not in ("Succeeded", "Failed")]
+    for pod in live:
+        if why := _why_pod(api, pod, root):
             return why
+    pending = [pod["metadata"]["name"] for pod in live if pod["status"].get("phase") == "Pending"]
+    warnings = api.warnings("Pod") if pending else {}
+    for name in pending:
+        if unmounted := [w for w in warnings.get(name, ()) if w.startswith(("FailedMount", "FailedAttachVolume"))]:
+            return f"pod {name} cannot start: {unmounted[-1]}"
     for job in jobs:
         spec, status = job["spec"], job.get("status", {})
         if status.get("active", 0) + status.get("succeeded", 0) < spec["parallelism"]:
             name = job["metadata"]["name"]
-            if warnings := [w for w in api.warnings("Job", name) if w.startswith("FailedCreate")]:
-                return f"pods of {name} are refused: {warnings[-1].partition(': ')[2]}"
+            if refusals := [w for w in api.warnings("Job").get(name, ()) if w.startswith("FailedCreate")]:
+                return f"pods of {name} are refused: {refusals[-1].partition(': ')[2]}"
             if why := why_failed(job, pods):
                 return why
     return ""
@@ -98,7 +109,7 @@ def why_waiting(api: Api, root: Object, jobs: list[Object], pods: list[Object]) 
 def why_cut_off(api: Api, pods: list[Object]) -> str:
     """Return which node has no connection to the coordinator, and since when, by the newest lines of its pod's log.
 
-    A policy keeps all of them apart, so a few are asked.
+    A policy separates all of them, so asking a few is enough.
     """
 
     def last_line(pod: Object) -> str:
@@ -120,12 +131,12 @@ def why_cut_off(api: Api, pods: list[Object]) -> str:
     return ""
 
 
-def is_lost(pod: Object) -> bool:
-    """Return whether a deleted pod is there long after its grace period: its machine is lost."""
+def is_lost(api: Api, pod: Object) -> bool:
+    """Return whether a deleted pod still exists long after its grace period: its machine is lost."""
     deleted = pod["metadata"].get("deletionTimestamp")  # when its grace period ends
     if deleted is None or pod["status"].get("phase") in ("Succeeded", "Failed"):
         return False
-    return _seconds_since(deleted) > _LATE_S
+    return api.seconds_since(deleted) > _LATE_S
 
 
 def _why_queued(api: Api, body: Object) -> str:
@@ -133,13 +144,7 @@ def _why_queued(api: Api, body: Object) -> str:
     if queue is None:
         return f"suspended, and not by a queue: kubectl describe of {body['metadata']['name']} shows more"
     version = api.groups().get("kueue.x-k8s.io", "v1beta1")
-    try:
-        workloads = api.select(f"kueue.x-k8s.io/{version}", "Workload")
-    except ApiError as e:
-        if e.status != 403:
-            raise
-        workloads = []
-    for workload in workloads:
+    for workload in api.select_visible(f"kueue.x-k8s.io/{version}", "Workload") or ():
         owners = [o["uid"] for o in workload["metadata"].get("ownerReferences", [])]
         if body["metadata"]["uid"] in owners:
             for condition in workload.get("status", {}).get("conditions", []):
@@ -151,9 +156,9 @@ def _why_queued(api: Api, body: Object) -> str:
 def _why_pod(api: Api, pod: Object, root: Object) -> str:
     name, status = pod["metadata"]["name"], pod["status"]
     conditions = {c["type"]: c for c in status.get("conditions", [])}
-    is_coordinator = pod["metadata"]["labels"].get(ROLE) == "coordinator"  # nodes are replaced by themselves
+    is_coordinator = pod["metadata"]["labels"].get(ROLE) == "coordinator"  # nodes are replaced automatically
     silent = f"machine {pod['spec'].get('nodeName', '?')} of pod {name}, the coordinator's, does not answer"
-    if is_coordinator and is_lost(pod):
+    if is_coordinator and is_lost(api, pod):
         run = root["metadata"].get("annotations", {}).get(RUN, "NAME")
         return f"{silent}; if it is down for good: fsdp-jobs resume {run}"
     if "deletionTimestamp" in pod["metadata"]:
@@ -163,29 +168,27 @@ def _why_pod(api: Api, pod: Object, root: Object) -> str:
     scheduled = conditions.get("PodScheduled", {"status": "True"})
     if scheduled["status"] == "False":
         return f"pod {name} cannot be scheduled: {scheduled.get('message', scheduled.get('reason', ''))}"
-    for container in status.get("containerStatuses", []):
+    for container in [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]:
         waiting = container.get("state", {}).get("waiting", {})
         reason = waiting.get("reason", "")
         if reason and reason not in _STARTING:
             image = f" of image {container['image']}" if "Image" in reason else ""
             return f"pod {name} cannot start: {reason}{image}: {waiting.get('message', '')}"
-    if status.get("phase") == "Pending":
-        warnings = [w for w in api.warnings("Pod", name) if w.startswith(("FailedMount", "FailedAttachVolume"))]
-        return f"pod {name} cannot start: {warnings[-1]}" if warnings else ""
     return ""
 
 
 def _is_silent(pod: Object, conditions: Mapping[str, Object]) -> bool:
-    """Whether the kubelet of a running pod is silent: without probes only that makes it not ready."""
-    running = any("running" in c.get("state", {}) for c in pod["status"].get("containerStatuses", []))
-    return running and conditions.get("Ready", {}).get("status") == "False"
+    """Whether the kubelet of a running pod is silent: only then is a pod not ready whose containers all are."""
+    containers = pod["status"].get("containerStatuses", [])
+    all_ready = "running" in own_container(pod).get("state", {}) and all(c.get("ready", True) for c in containers)
+    return all_ready and conditions.get("Ready", {}).get("status") == "False"
 
 
 def why_failed(job: Object, pods: list[Object]) -> str:
-    """Return how a pod of a Job ended that has failed and has no successor yet; empty when there is none."""
+    """Return how a failed pod of a Job ended that has no successor yet; empty if there is none."""
     own = [p for p in pods if p["metadata"]["labels"].get(_JOB_NAME) == job["metadata"]["name"]]
     for pod in {node_of(p): p for p in own}.values():  # the newest of each
-        for container in pod["status"].get("containerStatuses", []):
+        for container in [*pod["status"].get("initContainerStatuses", []), own_container(pod)]:
             ended = container.get("state", {}).get("terminated", {})
             if ended.get("exitCode", 0) not in (EXIT_DONE, EXIT_REQUEUE):
                 lines = ended.get("message", "").strip().splitlines()

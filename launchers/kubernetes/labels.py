@@ -10,10 +10,10 @@ from typing import Any
 from fsdp_jobs.run.directory import RunDir
 
 APP = "app.kubernetes.io/instance"
-ALL_APPS = "app.kubernetes.io/name=fsdp-jobs"  # selects what belongs to any app
+ALL_APPS = "app.kubernetes.io/name=fsdp-jobs"  # selects the objects of all apps
 ROLE = "fsdp-jobs/role"  # coordinator | trainer
-INDEX = "batch.kubernetes.io/job-completion-index"  # number of the node, of pods of an Indexed Job
-NODE = "fsdp-jobs/node"  # number of the node, of other pods
+INDEX = "batch.kubernetes.io/job-completion-index"  # the node's number, on pods of an Indexed Job
+NODE = "fsdp-jobs/node"  # the node's number, on other pods
 RUN = "fsdp-jobs/run"  # annotation: the run's name
 STOP = "fsdp-jobs/stop"  # annotation of the coordinator's pod: save and stop, with the reason
 QUEUE = "kueue.x-k8s.io/queue-name"
@@ -29,7 +29,7 @@ _LONGEST = 40  # JobSet's pods are named <app>-coordinator-0-0-xxxxx, in 63 char
 
 
 def job_files(run: RunDir) -> list[Path]:
-    """Return what submission writes and the job reads. Their names differ; some runs lack some of them."""
+    """Return the files that submission writes and the job reads. Names are unique; some runs lack some files."""
     return [run.config, run.plan, run.job, run.identity, run.topology, run.node_labels, run.shape]
 
 
@@ -39,7 +39,7 @@ def pods_write_here(run: RunDir, app: str) -> bool:
 
 
 def ended_early(run: RunDir, app: str) -> Path:
-    """Return the mark of a submission that has ended before its files came: the run directory may be another's."""
+    """Return the mark of a submission that ended before its files came: the run directory may be another's."""
     return run.path.parent / f".{app}.ended"
 
 

@@ -1,4 +1,4 @@
-"""The cluster's machines as their labels describe them: which switch each is under."""
+"""The labels of the cluster's machines, which name the switch that each is under."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _answers: dict[str, dict[str, dict[str, str]]] = {}  # question -> labels by mac
 
 
 def topology_labels(api: Api, config: JobConfig, fresh: bool = False) -> dict[str, dict[str, str]]:
-    """Read the labels that name switches and NVLink domains, by machine, of machines that a node may get.
+    """Read the labels of switches and NVLink domains, by machine, of the machines that a node may get.
 
-    Unless `fresh`, one answer serves jobs that are planned and submitted together. Empty when no machine has such a
-    label, or the API does not list the cluster's machines, for whatever reason: a warning then says which, and a job
-    is submitted all the same.
+    Unless `fresh`, one answer serves jobs that are planned and submitted together. Empty if no machine has such a
+    label, or if the API does not list the cluster's machines: a warning then gives the reason, and a job is submitted
+    anyway.
     """
     cluster = cluster_of(config)
     gpus = ranks_per_node(config) if accelerator(config) == "cuda" else 0

@@ -48,7 +48,7 @@ def jobset_objects(job: Job, names: Names) -> list[Object]:
 
 def volcano_objects(job: Job, names: Names) -> list[Object]:
     """Translate for `workload=volcano`: TorchX's job with these pods, a gang of the minimum of nodes."""
-    from torchx.schedulers.kubernetes_scheduler import app_to_resource  # imports Docker's library, too
+    from torchx.schedulers.kubernetes_scheduler import app_to_resource  # also imports Docker's library
 
     cluster = cluster_of(job.config)
     made = app_to_resource(job.app, cluster.queue or "default", cluster.service_account, cluster.priority_class)
@@ -100,14 +100,14 @@ def files_objects(job: Job, names: Names, files: Mapping[Path, str | None] | Non
 
 
 def owned_by(root: Object, body: Object) -> Object:
-    """Return `body` with `root` as its owner, which the server has created: it is deleted with it."""
+    """Return `body` owned by `root`, which the server has created: it is deleted with `root`."""
     owner = {k: root[k] for k in ("apiVersion", "kind")}
     owner |= {"name": root["metadata"]["name"], "uid": root["metadata"]["uid"], "controller": False}
     return {**body, "metadata": {**body["metadata"], "ownerReferences": [owner]}}
 
 
 def _metadata(job: Job, names: Names, name: str, queue: str | None = None, **annotations: str) -> Object:
-    """Return an object's metadata; `queue` is that of Kueue, which is to admit it."""
+    """Return an object's metadata; `queue` is the Kueue queue that admits it."""
     cluster = cluster_of(job.config)
     where = {"name": name, "namespace": cluster.namespace, "labels": {**cluster.labels, **names.labels, QUEUE: queue}}
     return {**where, "annotations": {**cluster.annotations, RUN: job.run.name, **annotations}}
@@ -124,7 +124,7 @@ def _keep_s(job: Job) -> int:
 
 
 def _nodes(job: Job, template: Object, **values: object) -> Object:
-    """Return the nodes' Job; an elastic one succeeds when its minimum of nodes has."""
+    """Return the nodes' Job; an elastic one succeeds once its minimum of nodes has."""
     low, high = node_range(job.config.nodes)
     enough = {"rules": [{"succeededCount": low}]} if low < high else None
     return fill("job_nodes", nodes=high, template=template, success_policy=enough, **values)

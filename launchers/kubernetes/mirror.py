@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import time
 
 from fsdp_jobs.launchers.kubernetes.api import Api, ApiError
-from fsdp_jobs.launchers.kubernetes.conditions import is_lost
+from fsdp_jobs.launchers.kubernetes.conditions import is_lost, own_container
 from fsdp_jobs.launchers.kubernetes.labels import ROLE, STOP
 from fsdp_jobs.launchers.kubernetes.skeletons import Object
-from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.directory import RunDir, read_json, write_atomic, write_json
 from fsdp_jobs.run.events import Submitted
 
 _PUBLISHED = re.compile(
@@ -25,9 +24,9 @@ class Mirror:
 
     def __init__(self, run: RunDir):
         self.run = run
-        known = json.loads(run.mirrored.read_text()) if run.mirrored.exists() else {}
+        known = read_json(run.mirrored)
         self._offsets: dict[str, int] = known.get("offsets", {})  # file -> end of the last line copied
-        self._read_at: dict[str, float] = known.get("read_at", {})  # pod's uid -> seconds since 1970, on this machine
+        self._read_at: dict[str, float] = known.get("read_at", {})  # pod's uid -> seconds since 1970, cluster's clock
         self._finished: list[str] = known.get("finished", [])  # uids of pods that have ended and were read to the end
 
     def pull(self, api: Api, pods: list[Object]) -> None:
@@ -35,23 +34,22 @@ class Mirror:
         for pod in pods:
             self._read(api, pod)
         position = {"offsets": self._offsets, "read_at": self._read_at, "finished": self._finished}
-        write_atomic(self.run.mirrored, json.dumps(position))
+        write_json(self.run.mirrored, position)
 
     def _read(self, api: Api, pod: Object) -> None:
         uid, container = pod["metadata"]["uid"], pod["metadata"]["labels"][ROLE]
-        statuses = pod["status"].get("containerStatuses", [])
-        states = {state for s in statuses if s["name"] == container for state in s.get("state", {})}
-        if uid in self._finished or is_lost(pod) or not states & {"running", "terminated"}:
+        state = own_container(pod).get("state", {})
+        if uid in self._finished or is_lost(api, pod) or not state.keys() & {"running", "terminated"}:
             return
-        now = time.time()
-        since_s = max(1, int(now - self._read_at[uid]) + _OVERLAP_S) if uid in self._read_at else None
+        now, read_at = api.time(), self._read_at.get(uid)
+        since_s = int(now - read_at) + _OVERLAP_S if read_at is not None and read_at <= now else None
         try:
             for line in api.log(pod["metadata"]["name"], container, since_s):
                 self._copy(line)
         except ApiError:
             return  # it has just gone, or its machine does not answer: read again the next time
         self._read_at[uid] = now
-        if "terminated" in states:
+        if "terminated" in state:
             self._finished.append(uid)
 
     def _copy(self, logged: str) -> None:

@@ -1,8 +1,8 @@
 """The program of a job's pods, around the attempts: `coordinator` or `node`. No client, no torch.
 
-The coordinator's pod brings what was submitted into the run directory and passes on a request to stop. Both publish
-in their logs what the run directory gets, a line of a file as `@<file>:<offset after the line> <line>`, so that a
-machine that cannot mount the claim can mirror it.
+The coordinator's pod copies the submitted files into the run directory and passes on requests to stop. Both publish
+new lines of the run directory's files in their logs, as `@<file>:<offset after the line> <line>`, so that a machine
+that cannot mount the claim can mirror it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fsdp_jobs.launchers.kubernetes.labels import (
     pods_write_here,
 )
 from fsdp_jobs.run import events, log
-from fsdp_jobs.run.directory import RunDir, rank_logs, write_atomic
+from fsdp_jobs.run.directory import RunDir, rank_logs, write_atomic, write_json
 from fsdp_jobs.run.identity import Identity
 from fsdp_jobs.run.tail import TIMES, Tail
 from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, Verdict
@@ -49,7 +49,7 @@ def main(role: str, app: str, run_dir: str, *attempts_args: str) -> int:
         role: coordinator or node.
         app: name of the submission.
         run_dir: as it is mounted here.
-        attempts_args: the rest of the arguments of `launchers.attempts`, whose work this goes around.
+        attempts_args: the rest of the arguments of `launchers.attempts`, which this wraps.
     """
     log.configure()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_REQUEUE))  # until the attempts handle it
@@ -122,7 +122,7 @@ def _files_come(run: RunDir, app: str) -> bool:
 
 
 def seed(run: RunDir) -> None:
-    """Bring what was submitted into the run directory, unless submission has written it there itself.
+    """Copy the submitted files into the run directory, unless submission has written them there itself.
 
     Raises:
         BadInput: the claim has another run of this name; names its owner.
@@ -132,7 +132,7 @@ def seed(run: RunDir) -> None:
     token = (Path(TOKEN_FILES) / run.token.name).read_text()
     if run.token.exists() and run.token.read_text() == token:
         return
-    identity = Identity.read(Path(JOB_FILES) / run.identity.name)
+    identity = Identity.from_file(Path(JOB_FILES) / run.identity.name)
     if identity is not None:
         identity.check(run.identity)
     for file in job_files(run):
@@ -142,7 +142,7 @@ def seed(run: RunDir) -> None:
         else:
             file.unlink(missing_ok=True)  # of an earlier submission
     first = max(run.first_attempt(), run.last_attempt() + 1)
-    write_atomic(run.job, json.dumps({"first_attempt": first, "submission": run.submission}))
+    write_json(run.job, {"first_attempt": first, "submission": run.submission})
     run.checkpoints.mkdir(exist_ok=True)
     run.stop_request.unlink(missing_ok=True)
     events.record(run, run.last_attempt(), events.Submitted())
@@ -191,11 +191,11 @@ class Publisher(threading.Thread):
 
     def publish_line(self, file: Path, position: int, line: bytes) -> None:
         name = str(file.relative_to(self.run_dir.path)).encode()
-        os.write(sys.stdout.fileno(), b"@%s:%d %s\n" % (name, position, line))  # whole, whatever else writes there
+        os.write(sys.stdout.fileno(), b"@%s:%d %s\n" % (name, position, line))  # one write: nothing else gets between
 
 
 class CoordinatorsPublisher(Publisher):
-    """Publishes the run's records and the small files that are replaced as a whole; takes a request to stop."""
+    """Publishes the run's records and the small files that are replaced as a whole; passes on requests to stop."""
 
     def __init__(self, run: RunDir):
         super().__init__(run, ["*.jsonl"])

@@ -34,7 +34,7 @@ def node_pod(job: Job, names: Names, coordinator: str, node: str) -> Object:
         job: what is submitted.
         names: of its objects.
         coordinator: host under which pods reach the coordinator.
-        node: number of the node, or what the kubelet replaces by it: `$(JOB_COMPLETION_INDEX)`.
+        node: number of the node, or the placeholder that the kubelet replaces: `$(JOB_COMPLETION_INDEX)`.
     """
     cluster, role = cluster_of(job.config), job.role("trainer")
     siblings = {"matchLabels": {APP: names.app, ROLE: "trainer"}}
@@ -50,7 +50,7 @@ def node_pod(job: Job, names: Names, coordinator: str, node: str) -> Object:
     part = ["node", names.app, _run_dir(job), f"{coordinator}:{COORDINATOR_PORT}"]
     template = _pod(job, names, role, [*part, "--", *_command(job, role, node)], env, own)
     if cluster.queue is not None and cluster.leaf_label and cluster.workload != "volcano":
-        template["metadata"].setdefault("annotations", {})[_KUEUE_TOPOLOGY] = cluster.leaf_label
+        template["metadata"]["annotations"][_KUEUE_TOPOLOGY] = cluster.leaf_label
     return template
 
 
@@ -58,7 +58,7 @@ def coordinator_pod(job: Job, names: Names) -> Object:
     """Translate the coordinator's role into the template of its pod."""
     cluster, role = cluster_of(job.config), job.role("coordinator")
     memory = f"{2 * role.resource.memMB}Mi"  # the process, and the one that restarts it
-    webhook = (job.config.notify.webhook or "").removeprefix("env:")  # the coordinator notifies: it judges
+    webhook = (job.config.notify.webhook or "").removeprefix("env:")  # the coordinator sends notifications
     env = {name: value for name, value in _user_env(cluster).items() if name == webhook}
     part = ["coordinator", names.app, _run_dir(job), str(COORDINATOR_PORT), "--", *_command(job, role)]
     return _pod(job, names, role, part, env, fill("pod_coordinator", memory=memory, files=names.files))
@@ -75,7 +75,6 @@ def _pod(job: Job, names: Names, role: Role, arguments: list[str], env: Mapping[
     specific = {
         "role": role.name,
         "labels": {**cluster.labels, **names.labels, ROLE: role.name},
-        "annotations": cluster.annotations or None,
         "grace_s": _grace_s(job),
         "fs_group_policy": None if cluster.fs_group is None else "OnRootMismatch",
         "command": ["python", "-m", "fsdp_jobs.launchers.kubernetes.pod", *arguments],
@@ -88,7 +87,8 @@ def _pod(job: Job, names: Names, role: Role, arguments: list[str], env: Mapping[
         others = {"coordinator", "trainer"} - {role.name}
         patch["containers"] = [c for c in patch["containers"] if c["name"] not in others]
     patch["tolerations"] = _tolerations(base, [*cluster.tolerations, *patch.get("tolerations", [])])
-    template: Object = reduce(merge, [base, own, {"spec": patch}])
+    more = {"metadata": {"annotations": cluster.annotations}, "spec": patch}
+    template: Object = reduce(merge, [base, own, more])
     return template
 
 
@@ -100,7 +100,7 @@ def _tolerations(base: Object, more: list[Object]) -> list[Object]:
 
 
 def _amounts(cluster: KubernetesClusterConfig, role: Role) -> dict[str, str]:
-    """Return what a node requests, which is its limit, too."""
+    """Return what a node requests, which is also its limit."""
     ranks, on_gpu = int(role.resource.cpu), role.resource.gpu > 0
     return {
         "cpu": cluster.cpus or str(8 * ranks if on_gpu else ranks),

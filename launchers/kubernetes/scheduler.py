@@ -1,4 +1,4 @@
-"""The launcher `kubernetes_fsdp`: submit, describe, logs and cancel through the cluster's API alone."""
+"""The launcher `kubernetes_fsdp`: submit, describe, logs and cancel, only through the cluster's API."""
 
 from __future__ import annotations
 
@@ -20,32 +20,33 @@ from fsdp_jobs.config.resolve import node_range, ranks_per_node
 from fsdp_jobs.config.schema import JobConfig, load_config, plain_values
 from fsdp_jobs.launchers.base import Description, Finding, Job, Launcher, at_once, prepare_each
 from fsdp_jobs.launchers.kubernetes import conditions, mirror, validate
-from fsdp_jobs.launchers.kubernetes.api import Api, ApiError, NoKubeconfig, connect, explain
-from fsdp_jobs.launchers.kubernetes.labels import ALL_APPS, APP, ROLE, Names, app_of, node_of, pods_write_here
+from fsdp_jobs.launchers.kubernetes.api import Api, ApiError, explain
+from fsdp_jobs.launchers.kubernetes.labels import ALL_APPS, APP, QUEUE, ROLE, Names, app_of, node_of, pods_write_here
+from fsdp_jobs.launchers.kubernetes.login import NoKubeconfig, connect
 from fsdp_jobs.launchers.kubernetes.machines import topology_labels
 from fsdp_jobs.launchers.kubernetes.manifests import WORKLOADS, files_objects, owned_by
 from fsdp_jobs.launchers.kubernetes.pods import cluster_of
 from fsdp_jobs.launchers.kubernetes.skeletons import Object, merge
-from fsdp_jobs.launchers.state import State
 from fsdp_jobs.plan.sources import from_kubernetes
 from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.state import State
 from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.verdict import KILLED, WITHDRAWN, Verdict, judge
 
-_RETRIED_FOR_S = 20.0  # what a cluster that does not answer is asked for
+_RETRIED_FOR_S = 20.0  # to retry a cluster that does not answer
 
 
 @dataclass
 class KubernetesRequest:
-    """What is submitted: the objects, the one that owns the others first."""
+    """The objects to submit, the one that owns the others first."""
 
     namespace: str
     names: Names
     objects: list[Object]
     job: Job
-    node_labels: dict[str, dict[str, str]] = field(default_factory=dict)  # of machines: pods may not ask for them
+    node_labels: dict[str, dict[str, str]] = field(default_factory=dict)  # of machines; pods may not read them
 
     def __str__(self) -> str:
         return _to_yaml(self.objects)
@@ -77,7 +78,7 @@ class _App:
             raise JobFailed(str(explain(api, e, self.app_id))) from e
 
     def root(self, api: Api, jobs: Sequence[Object]) -> Object | None:
-        """Return the object that owns the others; of a job submitted elsewhere, whichever kind there is."""
+        """Return the object that owns the others; for a job submitted elsewhere, of any kind."""
         own = (job for job in jobs if job["metadata"]["name"] == self.names.app)
         workloads = ("jobset", "volcano") if self.run is None else {self.cluster.workload} - {"job"}
         kinds = (WORKLOADS[workload] for workload in workloads)
@@ -95,7 +96,7 @@ class KubernetesLauncher(Launcher):
         """Read the switches from the machines' labels; None without labels, enough machines, or an API."""
         try:
             labels = topology_labels(connect(cluster_of(config)), config)
-        except (ApiError, BadInput):  # `prepare` says what is wrong
+        except (ApiError, BadInput):  # `prepare` reports why
             return None
         if len(labels) < node_range(config.nodes)[1]:
             return None
@@ -107,14 +108,18 @@ class KubernetesLauncher(Launcher):
     def away(self, config: JobConfig) -> list[str]:
         try:
             connect(cluster_of(config)).groups()
-        except (NoKubeconfig, ApiError) as e:
-            unchecked = "not checked: permissions, operators, claim, queue, quotas, admission"
-            why = e.problems[0].what if isinstance(e, NoKubeconfig) else f"the cluster's API does not answer: {e}"
-            return [] if getattr(e, "status", 0) else [why, unchecked, "assumed: all machines under one switch"]
-        return []
+            return []
+        except NoKubeconfig as e:
+            why = e.problems[0].what
+        except ApiError as e:
+            if e.status:
+                return []
+            why = f"the cluster's API does not answer: {e}"
+        unchecked = "not checked: permissions, operators, claim, queue, quotas, admission"
+        return [why, unchecked, "assumed: all machines under one switch"]
 
     def artefact(self, request: KubernetesRequest, files: Mapping[Path, str | None]) -> str:
-        """Return everything as `submit` leaves it in the cluster, but for owners, which have ids there alone."""
+        """Return all objects as `submit` leaves them in the cluster, without owners, whose ids only the cluster has."""
         job, (root, *owned) = request.job, request.objects
         if request.node_labels:
             files = {**files, job.run.node_labels: json.dumps(request.node_labels)}
@@ -146,7 +151,7 @@ class KubernetesLauncher(Launcher):
             owner = {**root, "metadata": api.create(root)["metadata"]}
             owned = [owned_by(owner, body) for body in (*files_objects(job, request.names), *owned)]
             at_once(api.create, [body for body in owned if body["kind"] != "Job"])
-            if cluster.queue is None and root["spec"].get("suspend"):
+            if not _is_queued(owner) and root["spec"].get("suspend"):
                 api.patch(root, {"spec": {"suspend": False}})  # before the nodes take all machines
             at_once(api.create, [body for body in owned if body["kind"] == "Job"])
         except ApiError as e:
@@ -155,14 +160,14 @@ class KubernetesLauncher(Launcher):
         return app_id
 
     def find(self, run: RunDir) -> str | None:
-        """Return the app id; delete the objects of an app that were not all created."""
+        """Return the app id; delete the objects of an app if not all were created."""
         cluster = cluster_of(load_config(run.config))
         app = _App(f"{connect(cluster).namespace}:{app_of(run.name, run.submission)}", run, cluster)
         with app.connected() as api:
             if (root := app.root(api, api.jobs(app.names.selector))) is None:
                 return None
             last_is_there = root["apiVersion"] != "batch/v1" or api.read("batch/v1", "Job", app.names.nodes) is not None
-            if last_is_there and (cluster.queue is not None or not root["spec"].get("suspend")):
+            if last_is_there and (_is_queued(root) or not root["spec"].get("suspend")):
                 self.remember(app.app_id, run)
                 return app.app_id
             api.delete(root)
@@ -176,11 +181,12 @@ class KubernetesLauncher(Launcher):
         return _App(app_id, run, cluster)
 
     def cluster_of(self, app_id: str) -> str:
-        """Name the API's server, e.g. api.example.org:6443."""
-        return urlsplit(connect(self._app(app_id).cluster).where).netloc
+        """Name the API's server, e.g. api.example.org:6443; one server may serve clusters by path."""
+        server = urlsplit(connect(self._app(app_id).cluster).where)
+        return f"{server.netloc}{server.path}"
 
     def describe(self, app_ids: Sequence[str]) -> list[Description | None]:
-        """Describe apps and copy what their pods have published; None for one that is gone.
+        """Describe apps and copy what their pods have published; None for one that no longer exists.
 
         Takes one list of pods and one of Jobs for each namespace; other objects are read one by one.
 
@@ -197,7 +203,7 @@ class KubernetesLauncher(Launcher):
         return [described[app_id] for app_id in app_ids]
 
     def end(self, app_id: str) -> Verdict | None:
-        """Delete the job and all its pods; of one that has ended, only what still runs or waits."""
+        """Delete the job and all its pods; if it has ended, only what still runs or waits."""
         app = self._app(app_id)
         with app.connected() as api:
             pods, jobs = api.pods(app.names.selector), api.jobs(app.names.selector)
@@ -216,7 +222,8 @@ class KubernetesLauncher(Launcher):
         """Give up a coordinator's pod on a machine that does not answer: the cluster waits for its end for ever."""
         app = self._app(app_id)
         with app.connected() as api:
-            for pod in filter(conditions.is_lost, api.pods(f"{app.names.selector},{ROLE}=coordinator")):
+            pods = api.pods(f"{app.names.selector},{ROLE}=coordinator")
+            for pod in [pod for pod in pods if conditions.is_lost(api, pod)]:
                 api.patch(pod, {"metadata": {"finalizers": None}})  # the Job's, which it removes at the pod's end
                 api.delete(pod, gracePeriodSeconds="0")
                 return f"machine {pod['spec'].get('nodeName', '?')} is given up: a new coordinator takes over"
@@ -247,6 +254,11 @@ def _prepare(job: Job) -> KubernetesRequest:
     return request
 
 
+def _is_queued(root: Object) -> bool:
+    """Return whether Kueue decides when a job starts: by `cluster.queue`, or by the namespace's default queue."""
+    return QUEUE in root["metadata"]["labels"]
+
+
 def _to_yaml(objects: Sequence[Object]) -> str:
     without_shared_parts = json.loads(json.dumps(objects))  # YAML would render them as anchors and aliases
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
@@ -263,12 +275,12 @@ def _describe_all(apps: Sequence[_App], api: Api) -> dict[str, Description | Non
 def _by_app(objects: list[Object]) -> dict[str, list[Object]]:
     grouped = defaultdict(list)
     for body in objects:
-        grouped[body["metadata"]["labels"][APP]].append(body)
+        grouped[body["metadata"]["labels"].get(APP)].append(body)  # anyone may call a pod fsdp-jobs
     return grouped
 
 
 def _describe(app: _App, api: Api, jobs: list[Object], pods: list[Object]) -> Description | None:
-    """Describe an app, copy what its pods have published, and end what its end has left; None when it is gone."""
+    """Describe an app, copy what its pods published, and delete remains of an ended one; None if it does not exist."""
     root = app.root(api, jobs)
     if root is None:
         _has_left_nothing(app)
@@ -285,12 +297,12 @@ def _describe(app: _App, api: Api, jobs: list[Object], pods: list[Object]) -> De
         why = verdict.reason if verdict is not None else conditions.why_failed(root, pods)
         if app.run is not None and state is State.FAILED:  # else the pods have recorded how it ended
             judge(app.run, verdict or Verdict("infrastructure", "stop", why))
-        if not conditions.is_leaving(root, pods):
+        if not conditions.is_leaving(api, pods):
             _end_rest(api, root, jobs)
             _has_left_nothing(app)
     replicas = [_replica(pod) for pod in pods]
     roles = [RoleStatus(role, [r for r in replicas if r.role == role]) for role in ("coordinator", "trainer")]
-    return Description(app.app_id, state, why, restarts, roles)
+    return Description(state, why, restarts, roles)
 
 
 def _has_left_nothing(app: _App) -> None:
@@ -300,14 +312,14 @@ def _has_left_nothing(app: _App) -> None:
 
 
 def _end_rest(api: Api, root: Object, jobs: list[Object]) -> None:
-    """Delete the Jobs that the end has left: a failed owner deletes nothing, and pods that wait ask for machines."""
+    """Delete the Jobs that an ended job left: a failed owner deletes nothing, and waiting pods request machines."""
     for job in jobs if root["apiVersion"] == "batch/v1" else ():  # the operators of the other kinds do it
-        if job["metadata"]["uid"] != root["metadata"]["uid"] and not conditions.ends_of(job):
+        if job["metadata"]["uid"] != root["metadata"]["uid"] and conditions.end_of(job) is None:
             api.delete(job)
 
 
 def _note_why(run: RunDir, api: Api, pods: list[Object], why: str) -> str:
-    """Record why a job waits, unless its record says so, or that it no longer does; return why."""
+    """Record why a job waits, or that it no longer does, unless that is recorded already; return why."""
     status = RunStatus(run)
     status.glance()
     if not why and status.waits_for_nodes:
@@ -318,6 +330,6 @@ def _note_why(run: RunDir, api: Api, pods: list[Object], why: str) -> str:
 
 
 def _replica(pod: Object) -> ReplicaStatus:
-    state = AppState[pod["status"].get("phase", "Pending").upper()]  # TorchX has the words of Kubernetes
+    state = AppState[pod["status"].get("phase", "Pending").upper()]  # TorchX uses the words of Kubernetes
     role, host = pod["metadata"]["labels"][ROLE], pod["spec"].get("nodeName", "")
     return ReplicaStatus(id=node_of(pod), state=state, role=role, hostname=host)

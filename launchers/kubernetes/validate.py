@@ -1,22 +1,26 @@
-"""Validation before anything is created: of the configuration alone, then by the cluster."""
+"""Validate before anything is created: the configuration by itself, then with the cluster."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import logging
+import re
+from collections.abc import Iterator, Sequence
 
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
-from fsdp_jobs.config.resolve import node_range
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.base import Finding, Job, at_once, findings
-from fsdp_jobs.launchers.kubernetes.api import ROLE_CURE, Api, ApiError, connect, explain
+from fsdp_jobs.launchers.kubernetes.api import ROLE_CURE, Api, ApiError, explain
+from fsdp_jobs.launchers.kubernetes.login import connect
 from fsdp_jobs.launchers.kubernetes.machines import topology_labels
 from fsdp_jobs.launchers.kubernetes.manifests import WORKLOADS
 from fsdp_jobs.launchers.kubernetes.pods import cluster_of
 from fsdp_jobs.launchers.kubernetes.skeletons import Object
 from fsdp_jobs.plan.memory import GIB, size
 
+logger = logging.getLogger(__name__)
+
 _KUEUE = "kueue.x-k8s.io"
+_OVER_QUOTA = re.compile(r"exceeded quota: .*?, requested: (?P<requested>.*), used: .*, limited: (?P<limited>\S*)")
 _OWN_POLICY = "fsdp-jobs"  # deploy/kubernetes/network-policy.yaml
 _NEEDED = {  # verb -> resources, of the core API
     "create": ("services", "configmaps", "secrets"),
@@ -34,14 +38,11 @@ def validate_with_cluster(api: Api, job: Job, objects: Sequence[Object]) -> None
         BadInput: with all problems: missing permissions first, then operators, then everything else.
     """
     config = job.config
+    asked = (api.groups, lambda: [*_not_permitted(api, config)], lambda: [*_not_admitted(api, objects)])
     try:
-        with ThreadPoolExecutor() as threads:
-            groups = threads.submit(api.groups)
-            missing = threads.submit(lambda: [*_not_permitted(api, config)])
-            claim = threads.submit(lambda: [*_claim_and_queue(api, config, groups.result)])
-            refused = threads.submit(lambda: [*_not_admitted(api, objects)])
-        problems = missing.result() or [*_not_installed(config, groups.result())]
-        problems = problems or [*_no_room(job), *claim.result(), *refused.result()]
+        groups, missing, refused = at_once(lambda ask: ask(), asked)
+        problems = missing or [*_not_installed(config, groups)]
+        problems = problems or [*_no_room(job), *_claim_and_queue(api, config, groups), *refused]
     except ApiError as e:
         problems = [explain(api, e, "cluster=kubernetes")]
     if problems:
@@ -49,12 +50,12 @@ def validate_with_cluster(api: Api, job: Job, objects: Sequence[Object]) -> None
 
 
 def _no_room(job: Job) -> Iterator[Problem]:
-    """Yield whether captures in memory have no room in the pods' /dev/shm."""
+    """Yield a problem if snapshots have no room in the pods' /dev/shm."""
     from kubernetes.utils.quantity import parse_quantity
 
-    need, shm = job.plan.captured_bytes, cluster_of(job.config).shm
+    need, shm = job.plan.snapshot_bytes, cluster_of(job.config).shm
     if job.config.checkpoint.memory.dir == "/dev/shm" and need > parse_quantity(shm):
-        what = f"captures (checkpoint.memory) take {size(need)} of it per node"
+        what = f"snapshots (checkpoint.memory) take {size(need)} of it per node"
         yield Problem(f"cluster.shm={shm}", what, f"cluster.shm={-(-need // GIB)}Gi, and as much more memory")
 
 
@@ -70,7 +71,7 @@ def examine(config: JobConfig) -> Iterator[Finding]:
         yield from findings("permissions", missing)
         yield from findings("operators", operators)
         if not (keys or missing or operators):
-            yield from findings("claim, queue", list(_claim_and_queue(api, config, lambda: groups)))
+            yield from findings("claim, queue", list(_claim_and_queue(api, config, groups)))
         yield from _policies(api)
         labels = topology_labels(api, config, fresh=True)
     except (BadInput, ApiError) as e:
@@ -82,21 +83,16 @@ def examine(config: JobConfig) -> Iterator[Finding]:
 
 
 def _policies(api: Api) -> Iterator[Finding]:
-    """Yield whether policies of the namespace may keep a job's pods from each other."""
-    try:
-        policies = api.select("networking.k8s.io/v1", "NetworkPolicy")
-    except ApiError as e:
-        if e.status != 403:
-            raise
-        return
-    names = [policy["metadata"]["name"] for policy in policies]
+    """Yield a warning if policies of the namespace may keep a job's pods from each other."""
+    policies = api.select_visible("networking.k8s.io/v1", "NetworkPolicy")
+    names = [policy["metadata"]["name"] for policy in policies or ()]
     fact = f"NetworkPolicy {', '.join(names)}: pods of a job must reach each other on all ports"
     if names and _OWN_POLICY not in names:
         yield Finding("network", "warning", fact, "deploy/kubernetes/network-policy.yaml lets them")
 
 
 def needed_permissions(workload: str) -> list[tuple[str, str, str]]:
-    """Return (verb, API group, resource) of everything that submitting, following and cancelling takes."""
+    """Return (verb, API group, resource) of everything that submitting, following and cancelling needs."""
     root = WORKLOADS[workload]
     core = [(verb, "", resource) for verb, resources in _NEEDED.items() for resource in resources]
     own = [(verb, root.group, root.resource) for verb in ("create", "get", "patch", "delete")]
@@ -112,7 +108,7 @@ def _not_permitted(api: Api, config: JobConfig) -> Iterator[Problem]:
 
 
 def wrong_keys(config: JobConfig) -> Iterator[Problem]:
-    """Yield what is wrong with the group `cluster`, without asking the cluster."""
+    """Yield the problems of the group `cluster`, without asking the cluster."""
     cluster = cluster_of(config)
     if not cluster.image:
         what = "a job on Kubernetes needs an image with fsdp_jobs in it"
@@ -142,34 +138,63 @@ def _not_installed(config: JobConfig, groups: dict[str, str]) -> Iterator[Proble
         yield Problem(f"cluster.queue={cluster.queue}", what, "leave cluster.queue out")
 
 
-def _claim_and_queue(api: Api, config: JobConfig, groups: Callable[[], dict[str, str]]) -> Iterator[Problem]:
+def _claim_and_queue(api: Api, config: JobConfig, groups: dict[str, str]) -> Iterator[Problem]:
     cluster = cluster_of(config)
     claim = api.read("v1", "PersistentVolumeClaim", str(cluster.claim))
     modes = claim["spec"]["accessModes"] if claim is not None else []
     if claim is None:
         what = f"there is no such claim in namespace {api.namespace}"
         yield Problem(f"cluster.claim={cluster.claim}", what, "deploy/kubernetes/base/claim.yaml makes one")
-    elif node_range(config.nodes)[1] > 1 and not {"ReadWriteMany", "ReadWriteOnce"} & set(modes):
+    elif not {"ReadWriteMany", "ReadWriteOnce"} & set(modes):
         what = f"can be mounted {' or '.join(modes)} only; several pods write to it"
         yield Problem(f"cluster.claim={cluster.claim}", what, "a claim with ReadWriteMany")
     if cluster.queue is not None and cluster.workload != "volcano":
-        queues = [q["metadata"]["name"] for q in api.select(f"{_KUEUE}/{groups()[_KUEUE]}", "LocalQueue")]
-        if cluster.queue not in queues:
+        visible = api.select_visible(f"{_KUEUE}/{groups[_KUEUE]}", "LocalQueue")
+        queues = [q["metadata"]["name"] for q in visible or ()]
+        if visible is not None and cluster.queue not in queues:
             what = f"namespace {api.namespace} has the queues {', '.join(queues) or '(none)'}"
             yield Problem(f"cluster.queue={cluster.queue}", what, nearest(cluster.queue, queues))
 
 
 def _not_admitted(api: Api, objects: Sequence[Object]) -> Iterator[Problem]:
-    """Yield what the server refuses in a dry run of each object, and of a pod of each kind; the same words once."""
+    """Yield the server's refusals in a dry run of each object, and of a pod of each kind; equal messages once."""
     said: set[str] = set()
     bodies = [*objects, *(p for o in objects for p in _pods_of(o))]
     for body, refusal in zip(bodies, at_once(lambda body: _refusal(api, body), bodies), strict=True):
         name = body["metadata"]["name"]
         words = refusal.message.replace(name, "") if refusal is not None else ""
-        if refusal is None or words in said or (body["kind"] == "Pod" and "cannot create resource" in words):
-            continue  # this user may create Jobs only: what admission says of pods comes as events
+        if refusal is None or words in said or not _is_final(body, words):
+            continue
         said.add(words)
         yield explain(api, refusal, f"{body['kind']} {name}")
+
+
+def _is_final(body: Object, message: str) -> bool:
+    """Return whether what a dry run refuses is also refused later.
+
+    Not if a webhook only refuses dry runs. Not a pod that only this user may not create, or that has to wait for a
+    quota: the Job's controller creates pods, and tries again; `status` shows its events.
+    """
+    if "does not support dry run" in message:
+        return False
+    return body["kind"] != "Pod" or not ("cannot create resource" in message or _waits_for_quota(message))
+
+
+def _waits_for_quota(message: str) -> bool:
+    """Return whether a quota has no room for a pod only because others use it now; a warning then says so."""
+    from kubernetes.utils.quantity import parse_quantity
+
+    refusal = _OVER_QUOTA.search(message)
+    if refusal is None:
+        return False
+    requested, limited = (
+        {key: parse_quantity(amount) for key, _, amount in (pair.partition("=") for pair in refusal[part].split(","))}
+        for part in ("requested", "limited")
+    )
+    if any(amount > limited[key] for key, amount in requested.items()):
+        return False
+    logger.warning("pods wait until others of the namespace have ended: %s", refusal[0])
+    return True
 
 
 def _refusal(api: Api, body: Object) -> ApiError | None:

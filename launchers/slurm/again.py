@@ -1,4 +1,4 @@
-"""Start a running job again: SLURM requeues it or, where the site forbids that, a new job continues it."""
+"""Restart a running job: SLURM requeues it or, where the site forbids requeues, a new job continues it."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from fsdp_jobs.run.directory import RunDir
 
 
 def start_again(run: RunDir, attempt: int, job_id: str, excluded: Sequence[str]) -> bool:
-    """Requeue this job, or submit its script once more, for after its end; True: it was submitted.
+    """Requeue this job, or submit its script again to start when it ends; return True if it was submitted.
 
     Raises:
         SlurmError: SLURM does not answer, or refuses both.
-        BadInput: another command submits the run.
+        BadInput: another command is submitting the run.
     """
     try:
         client.call("scontrol", "requeue", job_id)
         return False
     except client.SlurmError as e:
-        if client.running(job_id) is None:  # it was requeued nevertheless, or is over
+        if client.running(job_id) is None:  # it was requeued despite the error, or has ended
             raise
         why = " ".join(str(e).split())
-    with run.locked():  # there are two guards
+    with run.locked():  # two guards may get here at the same time
         commands = Commands.read(run)
         if job_id in commands.continued:
             return True
@@ -39,7 +39,7 @@ def start_again(run: RunDir, attempt: int, job_id: str, excluded: Sequence[str])
 
 
 def _submit(job_id: str, excluded: Sequence[str]) -> str:
-    """Submit the script of this very job, with its environment and, of an array, the same task alone."""
+    """Submit this job's script again with its environment; for a task of an array, only that task."""
     _, _, task = job_id.partition("_")
     script = client.call("scontrol", "write", "batch_script", os.environ["SLURM_JOB_ID"], "-")
     options = [f"--dependency=afterany:{job_id}", *([f"--array={task}"] if task else [])]

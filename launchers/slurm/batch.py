@@ -1,7 +1,7 @@
-"""The batch step: one attempt on one allocation, up to the verdict, then a requeue or the end.
+"""The batch step: run one attempt on one allocation until its verdict, then requeue the job or end it.
 
-Runs as `python -m fsdp_jobs.launchers.slurm.batch RUN_DIR` on the job's first node. Each node's agent is a step of
-its own, so that losing one touches no other and a dead one can be restarted.
+Runs as `python -m fsdp_jobs.launchers.slurm.batch RUN_DIR` on the job's first node. Each node's agent is a separate
+step, so that losing one does not affect the others and a dead one can be restarted.
 """
 
 from __future__ import annotations
@@ -31,21 +31,25 @@ from fsdp_jobs.run.processes import free_port
 from fsdp_jobs.run.tail import last_lines
 from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, Verdict, judge
 
-_QUEUE_S = 5.0  # between questions to SLURM
-_ANSWER_S = 2.0  # for SLURM to say whether a process that has ended has lost its node
+_QUEUE_S = 5.0  # between queries to SLURM
+_ANSWER_S = 2.0  # for SLURM to answer whether a process ended because its node was lost
 _RESEND_S = 1.0  # between stop signals to the coordinator
-_EXCLUDE_S = 6 * 3600.0  # for a node that fails the node test
+_EXCLUDE_S = 6 * 3600.0  # exclusion of a node that fails the node test
 _LEAVE_S = 30.0  # for agents to end after the verdict
-_LEAVE_SOON_S = 5.0  # before a requeue: the time limit may be near, and SLURM ends what is left
-_NO_SLURM_S = 600.0  # for a controller that is away to come back, before a requeue
-_REQUEUES = 3  # tries while it is not: SLURM refuses a requeue and a new job
-_REQUEUE_S = 120.0  # for SLURM to end this process once it has requeued the job
+_LEAVE_SOON_S = 5.0  # the same before a requeue: the time limit may be near, and SLURM ends the remaining processes
+_NO_SLURM_S = 600.0  # before a requeue, for an unreachable controller to come back
+_REQUEUES = 3  # tries while the controller answers, but refuses both a requeue and a new job
+_REQUEUE_S = 120.0  # for SLURM to end this process after requeueing the job
+
+# What srun would read for each step: --gpus counts all nodes; where a site's rules have raised --cpus-per-task, there
+# are two numbers of CPUs, and srun refuses them.
+_NOT_OF_STEPS = ("SLURM_GPUS", "SLURM_TRES_PER_TASK")
 
 logger = logging.getLogger(__name__)
 
 
 class Batch(Attempt):
-    """An attempt on the nodes of an allocation: the coordinator here, each agent as a step."""
+    """An attempt on the nodes of an allocation: the coordinator runs here, each agent as a step."""
 
     poll_s = 0.2
     early_s = 20.0
@@ -58,11 +62,13 @@ class Batch(Attempt):
         self.coordinator = f"{socket.gethostname()}:{free_port()}"
         names = {ATTEMPT_ENV: str(self.number), COORDINATOR_ENV: self.coordinator}
         self.env = {**os.environ, **commands.env, **names}
+        for name in _NOT_OF_STEPS:
+            self.env.pop(name, None)
         self.companions = Companions(run, commands, self.env, self.number, self.job_id)
         self.stop_signal: str | None = None
-        self.bad_hosts: list[str] = []  # on which no agent stays alive
+        self.bad_hosts: list[str] = []  # hosts on which no agent stays alive
         self._signalled_at = self._asked_at = 0.0
-        self._question: Future[client.QueuedJob | None] | None = None  # that SLURM has not answered yet
+        self._question: Future[client.QueuedJob | None] | None = None  # query that SLURM has not answered yet
 
     def go(self) -> int:
         """Run the attempt and return the exit code of the job, unless SLURM kills this process to requeue it."""
@@ -84,7 +90,7 @@ class Batch(Attempt):
         self.stop_signal = signal.Signals(number).name
 
     def _test_nodes(self) -> Verdict | None:
-        """Test the nodes; return a verdict when something is wrong with them."""
+        """Test the nodes; return a verdict if any node or link fails."""
         folder = self.folder / "node-test"
         folder.mkdir()
         (folder / node_test.NONCE).touch()
@@ -104,14 +110,14 @@ class Batch(Attempt):
                 self.run.exclude(host, _EXCLUDE_S, f"node test: {why}")
             facts = "; ".join(f"{host}: {why}" for host, why in bad.items())
             return Verdict("infrastructure", "requeue", f"node test: {facts}")
-        if bad or between:  # not to blame on one of them
+        if bad or between:  # no single node is to blame
             facts = "; ".join(between) or "; ".join(sorted(set(bad.values())))
             reason = f"node test, {'links' if between else 'every node'}: {facts}"
             return Verdict("infrastructure", "stop", reason, last_lines=last_lines(step.log, 15))
         return None
 
     def _train(self) -> Verdict:
-        """Run the coordinator and the agents until the verdict, and until they have ended."""
+        """Run the coordinator and the agents until the verdict, then wait until they have ended."""
         self.start("coordinator", self.commands.coordinator, self.env)
         cpus = client.cpus_by_node(self.hosts, os.environ["SLURM_JOB_CPUS_PER_NODE"])
         for node, host in enumerate(self.hosts):
@@ -123,21 +129,21 @@ class Batch(Attempt):
         self.processes = [p for p in self.processes if p.name != "guard"]  # it ends by itself
         self.finish(_LEAVE_S if verdict.decision == "stop" else _LEAVE_SOON_S)
         if self._question is not None:
-            wait([self._question], _ANSWER_S)  # it may submit a companion
+            wait([self._question], _ANSWER_S)  # the pending query may submit a companion
         self.companions.release()
         return verdict
 
     def _start_guard(self) -> None:
-        """Start a guard on two of the other nodes, so that one may die together with this one."""
+        """Start guards on two other nodes, because one of them may be lost together with this node."""
         if hosts := [host for host in self.allocated if host != self.hosts[0]][:2]:
             program = [sys.executable, "-m", "fsdp_jobs.launchers.slurm.companions", "guard", str(self.run.path)]
             self.start("guard", [*srun(hosts), *program], self.env, hosts)
 
     def on_poll(self) -> None:
         now = time.monotonic()
-        if self.stop_signal and now - self._signalled_at > _RESEND_S:  # again: the coordinator may be a new one
+        if self.stop_signal and now - self._signalled_at > _RESEND_S:  # repeated: the coordinator may be a new one
             self._signalled_at = now
-            if reachable(self.coordinator):  # it has its signal handlers
+            if reachable(self.coordinator):  # then its signal handlers are installed
                 self.processes[0].popen.send_signal(signal.SIGUSR1)
         has_died = any(p.has_ended and self.restarts(p) for p in self.processes)
         if self._question is None and (has_died or now - self._asked_at > _QUEUE_S):
@@ -148,11 +154,11 @@ class Batch(Attempt):
             question, self._question = self._question, None
             try:
                 self._look_at_allocation(question.result())
-            except client.SlurmError as e:  # the controller is away: training goes on without it
+            except client.SlurmError as e:  # the controller is unreachable: training continues
                 logger.warning("%s", e)
 
     def _ask(self, missing: Sequence[int]) -> client.QueuedJob | None:
-        """Return this job as SLURM has it, and request companions for the nodes that are missing."""
+        """Return SLURM's record of this job, and request companions for the missing nodes."""
         job = client.running(self.job_id)
         try:
             self.companions.request(missing)
@@ -170,12 +176,12 @@ class Batch(Attempt):
                 self._asked_at = 0.0  # for a companion
 
     def _without_agent(self) -> list[int]:
-        """Return the nodes, up to the most that the job may have, without an agent here."""
+        """Return the numbers of nodes without an agent here, up to the job's maximum."""
         names = {process.name for process in self.processes}
         return [node for node in range(self.commands.max_nodes) if f"node-{node}" not in names]
 
     def _drop(self, process: Process) -> None:
-        """End a step that has lost its nodes; its srun may wait for them for ever."""
+        """End a step whose nodes were lost; otherwise its srun may wait for them forever."""
         process.popen.kill()
         process.popen.wait()
         self.processes.remove(process)
@@ -185,7 +191,7 @@ class Batch(Attempt):
             events.record(self.run, self.number, events.TakenAway(process.name, process.hosts))
 
     def give_up(self, process: Process, verdict: Verdict) -> None:
-        """End the attempt only without a coordinator, or without any agent."""
+        """End the attempt only if the coordinator or every agent is lost."""
         self.bad_hosts += process.hosts if process.name != "guard" else []
         if process.name == "coordinator" or len(self._without_agent()) == self.commands.max_nodes:
             verdict.close(self.run, self.number)
@@ -193,12 +199,12 @@ class Batch(Attempt):
             events.record(self.run, self.number, events.GivenUp(process.name, verdict.reason))
 
     def _start_again(self, verdict: Verdict) -> int:
-        """Start the job again without the nodes that failed it. Does not return when SLURM requeues it."""
+        """Restart the job without the nodes that failed. Does not return if SLURM requeues it."""
         excluded = [*sorted({*self.run.excluded_hosts(), *self.bad_hosts}), *self.commands.exclude]
         deadline, tries, why = time.monotonic() + _NO_SLURM_S, _REQUEUES, ""
         while tries and time.monotonic() < deadline:
             try:
-                if client.running(self.job_id) is None:  # fails while the controller, or munge, is away
+                if client.running(self.job_id) is None:  # raises while the controller or munge is down
                     logger.info("not requeued: the job is no longer running")
                     return EXIT_REQUEUE
                 tries -= 1
@@ -217,13 +223,13 @@ class Batch(Attempt):
         _exclude(self.job_id, excluded)
         self.stop_signal = None
         deadline = time.monotonic() + _REQUEUE_S
-        while self.stop_signal is None and time.monotonic() < deadline:  # an earlier end would count as a failure
+        while self.stop_signal is None and time.monotonic() < deadline:  # exiting earlier would count as a failure
             time.sleep(self.poll_s)
         return EXIT_REQUEUE
 
 
 def _exclude(job_id: str, hosts: Sequence[str]) -> None:
-    """Exclude these nodes and no others: possible once the job is pending again, while this process lives."""
+    """Exclude exactly these nodes: possible once the job is pending again, while this process still runs."""
     for _ in range(20):
         with suppress(client.SlurmError):
             client.call("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(hosts)}")

@@ -1,4 +1,4 @@
-"""SLURM's commands and their answers. Imports little: the batch step and its helpers use this."""
+"""Run SLURM's commands and parse their output. Imports little: the batch step and its helpers use this."""
 
 from __future__ import annotations
 
@@ -11,25 +11,31 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdp_jobs.config.errors import JobFailed
-from fsdp_jobs.launchers.state import State
 from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.state import State
 
-_FILTERS = ("SQUEUE_", "SINFO_", "SACCT_", "SCONTROL_", "SCANCEL_", "SLURM_TIME_FORMAT", "SLURM_CLUSTERS")
-_VARIABLES = {  # of sbatch, for options that are named otherwise
+_FILTERS = ("SQUEUE_", "SINFO_", "SACCT_", "SCONTROL_", "SCANCEL_")
+_VARIABLES = {  # sbatch's variables whose names differ from their options
     "array": "ARRAY_INX",
     "mem": "MEM_PER_NODE",
     "requeue": "NO_REQUEUE",
     "switches": "REQ_SWITCH",
     "time": "TIMELIMIT",
 }
-_UP = ("idle", "mixed", "allocated", "completing")  # states of nodes that jobs can have, now or later
+OF_A_JOB = {  # options that do not apply to a companion, a job of one more node
+    *("array", "begin", "comment", "dependency", "error", "exclude", "export", "gpus", "job-name", "nodelist", "nodes"),
+    *("ntasks", "ntasks-per-node", "output", "requeue", "signal", "switches"),
+}
+# They would turn one job into several, wait for its end, or move what its script says on stderr out of its output.
+_NEVER = {"SBATCH_ARRAY_INX", "SBATCH_WAIT", "SBATCH_ERROR"}
+_PARTITIONS = ("scontrol", "--all", "show", "partition")
 _TIMEOUT_S = 60.0  # of a command
-LOOK_S = 10.0  # of a question whose answer is only shown: without one the run directory's record is
-_QUEUE_AGE_S = 1.0  # one answer of squeue serves for so long
-_ERROR_AGE_S = 5.0  # of an error, which serves all jobs of a command
-_ACCOUNTING_AGE_S = 10.0  # of an answer of sacct, which is asked for jobs that the controller has forgotten
+LOOK_S = 10.0  # of a query whose answer is only displayed; without an answer the run directory's record is shown
+_QUEUE_AGE_S = 1.0  # for which an answer of squeue is reused
+_ERROR_AGE_S = 5.0  # for which an error is reused, for all jobs of a command
+_ACCOUNTING_AGE_S = 10.0  # for which an answer of sacct is reused, for jobs that the controller has forgotten
 
-# SLURM's states. One that is not listed belongs to a job that has nodes.
+# SLURM's states. A job in any other state has nodes.
 _STATES = {
     **dict.fromkeys(("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"), State.QUEUED),
     "COMPLETED": State.DONE,
@@ -40,33 +46,38 @@ _STATES = {
 
 
 class SlurmError(JobFailed):
-    """A SLURM command that failed or is not installed; the message is the command's own."""
+    """A SLURM command failed or is not installed; the message is the command's own."""
 
 
 def clean_environment() -> dict[str, str]:
-    """Return the environment for questions to SLURM: the user's filters and formats would change the answers."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(_FILTERS)}
+    """Return the environment for queries to SLURM, without filters, formats and the job that this process is in."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(_FILTERS) and not _is_srun_s(name)}
+
+
+def _is_srun_s(name: str) -> bool:
+    """Whether srun may take a variable for an option, or it describes the job that this process is in."""
+    return name.startswith("SLURM_") and name != "SLURM_CONF"
+
+
+def variable(option: str) -> str:
+    """Return the name of the environment variable that sets an option of sbatch."""
+    return f"SBATCH_{_VARIABLES.get(option, option.replace('-', '_').upper())}"
 
 
 def own_environment(env: Mapping[str, str], script: str) -> dict[str, str]:
     """Return the environment for the submission of a script.
 
-    It lacks the user's SBATCH_ variables for options that the script sets: sbatch would prefer them. Inside a job it
-    lacks what describes that job and its allocation: sbatch would take it for requests, and the new job's processes
-    for their own.
+    It omits the user's SBATCH_ variables for options that the script sets, because sbatch prefers the variables, and
+    those that srun would read in the job, such as SLURM_TIMELIMIT. Inside a job these describe that job: sbatch would
+    read them as requests, and the new job's processes would mistake them for their own.
     """
     options = re.findall(r"^#SBATCH '?--([\w-]+)", script, re.MULTILINE)
-    hidden = {f"SBATCH_{_VARIABLES.get(option, option.replace('-', '_').upper())}" for option in options}
-    is_inside = "SLURM_JOB_ID" in env
-    return {
-        name: value
-        for name, value in env.items()
-        if name not in hidden and not (is_inside and name.startswith("SLURM_") and name != "SLURM_CONF")
-    }
+    hidden = {*map(variable, options), *_NEVER}
+    return {name: value for name, value in env.items() if name not in hidden and not _is_srun_s(name)}
 
 
 def sbatch(script: str, *options: str, env: Mapping[str, str]) -> str:
-    """Submit a script, and return the id of the job; a site's greeting may stand before it.
+    """Submit a script, and return the id of the job; a site may print a greeting before it.
 
     Raises:
         SlurmError: as `call`.
@@ -78,16 +89,19 @@ def sbatch(script: str, *options: str, env: Mapping[str, str]) -> str:
 def call(
     *argv: str, stdin: str | None = None, env: Mapping[str, str] | None = None, timeout_s: float = _TIMEOUT_S
 ) -> str:
-    """Run a command and return what it prints; without `env` in a clean environment.
+    """Run a command and return its output; without `env`, in a clean environment.
 
     Raises:
         SlurmError: it is not installed, failed, or did not answer in time.
     """
     try:
         env = clean_environment() if env is None else env
-        done = subprocess.run(argv, input=stdin or "", env=env, capture_output=True, text=True, timeout=timeout_s)
+        text = "replace"  # names and comments of other jobs may be in any encoding
+        done = subprocess.run(argv, input=stdin or "", env=env, capture_output=True, errors=text, timeout=timeout_s)
     except FileNotFoundError as e:
         raise SlurmError(f"{argv[0]} is not on this machine's PATH: go to a login node of the cluster") from e
+    except OSError as e:
+        raise SlurmError(f"{argv[0]} may not be used here: {e.strerror}") from e
     except subprocess.TimeoutExpired as e:
         raise SlurmError(f"{argv[0]} did not answer within {timeout_s:.0f} s: the controller is away, or busy") from e
     if done.returncode:
@@ -95,14 +109,14 @@ def call(
     return done.stdout
 
 
-_answers: dict[tuple[str, ...], tuple[float, str | SlurmError]] = {}  # command -> when, and what it said
+_answers: dict[tuple[str, ...], tuple[float, str | SlurmError]] = {}  # command -> time and output
 
 
 def recent(*argv: str, max_age_s: float = math.inf, timeout_s: float = _TIMEOUT_S) -> str:
-    """Return what a command printed at most `max_age_s` ago, or call it when there is no such answer.
+    """Return the output of a command that is at most `max_age_s` old; if there is none, run the command.
 
     Raises:
-        SlurmError: as `call`; it is remembered, too, but for no more than some seconds.
+        SlurmError: as `call`; it is also reused, but only for some seconds.
     """
     at, answer = _answers.get(argv, (-math.inf, SlurmError()))
     if time.monotonic() - at > (min(max_age_s, _ERROR_AGE_S) if isinstance(answer, SlurmError) else max_age_s):
@@ -119,11 +133,11 @@ def recent(*argv: str, max_age_s: float = math.inf, timeout_s: float = _TIMEOUT_
 def own_id(is_task: bool) -> str:
     """Return the id of the job that this process belongs to, as squeue shows it.
 
-    The last task of an array to start has the array's own number in SLURM_JOB_ID, which stands for all of them.
+    In the last task of an array to start, SLURM_JOB_ID is the number of the array, which stands for all its tasks.
 
     Args:
-        is_task: it was submitted as a task of an array. A job that was submitted from inside another one's task may
-            have that array's variables.
+        is_task: the job was submitted as a task of an array. A job that was submitted from inside a task of another
+            array may have that array's variables.
     """
     if is_task:
         return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
@@ -140,21 +154,25 @@ class QueuedJob:
     start: str = ""  # when it started, or will; N/A when unknown
     nodes: str = ""  # hostlist
     batch_host: str = ""
-    record: str = ""  # the controller's number for it; of an array's last task it is the array's, and means all of them
+    record: str = ""  # the controller's number of the job; for an array's last task the array's, which means all tasks
     name: str = ""
     comment: str = ""
 
     @property
     def tag(self) -> str:
-        """What `script.tag` put into its comment; empty for a job that is not ours."""
+        """The tag that our script wrote into the job's comment; empty for a job that is not ours."""
         found = re.search(r"fsdp_jobs:(\S+)", self.comment)
         return found[1] if found else ""
 
     def is_of(self, run: RunDir) -> bool:
-        """Whether it is a run's newest submission: ids begin again when a cluster is set up anew."""
+        """Whether this job is the run's newest submission: a cluster that is set up anew reuses ids."""
         if self.tag or not self.name:
             return not self.tag or self.tag.partition(".")[0] == run.submission
         return run.name == self.name or run.name.startswith(f"{self.name}-")  # an array has its sweep's name
+
+    @property
+    def is_started(self) -> bool:
+        return self.slurm_state in ("RUNNING", "SUSPENDED")
 
     @property
     def state(self) -> State:
@@ -179,29 +197,29 @@ def queue(fresh: bool = False, timeout_s: float = _TIMEOUT_S) -> dict[str, Queue
 
 
 def running(job_id: str) -> QueuedJob | None:
-    """Return a job as squeue describes it now; None unless it is running.
+    """Return a job as squeue describes it now; None unless it is running, or suspended by another.
 
     Raises:
         SlurmError: as `queue`.
     """
     job = queue(fresh=True).get(job_id)
-    return job if job is not None and job.slurm_state == "RUNNING" else None
+    return job if job is not None and job.is_started else None
 
 
 def jobs(job_ids: Sequence[str]) -> list[QueuedJob | None]:
-    """Return jobs from the queue, else from accounting, to show them; None for one that neither knows.
+    """Return jobs for display, from the queue or else from accounting; None for a job that neither lists.
 
     Raises:
         SlurmError: as `queue`.
     """
     known = queue(timeout_s=LOOK_S)
-    if not known.keys() >= set(job_ids):  # it may be newer than the last answer
+    if not known.keys() >= set(job_ids):  # a job may be newer than the cached answer
         known = queue(fresh=True, timeout_s=LOOK_S)
     return [known.get(job_id) or _accounted(job_id) for job_id in job_ids]
 
 
 def _accounted(job_id: str) -> QueuedJob | None:
-    """Return a job from one sacct for all tasks of its array; None without accounting."""
+    """Return a job from accounting, with one sacct for all tasks of its array; None without accounting."""
     columns = ("-X", "-n", "-P", "-j", job_id.partition("_")[0], "-o", "JobID,State,Start,NodeList,JobName,Comment")
     try:
         text = recent("sacct", *columns, max_age_s=_ACCOUNTING_AGE_S, timeout_s=LOOK_S)
@@ -217,14 +235,13 @@ def _accounted(job_id: str) -> QueuedJob | None:
 
 @dataclass
 class Partition:
-    """What a partition has and allows, as sinfo shows it; sizes are those of its largest node."""
+    """Resources and limits of a partition, as sinfo shows them; sizes are those of its largest nodes."""
 
     name: str
     default: bool
     time: str
-    default_time: str = ""  # of a job that names none
+    default_time: str = ""  # of a job without a limit; empty: as long as the partition, or a QOS, allows
     nodes: int = 0
-    away: int = 0  # of these, nodes that no job can have now: down, drained, reserved
     cpus: int = 0
     gres: str = "(null)"
     memory_mb: int = 0
@@ -233,40 +250,93 @@ class Partition:
 
 
 def partitions() -> list[Partition]:
-    """Return every partition.
+    """Return every partition, including those that a site hides.
 
     Raises:
         SlurmError: there is no SLURM here.
     """
     by_name: dict[str, Partition] = {}
-    for line in call("sinfo", "--noheader", "--format=%P|%D|%c|%G|%m|%l|%f|%L|%T|%s").splitlines():
-        name, nodes, cpus, gres, memory_mb, limit, features, default, state, size = line.split(
-            "|"
-        )  # of a kind, in a state
-        default = limit if default == "n/a" else default
-        partition = by_name.setdefault(name, Partition(name.rstrip("*"), name.endswith("*"), limit, default))
+    columns = "--format=%P|%D|%c|%G|%m|%l|%f|%L|%s"
+    for line in call("sinfo", "--all", "--noconvert", "--noheader", columns).splitlines():
+        # each line describes nodes of one kind
+        name, nodes, cpus, gres, memory_mb, limit, features, default, size = line.split("|")
+        known = Partition(name.rstrip("*"), name.endswith("*"), limit, default.replace("n/a", ""))
+        partition = by_name.setdefault(name, known)
         partition.nodes += int(nodes)
-        partition.away += int(nodes) if not state.startswith(_UP) or state.endswith("*") else 0
         partition.cpus = max(partition.cpus, int(cpus.rstrip("+")))
         partition.memory_mb = max(partition.memory_mb, int(memory_mb.rstrip("+")))
-        partition.gres = partition.gres if gres == "(null)" else gres
+        partition.gres = max(partition.gres, gres, key=gpus_in)
         partition.features, partition.most_nodes = features, size.rpartition("-")[2]
     return list(by_name.values())
 
 
-def partition(name: str | None) -> Partition:
-    """Return the partition of a name, the first one of several, the default one for None; an empty one for none.
+def partitions_of(names: str | None) -> list[Partition]:
+    """Return the partitions of a list of names, of which SLURM chooses one; an empty one if none of them exists.
+
+    For None return the default partition; if the site's own checks may choose another, return all, the default first.
 
     Raises:
         SlurmError: there is no SLURM here.
     """
-    wanted = (name or "").split(",")
-    known = (p for p in partitions() if p.name in wanted or (name is None and p.default))
-    return next(known, Partition(name or "", False, ""))
+    known = sorted(partitions(), key=lambda p: not p.default)
+    if names is not None:
+        known = [p for p in known if p.name in names.split(",")]
+    elif not site_chooses():
+        known = [p for p in known if p.default]
+    return known or [Partition(names or "", False, "")]
+
+
+def site_chooses() -> bool:
+    """Whether a plugin of the site may choose what a job does not request: a partition, a time limit."""
+    plugins = (settings().get(key, "(null)") for key in ("JobSubmitPlugins", "CliFilterPlugins"))
+    return any(plugin not in ("(null)", "") for plugin in plugins)
+
+
+def gpus_in(gres: str) -> int:
+    """Return the number of GPUs, of all types, in a node's resources: `gpu:a100:4(S:0-1),nvme:1`; 0 for `(null)`."""
+    return sum(map(int, re.findall(r"\bgpu:(?:[^:,()]+:)?(\d+)", gres)))
+
+
+def seconds(time: str) -> float:
+    """Parse a time limit as sbatch reads it; infinite for words and for 0, which in SLURM means no limit."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
+    if match is None:
+        return math.inf
+    days, first, second, third = (int(g) if g else 0 for g in match.groups())
+    if match[1] is not None or match[4] is not None:  # days-hours[:minutes[:seconds]], hours:minutes:seconds
+        return 86400 * days + 3600 * first + 60 * second + third or math.inf
+    return 60 * first + second or math.inf  # minutes[:seconds]
+
+
+def shown(partition: Partition) -> str:
+    """Return `scontrol show partition`; empty for a partition that does not exist."""
+    found = re.search(rf"^PartitionName={re.escape(partition.name)}\n( .*\n)*", recent(*_PARTITIONS), re.MULTILINE)
+    return found[0] if found else ""
+
+
+def own_qos(partition: Partition) -> str:
+    """Return the QOS that limits all jobs of a partition; empty without one."""
+    found = re.search(r"QoS=(\S+)", shown(partition))
+    return found[1] if found and found[1] != "N/A" else ""
+
+
+def accounting(*what: str) -> str | None:
+    """Return rows of the accounting database, no rows if there is no database; None if it does not answer."""
+    if "slurmdbd" not in settings().get("AccountingStorageType", ""):
+        return ""
+    try:
+        return call("sacctmgr", "-nP", "show", *what)
+    except SlurmError:
+        return None
+
+
+def enforces_limits() -> bool:
+    """Whether this cluster enforces limits of accounting, for example those of a QOS."""
+    return "limits" in settings().get("AccountingStorageEnforce", "")
 
 
 def silent() -> str:
-    """Return why SLURM cannot be asked here; empty: it answers."""
+    """Return why SLURM cannot be queried here; empty if it answers."""
     try:
         settings()
     except SlurmError as e:

@@ -1,12 +1,12 @@
-"""What runs beside a batch step: a guard of its first node, and companions in place of lost nodes.
+"""Helpers of a batch step: guards watch the job's first node, and companions replace lost nodes.
 
     python -m fsdp_jobs.launchers.slurm.companions guard RUN_DIR
     python -m fsdp_jobs.launchers.slurm.companions node RUN_DIR NODE JOB
 
-With --no-kill a lost node is taken from the allocation and the others go on. That is right for every node but the
-first: the batch step and the coordinator die with it, and nothing is left that would end the job. The guard, a step on
-other nodes, requeues it. SLURM gives a job no node in place of a lost one: the batch step submits a job of one node,
-whose agent joins the rendezvous of the job it belongs to, and leaves with it.
+With --no-kill SLURM removes a lost node from the allocation, and the other nodes continue. That is right for every
+node except the first: the batch step and the coordinator are lost with it, and nothing is left to end the job. A
+guard, a step on another node, then requeues the job. SLURM does not replace a lost node of a running job, so the batch
+step submits a companion: a job of one node whose agent joins the rendezvous of the main job, and ends with it.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from fsdp_jobs.run.verdict import Verdict
 
 _TRIES = 3  # per node
 _POLL_S = 1.0
-_QUEUE_S = 10.0  # between questions to SLURM
+_QUEUE_S = 10.0  # between queries to SLURM
 _LEAVE_S = 15.0  # for the agent, after the verdict
-_GUARD_S = 3.0  # between the guard's looks at the coordinator
-_SILENT_S = 12.0  # the batch step restarts a dead coordinator long before this
+_GUARD_S = 3.0  # between a guard's checks of the coordinator
+_SILENT_S = 12.0  # after which the node counts as lost: the batch step restarts a dead coordinator long before
 
 logger = logging.getLogger(__name__)
 
 
 class Companions:
-    """The companions of an attempt, by the number of the node that each stands in for."""
+    """The companions of an attempt, by the number of the node that each replaces."""
 
     def __init__(self, run: RunDir, commands: Commands, env: dict[str, str], attempt: int, job_id: str):
         self.run, self.commands, self.env, self.attempt, self.job_id = run, commands, env, attempt, job_id
@@ -51,9 +51,9 @@ class Companions:
         self.tries: dict[int, int] = {}
 
     def request(self, nodes: Sequence[int]) -> None:
-        """Have a companion queued or running for each of these nodes.
+        """Submit a companion for each of these nodes that has none queued or running.
 
-        After the last refusal `status` says why there is none.
+        After the last refusal `status` shows the reason.
 
         Raises:
             SlurmError: SLURM does not answer, or refuses.
@@ -88,11 +88,12 @@ class Companions:
         ]
         if excluded := [*self.run.excluded_hosts(), *self.commands.exclude]:
             options.append(f"--exclude={','.join(excluded)}")
-        env = {name: value for name, value in self.env.items() if not name.startswith("SBATCH_")}
+        of_the_job = {*map(client.variable, client.OF_A_JOB)}
+        env = {name: value for name, value in self.env.items() if name not in of_the_job}
         return client.sbatch(script, *options, *self.commands.submit, env=env)
 
     def release(self) -> None:
-        """Cancel companions: running ones leave by themselves too, waiting ones would start in vain."""
+        """Cancel the companions: running ones would also end by themselves, waiting ones would start for nothing."""
         if self.jobs:
             try:
                 client.call("scancel", "--quiet", *self.jobs.values())
@@ -101,7 +102,7 @@ class Companions:
 
 
 def fill_in(run: RunDir, node: int, job_id: str) -> int:
-    """Run one agent until the attempt that it belongs to is over; return its exit code."""
+    """Run one agent until its attempt ends; return the agent's exit code."""
     attempt, host = Attempt(run, int(os.environ[ATTEMPT_ENV])), os.environ["SLURMD_NODENAME"]
 
     def is_over() -> bool:
@@ -125,7 +126,7 @@ def fill_in(run: RunDir, node: int, job_id: str) -> int:
 
 
 def _may_run(job_id: str) -> bool:
-    """Whether the job runs, as far as SLURM can say: the verdict decides while its controller is away."""
+    """Whether the job runs; True while SLURM's controller is unreachable, when only the verdict ends the job."""
     try:
         return client.running(job_id) is not None
     except client.SlurmError as e:
@@ -144,9 +145,9 @@ def reachable(address: str) -> bool:
 
 
 def guard(run: RunDir, attempt: int, job_id: str, coordinator: str) -> None:
-    """Wait for the verdict on the attempt; requeue the job when its first node is lost before."""
+    """Wait for the verdict on the attempt; if the job's first node is lost before, requeue the job."""
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # they are meant for the ranks
+        signal.signal(number, signal.SIG_IGN)  # these signals are meant for the ranks
     seen_at = time.monotonic()
     while Verdict.read(run, attempt) is None:
         time.sleep(_GUARD_S)
@@ -158,10 +159,10 @@ def guard(run: RunDir, attempt: int, job_id: str, coordinator: str) -> None:
                 if job is not None and job.batch_host not in expand_hostlist(job.nodes):
                     if start_again(run, attempt, job_id, []):
                         client.call("scancel", job_id)
-                    if Verdict.read(run, attempt) is None:  # this process still has some seconds, as has another guard
+                    if Verdict.read(run, attempt) is None:  # SLURM gives this guard, and the other, some seconds more
                         reason = f"lost {job.batch_host}, the job's first node, which had the coordinator"
                         Verdict("infrastructure", "requeue", reason).close(run, attempt)
-            except (client.SlurmError, BadInput) as e:  # to be tried again
+            except (client.SlurmError, BadInput) as e:  # retried in the next turn
                 logger.warning("%s", e)
 
 

@@ -1,7 +1,7 @@
-"""Tests the nodes of an allocation before training, so that a bad one costs a minute and not a day.
+"""Test the nodes of an allocation before training, so that a bad node costs a minute and not a day.
 
-One task per node, `python -m fsdp_jobs.launchers.slurm.node_test NPROC cpu|cuda FOLDER HOST:PORT HOST...`; each
-writes its report to FOLDER, which is in the run directory. Which node is bad follows from all reports together.
+Each node runs one task, `python -m fsdp_jobs.launchers.slurm.node_test NPROC cpu|cuda FOLDER HOST:PORT HOST...`, which
+writes its report to FOLDER in the run directory. `blame` compares all reports to find the bad nodes.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any
 from fsdp_jobs.run.directory import write_atomic
 from fsdp_jobs.run.record import Record
 
-TIMEOUT_S = 120.0  # for all of it, imports included
+TIMEOUT_S = 120.0  # for the whole test, including imports
 NONCE = "nonce"  # file that every node must be able to see, written by the batch step
-_COHERENT_S = 10.0  # for what one node writes to be seen by another
+_COHERENT_S = 10.0  # until a file that one node writes is visible on another
 _PAIR_S = 30.0
 _FREE_MB = {"run directory": 1000, "/dev/shm": 64, "/tmp": 100}  # at least
 _CLOCK_SKEW_S = 2.0
@@ -36,17 +36,17 @@ _GEMM = {"cpu": 256, "cuda": 8192}  # rows of the square matrices
 
 @dataclass
 class Report(Record):
-    """What one node measured."""
+    """The measurements of one node."""
 
     host: str
-    problems: list[str] = field(default_factory=list)  # of this node alone
+    problems: list[str] = field(default_factory=list)  # of the node itself, not of its links
     gemm_tflops: list[float] = field(default_factory=list)  # per GPU
-    pairs: dict[str, str] = field(default_factory=dict)  # partner -> error of the all-reduce with it; empty: none
+    pairs: dict[str, str] = field(default_factory=dict)  # partner -> error of the all-reduce with it, if any
     gb_s: list[float] = field(default_factory=list)  # of the all-reduces
 
 
 def blame(reports: Sequence[Report], hosts: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return bad nodes with what is wrong with each, and what is wrong between nodes without one to blame."""
+    """Return bad nodes with the problems of each, and problems of links for which neither node is to blame."""
     by_host = {r.host: r for r in reports}
     bad = {host: f"no answer within {TIMEOUT_S:.0f} s" for host in hosts if host not in by_host}
     bad |= {r.host: "; ".join(r.problems) for r in reports if r.problems}
@@ -76,7 +76,7 @@ def read_reports(folder: Path) -> list[Report]:
 
 
 def _names_and_storage(folder: Path, hosts: Sequence[str]) -> Iterator[str]:
-    """Yield what is wrong with host names, shared storage and free space."""
+    """Yield problems with host names, shared storage and free space."""
     for host in hosts:
         try:
             socket.getaddrinfo(host, None)
@@ -94,7 +94,7 @@ def _names_and_storage(folder: Path, hosts: Sequence[str]) -> Iterator[str]:
 
 
 def _gpus(nproc: int) -> Iterator[str]:
-    """Yield what is wrong with the GPUs according to the driver."""
+    """Yield problems with the GPUs according to the driver."""
     import torch
 
     if torch.cuda.device_count() < nproc:
@@ -117,7 +117,7 @@ def _gemm(device: Any, size: int) -> tuple[float, bool]:
     started, times = time.perf_counter(), 5
     for _ in range(times):
         c = a @ b
-    right = right and bool((c == size / 2).all())  # waits for the device, too
+    right = right and bool((c == size / 2).all())  # also waits for the device
     return times * 2 * size**3 / (time.perf_counter() - started) / 1e12, right
 
 
@@ -161,7 +161,7 @@ def _partners(rank: int, nodes: int) -> Iterator[tuple[int, int]]:
 
 
 def examine(folder: Path, nproc: int, store_at: str, hosts: Sequence[str], rank: int, cuda: bool) -> Report:
-    """Test this node and its links to two others."""
+    """Test this node and its links to its two neighbours."""
     report = Report(hosts[rank], list(_names_and_storage(folder, hosts)))
     import torch
     import torch.distributed as dist

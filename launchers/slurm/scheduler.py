@@ -17,15 +17,15 @@ from fsdp_jobs.launchers.slurm import client, site, submission, validate
 from fsdp_jobs.launchers.slurm.script import Script, cluster_of, commands, margin_s, script
 from fsdp_jobs.launchers.slurm.steps import Commands
 from fsdp_jobs.launchers.snapshot import Snapshot, link, take
-from fsdp_jobs.launchers.state import State
 from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, as_written
+from fsdp_jobs.run.state import State
 from fsdp_jobs.run.tail import last_lines
 from fsdp_jobs.run.verdict import KILLED, WITHDRAWN, Verdict, judge
 
 _CANCEL_S = 15.0  # for SLURM to act on scancel
-_REASONS = {  # beginnings of the words in squeue's REASON
+_REASONS = {  # prefixes of squeue's REASON -> explanation
     "QOS": "a limit of its QOS, see sacctmgr show qos; one of each job is never met by waiting",
     "Assoc": "a limit of your account, see sacctmgr show assoc",
     "PartitionTimeLimit": "cluster.time is above the partition's limit: it will not start",
@@ -41,7 +41,7 @@ _REASONS = {  # beginnings of the words in squeue's REASON
 
 @dataclass
 class SlurmRequest:
-    """What is submitted: the script, the commands of its batch step, and the code that goes with it."""
+    """One submission: the script, the commands of its batch step, and a snapshot of the code."""
 
     job: Job
     script: Script
@@ -53,12 +53,12 @@ class SlurmRequest:
 
     @property
     def text(self) -> str:
-        """The script for this job alone."""
+        """The script for this job as a plain job, not as a task of an array."""
         return self.script.of_run(str(as_written(self.job.run.path)), self.job.app.name, self.job.submission)
 
 
 class SlurmLauncher(Launcher):
-    """Submits scripts with sbatch and reads the queue with squeue."""
+    """Submit scripts with sbatch and read the queue with squeue."""
 
     name = "slurm_fsdp"
     output = "script"
@@ -135,7 +135,7 @@ class SlurmLauncher(Launcher):
                 self.remember(job.id, run)
                 return job.id
         started = (e for e in events.newest_events(run) if isinstance(e, events.AttemptStarted))
-        return next((e.slurm_job for e in started if e.attempt >= run.first_attempt()), None)  # SLURM has forgotten it
+        return next((e.slurm_job for e in started if e.attempt >= run.first_attempt()), None)  # SLURM forgot the job
 
     def cluster_of(self, app_id: str) -> str:
         return client.settings(client.LOOK_S)["ClusterName"]
@@ -149,17 +149,17 @@ class SlurmLauncher(Launcher):
         return list(client.queue(timeout_s=client.LOOK_S))
 
     def _link(self, app_id: str, cluster: str = "") -> Path:
-        return self._links / (cluster or self.cluster_of(app_id)) / app_id  # clusters that share a home have equal ids
+        return self._links / (cluster or self.cluster_of(app_id)) / app_id  # clusters sharing a home may share ids
 
     def cancel(self, app_ids: Sequence[str]) -> None:
         queue = client.queue(fresh=True)
         runs = {_newest(run, id): run for id in app_ids for run in [self.run_of(id)]}
         jobs = [queue[id] for id, run in runs.items() if id in queue and (run is None or queue[id].is_of(run))]
         jobs = [job for job in jobs if job.state.is_active]
-        running = [job for job in jobs if job.slurm_state == "RUNNING"]
-        if running:  # first, or the batch step would have the ranks save
+        running = [job for job in jobs if job.is_started]
+        if running:  # first, or the batch step would make the ranks save
             client.call("scancel", "--signal=KILL", "--batch", *(job.signal_id for job in running))
-            _wait_while(running, lambda job: job.slurm_state == "RUNNING")
+            _wait_while(running, lambda job: job.is_started)
         if jobs:
             client.call("scancel", "--quiet", *(job.id for job in jobs))
             _wait_while(jobs, lambda job: job.state.is_active)
@@ -172,31 +172,31 @@ create_scheduler = SlurmLauncher.scheduler
 
 
 def _write_code(requests: Sequence[SlurmRequest], shared: Path | None) -> None:
-    """Copy each snapshot once to `shared` and link to it; without it, or in containers, to each run."""
-    copies: dict[int, Path] = {}  # id of a snapshot -> where it is
+    """Copy each code snapshot once to `shared` and link to it; without `shared`, or for containers, copy it per run."""
+    copies: dict[int, Path] = {}  # id of a snapshot -> its folder
     for request in requests:
         code, run = request.code, request.job.run
         if code is None:
             continue
-        if shared is None or cluster_of(request.job.config).container is not None:  # sees its run directory alone
+        if shared is None or cluster_of(request.job.config).container is not None:  # it sees only its run directory
             code.write(run.code)
             continue
         if id(code) not in copies:
-            copies[id(code)] = shared / f".code-{len(copies)}"  # hidden: no code of the next submission
+            copies[id(code)] = shared / f".code-{len(copies)}"  # hidden from the next snapshot
             code.write(copies[id(code)])
         link(run.code, copies[id(code)])
 
 
 def _newest(run: RunDir | None, app_id: str) -> str:
-    """Return the id of the SLURM job that an app is now: another one where the site forbids requeues."""
+    """Return the id of the SLURM job that an app is now: where the site forbids requeues, that of the newest job."""
     try:
         return app_id if run is None else Commands.read(run).newest(app_id)
-    except (OSError, ValueError, TypeError):  # its submission got no further, or the file is damaged
+    except (OSError, ValueError, TypeError):  # the submission failed before writing the file, or it is damaged
         return app_id
 
 
 def _wait_while(jobs: Sequence[client.QueuedJob], unchanged: Callable[[client.QueuedJob], bool]) -> None:
-    """Wait until the controller has changed each of these jobs, for a limited time."""
+    """Wait until the controller has changed the state of each of these jobs, at most `_CANCEL_S`."""
     deadline = time.monotonic() + _CANCEL_S
     while time.monotonic() < deadline:
         queue = client.queue(fresh=True)
@@ -206,18 +206,18 @@ def _wait_while(jobs: Sequence[client.QueuedJob], unchanged: Callable[[client.Qu
 
 
 def _describe(app_id: str, job: client.QueuedJob | None, run: RunDir | None) -> Description | None:
-    """Combine what SLURM and the run directory know of a job; of another job with this id SLURM knows nothing here."""
+    """Combine SLURM's and the run directory's records of a job; ignore SLURM's if it is of another job with this id."""
     job = job if job is None or run is None or job.is_of(run) else None
     if run is None:
-        return Description(app_id, job.state, _message(job)) if job is not None else None
+        return Description(job.state, _message(job)) if job is not None else None
     state, message = (job.state, _message(job)) if job is not None else _forgotten(run, app_id)
     if not state.is_active:
         state, message = _end(run, job, state, message)
-    return Description(app_id, state, message, restarts_of(run))
+    return Description(state, message, restarts_of(run))
 
 
 def _forgotten(run: RunDir, app_id: str) -> tuple[State, str]:
-    """Return how a job without a verdict has ended that neither the controller nor accounting remembers."""
+    """Return how a job has ended that has no verdict and that neither the controller nor accounting lists."""
     if run.last_attempt() < run.first_attempt():
         if (output := run.submit / f"slurm-{app_id}.out").exists():
             said = last_lines(output, 1).strip() or "it printed nothing"
@@ -242,7 +242,7 @@ def _message(job: client.QueuedJob) -> str:
 
 
 def _end(run: RunDir, job: client.QueuedJob | None, state: State, message: str) -> tuple[State, str]:
-    """Return how a job has ended: its verdict, where there is one, knows more than SLURM."""
+    """Return how a job has ended: by its verdict if there is one, which knows more than SLURM."""
     if run.last_attempt() < run.first_attempt():
         if state is State.FAILED and job is not None:
             message = f"SLURM job {job.id} {job.slurm_state} before its first line: do the nodes see {run.path}?"

@@ -1,8 +1,9 @@
-"""The sbatch script of a job and the commands of its batch step. No I/O."""
+"""Render the sbatch script of a job and the commands of its batch step. No I/O."""
 
 from __future__ import annotations
 
 import math
+import os
 import shlex
 import sys
 from collections import Counter
@@ -16,6 +17,7 @@ from fsdp_jobs.config.clusters import SlurmClusterConfig
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.app import arguments
 from fsdp_jobs.launchers.base import Job
+from fsdp_jobs.launchers.slurm import client
 from fsdp_jobs.launchers.slurm.steps import Commands
 from fsdp_jobs.run.directory import as_written
 from fsdp_jobs.run.env import SUBMISSION_ENV
@@ -29,21 +31,25 @@ if TYPE_CHECKING:
 _BATCH = "fsdp_jobs.launchers.slurm.batch"
 _NODE_TEST = "fsdp_jobs.launchers.slurm.node_test"
 _WHERE = ("partition", "account", "qos", "time", "mem", "constraint", "nodelist", "exclude", "reservation")
-_OF_THE_JOB = {
-    *(f"--{name}" for name in ("exclude", "nodelist", "nodes", "ntasks", "ntasks-per-node", "array", "dependency")),
-    *(f"--{name}" for name in ("output", "error", "job-name", "comment", "signal", "begin", "switches", "requeue")),
-}
-_LONG = {  # of sbatch's options of one letter
+_LONG = {  # sbatch's one-letter options that take a value -> their long names
+    "-A": "account",
     "-a": "array",
     "-b": "begin",
+    "-C": "constraint",
+    "-c": "cpus-per-task",
+    "-D": "chdir",
     "-d": "dependency",
     "-e": "error",
+    "-G": "gpus",
     "-J": "job-name",
+    "-L": "licenses",
     "-M": "clusters",
+    "-m": "distribution",
     "-N": "nodes",
     "-n": "ntasks",
     "-o": "output",
     "-p": "partition",
+    "-q": "qos",
     "-t": "time",
     "-w": "nodelist",
     "-x": "exclude",
@@ -53,13 +59,13 @@ _NOTES = ("comment", "mail_user", "mail_type")
 
 @dataclass
 class Site:
-    """What plans and scripts depend on and only the cluster knows; the keys of a site file."""
+    """Properties of a cluster that plans and scripts depend on; also the keys of a site file."""
 
     cluster: str  # SLURM's ClusterName
     gpu_option: str = "--gpus-per-node={}"  # with the number of GPUs per node; empty: the cluster does not count GPUs
-    python: str = sys.executable  # the interpreter on the nodes, where `cluster.python` does not name one
-    partitions: dict[str, str] = field(default_factory=dict)  # name, with * the default one's -> nodes, a hostlist
-    switches: list[str] = field(default_factory=list)  # as `scontrol show topology` lists them; none: not known
+    python: str = sys.executable  # the interpreter on the nodes if `cluster.python` names none
+    partitions: dict[str, str] = field(default_factory=dict)  # name (the default's ends in *) -> hostlist of its nodes
+    switches: list[str] = field(default_factory=list)  # lines of `scontrol show topology`; empty: not known
 
 
 def cluster_of(config: JobConfig) -> SlurmClusterConfig:
@@ -68,10 +74,28 @@ def cluster_of(config: JobConfig) -> SlurmClusterConfig:
     return config.cluster
 
 
+def least_nodes(job: Job) -> int:
+    """Return the fewest nodes with which a job starts."""
+    trainer = job.role("trainer")
+    return int(trainer.min_replicas or trainer.num_replicas)
+
+
+def asked(cluster: SlurmClusterConfig, key: str) -> tuple[str | None, str]:
+    """Return the value that sbatch will use for one of our keys, and where it is set; None: the site chooses."""
+    begin = f"--{key.replace('_', '-')}="
+    if given := [option for option in map(long_form, cluster.extra) if option.startswith(begin)]:
+        return given[-1].partition("=")[2], f"cluster.extra=[{given[-1]}]"
+    value, variable = getattr(cluster, key), client.variable(key)
+    if value is None and variable in os.environ:
+        return os.environ[variable], f"{variable}={os.environ[variable]}"
+    return value, f"cluster.{key}={value}"
+
+
 def commands(job: Job, site: Site) -> Commands:
     """Render the commands of the batch step."""
     cluster = cluster_of(job.config)
     trainer = job.role("trainer")
+    exclude, _ = asked(cluster, "exclude")
     inside = _container(cluster, trainer, str(as_written(job.run.path)))
     agent = _argv(trainer, cluster, site)
     kind = [str(trainer.resource.cpu), "cuda" if trainer.resource.gpu else "cpu"]
@@ -82,20 +106,20 @@ def commands(job: Job, site: Site) -> Commands:
         env=trainer.env,
         max_nodes=trainer.num_replicas,
         regrow=cluster.regrow,
-        exclude=[cluster.exclude] if cluster.exclude else [],
+        exclude=[exclude] if exclude else [],
         submit=[o for o in (*_resources(cluster, trainer, site), *map(long_form, cluster.extra)) if _is_of_a_node(o)],
     )
 
 
 def long_form(option: str) -> str:
-    """Return an option of `cluster.extra` by its long name, `--dependency=afterok:7` for `-d afterok:7`."""
+    """Return an option of `cluster.extra` with its long name: `--dependency=afterok:7` for `-d afterok:7`."""
     name = _LONG.get(option[:2])
     return f"--{name}={option[2:].lstrip(' =')}" if name else option
 
 
 def _is_of_a_node(option: str) -> bool:
-    """Whether an option of sbatch holds for a job of one more node, too, and not for this very job."""
-    return option.partition("=")[0] not in _OF_THE_JOB
+    """Whether an option of sbatch also applies to a companion, a job of one more node."""
+    return option.partition("=")[0].removeprefix("--") not in client.OF_A_JOB
 
 
 def _argv(role: Role, cluster: SlurmClusterConfig, site: Site) -> list[str]:
@@ -105,7 +129,7 @@ def _argv(role: Role, cluster: SlurmClusterConfig, site: Site) -> list[str]:
 
 
 def _container(cluster: SlurmClusterConfig, trainer: Role, run_dir: str) -> list[str]:
-    """Return what stands before the agent: options of srun for pyxis, a command for Apptainer."""
+    """Return the arguments before the agent's: options of srun for pyxis, a command for Apptainer."""
     if cluster.container is None:
         return []
     mounts = ",".join([f"{run_dir}:{run_dir}", *cluster.container_mounts])
@@ -117,21 +141,21 @@ def _container(cluster: SlurmClusterConfig, trainer: Role, run_dir: str) -> list
 
 @dataclass(frozen=True)
 class Script:
-    """A batch script without the job it is for: jobs with equal ones can be the tasks of one array.
+    """A batch script except its job's own values: jobs with equal scripts can be the tasks of one array.
 
-    Of what a user wrote only the lines of `setup` reach a shell unquoted.
+    Everything that the user wrote is quoted for the shell, except the lines of `setup`.
     """
 
     resources: tuple[str, ...]  # options of sbatch
     extra: tuple[str, ...]  # the user's own options of sbatch; they come last
     setup: tuple[str, ...]  # lines of shell
     python: str
-    folder: str  # of the command that submits, in which the job works
-    brings_code: bool  # there is a copy of the code in the run directory
+    folder: str  # working directory of the submitting command and of the job
+    brings_code: bool  # the run directory has a copy of the code
     margin_s: int = field(compare=False)
 
     def of_run(self, run_dir: str, name: str, tag: str, after: str = "") -> str:
-        """Render the script of one job; `tag` and `after` as of an array."""
+        """Render the script of one job; `tag` and `after` as in `of_array`."""
         output = f"--output={run_dir.replace('%', '%%')}/submit/slurm-%j.out"
         return self._text(name, tag, after, [output], shlex.quote(run_dir))
 
@@ -139,12 +163,12 @@ class Script:
         """Render the script of an array of jobs.
 
         Args:
-            tag: the id of the submission, for its processes and SLURM; an array's has its number after a dot.
+            tag: the id of the submission, for its processes and SLURM; for an array with a dot and the array's number.
             links: a folder in which link `<task>` leads to the run directory of that task.
-            name: SLURM's for all of them.
+            name: of all tasks in SLURM.
             count: number of tasks.
-            at_once: most tasks that run at the same time, 0 for no limit.
-            after: id of a job that has to end first, empty for none.
+            at_once: maximum number of tasks that run at the same time, 0 for no limit.
+            after: id of a job that must end first, empty for none.
             margin_s: the longest of the tasks' margins.
         """
         array = f"--array=0-{count - 1}{f'%{at_once}' if at_once else ''}"
@@ -177,11 +201,11 @@ class Script:
 
 
 def script(job: Job, site: Site, topology: Topology | None, margin_s: int) -> Script:
-    """Render all of a batch script that does not depend on the run; `margin_s` as of `margin_s`."""
+    """Render the parts of a batch script that do not depend on the run; `margin_s` is from the function `margin_s`."""
     cluster = cluster_of(job.config)
     trainer = job.role("trainer")
-    low, high = trainer.min_replicas or trainer.num_replicas, trainer.num_replicas
-    # With a range SLURM would take --ntasks-per-node for its minimum.
+    low, high = least_nodes(job), trainer.num_replicas
+    # With a range of nodes SLURM would apply --ntasks-per-node to the minimum.
     nodes = [f"--nodes={high}", "--ntasks-per-node=1"] if low == high else [f"--nodes={low}-{high}"]
     return Script(
         resources=(*nodes, *_resources(cluster, trainer, site), *_switches(cluster, job.plan, high, topology)),
@@ -195,7 +219,7 @@ def script(job: Job, site: Site, topology: Topology | None, margin_s: int) -> Sc
 
 
 def _resources(cluster: SlurmClusterConfig, trainer: Role, site: Site) -> Iterator[str]:
-    """Yield what each node must have, and who asks for it."""
+    """Yield the options for each node's resources and for the account that requests them."""
     for key in (*_WHERE, *_NOTES):
         if getattr(cluster, key) is not None:
             yield f"--{key.replace('_', '-')}={getattr(cluster, key)}"
@@ -209,7 +233,7 @@ def _resources(cluster: SlurmClusterConfig, trainer: Role, site: Site) -> Iterat
 
 
 def _switches(cluster: SlurmClusterConfig, plan: Plan, nodes: int, topology: Topology | None) -> Iterator[str]:
-    """Ask for as few leaf switches as hold the job, when a shard group spans nodes.
+    """Request the fewest leaf switches that hold the job, if a shard group spans nodes.
 
     SLURM waits for them as long as its administrator allows (max_switch_wait, 300 s by default).
     """
@@ -221,19 +245,20 @@ def _switches(cluster: SlurmClusterConfig, plan: Plan, nodes: int, topology: Top
 
 
 def _quote_option(option: str) -> str:
-    """Quote the value of an option as sbatch reads it in a script: as for a shell, on one line."""
+    """Quote the value of an option for a line of a script: sbatch reads it as a shell does."""
     key, equals, value = option.partition("=")
     return f"{key}{equals}{shlex.quote(value)}" if equals else shlex.quote(option)
 
 
 def margin_s(save_s: float, step_s: float, grace_s: float) -> int:
-    """Return how many seconds before the time limit to ask for the last save.
+    """Return how many seconds before the time limit the last save is requested.
 
     Args:
-        save_s: the slowest save that this run has measured; 0 when there is none yet.
-        step_s: the slowest step; 0 when there is none yet.
+        save_s: the slowest save that this run has measured; 0 before the first.
+        step_s: the slowest step; 0 before the first.
         grace_s: `elastic.stop_grace_s`, which bounds a save.
 
-    Twice what was measured, the whole grace as long as nothing was, and 10 s to requeue. SLURM may be a minute early.
+    It is twice the measured time, or the whole grace before the first save, plus 10 s to requeue. SLURM may signal a
+    minute early.
     """
     return math.ceil(10 + (min(grace_s, 2 * (save_s + step_s)) if save_s else grace_s))

@@ -1,4 +1,4 @@
-"""What a plan and a script depend on and only the cluster knows: asked of it, read from a file, or assumed."""
+"""Get the properties of a cluster that plans and scripts need: from the cluster, from a file, or by assumption."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fsdp_jobs.config.errors import BadInput, Problem
+from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.resolve import node_range, ranks_per_node
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.slurm import client
-from fsdp_jobs.launchers.slurm.script import Site, cluster_of
+from fsdp_jobs.launchers.slurm.script import Site, asked, cluster_of
 from fsdp_jobs.plan.sources import from_scontrol
 from fsdp_jobs.plan.topology import Topology, expand_hostlist
 from fsdp_jobs.run import events
 from fsdp_jobs.run.tail import read_json_lines
 
 SAVE = "fsdp-jobs doctor cluster=slurm --save FILE, on a login node of the cluster"
-_LEVELS = ("SwitchName=", "BlockName=")  # other lines are of groups of blocks, or say that there is no topology
+_LEVELS = ("SwitchName=", "BlockName=")  # other lines describe groups of blocks, or state that there is no topology
 _FLAT = ("topology/none", "topology/default", "topology/flat")
 
 
 def ask() -> Site:
-    """Ask the cluster that a command here reaches.
+    """Query the cluster that commands on this machine reach.
 
     Raises:
         SlurmError: there is no SLURM here, or it does not answer.
@@ -38,7 +38,7 @@ def ask() -> Site:
     if "gpu" in settings.get("GresTypes", ""):
         site.gpu_option = "--gpus-per-node={}" if "cons_tres" in settings["SelectType"] else "--gres=gpu:{}"
     if settings.get("TopologyPlugin") not in _FLAT:
-        with suppress(client.SlurmError):  # it may be closed to users
+        with suppress(client.SlurmError):  # the site may not show it to users
             lines = client.recent("scontrol", "show", "topology").splitlines()
             site.switches = [line for line in lines if line.startswith(_LEVELS)]
             lines = client.recent("sinfo", "--all", "--noheader", "--format=%P %N").splitlines()
@@ -50,13 +50,13 @@ def load(file: str) -> Site:
     """Read a site file.
 
     Raises:
-        BadInput: there is no such file, it is not YAML, or not of this form.
+        BadInput: the file does not exist, is not YAML, or is not a site file.
     """
     try:
         return _parsed(Path(file).read_text())
     except (OSError, TypeError, ValueError, BadInput, yaml.YAMLError, OmegaConfBaseException) as e:
         why = getattr(e, "strerror", None) or " ".join(str(e).split())
-        raise BadInput([Problem(f"cluster.site={file}", f"not a site file: {why}", SAVE)]) from e
+        raise BadInput.at(f"cluster.site={file}", f"not a site file: {why}", SAVE) from e
 
 
 @cache
@@ -68,10 +68,10 @@ def _parsed(text: str) -> Site:
 
 
 def site_of(config: JobConfig) -> Site:
-    """Ask the cluster; where it cannot be asked, take `cluster.site`, or else what most sites have.
+    """Query the cluster; if it cannot be reached, use `cluster.site`, or else the defaults of most sites.
 
     Raises:
-        BadInput: `cluster.site` is needed and not there, not a site file, or another cluster's than the one here.
+        BadInput: `cluster.site` is needed but missing, is not a site file, or describes another cluster than this one.
     """
     file = cluster_of(config).site
     try:
@@ -80,18 +80,18 @@ def site_of(config: JobConfig) -> Site:
         return Site("") if file is None else load(file)
     if file is not None and Path(file).exists() and (cluster := load(file).cluster) != here.cluster:
         what = f"is of the cluster {cluster}; commands here reach {here.cluster}"
-        raise BadInput([Problem(f"cluster.site={file}", what, f"leave it out here, or make one: {SAVE}")])
+        raise BadInput.at(f"cluster.site={file}", what, f"leave it out here, or make one: {SAVE}")
     return here
 
 
 def topology_of(site: Site, config: JobConfig) -> Topology | None:
-    """Return the switches above the partition's nodes; None where the site does not know them.
+    """Return the switches above the partition's nodes; None if the site does not know them.
 
-    For planning only: which of these nodes a job will get is not known before it starts.
+    Only for planning: SLURM chooses the job's nodes when it starts.
     """
     if not site.switches:
         return None
-    wanted = cluster_of(config).partition
+    wanted, _ = asked(cluster_of(config), "partition")
     names = [n for n in site.partitions if (n.endswith("*") if wanted is None else n.rstrip("*") in wanted.split(","))]
     hosts = ",".join(site.partitions[name] for name in names)
     topology = _topology(hosts, "\n".join(site.switches), ranks_per_node(config))
@@ -100,12 +100,12 @@ def topology_of(site: Site, config: JobConfig) -> Topology | None:
 
 @cache
 def _topology(hostlist: str, text: str, gpus: int) -> Topology:
-    """Parse scontrol's answer about these nodes, once for all jobs that are planned together."""
+    """Parse scontrol's output for these nodes, once for all jobs that are planned together."""
     return from_scontrol(text, gpus, set(expand_hostlist(hostlist)))
 
 
 def measured_s(job: Job) -> tuple[float, float]:
-    """Return how long the slowest save and the slowest step of this run have taken, in seconds; 0 where none has."""
+    """Return the seconds of this run's slowest save and slowest step; 0 before the first."""
     saves = [e.seconds for e in events.read_events(job.run) if isinstance(e, events.Checkpoint)]
     step_s = max((m["step_s"] for m in read_json_lines(job.run.metrics)), default=0.0)
     return max(saves, default=0.0), step_s

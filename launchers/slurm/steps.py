@@ -1,4 +1,4 @@
-"""What a batch step starts, as the submission wrote it down, and the options of srun for a step."""
+"""The commands that a batch step starts, as the submission recorded them, and srun's options for a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fsdp_jobs.run.record import Record
 
 @dataclass
 class Commands(Record):
-    """The commands of a job. `{node}` in the agent's arguments stands for the node's number."""
+    """The commands of a job. The agent's arguments have `{node}` in place of the node's number."""
 
     coordinator: list[str]
     agent: list[str]
@@ -19,10 +19,10 @@ class Commands(Record):
     env: dict[str, str]
     max_nodes: int
     regrow: bool
-    exclude: list[str]  # hostlists that the user excludes
-    submit: list[str]  # options of sbatch for one more node
-    continued: dict[str, str] = field(default_factory=dict)  # id of a job -> of the one that continues it
-    place: str = ""  # in a sweep: <number of the script in its submission>_<task>; no task where it is no array
+    exclude: list[str]  # hostlists excluded by the user
+    submit: list[str]  # options of sbatch for a companion
+    continued: dict[str, str] = field(default_factory=dict)  # id of a job -> id of the job that continues it
+    place: str = ""  # in a sweep: <number of the script in its submission>_<task>; no task if it is a plain job
 
     @property
     def is_task(self) -> bool:
@@ -37,7 +37,7 @@ class Commands(Record):
         return cls.from_json((run.submit / "steps.json").read_bytes())
 
     def newest(self, job_id: str) -> str:
-        """Return the id of the last of the jobs that continue this one; its own where none does."""
+        """Return the id of the last job that continues this one; its own id if there is none."""
         while job_id in self.continued:
             job_id = self.continued[job_id]
         return job_id
@@ -47,9 +47,9 @@ class Commands(Record):
 
 
 def srun(hosts: Sequence[str], cpus: int | None = None) -> list[str]:
-    """Return the start of a command line: a step with one task per host that survives the loss of hosts.
+    """Return the beginning of a command line: srun for one task per host, in a step that survives the loss of hosts.
 
-    A job submitted with --export=NONE passes that on to srun by its environment; steps need all of it.
+    In a job submitted with --export=NONE srun inherits that option, but steps need the whole environment.
     """
     where = [f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}", f"--nodelist={','.join(hosts)}"]
     share = ["--overlap", "--cpu-bind=none", "--mpi=none", *([f"--cpus-per-task={cpus}"] if cpus else [])]

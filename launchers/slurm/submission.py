@@ -1,8 +1,9 @@
-"""Scripts handed to sbatch: one job alone, or jobs with equal scripts as the tasks of job arrays."""
+"""Submit scripts with sbatch: a single job, or jobs with equal scripts as the tasks of job arrays."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,16 +14,16 @@ from fsdp_jobs.run.directory import RunDir, as_written
 
 
 def sbatch(folder: Path, script: str) -> str:
-    """Submit a script by submitit, and return SLURM's job id; the script stays as `folder`/<id>_submission.sh.
+    """Submit a script with submitit, and return SLURM's job id; the script is kept as `folder`/<id>_submission.sh.
 
     Raises:
-        JobFailed: SLURM does not take it; with all that sbatch and the site's plugins say.
+        JobFailed: SLURM refuses it; the message has the whole output of sbatch and the site's plugins.
     """
     from submitit.core.utils import FailedJobError
     from submitit.slurm.slurm import SlurmExecutor
 
     class Executor(SlurmExecutor):
-        """Submits a finished script: there is no function to pickle; srun and signals are the batch step's."""
+        """Submit a finished script: no function to pickle, and the batch step handles srun and signals."""
 
         def _make_submission_file_text(self, command: str, uid: str) -> str:
             return command
@@ -44,7 +45,7 @@ Groups = list[list[int]]  # indices of jobs with equal scripts
 
 
 def group_equal(scripts: Sequence[Script]) -> Groups:
-    """Group the indices of equal scripts, no more of them together than an array may have tasks.
+    """Group the indices of equal scripts, at most as many per group as an array may have tasks.
 
     Raises:
         SlurmError: there is no SLURM here.
@@ -52,31 +53,33 @@ def group_equal(scripts: Sequence[Script]) -> Groups:
     equal: dict[Script, list[int]] = {}
     for index, script in enumerate(scripts):
         equal.setdefault(script, []).append(index)
-    most = int(client.settings().get("MaxArraySize", "0")) or 1  # task ids are below it; 0: there are no arrays
+    settings = client.settings()
+    fewer = re.findall(r"max_array_tasks=(\d+)", settings.get("SchedulerParameters", ""))
+    most = min(map(int, [settings.get("MaxArraySize", "0"), *fewer])) or 1  # 0: there are no arrays
     return [indices[i : i + most] for indices in equal.values() for i in range(0, len(indices), most)]
 
 
 def submit_arrays(
     folder: Path, name: str, scripts: Sequence[Script], runs: Sequence[RunDir], groups: Groups, parallelism: int
 ) -> list[str]:
-    """Submit jobs as arrays, all or none; a job without an equal is submitted as a plain job.
+    """Submit jobs as arrays, all or none; a job whose script equals no other's is submitted as a plain job.
 
     Args:
-        folder: of this submission alone, and named by its id; an array's links to its run directories are in it.
-        name: SLURM's for the jobs.
+        folder: of this submission only, and named by its id; holds an array's links to its run directories.
+        name: of the jobs in SLURM.
         scripts: one per job.
-        runs: one per job, with all that a batch step reads.
+        runs: one per job, with all files that a batch step reads.
         groups: of `group_equal`.
-        parallelism: most jobs that run at once, 0 for no limit.
+        parallelism: maximum number of jobs that run at once, 0 for no limit.
 
     Returns:
-        A job id for each, `<array>_<task>`; `<job>` for one that is no array.
+        The id of each job: `<array>_<task>`, or `<job>` for a plain job.
 
     Raises:
-        JobFailed: SLURM does not take one of the arrays.
+        JobFailed: SLURM refuses one of the arrays.
     """
     ids = [""] * len(runs)
-    lanes = min(parallelism, len(groups)) or len(groups)  # arrays that may run at once; others come after them
+    lanes = min(parallelism, len(groups)) or len(groups)  # arrays that may run at once; the others wait for them
     share, rest = divmod(parallelism, lanes)
     arrays: list[str] = []
     try:

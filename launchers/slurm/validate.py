@@ -1,16 +1,15 @@
-"""Validation before submission, by us and by SLURM with its messages at our keys; and what `doctor` examines."""
+"""Validate jobs before submission, here and by SLURM, whose errors we report at our keys; and examine for `doctor`."""
 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import pwd
 import re
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -21,17 +20,23 @@ from fsdp_jobs.config.errors import Problem
 from fsdp_jobs.config.resolve import accelerator
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.base import Finding, Job
-from fsdp_jobs.launchers.slurm import client
-from fsdp_jobs.launchers.slurm.script import cluster_of, long_form
+from fsdp_jobs.launchers.slurm import client, site
+from fsdp_jobs.launchers.slurm.script import asked, cluster_of, least_nodes, long_form
+from fsdp_jobs.plan.memory import size
 from fsdp_jobs.run.directory import as_written
 
-_IN_MEMORY = ("tmpfs", "ramfs")  # file systems that no other machine can have mounted
+_IN_MEMORY = ("tmpfs", "ramfs")  # file systems that no other machine can mount
 _ABOUT_NODES = ("node configuration", "nodes are busy", "node not available", "nodes required")
-_NO_REASON = "Unspecified error"  # where the site's own checks refuse, and say why in lines before
-_NOT_EXTRA = {  # options of sbatch -> what there is for it
+_ABOUT_TIME = ("invalid time specified", "not usable now", "reservation is in use", "maintenance reservation")
+_NO_REASON = "Unspecified error"  # follows the reason, if the site's own checks refuse the job
+_LIMITS = "sacctmgr show assoc user=$USER and sacctmgr show qos list the limits"
+_NOT_EXTRA = {  # options of sbatch -> what to use instead
     "--array": "--multirun makes arrays",
     "--clusters": "submit on a login node of that cluster",
     "--nodes": "nodes=4, or nodes=2:4",
+    **dict.fromkeys(("--wait", "-W"), "attach=true follows the job"),
+    **dict.fromkeys(("--parsable", "--quiet", "-Q"), "the job's id is read from what sbatch says"),
+    "--test-only": "dry_run=true",
 }
 _LEAST_TRAINING_S = 30  # between the start of a job and its last save
 _WAIT_S = 30  # for a free node
@@ -46,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 def problems_here(job: Job) -> Iterator[Problem]:
-    """Yield what this machine can tell: of the keys, and, if the cluster is to get the job, of itself."""
+    """Yield problems that this machine can find: in the keys, and, unless the job is away, in the machine itself."""
     cluster, run = cluster_of(job.config), job.run
     values = {f"cluster.{key}": value for key, value in vars(cluster).items() if key != "setup"}
     for key, value in {**values, "runs_dir": str(run.path.parent)}.items():
@@ -76,114 +81,127 @@ def problems_here(job: Job) -> Iterator[Problem]:
 
 
 def file_system(path: Path) -> str:
-    """Return the kind of file system that a path is on, or will be."""
+    """Return the type of the file system that holds a path, or will hold it."""
     real = path.resolve()
     above = [mount for mount in psutil.disk_partitions(all=True) if real.is_relative_to(mount.mountpoint)]
-    return str(max(reversed(above), key=lambda mount: len(mount.mountpoint)).fstype)  # of several in one place the last
-
-
-def _seconds(time: str) -> float:
-    """Parse a time limit as sbatch reads it; infinite for words, and for 0, by which SLURM means no limit."""
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
-    if match is None:
-        return math.inf
-    days, first, second, third = (int(g) if g else 0 for g in match.groups())
-    if match[1] is not None or match[4] is not None:  # days-hours[:minutes[:seconds]], hours:minutes:seconds
-        return 86400 * days + 3600 * first + 60 * second + third or math.inf
-    return 60 * first + second or math.inf  # minutes[:seconds]
+    return str(max(reversed(above), key=lambda mount: len(mount.mountpoint)).fstype)  # the last mount at one place
 
 
 def check_with_slurm(job: Job, script: str, margin_s: int, count: int) -> list[Problem]:
-    """Let sbatch validate the script of one job or of an array of `count`; its answer in our keys.
+    """Let sbatch validate the script of one job or of an array of `count`, and report its errors at our keys.
 
-    sbatch --test-only also refuses what only has to wait: for nodes that are down, drained or reserved now. That is
-    no problem as long as the partition's nodes, those included, have what the job needs.
+    sbatch --test-only also refuses jobs that only have to wait: for a reservation, for nodes that are down, drained or
+    reserved now or later, or for so many jobs that it gives up after two seconds. That is no problem if the
+    partition's nodes have the resources of the job; sbatch itself refuses a job that no nodes can ever hold.
     """
     cluster = cluster_of(job.config)
-    partition = client.partition(cluster.partition)
-    is_one_of_several = "," in (cluster.partition or "")  # SLURM chooses one of them
-    elsewhere = [o for o in map(long_form, cluster.extra) if o.startswith(("--time=", "--partition="))]
-    is_default = not (elsewhere or is_one_of_several or "SBATCH_TIMELIMIT" in os.environ)
-    limit = cluster.time or (partition.default_time if is_default else "")
-    if _seconds(limit) < margin_s + _LEAST_TRAINING_S:
-        whose = "" if cluster.time else f" ({partition.name}'s default is {limit})"
+    partitions = client.partitions_of(asked(cluster, "partition")[0])  # SLURM chooses one of several
+    time, where = asked(cluster, "time")
+    longest = max((time or p.default_time or p.time for p in partitions), key=client.seconds)
+    if client.seconds(longest) < margin_s + _LEAST_TRAINING_S and (time or not client.site_chooses()):
+        whose = "" if time else f" ({partitions[0].name}'s default is {longest})"
         what = f"the last save is requested {margin_s} s before the limit{whose}: no time is left to train in"
-        return [Problem(f"cluster.time={cluster.time}", what, "a longer limit, or a shorter elastic.stop_grace_s")]
-    if problems := [*_partition_problems(job, partition), *_qos_problems(job, _seconds(limit))]:
+        return [Problem(where, what, "a longer limit, or a shorter elastic.stop_grace_s")]
+    if problems := [*_partition_problems(job, partitions), *_qos_problems(job, partitions)]:
         return problems
+    compare_with_default_memory(job, partitions[0])
     try:
         array = [f"--array=0-{count - 1}"] if count > 1 else []
         client.call("sbatch", "--test-only", *array, stdin=script, env=client.own_environment(os.environ, script))
     except client.SlurmError as e:
         if found := re.search(r"\w*MaxSubmit\w*", str(e)):
             return [_too_many(count, found[0])]
-        is_about_nodes = any(words in str(e).lower() for words in _ABOUT_NODES)
-        if not is_about_nodes or not partition.away or not _can_hold(partition, job):
-            return [_translate(job.config, partition, str(e))]
+        has_to_wait = (*_ABOUT_TIME, *(_ABOUT_NODES if any(_can_hold(p, job) for p in partitions) else ()))
+        if not any(words in str(e).lower() for words in has_to_wait):
+            return [_translate(job.config, partitions[0], str(e))]
     return []
 
 
 def _can_hold(partition: client.Partition, job: Job) -> bool:
-    """Whether a partition's nodes, if all of them were up, have what a job asks for by our keys."""
+    """Whether a partition's nodes, if all were up, have the resources that our keys request."""
     cluster, trainer = cluster_of(job.config), job.role("trainer")
-    gpus = re.findall(r"gpu:(?:[^:,()]+:)?(\d+)", partition.gres)
+    gpus = client.gpus_in(partition.gres)
+    wanted = client.gpus_in(f"gpu:{cluster.gpus_per_node or trainer.resource.gpu}")
     mem = re.fullmatch(r"(\d+)([KMGT]?)", cluster.mem or "0", re.IGNORECASE)
     mem_mb = int(mem[1]) * {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}[mem[2].upper()] if mem else 0
     return (
-        (trainer.min_replicas or trainer.num_replicas) <= partition.nodes
+        least_nodes(job) <= partition.nodes
         and (cluster.cpus_per_task or trainer.resource.cpu) <= partition.cpus
-        and (not gpus or trainer.resource.gpu <= max(map(int, gpus)))
+        and (not gpus or wanted <= gpus)
         and mem_mb <= partition.memory_mb
     )
 
 
+def compare_with_default_memory(job: Job, partition: client.Partition) -> None:
+    """Warn if the job requests no memory, and a node's default share is less than the plan needs."""
+    cluster = cluster_of(job.config)
+    extra = [option for option in map(long_form, cluster.extra) if option.startswith("--mem")]
+    if cluster.mem or extra or any(name.startswith("SBATCH_MEM_PER") for name in os.environ):
+        return
+    known = [client.shown(partition), *(f"{key}={value}" for key, value in client.settings().items())]
+    if not (default := re.search(r"DefMemPer(Node|CPU)=(\d+)", " ".join(known))):  # the partition's comes first
+        return
+    cpus = cluster.cpus_per_task or (partition.cpus if cluster.exclusive else job.role("trainer").resource.cpu)
+    given = int(default[2]) * 2**20 * (1 if default[1] == "Node" else cpus)
+    if given < job.memory_need:
+        what = "a node gives this job %s of its memory (DefMemPer%s), and the plan needs %s: cluster.mem=0 takes all"
+        logger.warning(what, size(given), default[1], size(job.memory_need))
+
+
 def compare_with_kill_wait(name: str, save_s: float, need_s: float) -> None:
-    """Warn when `scancel` leaves a run that has saved before less time than twice what a save and a step took."""
+    """Warn if `scancel` leaves less time than `need_s`, twice what a save and a step of this run have taken."""
     given = client.settings().get("KillWait", "").partition(" ")[0]
     if save_s and given.isdecimal() and need_s > int(given):
         what = "%s: scancel would end it %s s later (KillWait), maybe before it has saved, which took up to %.0f s: %s"
         logger.warning(what, name, given, save_s, f"fsdp-jobs cancel {name} waits for the save")
 
 
-def _partition_problems(job: Job, partition: client.Partition) -> Iterator[Problem]:
-    """Compare a job with the limits of its partition where sbatch takes it nevertheless, and lets it wait for ever."""
-    config, cluster, trainer = job.config, cluster_of(job.config), job.role("trainer")
-    if client.settings().get("EnforcePartLimits") != "NO" or "," in (cluster.partition or ""):
-        return
-    nodes = trainer.min_replicas or trainer.num_replicas
+def _partition_problems(job: Job, partitions: Sequence[client.Partition]) -> list[Problem]:
+    """Compare a job with its partition's limits if sbatch would accept a job beyond them and let it wait forever."""
+    if client.settings().get("EnforcePartLimits") != "NO" or len(partitions) > 1:
+        return []
+    partition, nodes = partitions[0], least_nodes(job)
+    time, where = asked(cluster_of(job.config), "time")
     waits = "SLURM would let the job wait for ever (EnforcePartLimits=NO)"
-    if cluster.time and _seconds(cluster.time) > _seconds(partition.time):
+    problems = []
+    if time and client.seconds(time) > client.seconds(partition.time):
         what = f"partition {partition.name} allows {partition.time}: {waits}"
-        yield Problem(f"cluster.time={cluster.time}", what, f"cluster.time={partition.time} or less")
+        problems.append(Problem(where, what, f"cluster.time={partition.time} or less"))
     if partition.most_nodes.isdecimal() and nodes > int(partition.most_nodes):
         what = f"a job of partition {partition.name} has at most {partition.most_nodes} nodes: {waits}"
-        yield Problem(f"nodes={config.nodes}", what, "fewer, or another cluster.partition")
+        problems.append(Problem(f"nodes={job.config.nodes}", what, "fewer, or another cluster.partition"))
+    flags = client.accounting("qos", "format=Flags") if problems else ""
+    may_be_lifted = flags is None or "Partition" in flags  # PartitionTimeLimit, PartitionMaxNodes
+    return [] if may_be_lifted else problems
 
 
-def _qos_problems(job: Job, limit_s: float) -> Iterator[Problem]:
-    """Compare a job with the limits of the QOS that it names: sbatch lets a job wait for ever that breaks them."""
-    cluster, trainer = cluster_of(job.config), job.role("trainer")
-    if cluster.qos is None:
+def _qos_problems(job: Job, partitions: Sequence[client.Partition]) -> Iterator[Problem]:
+    """Compare a job with the limits of the QOS that it names: sbatch lets a job beyond them wait forever.
+
+    If the partition also has a QOS, that QOS takes precedence, and nothing is checked.
+    """
+    cluster, trainer, nodes = cluster_of(job.config), job.role("trainer"), least_nodes(job)
+    qos, _ = asked(cluster, "qos")
+    if qos is None or "," in qos or not client.enforces_limits() or any(map(client.own_qos, partitions)):
         return
-    try:
-        limits = client.call("sacctmgr", "-nP", "show", "qos", cluster.qos, "format=MaxWall,MaxTRES,MaxTRESPU,GrpTRES")
-    except client.SlurmError:
-        return  # no accounting: no QOS either, or sbatch says more
+    limits = client.accounting("qos", qos, "format=MaxWall,MaxTRES,MaxTRESPU,GrpTRES") or ""
     wall, _, tres = limits.strip().partition("|")
-    nodes = trainer.min_replicas or trainer.num_replicas
     cpus = cluster.cpus_per_task or trainer.resource.cpu
     needs = {"node": nodes, "cpu": nodes * cpus, "gres/gpu": nodes * trainer.resource.gpu}
-    if wall and limit_s > _seconds(wall):
-        what = f"QOS {cluster.qos} allows {wall}: SLURM would let the job wait for ever"
-        yield Problem(f"cluster.time={cluster.time}", what, f"cluster.time={wall} or less, or another qos")
+    time, where = asked(cluster, "time")
+    is_default = time is None and len(partitions) == 1 and not client.site_chooses()
+    limit = partitions[0].default_time if is_default else time  # without a default SLURM uses the QOS's
+    if wall and limit and client.seconds(limit) > client.seconds(wall):
+        what = f"QOS {qos} allows {wall}: SLURM would let the job wait for ever"
+        yield Problem(where, what, f"cluster.time={wall} or less, or another qos")
     for name, most in re.findall(r"([\w/]+)=(\d+)(?=[,|]|$)", tres):
         if needs.get(name, 0) > int(most):
-            what = f"QOS {cluster.qos} allows {name}={most}, the job needs {needs[name]}: it would wait for ever"
+            what = f"QOS {qos} allows {name}={most}, the job needs {needs[name]}: it would wait for ever"
             yield Problem(_sizes(job.config), what, "less, or another cluster.qos")
 
 
 def check_count(count: int) -> list[Problem]:
-    """Return a problem when the whole cluster cannot hold so many jobs.
+    """Return a problem if the whole cluster cannot hold so many jobs.
 
     Raises:
         SlurmError: there is no SLURM here.
@@ -193,7 +211,7 @@ def check_count(count: int) -> list[Problem]:
 
 
 def _too_many(count: int, limit: str) -> Problem:
-    cure = f"fewer values, or a part of them now; sacctmgr show assoc {_user()} and sacctmgr show qos list the limits"
+    cure = f"fewer values, or a part of them now; {_LIMITS}"
     return Problem(f"{count} job{'' if count == 1 else 's'} at once", f"more than SLURM takes: {limit}", cure)
 
 
@@ -212,9 +230,11 @@ def _size(partition: client.Partition) -> str:
     return f"partition {partition.name} has {partition.nodes} nodes with {most}"
 
 
-# Part of SLURM's message in lower case, the key it is about (empty: sizes), the cure. The first that fits.
+# Part of SLURM's message in lower case, the key that it is about (empty: sizes), the cure. The first match counts.
 _RULES: tuple[tuple[str, str, Callable[[client.Partition], str]], ...] = (
     ("configuration", "", _size),
+    ("generic resource", "gpus_per_node", _size),
+    ("accounting/qos policy", "", lambda _: _LIMITS),
     ("account", "account", lambda _: _names("sacctmgr", "-nP", "show", "assoc", _user(), "format=Account")),
     ("partition", "partition", lambda _: "there are " + ", ".join(p.name for p in client.partitions())),
     ("time limit", "time", lambda p: f"partition {p.name} allows {p.time}"),
@@ -232,7 +252,7 @@ _RULES: tuple[tuple[str, str, Callable[[client.Partition], str]], ...] = (
 
 
 def _answer(message: str) -> str:
-    """Return what SLURM says and, if they do, what the site's own checks (job_submit.lua) say in place of an error."""
+    """Return SLURM's error, or the messages of the site's own checks (job_submit.lua) if they give a reason."""
     lines = [re.sub(r"^(sbatch|srun): |error: |allocation failure: ", "", line) for line in message.splitlines()]
     lines = [line for line in dict.fromkeys(lines) if line.strip() and not line.startswith("Try ")]
     own = [line for line in lines if not re.search(f"{_NO_REASON}|Batch job submission failed", line)]
@@ -240,19 +260,17 @@ def _answer(message: str) -> str:
 
 
 def _translate(config: JobConfig, partition: client.Partition, message: str) -> Problem:
-    """Put sbatch's answer at our keys."""
+    """Report sbatch's error at the key that it is about."""
     cluster, answer = cluster_of(config), _answer(message)
     for part, key, cure in _RULES:
         if part in answer.lower():
-            given = [option for option in cluster.extra if key and option.startswith(f"--{key}=")]
-            where = f"cluster.{key}={getattr(cluster, key)}" if key else _sizes(config)
-            where = f"cluster.extra=[{given[-1]}]" if given else where
+            where = asked(cluster, key)[1] if key else _sizes(config)
             return Problem(where, f"SLURM says: {answer}", cure(partition))
     return Problem("sbatch --test-only", answer, "cluster.extra and the environment's SBATCH_* count too")
 
 
 def _sizes(config: JobConfig) -> str:
-    """Return what is requested of each node, as keys."""
+    """Return the keys that request each node's resources."""
     cluster = cluster_of(config)
     keys = ("cpus_per_task", "gpus_per_node", "mem")
     requested = [f"cluster.{key}={getattr(cluster, key)}" for key in keys if getattr(cluster, key) is not None]
@@ -264,16 +282,17 @@ def _user() -> str:
 
 
 def examine(config: JobConfig) -> Iterator[Finding]:
-    """Yield findings one by one: the node may keep the caller waiting.
+    """Yield each finding as soon as it is known: waiting for a node may take long.
 
     Raises:
         SlurmError: there is no SLURM here, or it does not answer.
     """
     cluster = cluster_of(config)
-    settings, partition = client.settings(), client.partition(cluster.partition)
+    wanted, where = asked(cluster, "partition")
+    settings, partition = client.settings(), client.partitions_of(wanted)[0]
     yield Finding("controller", "ok", f"cluster {settings['ClusterName']}, SLURM {settings['SLURM_VERSION']}")
     size = f"{partition.nodes} nodes, {partition.cpus} CPUs, {partition.gres}, at most {partition.time}"
-    fact = f"{partition.name}: {size}" if partition.nodes else cluster.partition or "no default one"
+    fact = f"{partition.name}: {size}" if partition.nodes else where if wanted else "no default one"
     names = ", ".join(p.name for p in client.partitions())
     yield Finding("partition", "ok" if partition.nodes else "bad", fact, f"cluster.partition: {names}")
     try:
@@ -286,14 +305,17 @@ def examine(config: JobConfig) -> Iterator[Finding]:
     fact = "requested from SLURM, or none" if counts else "SLURM does not count them: a job finds those of its nodes"
     yield Finding("GPUs", "ok" if counts else "warning", fact)
     yield _preemption(settings, partition, config.elastic.stop_grace_s)
-    yield from _requeue(cluster)
+    yield from _requeue(config)
     yield from _node(config, cluster)
 
 
 def _preemption(settings: dict[str, str], partition: client.Partition, grace_s: float) -> Finding:
-    shown = client.call("scontrol", "show", "partition", partition.name) if partition.nodes else ""
+    shown = client.shown(partition)
     mode = re.search(r"PreemptMode=(\w+)", shown)
-    if settings.get("PreemptType", "preempt/none") == "preempt/none" or (mode and mode[1] == "OFF"):
+    kind = settings.get("PreemptType", "preempt/none")
+    if kind == "preempt/qos":
+        return Finding("preemption", "ok", "jobs are preempted by QOS: sacctmgr show qos format=name,preempt,gracetime")
+    if kind == "preempt/none" or (mode and mode[1] == "OFF"):
         return Finding("preemption", "ok", "no job of this partition is preempted")
     grace = re.search(r"GraceTime=(\d+)", shown)
     seconds = int(grace[1]) if grace else 0
@@ -302,19 +324,23 @@ def _preemption(settings: dict[str, str], partition: client.Partition, grace_s: 
     return Finding("preemption", "warning" if seconds < grace_s else "ok", fact, cure)
 
 
-def _where(cluster: SlurmClusterConfig) -> list[str]:
-    """Return the options of a job of doctor's own, so that it goes where the user's would."""
+def _where(config: JobConfig) -> list[str]:
+    """Return options that send a job of doctor's to where the user's would go; with a GPU if the user's has GPUs."""
+    cluster = cluster_of(config)
+    kind, _, _ = (cluster.gpus_per_node or "").rpartition(":")
+    option = site.ask().gpu_option if accelerator(config) != "cpu" else ""
     keys = ("partition", "account", "qos", "constraint", "reservation")
-    return [f"--{key}={getattr(cluster, key)}" for key in keys if getattr(cluster, key) is not None]
+    where = [f"--{key}={value}" for key in keys if (value := asked(cluster, key)[0]) is not None]
+    return [*where, option.replace("{}", f"{kind}:1" if kind else "1")] if option else where
 
 
-def _requeue(cluster: SlurmClusterConfig) -> Iterator[Finding]:
-    """Look what the site makes of a job that is to be requeued; it is held, and cancelled at once."""
+def _requeue(config: JobConfig) -> Iterator[Finding]:
+    """Find out whether the site allows requeues, by a job that is submitted on hold and cancelled at once."""
     own = ("--job-name=doctor", "--nodes=1", "--time=2", "--output=/dev/null", "--requeue", "--hold")
     try:
-        job = client.sbatch("#!/bin/sh\n", *own, *_where(cluster), env=os.environ)
+        job = client.sbatch("#!/bin/sh\n", *own, *_where(config), env=os.environ)
     except client.SlurmError:
-        return  # the node's finding says why
+        return  # the node's finding has the reason
     try:
         may = "Requeue=1" in client.call("scontrol", "show", "job", job)
     finally:
@@ -324,18 +350,19 @@ def _requeue(cluster: SlurmClusterConfig) -> Iterator[Finding]:
 
 
 def _node(config: JobConfig, cluster: SlurmClusterConfig) -> Iterator[Finding]:
-    """Run a task on one node: does it see the run directories, and this Python?"""
+    """Run a task on one node to check that it sees the run directories and this Python."""
     runs = as_written(config.runs_dir)
     runs.mkdir(parents=True, exist_ok=True)
     kind = file_system(runs)
     word = secrets.token_hex(8)
     note = runs / f".doctor-{word}"
     note.write_text(word)
-    where = ["--nodes=1", "--ntasks=1", "--time=2", f"--immediate={_WAIT_S}", "--quiet", *_where(cluster)]
+    where = ["--nodes=1", "--ntasks=1", "--time=2", f"--immediate={_WAIT_S}", "--quiet", *_where(config)]
     python = cluster.python or sys.executable
     try:
         before = time.time()
-        _, host, now, fsdp_jobs, torch, gpus = client.call("srun", *where, python, "-c", _ON_NODE, str(note)).split()
+        said = client.call("srun", *where, python, "-c", _ON_NODE, str(note)).split()
+        host, now, fsdp_jobs, torch, gpus = said[-5:]  # a site's prolog may print a greeting first
         skew_s = max(before - float(now), float(now) - time.time(), 0.0)
     except client.SlurmError as e:
         yield _why_no_node(str(e), runs, kind, note)
@@ -343,7 +370,7 @@ def _node(config: JobConfig, cluster: SlurmClusterConfig) -> Iterator[Finding]:
     finally:
         note.unlink()
     yield Finding("runs_dir", "ok", f"{host} sees {runs} ({kind})")
-    fact = f"{host} runs {python} with fsdp_jobs {fsdp_jobs}, torch {torch}, {gpus} GPUs free"
+    fact = f"{host} runs {python} with fsdp_jobs {fsdp_jobs}, torch {torch}, {gpus} GPUs"
     yield Finding("python", "ok" if fsdp_jobs == __version__ else "warning", fact, f"fsdp_jobs {__version__} there")
     fact = f"the clock of {host} differs by {skew_s:.1f} s from this machine's"
     yield Finding("time", "ok" if skew_s < _CLOCK_SKEW_S else "warning", fact, "NTP on both")
@@ -353,7 +380,7 @@ def _why_no_node(error: str, runs: Path, kind: str, note: Path) -> Finding:
     if note.name in error:
         return Finding("runs_dir", "bad", f"the nodes do not see {runs} ({kind})", "runs_dir=... on shared storage")
     if "ModuleNotFound" in error or "No such file" in error or "execve" in error:
-        last = next(line for line in reversed(error.splitlines()) if line.strip() and "srun" not in line[:5])
+        last = next((line for line in reversed(error.splitlines()) if line.strip() and "srun" not in line[:5]), error)
         return Finding("python", "bad", last, "an environment on shared storage; cluster.python=...")
     if _NO_REASON in error:
         return Finding("node", "bad", f"refused: {_answer(error)}", "cluster.account, cluster.partition, cluster.qos")

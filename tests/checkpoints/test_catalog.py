@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from upath import UPath
 
 from fsdp_jobs.checkpoints import catalog
 from fsdp_jobs.checkpoints.blocks import SummedFile
@@ -38,6 +42,42 @@ def test_prune_counts_whole_checkpoints_only(tmp_path: Path) -> None:
     assert [f.name for f in removed] == ["step-00000010"]
     whole = [f.name for f in catalog.find_checkpoints(tmp_path) if not catalog.verify(f, shards=False)]
     assert whole == ["step-00000030", "step-00000020"]
+
+
+def test_steps_on_nodes_go_once_a_newer_one_may_be_resumed_from(tmp_path: Path) -> None:
+    for step, agreed in ((100, None), (200, False)):
+        folder = _write(tmp_path, step)
+        replace(Manifest.read(folder), agreed=agreed).write(folder)
+    on_nodes = [tmp_path / f"step-{step:08d}.1-2-1.tmp" for step in (90, 130)]
+    for folder in on_nodes:
+        folder.mkdir()
+        Manifest.read(tmp_path / "step-00000100").write(folder, catalog.SHARDS)
+    catalog.prune(tmp_path, keep=2)
+    assert [folder.exists() for folder in on_nodes] == [False, True], "step 200 differs between replicas"
+
+
+def test_a_look_that_fails_removes_nothing_from_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fsspec's `exists` says no to any error of a connection."""
+    home = UPath("memory://looked-at")
+    for step in (100, 200):
+        folder = home / f"step-{step:08d}.0-1-1"
+        folder.mkdir(parents=True)
+        Manifest(step, 0, 1, {}, "x", 0.0, {}, None).write(folder)
+    (home / "step-00000300.0-1-1").mkdir()
+    (home / "step-00000300.0-1-1" / "half").write_text("")
+    look = MemoryFileSystem.info
+
+    def fails(self: MemoryFileSystem, path: str, **kwargs: Any) -> Any:
+        if "00000200" in path and path.endswith("manifest.json"):
+            raise OSError(110, "timed out")
+        return look(self, path, **kwargs)
+
+    with monkeypatch.context() as now:
+        now.setattr(MemoryFileSystem, "info", fails)
+        catalog.remove_unfinished(home)
+        catalog.remove_failed(home / "step-00000200.0-1-1")
+    assert [catalog.step_of(folder) for folder in catalog.find_checkpoints(home)] == [200, 100]
+    assert not [*home.glob("step-00000300*")]
 
 
 def test_keep_zero_keeps_all(tmp_path: Path) -> None:

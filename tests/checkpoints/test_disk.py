@@ -6,7 +6,9 @@ import errno
 import os
 import pathlib
 import shutil
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,6 +61,16 @@ def _two_of_one_name(folder: str) -> list[list[str]]:
     again = trained(f"{folder}/mine/same", "0-1", local_dir=disk)
     assert again.restore() == 4
     return here
+
+
+def test_a_clock_that_goes_back_removes_no_newest_step(tmp_path: Path) -> None:
+    folders = [tmp_path / f"step-{step:08d}.0-1-1" for step in (10, 20, 30)]
+    for folder, ahead_s in zip(folders, (3600, 3601, 0), strict=True):
+        folder.mkdir()
+        os.utime(folder, (time.time() + ahead_s,) * 2)
+    disks = SimpleNamespace(leads=True, _upload=None, folder=tmp_path)
+    local_disks.LocalDisks.tidy(disks, folders[-1])  # type: ignore[arg-type]
+    assert [folder.exists() for folder in folders] == [False, True, True]
 
 
 def test_runs_of_one_name_keep_their_steps_apart(tmp_path: Path) -> None:

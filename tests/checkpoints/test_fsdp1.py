@@ -140,11 +140,16 @@ def _goes_on(folder: str, kind: str, mode: str) -> None:
 
 def _partly(folder: str) -> None:
     checkpoints = make("full", folder, "0-0", seed=1, of=Partly)
+    checkpoints.save(0, block=True)
+    fresh = make("full", folder, "0-1", seed=2, of=Partly)
+    fresh.restore()
+    assert not checkpoints.state.optimizer.state and not fresh.state.optimizer.state, "neither has made an update"
     before = saved(checkpoints, 3)
+    assert saved(fresh, 3) == before
     assert "optim.state.aside.0.weight.exp_avg" not in before
     after = [step(checkpoints, number) for number in (4, 5)]
     checkpoints.close()
-    again = make("full", folder, "0-1", seed=2, of=Partly)
+    again = make("full", folder, "0-2", seed=2, of=Partly)
     assert again.restore() == 3
     assert [step(again, number) for number in (4, 5)] == after
     assert not any(whole(again)["optim.state.aside.0.weight.step"])

@@ -16,8 +16,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from fsdp_jobs.checkpoints.state import RandomState, _packed, _unpacked
+from fsdp_jobs.checkpoints.state import Hyperparameters, RandomState, State, _packed, _unpacked
 from fsdp_jobs.checkpoints.tensors import local
+from fsdp_jobs.config.errors import JobFailed
 from tests.checkpoints.saving import trained
 from tests.world import run_world
 
@@ -33,6 +34,45 @@ def test_random_numbers_go_on_where_they_were() -> None:
     expected = _draw() + _draw()
     state.load_state_dict(_unpacked(saved))
     assert _draw() + _draw() == expected
+
+
+def test_a_rate_that_numpy_computes_is_a_plain_value() -> None:
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))], lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 * (1 + np.cos(step + 1)))
+    for state in (Hyperparameters(optimizer).state_dict(), schedule.state_dict()):
+        assert "np.float64" in repr(state)
+        assert _unpacked(_packed("schedule", state)) == state
+
+
+def test_groups_of_parameters_that_are_not_those_of_the_checkpoint_are_named() -> None:
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    saved = Hyperparameters(torch.optim.SGD([{"params": [w]} for w in weights])).state_dict()
+    fresh = torch.optim.SGD(weights[:1])
+    with pytest.raises(JobFailed, match="has 1 group of parameters, and 2 in the checkpoint"):
+        Hyperparameters(fresh).load_state_dict(saved)
+    with pytest.raises(TypeError, match="hyperparameters are the optimizer's"):
+        State(nn.Linear(1, 1), fresh, {"hyperparameters": RandomState(torch.device("cpu"))}, torch.device("cpu"))
+
+
+class _Sam(torch.optim.SGD):
+    def step(self, closure: Any) -> Any:
+        loss = closure()
+        super().step()
+        return loss
+
+
+def _prepared(_: str) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = _Sam(model.parameters(), lr=0.1, momentum=0.9)
+    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    before, step = [p.clone() for p in model.parameters()], optimizer.step
+    tensors, _ = State(model, optimizer, {}, torch.device("cpu")).live()
+    assert sum("momentum_buffer" in name for name in tensors) == 2
+    assert all(map(torch.equal, before, model.parameters())) and optimizer.step == step, "nothing else has changed"
+
+
+def test_an_optimizer_whose_step_needs_a_closure_has_a_state_to_load_into() -> None:
+    run_world(1, _prepared, "")
 
 
 class _Averaging(nn.Module):
@@ -69,6 +109,7 @@ class _Anew(torch.optim.SGD):
                 self.state[p]["mean"] = before * 0.5 + (torch.zeros_like(p) if p.grad is None else p.grad)
                 self.state[p]["step"] = self.state[p].get("step", 0) + 1
                 self.state[p]["name"] = None
+                self.state[p][0] = -self.state[p]["step"]
 
 
 def _step(checkpoints: Any, number: int) -> None:
@@ -96,6 +137,7 @@ def _assigned_anew(folder: str, mode: str) -> None:
     assert again.restore() == 6
     assert _values(again) == expected
     assert expected["optim.state.linear.weight.step"] == 6
+    assert again.state.optimizer.state[again.state.model.linear.weight][0] == -6  # type: ignore[index, union-attr]
     assert expected["model._extra_state"] == {"words": ["forward"] * 6}
 
 
@@ -132,10 +174,10 @@ def _held(folder: str) -> None:
     checkpoints = trained(folder, model=_Averaging(), async_mode="thread")
     _step(checkpoints, 1)
     copied, gate = [], threading.Event()
-    to_capture, save = checkpoints.state.to_capture, dcp.save
+    to_save, save = checkpoints.state.to_save, dcp.save
 
     def noted() -> Any:
-        tensors, objects = to_capture()
+        tensors, objects = to_save()
         copied.extend(weakref.ref(tensors[name]) for name in tensors.keys() & checkpoints.state.buffers)
         return tensors, objects
 
@@ -143,7 +185,7 @@ def _held(folder: str) -> None:
         gate.wait(30)
         return save(*args, **kwargs)
 
-    checkpoints.state.to_capture, dcp.save = noted, late  # type: ignore[method-assign, assignment]
+    checkpoints.state.to_save, dcp.save = noted, late  # type: ignore[method-assign, assignment]
     checkpoints.save(1)
     checkpoints.before_update()
     gc.collect()
@@ -199,9 +241,10 @@ def _go_on(checkpoints: Any, begin: int, end: int) -> None:
 def _partly(folder: str) -> None:
     calm = trained(f"{folder}/calm", model=_Parts())
     _go_on(calm, 1, 6)
-    for saved in range(1, 5):
+    for saved in range(5):
         run = f"{folder}/{saved}"
         first = trained(run, model=_Parts())
+        first.save(0, block=True)  # before any update
         _go_on(first, 1, saved + 1)
         first.close()
         again = trained(run, "0-1", model=_Parts())
@@ -271,8 +314,11 @@ def _of_one_rank(folder: str) -> None:
         _packed("others.ema", {"averages": [weight.detach().clone()]})
     checkpoints.state.model(torch.ones(2, 8)).sum().backward()
     checkpoints.state.optimizer.step()
-    with pytest.raises(TypeError, match=r"^optim\.state\.weight\.mean is each rank's own"):
-        checkpoints.save(1)
+    optimizer = checkpoints.state.optimizer
+    for means in (optimizer.state[weight]["mean"], [torch.ones(4)]):
+        optimizer.state[weight]["mean"] = means
+        with pytest.raises(TypeError, match=r"^optim\.state\.weight\.mean is each rank's own"):
+            checkpoints.save(1)
 
 
 def test_what_is_one_ranks_alone_is_not_saved_for_all(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,8 +12,11 @@ from typing import Any
 
 import pytest
 
+from fsdp_jobs.cli import jobs
+from fsdp_jobs.cli.main import VERBS, main
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.schema import dump_config
+from fsdp_jobs.config.terminal import say
 from fsdp_jobs.run.directory import RunDir, runs_in, write_atomic
 from fsdp_jobs.run.identity import identity_of
 from tests.jobs import ROOT, cli, environment
@@ -89,6 +93,10 @@ def test_scripts_submit_wait_and_are_told_what_became_of_runs(tmp_path: Path) ->
     again = cli(tmp_path, "resume", "good")
     assert "good is done: the program has ended; its script is started once more" in again.stdout, again.stderr
     assert cli(tmp_path, "wait", "good").returncode == 0
+    own = tmp_path / "own" / "experiment" / "patient.yaml"
+    write_atomic(own, "# @package _global_\nelastic:\n  exclude_after: 9\n")
+    again = cli(tmp_path, "resume", "good", "--config-dir", "own", "experiment=patient", "dry_run=true")
+    assert again.returncode == 0 and "dry run" in again.stdout, again.stderr
     assert "keeps its own checkpoints" in cli(tmp_path, "export", "good").stderr
     assert "the newest run, good" in cli(tmp_path, "logs").stderr
     (report,) = _json(tmp_path, "report", "good")["files"]
@@ -96,9 +104,43 @@ def test_scripts_submit_wait_and_are_told_what_became_of_runs(tmp_path: Path) ->
     assert good["directory"] == "runs/good" and good["version"] == 1
 
 
+def test_a_resume_that_is_not_allowed_or_a_dry_run_replaces_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, replaced = recorded_run(tmp_path / "runs", "shared"), list[str]()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(jobs, "another_runs", lambda _: "")
+    monkeypatch.setattr(jobs, "replace_lost", lambda handle: replaced.append(handle) or "a node is replaced")
+    for dry in ("dry_run=true", "dry_run=True"):
+        assert main(["resume", "shared", dry]) == 2 and not replaced, "its overrides cannot be read"
+    assert main(["resume", "shared"]) == 0 and len(replaced) == 1
+    write_atomic(run.identity, replace(identity_of(run, compose_job([])), uid=4242, user="ada").to_json())
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    assert main(["resume", "shared"]) == 2 and len(replaced) == 1
+    assert "belongs to ada" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_shows_its_arguments(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code: object = main([verb, "--help"])
+    except SystemExit as e:
+        code = e.code
+    assert code == 0, capsys.readouterr().err
+    assert verb in capsys.readouterr().out
+
+
 def test_a_version_is_told() -> None:
     done = subprocess.run([sys.executable, "-m", "fsdp_jobs", "--version"], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.startswith("fsdp_jobs 0.") and done.returncode == 0
+
+
+def test_a_command_for_scripts_moves_only_its_own_text_to_stderr(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", "--json", f"runs_dir={tmp_path}"]) == 0
+    say("the next command's")
+    assert capsys.readouterr().out.endswith("the next command's\n")
 
 
 def test_status_takes_conditions_on_what_was_configured_and_names_other_owners(tmp_path: Path) -> None:

@@ -8,8 +8,11 @@ from typing import Any
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.control.coordinator import Coordinator
 from fsdp_jobs.control.placement import ConnectedAgent
+from fsdp_jobs.run import messages
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.rank_state import SAVES_NOTHING, Phase
+from fsdp_jobs.run.failure import Failure
+from fsdp_jobs.run.messages import NO_ROUND, Message
+from fsdp_jobs.run.rank_state import SAVES_NOTHING, Phase, Report, Times
 from fsdp_jobs.run.tail import read_json_lines
 from fsdp_jobs.run.verdict import Verdict
 
@@ -26,7 +29,7 @@ class Cluster:
         self.config = compose_job(["nproc_per_node=2", *overrides])
         self.now = 0.0
         self.coordinator = Coordinator(self.config, self.run, 0, self.now)
-        self.received: dict[str, list[dict[str, Any]]] = {}
+        self.received: dict[str, list[Message]] = {}
         self.silent: dict[str, float] = {}  # agent -> seconds for which its ranks have done nothing
 
     def join(
@@ -42,28 +45,38 @@ class Cluster:
     ) -> ConnectedAgent:
         inbox = self.received.setdefault(f"{node}{life}", [])
         member = ConnectedAgent(
+            attempt=attempt,
             node=node,
             host=host or f"node{node}",
             address=f"node{node}",
             nproc=2,
-            switches=list(switches),
+            switches=switches,
             copies=0,
             id=f"{node}{life}",
             send=inbox.append,
             drop=lambda: None,
             heard=self.now,
         )
-        running = {"round": round_, "term": 1 if round_ >= 0 else 0, "size": size, "shard_group": 2}
-        hello = {**running, "attempt": attempt, "ready": round_ < 0, "signal": signal, "at": self.now}
+        running = messages.Round(round_, 1, size, 2, rank=0, layout="", partner=None) if round_ >= 0 else NO_ROUND
+        hello = messages.Hello(
+            member,
+            term=running.term,
+            running=running,
+            ready=running is NO_ROUND,
+            ended=False,
+            signal=signal,
+            local=("", 0),
+            at=self.now,
+        )
         self.is_taken = self.coordinator.on_hello(member, hello, self.now)
         return member
 
-    def ready(self, member: ConnectedAgent, *failures: dict[str, Any]) -> None:
+    def ready(self, member: ConnectedAgent, *failures: Failure) -> None:
         after = self.coordinator.round.number if member.in_round else -1
-        self.coordinator.on_ready(member, {"failures": list(failures), "after": after, "at": self.now}, self.now)
+        self.coordinator.on_message(member, messages.Ready(list(failures), after, self.now), self.now)
 
     def ended(self, member: ConnectedAgent) -> None:
-        self.coordinator.on_ended(member, {}, self.now)
+        self.coordinator.on_message(member, messages.Ended(), self.now)
 
     def closed(self, member: ConnectedAgent) -> None:
         """Its process has died, and the kernel has closed its connection."""
@@ -76,13 +89,14 @@ class Cluster:
         while self.now < end - 1e-9:
             self.now += 0.1
             for member in beating:
-                ranks = [[step, committed, phase]] * 2 if member.in_round else []
-                beat = {"ranks": ranks, "silent": self.silent.get(member.id, 0.0), "at": self.now}
-                self.coordinator.on_beat(member, beat, self.now)
+                ranks = [(Report(self.now, step, committed, phase), Times())] * 2 if member.in_round else []
+                beat = messages.Beat(ranks, {"silent": self.silent.get(member.id, 0.0)}, self.now)
+                self.coordinator.on_message(member, beat, self.now)
             self.coordinator.tick(self.now)
 
-    def last(self, member: ConnectedAgent, kind: str) -> dict[str, Any] | None:
-        return next((m for m in reversed(self.received[member.id]) if m["kind"] == kind), None)
+    def last(self, member: ConnectedAgent, kind: type[Message]) -> Any:
+        """The newest message of a class that an agent has received, None without one."""
+        return next((m for m in reversed(self.received[member.id]) if isinstance(m, kind)), None)
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [e for e in read_json_lines(self.run.events) if e["event"] == name]
@@ -92,10 +106,8 @@ class Cluster:
         return Verdict.read(self.run, 0)
 
 
-def failure(
-    node: int, rank: int, error: str = "", exit_code: int = 1, step: int = 5, time: float = 1.0
-) -> dict[str, Any]:
-    return {"node": node, "rank": rank, "exit_code": exit_code, "error": error, "time": time, "step": step}
+def failure(node: int, rank: int, error: str = "", exit_code: int = 1, step: int = 5, time: float = 1.0) -> Failure:
+    return Failure(node, rank, exit_code, error, time, step)
 
 
 def fails(cluster: Cluster, members: list[ConnectedAgent], node: int, error: str = "") -> None:

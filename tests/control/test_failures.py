@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_jobs.run import messages
 from fsdp_jobs.run.rank_state import Request
 from tests.control.cluster import PROGRAM, SILENCE, Cluster, fails, failure
 
@@ -67,13 +68,13 @@ def test_a_machine_that_fails_repeatedly_is_done_without_and_taken_back_later(tm
     (event,) = cluster.events("machine_excluded")
     assert event["host"] == "node2" and "3 failures" in event["why"] and "rank 4 on node 2" in event["why"]
     assert cluster.events("round_started")[-1]["nodes"] == [0, 1]
-    assert cluster.last(members[2], "end")["exit_code"] == 75  # type: ignore[index]
+    assert cluster.last(members[2], messages.End).exit_code == 75
     listed = json.loads(cluster.run.excluded.read_text())
     cluster.run.excluded.write_text(json.dumps({"node2": {**listed["node2"], "until": 0}}))
     cluster.later(1, *members[:2], step=9)
     back = cluster.join(2, life="b")
     cluster.later(1, *members[:2], back, step=9)
-    assert cluster.last(members[0], "request") == {"kind": "request", "request": int(Request.PARK)}
+    assert cluster.last(members[0], messages.Request) == messages.Request(Request.PARK)
 
 
 def test_without_an_excluded_machine_below_the_minimum_the_launcher_is_to_find_another(tmp_path: Path) -> None:
@@ -202,4 +203,4 @@ def test_below_the_minimum_the_job_waits_then_leaves_to_be_requeued(tmp_path: Pa
     cluster.later(2, a)
     assert cluster.verdict is not None
     assert (cluster.verdict.verdict, cluster.verdict.decision) == ("infrastructure", "requeue")
-    assert cluster.last(a, "end")["exit_code"] == 75  # type: ignore[index]
+    assert cluster.last(a, messages.End).exit_code == 75

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_jobs.run import messages
 from fsdp_jobs.run.rank_state import SAVES_NOTHING
 from tests.control.cluster import Cluster, failure
 
@@ -25,23 +26,23 @@ def test_a_fenced_node_that_wakes_up_is_told_that_its_round_is_over(tmp_path: Pa
     cluster.later(6, a)
     assert cluster.coordinator.round.number == 1
     b_again = cluster.join(1, round_=0, size=2)
-    assert cluster.last(b_again, "break")["round"] == 0  # type: ignore[index]
+    assert cluster.last(b_again, messages.Break).round == 0
 
 
 def test_no_round_begins_while_a_silent_nodes_lease_runs(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, "nodes=1", "elastic.heartbeat_timeout_s=4", "elastic.lease_s=12")
     a = cluster.join(0)
     cluster.later(1, a)
-    answered = [m["at"] for m in cluster.received[a.id] if m["kind"] == "alive"][-1]
+    answered = cluster.last(a, messages.Alive).at
     replacement = cluster.join(0, life="b", host="other")
     assert not cluster.is_taken, "the one that it replaces may be well"
     cluster.later(5)
     replacement = cluster.join(0, life="b", host="other")
     cluster.later(answered + 12 - cluster.now, replacement)
-    assert cluster.last(replacement, "round") is None
+    assert cluster.last(replacement, messages.Round) is None
     cluster.later(2, replacement)
-    begun = cluster.last(replacement, "round")
-    assert begun is not None and (begun["round"], begun["term"]) == (1, 2)
+    begun = cluster.last(replacement, messages.Round)
+    assert begun is not None and (begun.number, begun.term) == (1, 2)
     assert "waiting until no rank" in cluster.events("waiting")[0]["why"]
 
 
@@ -52,20 +53,20 @@ def test_a_node_that_comes_back_before_its_lease_ends_is_not_waited_for(tmp_path
     cluster.later(5, a)
     cluster.ready(a)
     back = cluster.join(1, round_=0, size=2)
-    assert cluster.last(back, "break") is not None
+    assert cluster.last(back, messages.Break) is not None
     cluster.ready(back)
     cluster.later(2, a, back)
-    assert cluster.last(back, "round")["round"] == 1  # type: ignore[index]
+    assert cluster.last(back, messages.Round).number == 1
 
 
 def test_ranks_of_a_round_that_is_over_get_no_longer_lease(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, "nodes=2")
     a, b = cluster.join(0), cluster.join(1)
     cluster.later(1, a, b)
-    assert cluster.last(b, "alive")["at"] == pytest.approx(cluster.now)  # type: ignore[index]
+    assert cluster.last(b, messages.Alive).at == pytest.approx(cluster.now)
     cluster.closed(a)
     cluster.later(0.5, b)
-    assert cluster.last(b, "alive")["at"] is None  # type: ignore[index]
+    assert cluster.last(b, messages.Alive).at is None
 
 
 def test_a_restarted_coordinator_waits_for_nodes_that_it_does_not_see(tmp_path: Path) -> None:
@@ -77,9 +78,9 @@ def test_a_restarted_coordinator_waits_for_nodes_that_it_does_not_see(tmp_path: 
         cluster.coordinator.leases.on_charge(5.0, cluster.now)
         replacement = cluster.join(0, life="b", host=host)
         cluster.later(24, replacement)
-        assert (cluster.last(replacement, "round") is None) == waits
+        assert (cluster.last(replacement, messages.Round) is None) == waits
         cluster.later(5, replacement)
-        assert cluster.last(replacement, "round") is not None
+        assert cluster.last(replacement, messages.Round) is not None
 
 
 def test_a_coordinator_that_was_replaced_writes_and_decides_nothing(tmp_path: Path) -> None:
@@ -88,7 +89,7 @@ def test_a_coordinator_that_was_replaced_writes_and_decides_nothing(tmp_path: Pa
     old.later(1, a)
     b = new.join(0, life="b", host="node0")
     new.later(1, b)
-    assert new.last(b, "round")["term"] == 2  # type: ignore[index]
+    assert new.last(b, messages.Round).term == 2
     old.ready(a, failure(0, 0, exit_code=-9))
     before = old.run.events.read_text()
     old.later(2, a)
@@ -120,13 +121,13 @@ def test_a_killed_job_resumed_with_fewer_nodes_on_its_machine_waits_for_nobody(t
     resumed = Cluster(tmp_path, "nodes=1")
     a = resumed.join(0, life="b", host="vm")
     resumed.later(1, a)
-    assert resumed.last(a, "round") is not None
+    assert resumed.last(a, messages.Round) is not None
 
 
 def test_an_agent_of_an_attempt_that_is_over_is_ended_and_not_adopted(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, "nodes=1")
     late = cluster.join(0, round_=3, size=1, attempt=-1)
-    assert not cluster.is_taken and cluster.last(late, "end")["exit_code"] == 75  # type: ignore[index]
+    assert not cluster.is_taken and cluster.last(late, messages.End).exit_code == 75
     assert not cluster.events("adopted") and not cluster.coordinator.agents
 
 
@@ -180,9 +181,9 @@ def test_a_new_coordinator_numbers_on_where_the_markers_were_purged(tmp_path: Pa
     old.later(1, a)
     old.ready(a, failure(0, 0, exit_code=-9))
     old.later(2, a)
-    assert old.last(a, "round")["term"] == 2  # type: ignore[index]
+    assert old.last(a, messages.Round).term == 2
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "terms")
     new = Cluster(tmp_path, "nodes=1", "elastic.join_window_s=0")
     b = new.join(0, life="b")
     new.later(60, b)
-    assert new.last(b, "round")["term"] == 3  # type: ignore[index]
+    assert new.last(b, messages.Round).term == 3

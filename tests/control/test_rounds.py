@@ -14,7 +14,7 @@ import pytest
 from fsdp_jobs.control import fencing, placement
 from fsdp_jobs.control.placement import ConnectedAgent
 from fsdp_jobs.plan.layout import partners
-from fsdp_jobs.run import verdict
+from fsdp_jobs.run import messages, verdict
 from fsdp_jobs.run.rank_state import Phase, Request
 from tests.control.cluster import PROGRAM, SILENCE, Cluster, failure
 
@@ -26,7 +26,7 @@ def test_ranks_follow_the_topology_and_natural_order(tmp_path: Path) -> None:
         for n, leaf in ((10, "leaf2"), (2, "leaf2"), (3, "leaf1"), (1, "leaf1"))
     }
     cluster.later(0.2, *members.values())
-    ranks = {n: cluster.last(m, "round")["rank"] for n, m in members.items()}  # type: ignore[index]
+    ranks = {n: cluster.last(m, messages.Round).rank for n, m in members.items()}
     assert ranks == {1: 0, 3: 1, 2: 2, 10: 3}
 
 
@@ -34,22 +34,22 @@ def test_an_elastic_job_waits_for_more_nodes_then_starts_with_enough(tmp_path: P
     cluster = Cluster(tmp_path, "nodes=2:4", "elastic.join_window_s=20")
     a, b = cluster.join(0), cluster.join(1)
     cluster.later(19, a, b)
-    assert cluster.last(a, "round") is None
+    assert cluster.last(a, messages.Round) is None
     cluster.later(2, a, b)
-    assert cluster.last(a, "round")["size"] == 2  # type: ignore[index]
+    assert cluster.last(a, messages.Round).size == 2
 
 
 def test_an_agent_that_says_twice_that_it_is_ready_has_not_left_the_round_that_followed(tmp_path: Path) -> None:
-    """It connects while it is about to say so: `hello` says it, too, and the round may begin in between."""
+    """It connects while it is about to say so: `Hello` says it, too, and the round may begin in between."""
     cluster = Cluster(tmp_path, "nodes=2", "elastic.join_window_s=0", "fsdp=full_shard")
     a, b = cluster.join(0), cluster.join(1)
     cluster.later(0.2, a, b)
-    assert cluster.last(b, "round") is not None
-    cluster.coordinator.on_ready(b, {"failures": [], "after": -1, "at": cluster.now}, cluster.now)
+    assert cluster.last(b, messages.Round) is not None
+    cluster.coordinator.on_message(b, messages.Ready([], after=-1, at=cluster.now), cluster.now)
     cluster.later(1, a, b)
-    assert cluster.last(a, "break") is None
+    assert cluster.last(a, messages.Break) is None
     cluster.ready(b)
-    assert cluster.last(a, "break") is not None
+    assert cluster.last(a, messages.Break) is not None
 
 
 def test_a_dead_agent_breaks_the_round_at_once_and_a_silent_one_after_its_timeout(tmp_path: Path) -> None:
@@ -57,11 +57,11 @@ def test_a_dead_agent_breaks_the_round_at_once_and_a_silent_one_after_its_timeou
     a, b, c = cluster.join(0), cluster.join(1), cluster.join(2)
     cluster.later(0.2, a, b, c)
     cluster.closed(c)
-    assert cluster.last(a, "break") is not None and cluster.last(b, "break") is not None
+    assert cluster.last(a, messages.Break) is not None and cluster.last(b, messages.Break) is not None
     for member in (a, b):
         cluster.ready(member)
     cluster.later(3, a, b)
-    assert cluster.last(a, "round")["size"] == 2  # type: ignore[index]
+    assert cluster.last(a, messages.Round).size == 2
     silent_since = cluster.now
     cluster.later(9, a)
     assert len(cluster.events("node_lost")) == 1
@@ -101,13 +101,13 @@ def test_new_nodes_wait_until_the_ranks_have_saved_and_parked(tmp_path: Path) ->
     cluster.later(0.5, a)
     b = cluster.join(1)
     cluster.later(1, a, b)
-    assert cluster.last(a, "request") == {"kind": "request", "request": int(Request.PARK)}
-    assert cluster.last(a, "break") is None
+    assert cluster.last(a, messages.Request) == messages.Request(Request.PARK)
+    assert cluster.last(a, messages.Break) is None
     cluster.later(1, a, b, step=7, committed=7, phase=int(Phase.PARKED))
-    assert cluster.last(a, "break") is not None
+    assert cluster.last(a, messages.Break) is not None
     cluster.ready(a)
     cluster.later(2, a, b)
-    assert cluster.last(b, "round")["size"] == 2  # type: ignore[index]
+    assert cluster.last(b, messages.Round).size == 2
     assert cluster.verdict is None
 
 
@@ -120,23 +120,23 @@ def test_where_nodes_are_replaced_the_notice_of_one_ends_its_part_alone(tmp_path
     for member in (a, b):
         cluster.ready(member)
     cluster.later(1, a, b)
-    cluster.coordinator.on_notice(b, {"signal": "SIGTERM"}, cluster.now)
-    assert cluster.last(a, "request") == {"kind": "request", "request": int(Request.PARK)}
+    cluster.coordinator.on_message(b, messages.Notice("SIGTERM"), cluster.now)
+    assert cluster.last(a, messages.Request) == messages.Request(Request.PARK)
     assert not cluster.events("stop_requested")
     cluster.later(1, a, b, step=7, committed=7, phase=int(Phase.PARKED))
-    assert cluster.last(a, "break") is not None
+    assert cluster.last(a, messages.Break) is not None
     for member in (a, b):
         cluster.ready(member)
     cluster.later(2, a)
-    assert cluster.last(b, "end")["exit_code"] == 75 and cluster.verdict is None  # type: ignore[index]
-    assert "nodes [1] were told to end" in cluster.events("round_broken")[-1]["why"]
+    assert cluster.last(b, messages.End).exit_code == 75 and cluster.verdict is None
+    assert "nodes [1] received a stop signal" in cluster.events("round_broken")[-1]["why"]
     new = cluster.join(1, life="b")
     cluster.ready(new)
     cluster.later(2, a, new)
-    assert cluster.last(new, "round")["size"] == 2 and cluster.verdict is None  # type: ignore[index]
+    assert cluster.last(new, messages.Round).size == 2 and cluster.verdict is None
 
     for member in (a, new):  # all of it is taken away
-        cluster.coordinator.on_notice(member, {"signal": "SIGTERM"}, cluster.now)
+        cluster.coordinator.on_message(member, messages.Notice("SIGTERM"), cluster.now)
     cluster.later(1, a, new, step=9, committed=9, phase=int(Phase.PARKED))
     assert cluster.verdict is not None and cluster.verdict.verdict == "preempted"
 
@@ -145,7 +145,7 @@ def test_where_nodes_are_replaced_the_notice_of_one_ends_its_part_alone(tmp_path
     for member in (a, b):
         killed.ready(member)
     killed.later(1, a, b)
-    killed.coordinator.on_notice(b, {"signal": "SIGTERM"}, killed.now)
+    killed.coordinator.on_message(b, messages.Notice("SIGTERM"), killed.now)
     killed.later(1, a, b)
     killed.closed(b)  # before anything was saved
     killed.later(0.2, a)
@@ -153,7 +153,7 @@ def test_where_nodes_are_replaced_the_notice_of_one_ends_its_part_alone(tmp_path
     new = killed.join(1, life="b")
     killed.ready(new)
     killed.later(5, a, new)
-    assert killed.last(new, "round")["size"] == 2 and killed.verdict is None  # type: ignore[index]
+    assert killed.last(new, messages.Round).size == 2 and killed.verdict is None
 
 
 def test_a_stop_request_saves_everywhere_and_is_judged_preempted(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_a_stop_request_saves_everywhere_and_is_judged_preempted(tmp_path: Path)
     a, b = cluster.join(0), cluster.join(1)
     cluster.later(1, a, b)
     cluster.coordinator.on_stop("SIGTERM received", cluster.now)
-    assert cluster.last(b, "request") == {"kind": "request", "request": int(Request.STOP)}
+    assert cluster.last(b, messages.Request) == messages.Request(Request.STOP)
     for member in (a, b):
         cluster.ready(member, failure(member.node, 0, exit_code=75))
     cluster.later(2, a, b)
@@ -174,7 +174,7 @@ def test_a_restarted_coordinator_adopts_the_running_round(tmp_path: Path) -> Non
     a, b = cluster.join(0, round_=4, size=2), cluster.join(1, round_=4, size=2)
     cluster.later(15, a, b)
     assert cluster.coordinator.round.number == 4 and cluster.coordinator.round.running
-    assert cluster.last(a, "break") is None and cluster.last(b, "break") is None
+    assert cluster.last(a, messages.Break) is None and cluster.last(b, messages.Break) is None
     for member in (a, b):
         cluster.ended(member)
     assert cluster.verdict is not None and cluster.verdict.verdict == "done"
@@ -222,7 +222,7 @@ def test_a_program_that_says_nothing_is_broken_off_for_new_nodes(tmp_path: Path)
     assert [e["nodes"] for e in cluster.events("round_started")] == [[0]]
     b = cluster.join(1)
     cluster.later(1, a, b, **SILENCE)
-    assert cluster.last(a, "break") is not None
+    assert cluster.last(a, messages.Break) is not None
     cluster.ready(a)
     cluster.later(2, a, b, **SILENCE)
     assert [e["nodes"] for e in cluster.events("round_started")] == [[0], [0, 1]]
@@ -235,10 +235,10 @@ def test_a_program_that_says_nothing_leaves_node_by_node(tmp_path: Path) -> None
     a, b = cluster.join(0), cluster.join(1)
     cluster.later(3, a, b, **SILENCE)
     cluster.coordinator.on_stop("node 0 received SIGTERM", cluster.now)
-    cluster.coordinator.on_failed(a, {"failures": [failure(0, 0, exit_code=-15, step=-1)]}, cluster.now)
+    cluster.coordinator.on_message(a, messages.Failed([failure(0, 0, exit_code=-15, step=-1)]), cluster.now)
     cluster.ready(a)
     cluster.later(20, a, b, **SILENCE)
-    assert cluster.verdict is None and cluster.last(b, "break") is None, "the other is still saving"
+    assert cluster.verdict is None and cluster.last(b, messages.Break) is None, "the other is still saving"
     cluster.ended(b)
     cluster.later(1, a, b, **SILENCE)
     assert cluster.verdict is not None
@@ -309,12 +309,12 @@ def test_agents_are_answered_while_a_plan_is_computed(tmp_path: Path, released: 
     cluster = Cluster(tmp_path, "nodes=2")
     a, b = cluster.join(0), cluster.join(1)
     cluster.later(30, a, b)
-    assert cluster.last(a, "alive")["at"] == pytest.approx(cluster.now)  # type: ignore[index]
-    assert cluster.last(a, "round") is None and cluster.verdict is None
+    assert cluster.last(a, messages.Alive).at == pytest.approx(cluster.now)
+    assert cluster.last(a, messages.Round) is None and cluster.verdict is None
     released.set()
     planned(cluster)
     cluster.later(0.1, a, b)
-    assert cluster.last(b, "round")["size"] == 2  # type: ignore[index]
+    assert cluster.last(b, messages.Round).size == 2
 
 
 def test_a_plan_for_nodes_that_are_no_longer_there_is_thrown_away(tmp_path: Path, released: threading.Event) -> None:
@@ -332,8 +332,8 @@ def test_a_plan_for_nodes_that_are_no_longer_there_is_thrown_away(tmp_path: Path
     cluster.later(0.1, a, elsewhere, d)
     (started,) = cluster.events("round_started")
     assert started["nodes"] == [0, 2, 3] and started["hosts"] == ["node0", "node2b", "node3"]
-    assert cluster.last(b, "round") is None and cluster.last(c, "round") is None
-    assert [cluster.last(member, "round")["rank"] for member in (a, elsewhere, d)] == [0, 1, 2]  # type: ignore[index]
+    assert cluster.last(b, messages.Round) is None and cluster.last(c, messages.Round) is None
+    assert [cluster.last(member, messages.Round).rank for member in (a, elsewhere, d)] == [0, 1, 2]
 
 
 def test_a_round_does_not_begin_from_a_plan_when_the_job_was_stopped_meanwhile(
@@ -346,7 +346,7 @@ def test_a_round_does_not_begin_from_a_plan_when_the_job_was_stopped_meanwhile(
     released.set()
     planned(cluster)
     cluster.later(1, a)
-    assert cluster.last(a, "round") is None and cluster.last(a, "end") is not None
+    assert cluster.last(a, messages.Round) is None and cluster.last(a, messages.End) is not None
     assert not cluster.events("round_started")
 
 
@@ -361,14 +361,14 @@ def test_a_verdict_that_a_full_disk_has_no_room_for_is_written_later_and_agents_
         full.setattr(verdict, "write_atomic", raises(errno.ENOSPC))
         cluster.ended(a)
         cluster.later(2, a)
-        assert cluster.verdict is None and cluster.last(a, "end") is None
+        assert cluster.verdict is None and cluster.last(a, messages.End) is None
         cluster.closed(a)
         again = cluster.join(0, life="b")
-        assert cluster.last(again, "end") is None
+        assert cluster.last(again, messages.End) is None
         assert len(cluster.events("waiting")) == 1, "said once"
     cluster.later(0.2, again)
     assert cluster.verdict is not None and cluster.verdict.verdict == "done"
-    assert cluster.last(again, "end") is not None and len(cluster.events("attempt_ended")) == 1
+    assert cluster.last(again, messages.End) is not None and len(cluster.events("attempt_ended")) == 1
 
 
 def test_a_request_to_stop_that_cannot_be_read_is_told_once_and_stops_nothing(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import struct
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,38 +23,28 @@ from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.control import server as door
 from fsdp_jobs.control.coordinator import Coordinator
 from fsdp_jobs.control.server import Server
-from fsdp_jobs.run import events, protocol
+from fsdp_jobs.node import link as link_module
+from fsdp_jobs.node.link import Link
+from fsdp_jobs.run import events, messages
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.processes import free_port, raise_file_limit
-from fsdp_jobs.run.protocol import AGENT, COORDINATOR, Link, proof
+from fsdp_jobs.run.processes import free_port, raise_file_limit, wildcards
+from fsdp_jobs.run.protocol import AGENT, COORDINATOR, proof
 from fsdp_jobs.run.tail import read_json_lines
 from fsdp_jobs.run.term import COORDINATOR as COORDINATORS
 from fsdp_jobs.run.term import ROUND, claim, newest
 
-HELLO = {
-    "attempt": 0,
-    "node": 0,
-    "host": "here",
-    "address": "here",
-    "nproc": 1,
-    "switches": [],
-    "copies": 0,
-    "agent": "a",
-    "ready": True,
-    "round": -1,
-    "term": 0,
-    "size": 0,
-    "shard_group": 0,
-    "ended": False,
-    "signal": "",
-}
+AGENT_A = messages.Agent(0, 0, host="here", address="here", nproc=1, switches=(), copies=0, id="a")
+
+
+def hello(local: tuple[str, int], agent: messages.Agent = AGENT_A) -> messages.Hello:
+    return messages.Hello(agent, 0, messages.NO_ROUND, ready=True, ended=False, signal="", local=local, at=0.0)
 
 
 class Stranger:
     """A connection, before it has proved anything."""
 
-    def __init__(self, port: int):
-        self.socket = socket.create_connection(("127.0.0.1", port), timeout=10)
+    def __init__(self, port: int, host: str = "127.0.0.1"):
+        self.socket = socket.create_connection((host, port), timeout=10)
         self.lines = self.socket.makefile("r")
 
     def send(self, **message: Any) -> None:
@@ -62,11 +53,11 @@ class Stranger:
     def receive(self) -> dict[str, Any]:
         return dict(json.loads(self.lines.readline()))
 
-    def enter(self, token: str, **hello: Any) -> None:
+    def enter(self, token: str, agent: str = "a", local: tuple[str, int] | None = None) -> None:
         challenge = self.receive()["nonce"]
         self.send(nonce="n", proof=proof(token, AGENT, challenge, "n"))
         assert self.receive()["proof"] == proof(token, COORDINATOR, challenge, "n")
-        self.send(kind="hello", at=0.0, **{"from": self.socket.getsockname(), **HELLO, **hello})
+        self.socket.sendall(hello(local or self.socket.getsockname()[:2], replace(AGENT_A, id=agent)).line())
 
     def is_closed(self) -> bool:
         try:
@@ -93,7 +84,7 @@ def serving(folder: Path, talk: Callable[[int, Server], None]) -> None:
         run.attempt(0).mkdir(parents=True)
         config = compose_job(["nodes=1", "nproc_per_node=1"])
         server = Server(Coordinator(config, run, 0, time.monotonic()), "secret")
-        serving = asyncio.create_task(server.serve("127.0.0.1", port))
+        serving = asyncio.create_task(server.serve(wildcards(), port))
         while not serving.done() and port not in listening():
             await asyncio.sleep(0.01)
         await asyncio.to_thread(talk, port, server)
@@ -111,6 +102,16 @@ def until(true: Callable[[], Any]) -> None:
 
 def lost(server: Server) -> list[dict[str, Any]]:
     return [e for e in read_json_lines(server.coordinator.run.events) if e["event"] == "node_lost"]
+
+
+@pytest.mark.skipif("::" not in wildcards(), reason="this machine has no IPv6")
+def test_an_agent_with_only_ipv6_is_connected(tmp_path: Path) -> None:
+    def talk(port: int, server: Server) -> None:
+        stranger = Stranger(port, "::1")
+        stranger.enter("secret")
+        until(lambda: server.coordinator.agents)
+
+    serving(tmp_path, talk)
 
 
 def test_only_who_knows_the_token_gets_in_and_it_never_travels(tmp_path: Path) -> None:
@@ -135,7 +136,7 @@ def test_an_agent_does_not_believe_whoever_answers(caplog: pytest.LogCaptureFixt
     listener = socket.create_server(("127.0.0.1", 0))
     elastic = compose_job(["elastic.heartbeat_interval_s=0.1"]).elastic
     told: list[object] = []
-    link = Link(f"127.0.0.1:{listener.getsockname()[1]}", "secret", lambda: HELLO, dict, told.append, elastic)
+    link = Link(f"127.0.0.1:{listener.getsockname()[1]}", "secret", hello, messages.Beat, told.append, elastic)
     connection, _ = listener.accept()
     with connection, connection.makefile("r") as lines:
         connection.sendall(b'{"nonce": "c"}\n')
@@ -144,13 +145,13 @@ def test_an_agent_does_not_believe_whoever_answers(caplog: pytest.LogCaptureFixt
         assert "secret" not in sent and lines.readline() == ""
     link.close()
     listener.close()
-    assert not told and "does not know this job's token" in caplog.text
+    assert not told and "does not have this job's token" in caplog.text
 
 
 def test_an_agent_logs_whom_it_cannot_reach(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "_TELL_S", 0.5)
+    monkeypatch.setattr(link_module, "_LOG_AFTER_S", 0.5)
     port = free_port()
-    link = Link(f"127.0.0.1:{port}", "secret", lambda: HELLO, dict, lambda _: None, compose_job([]).elastic)
+    link = Link(f"127.0.0.1:{port}", "secret", hello, messages.Beat, lambda _: None, compose_job([]).elastic)
     deadline = time.monotonic() + 20
     while f"no connection to the coordinator at 127.0.0.1:{port}" not in caplog.text:
         assert time.monotonic() < deadline, caplog.text
@@ -178,7 +179,8 @@ def test_strangers_fill_neither_descriptors_nor_the_log(
         friend = Stranger(port)
         friend.enter("secret")
         assert friend.receive()["kind"] == "alive"
-        for content in (b"GET / HTTP/1.1\n\n", b"\x00\xff\n", b"[]\n", b"7\n", b"x" * 200_000):
+        nested = b'{"nonce": "n", "of": ' + b"[" * 50_000 + b"\n"
+        for content in (b"GET / HTTP/1.1\n\n", b"\x00\xff\n", b"[]\n", b"7\n", nested, b"x" * 200_000):
             for stranger in [Stranger(port) for _ in range(10)]:
                 with suppress(OSError):
                     stranger.socket.sendall(content)
@@ -203,33 +205,33 @@ def test_who_proves_nothing_is_closed_in_time(tmp_path: Path, monkeypatch: pytes
 
 def test_what_a_closed_connection_proves(tmp_path: Path) -> None:
     def talk(port: int, server: Server) -> None:
-        def enters(agent: str, node: int, **hello: Any) -> Stranger:
+        def enters(agent: str, local: tuple[str, int] | None = None) -> Stranger:
             stranger = Stranger(port)
-            stranger.enter("secret", agent=agent, node=node, **hello)
+            stranger.enter("secret", agent, local)
             while stranger.receive()["kind"] != "round":
                 pass
             return stranger
 
         leases = server.coordinator.leases
-        dead = enters("dead", 0)
+        dead = enters("dead")
         dead.lines.close()
         dead.socket.close()  # as the kernel does when the process dies
         until(lambda: len(lost(server)) == 1)
         assert "dead" not in leases
-        reset = enters("reset", 0)
+        reset = enters("reset")
         reset.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         reset.lines.close()
         reset.socket.close()
         until(lambda: len(lost(server)) == 2)
         assert "reset" in leases, "it may train on"
         leases.clear()
-        behind_proxy = enters("proxied", 0, **{"from": ["10.0.0.1", 1]})
+        behind_proxy = enters("proxied", local=("10.0.0.1", 1))
         behind_proxy.lines.close()
         behind_proxy.socket.close()
         until(lambda: len(lost(server)) == 3)
         assert "proxied" in leases, "whatever is in between may have closed it"
         leases.clear()
-        away = enters("away", 0)
+        away = enters("away")
         away.send(kind="away")
         away.lines.close()
         away.socket.close()

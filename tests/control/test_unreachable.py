@@ -28,28 +28,37 @@ STOPPED_S = 6.0  # an agent; twice as long as a machine may acknowledge nothing
 AGENT = """
 import sys, time
 from fsdp_jobs.config.schema import load_config
-from fsdp_jobs.run.protocol import NO_ROUND, Link
+from fsdp_jobs.node.link import Link
 from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.messages import FROM_COORDINATOR, NO_ROUND, Agent, Beat, Break, Hello, Ready, Request, Round, reader
+from fsdp_jobs.run.rank_state import Report, Times
 from fsdp_jobs.run.term import Lease
 
 run, name, address = RunDir(sys.argv[1]), sys.argv[2], sys.argv[3]
-now = {"ready": True, "phase": 1, **NO_ROUND}
-same = {"attempt": 0, "node": int(name[-1]), "host": name, "address": name, "nproc": 1, "switches": [], "copies": 0}
-same |= {"agent": name, "term": 0, "ended": False, "signal": ""}
+agent = Agent(0, int(name[-1]), host=name, address=name, nproc=1, switches=(), copies=0, id=name)
+running, term, phase, read = NO_ROUND, 0, 1, reader(FROM_COORDINATOR)
 
-def take(message):
-    if message["kind"] == "round":
-        now.update({key: message[key] for key in ("term", *NO_ROUND)}, ready=False, phase=1)
-    elif message["kind"] == "request":
-        now["phase"] = message["request"]  # to park
-    elif message["kind"] == "break":
-        now.update(NO_ROUND, ready=True)
-        link.send("ready", failures=[], after=message["round"], at=Lease.now())
+def hello(local):
+    return Hello(agent, term, running, running is NO_ROUND, ended=False, signal="", local=local, at=Lease.now())
 
-def report():
-    return {"ranks": [] if now["ready"] else [[1, -1, now["phase"]]], "silent": 0.0}
+def beat():
+    return Beat([] if running is NO_ROUND else [(Report(1.0, 1, -1, phase), Times())], at=Lease.now())
 
-link = Link(address, run.token.read_text(), lambda: same | now, report, take, load_config(run.config).elastic)
+def take(line):
+    global running, term, phase
+    try:
+        message = read(line)
+    except ValueError:
+        return  # a guard's
+    if isinstance(message, Round):
+        running, term, phase = message, message.term, 1
+    elif isinstance(message, Request):
+        phase = int(message.request)  # to park
+    elif isinstance(message, Break):
+        running = NO_ROUND
+        link.send(Ready([], after=message.round, at=Lease.now()))
+
+link = Link(address, run.token.read_text(), hello, beat, take, load_config(run.config).elastic)
 time.sleep(600)
 """
 

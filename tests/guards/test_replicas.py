@@ -9,16 +9,22 @@ from typing import Any
 import pytest
 
 from fsdp_jobs.control.coordinator import Coordinator
+from fsdp_jobs.guards.replicas.control import Guard
 from fsdp_jobs.guards.replicas.difference import Difference, Place
-from fsdp_jobs.run import events
+from fsdp_jobs.guards.replicas.messages import Ask, Compared, Digests, Limits, Tensors
+from fsdp_jobs.run import events, messages
 from fsdp_jobs.run.agreement import NO_LIMIT, digest
 from tests.control.cluster import Cluster
 
 TENSORS = ("model.a", "model.b", "optim.state.a.exp_avg")
 
 
+def replicas(coordinator: Coordinator) -> Guard:
+    return next(guard for guard in coordinator.guards if isinstance(guard, Guard))
+
+
 def limit_of(coordinator: Coordinator) -> int:
-    return coordinator.guard_of["sums"].limit  # type: ignore[attr-defined,no-any-return]
+    return replicas(coordinator).limit
 
 
 class Replicas(Cluster):
@@ -41,33 +47,25 @@ class Replicas(Cluster):
         }
         for node, member in enumerate(self.members):
             here = [2 * node, 2 * node + 1]
-            told: dict[str, Any] = {
-                "kind": "sums",
-                "round": number,
-                "step": step,
-                "sums": [[r, digest(sums[r])] for r in here],
-            }
-            self.coordinator.on_message(member, told, self.now)
-        if (asked := self.last(self.members[0], "tell")) is not None and asked["step"] == step:
-            for rank in asked["ranks"]:
+            self.coordinator.on_message(member, Digests(number, step, {r: digest(sums[r]) for r in here}), self.now)
+        if (asked := self.last(self.members[0], Ask)) is not None and asked.step == step:
+            for rank in asked.ranks:
                 for name, value in sums[rank].items():
-                    one = {
-                        "kind": "tensors",
-                        "round": number,
-                        "step": step,
-                        "rank": rank,
-                        "of": len(TENSORS),
-                        "sums": [[name, value]],
-                    }
+                    one = Tensors(step, rank, len(TENSORS), {name: value})
                     self.coordinator.on_message(self.members[rank // 2], one, self.now)
 
-    def again(self) -> dict[str, Any]:
+    def again(self) -> Limits:
         """The round was broken, and the next one forms; returns what its agents are told."""
         for member in self.members:
             self.ready(member)
         self.later(3, *self.members, step=1)
-        told = self.last(self.members[0], "round")
-        assert told is not None
+        return self.limits()
+
+    def limits(self) -> Limits:
+        """What an agent was told last before its newest round."""
+        inbox = self.received[self.members[0].id]
+        told = inbox[inbox.index(self.last(self.members[0], messages.Round)) - 1]
+        assert isinstance(told, Limits)
         return told
 
     @property
@@ -79,13 +77,13 @@ def test_the_minority_is_named_once_and_what_agrees_again_can_differ_again(tmp_p
     job = Replicas(tmp_path, 3)
     job.tell(0)
     job.tell(5)
-    assert job.last(job.members[2], "compared") == {"kind": "compared", "agreed": 5, "compared": 5, "differ": False}
+    assert job.last(job.members[2], Compared) == Compared(5, 5, differ=False)
     job.tell(10, {3: ("model.b",)})
     (first,) = job.found
     assert (first["finding"], first["ranks"], first["nodes"], first["hosts"]) == ("outvoted", [3], [1], ["node1"])
     assert (first["tensors"], first["agreed"]) == (["model.b"], 5) and "local rank 1" in first["why"]
     job.tell(15, {3: ("model.b",)})
-    assert len(job.found) == 1 and job.last(job.members[0], "compared")["agreed"] == 5  # type: ignore[index]
+    assert len(job.found) == 1 and job.last(job.members[0], Compared).agreed == 5
     job.tell(20)
     job.tell(25, {0: ("model.a",), 3: ("model.b",)})
     assert job.found[1]["ranks"] == [0, 3] and job.coordinator.round.running, "the job goes on"
@@ -95,12 +93,7 @@ def test_agents_that_do_not_answer_do_not_hide_who_differs(tmp_path: Path) -> No
     job = Replicas(tmp_path, 3)
     job.tell(0)
     for node, member in enumerate(job.members):
-        told = {
-            "kind": "sums",
-            "round": 0,
-            "step": 5,
-            "sums": [[2 * node, "x" if node == 2 else "y"], [2 * node + 1, "z"]],
-        }
+        told = Digests(0, 5, {2 * node: "x" if node == 2 else "y", 2 * node + 1: "z"})
         job.coordinator.on_message(member, told, job.now)
     job.later(2, *job.members)
     (first,) = job.found
@@ -110,22 +103,22 @@ def test_agents_that_do_not_answer_do_not_hide_who_differs(tmp_path: Path) -> No
 @pytest.mark.parametrize("action", ["restart", "exclude"])
 def test_the_job_goes_back_to_where_replicas_agreed(tmp_path: Path, action: str) -> None:
     job = Replicas(tmp_path, 3, f"integrity.action={action}", "elastic.join_window_s=0")
-    assert job.last(job.members[0], "round")["limit"] == NO_LIMIT  # type: ignore[index]
+    assert job.limits().limit == NO_LIMIT
     job.tell(0)
     job.tell(5)
     job.later(0.2, *job.members, step=10, committed=10)
     job.tell(10, {3: ("model.b",)})
-    assert job.last(job.members[0], "break") is not None and job.found[0]["finding"] == "outvoted"
+    assert job.last(job.members[0], messages.Break) is not None and job.found[0]["finding"] == "outvoted"
     if action == "exclude":
         job.later(2)
         assert job.run.excluded_hosts().keys() == {"node1"}
         return
-    assert job.again()["limit"] == 5 and not job.run.excluded_hosts()
+    assert job.again().limit == 5 and not job.run.excluded_hosts()
     assert limit_of(Coordinator(job.config, job.run, 0, 0.0)) == 5, "for a coordinator that was restarted, too"
     assert job.events("round_broken")[0]["blamed"] == "node1"
     job.tell(5)
     job.coordinator.break_round("something else", job.now)
-    assert job.again()["limit"] == NO_LIMIT, "from there on replicas were the same"
+    assert job.again().limit == NO_LIMIT, "from there on replicas were the same"
 
 
 def test_two_replicas_are_told_apart_by_doing_the_step_again_at_most_twice(tmp_path: Path) -> None:
@@ -135,7 +128,7 @@ def test_two_replicas_are_told_apart_by_doing_the_step_again_at_most_twice(tmp_p
         job.tell(6, {1: ("model.a",)})
         assert job.found[-1]["finding"] == "two" and job.found[-1]["ranks"] == [1, 3]
         told = job.again()
-        assert (told["limit"], told["replayed"]) == (5, 6)
+        assert (told.limit, told.replayed) == (5, 6)
         job.tell(5)
         job.tell(6, again)
         assert job.found[-1]["finding"] == finding and job.found[-1]["ranks"] == ([1, 3] if again else [1])
@@ -143,9 +136,9 @@ def test_two_replicas_are_told_apart_by_doing_the_step_again_at_most_twice(tmp_p
     job.tell(7)
     job.tell(8, {1: ("model.a",)})
     assert job.found[-1]["finding"] == "two" and job.coordinator.round.running, "never again"
-    compared = job.last(job.members[0], "compared")
-    assert compared is not None and compared["compared"] == 8
-    assert not compared["differ"], "else nothing that is saved from now on could be gone on from"
+    compared = job.last(job.members[0], Compared)
+    assert compared is not None and compared.compared == 8
+    assert not compared.differ, "else nothing that is saved from now on could be gone on from"
 
 
 def test_a_round_that_went_on_from_where_replicas_agreed_is_gone_on_from(tmp_path: Path) -> None:
@@ -153,10 +146,10 @@ def test_a_round_that_went_on_from_where_replicas_agreed_is_gone_on_from(tmp_pat
     job.tell(900)
     job.later(0.2, *job.members, step=1000)
     job.tell(1000, {3: ("model.b",)})
-    assert job.again()["limit"] == 900
+    assert job.again().limit == 900
     job.later(0.2, *job.members, step=5000, committed=5000)  # nothing more was compared
     job.coordinator.break_round("something else", job.now)
-    assert job.again()["limit"] == NO_LIMIT and job.coordinator.committed == 5000
+    assert job.again().limit == NO_LIMIT and job.coordinator.committed == 5000
 
 
 @pytest.mark.parametrize(("place", "agreed", "limit"), [("storage", 900, 900), ("memory", -1, 999)])
@@ -165,7 +158,7 @@ def test_what_all_have_read_from_one_file_was_the_same(tmp_path: Path, place: st
     events.record(job.run, 0, events.Resumed(900, 0, 6, place))
     job.tell(1000, {3: ("model.b",)})  # nothing was compared before, in this coordinator's life
     assert job.found[0]["agreed"] == agreed
-    assert job.again()["limit"] == limit
+    assert job.again().limit == limit
     assert limit_of(Coordinator(job.config, job.run, 0, 0.0)) == limit
 
 
@@ -198,12 +191,12 @@ def test_what_agreed_in_the_round_before_says_nothing_of_one_that_begins_earlier
     job.again()
     job.tell(50, {1: ("model.a",)})
     assert job.found[-1]["agreed"] == 49
-    assert job.last(job.members[0], "compared") == {"kind": "compared", "agreed": 49, "compared": 50, "differ": True}
+    assert job.last(job.members[0], Compared) == Compared(49, 50, differ=True)
     for node, member in enumerate(job.members[:1]):  # the other does not tell of these
         for step in range(51, 200):
-            told = {"kind": "sums", "round": 1, "step": step, "sums": [[2 * node, ""], [2 * node + 1, ""]]}
+            told = Digests(1, step, {2 * node: "", 2 * node + 1: ""})
             job.coordinator.on_message(member, told, job.now)
-    assert len(job.coordinator.guard_of["sums"]._comparison.digests) == 64
+    assert len(replicas(job.coordinator)._comparison.digests) == 64
 
 
 @pytest.mark.parametrize("action", ["report", "restart"])
@@ -218,7 +211,7 @@ def test_replicas_that_begin_with_other_bits_are_the_configurations_fault(tmp_pa
 def test_a_difference_in_the_last_step_is_told(tmp_path: Path) -> None:
     job = Replicas(tmp_path, 3, "integrity.action=restart")
     for node, member in enumerate(job.members):
-        told = {"kind": "sums", "round": 0, "step": 9, "sums": [[2 * node, str(node == 1)], [2 * node + 1, ""]]}
+        told = Digests(0, 9, {2 * node: str(node == 1), 2 * node + 1: ""})
         job.coordinator.on_message(member, told, job.now)
     for member in job.members:
         job.ended(member)

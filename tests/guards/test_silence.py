@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from fsdp_jobs.guards.silence.node import Silence, files_of
+from fsdp_jobs.guards.stall.messages import Dump, RankStack, Stacks
 from fsdp_jobs.node.stacks import Stack
+from fsdp_jobs.run import messages
 from fsdp_jobs.run.directory import RunDir
 from tests.control.cluster import PROGRAM, SILENCE, Cluster
 
@@ -93,9 +95,8 @@ def test_a_stack_is_told_by_the_programs_own_line() -> None:
     assert not Stack.parse("").frames and not Stack.parse("").is_in_collective
 
 
-def rank(number: int, place: str, waits: bool = True, ended: bool = False, dumped: bool = True) -> dict[str, object]:
-    about = {"rank": number, "status": "sleeping", "dumped": dumped, "step": -1}
-    return {**about, "ended": ended, "place": place, "waits": waits}
+def rank(number: int, place: str, waits: bool = True, ended: bool = False, dumped: bool = True) -> RankStack:
+    return RankStack(number, "sleeping", dumped, step=-1, ended=ended, place=place, waits=waits)
 
 
 @pytest.mark.parametrize(
@@ -111,21 +112,21 @@ def rank(number: int, place: str, waits: bool = True, ended: bool = False, dumpe
         ([rank(n, "b") for n in range(4)], "every rank in b"),
     ],
 )
-def test_all_nodes_are_silent_before_the_round_ends(tmp_path: Path, ranks: list[dict[str, object]], said: str) -> None:
+def test_all_nodes_are_silent_before_the_round_ends(tmp_path: Path, ranks: list[RankStack], said: str) -> None:
     cluster = Cluster(tmp_path, *PROGRAM, "nodes=2", "elastic.stall_timeout_s=30")
     agents = [cluster.join(node) for node in range(2)]
     for agent in agents:
         cluster.ready(agent)
     cluster.later(2, *agents, **SILENCE)
     for agent in agents:
-        assert cluster.last(agents[0], "dump") is None, "the other node may be at work"
+        assert cluster.last(agents[0], Dump) is None, "the other node may be at work"
         cluster.silent[agent.id] = 31.0
         cluster.later(0.2, *agents, **SILENCE)
     for agent, its in zip(agents, (ranks[:2], ranks[2:]), strict=True):
-        assert cluster.last(agent, "dump") is not None
-        cluster.coordinator.on_message(agent, {"kind": "stacks", "node": agent.node, "ranks": its}, cluster.now)
+        assert cluster.last(agent, Dump) is not None
+        cluster.coordinator.on_message(agent, Stacks(its), cluster.now)
     cluster.later(0.2, *agents, **SILENCE)
-    assert cluster.last(agents[1], "break") is not None
+    assert cluster.last(agents[1], messages.Break) is not None
     (stalled,) = cluster.events("stalled")
     assert stalled["why"].startswith("no output, no work and no new file for 31 s: "), stalled
     assert stalled["why"].partition(": ")[2].startswith(said), stalled

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_jobs.guards.slow.messages import Slow, Throttled
 from fsdp_jobs.guards.slow.node import throttled
 from fsdp_jobs.guards.slow.windows import SlowWatch, Sums
+from fsdp_jobs.run import messages
 from fsdp_jobs.run.events import SlowNode, SlowSteps
-from fsdp_jobs.run.rank_state import Times
+from fsdp_jobs.run.rank_state import Report, Times
 from tests.control.cluster import Cluster
 
 STEP, FORWARD = 0.5, 0.1  # seconds
@@ -157,8 +159,8 @@ def train(cluster: Cluster, slow: int, windows: int = 6) -> None:
     for i in range(windows):
         sums = ranks.later(slower(slow, 1.2))
         for agent in cluster.coordinator.agents.in_round():
-            rows = [[20 * (i + 1), 0, 1, *times] for times in sums[agent.node]]
-            cluster.coordinator.on_beat(agent, {"ranks": rows, "silent": 0.0, "at": cluster.now}, cluster.now)
+            ranks_here = [(Report(0.0, 20 * (i + 1), 0, 1), times) for times in sums[agent.node]]
+            cluster.coordinator.on_message(agent, messages.Beat(ranks_here, at=cluster.now), cluster.now)
         cluster.now += 1.1
         cluster.coordinator.tick(cluster.now)
 
@@ -168,10 +170,8 @@ def test_the_node_is_asked_why_and_named(tmp_path: Path) -> None:
     agents = [cluster.join(n) for n in range(3)]
     cluster.later(0.5, *agents)
     train(cluster, slow=1)
-    assert [a.node for a in agents if cluster.last(a, "slow")] == [1] and not cluster.events("slow_node")
-    cluster.coordinator.on_message(
-        agents[1], {"kind": "throttled", "why": ["GPU 0 at 345 MHz of 1980 MHz: hot"]}, cluster.now
-    )
+    assert [a.node for a in agents if cluster.last(a, Slow)] == [1] and not cluster.events("slow_node")
+    cluster.coordinator.on_message(agents[1], Throttled(["GPU 0 at 345 MHz of 1980 MHz: hot"]), cluster.now)
     (event,) = cluster.events("slow_node")
     assert (event["node"], event["host"]) == (1, "node1") and event["throttled"][0].endswith("hot")
     train(cluster, slow=1)
@@ -185,10 +185,10 @@ def test_it_is_excluded_if_the_job_is_done_sooner_without_it(tmp_path: Path, ste
     cluster.later(0.5, *agents)
     spare = cluster.join(3)
     train(cluster, slow=1)
-    cluster.coordinator.on_message(agents[1], {"kind": "throttled", "why": []}, cluster.now)
+    cluster.coordinator.on_message(agents[1], Throttled([]), cluster.now)
     cluster.later(2.0, *agents, spare, step=120, committed=120)
     if steps == 200:
-        assert not cluster.events("machine_excluded") and not cluster.last(agents[0], "request")
+        assert not cluster.events("machine_excluded") and not cluster.last(agents[0], messages.Request)
         return
     (event,) = cluster.events("machine_excluded")
     assert event["host"] == "node1" and event["is_slow"]

@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from fsdp_jobs.control.placement import ConnectedAgent
+from fsdp_jobs.guards.stall.messages import Dump
+from fsdp_jobs.run import rank_state
+from fsdp_jobs.run.messages import Request
 from fsdp_jobs.run.rank_state import Phase
-from tests.control.cluster import Cluster
+from tests.control.cluster import PROGRAM, SILENCE, Cluster
 
 
-def _after_five_steps(folder: Path) -> tuple[Cluster, list[ConnectedAgent]]:
-    cluster = Cluster(folder, "nodes=2")
+def _after_five_steps(folder: Path, nodes: str = "2") -> tuple[Cluster, list[ConnectedAgent]]:
+    cluster = Cluster(folder, f"nodes={nodes}", "elastic.join_window_s=1")
     agents = [cluster.join(node) for node in range(2)]
     for agent in agents:
         cluster.ready(agent)
@@ -23,14 +26,53 @@ def test_a_save_of_minutes_is_no_stall(tmp_path: Path) -> None:
     cluster, agents = _after_five_steps(tmp_path)
     cluster.later(1000, *agents, step=5, phase=int(Phase.SAVING))
     cluster.later(50, *agents, step=5)
-    assert cluster.last(agents[0], "dump") is None, "the step after it has just begun"
+    assert cluster.last(agents[0], Dump) is None, "the step after it has just begun"
     cluster.later(15, *agents, step=5)
-    assert cluster.last(agents[0], "dump") is not None
+    assert cluster.last(agents[0], Dump) is not None
 
 
 def test_a_save_without_end_is_one(tmp_path: Path) -> None:
     cluster, agents = _after_five_steps(tmp_path)
     cluster.later(1750, *agents, step=5, phase=int(Phase.SAVING))
-    assert cluster.last(agents[0], "dump") is None
+    assert cluster.last(agents[0], Dump) is None
     cluster.later(150, *agents, step=5, phase=int(Phase.SAVING))
-    assert cluster.last(agents[0], "dump") is not None
+    assert cluster.last(agents[0], Dump) is not None
+
+
+def test_a_step_that_ends_while_stacks_are_collected_is_no_stall(tmp_path: Path) -> None:
+    cluster, agents = _after_five_steps(tmp_path)
+    cluster.later(62, *agents, step=5)
+    assert cluster.last(agents[0], Dump) is not None
+    cluster.later(10, *agents, step=6)
+    assert not cluster.events("stalled") and cluster.coordinator.round.running
+    cluster.later(70, *agents, step=6)
+    assert not cluster.events("stalled"), "the slowest step took 62 s, and 20 such steps may pass"
+
+
+def test_ranks_that_work_again_while_stacks_are_collected_are_not_silent(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, *PROGRAM, "nodes=2")
+    agents = [cluster.join(node) for node in range(2)]
+    for agent in agents:
+        cluster.ready(agent)
+    cluster.silent = {agent.id: 1800.0 for agent in agents}
+    cluster.later(1, *agents, **SILENCE)
+    assert cluster.last(agents[0], Dump) is not None
+    cluster.silent[agents[1].id] = 0.0
+    cluster.later(10, *agents, **SILENCE)
+    assert not cluster.events("stalled") and cluster.coordinator.round.running
+
+
+def test_ranks_that_hang_before_they_park_for_a_node_that_joins_have_stalled(tmp_path: Path) -> None:
+    cluster, agents = _after_five_steps(tmp_path, "2:3")
+    cluster.ready(third := cluster.join(2))
+    cluster.later(5, *agents, third, step=5)
+    assert cluster.last(agents[0], Request) == Request(rank_state.Request.PARK)
+    cluster.later(200, *agents, third, step=5, phase=int(Phase.SAVING))
+    assert not cluster.events("stalled"), "they save"
+    cluster.later(70, *agents, third, step=5)
+    assert cluster.events("stalled") and not cluster.coordinator.round.running
+    for agent in agents:
+        cluster.ready(agent)
+    cluster.later(5, *agents, third, step=-1)
+    assert cluster.events("round_broken")[-1]["why"].startswith("no rank has done a step")
+    assert cluster.events("round_started")[-1]["nodes"] == [0, 1, 2]

@@ -43,7 +43,7 @@ def test_a_program_of_accelerates_is_sharded_as_asked_and_lives_on(tmp_path: Pat
     assert sorted(by_step) == list(range(1, 31)) and by_step[30] < by_step[1]
     again = {line["step"]: line["loss"] for line in reversed(_lines(hybrid))}
     assert again == pytest.approx(by_step, rel=1e-5)  # steps that were done twice
-    with job(tmp_path, "full", *program, "fsdp=full_shard", tiny=False) as full:
+    with job(tmp_path, "full", *program, "fsdp=full_shard", nodes="1", nproc=4, tiny=False) as full:
         assert full.wait().verdict == "done"
         assert "sharded: (Shard(dim=0),) over DeviceMesh((4,)" in _log(full)
     assert {line["step"]: line["loss"] for line in _lines(full)} == pytest.approx(by_step, rel=1e-4)
@@ -196,6 +196,8 @@ def test_the_file_of_accelerates_documentation_is_taken_and_numbers_are_checked(
     done = cli(tmp_path, "import-accelerate", str(file))
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "num_machines: two: is not a number" in done.stderr and "num_processes: many: is not" in done.stderr
+    file.write_text("distributed_type: FSDP\nnum_machines: 0\nnum_processes:\nfsdp_config:\n  fsdp_version:\n")
+    assert read(file).values == {"fsdp.strategy": "full_shard"}, "null and 0 are no numbers"
 
 
 @pytest.mark.integration

@@ -103,11 +103,14 @@ def _export_and_compare(folder: Path, name: str) -> None:
 
     from fsdp_jobs.config.schema import load_config
     from fsdp_jobs.hub.export import export
-    from fsdp_jobs.run.directory import RunDir
+    from fsdp_jobs.run.directory import RunDir, write_atomic
 
     run = RunDir(folder / "runs" / name)
     config = load_config(run.config)
+    index = run.export / "model.safetensors.index.json"
+    write_atomic(index, "{}")  # of an earlier export, in several files
     export(run, config, "safetensors", None, None)
+    assert not index.exists()
     (state,) = export(run, config, "pt", None, None)
     tokens = torch.arange(24).reshape(2, 12)
     with torch.no_grad():

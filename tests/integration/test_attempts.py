@@ -16,11 +16,11 @@ import pytest
 
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.run.env import ADDRESS_ENV
-from fsdp_jobs.run.processes import free_port, has_signal
+from fsdp_jobs.run.processes import free_port, has_signal, wildcards
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit import submit as submission
 from tests.jobs import ROOT, Job, Nobody, Watched, job
-from tests.world import TINY
+from tests.world import PACED, tiny_for
 
 pytestmark = pytest.mark.integration
 
@@ -28,8 +28,12 @@ pytestmark = pytest.mark.integration
 class Containers(Watched):
     """A job whose containers are processes of this machine."""
 
+    host = "127.0.0.1"
+
     def __init__(self, folder: Path, *overrides: str):
-        config = compose_job([f"runs_dir={folder}", "name=loop", "nodes=2", "nproc_per_node=1", *TINY, *overrides])
+        config = compose_job(
+            [f"runs_dir={folder}", "name=loop", "nodes=2", "nproc_per_node=1", *tiny_for(overrides), *overrides]
+        )
         (prepared,) = submission.prepare([config])
         super().__init__(prepared.run)
         submission.submit([replace(prepared, launcher=Nobody())], [[]])  # type: ignore[arg-type]
@@ -38,7 +42,7 @@ class Containers(Watched):
 
     def start(self, name: str, *command: str) -> None:
         run_dir = str(self.run.path)
-        address = str(self.port) if name == "coordinator" else f"127.0.0.1:{self.port}"
+        address = str(self.port) if name == "coordinator" else f"{self.host}:{self.port}"
         if not command:
             own = ("control.server", run_dir) if name == "coordinator" else ("node.agent", run_dir, "--node", name[-1])
             command = (sys.executable, "-m", f"fsdp_jobs.{own[0]}", *own[1:])
@@ -46,7 +50,7 @@ class Containers(Watched):
         role = name.partition("-")[0]
         self.started[name] = subprocess.Popen(
             [sys.executable, "-m", "fsdp_jobs.launchers.attempts", role, run_dir, address, "--", *command],
-            env={**os.environ, "PYTHONPATH": str(ROOT), ADDRESS_ENV: "127.0.0.1"},
+            env={**os.environ, "PYTHONPATH": str(ROOT), ADDRESS_ENV: self.host},
             stdout=subprocess.DEVNULL,
         )
 
@@ -64,14 +68,25 @@ def containers(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Conta
         process.wait()
 
 
-@pytest.mark.parametrize("containers", [("steps=400", "optim.decay_steps=400")], indirect=True)
+@pytest.mark.skipif("::" not in wildcards(), reason="this machine has no IPv6")
+@pytest.mark.parametrize("containers", [("steps=10", "checkpoint.memory.every_steps=1")], indirect=True)
+def test_a_job_whose_nodes_have_only_ipv6_addresses(containers: Containers) -> None:
+    """As in pods of a cluster that has no IPv4."""
+    containers.host = "::1"
+    for name in ("coordinator", "node-0", "node-1"):
+        containers.start(name)
+    containers.until(lambda: containers.started["coordinator"].poll() is not None, "its end")
+    assert Verdict.read(containers.run, 0).verdict == "done"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("containers", [("steps=100", *PACED)], indirect=True)
 def test_containers_outlive_attempts_and_deaths(containers: Containers) -> None:
     for name in ("coordinator", "node-0", "node-1"):
         containers.start(name)
-    containers.until_step(20)
+    containers.until_step(10)
     containers.command("coordinator").kill()
     containers.until(lambda: bool(containers.events("adopted")), "the new coordinator adopts the round")
-    containers.until_step(containers.step() + 20)
+    containers.until_step(containers.step() + 10)
     containers.started["node-1"].send_signal(signal.SIGUSR1)
     containers.until(lambda: containers.run.last_attempt() == 1, "the next attempt")
     containers.until(lambda: len(containers.events("resumed")) > 0, "its checkpoint is taken up")
@@ -81,7 +96,7 @@ def test_containers_outlive_attempts_and_deaths(containers: Containers) -> None:
     for name, process in containers.started.items():
         assert process.wait(120) == 0, f"{name}\n{containers.story()}"
     assert containers.run.last_attempt() == 1
-    assert sorted(containers.losses()) == list(range(1, 401))
+    assert sorted(containers.losses()) == list(range(1, 101))
     again = containers.started["node-0"].args
     assert subprocess.run(again, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60).returncode == 0
 
@@ -98,7 +113,7 @@ def test_what_never_works_ends_the_job_with_its_last_words(containers: Container
 
 
 def test_a_signal_to_an_agent_that_still_imports_torch_stops_the_job(tmp_path: Path) -> None:
-    with job(tmp_path, "early", "steps=100000", nodes="1", nproc=1) as started:
+    with job(tmp_path, "early", "steps=100000", *PACED, nodes="1", nproc=1) as started:
         started.until(lambda: has_handlers(started), "the agent")
         started.agent(0).terminate()
         started.until(lambda: started.run.verdict(0).exists(), "the end of the attempt")

@@ -25,6 +25,7 @@ from tests.world import undisturbed_losses
 pytestmark = [pytest.mark.integration, needs_netns, pytest.mark.timeout(400)]
 
 STEPS, EVERY, BATCH = 60, 8, 8
+LATER = (32, 48)  # steps at which a second fault may come
 SILENCE_S = 4  # after this long a silent node counts as lost
 OVERRIDES = (
     f"steps={STEPS}",
@@ -137,55 +138,52 @@ def test_sigkill_of_a_rank(job: NetnsJob, undisturbed: dict[int, float], seed: i
 
 
 @at_random_moments
-def test_sigkill_of_an_agent(job: NetnsJob, undisturbed: dict[int, float], seed: int) -> None:
+def test_sigkill_of_an_agent_and_later_of_a_whole_node_that_is_replaced(
+    job: NetnsJob, undisturbed: dict[int, float], seed: int
+) -> None:
     _, node, victim = dice_at(job, seed)
     orphans = job.ranks(victim)
     job.keep.add(node)
     job.agent(victim).kill()
     _, alive = psutil.wait_procs(orphans, timeout=5)
     assert not alive, "ranks outlive their agent"
+    job.until(lambda: len(rounds(job)) == 2, "the agent is back")
+    _, crashed, number = dice_at(job, seed + 10, *LATER)
+    job.crash(crashed)
+    job.until(
+        lambda: len(job.events("node_lost")) == 2, "the loss is noticed", SILENCE_S - 1
+    )  # connections were closed
+    job.replace(crashed)
     ends_well(job, undisturbed)
-    assert "its agent is gone" in told(job, "node_lost", node=victim, host=node)["why"]
-    assert rounds(job) == [[0, 1, 2]] * 2
+    first, second = job.events("node_lost")
+    assert (first["node"], first["host"]) == (victim, node) and "its agent is gone" in first["why"], first
+    assert (second["node"], second["host"]) == (number, crashed), second
+    assert rounds(job) == [[0, 1, 2]] * 3
 
 
-@at_random_moments
-def test_sigkill_of_a_whole_node_and_its_replacement(job: NetnsJob, undisturbed: dict[int, float], seed: int) -> None:
-    _, node, victim = dice_at(job, seed)
-    job.crash(node)
-    job.until(lambda: job.events("node_lost"), "the loss is noticed", SILENCE_S - 1)  # its connections were closed
-    job.replace(node)
-    ends_well(job, undisturbed)
-    told(job, "node_lost", node=victim, host=node)
-    assert rounds(job) == [[0, 1, 2]] * 2
-
-
-@seeds([0], [1, 2, 3, 4])  # odd: it is replaced
-def test_a_vanished_node_that_comes_back_or_is_replaced(
+@seeds([0], [1, 2, 3, 4])  # odd: the vanished one is replaced
+def test_a_node_that_hangs_and_wakes_up_and_later_one_that_vanishes(
     job: NetnsJob, undisturbed: dict[int, float], seed: int
 ) -> None:
-    _, node, victim = dice_at(job, seed)
-    job.fabric.cut(node)
+    _, hung, victim = dice_at(job, seed)
+    job.hang(hung)
     job.until(lambda: job.events("node_lost"), "silence is noticed", SILENCE_S + 10)
+    job.wake(hung)
+    job.until(lambda: len(rounds(job)) == 2, "it is back")
+    _, node, number = dice_at(job, seed + 10, *LATER)
+    job.fabric.cut(node)
+    job.until(lambda: len(job.events("node_lost")) == 2, "silence is noticed again", SILENCE_S + 10)
     if seed % 2:
         job.crash(node, silently=True)
         job.replace(node)
     else:
         job.fabric.heal(node)
     ends_well(job, undisturbed)
-    assert "cannot be reached for" in told(job, "node_lost", node=victim, host=node)["why"]
-    assert rounds(job) == [[0, 1, 2]] * 2
-
-
-@at_random_moments
-def test_a_node_that_hangs_and_wakes_up(job: NetnsJob, undisturbed: dict[int, float], seed: int) -> None:
-    _, node, victim = dice_at(job, seed)
-    job.hang(node)
-    job.until(lambda: job.events("node_lost"), "silence is noticed", SILENCE_S + 10)
-    job.wake(node)
-    ends_well(job, undisturbed)
-    assert "was silent for" in told(job, "node_lost", node=victim, host=node)["why"]
-    assert rounds(job) == [[0, 1, 2]] * 2
+    first, second = job.events("node_lost")
+    assert (first["node"], first["host"]) == (victim, hung) and "was silent for" in first["why"], first
+    assert (second["node"], second["host"]) == (number, node), second
+    assert "cannot be reached for" in second["why"], second
+    assert rounds(job) == [[0, 1, 2]] * 3
 
 
 @seeds([1], [0, 2, 3, 4])  # odd: nobody is told
@@ -233,6 +231,7 @@ def test_sigterm_to_one_node_stops_all_and_the_next_attempt_goes_on(
     assert len(job.metrics()) == STEPS  # no step was lost, none done twice
 
 
+@pytest.mark.soak  # of a whole job: test_damage.py; of each point of a save: tests/checkpoints
 @at_random_moments
 def test_a_rank_is_killed_while_it_saves(job: NetnsJob, undisturbed: dict[int, float], seed: int) -> None:
     _, _, victim = dice_at(job, seed)

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 TASK = (*TINY_TASK, "steps=30", "optim.grad_clip_norm=0.1", "elastic.join_window_s=0", "nproc_per_node=1")
 MODEL = ("model=custom", "model._target_=tests.models.flips_a_bit", "model.wrap_classes=[Block]")
 ASKED = ("integrity.every_steps=1", "checkpoint.every_steps=5", "checkpoint.keep=0", "elastic.heartbeat_interval_s=0.1")
-CAPTURED = ("checkpoint.memory.every_steps=1",)
+SNAPSHOTS = ("checkpoint.memory.every_steps=1",)
 TWO = ("nodes=2", "fsdp=no_shard")
 THREE = ("nodes=3", "fsdp=no_shard")
 HYBRID = ("nodes=3", "nproc_per_node=2", "fsdp=hybrid_shard", "fsdp.shard_group=2")
@@ -46,11 +46,18 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
         return undisturbed.losses()
 
 
-@pytest.mark.parametrize("how", [ASKED, CAPTURED], ids=["asked", "captured"])
+PARAMETER = (THREE, "1:0:12:parameter-3:17:20", "model.")
+MOMENT = (HYBRID, "3:0:12:exp_avg_sq-5:9:3", "optim.state.")
+
+
 @pytest.mark.parametrize(
-    ("sharding", "flip", "tensor"),
-    [(THREE, "1:0:12:parameter-3:17:20", "model."), (HYBRID, "3:0:12:exp_avg_sq-5:9:3", "optim.state.")],
-    ids=["parameter", "moment"],
+    ("how", "sharding", "flip", "tensor"),
+    [
+        pytest.param(ASKED, *PARAMETER, id="asked-parameter"),
+        pytest.param(SNAPSHOTS, *MOMENT, id="snapshots-moment"),
+        pytest.param(ASKED, *MOMENT, id="asked-moment", marks=pytest.mark.soak),
+        pytest.param(SNAPSHOTS, *PARAMETER, id="snapshots-parameter", marks=pytest.mark.soak),
+    ],
 )
 def test_of_three_replicas_the_one_with_a_flipped_bit_is_named(
     tmp_path: Path, how: tuple[str, ...], sharding: tuple[str, ...], flip: str, tensor: str
@@ -70,7 +77,7 @@ def test_of_three_replicas_the_one_with_a_flipped_bit_is_named(
         assert f"rank {rank} on node 1" in shown, shown
 
 
-@pytest.mark.parametrize("how", [ASKED, CAPTURED], ids=["asked", "captured"])
+@pytest.mark.parametrize("how", [ASKED, SNAPSHOTS], ids=["asked", "snapshots"])
 def test_of_two_replicas_a_replay_tells_which_was_wrong(
     tmp_path: Path, how: tuple[str, ...], calm: dict[int, float]
 ) -> None:
@@ -78,12 +85,12 @@ def test_of_two_replicas_a_replay_tells_which_was_wrong(
         assert flipped.wait().verdict == "done", flipped.story()
         found, judged = flipped.events("corruption")
         assert (found["finding"], found["ranks"]) == ("two", [0, 1]), found
-        is_at_once = found["step"] == 12  # else no capture was due then, and gradients have carried it to the other
+        is_at_once = found["step"] == 12  # else no snapshot was due then, and gradients have carried it to the other
         expected = ("transient", [1]) if is_at_once else ("unknown", [0, 1])
         assert (judged["finding"], judged["ranks"]) == expected and judged["step"] == found["step"], judged
-        assert is_at_once or how == CAPTURED
+        assert is_at_once or how == SNAPSHOTS
         (resumed,) = flipped.events("resumed")
-        if how == CAPTURED:
+        if how == SNAPSHOTS:
             assert (resumed["place"], resumed["step"]) == ("memory", found["agreed"]), "nothing else is done again"
         else:
             assert resumed["step"] in (5, 10), "the save of step 10 may have been under way"
@@ -123,7 +130,7 @@ def _anywhere(seed: int, ranks: int) -> tuple[int, int, str]:
 @pytest.mark.parametrize("seed", range(50))
 def test_a_bit_anywhere_in_the_live_state_of_one_of_three_is_found(tmp_path: Path, seed: int) -> None:
     rank, _, flip = _anywhere(seed, 6)
-    with flipping(tmp_path, flip, *HYBRID, *(ASKED if seed % 2 else CAPTURED), "steps=12") as flipped:
+    with flipping(tmp_path, flip, *HYBRID, *(ASKED if seed % 2 else SNAPSHOTS), "steps=12") as flipped:
         assert flipped.wait().verdict == "done", flipped.story()
         (found,) = flipped.events("corruption")
         assert (found["finding"], found["ranks"], found["nodes"]) == ("outvoted", [rank], [rank // 2]), (flip, found)
@@ -134,7 +141,7 @@ def test_a_bit_anywhere_in_the_live_state_of_one_of_three_is_found(tmp_path: Pat
 @pytest.mark.parametrize("seed", range(50))
 def test_a_bit_anywhere_in_the_live_state_of_one_of_two_is_found(tmp_path: Path, seed: int) -> None:
     rank, step, flip = _anywhere(seed, 2)
-    asked = (*(ASKED if seed % 2 else CAPTURED), "integrity.action=restart", "steps=12")
+    asked = (*(ASKED if seed % 2 else SNAPSHOTS), "integrity.action=restart", "steps=12")
     with flipping(tmp_path, flip, *TWO, *asked) as flipped:
         assert flipped.wait().verdict == "done", flipped.story()
         found, judged = flipped.events("corruption")

@@ -14,6 +14,7 @@ import pytest
 
 from fsdp_jobs.run.tail import read_json_lines
 from tests.jobs import Job, cli
+from tests.world import PACED
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -58,7 +59,7 @@ def with_own_memory() -> None:
 def made(with_own_memory: None, tmp_path: Path) -> Iterator[OwnMemory]:
     (tmp_path / "tmp").mkdir()
     saves = ("checkpoint.every_steps=5", "checkpoint.async_mode=process")  # which has semaphores, and a socket
-    job = OwnMemory(tmp_path, "left", "steps=100000", *saves, nodes="1")
+    job = OwnMemory(tmp_path, "left", *PACED, "steps=100000", *saves, nodes="1")
     yield job
     job.kill()
     os.close(job.memory)
@@ -91,7 +92,7 @@ def test_the_next_agent_removes_what_a_killed_one_has_left_and_the_last_leaves_n
 def with_snapshots(folder: Path, *overrides: str) -> Iterator[OwnMemory]:
     (folder / "tmp").mkdir()
     saves = ("checkpoint.memory.every_steps=1", "integrity.probe_every_steps=0", *overrides)
-    job = OwnMemory(folder, "kept", "steps=100000", "elastic.join_window_s=0", *saves, nproc=1)
+    job = OwnMemory(folder, "kept", *PACED, "steps=100000", "elastic.join_window_s=0", *saves, nproc=1)
     yield job
     job.kill()
     os.close(job.memory)
@@ -139,6 +140,7 @@ def test_a_job_that_is_killed_leaves_nothing_in_memory(only_snapshots: OwnMemory
     inside = ["nsenter", f"--mount=/proc/{job.supervisor().pid}/ns/mnt", f"--wd={job.folder}"]  # type: ignore[union-attr]
     killed = cli(job.folder, "cancel", "kept", "--now", under=inside)
     assert killed.returncode == 0, killed.stdout + killed.stderr
+    assert job.wait().reason.startswith("killed on request")
     assert not [f.name for f in Path(f"/proc/self/fd/{job.memory}").iterdir()]
 
 

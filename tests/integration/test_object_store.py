@@ -19,7 +19,9 @@ pytestmark = pytest.mark.integration
 def test_a_run_is_killed_and_resumed_from_a_simulated_object_store(tmp_path: Path) -> None:
     with simulated_store() as bucket:
         place = f"checkpoint.dir=s3://{bucket}/mine"
-        with job(tmp_path, "cloud", place, "steps=12", "checkpoint.every_steps=4", "checkpoint.keep=2") as first:
+        with job(
+            tmp_path, "cloud", place, "steps=12", "checkpoint.every_steps=4", "checkpoint.keep=2", nproc=1
+        ) as first:
             first.until(lambda: bool(first.events("checkpoint")), "a checkpoint")
             first.ranks(1)[0].kill()
             assert first.wait().verdict == "done", first.story()

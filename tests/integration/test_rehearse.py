@@ -56,7 +56,7 @@ def test_a_slow_node_is_named(tmp_path: Path) -> None:
     assert done.returncode == 0 and "PASS slow_node: after" in done.stdout, done.stdout + done.stderr
 
 
-def test_captures_that_are_off_cannot_be_rehearsed(tmp_path: Path) -> None:
+def test_snapshots_that_are_off_cannot_be_rehearsed(tmp_path: Path) -> None:
     done = cli(tmp_path, "rehearse", "flip_bit")
     assert done.returncode == 2 and "checkpoint.memory.every_steps=1" in done.stderr
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_jobs.run.processes import all_processes, command_of
 from fsdp_jobs.run.status import RunStatus
 from tests import programs
 from tests.jobs import ROOT, Job, cli, job
@@ -88,20 +89,11 @@ def test_preempted_recipe_saves_where_it_is_and_is_requeued(tmp_path: Path) -> N
         assert [m["step"] for m in run.metrics()] == list(range(1, 201)), "no step was done twice"
 
 
-def test_plain_program_is_started_again_and_finds_its_own_checkpoint(tmp_path: Path) -> None:
-    example = programs.PLAIN.overrides(40, f"{tmp_path}/own", f"{EXAMPLES}/")
-    with job(tmp_path, "plain", *example, *QUICK, nproc=1, tiny=False) as run:
-        until_said(run, "step 14 ")
-        run.agent(0).kill()
-        assert run.wait().verdict == "done", run.story()
-        programs.PLAIN.check_went_on(run, 40)
-
-
 def test_elastic_program_loses_a_rank_and_goes_on_from_its_snapshot(tmp_path: Path) -> None:
     example, args = f"script={EXAMPLES}/torch_elastic.py", f"script_args=--epochs 30 --snapshot {tmp_path}/snapshot.pt"
-    with job(tmp_path, "elastic", example, args, *QUICK, nproc=1, tiny=False) as run:
+    with job(tmp_path, "elastic", example, args, *QUICK, nodes="1", nproc=2, tiny=False) as run:
         until_said(run, "epoch 5 ")
-        run.ranks(1)[0].kill()
+        run.ranks(0)[1].kill()
         assert run.wait().verdict == "done", run.story()
         starts = re.findall(r"^epoch (\d+) of 30, 2 ranks, restart (\d)", log_of(run), re.MULTILINE)
         assert starts[0] == ("0", "0") and len(starts) == 2
@@ -145,7 +137,8 @@ def test_program_that_only_hears_signals_has_the_grace_to_end(tmp_path: Path) ->
 
 def test_program_that_fails_on_one_node_is_told_within_seconds(tmp_path: Path) -> None:
     (tmp_path / "half.py").write_text(
-        "import os, time\nif os.environ['GROUP_RANK'] == '1':\n    import not_on_this_node\ntime.sleep(100)\n"
+        "import os, subprocess, time\nif os.environ['GROUP_RANK'] == '1':\n    import not_on_this_node\n"
+        "subprocess.Popen(['sleep', '1234.5'])\ntime.sleep(100)\n"
     )
     with job(tmp_path, "half", "script=half.py", *QUICK, nproc=1, tiny=False) as run:
         run.until(lambda: bool(run.events("round_started")), "it runs")
@@ -156,13 +149,17 @@ def test_program_that_fails_on_one_node_is_told_within_seconds(tmp_path: Path) -
         assert "No module named 'not_on_this_node'" in verdict.reason
         assert "import not_on_this_node" in verdict.last_lines
         assert "runpy" not in verdict.last_lines, "the traceback is the program's"
+    left = [p for p in all_processes() if command_of(p) == ["sleep", "1234.5"]]
+    assert not left, "what a rank has started ends with it, as under torchrun"
 
 
 def test_executable_that_says_much_and_fails(tmp_path: Path) -> None:
     script = tmp_path / "loud.sh"
     script.write_text('#!/bin/sh\nyes "$1 on rank $RANK" | head -c 30000000\necho enough\nexit 3\n')
     script.chmod(0o755)
-    with job(tmp_path, "loud", "script=loud.sh", "script_args='much noise'", *QUICK, nproc=1, tiny=False) as run:
+    with job(
+        tmp_path, "loud", "script=loud.sh", "script_args='much noise'", *QUICK, nodes="1", nproc=2, tiny=False
+    ) as run:
         verdict = run.wait()
         assert (verdict.verdict, verdict.decision, verdict.exit_code) == ("user_error", "stop", 3), run.story()
         assert verdict.last_lines.splitlines()[-1] == "enough"
@@ -173,13 +170,13 @@ def kill_a_rank(run: Job, after: int) -> tuple[float, int]:
     """Kill one of two ranks of a node when a step is done; returns when, and how many steps are in the metrics."""
     run.until_step(after)
     killed_at = time.time()
-    run.ranks(1)[1].kill()
+    run.ranks(0)[1].kill()
     return killed_at, run.step()
 
 
 def test_figures_of_failures_are_those_seen_from_outside(tmp_path: Path) -> None:
     example = f"script={EXAMPLES}/small_library.py"
-    with job(tmp_path, "figures", example, "script_args=--steps=60", *QUICK, nproc=2, tiny=False) as run:
+    with job(tmp_path, "figures", example, "script_args=--steps=60", *QUICK, nodes="1", nproc=2, tiny=False) as run:
         seen = []
         for number in range(2):
             killed_at, step = kill_a_rank(run, 14 + 20 * number)
@@ -199,23 +196,26 @@ def test_figures_of_failures_are_those_seen_from_outside(tmp_path: Path) -> None
             assert b.lost_steps is not None and lost <= b.lost_steps <= lost + 2, "steps under way when it was killed"
 
 
-def test_what_a_plain_program_prints_is_told_as_its_steps(tmp_path: Path) -> None:
-    example = f"script={EXAMPLES}/plain_torchrun.py"
-    args = f"script_args=--steps 60 --save-every 10 --checkpoints {tmp_path}/own"
-    with job(tmp_path, "said", example, args, *QUICK, nproc=1, tiny=False) as run:
+def test_plain_program_finds_its_own_checkpoint_and_what_it_prints_is_told_as_its_steps(tmp_path: Path) -> None:
+    """It loses a rank, and then a node."""
+    example = programs.PLAIN.overrides(60, f"{tmp_path}/own", f"{EXAMPLES}/")
+    with job(tmp_path, "said", *example, *QUICK, nproc=1, tiny=False) as run:
         until_said(run, "step 14 ")
         killed_at = time.time()
         run.ranks(1)[0].kill()
+        until_said(run, "step 34 ")
+        run.agent(0).kill()
         assert run.wait().verdict == "done", run.story()
+        programs.PLAIN.check_went_on(run, 60, kills=2)
         (row,) = json.loads(cli(tmp_path, "status", "said", "--json").stdout)
         assert row["step"] == 60 and 0 < row["goodput"] < 1, row
         assert f"step 60 loss {row['loss']:.4f}" in log_of(run)
         status = RunStatus(run.run)
         status.update()
-        (failure,) = status.breaks
+        failure, _ = status.breaks
         assert failure.lost_steps is not None and failure.recovered_s is not None
         assert 3 <= failure.lost_steps <= 10 and 0 < failure.recovered_s < 60
-        (broken,) = run.events("round_broken")
+        broken, _ = run.events("round_broken")
         assert 0 <= broken["failed_at"] - killed_at < 1.5
         goodput = status.goodput
         assert goodput.recover_s > 0 and goodput.useful_s > 0
@@ -223,11 +223,11 @@ def test_what_a_plain_program_prints_is_told_as_its_steps(tmp_path: Path) -> Non
 
 def test_what_a_program_does_not_tell_is_a_dash(tmp_path: Path) -> None:
     (tmp_path / "mute.py").write_text("import time\nprint('working')\ntime.sleep(6)\n")
-    with job(tmp_path, "dash", "script=mute.py", *QUICK, nproc=1, tiny=False) as run:
+    with job(tmp_path, "dash", "script=mute.py", *QUICK, nodes="1", nproc=2, tiny=False) as run:
         until_said(run, "working")
         with (tmp_path / "mute.py").open("a") as script:
             script.write("# edited\n")
-        run.ranks(1)[0].kill()
+        run.ranks(0)[1].kill()
         assert run.wait().verdict == "done", run.story()
         told = cli(tmp_path, "status", "dash").stdout
         assert "SIGKILL: - steps lost, training again after -" in told, told
@@ -239,11 +239,12 @@ def test_what_a_program_does_not_tell_is_a_dash(tmp_path: Path) -> None:
 
 
 _SAMPLES = """
-import os, sys, time
+import multiprocessing, os, sys, time
 import numpy, torch
 from fsdp_jobs import job  # which has the fork server import it, and with it NumPy
 
 rank, restart = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+assert multiprocessing.parent_process() is None and multiprocessing.current_process().name == "MainProcess"
 print("draws", torch.randint(1 << 60, ()).item(), numpy.random.randint(1 << 60), flush=True)
 time.sleep(1)
 if (rank, restart) == ("1", "0"):

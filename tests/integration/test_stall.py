@@ -30,14 +30,15 @@ def test_a_hanging_rank_is_found_named_and_restarted(tmp_path: Path) -> None:
 
 
 def test_a_stopped_rank_is_the_culprit(tmp_path: Path) -> None:
-    with job(tmp_path, "frozen", "steps=200", "elastic.stall_timeout_s=3", "checkpoint.every_steps=50") as frozen:
-        frozen.until_step(60)
+    keys = ("steps=40", "elastic.stall_timeout_s=3", "checkpoint.every_steps=10")
+    with job(tmp_path, "frozen", *keys, nproc=1) as frozen:
+        frozen.until_step(12)
         frozen.ranks(1)[0].send_signal(signal.SIGSTOP)
         frozen.until(lambda: bool(frozen.events("stalled")), "the stall is noticed", 30)
         why = frozen.events("stalled")[0]["why"]
         assert "on node 1 (stopped) does not respond" in why
         assert frozen.wait().verdict == "done"
-        assert len(frozen.losses()) == 200
+        assert len(frozen.losses()) == 40
 
 
 _DEADLOCK = """

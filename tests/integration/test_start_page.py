@@ -13,7 +13,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 
 def but_for_the_installation(line: str) -> str:
-    """The environment is that of the tests; tests/test_packaging.py installs one."""
+    """The environment is that of the tests; tests/test_packaging.py installs one. The steps are of fewer tokens."""
+    line = line.replace("name=first", "name=first data.seq_len=32 data.global_batch=8")
     return "" if line in ("make setup", ". .venv/bin/activate") else line
 
 

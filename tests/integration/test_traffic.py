@@ -26,7 +26,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
 
     class OnDemand(dict[str, Result]):
         def __missing__(self, key: str) -> Result:
-            self[key] = measure(CASES[key], tmp_path_factory.mktemp("traffic"), steps=25)
+            self[key] = measure(CASES[key], tmp_path_factory.mktemp("traffic"), steps=10)
             return self[key]
 
     return OnDemand()
@@ -37,7 +37,7 @@ def cases(*keys: str, soak: Sequence[str]) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "key", cases("full 4x2", "hybrid 4x2", "full names", "near", soak=("full 2x2", "hybrid 2x2", "near text"))
+    "key", cases("full 2x2", "hybrid 2x2", "near", soak=("full 4x2", "hybrid 4x2", "full names", "near text"))
 )
 def test_each_node_sends_what_the_plan_says(measured: dict[str, Result], key: str) -> None:
     result = measured[key]
@@ -47,7 +47,7 @@ def test_each_node_sends_what_the_plan_says(measured: dict[str, Result], key: st
         assert sent == pytest.approx(result.planned, rel=WITHIN), node
 
 
-@pytest.mark.parametrize("size", cases("4x2", soak=["2x2"]))
+@pytest.mark.parametrize("size", cases("2x2", soak=["4x2"]))
 def test_shard_groups_inside_nodes_spare_the_network(measured: dict[str, Result], size: str) -> None:
     full, hybrid = measured[f"full {size}"], measured[f"hybrid {size}"]
     ratio, predicted = full.node / hybrid.node, full.planned / hybrid.planned
@@ -56,10 +56,8 @@ def test_shard_groups_inside_nodes_spare_the_network(measured: dict[str, Result]
     assert ratio > 1.5
 
 
-@pytest.mark.parametrize(
-    ("names", "plain"),
-    [("full names", "full 4x2"), pytest.param("near text", "near", marks=pytest.mark.soak)],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize(("names", "plain"), [("full names", "full 4x2"), ("near text", "near")])
 def test_host_names_change_nothing(measured: dict[str, Result], names: str, plain: str) -> None:
     """Ranks follow the switches, however the names are ordered: torchrun's order by name would double a leaf's load."""
     assert measured[names].node == pytest.approx(measured[plain].node, rel=WITHIN)

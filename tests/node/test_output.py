@@ -36,7 +36,9 @@ LIGHTNING = "Epoch 1:  50%|█████     | 50/100 [00:05<00:05, 9.80it/s, 
         ("Saving checkpoint at step 100", None),
         (f"step {'9' * 400} loss 1", None),
         (f" 5%|▌| {'9' * 5000}/{'9' * 5000} [00:01<00:00]", None),
+        ("step 3 loss tensor(2.3450, grad_fn=<MeanBackward0>)", Reading(3, None, 2.345)),  # of print(..., loss)
         ("step 100 val loss 2.5", None),
+        ("Validation step 500/800: loss 2.9", None),
         ("training for 1000 steps with loss scale 128", None),
         ("Map: 100%|██████████| 1000/20000 [00:01<00:00, 9000 examples/s]", None),
         ("  5%|▌         | 5/100 [00:01<00:19,  5.0it/s]", None),  # a bar of no one knows what

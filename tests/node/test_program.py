@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
@@ -17,6 +18,7 @@ from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.docker import containers
 from fsdp_jobs.launchers.slurm.script import Site, script
 from fsdp_jobs.node.program import Program
+from fsdp_jobs.node.worker import _run
 from fsdp_jobs.plan.plan import Plan, make_plan
 from fsdp_jobs.plan.svg import to_svg
 from fsdp_jobs.run.directory import RunDir, write_atomic
@@ -118,6 +120,12 @@ def test_a_program_that_cannot_be_looked_at_preloads_nothing(folder: Path) -> No
     assert Program("m" * 300, True, str(folder), []).preload == []  # to the system no name, as others are no entry
 
 
+def test_a_script_that_is_a_link_finds_its_neighbours(folder: Path) -> None:
+    """As in Python, which looks beside the file that it leads to."""
+    (folder / "newest.py").symlink_to("pkg/deep.py")
+    assert Program.of(compose_job(["script=newest.py"]), RunDir(folder / "r")).folder == str(folder / "pkg")
+
+
 def _submitted(folder: Path, *overrides: str) -> tuple[JobConfig, RunDir, Plan]:
     config = compose_job(["name=r", "script=train.py", "nodes=2", "nproc_per_node=2", *overrides])
     return config, RunDir(folder / "runs" / "r"), make_plan(config)
@@ -156,13 +164,122 @@ def test_a_program_in_containers_works_where_it_can_write_and_how_to_mount_its_f
     assert {c["working_dir"] for c in request.containers} == {str(folder)} and not caplog.text
 
 
+_RANK = """
+import multiprocessing, os, signal, sys
+from fsdp_jobs.node.worker import run_program
+from fsdp_jobs.run import log
+log.configure()
+def rank():
+    run_program()
+    os.kill(os.getpid(), signal.SIGTERM)  # as the agent does when others of its node have not ended
+process = multiprocessing.get_context("fork").Process(target=rank)
+process.start()
+process.join()
+sys.exit(process.exitcode)
+"""
+
+
+def rank_of(folder: Path, program: str, log: str) -> subprocess.CompletedProcess[str]:
+    """Run a program as the only rank of a job runs it."""
+    (folder / "program.py").write_text(program)
+    here = {RUN_DIR_ENV: folder, RANK_STATE_ENV: folder, LOG_ENV: log, STACKS_ENV: folder / "stacks"}
+    rank = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "TORCHELASTIC_ERROR_FILE": folder / "error.json"}
+    what = {PROGRAM_ENV: json.dumps({"what": "program.py", "is_module": False, "folder": "", "args": []})}
+    env = {**os.environ, **{key: str(value) for key, value in {**here, **rank, **what}.items()}}
+    return subprocess.run([sys.executable, "-c", _RANK], env=env, cwd=folder, capture_output=True, text=True)
+
+
 def test_what_a_rank_prints_is_lost_on_a_full_disk_and_it_goes_on(tmp_path: Path) -> None:
     chatty = "import sys\nfor out in (sys.stdout, sys.stderr): print('a line', file=out, flush=True)\nopen('ran', 'w')"
-    (tmp_path / "chatty.py").write_text(chatty)
-    here = {RUN_DIR_ENV: tmp_path, RANK_STATE_ENV: tmp_path, LOG_ENV: "/dev/full", STACKS_ENV: tmp_path / "stacks"}
-    rank = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}
-    program = {PROGRAM_ENV: json.dumps({"what": "chatty.py", "is_module": False, "folder": "", "args": []})}
-    env = {**os.environ, **{key: str(value) for key, value in {**here, **rank, **program}.items()}}
-    code = "from fsdp_jobs.node.worker import run_program; run_program()"
-    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, capture_output=True, text=True)
+    done = rank_of(tmp_path, chatty, "/dev/full")
     assert done.returncode == 0 and (tmp_path / "ran").exists(), done.stderr
+
+
+LATE = """
+import atexit, logging, os, pickle, sys, threading, time
+logging.basicConfig(level=logging.INFO, format="MINE %(message)s")
+class Config:
+    pass
+def late():
+    time.sleep(0.5)
+    logging.info("thread %d", len(pickle.dumps(Config())) > 0)
+atexit.register(lambda: logging.info("atexit %d", len(pickle.dumps(Config())) > 0))
+threading.Thread(target=late).start()
+for how in ("raise RuntimeError('of a child')", "sys.exit(7)", "pass"):
+    if (child := os.fork()) == 0:
+        atexit._clear()
+        exec(how)
+        sys.exit(0)
+    logging.info("child %d", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_program_ends_as_in_an_interpreter_and_its_children_are_no_ranks(tmp_path: Path) -> None:
+    """Threads and functions of atexit find its classes; a forked child's exception is no failure of the rank."""
+    done = rank_of(tmp_path, LATE, str(tmp_path / "log"))
+    said = (tmp_path / "log").read_text()
+    assert done.returncode == 0, done.stderr + said
+    logged = sorted(line for line in said.splitlines() if line.startswith("MINE"))
+    assert logged == ["MINE atexit 1", "MINE child 0", "MINE child 1", "MINE child 7", "MINE thread 1"], said
+    assert "RuntimeError: of a child" in said and not (tmp_path / "error.json").exists(), said
+
+
+ENDS = """
+import gc, gzip, multiprocessing, os, signal, threading
+class Last:
+    def __del__(self):
+        open("deleted", "w").close()
+last = Last()
+whole = gzip.open("whole.gz", "wt")
+whole.write("all of it")
+frozen = open("frozen.csv", "w")
+frozen.write("step,loss")
+print([thread.name for thread in threading.enumerate()], multiprocessing.Process(target=print).name)
+signal.signal(signal.SIGTERM, lambda *_: open("handled", "w").close())
+for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+    del os.environ[name]
+gc.freeze()
+"""
+
+
+def test_the_objects_of_a_program_end_with_it(tmp_path: Path) -> None:
+    """Files are closed as they are by an interpreter, and a signal to a rank that is done starts nothing."""
+    done = rank_of(tmp_path, ENDS, str(tmp_path / "log"))
+    said = (tmp_path / "log").read_text()
+    assert done.returncode == 0 and not (tmp_path / "handled").exists(), done.stderr + said
+    assert said == "['MainThread'] Process-1\n", "threads and numbers as in an interpreter"
+    assert gzip.decompress((tmp_path / "whole.gz").read_bytes()) == b"all of it"
+    assert (tmp_path / "frozen.csv").read_text() == "step,loss" and (tmp_path / "deleted").exists()
+
+
+@pytest.mark.parametrize("wrapped", ["ValueError('in epoch 3') from e", "ExceptionGroup('tasks', [e])"])
+def test_a_lost_peer_is_the_reason_however_the_program_wraps_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, wrapped: str
+) -> None:
+    lost = "try:\n    raise RuntimeError('Connection closed by peer')\nexcept RuntimeError as e:\n    raise "
+    (folder / "train.py").write_text(f"{lost}{wrapped}\n")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
+    assert _run(Program("train.py", False, "", [])) == 1
+    message = json.loads((folder / "error.json").read_text())["message"]["message"]
+    assert message == "RuntimeError: Connection closed by peer"
+
+
+def test_an_exception_that_the_programs_own_hook_cannot_show_is_shown(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "train.py").write_text("raise KeyError('the cause')\n")
+    monkeypatch.setattr(sys, "excepthook", lambda *_: 1 / 0)
+    assert _run(Program("train.py", False, "", [])) == 1
+    assert "KeyError: 'the cause'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("code", "is_failure"), [(1, True), (75, False), (0, False)])
+def test_an_exception_whose_handler_exits_is_the_reason(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, code: int, is_failure: bool
+) -> None:
+    """Without it a lost peer would count as a failure of the program."""
+    (folder / "train.py").write_text(f"try:\n    1 / 0\nexcept Exception:\n    raise SystemExit({code})\n")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
+    assert _run(Program("train.py", False, "", [])) == code
+    assert (folder / "error.json").exists() == is_failure
+    assert not is_failure or "ZeroDivisionError: division by zero" in (folder / "error.json").read_text()

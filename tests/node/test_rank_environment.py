@@ -13,16 +13,19 @@ from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.node.rank_logs import RankLogs
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.messages import Round
 
 SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def found_by_a_rank(folder: Path, *overrides: str) -> dict[str, str]:
     """The variables of rank 0 in the first round of a job."""
-    round_ = {"layout": Layout("full_shard", 2, 2).to_json(), "round": 0, "term": 1}
-    handler: Any = SimpleNamespace(run=RunDir(folder), round=round_, identity={"attempt": 0, "node": 0})
+    layout = Layout("full_shard", 2, 2).to_json()
+    round_ = Round(0, 1, size=1, shard_group=2, rank=0, layout=layout, partner=None)
+    place = {"run": RunDir(folder), "folder": folder, "agent": SimpleNamespace(attempt=0, node=0)}
+    handler: Any = SimpleNamespace(config=compose_job(list(overrides)), round=round_, **place)
     env = {"RANK": "0"}
-    RankLogs(compose_job(list(overrides)), handler, folder).reify({0: env})
+    RankLogs(handler).reify({0: env})
     assert json.loads(env["FSDP_JOBS_LAYOUT"])["strategy"] == "full_shard"
     return env
 

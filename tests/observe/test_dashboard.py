@@ -33,6 +33,7 @@ from fsdp_jobs.sweeps.table import sweeps_in
 from tests.jobs import cli, environment, job
 from tests.observe.browser import Watched, browser  # noqa: F401
 from tests.recorded import HOSTILE, add_line, of_sweep, recorded_run
+from tests.world import PACED
 
 
 def client(folder: Path, token: str | None = None, host: str = "localhost") -> TestClient:
@@ -154,7 +155,7 @@ def test_damage_of_one_run_is_logged_once_and_hides_no_other(tmp_path: Path, cap
     add_line(typed.metrics, {"step": "seven", "time": 150.0})
     overview = Overview(lambda _: {})
     for _ in range(3):
-        states = [row.state for row in overview.look([odd, RunDir(tmp_path / "sound"), typed])]
+        states = [row.state for row in overview.look([odd, RunDir(tmp_path / "sound"), typed]).values()]
         assert states == ["damaged", "done", "damaged"]
         assert client(tmp_path).get("/api/runs/typed").status_code == 500
     said = [record for record in caplog.records if "cannot be read" in record.message]
@@ -243,14 +244,16 @@ def test_launchers_are_asked_beside_each_other_and_a_hanging_one_is_named_simula
             raise OSError("connection lost")
         return live_answers(handles)
 
-    live_answers = live.ask_launchers
-    monkeypatch.setattr(live, "ask_launchers", ask)
+    live_answers = live.describe
+    monkeypatch.setattr(live, "describe", ask)
     monkeypatch.setattr(live, "_PATIENCE_S", 1.0)
     unfinished(tmp_path, "gone", "local_fsdp://fsdp_jobs/absent")
     unfinished(tmp_path, "waiting", "hanging://there/1")
     looked, began = live.LiveRows(str(tmp_path)), time.monotonic()
     try:
-        until(lambda: "no longer knows" in looked.rows.get("gone", {}).get("reason", ""), "the one that answers")
+        until(
+            lambda: "has no such job any more" in looked.rows.get("gone", {}).get("reason", ""), "the one that answers"
+        )
         until(lambda: "has not answered for" in looked.rows["waiting"]["reason"], "the one that hangs")
         assert [h for handles in asked for h in handles].count("hanging://there/1") == 1, "it is not asked meanwhile"
         times = [handles[0] for handles in asked].count("local_fsdp://fsdp_jobs/absent")
@@ -294,7 +297,8 @@ def test_a_running_job_and_its_fault_are_seen_without_a_reload(browser: Any, tmp
     watched = Watched(browser)
     page = watched.page
     recorded_run(tmp_path / "runs", "hostile")
-    with job(tmp_path, "watched", "steps=4000", "checkpoint.every_steps=20") as running, dashboard(tmp_path) as address:
+    task = ("steps=4000", "checkpoint.every_steps=10", *PACED)
+    with job(tmp_path, "watched", *task, nproc=1) as running, dashboard(tmp_path) as address:
         running.until(lambda: bool(running.events("checkpoint")), "a checkpoint")
         assert "?token=" in address, "other users of this machine"
         page.goto(address)

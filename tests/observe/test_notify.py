@@ -58,8 +58,9 @@ def run_with(folder: Path, **settings: object) -> RunDir:
 
 def close(run: RunDir, verdict: Verdict) -> list[dict[str, Any]]:
     """End the attempt and wait as an interpreter does that ends; returns the notifications that failed."""
+    before = set(psutil.Process().children())
     verdict.close(run, 0)
-    notifying = [p for p in psutil.Process().children() if "fsdp_jobs.observe.notify" in p.cmdline()]
+    notifying = set(psutil.Process().children()) - before  # by id: a process that has just begun shows no command
     assert not psutil.wait_procs(notifying, timeout=15)[1]
     return [e for e in read_json_lines(run.events) if e["event"] == "notify_failed"]
 

@@ -8,6 +8,7 @@ import pytest
 
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.plan.plan import make_plan
+from fsdp_jobs.plan.svg import to_svg
 from tests.plan.shown import render_text
 
 SEVEN = ("data=synthetic", "model=llama2_7b", "data.seq_len=2048", "data.micro_batch=1", "hardware=a100_80")
@@ -39,7 +40,8 @@ def test_nothing_is_said_of_an_even_batch() -> None:
 
 
 def test_a_cpu_is_no_gpu() -> None:
-    assert "GPU" not in render_text(make_plan(compose_job([])))
+    plan = make_plan(compose_job([]))
+    assert "GPU" not in render_text(plan) and "GPU" not in to_svg(plan)
 
 
 def test_memory_that_is_left() -> None:
@@ -54,3 +56,12 @@ def test_memory_that_is_left() -> None:
 
 def test_no_memory_is_left() -> None:
     assert "memory left" not in said("nodes=1", "data.global_batch=8", "hardware.memory_gib=33")
+
+
+def test_offload_that_nothing_needs() -> None:
+    asked = ("nodes=4", "data.global_batch=32", "fsdp.cpu_offload=true")
+    assert "fsdp.cpu_offload=false gives" in said(*asked)
+
+
+def test_who_wants_little_memory_is_not_offered_more() -> None:
+    assert "memory left" not in said("nodes=4", "data.global_batch=256", "fsdp.objective=memory")

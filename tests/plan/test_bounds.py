@@ -20,6 +20,7 @@ from fsdp_jobs.plan.choose import options_of
 from fsdp_jobs.plan.grouping import Grouping
 from fsdp_jobs.plan.memory import DTYPE_BYTES, MARGIN, master_bytes
 from fsdp_jobs.plan.plan import Plan, make_plan
+from fsdp_jobs.plan.remedies import with_overrides
 from fsdp_jobs.plan.shapes import ModelShape, shape_of
 from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.train import shape_probe
@@ -84,6 +85,18 @@ def composed(overrides: dict[str, Any]) -> JobConfig:
     return compose_job(["data=synthetic", *(f"{key}={value}" for key, value in overrides.items())])
 
 
+@cache
+def of_options(*options: tuple[str, Any]) -> JobConfig:
+    return composed(dict(options))
+
+
+def composed_once(overrides: dict[str, Any]) -> JobConfig:
+    """The same, 20 times as fast: Hydra composes only the options, and single keys are set."""
+    is_option = {key: key in ("model", "hardware", "fsdp") for key in overrides}
+    config = of_options(*(item for item in overrides.items() if is_option[item[0]]))
+    return with_overrides(config, [f"{key}={value}" for key, value in overrides.items() if not is_option[key]])
+
+
 def shape_in(config: JobConfig, kind: str) -> ModelShape:
     shape = shape_of(config) if kind == "preset" else probed(kind, config.data.seq_len)
     assert shape is not None
@@ -102,7 +115,7 @@ def test_every_remedy_fits(jobs: int) -> None:
 
 def check_options(chosen: dict[str, Any], kind: str) -> None:
     assume(chosen["fsdp.activation_checkpointing"] != "none" or chosen["fsdp.activation_offload"] == "false")
-    config = composed(chosen)
+    config = composed_once(chosen)
     shape = shape_in(config, kind)
     hardware, topology, per_node = config.hardware, Topology.flat(int(config.nodes)), config.nproc_per_node
     dtype = param_dtype(config.fsdp, "cuda")
@@ -129,7 +142,7 @@ def check_options(chosen: dict[str, Any], kind: str) -> None:
 def check_remedies(chosen: dict[str, Any], fsdp: dict[str, str], kind: str) -> None:
     assume(chosen["fsdp.activation_checkpointing"] != "none" or chosen["fsdp.activation_offload"] == "false")
     assume(chosen["nodes"] * chosen["nproc_per_node"] >= int(fsdp.get("fsdp.shard_group", 1)))
-    config = composed(chosen | fsdp)
+    config = composed_once(chosen | fsdp)
     plan, hardware = make_plan(config, shape=shape_in(config, kind)), config.hardware
     assert Plan.from_json(plan.to_json()) == plan
     for remedy in plan.remedies:
@@ -138,5 +151,5 @@ def check_remedies(chosen: dict[str, Any], fsdp: dict[str, str], kind: str) -> N
         memory = followed.memory
         assert memory is not None and followed.fits, remedy
         assert memory.total <= hardware.memory_gib * 2**30 * (1 - MARGIN)
-        on_host = (memory.host + memory.captured) * followed.ranks_per_node
+        on_host = (memory.host + memory.snapshots) * followed.ranks_per_node
         assert on_host <= hardware.host_memory_gib * 2**30 * (1 - MARGIN)

@@ -107,28 +107,28 @@ def test_costs_are_read_from_the_run(tmp_path: Path) -> None:
     checkpoint = {"event": "checkpoint", "attempt": 0, "step": 5, "bytes": 1, "seconds": 3.0, "time": 110.0}
     broken = {"event": "round_broken", "attempt": 0, "why": "x", "step": 7, "committed": 5, "time": 120.0}
     run.events.write_text("".join(json.dumps(e) + "\n" for e in (checkpoint, broken)))
-    sums = {"stall_s": 0.9, "capture_s": 0.4, "captures": 2, "recover_s": 30.0}
+    sums = {"stall_s": 0.9, "snapshot_s": 0.4, "snapshots": 2, "recover_s": 30.0}
     run.metrics.write_text(json.dumps({"step": 6, "time": 150.0, **sums}) + "\n")
-    assert costs_of(run) == Costs(stall_s=0.5, write_s=3.0, restart_s=30.0, capture_s=0.2, capture_steps=3.0)
+    assert costs_of(run) == Costs(stall_s=0.5, write_s=3.0, restart_s=30.0, snapshot_s=0.2, snapshot_steps=3.0)
 
 
 @pytest.mark.parametrize(("count", "node_days", "rate"), [(0, 0.0, 4.0), (0, 500.0, 2.0), (10, 500.0, 12.0)])
 def test_the_failures_of_this_cluster_are_in_the_rate_and_it_is_said(count: int, node_days: float, rate: float) -> None:
     expected = make_plan(compose_job([*H100, "nodes=4", "data.global_batch=32"]), seen=Failures(count, node_days, 3))
     assert expected.expected.rate == pytest.approx(rate)
-    words = f"{count} failures in {node_days:.3g} node-days of 3 runs here" if node_days else "the default"
+    words = f"{count} failures in {node_days:.3g} node-days of 3 runs here" if node_days else "by the configuration)"
     assert words in str(expected.expected)
 
 
-def test_captures_in_memory_leave_the_disk_little_to_do_and_their_price_is_told() -> None:
+def test_snapshots_in_memory_leave_the_disk_little_to_do_and_their_price_is_told() -> None:
     rare = ("checkpoint.every_steps=0", "checkpoint.every_minutes=auto")
     disk, both = plan(16, *rare).expected, plan(16, *rare, "checkpoint.memory.every_steps=auto").expected
     memory, storage = both.tiers
     assert memory.share == 0.99 and storage.best_s > 9 * disk.best_s
     assert plan(16, *rare, "checkpoint.memory.every_steps=100").expected.goodput > disk.goodput
     assert memory.every_steps >= 1 and memory.stall_s <= 0.01 * memory.every_s
-    assert memory.bytes == plan(16, "checkpoint.memory.every_steps=auto").captured_bytes > 0
-    assert "memory: every" in str(both) and "GiB per node" in str(both)
+    assert memory.bytes == plan(16, "checkpoint.memory.every_steps=auto").snapshot_bytes > 0
+    assert "memory: saved every" in str(both) and "GiB per node" in str(both)
     one_node = plan(1, "checkpoint.memory.every_steps=1").expected.tiers[0]
     assert one_node.share < 0.2, "with their node they are lost"
     of_two = plan(2, "checkpoint.memory.every_steps=1", "checkpoint.local_dir=/disk").expected
@@ -136,23 +136,23 @@ def test_captures_in_memory_leave_the_disk_little_to_do_and_their_price_is_told(
     assert sum(t.share for t in of_two.tiers) == pytest.approx(1)
 
 
-def test_the_plan_says_where_a_capture_has_no_second_copy_or_none_in_another_domain() -> None:
-    captured = ("checkpoint.memory.every_steps=1", "fsdp=full_shard")
+def test_the_plan_says_where_a_snapshot_has_no_second_copy_or_none_in_another_domain() -> None:
+    memory = ("checkpoint.memory.every_steps=1", "fsdp=full_shard")
 
     def reasons(leaves: str) -> str:
         path = [((leaf,) if leaf != "?" else ()) for leaf in leaves]
         nodes = [Node(f"node{i}", switches, gpus=8) for i, switches in enumerate(path)]
         batch = f"data.global_batch={len(nodes) * 8}"
-        config = compose_job([*H100, f"nodes={len(nodes)}", batch, *captured])
+        config = compose_job([*H100, f"nodes={len(nodes)}", batch, *memory])
         return " ".join(make_plan(config, Topology.of(nodes)).reasons)
 
-    assert "Captures in memory have no copy" in reasons("a")
+    assert "Snapshots in memory have no copy" in reasons("a")
     assert "no switches are known" in reasons("???")
-    assert "Captures" not in reasons("aabb") and "captures" not in reasons("aabb")
-    assert "captures of node0, node2 are copied under their own leaf switch" in reasons("aaab")
+    assert "Snapshots" not in reasons("aabb") and "snapshots" not in reasons("aabb")
+    assert "snapshots of node0, node2 are copied under their own leaf switch" in reasons("aaab")
 
 
-def test_thousands_of_replicas_have_a_plan_with_captures() -> None:
+def test_thousands_of_replicas_have_a_plan_with_snapshots() -> None:
     overrides = ("fsdp=hybrid_shard", "fsdp.shard_group=8", "checkpoint.memory.every_steps=1")
     assert plan(4096, *overrides).expected.tiers[0].share == pytest.approx(0.99)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,6 +20,7 @@ from fsdp_jobs.config.schema import JobConfig, LlamaConfig
 from fsdp_jobs.plan.choose import NEAR
 from fsdp_jobs.plan.memory import GIB, peak_memory
 from fsdp_jobs.plan.plan import Considered, Plan, make_plan, regroup
+from fsdp_jobs.plan.render import summary_of
 from fsdp_jobs.plan.shapes import shape_of
 from fsdp_jobs.plan.topology import Node, Topology
 from tests.plan.groups import groups_of
@@ -398,3 +400,29 @@ def test_what_does_not_fit_names_the_limits_that_it_hits() -> None:
     assert "hardware.memory_gib=79.1" in device and "host_memory_gib" not in device
     host = make_plan(job(*overrides, "fsdp.cpu_offload=true", "fsdp.activation_checkpointing=full")).reasons[0]
     assert "hardware.host_memory_gib=1024" in host and "hardware.memory_gib" not in host
+
+
+@pytest.mark.parametrize("missing", ["memory_gib", "bf16_tflops"])
+def test_hardware_without_a_needed_number_is_named(missing: str) -> None:
+    with pytest.raises(BadInput, match=f"hardware.{missing}=0: a plan needs"):
+        make_plan(job("hardware=h100", "model=llama_1b", f"hardware.{missing}=0"))
+
+
+def test_links_of_unknown_speed_are_said() -> None:
+    unknown = make_plan(job("hardware=h100", "model=llama_1b", "nodes=2", "hardware.inter_node_gb_s=0")).reasons
+    assert "Warning: hardware.inter_node_gb_s is not set: the prediction counts no time" in unknown[0]
+    on_one = make_plan(job("hardware=h100", "model=llama_1b", "nodes=1", "hardware.inter_node_gb_s=0")).reasons
+    assert not any("Warning" in reason for reason in on_one)
+
+
+def test_a_smaller_last_microbatch_takes_less_time() -> None:
+    """10 samples a rank in microbatches of 4 are 4 + 4 + 2: the time of 10 samples, not of 12."""
+    here = ("hardware=h100", "model=llama3_8b", "nodes=1", "data=synthetic", "data.seq_len=4096")
+    full = (*here, "data.global_batch=80", "fsdp.activation_checkpointing=full")
+    speeds = [make_plan(job(*full, f"data.micro_batch={m}")).time.tokens_per_s for m in (2, 4, 5)]  # type: ignore[union-attr]
+    assert speeds[0] < speeds[1] < 1.01 * speeds[2]
+
+
+def test_a_very_long_step_is_shown_in_days() -> None:
+    slow = job("hardware=cpu", "model=llama3_8b", "nodes=2", *SYNTHETIC, "data.global_batch=512")
+    assert re.search(r"a step takes \d+d\d\dh: ", summary_of(make_plan(slow, seek_remedies=False)))

@@ -55,3 +55,10 @@ def test_no_nodes_are_offered_where_mild_settings_do_without() -> None:
     here = ("data=synthetic", "data.seq_len=2048", "data.micro_batch=1", "data.global_batch=8", "nodes=1")
     plan = make_plan(compose_job([*here, "hardware=h100", "model=llama2_7b", "fsdp=no_shard"]))
     assert offered(plan)[0] == "fsdp=auto" and not any("nodes=" in o for o in offered(plan))
+
+
+def test_no_nodes_are_offered_where_a_smaller_microbatch_does() -> None:
+    """Thirteen nodes would fit because each GPU had fewer samples at once."""
+    here = ("data=synthetic", "data.seq_len=8192", "data.micro_batch=3", "data.global_batch=100", "nodes=3")
+    plan = make_plan(compose_job([*here, "hardware=h100", "model=llama3_8b"]))
+    assert "data.micro_batch=1" in offered(plan) and not any("nodes=" in o for o in offered(plan))

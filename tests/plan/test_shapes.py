@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.schema import CustomModelConfig, FsdpConfig, JobConfig, LlamaConfig
 from fsdp_jobs.models.build import build_model, find_blocks
+from fsdp_jobs.plan import shape_client
 from fsdp_jobs.plan.memory import peak_memory
 from fsdp_jobs.plan.plan import make_plan
 from fsdp_jobs.plan.shape_client import probe
@@ -92,6 +94,12 @@ from fsdp_jobs.models.llama import Llama
 def build(**kwargs):
     return Llama(LlamaConfig(**kwargs))
 
+def adapted(**kwargs):
+    model = build(**kwargs)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = name.startswith("output")
+    return model
+
 def broken(**kwargs):
     return 7
 """
@@ -153,6 +161,30 @@ def test_gpt2_is_six_flops_a_weight_and_attention(tmp_path: Path, dropout: float
     shape = shape_of(compose_job([*model, "data.vocab_size=512", "data.seq_len=256"]))
     weights = 3 * 12 * 128**2 + 512 * 128
     assert shape.flops_per_token(256) == 6 * weights + 12 * 3 * 128 * 256
+
+
+@pytest.mark.parametrize("hardware", ["cpu", "h100"])
+def test_experts_cost_what_a_token_uses_of_them(tmp_path: Path, hardware: str) -> None:
+    d, f, experts, used = 64, 96, 8, 2
+    sizes = {"hidden_size": d, "intermediate_size": f, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 4, "num_local_experts": experts, "num_experts_per_tok": used}  # fmt: skip
+    shape = shape_of(_of(tmp_path, "mixtral", sizes, "data.seq_len=32", f"hardware={hardware}"))
+    attention, router, expert = 4 * d * d, experts * d, 3 * d * f
+    assert shape.activations.matmul_flops == 2 * (attention + router + used * expert)
+    assert shape.largest.numel == attention + router + experts * expert + 2 * d
+    assert shape.activations.block_peak == 2 * used * 2 * f  # gate and up are one matrix
+
+
+def test_what_a_model_computes_in_fp32_keeps_four_bytes(tmp_path: Path) -> None:
+    """In bf16 the norms of transformers' Llama keep copies of their input in fp32."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    fp32, bf16 = (
+        shape_of(_of(tmp_path, "llama", sizes, "data.seq_len=32", f"fsdp.param_dtype={dtype}")).activations
+        for dtype in ("fp32", "bf16")
+    )
+    assert bf16.block_saved < fp32.block_saved and bf16.block_saved_fp32 - fp32.block_saved_fp32 >= 2 * 64
+    assert bf16.head_saved_fp32 - fp32.head_saved_fp32 >= 64
+    assert (bf16.matmul_flops, bf16.attention_width) == (fp32.matmul_flops, fp32.attention_width)
 
 
 def _of(folder: Path, kind: str, sizes: dict[str, int], *more: str) -> JobConfig:
@@ -229,6 +261,16 @@ class TestProbe:
         layout = make_plan(config, shape=found).layout
         one, two = (peak_memory(s, layout, config.fsdp, config.data, "cpu", 1) for s in (found, known))
         assert one.tensors == pytest.approx(two.tensors, rel=0.05)
+
+    def test_frozen_parameters_are_said(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        config = self.config(tmp_path, monkeypatch, "adapted")
+        said = make_plan(config, shape=probe(config)).reasons[0]
+        assert re.match(r"Warning: 83% of the parameters are frozen\.", said)
+
+    def test_one_that_takes_too_long_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(shape_client, "TIMEOUT_S", 0.01)
+        with pytest.raises(BadInput, match="could not be probed: no answer for"):
+            probe(self.config(tmp_path, monkeypatch, "build", "data.seq_len=64"))
 
     def test_says_what_is_wrong(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(BadInput, match=r"returned a int, not an nn\.Module"):

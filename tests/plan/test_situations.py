@@ -57,7 +57,7 @@ SITUATIONS = (
     Situation(
         "8B, 2,048 nodes of H100",
         f"nodes=2048 hardware=h100 model=llama3_8b data.micro_batch=1 data.global_batch=16384 {FULL}",
-        "a hybrid, nearly the speed per GPU of one node", "one ring of 16,384 ranks waits for latency, not for bytes",
+        "a hybrid, nearly the speed per GPU of one node", "latency limits one ring of 16,384 ranks",
         lambda p: p.fits and p.layout.replicas > 1 and p.time.tokens_per_s_per_rank > 5500,
     ),
     Situation(
@@ -129,13 +129,13 @@ SITUATIONS = (
     ),
     Situation(
         "405B, 128 nodes of H100", f"nodes=128 hardware=h100 {HUGE} data.micro_batch=1 data.global_batch=1024 {FULL}",
-        "does not fit, just so; twice the nodes", "126 block inputs of 8,192 x 16,384 take 32 GiB",
+        "narrowly does not fit; twice the nodes", "126 block inputs of 8,192 x 16,384 take 32 GiB",
         lambda p: not p.fits and p.memory.total < 80 * 2**30 and "nodes=256" in remedies(p),
     ),
     Situation(
         "8B, 4 nodes of H100, objective memory",
         f"nodes=4 hardware=h100 model=llama3_8b data.micro_batch=1 data.global_batch=64 fsdp.objective=memory {FULL}",
-        "ZeRO-3 over all", "what leaves most room for longer sequences",
+        "ZeRO-3 over all", "leaves most room for longer sequences",
         lambda p: p.layout.strategy == "full_shard" and group(p) == 32,
     ),
 )  # fmt: skip

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
-from fsdp_jobs.run.processes import recorded_process, start_detached
+from fsdp_jobs.run.processes import all_processes, recorded_process, start_detached
 
 pytestmark = pytest.mark.integration
 
@@ -31,3 +35,20 @@ def test_a_process_is_known_by_its_lock_where_its_record_is_lost_or_of_another_v
     process.kill()
     process.wait()
     assert recorded_process(record) is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to choose the id of a process")
+def test_a_process_whose_id_was_another_ones_can_be_ended() -> None:
+    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+    for _ in range(50):
+        with subprocess.Popen(sleep) as before:
+            known = {process.pid for process in psutil.process_iter()}
+            before.kill()
+        Path("/proc/sys/kernel/ns_last_pid").write_text(str(before.pid - 1))
+        with subprocess.Popen(sleep) as now:
+            found = [process for process in all_processes() if process.pid == now.pid]
+            if now.pid == before.pid and now.pid in known:
+                found[0].kill()
+                return
+            now.kill()
+    raise AssertionError("no process got the id of one that had ended")

@@ -17,9 +17,10 @@ import pytest
 
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.status import RunStatus
-from fsdp_jobs.submit.overview import story_of
+from fsdp_jobs.submit.overview import Overview, story_of
 from tests.jobs import cli, environment, hear_ctrl_c, job
 from tests.recorded import add_line, recorded_run
+from tests.world import PACED
 
 
 def status_json(folder: Path, *args: str, **env: str) -> list[dict[str, Any]]:
@@ -42,6 +43,13 @@ def test_scripts_get_what_people_see(tmp_path: Path) -> None:
     assert shown[1].split()[:5] == ["one", "done", "0", "2/2", "20/20"] and "67%" in shown[1]
     refused = cli(tmp_path, "list", "two")
     assert refused.returncode == 2 and "-> fsdp-jobs status two" in refused.stderr
+
+
+def test_runs_of_one_name_in_two_folders_are_not_confused(tmp_path: Path) -> None:
+    here, there = recorded_run(tmp_path / "here", "one"), recorded_run(tmp_path / "there", "one")
+    write_atomic(there.events, there.events.read_text().replace('"verdict": "done"', '"verdict": "user_error"'))
+    rows = Overview().look([here, there])
+    assert [row.state for row in rows.values()] == ["done", "failed"]
 
 
 def test_steps_that_stand_still_are_not_told_as_training(tmp_path: Path) -> None:
@@ -174,7 +182,7 @@ def test_a_launcher_that_does_not_answer_does_not_hide_the_others(tmp_path: Path
         run.events.write_text("".join(line for line in lines if "attempt_ended" not in line))
         write_atomic(run.job, json.dumps({**run.read_job(), "handle": handle}))
     here, there = status_json(tmp_path, PATH=str(Path(sys.executable).parent))  # no squeue there
-    assert here["state"] == "failed" and "no longer knows" in here["reason"]
+    assert here["state"] == "failed" and "has no such job any more" in here["reason"]
     assert there["state"] == "running" and "does not answer" in there["reason"] and there["step"] == 20
 
 
@@ -213,7 +221,7 @@ def read_all(terminal: int) -> str:
 @pytest.mark.integration
 def test_a_job_is_watched_to_its_end(tmp_path: Path) -> None:
     recorded_run(tmp_path / "runs", "old")
-    with job(tmp_path, "live", "steps=100000", nodes="1", nproc=1) as live:
+    with job(tmp_path, "live", "steps=100000", *PACED, nodes="1", nproc=1) as live:
         live.until_step(3)
         (row,) = status_json(tmp_path, live.run.read_job()["handle"])
         assert row["run"] == "live" and row["state"] == "running" and row["nodes_asked"] == "1" and row["eta_s"] > 0
@@ -227,12 +235,12 @@ def test_a_job_is_watched_to_its_end(tmp_path: Path) -> None:
         assert left.wait(30) == 0, shown
         watching, terminal = watch(tmp_path)
         now = live.step()
-        live.until_step(now + 100)
+        live.until_step(now + 20)
         assert cli(tmp_path, "cancel", "live").returncode == 0
         shown = read_all(terminal)
         assert watching.wait(30) == 0, shown
     steps = [int(step.replace(",", "")) for step in re.findall(r"step ([\d,]+)/100,000", shown)]
-    assert len(steps) > 1 and steps == sorted(steps) and steps[-1] >= now + 100
+    assert len(steps) > 1 and steps == sorted(steps) and steps[-1] >= now + 20
     assert "stopped" in shown
     assert "old" not in shown
     assert "all runs have ended" in cli(tmp_path, "status", "--watch").stdout

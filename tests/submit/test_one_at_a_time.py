@@ -19,7 +19,8 @@ import pytest
 
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.run.directory import RunDir, pending_in, runs_in, write_atomic
-from fsdp_jobs.run.events import AttemptStarted, read_events
+from fsdp_jobs.run.events import AttemptStarted, RoundStarted, read_events
+from fsdp_jobs.run.processes import all_processes, command_of
 from fsdp_jobs.run.status import ENDED
 from fsdp_jobs.submit.overview import Overview
 from fsdp_jobs.submit.submit import prepare, submit
@@ -44,12 +45,12 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 def supervisors(folder: Path) -> list[psutil.Process]:
     """Every process that supervises a run under a folder, recorded or not."""
     found = []
-    for process in psutil.process_iter(["cmdline", "ppid"]):
-        words = process.info["cmdline"] or []
+    for process in all_processes():
+        words = command_of(process)
         if "fsdp_jobs.launchers.local_supervisor" in words and words[-1].startswith(str(folder)):
             found.append(process)
     own = {process.pid for process in found}
-    return [process for process in found if process.info["ppid"] not in own]  # a fork is still named so
+    return [process for process in found if process.ppid() not in own]  # a fork is still named so
 
 
 def end_supervisors(folder: Path) -> None:
@@ -107,7 +108,7 @@ def test_a_submission_that_is_killed_anywhere_leaves_one_job_or_none(
         except BadInput as e:
             assert running and "is in use by the live job" in str(e)
         assert len(supervisors(folder)) == 1, fates
-        (row,) = Overview().look(runs_in("runs"))
+        (row,) = Overview().look(runs_in("runs")).values()
         assert row.handle.endswith(run.submission) and row.state not in ENDED, row
         assert len(attempts(run)) <= 1, fates
         end_supervisors(folder)
@@ -237,7 +238,7 @@ def test_a_sweep_whose_command_is_killed_as_it_records_its_jobs_starts_each_once
 def test_the_job_of_a_moved_directory_is_still_its_own(folder: Path) -> None:
     assert cli(folder, *ONE).returncode == 0
     run = RunDir(folder / "runs" / "one")
-    until(lambda: bool(attempts(run)), "the first attempt")
+    until(lambda: any(isinstance(event, RoundStarted) for event in read_events(run)), "its ranks")
     (folder / "others").mkdir()
     run.path.rename(folder / "others" / "one")
     run.path.mkdir()  # by what still writes there

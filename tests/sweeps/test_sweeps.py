@@ -128,7 +128,7 @@ def test_a_queued_job_is_started_or_withdrawn_once(tmp_path: Path, monkeypatch: 
     waiting.add(jobs, parallelism=9)
     assert waiting.why_waiting() is None, "no process would start them"
     for name, run in runs.items():
-        LocalLauncher().stage(LocalRequest(str(run.path), ["0"], {}, [], []))
+        LocalLauncher().stage(LocalRequest(str(run.path), ["0"], {}, [], [], restart_nodes=True))
         run.job.write_text(json.dumps({"handle": f"local_fsdp://fsdp_jobs/{name}-1", "first_attempt": 0}))
     assert not queue.withdraw(runs["gone"], "gone-0") and queue.withdraw(runs["gone"], "gone-1")
     assert not queue.withdraw(runs["gone"], "gone-1")

@@ -1,4 +1,4 @@
-"""What an agent does with a capture whose copy the partner does not take."""
+"""What an agent does with a snapshot whose copy the partner does not take."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.messages import Round
 from fsdp_jobs.tiers.memory.node import Tier
-from fsdp_jobs.tiers.memory.slots import Capture, Entry, Slot
+from fsdp_jobs.tiers.memory.slots import Entry, Slot, Snapshot
 
 
 def _keeper(folder: Path, run: RunDir) -> Tier:
@@ -21,12 +22,16 @@ def _keeper(folder: Path, run: RunDir) -> Tier:
     return copies
 
 
-def _capture(folder: Path, term: int) -> Slot:
+def _round(term: int, partner: tuple[str, int]) -> Round:
+    return Round(number=term, term=term, size=2, shard_group=2, rank=0, layout="", partner=partner)
+
+
+def _snapshot(folder: Path, term: int) -> Slot:
     entry = Entry("weight", "float32", [4], [0], [4], 16, is_alone=True)
-    capture = Capture(term, 0, 0, 7, 56, 2, 2, [entry]).placed()
-    slot = Slot.of(folder, capture)
-    slot.map(capture.size)[:16] = b"0123456789abcdef"
-    slot.publish(capture)
+    snapshot = Snapshot(term, 0, 0, 7, 56, 2, 2, [entry]).placed()
+    slot = Slot.of(folder, snapshot)
+    slot.map(snapshot.size)[:16] = b"0123456789abcdef"
+    slot.publish(snapshot)
     return slot
 
 
@@ -38,7 +43,7 @@ def _until(what: Any, seconds: float) -> None:
 
 
 @pytest.mark.integration
-def test_the_partner_of_a_new_round_gets_a_capture_however_often_the_one_before_has_failed(tmp_path: Path) -> None:
+def test_the_partner_of_a_new_round_gets_a_snapshot_however_often_the_one_before_has_failed(tmp_path: Path) -> None:
     """A lost node's place is taken within seconds; each step that passes without a copy could be lost."""
     run = RunDir(tmp_path / "run")
     run.token.parent.mkdir(parents=True)
@@ -47,12 +52,12 @@ def test_the_partner_of_a_new_round_gets_a_capture_however_often_the_one_before_
     sender, partner = _keeper(tmp_path / "b" / "sender", run), _keeper(tmp_path / "b" / "partner", run)
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
-        sender.begin_round({"term": 1, "partner": ["127.0.0.1", nobody.getsockname()[1]]})
-        _capture(sender.folder, 1)
+        sender.begin_round(_round(1, partner=("127.0.0.1", nobody.getsockname()[1])))
+        _snapshot(sender.folder, 1)
         _until(lambda: run.events.exists(), 30)  # it has failed for so long that it is said
     assert "is not with" in run.events.read_text()
-    sender.begin_round({"term": 2, "partner": ["127.0.0.1", partner.port]})
-    slot = _capture(sender.folder, 2)
+    sender.begin_round(_round(2, partner=("127.0.0.1", partner.port)))
+    slot = _snapshot(sender.folder, 2)
     _until(slot.copied.exists, 2)  # the wait between two tries is 5 s by now
     assert [*(partner.folder / "copies").glob("2-0-0.data")]
     for one in (sender, partner):

@@ -1,4 +1,4 @@
-"""Captures in memory: sealed, found, and refused when a bit of them has changed."""
+"""Snapshots in memory: sealed, found, and refused when a bit of them has changed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.tiers.memory.slots import (
     COPIES,
-    Capture,
     Entry,
     Found,
     Slot,
+    Snapshot,
     adopt_folder,
     lost_shards,
     newest_complete,
@@ -25,23 +25,23 @@ from fsdp_jobs.tiers.memory.slots import (
 )
 
 
-def captured(folder: Path, rank: int = 0, step: int = 1) -> Slot:
-    """One capture of two tensors, sealed."""
+def sealed(folder: Path, rank: int = 0, step: int = 1) -> Slot:
+    """One snapshot of two tensors, sealed."""
     entries = [Entry("w", "float32", [8, 4], [4 * rank, 0], [4, 4], 64, True), Entry("n", "int64", [], [], [], 8, True)]
-    capture = Capture(1, rank, 0, step, 8 * step, 2, 2, entries).placed()
-    slot = Slot.of(folder, capture)
-    data = slot.map(capture.size)
+    snapshot = Snapshot(1, rank, 0, step, 8 * step, 2, 2, entries).placed()
+    slot = Slot.of(folder, snapshot)
+    data = slot.map(snapshot.size)
     data[:] = random.Random(rank).randbytes(len(data))
-    slot.publish(capture)
-    assert slot.seal(capture) is not None
+    slot.publish(snapshot)
+    assert slot.seal(snapshot) is not None
     return slot
 
 
 def test_a_flipped_bit_anywhere_is_found(tmp_path: Path) -> None:
-    slot = captured(tmp_path)
-    (capture,) = [slot.capture()]
-    assert slot.verify() == [] and capture is not None
-    places = [entry.begin * 8 + bit for entry in capture.entries for bit in range(entry.bytes * 8)]
+    slot = sealed(tmp_path)
+    (snapshot,) = [slot.snapshot()]
+    assert slot.verify() == [] and snapshot is not None
+    places = [entry.begin * 8 + bit for entry in snapshot.entries for bit in range(entry.bytes * 8)]
     for place in random.Random(0).sample(places, 100):
         content = bytearray(slot.data.read_bytes())
         content[place // 8] ^= 1 << place % 8
@@ -65,23 +65,23 @@ def test_a_flipped_bit_anywhere_is_found(tmp_path: Path) -> None:
     for one, same in ((slot.about, other.about), (slot.data, other.data), (slot.sums, other.sums)):
         same.write_bytes(one.read_bytes())
     (tmp_path / "x.json").write_text("{}")
-    assert other.capture() is None and [s.about for s in slots_in(tmp_path) if s.capture()] == [slot.about]
+    assert other.snapshot() is None and [s.about for s in slots_in(tmp_path) if s.snapshot()] == [slot.about]
 
 
-def test_captures_are_described_as_before_there_were_streams_unless_they_have_one(tmp_path: Path) -> None:
-    capture = captured(tmp_path).capture()
-    assert capture is not None and "stream" not in capture.to_json(), "what an older version has sealed stays whole"
-    streamed = replace(capture, stream={"at": 3})
-    assert Capture.from_json(streamed.to_json()) == streamed
+def test_snapshots_are_described_as_before_there_were_streams_unless_they_have_one(tmp_path: Path) -> None:
+    snapshot = sealed(tmp_path).snapshot()
+    assert snapshot is not None and "stream" not in snapshot.to_json(), "what an older version has sealed stays whole"
+    streamed = replace(snapshot, stream={"at": 3})
+    assert Snapshot.from_json(streamed.to_json()) == streamed
 
 
 def test_what_was_not_sealed_in_time_is_sealed_by_who_reads_it_and_what_was_withdrawn_is_not(tmp_path: Path) -> None:
-    slot = captured(tmp_path)
+    slot = sealed(tmp_path)
     slot.sums.unlink()
     assert slot.verify() == []
-    capture = slot.capture()
+    snapshot = slot.snapshot()
     slot.withdraw()
-    assert capture is not None and slot.verify() and slot.seal(capture) is None and not slot.sums.exists()
+    assert snapshot is not None and slot.verify() and slot.seal(snapshot) is None and not slot.sums.exists()
 
 
 def _found(step: int, rank: int, group: int = 2, term: int = 1, **more: object) -> Found:
@@ -140,7 +140,7 @@ def _left(memory_: Path, run: RunDir, step: int = 1) -> Path:
     run.path.mkdir(exist_ok=True)
     run.job.write_text('{"submission": "only"}')
     folder, lock = adopt_folder(memory_, run)
-    captured(folder, step=step)
+    sealed(folder, step=step)
     lock.close()
     os.utime(folder, (step, step))
     return folder

@@ -1,4 +1,4 @@
-"""Captures that must not be gone on from: others are, or the newest checkpoint on disk."""
+"""Snapshots that must not be restored: others are, or the newest checkpoint on disk."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ import torch.distributed as dist
 
 from fsdp_jobs.checkpoints import catalog
 from fsdp_jobs.checkpoints.checkpointer import Checkpointer
+from fsdp_jobs.checkpoints.tensors import local
 from fsdp_jobs.config.schema import MemoryConfig
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run.env import MEMORY_ENV, TERM_ENV
 from fsdp_jobs.run.tail import read_json_lines
 from fsdp_jobs.tiers.memory import snapshots
 from fsdp_jobs.tiers.memory.rank import Tier
-from fsdp_jobs.tiers.memory.slots import COPIES, Capture, Slot, slots_in
+from fsdp_jobs.tiers.memory.slots import COPIES, Slot, Snapshot, slots_in
 from tests.checkpoints.saving import fill, save_steps, trained, value_of
 from tests.world import flip_byte, run_world
 
@@ -47,29 +48,29 @@ def _memory(checkpoints: Checkpointer) -> Tier:
     return tier
 
 
-def _capture(checkpoints: Checkpointer, *steps: int, value: float | None = None) -> None:
+def _snapshot(checkpoints: Checkpointer, *steps: int, value: float | None = None) -> None:
     for step in steps:
         fill(checkpoints, float(step) if value is None else value)
         checkpoints.stream = {"at": step}
-        checkpoints.capture(step, lambda: None)
+        checkpoints.snapshot(step, lambda: None)
         checkpoints.stream["at"] = -1  # a program that reads on meanwhile
         checkpoints.poll()
         for slot in slots_in(_memory(checkpoints).folder):  # in the agent's place
-            if (capture := slot.capture()) is not None:
-                slot.seal(capture)
+            if (snapshot := slot.snapshot()) is not None:
+                slot.seal(snapshot)
             slot.copied.touch()
 
 
 def _steps(memory: Tier) -> list[int]:
     """Return the steps that a rank's memory holds."""
-    captures = [slot.capture() for slot in slots_in(memory.folder)]
-    return sorted(capture.step for capture in captures if capture is not None)
+    snapshots = [slot.snapshot() for slot in slots_in(memory.folder)]
+    return sorted(snapshot.step for snapshot in snapshots if snapshot is not None)
 
 
 def _leave(folder: str, layout: Layout | None, value: float | None, on_disk: tuple[int, ...]) -> None:
     checkpoints = _rank(folder, 1, layout)
     save_steps(checkpoints, *on_disk)
-    _capture(checkpoints, 5, 6, value=value)
+    _snapshot(checkpoints, 5, 6, value=value)
     checkpoints.close()
 
 
@@ -79,59 +80,81 @@ def _resume(folder: str, layout: Layout | None = None) -> tuple[int, float]:
     step = checkpoints.restore()
     found = value_of(checkpoints)
     assert checkpoints.stream == ({"at": step} if step in (5, 6) else None), "where a stream is read on"
-    _capture(checkpoints, step + 1, step + 2, step + 3)
-    assert len(list(_memory(checkpoints).folder.glob("*.data"))) == 2, "what rounds before had captured has gone"
+    _snapshot(checkpoints, step + 1, step + 2, step + 3)
+    assert len(list(_memory(checkpoints).folder.glob("*.data"))) == 2, "the snapshots of earlier rounds have gone"
     checkpoints.close()
     return step, found
 
 
 def _changes(folder: str) -> None:
     checkpoints = _rank(folder, 1)
-    _capture(checkpoints, 1, 2)
+    _snapshot(checkpoints, 1, 2)
     memory = _memory(checkpoints)
     assert memory._newest is not None
     if dist.get_rank() == 1:
         memory._newest.withdraw()  # as an agent does that finds it changed
         memory._newest.copied.touch()
-    _capture(checkpoints, 3)
+    _snapshot(checkpoints, 3)
     assert _steps(memory) == [1, 3] and memory.step == 1
-    _capture(checkpoints, 4)
+    _snapshot(checkpoints, 4)
     assert _steps(memory) == [3, 4] and memory.step == 3
     checkpoints.close()
 
 
-def test_a_capture_that_has_changed_is_not_made_up_for_with_the_only_other_one(tmp_path: Path) -> None:
+def test_a_snapshot_that_has_changed_is_not_made_up_for_with_the_only_other_one(tmp_path: Path) -> None:
     run_world(2, _changes, str(tmp_path))
+
+
+def _withdrawn_first(folder: str) -> None:
+    before = _rank(folder, 1)
+    _snapshot(before, 1, 2)
+    before.close()
+    checkpoints = _rank(folder, 2)
+    memory = _memory(checkpoints)
+    _snapshot(checkpoints, 3)
+    assert memory._newest is not None
+    if dist.get_rank() == 1:
+        memory._newest.withdraw()
+        memory._newest.copied.touch()
+    _snapshot(checkpoints, 4)
+    assert {1, 2} < {*_steps(memory)}, "no other node need have step 4 yet"
+    _snapshot(checkpoints, 5)
+    assert _steps(memory) == [4, 5]
+    checkpoints.close()
+
+
+def test_snapshots_of_earlier_rounds_stay_until_every_node_has_one_of_this(tmp_path: Path) -> None:
+    run_world(2, _withdrawn_first, str(tmp_path))
 
 
 def _large(folder: str) -> None:
     snapshots._AT_ONCE = 0
     checkpoints = _rank(folder, 1)
     memory = _memory(checkpoints)
-    _capture(checkpoints, 1)
+    _snapshot(checkpoints, 1)
     assert memory._newest is not None and not [*slots_in(memory.folder)], "its slots are made first"
     memory._thread.submit(lambda: None).result()
     assert memory._newest.copied.exists() and len(memory._maps) == 2
     dist.barrier()
-    _capture(checkpoints, 2, 3, 4)
+    _snapshot(checkpoints, 2, 3, 4)
     assert _steps(memory) == [3, 4] and memory.step == 3
     with torch.no_grad():  # a state that grows has larger slots made, and loses none
-        checkpoints.state.to_capture = _with_more(checkpoints.state.to_capture)  # type: ignore[method-assign]
-    _capture(checkpoints, 5)
+        checkpoints.state.to_save = _with_more(checkpoints.state.to_save)  # type: ignore[method-assign]
+    _snapshot(checkpoints, 5)
     memory._thread.submit(lambda: None).result()
     dist.barrier()
     assert _steps(memory) == [4] and not any(slot.verify() for slot in slots_in(memory.folder))
-    _capture(checkpoints, 6, 7)
+    _snapshot(checkpoints, 6, 7)
     assert _steps(memory) == [6, 7] and memory.step == 6
     checkpoints.close()
 
 
-def _with_more(to_capture: Callable[[], tuple[dict[str, Any], dict[str, Any]]]) -> Any:
-    def captured() -> tuple[dict[str, Any], dict[str, Any]]:
-        tensors, objects = to_capture()
+def _with_more(to_save: Callable[[], tuple[dict[str, Any], dict[str, Any]]]) -> Any:
+    def saved() -> tuple[dict[str, Any], dict[str, Any]]:
+        tensors, objects = to_save()
         return {**tensors, "more": torch.ones(3 << 20)}, objects
 
-    return captured
+    return saved
 
 
 def test_no_step_waits_until_the_slots_of_a_large_state_are_made(tmp_path: Path) -> None:
@@ -145,12 +168,12 @@ def _leave_and_resume(
     return run_world(2, _resume, str(folder), layout)
 
 
-def test_the_newest_capture_is_gone_on_from(tmp_path: Path) -> None:
+def test_the_newest_snapshot_is_restored(tmp_path: Path) -> None:
     assert _leave_and_resume(tmp_path) == [(6, 6.0)] * 2
 
 
 @pytest.mark.parametrize(("recorded", "taken"), [([5], 5), ([5, 6], 6), ([4], 6)])
-def test_a_step_that_replicas_captured_and_rank_0_has_not_recorded_is_done_again(
+def test_a_step_that_replicas_have_and_rank_0_has_not_recorded_is_done_again(
     tmp_path: Path, recorded: list[int], taken: int
 ) -> None:
     """Unless more than one step would be: then the line is lost, and not the work."""
@@ -162,6 +185,22 @@ def test_a_step_that_replicas_captured_and_rank_0_has_not_recorded_is_done_again
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_one_that_is_not_finite_is_not(tmp_path: Path, value: float) -> None:
     assert _leave_and_resume(tmp_path, value=value) == [(4, 4.0)] * 2
+
+
+def _begin_anew(folder: str) -> list[float]:
+    torch.use_deterministic_algorithms(True)  # which fills memory that was not written with NaN
+    checkpoints = _rank(folder, 2)
+    assert checkpoints.restore() == 0
+    held = [value for state in checkpoints.state.optimizer.state.values() for value in state.values()]
+    found = [float(local(value).abs().max()) for value in held]
+    checkpoints.close()
+    return found
+
+
+def test_a_job_that_begins_anew_because_its_only_snapshot_is_not_finite_has_a_new_optimizer(tmp_path: Path) -> None:
+    run_world(2, _leave, str(tmp_path), None, float("nan"), ())
+    for found in run_world(2, _begin_anew, str(tmp_path)):
+        assert not any(found)
 
 
 def test_one_is_taken_when_the_newer_checkpoint_on_disk_is_damaged(tmp_path: Path) -> None:
@@ -183,10 +222,10 @@ def _resume_without_room(folder: str) -> tuple[int, float]:
     if dist.get_rank() == 1:  # a file may have so many bytes and no more, as on a full file system
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     step = checkpoints.restore()
-    checkpoints.capture(step + 1, lambda: None)
+    checkpoints.snapshot(step + 1, lambda: None)
     checkpoints.poll()
     left = len(list(_memory(checkpoints).folder.glob("2-*.json")))
-    assert left == 1 - dist.get_rank(), "training goes on where there is no room for a capture"
+    assert left == 1 - dist.get_rank(), "training goes on where there is no room for a snapshot"
     return step, value_of(checkpoints)
 
 
@@ -221,18 +260,18 @@ def _without_room_to_publish(folder: str) -> list[int]:
     checkpoints = _rank(folder, 1)
     publish = Slot.publish
 
-    def full(slot: Slot, capture: Capture) -> None:
+    def full(slot: Slot, snapshot: Snapshot) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(slot.about))
 
     Slot.publish = full  # type: ignore[method-assign]
-    _capture(checkpoints, 5)
+    _snapshot(checkpoints, 5)
     Slot.publish = publish  # type: ignore[method-assign]
-    _capture(checkpoints, 6)  # training goes on
+    _snapshot(checkpoints, 6)  # training goes on
     checkpoints.close()
     return [event["step"] for event in read_json_lines(Path(folder) / "events.jsonl")]
 
 
-def test_memory_that_is_full_when_a_capture_is_published_costs_the_capture_and_no_rank(tmp_path: Path) -> None:
+def test_memory_that_is_full_when_a_snapshot_is_published_costs_the_snapshot_and_no_rank(tmp_path: Path) -> None:
     assert run_world(1, _without_room_to_publish, str(tmp_path)) == [[5]]
 
 
@@ -248,17 +287,17 @@ def _changing(folder: str) -> None:
                 weight.mul_(3.0)  # as another thread does before all is copied
         filled(*args)
 
-    _capture(checkpoints, 1)
+    _snapshot(checkpoints, 1)
     memory._fill = fill_late  # type: ignore[method-assign]
-    _capture(checkpoints, 2, 3, 4)
+    _snapshot(checkpoints, 2, 3, 4)
     assert not changes
     again = _rank(folder, 2)
     assert again.restore() == 4 and value_of(again) == 4.0
     failed = [e["error"] for e in read_json_lines(checkpoints.run.events) if e["event"] == "checkpoint_failed"]
-    assert len(failed) == 1 and "no capture of step 2: model.weight changed before" in failed[0], failed
+    assert len(failed) == 1 and "no snapshot of step 2: model.weight changed before" in failed[0], failed
     checkpoints.close()
     again.close()
 
 
-def test_what_changes_while_it_is_captured_is_not_gone_on_from(tmp_path: Path) -> None:
+def test_a_state_that_changes_during_its_snapshot_is_not_restored(tmp_path: Path) -> None:
     run_world(2, _changing, str(tmp_path))

@@ -35,7 +35,7 @@ def test_the_job_that_is_ended_is_the_newest_stand_in(
     monkeypatch.setattr(tool.submission, "prepare", lambda _: [SimpleNamespace(run=run)])
     monkeypatch.setattr(tool.submission, "submit", submit)
     monkeypatch.setattr(tool, "_wait_until", lambda *_: None)
-    monkeypatch.setattr(tool, "_diverge", diverge)
+    monkeypatch.setitem(tool._WHILE_STOPPED, "nan", diverge)
     monkeypatch.setattr(tool, "kill", killed.extend)
     with pytest.raises(KeyboardInterrupt):
         tool.rehearse(compose_job([]), "nan")

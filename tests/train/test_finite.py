@@ -112,6 +112,8 @@ def test_a_loss_far_above_the_others_is_an_event(tmp_path: Path) -> None:
     assert log == [None]
     (event,) = events_of(RunDir(tmp_path), "loss_spike")
     assert event["step"] == 50 and event["loss"] == 9.0 and event["deviations"] > 6
+    steps = [line["step"] for line in read_json_lines(RunDir(tmp_path).metrics)]
+    assert steps == [*range(1, 60)], "a value that a program calls `step` is not the line's"
 
 
 def _log(folder: str) -> None:
@@ -120,5 +122,5 @@ def _log(folder: str) -> None:
     log = MetricsLog(RunDir(folder), 0, JobConfig(script="p.py", model=NoModelConfig()), torch.device("cpu"))
     for step in range(1, 60):
         loss = 9.0 if step == 50 else 2.0 + 0.1 * math.sin(step) - step / 100
-        log.log(step, 0.0, 1, 0.0, {"loss": loss, "step_s": 1.0, "checkpoint_stall_s": 0.0})
+        log.log(step, 0.0, 1, 0.0, {"loss": loss, "step_s": 1.0, "checkpoint_stall_s": 0.0, "step": 7})
     (RunDir(folder).path / "done").write_text(json.dumps(len(log.losses)))

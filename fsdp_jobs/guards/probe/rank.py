@@ -1,8 +1,8 @@
-"""Find ranks that compute wrong gradients: all ranks take the same microbatch, and compare before averaging.
+"""Find ranks that compute wrong gradients: all compute one microbatch and compare before averaging.
 
-A wrong gradient is averaged into the same wrong value everywhere, so comparing what replicas hold (run/agreement.py)
-does not see it. Here all ranks are peers, whatever the sharding: a strict majority of them is right. Each computes
-twice, so that kernels whose sums come in another order each time are not taken for faults.
+Averaging spreads a wrong gradient equally to all ranks, so comparing replicas (run/agreement.py) does not detect it.
+Here all ranks are peers under any sharding, and a strict majority is right. Each computes twice, so that kernels with a
+nondeterministic order of sums do not count as faults.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _NAMED = 3  # tensors of a rank in a sentence
 
 
 class ComputesWrong(RuntimeError):
-    """This rank's gradients are not those that most ranks have computed from the same tokens."""
+    """This rank's gradients differ from those of most ranks for the same tokens."""
 
 
 class Probe:
-    """Compares, on all ranks, the gradients of one microbatch, every `integrity.probe_every_steps` steps."""
+    """Compares the gradients of one microbatch on all ranks, every `integrity.probe_every_steps` steps."""
 
     def __init__(
         self,
@@ -51,16 +51,16 @@ class Probe:
         self.config, self.model, self.device, self._backward = config, model, device, backward
         self._ranks = Ranks(dist.distributed_c10d._get_default_group())
         self.every_steps = probe_every_steps(config) if self._ranks.world > 1 else 0
-        self._agreed = -1  # the newest step of this round at which all ranks were the same
+        self._agreed = -1  # the newest step of this round at which all ranks agreed
 
     def run(self, step: int, microbatch: Microbatch) -> None:
-        """All ranks, between an update and the next step: compare the gradients of rank 0's microbatch.
+        """Compare the gradients of rank 0's microbatch. All ranks call it together, between two steps.
 
-        Afterwards there are no gradients; nothing else has changed. Where ranks hold other buffers or attributes, or
-        one does not get the same gradients twice the first time, no rank is to blame: then there are no more probes.
+        It clears the gradients and changes nothing else. If ranks hold different buffers or attributes, or a rank gets
+        different gradients in its two passes before any probe has succeeded, no rank is at fault and probing stops.
 
         Raises:
-            ComputesWrong: those of this rank differ, and `integrity.action` is not report.
+            ComputesWrong: this rank's gradients differ, and `integrity.action` is not report.
         """
         held = held_by(self.model)
         theirs, microbatch = self._ranks.from_rank_0(lambda: (held, microbatch))
@@ -79,7 +79,7 @@ class Probe:
             self._find(step, sums, digests, right)
 
     def _differing(self, own: dict[str, str], theirs: dict[str, str]) -> list[str]:
-        """Return the names of what differs on any rank, a few of each."""
+        """Return the names of entries that differ on any rank, a few per rank."""
         names = sorted({name for name, _ in own.items() ^ theirs.items()})
         return sorted({name for of_rank in self._ranks.gather(names[:_NAMED]) for name in of_rank})
 
@@ -89,7 +89,7 @@ class Probe:
             print(f"WARNING no probe in this round: {why}", flush=True)
 
     def _sums(self, step: int, microbatch: Microbatch) -> dict[str, str]:
-        """Return the sums of the gradients that this rank computes by itself, of whole parameters, and of the loss."""
+        """Return checksums of the loss and of this rank's gradients, of whole parameters and before averaging."""
         found: dict[str, Tensor] = {}
         hooks = []
 
@@ -106,7 +106,7 @@ class Probe:
         watched: set[str] = set()
         unit: nn.Module
         for prefix, unit in self.model.named_modules():
-            if isinstance(unit, FSDPModule):  # this hook runs inside FSDP's own, which gathers
+            if isinstance(unit, FSDPModule):  # this hook runs inside FSDP's, after the gather
                 hooks.append(unit.register_forward_pre_hook(partial(gathered, prefix)))
         try:
             with kept(self.model, self.device, step):
@@ -120,21 +120,21 @@ class Probe:
         return {name: f"{value:x}" for name, value in zip(found, values, strict=True)}
 
     def _find(self, step: int, sums: dict[str, str], digests: list[str], right: str | None) -> None:
-        """Tell which ranks differ from the others, if it can be told, and end those if that is wanted."""
+        """Record which ranks differ from the majority, if there is one, and end those if the config says so."""
         theirs = [sums]
         dist.broadcast_object_list(theirs, src=digests.index(right) if right else 0)
         tensors = self._differing(sums, theirs[0])
         wrong = [r for r, found in enumerate(digests) if found != right] if right else [*range(len(digests))]
-        # Who differs from the first probe on may run on other hardware than most do.
+        # A rank that differs since the first probe may run on other hardware than most.
         ends = right is not None and self._agreed >= 0 and self.config.integrity.action != "report"
         record = partial(self._record, step, wrong, tensors, right is not None, ends)
         why = self._ranks.from_rank_0(record)  # before any rank ends
-        self.every_steps = self.every_steps if ends else 0  # it was told
+        self.every_steps = self.every_steps if ends else 0  # reported once
         if ends and self._ranks.rank in wrong:
             raise ComputesWrong(why)
 
     def _record(self, step: int, wrong: list[int], tensors: list[str], is_known: bool, ends: bool) -> str:
-        """Record what was found, and exclude the machines of wrong ranks if that is wanted. Returns the sentence."""
+        """Record the finding, and exclude wrong ranks' machines if the config says so. Returns its sentence."""
         run, attempt = RunDir(os.environ[RUN_DIR_ENV]), int(os.environ[ATTEMPT_ENV])
         round_ = next(e for e in events.newest_events(run) if isinstance(e, events.RoundStarted))
         nproc = round_.world_size // len(round_.nodes)

@@ -1,4 +1,4 @@
-"""A model's state besides its parameters: saved before a probe, put back after it, compared between ranks."""
+"""Save a model's state besides parameters before a probe, restore it after, compare it between ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OF_TORCH = vars(nn.Module()).keys()
 
 
 def _is_plain(value: object) -> bool:
-    """Whether a value consists of numbers, words and tensors only, so that a copy of it is as good."""
+    """Whether a value consists only of numbers, strings and tensors, so that a copy can replace it."""
     if isinstance(value, dict):
         return all(map(_is_plain, (*value, *value.values())))
     if isinstance(value, list | tuple | set | frozenset):
@@ -29,7 +29,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield a name, and where its value is, for each plain Python attribute of the modules."""
+    """Yield name, dict and key of each plain Python attribute of the modules."""
     for prefix, module in model.named_modules():
         held = vars(module)
         for name in held.keys() - _OF_TORCH:
@@ -45,7 +45,7 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
 
 
 def _described(value: object) -> str:
-    """Describe a plain value so that equal ones read the same on all ranks."""
+    """Describe a plain value; equal values have the same description on all ranks."""
     if isinstance(value, Tensor):
         return f"{value.dtype} {tuple(value.shape)} {int(checksum(value)):x}"
     if isinstance(value, dict):
@@ -64,7 +64,7 @@ def held_by(model: nn.Module) -> dict[str, str]:
 
 @contextmanager
 def kept(model: nn.Module, device: torch.device, seed: int) -> Iterator[None]:
-    """Put back at the end what a forward pass may change, and draw the same random numbers on all ranks until then."""
+    """Seed all ranks alike, and at the end restore what a forward pass may change."""
     buffers = [(held, key, held[key], held[key].detach().clone()) for _, held, key in _buffers(model)]
     attributes = [(held, key, held[key], copy.deepcopy(held[key])) for _, held, key in _attributes(model)]
     generators = RandomState(device)
@@ -82,7 +82,7 @@ def kept(model: nn.Module, device: torch.device, seed: int) -> Iterator[None]:
 
 @torch.no_grad()
 def _as_before(value: Any, before: Any) -> Any:
-    """Give a value the content of its copy, and return it: others may hold the same object."""
+    """Restore a value in place from its copy, because others may hold the same object; return it."""
     if isinstance(value, Tensor):
         value.copy_(before)
     elif isinstance(value, list):

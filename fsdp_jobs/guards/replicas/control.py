@@ -1,4 +1,4 @@
-"""Compare what replicas hold, and restart from a step at which they agreed. No torch, no network.
+"""Compare replicas, and restart from a step at which they agreed. No torch, no network.
 
 Agents send a digest of each rank's shards, and the checksums of single tensors when digests differ. Among three or
 more replicas a strict majority is right. With two, the step is repeated from the newest one at which they agreed: the
@@ -22,17 +22,17 @@ from fsdp_jobs.guards.replicas.difference import (
     Difference,
     differing,
 )
+from fsdp_jobs.guards.replicas.messages import Ask, Compared, Digests, Limits, Tensors
 from fsdp_jobs.run import events
 from fsdp_jobs.run.agreement import NO_LIMIT, Place, corruption
-from fsdp_jobs.run.protocol import Message
 from fsdp_jobs.run.table import listed
 from fsdp_jobs.run.verdict import Verdict, notify
 
-_ANSWERS_S = 1.0  # for agents to send the sums of single tensors
-_REPLAYS = 2  # of steps at which two replicas differ, in an attempt
-_KEPT = 64  # newest steps of which some ranks have not yet told; they do so once per heartbeat
+_ANSWERS_S = 1.0  # for agents to send the checksums of single tensors
+_REPLAYS = 2  # most repeated steps in an attempt
+_KEPT = 64  # newest steps that still lack some ranks' digests; they come once per heartbeat
 _NAMED = 3  # tensors in a sentence
-_ASKED = 256  # ranks for the sums of single tensors, at most: of more, the answers take longer than leases last
+_ASKED = 256  # most ranks to ask for single tensors: the answers of more take longer than leases last
 
 
 @dataclass
@@ -40,26 +40,26 @@ class _Comparison:
     """State of one round."""
 
     round: int = -1
-    digests: dict[int, dict[int, str]] = field(default_factory=dict)  # step -> rank -> of what it holds
+    digests: dict[int, dict[int, str]] = field(default_factory=dict)  # step -> rank -> digest
     places: dict[int, Place] = field(default_factory=dict)  # by rank
-    told: set[int] = field(default_factory=set)  # shards whose replicas are known to differ
-    open: Difference | None = None  # agents are asked for tensors
+    reported: set[int] = field(default_factory=set)  # shards whose replicas are known to differ
+    open: Difference | None = None  # waits for agents to send single tensors
 
 
 class Guard(guard.Guard):
-    """Compares replicas; unless `integrity.action` is report, a difference ends the round."""
+    """Compares replicas. A difference ends the round, unless `integrity.action` is report."""
 
-    kinds = ("sums", "tensors")
+    takes = (Digests, Tensors)
 
     def __init__(self, attempt: Attempt):
         super().__init__(attempt)
         self._action = attempt.config.integrity.action
         self.limit = NO_LIMIT  # newest step that a restart may use, unless replicas are known to agree at a later one
         self._comparison = _Comparison()
-        self._agreed = -1  # the newest step at which all replicas were the same
-        self._suspect: Difference | None = None  # of two replicas; its step is done again
+        self._agreed = -1  # the newest step at which all replicas agreed
+        self._suspect: Difference | None = None  # between two replicas; its step is repeated
         self._replays = 0
-        self._limited = -1  # the newest round that got this limit
+        self._limited = -1  # the newest round that got `limit`
 
     def read(self, event: events.Event) -> None:
         match event:
@@ -68,80 +68,81 @@ class Guard(guard.Guard):
             case events.Resumed():
                 self.limit = NO_LIMIT
 
-    def begin_round(self) -> Message:
+    def begin_round(self) -> Limits:
         attempt, before = self.attempt, self.attempt.round
         if before.number == self._limited and before.has_reports:
-            self.limit = NO_LIMIT  # that round went on from there, and its first rank has marked what was after it
+            self.limit = NO_LIMIT  # that round restarted within the limit, and rank 0 has marked later checkpoints
         attempt.committed, self._limited = min(attempt.committed, self.limit), before.number + 1
         replayed = self._suspect.step if self._suspect is not None else -1
-        return {"limit": self.limit, "replayed": replayed, "holds": self._action != "report"}
+        return Limits(self.limit, replayed, holds=self._action != "report")
 
-    def on_message(self, agent: ConnectedAgent, message: Message, now: float) -> None:
-        if message["kind"] == "sums":
-            self._take_digests(agent, message, now)
-        else:
-            self._take_tensors(message, now)
+    def on_message(self, agent: ConnectedAgent, message: Digests | Tensors, now: float) -> None:
+        match message:
+            case Digests():
+                self._take_digests(agent, message, now)
+            case Tensors():
+                self._take_tensors(message, now)
 
-    def _take_digests(self, agent: ConnectedAgent, message: Message, now: float) -> None:
-        """Take in the digests of a node's ranks, and compare when those of all ranks at that step are there."""
-        if message["round"] != self.attempt.round.number or not self.attempt.round.running:
+    def _take_digests(self, agent: ConnectedAgent, message: Digests, now: float) -> None:
+        """Store the digests of a node's ranks; compare once all ranks have sent theirs for the step."""
+        if message.round != self.attempt.round.number or not self.attempt.round.running:
             return
         if self._comparison.round != self.attempt.round.number:
             self._comparison = _Comparison(self.attempt.round.number)
-        step, known = message["step"], self._comparison
+        step, known = message.step, self._comparison
         digests = known.digests.setdefault(step, {})
-        digests |= dict(message["sums"])
+        digests |= message.digests
         known.digests = dict(sorted(known.digests.items())[-_KEPT:])
-        known.places |= {r: Place(agent.node, agent.host, r % agent.nproc) for r in dict(message["sums"])}
+        known.places |= {r: Place(agent.node, agent.host, r % agent.nproc) for r in message.digests}
         if len(digests) == self.attempt.round.size * agent.nproc:
             known.digests = {s: of_step for s, of_step in known.digests.items() if s > step}
             self._compare(step, digests, now)
 
-    def _take_tensors(self, message: Message, now: float) -> None:
-        """Take in sums of single tensors of one rank."""
-        difference, rank = self._comparison.open, message["rank"]
-        if difference is None or message["step"] != difference.step or rank not in difference.sums:
+    def _take_tensors(self, message: Tensors, now: float) -> None:
+        """Store checksums of single tensors of one rank."""
+        difference, rank = self._comparison.open, message.rank
+        if difference is None or message.step != difference.step or rank not in difference.sums:
             return
-        difference.expected[rank] = message["of"]
-        difference.sums[rank] |= dict(message["sums"])
-        if difference.is_told:
+        difference.expected[rank] = message.of
+        difference.sums[rank] |= message.sums
+        if difference.is_complete:
             self._conclude(now)
 
     def close(self, now: float) -> None:
         self._conclude(now)
 
     def watch(self, now: float) -> None:
-        """Go on without what agents do not tell."""
+        """Conclude without answers that agents do not send in time."""
         if self._comparison.open is not None and now - self._comparison.open.asked_at > _ANSWERS_S:
             self._conclude(now)
 
     def _compare(self, step: int, digests: dict[int, str], now: float) -> None:
         group, known = self.attempt.round.shard_group, self._comparison
         shards = differing(digests, group)
-        known.told &= shards  # the others are the same again
+        known.reported &= shards  # the others agree again
         if self._suspect is not None and step >= self._suspect.step:
             self._judge_replay(step, digests, now)
-        self._agreed = min(self._agreed, step - 1) if shards else step  # also after a round that was further
+        self._agreed = min(self._agreed, step - 1) if shards else step  # even if an earlier round got further
         self.limit = self.limit if shards else NO_LIMIT
-        if not shards - known.told:
+        if not shards - known.reported:
             self._go_on(step, bool(shards))
         elif self.attempt.round.running:
             if known.open is not None:
                 self._conclude(now)
-            holders = {rank: digest for rank, digest in digests.items() if rank % group in shards - known.told}
-            known.told |= shards
+            holders = {rank: digest for rank, digest in digests.items() if rank % group in shards - known.reported}
+            known.reported |= shards
             known.open = Difference.of(step, group, holders, known.places, now)
             if len(holders) <= _ASKED:
-                self.attempt.agents.send("tell", round=self.attempt.round.number, step=step, ranks=[*holders])
+                self.attempt.agents.send(Ask(step, [*holders]))
             else:
                 self._conclude(now)
 
     def _go_on(self, step: int, differ: bool) -> None:
-        differ &= self._action == "report"  # else training continues although it is not known which replica is wrong
-        self.attempt.agents.send("compared", agreed=self._agreed, compared=step, differ=differ)
+        differ &= self._action == "report"  # otherwise it is unknown which is wrong, and training goes on
+        self.attempt.agents.send(Compared(self._agreed, step, differ))
 
     def _conclude(self, now: float) -> None:
-        """Tell what is known of the difference that is open, and go back to where replicas agreed if that is wanted."""
+        """Record the open difference, and restart from where replicas agreed unless the action is report."""
         difference, self._comparison.open = self._comparison.open, None
         if difference is None:
             return
@@ -157,7 +158,7 @@ class Guard(guard.Guard):
             why = self._record_corruption(difference, OUTVOTED, [*wrong], "differs from the majority of its replicas")
         else:
             goes_back &= self._replays < _REPLAYS
-            how = "; it is done again to tell which" if goes_back else ""
+            how = "; the step is repeated to find out which" if goes_back else ""
             why = self._record_corruption(difference, TWO, [*difference.sums], f"differ, and one of them is wrong{how}")
             if goes_back:
                 self._suspect, self._replays = difference, self._replays + 1
@@ -169,7 +170,7 @@ class Guard(guard.Guard):
             self._go_on(step, differ=True)
 
     def _judge_replay(self, step: int, digests: dict[int, str], now: float) -> None:
-        """Tell what doing a step again has shown."""
+        """Record what the repeated step has shown."""
         assert self._suspect is not None
         suspect, self._suspect = self._suspect, None
         finding, wrong = suspect.judge(digests) if step == suspect.step else (UNKNOWN, [])
@@ -181,7 +182,7 @@ class Guard(guard.Guard):
         elif finding == REPRODUCED:
             what = "differ in the same way when the step is done again, so it is not known which is wrong"
             self._record_corruption(suspect, finding, [*suspect.sums], what)
-            self._comparison.told |= {rank % suspect.shard_group for rank in suspect.sums}
+            self._comparison.reported |= {rank % suspect.shard_group for rank in suspect.sums}
         else:
             what = "differed, and doing the step again has not shown which was wrong"
             self._record_corruption(suspect, UNKNOWN, [*suspect.sums], what)
@@ -201,13 +202,13 @@ class Guard(guard.Guard):
         return found.why
 
     def _agreed_before(self, step: int) -> int:
-        """Return the newest step before one at which replicas differ where they were the same, -1 if none is known."""
+        """Return the newest step at which replicas are known to have agreed before they differed, -1 for none."""
         resumed = next((e for e in events.newest_events(self.attempt.run) if isinstance(e, events.Resumed)), None)
-        read = resumed.step if resumed is not None and resumed.place != "memory" else -1  # by all, from one file
+        read = resumed.step if resumed is not None and resumed.place != "memory" else -1  # all loaded the same files
         return max(min(self._agreed, step - 1), min(read, step))
 
     def _break_for(self, difference: Difference, wrong: list[int], why: str, now: float) -> None:
-        """End the round because of ranks that are wrong; whose node it was is blamed, if it is one."""
+        """End the round because ranks are wrong; if they are all on one node, blame that node."""
         places = {difference.places[rank][:2] for rank in wrong}
         if len(places) == 1:
             node, host = places.pop()

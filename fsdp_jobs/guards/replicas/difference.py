@@ -1,4 +1,4 @@
-"""Replicas that differ: which ranks are outvoted, and what repeating the step shows. No torch, no network."""
+"""Find the wrong ranks when replicas differ, by majority or a repeated step. No torch, no network."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 from fsdp_jobs.run.agreement import Place, majority
 
-Sums = dict[str, str]  # tensor -> sum; the tensor "" is all of them
+Sums = dict[str, str]  # tensor -> checksum; "" stands for all tensors
 
-OUTVOTED, TWO, START = "outvoted", "two", "start"  # findings: the wrong rank is known, or not; the job is to blame
-TRANSIENT, REPRODUCED, UNKNOWN = "transient", "reproduced", "unknown"  # what a replay has shown
+OUTVOTED, TWO, START = "outvoted", "two", "start"  # findings: wrong rank known; not known; job at fault
+TRANSIENT, REPRODUCED, UNKNOWN = "transient", "reproduced", "unknown"  # results of a repeated step
 
 
 @dataclass
@@ -20,10 +20,10 @@ class Difference:
 
     step: int
     shard_group: int
-    sums: dict[int, Sums]  # by rank, of those that hold the shards
+    sums: dict[int, Sums]  # by rank, for the ranks that hold the shards
     places: dict[int, Place]
-    asked_at: float  # agents, for the sums of single tensors
-    expected: dict[int, int] = field(default_factory=dict)  # rank -> how many there are
+    asked_at: float  # when agents were asked for the checksums of single tensors
+    expected: dict[int, int] = field(default_factory=dict)  # rank -> number of its tensors
 
     @classmethod
     def of(
@@ -33,12 +33,12 @@ class Difference:
         return cls(step, shard_group, sums, {rank: places[rank] for rank in sums}, now)
 
     @property
-    def is_told(self) -> bool:
-        """Whether the sums of all tensors are there."""
+    def is_complete(self) -> bool:
+        """Whether the checksums of all tensors have arrived."""
         return all(len(sums) - 1 == self.expected.get(rank) for rank, sums in self.sums.items())
 
     def outvoted(self) -> dict[int, list[str]]:
-        """Return the ranks that differ from a strict majority of their replicas, each with its tensors."""
+        """Return the ranks outvoted by a strict majority of their replicas, each with the tensors that differ."""
         wrong = defaultdict[int, list[str]](list)
         for name, sums in self._shards():
             if (right := majority(sums.values())) is not None:
@@ -48,20 +48,20 @@ class Difference:
         return {rank: [*filter(None, names)] for rank, names in sorted(wrong.items())}
 
     def tensors(self) -> list[str]:
-        """Return the tensors of which replicas differ."""
+        """Return the tensors that differ between replicas."""
         return sorted({name for name, sums in self._shards() if name and len({*sums.values()}) > 1})
 
     def _shards(self) -> list[tuple[str, dict[int, str]]]:
-        """Return for each tensor of each shard its sums by rank; where they are not known, those of all tensors."""
-        of, is_told = defaultdict[tuple[str, int], dict[int, str]](dict), self.is_told
+        """Return name and checksums by rank per tensor and shard; only of all tensors until each is known."""
+        of, is_complete = defaultdict[tuple[str, int], dict[int, str]](dict), self.is_complete
         for rank, sums in self.sums.items():
             for name, value in sums.items():
-                if bool(name) == is_told:
+                if bool(name) == is_complete:
                     of[name, rank % self.shard_group][rank] = value
         return [(name, by_rank) for (name, _), by_rank in sorted(of.items())]
 
     def judge(self, digests: Mapping[int, str]) -> tuple[str, list[int]]:
-        """Judge by the digests of the same step, done again. Returns the finding, and the ranks that were wrong."""
+        """Compare with the digests of the repeated step. Returns the finding, and the ranks that were wrong."""
         before = {rank: sums[""] for rank, sums in self.sums.items()}
         after = {rank: digests.get(rank) for rank in before}
         changed = [rank for rank in before if before[rank] != after[rank]]
@@ -74,7 +74,7 @@ class Difference:
 
 
 def differing(digests: Mapping[int, str | None], shard_group: int) -> set[int]:
-    """Return the shards that ranks at the same place of their shard groups do not hold with the same bits."""
+    """Return the shards whose replicas differ: ranks with the same index in their shard groups."""
     by_shard = defaultdict[int, set[str | None]](set)
     for rank, value in digests.items():
         by_shard[rank % shard_group].add(value)

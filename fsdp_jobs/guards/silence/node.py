@@ -1,6 +1,6 @@
 """Detect idle ranks of programs that report no steps. No torch.
 
-beat    silent              seconds for which they have done nothing, 0 while they do something
+A heartbeat reports in `measured`, as `silent`, how many seconds they have been idle; 0 while they work.
 """
 
 from __future__ import annotations
@@ -19,28 +19,29 @@ from fsdp_jobs.node import guard
 from fsdp_jobs.node.stacks import Stack, stacks_of
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.rank_state import Phase
+from fsdp_jobs.run.tail import size_of
 
 if TYPE_CHECKING:
     from fsdp_jobs.node.rendezvous import CoordinatorRendezvous
 
-_CPU = 0.02  # of a core: what less is used does not work
-_WAKES_PER_S = 0.2  # of a main thread that waits for one thing; the two signals for its stacks also wake it
+_CPU = 0.02  # of a core: a rank that uses less is idle
+_WAKES_PER_S = 0.2  # of an idle main thread, besides `_WAKES`; the two signals for its stacks wake it too
 _WAKES = 10
 _LOOK_S = 1.0
 
 
 @dataclass(frozen=True)
 class _Look:
-    """What a rank has used and where it is."""
+    """CPU use and stack of a rank at one moment."""
 
-    cpu_s: float  # of it and its children
-    wakes: int  # times that its main thread has begun to wait
-    runs: bool  # it waits for nothing but a CPU
-    stack: Stack | None  # None: not asked for
+    cpu_s: float  # used by the rank and its children
+    wakes: int  # how often its main thread has begun to wait
+    runs: bool  # its main thread is running or waits only for a CPU
+    stack: Stack | None  # None: not collected
 
     @classmethod
     def at(cls, pid: int, stack: Stack | None) -> _Look | None:
-        """Return None for a process that has ended."""
+        """Look at a process; None if it has ended."""
         with suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
             cpu_s = sum(process.cpu_times()[:4])
@@ -52,7 +53,7 @@ class _Look:
         return None
 
     def has_stood_still(self, before: _Look, seconds: float) -> bool:
-        """Whether the main thread waited for one thing, or spun in a collective, since an earlier look."""
+        """Whether since an earlier look the main thread only waited for one thing or spun in a collective."""
         if self.wakes - before.wakes > _WAKES + _WAKES_PER_S * seconds:
             return False
         if self.stack is not None and self.stack != before.stack:
@@ -62,14 +63,14 @@ class _Look:
 
 
 class Silence:
-    """Watches the ranks of one node: `look` is called about once a second.
+    """Watches the ranks of one node; call `look` about once a second.
 
-    When they have written nothing for half of the limit, their use of the CPU and their stacks are noted, and the files
-    in the run directory. When all of that is the same at the limit, they are silent, until something changes.
+    Once they have written no output for half of the limit, it records their CPU use, their stacks, and the files in the
+    run directory. If none of these has changed at the limit, the ranks are silent until something changes.
     """
 
     def __init__(self, limit_s: float, stacks: Callable[[], list[Stack]], files: Callable[[], object]):
-        """`stacks` asks the ranks for theirs, in order; `files` returns something that differs when files do."""
+        """`stacks` collects the ranks' stacks, in order; `files` returns a value that changes when files do."""
         self.limit_s, self._stacks, self._files = limit_s, stacks, files
         self._written: object = None
         self._since = 0.0
@@ -79,11 +80,11 @@ class Silence:
         self._is_silent = False
 
     def look(self, pids: Sequence[int], written: object, now: float) -> float | None:
-        """Return for how many seconds the ranks have been silent; None while they are not.
+        """Return for how many seconds the ranks have been silent, None if they are not.
 
         Args:
-            pids: of the ranks.
-            written: differs when ranks have written something, or are others.
+            pids: process ids of the ranks.
+            written: a value that changes when ranks write output or are replaced.
             now: monotonic seconds.
         """
         if written != self._written:
@@ -115,7 +116,7 @@ class Silence:
 
 
 def files_of(run: RunDir) -> frozenset[tuple[str, int, float]]:
-    """Return path, size and time of every file that a program has in its run directory."""
+    """Return path, size and time of every file that the program has written to its run directory."""
     found, of_the_job = set(), {run.attempt(0).parent, run.code, run.submit, run.events, run.metrics}
     for top in run.path.iterdir():
         if top not in of_the_job:
@@ -127,11 +128,11 @@ def files_of(run: RunDir) -> frozenset[tuple[str, int, float]]:
 
 
 class Guard(guard.Guard):
-    """Tells the coordinator, with each beat, for how long ranks that report no steps have done nothing."""
+    """Adds to each heartbeat how long ranks that report no steps have been idle."""
 
     def __init__(self, node: CoordinatorRendezvous):
         super().__init__(node)
-        self._silent = -1, 0.0  # a round, and for how many seconds its ranks have done nothing
+        self._silent = -1, 0.0  # a round, and for how many seconds its ranks have been idle
         if node.config.is_program:
             threading.Thread(target=self._watch, name="silence", daemon=True).start()
 
@@ -144,13 +145,13 @@ class Guard(guard.Guard):
         watch = Silence(
             silence_s(node.config.elastic),
             lambda: stacks_of(node.pids(), node.stack_files()),
-            lambda: files_of(node.run) if node.round.get("rank") == 0 else None,
+            lambda: files_of(node.run) if node.round.rank == 0 else None,
         )
         while True:
             time.sleep(_LOOK_S)
             number, pids, seconds = node.running_round, node.pids(), None
             if number >= 0 and pids and {state.read().phase for state in node.states} <= {Phase.STARTING, Phase.DONE}:
-                with suppress(OSError, ValueError, psutil.Error):  # another round has begun: it looks again
-                    written = (number, pids, [log.stat().st_size if log.exists() else 0 for log in node.log_files()])
+                with suppress(OSError, ValueError, psutil.Error):  # another round has begun: try again
+                    written = (number, pids, [*map(size_of, node.log_files())])
                     seconds = watch.look(pids, written, time.monotonic())
             self._silent = number, seconds or 0.0

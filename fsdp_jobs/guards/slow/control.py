@@ -1,4 +1,4 @@
-"""Report slow nodes with what their GPU driver says, and exclude one if the job ends sooner without it. No torch."""
+"""Report slow nodes with their GPU driver's reasons; exclude one if the job ends sooner. No torch."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from fsdp_jobs.config.resolve import node_range
 from fsdp_jobs.control import guard
 from fsdp_jobs.control.attempt import Attempt
 from fsdp_jobs.control.placement import ConnectedAgent
+from fsdp_jobs.guards.slow.messages import Slow, Throttled
 from fsdp_jobs.guards.slow.windows import SlowWatch
 from fsdp_jobs.run import events
-from fsdp_jobs.run.protocol import Message
 from fsdp_jobs.run.rank_state import Request
 
 _RESTART_S = 180.0  # as the plan assumes
-_EXCLUDE_S = 6 * 3600.0  # for so long, and at most one in that time
+_EXCLUDE_S = 6 * 3600.0  # duration of an exclusion, and at most one in that time
 
 
 class Guard(guard.Guard):
-    """Watches one round after the other; a slow node is asked why, and then told."""
+    """Watches the current round; asks a slow node for the reason, then reports it."""
 
-    kinds = ("throttled",)
+    takes = (Throttled,)
 
     def __init__(self, attempt: Attempt):
         super().__init__(attempt)
@@ -32,37 +32,37 @@ class Guard(guard.Guard):
         if isinstance(event, events.MachineExcluded) and event.is_slow:
             self._excluded_at = event.time
 
-    def begin_round(self) -> Message:
+    def begin_round(self) -> None:
         self._watch, self._looked_at = SlowWatch(), 0.0
         self._asked: dict[int, events.SlowNode] = {}  # by node
-        self._named: events.SlowNode | None = None  # it may be excluded
-        return {}
+        self._named: events.SlowNode | None = None  # a candidate for exclusion
 
-    def on_message(self, agent: ConnectedAgent, message: Message, now: float) -> None:
-        """Name a slow node, with what its driver says."""
+    def on_message(self, agent: ConnectedAgent, message: Throttled, now: float) -> None:
+        """Record a slow node with its driver's reasons."""
         if (slow := self._asked.pop(agent.node, None)) is not None:
-            self._named = replace(slow, host=agent.host, throttled=message["why"])
+            self._named = replace(slow, host=agent.host, throttled=message.why)
             self.attempt.record(self._named)
 
     def watch(self, now: float) -> None:
-        """Record what holds steps up; a slow node is asked first."""
+        """Record causes of slow steps; first ask a slow node for the reason."""
         attempt = self.attempt
         if now - self._looked_at < attempt.elastic.heartbeat_interval_s:
             return
         self._looked_at = now
         agents = {a.node: a for a in attempt.agents.in_round()}
         is_whole = len(agents) == attempt.round.size
-        found = self._watch.see({node: a.times for node, a in agents.items()}) if is_whole else None
+        times = {node: [times for _, times in a.beat.ranks] for node, a in agents.items()}
+        found = self._watch.see(times) if is_whole else None
         if isinstance(found, events.SlowSteps):
             attempt.record(found)
         elif found is not None:
             self._asked[found.node] = found
-            agents[found.node].send({"kind": "slow"})
+            agents[found.node].send(Slow())
         if self._named is not None and attempt.elastic.exclude_slow and attempt.round.requested is Request.NONE:
             self._exclude(self._named)
 
     def _exclude(self, slow: events.SlowNode) -> None:
-        """Exclude a slow node's machine if the others and spares are faster without it, and for long enough."""
+        """Exclude a slow node's machine if the job then ends sooner on the other nodes and spares."""
         attempt, current = self.attempt, self.attempt.round
         rest = [a for a in attempt.agents.values() if a.host != slow.host and (a.in_round or a.ready)]
         usable = attempt.planner.usable_nodes(rest, current.shard_group)
@@ -79,10 +79,10 @@ class Guard(guard.Guard):
 
 
 def _pays(slow: events.SlowNode, nodes: int, without: int, steps: int) -> bool:
-    """Whether a round of `without` nodes, the slow one not among them, does so many steps so much sooner than `nodes`.
+    """Whether the remaining `steps` on `without` other nodes save much more time than a restart takes.
 
-    With two nodes it is not known which of them is at fault, and the node of rank 0 does more work for
-    checkpoints. Ranks save before they are stopped, so what it costs is a restart.
+    With only two nodes, either may be at fault. The node of rank 0 does more work for checkpoints, so those are no
+    reason. Ranks save before they are stopped, so an exclusion costs only a restart.
     """
     saved_s = slow.lost_s - slow.step_s * max(0.0, nodes / max(1, without) - 1)
     return slow.others > 1 and slow.cause != "checkpoint" and saved_s * steps > 3 * _RESTART_S

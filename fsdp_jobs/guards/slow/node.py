@@ -1,8 +1,4 @@
-"""Ask NVIDIA's driver why GPUs of this node do not run at full speed. No torch.
-
-slow                        from the coordinator: this node is slower than the others
-throttled  why: [...]       the answer: what slows its GPUs down, empty if nothing does
-"""
+"""Ask NVIDIA's driver why GPUs of this node are throttled. No torch."""
 
 from __future__ import annotations
 
@@ -10,8 +6,8 @@ import subprocess
 import threading
 from contextlib import suppress
 
+from fsdp_jobs.guards.slow.messages import Slow, Throttled
 from fsdp_jobs.node import guard
-from fsdp_jobs.run.protocol import Message
 
 # A software power limit is normal for a healthy GPU at full load, so it is not a reason.
 _REASONS = ("hw_thermal_slowdown", "sw_thermal_slowdown", "hw_power_brake_slowdown")
@@ -20,12 +16,12 @@ _TIMEOUT_S = 10.0
 
 
 class Guard(guard.Guard):
-    """Answers `slow`."""
+    """Answers `Slow`."""
 
-    kinds = ("slow",)
+    takes = (Slow,)
 
-    def on_message(self, message: Message) -> None:
-        threading.Thread(target=lambda: self.node.send("throttled", why=throttled()), daemon=True).start()
+    def on_message(self, message: Slow) -> None:
+        threading.Thread(target=lambda: self.node.link.send(Throttled(throttled())), daemon=True).start()
 
 
 def throttled() -> list[str]:
@@ -34,8 +30,8 @@ def throttled() -> list[str]:
         fields = ",".join(["index", "clocks.sm", "clocks.max.sm", *(f"{name}.{reason}" for reason in _REASONS)])
         command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
         with suppress(OSError, subprocess.SubprocessError):
-            told = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True).stdout
-            return [why for line in told.splitlines() if (why := _why(line.split(", ")))]
+            output = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True).stdout
+            return [why for line in output.splitlines() if (why := _why(line.split(", ")))]
     return []
 
 

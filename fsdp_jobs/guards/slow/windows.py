@@ -1,4 +1,4 @@
-"""Find the slow node from the times of work that ranks do without the others. No torch, no network.
+"""Find slow nodes by the time of work that ranks do independently of each other. No torch, no network.
 
 Steps take equally long on all ranks, so only work between collectives shows which rank is slow. A window is 20 steps
 or more. A node is slow if its slowest rank takes at least 1.07 times the median of the other nodes, costs at least
@@ -19,39 +19,39 @@ from statistics import median
 from fsdp_jobs.run.events import SlowNode, SlowSteps
 from fsdp_jobs.run.rank_state import Times
 
-_STEPS = 20  # of a window, at least
+_STEPS = 20  # at least, in a window
 _WINDOWS, _OFTEN = 5, 4
 _RATIO = 1.07  # a node that is 10% slow is measured at 1.08 to 1.18
-_LEAST_S = 0.002  # that it loses per step, and
-_LEAST_PART = {"data": 0.03, "checkpoint": 0.03, "compute": 0.01}  # of it: on a busy host everybody waits now and then
-_SPREADS = 5  # standard deviations of what the others differ by
-_OWN_SPREADS = 3  # of what its own windows differ by: three others seem to agree by chance now and then
-_SUSPECTS = 3  # the worst nodes, which are looked at: one that varies much must not hide one that is steadily slow
+_LEAST_S = 0.002  # lost per step, at least, and
+_LEAST_PART = {"data": 0.03, "checkpoint": 0.03, "compute": 0.01}  # of the step; on a busy host all ranks wait at times
+_SPREADS = 5  # standard deviations between the other nodes
+_OWN_SPREADS = 3  # standard deviations of its own windows: three others may agree by chance
+_SUSPECTS = 3  # worst nodes to examine: one that varies much must not hide one that is steadily slow
 _FORWARD_TO_STEP = 3  # backward does twice the work of forward
-_HOST_BOUND = 0.8  # of a GPU's time: it waits for what the host issues
-_LONGER = 1.25  # than in the windows before
+_HOST_BOUND = 0.8  # of a GPU's time: the GPU waits for the host to launch kernels
+_LONGER = 1.25  # times the step time in earlier windows
 _IMBALANCE = 0.1  # of a step
 _HISTORY = 200  # windows
 
-Sums = Mapping[int, Sequence[Times]]  # node -> of each of its ranks
+Sums = Mapping[int, Sequence[Times]]  # node -> sums of each of its ranks
 
 
 @dataclass(frozen=True)
 class Window:
-    """What a step took in a window, in seconds."""
+    """Average times of a step in a window, in seconds."""
 
     step_s: float
-    by_node: dict[str, dict[int, float]]  # cause -> node -> its slowest rank's, with the usual work at least
-    at_most: dict[str, dict[int, float]]  # the same, with the usual work at most; infinite where work is not known
-    is_host_bound: dict[int, bool]  # node -> a GPU of it waits for the host
-    slowest_s: float  # forward of the slowest rank, step by step
+    by_node: dict[str, dict[int, float]]  # cause -> node -> lower bound for its slowest rank, at the usual work
+    at_most: dict[str, dict[int, float]]  # the same, upper bound; infinite if the work is unknown
+    is_host_bound: dict[int, bool]  # node -> one of its GPUs waits for the host
+    slowest_s: float  # forward of the rank that is slowest in each step
 
     @classmethod
     def between(cls, before: Sums, after: Sums) -> Window:
-        """Make the window between two readings of the same ranks. Work is made equal: longer samples take longer.
+        """Make the window between two readings of the same ranks, with times scaled to the same work.
 
-        A pass is partly linear in the length of its samples, and partly quadratic. Which part is not known, so the
-        time for the usual work is known up to bounds, which meet where ranks have the same work.
+        The time of a pass is partly linear and partly quadratic in the length of its samples. The parts are not known,
+        so the time for the usual work has only bounds, which are equal if ranks have the same work.
         """
         ranks = {node: [_per_step(*pair) for pair in zip(before[node], after[node], strict=True)] for node in after}
         every = [rank for of_node in ranks.values() for rank in of_node]
@@ -70,7 +70,7 @@ class Window:
 
 
 def _bounds_s(rank: Times, usual: tuple[float, float]) -> tuple[float, float]:
-    """Return what a rank's forward passes take with the usual work, linear and quadratic, at least and at most."""
+    """Return bounds on the time of a rank's forward passes for the usual work, (linear, quadratic)."""
     if not rank.work:
         return rank.compute, math.inf
     parts = [own / of for own, of in zip((rank.work, rank.attention), usual, strict=True) if of]
@@ -83,11 +83,11 @@ def _per_step(before: Times, after: Times) -> Times:
 
 
 def examine(windows: Sequence[Window], node: int, cause: str, ranks: int) -> SlowNode | None:
-    """Return what a node costs by one cause, if it is slow by it; all windows are of the same `ranks`."""
+    """Return the cost of a node if it is slow by this cause, else None. All windows have `ranks` ranks."""
     others = [[s for other, s in w.at_most[cause].items() if other != node] for w in windows]
     middles, owns = [median(of) for of in others], [w.by_node[cause][node] for w in windows]
     often, far_s = _OFTEN, max(_SPREADS * median(map(_between_nodes, others)), _OWN_SPREADS * _over_time(owns))
-    if len(others[0]) < 3:  # too few to tell what is usual: by what changes over time
+    if len(others[0]) < 3:  # too few for a spread between nodes: use the spread over time
         often, far_s = len(windows), _SPREADS * max(_over_time(middles), _over_time(owns))
     found: list[SlowNode] = []
     for window, own, of, middle in zip(windows, owns, others, middles, strict=True):
@@ -102,28 +102,28 @@ def examine(windows: Sequence[Window], node: int, cause: str, ranks: int) -> Slo
 
 
 def _between_nodes(values: Sequence[float]) -> float:
-    """Return what nodes differ by, as a standard deviation of normal numbers; slow ones among them do not count."""
+    """Return the standard deviation between nodes, by the median distance, robust against slow nodes."""
     middle = median(values)
     return 1.4826 * median(abs(v - middle) for v in values)
 
 
 def _over_time(values: Sequence[float]) -> float:
-    """Return what a few windows differ by, as a standard deviation of normal numbers; one of five does not count."""
+    """Return the standard deviation of a few windows by a quantile that ignores one outlier in five."""
     middle = median(values)
     distances = sorted(abs(v - middle) for v in values)
     return distances[math.ceil(0.8 * len(distances)) - 1] / 1.28
 
 
 class SlowWatch:
-    """Watches one round; tells each slow node, and each other reason, once."""
+    """Watches one round, and reports each slow node and each other cause once."""
 
     def __init__(self) -> None:
         self._before: Sums = {}
         self._windows = deque[Window](maxlen=_HISTORY)
-        self._told = set[object]()
+        self._reported = set[object]()
 
     def see(self, sums: Sums) -> SlowNode | SlowSteps | None:
-        """Note what the ranks have done until now; return what is new in it."""
+        """Add the ranks' sums until now; return a new finding, if any."""
         if len(sums) < 2 or not all(sums.values()) or min(t.steps for of in sums.values() for t in of) < 1:
             return None
         if self._before.keys() != sums.keys():
@@ -137,17 +137,17 @@ class SlowWatch:
             return None
         newest, ranks = list(self._windows)[-_WINDOWS:], sum(map(len, sums.values()))
         for cause in newest[0].by_node:
-            untold = [node for node in sums if (node, cause) not in self._told]
-            for node in nlargest(_SUSPECTS, untold, key=partial(_usual, newest, cause)):
+            unreported = [node for node in sums if (node, cause) not in self._reported]
+            for node in nlargest(_SUSPECTS, unreported, key=partial(_usual, newest, cause)):
                 if (slow := examine(newest, node, cause, ranks)) is not None:
-                    self._told.add((node, cause))
+                    self._reported.add((node, cause))
                     return slow
         if sum(_imbalance(w) >= _IMBALANCE for w in newest) >= _OFTEN:
             return self._once("rotating", _ROTATING.format(lost=median(map(_imbalance, newest))))
         return self._look_back(newest)
 
     def _look_back(self, newest: Sequence[Window]) -> SlowSteps | None:
-        """Compare with earlier windows: all nodes may have become slow together."""
+        """Compare with earlier windows, in case all nodes became slow together."""
         earlier = list(self._windows)[:-_WINDOWS]
         if len(earlier) < 2 * _WINDOWS:
             return None
@@ -162,8 +162,8 @@ class SlowWatch:
         return self._once("all", f"steps take {now_s:.3g} s, {usual_s:.3g} s before, on all nodes: {what}")
 
     def _once(self, key: str, why: str) -> SlowSteps | None:
-        is_new = key not in self._told
-        self._told.add(key)
+        is_new = key not in self._reported
+        self._reported.add(key)
         return SlowSteps(why) if is_new else None
 
 
@@ -176,7 +176,7 @@ def _typical(windows: Sequence[Window], cause: str) -> float:
 
 
 def _imbalance(window: Window) -> float:
-    """Return the part of a step that is lost because now one rank is the slowest and now another."""
+    """Return the fraction of a step lost because another rank is the slowest in each step."""
     return min(1.0, _FORWARD_TO_STEP * (window.slowest_s - max(window.by_node["compute"].values())) / window.step_s)
 
 

@@ -1,7 +1,7 @@
-"""The dashboard's web application: static files, JSON, and server-sent events. It changes nothing.
+"""The dashboard's web application: static files, JSON, and server-sent events. It is read-only.
 
-Browsers are told to execute only this application's scripts, which never take what a run has written for HTML, and
-to load nothing else. Pages of other sites cannot use it: it answers only to its own host names.
+Its headers let browsers execute only its own scripts, which never interpret a run's text as HTML, and load nothing
+else. Pages of other sites cannot use it, because it answers only to its own host names.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import asdict
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -35,13 +34,14 @@ from fsdp_jobs.observe.answers import about, curves
 from fsdp_jobs.observe.dashboard.live import LiveRows
 from fsdp_jobs.observe.dashboard.prometheus import exposition
 from fsdp_jobs.run.directory import RunDir, find_run, rank_logs
+from fsdp_jobs.run.record import JsonObject
 from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.tail import Logs, label
 from fsdp_jobs.submit.overview import DAMAGES, damage
 
 _SEND_EVERY_S = 0.5
-_LOG_BYTES = 8 << 20  # of all ranks' logs together, from their ends, that are searched
-_LOG_LINES = 1000  # that a browser gets of what is there already
+_LOG_BYTES = 8 << 20  # searched from the ends of all ranks' logs together
+_LOG_LINES = 1000  # of the present logs that a browser gets
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; connect-src 'self'; style-src 'self'; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
@@ -52,19 +52,20 @@ _HEADERS = {
 
 
 class Dashboard:
-    """The runs under one folder. Starlette calls handlers that are synchronous in threads.
+    """Handlers for the runs under one folder. Starlette calls synchronous handlers in threads.
 
     Args:
-        folder: that the runs are in.
+        folder: of the runs.
         sweeps: returns the names of all sweeps of runs in a folder.
-        sweep: returns one by name and `runs_dir`: keys, objective, and rows with the newest values; BadInput for none.
+        sweep: returns a sweep by name and `runs_dir`: keys, objective, and rows with the newest values; or raises
+            BadInput.
     """
 
-    def __init__(self, folder: str, sweeps: Callable[[str], Iterable[str]], sweep: Callable[..., dict[str, Any]]):
-        self.is_over: Callable[[], bool] = lambda: False  # streams are to end
+    def __init__(self, folder: str, sweeps: Callable[[str], Iterable[str]], sweep: Callable[..., JsonObject]):
+        self.is_over: Callable[[], bool] = lambda: False  # whether streams must end
         self._live = LiveRows(folder)
         self._sweeps, self._sweep = partial(sweeps, folder), partial(sweep, runs_dir=folder)
-        self._read = lru_cache(20)(lambda run: (threading.Lock(), list[RunStatus]()))  # of the newest looks
+        self._read = lru_cache(20)(lambda run: (threading.Lock(), list[RunStatus]()))  # of the runs requested last
 
     def routes(self) -> list[Route | Mount]:
         return [
@@ -79,13 +80,13 @@ class Dashboard:
         ]
 
     async def rows(self, _: Request) -> Response:
-        """Stream the rows of all runs, then those that change; and the order of all where it changes."""
+        """Stream the rows of all runs, then every changed row, and the order of the rows when it changes."""
 
-        async def messages() -> AsyncIterator[dict[str, Any] | None]:
-            live, sent, said = self._live, dict[str, dict[str, Any]](), None
+        async def messages() -> AsyncIterator[JsonObject | None]:
+            live, sent, said = self._live, dict[str, JsonObject](), None
             while not self.is_over():
                 live.watched_at = time.monotonic()
-                rows, news = live.rows, dict[str, Any]()
+                rows, news = live.rows, JsonObject()
                 if changed := [row for name, row in rows.items() if sent.get(name) is not row]:
                     news["rows"] = changed
                 if list(rows) != list(sent):
@@ -99,20 +100,20 @@ class Dashboard:
         return _events(messages())
 
     def metrics(self, _: Request) -> Response:
-        """Answer with the runs' figures for Prometheus; 503 before all runs have been read."""
+        """Answer with the runs' metrics for Prometheus; 503 before all runs have been read."""
         self._live.watched_at = time.monotonic()
         if not self._live.is_complete:
             return PlainTextResponse("the runs are being read", 503)
-        return PlainTextResponse(exposition(map(asdict, self._live.summaries)), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(exposition(self._live.summaries), media_type="text/plain; version=0.0.4")
 
     def run(self, request: Request) -> Response:
-        """Answer with what is known about a run."""
+        """Answer with the details of a run."""
         run = self._run_of(request)
         lock, statuses = self._read(run.name)
         with lock:
             status = statuses.pop() if statuses else RunStatus(run)
             status.update()
-            statuses.append(status)  # not one that cannot be read further
+            statuses.append(status)  # put back only if reading succeeds
             return JSONResponse(about(status, self._live.rows.get(run.name, {}).get("state", status.state)))
 
     def curves(self, request: Request) -> Response:
@@ -120,9 +121,9 @@ class Dashboard:
         return JSONResponse(curves(self._run_of(request)))
 
     def logs(self, request: Request) -> Response:
-        """Stream the newest lines of the newest attempt, then new ones; ends with the attempt, to be asked for again.
+        """Stream the newest lines of the newest attempt, then new ones; ends with the attempt, then browsers ask again.
 
-        The query may have a `text` that lines have to contain, whatever its case, and a `rank`.
+        The query may have a `text` that lines must contain, in any case, and a `rank`.
         """
         run = self._run_of(request)
         text, rank = request.query_params.get("text", "").casefold(), request.query_params.get("rank", "")
@@ -142,7 +143,7 @@ class Dashboard:
         return _events(messages())
 
     def _run_of(self, request: Request) -> RunDir:
-        """Return the run that a URL names; answer 404 when there is none."""
+        """Return the run that a URL names; answer 404 if there is none."""
         run = find_run(self._live.folder, request.path_params["name"])
         if not (run.is_damaged or run.is_submitted):
             raise HTTPException(404, "there is no such run")
@@ -150,7 +151,7 @@ class Dashboard:
 
 
 def _events(messages: AsyncIterator[Any]) -> Response:
-    """Stream messages as JSON; in place of None a comment, by which it is noticed that a browser has gone."""
+    """Stream messages as JSON; None becomes a comment, whose sending detects that a browser has gone."""
 
     async def lines() -> AsyncIterator[str]:
         async for message in messages:
@@ -163,9 +164,9 @@ def make_app(dashboard: Dashboard, hosts: list[str], token: str | None) -> Starl
     """Make the application.
 
     Args:
-        dashboard: what it shows.
-        hosts: names by which it may be called.
-        token: that every request needs; None for none.
+        dashboard: the handlers.
+        hosts: allowed host names of requests.
+        token: required in every request; None: not required.
     """
     middleware = [
         Middleware(BaseHTTPMiddleware, dispatch=partial(_guard, token)),
@@ -189,9 +190,9 @@ async def _guard(token: str | None, request: Request, call_next: RequestResponse
 
 
 def _without_token(request: Request, token: str) -> Response | None:
-    """Return the response to a request without the token as a cookie, or as a bearer as monitoring sends it.
+    """Return the response to a request that has the token neither as a cookie nor, from monitoring, as a bearer.
 
-    Ports of a host share its cookies.
+    The cookie's name differs between dashboards, because all ports of a host share its cookies.
     """
     cookie = f"fsdp_jobs_{hashlib.sha256(token.encode()).hexdigest()[:12]}"
     if _is_same(request.query_params.get("token", ""), token):

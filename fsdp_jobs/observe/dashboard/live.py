@@ -1,4 +1,4 @@
-"""Rows of all runs, kept up to date by a thread, so that no request of a browser waits for a run or a launcher."""
+"""Keep the rows of all runs up to date in a thread, so that no browser's request waits for a run or a launcher."""
 
 from __future__ import annotations
 
@@ -7,72 +7,74 @@ import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from concurrent.futures import Future
+from functools import partial
 
-from fsdp_jobs.launchers.base import Description, parse_handle
-from fsdp_jobs.launchers.state import State
+from fsdp_jobs.launchers.base import Description
 from fsdp_jobs.observe.answers import row_of
+from fsdp_jobs.run.beside import beside
 from fsdp_jobs.run.directory import runs_in
+from fsdp_jobs.run.record import JsonObject
+from fsdp_jobs.run.state import State
 from fsdp_jobs.run.table import duration
-from fsdp_jobs.submit.overview import Overview, RunSummary, ask_launchers
-from fsdp_jobs.submit.submitted import grouped
+from fsdp_jobs.submit.overview import Overview, RunSummary
+from fsdp_jobs.submit.submitted import by_launcher, describe
 
-_LOOK_EVERY_S = 1.0  # at runs; less often where a look takes longer than a quarter of it
+_LOOK_EVERY_S = 1.0  # at runs; less often if a look takes longer than a quarter of this
 _ASK_EVERY_S = 5.0  # each launcher
 _PATIENCE_S = 15.0  # after which rows say that their launcher does not answer
 _IDLE_S = 30.0  # after the last browser has gone
-_CHUNK = 50  # runs that are read before the first rows are shown
+_CHUNK = 50  # number of runs read before the first rows are shown
 
 logger = logging.getLogger(__name__)
 
 
 class LauncherAnswers:
-    """What launchers said last. Each is asked in a thread of its own, so that none has to wait for another."""
+    """The newest answers of launchers. Each is queried in its own thread, so that none waits for another."""
 
     def __init__(self) -> None:
         self._answers: dict[str, Description] = {}
         self._wanted: dict[str, None] = {}  # handles, in the order of their runs
-        self._asking: dict[str, tuple[threading.Thread, float]] = {}  # launcher -> thread, and when it began
+        self._asking: dict[str, tuple[Future[None], float]] = {}  # launcher -> its query, and the time of it
 
     def newest(self, handles: Sequence[str]) -> Mapping[str, Description]:
-        """Return handle -> what its launcher said last, and have it asked about these jobs next time."""
+        """Return handle -> its launcher's newest answer, and include these jobs in the next query."""
         self._wanted |= dict.fromkeys(handles)
         return self._answers
 
     def ask_again(self) -> None:
-        """Ask every launcher whose turn it is about all jobs wanted since the last call; wait for none."""
-        for launcher, handles in grouped(self._wanted, lambda handle: parse_handle(handle)[0]).items():
-            thread, began = self._asking.get(launcher, (threading.Thread(), -math.inf))
+        """Query every launcher that is due about all jobs requested since the last call, without waiting for it."""
+        for launcher, handles in by_launcher(self._wanted).items():
+            question, began = self._asking.get(launcher, (None, -math.inf))
             waited_s = time.monotonic() - began
-            if thread.is_alive() and waited_s > _PATIENCE_S:
+            is_asked = question is not None and not question.done()
+            if is_asked and waited_s > _PATIENCE_S:
                 self._note_silence(handles, f"has not answered for {duration(waited_s)}")
-            elif not thread.is_alive() and waited_s > _ASK_EVERY_S:
-                thread = threading.Thread(target=self._ask, args=(handles,), daemon=True)
-                self._asking[launcher] = (thread, time.monotonic())
-                thread.start()
+            elif not is_asked and waited_s > _ASK_EVERY_S:
+                self._asking[launcher] = (beside(partial(self._ask, handles)), time.monotonic())
         self._wanted = {}
 
     def _ask(self, handles: Sequence[str]) -> None:
         try:
-            self._answers |= ask_launchers(handles)
-        except Exception as e:  # whatever a cluster's client raises
+            self._answers |= describe(handles)
+        except Exception as e:  # clients of clusters raise any exception
             logger.warning("a launcher does not answer: %s", e)
             self._note_silence(handles, f"does not answer: {' '.join(str(e).split())}")
 
     def _note_silence(self, handles: Sequence[str], why: str) -> None:
-        self._answers |= {h: Description(parse_handle(h)[2], State.SILENT, f"its launcher {why}") for h in handles}
+        self._answers |= dict.fromkeys(handles, Description(State.SILENT, f"its launcher {why}"))
 
 
 class LiveRows:
-    """The runs under a folder, summed up again and again while browsers watch."""
+    """Summaries of the runs under a folder, updated while browsers watch."""
 
     def __init__(self, folder: str):
         self.folder = folder
-        self.rows: dict[str, dict[str, Any]] = {}  # newest run first; replaced as a whole, with unchanged rows kept
-        self.summaries: list[RunSummary] = []  # the same, as of the newest look
+        self.rows: dict[str, JsonObject] = {}  # newest run first; replaced as a whole, keeping unchanged rows
+        self.summaries: list[RunSummary] = []  # of the same runs, from the newest look
         self.is_complete = False  # all runs have been read once
         self.trouble = ""  # why the folder cannot be read
-        self.watched_at = time.monotonic()  # a browser has read the rows
+        self.watched_at = time.monotonic()  # when a browser last read the rows
         self._launchers = LauncherAnswers()
         self._overview = Overview(self._launchers.newest)
         threading.Thread(target=self._keep_looking, daemon=True).start()
@@ -90,9 +92,9 @@ class LiveRows:
             time.sleep(max(_LOOK_EVERY_S, 4 * (time.monotonic() - began)))
 
     def _look(self) -> None:
-        runs, found, summaries = runs_in(self.folder)[::-1], dict[str, dict[str, Any]](), list[RunSummary]()
+        runs, found, summaries = runs_in(self.folder)[::-1], dict[str, JsonObject](), list[RunSummary]()
         for first in range(0, len(runs), _CHUNK):
-            for summary in self._overview.look(runs[first : first + _CHUNK]):
+            for summary in self._overview.look(runs[first : first + _CHUNK]).values():
                 summaries.append(summary)
                 row = row_of(summary)
                 before = self.rows.get(summary.run)

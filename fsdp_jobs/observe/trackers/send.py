@@ -1,30 +1,27 @@
-"""Send a run's metrics.jsonl to its tracker, from where the last sender stopped. No torch.
+"""Send a run's metrics.jsonl to its tracker, starting where the last sender stopped. No torch.
 
     python -m fsdp_jobs.observe.trackers.send RUN_DIR
 
-The agent of the node with rank 0 keeps one such process beside it. The file is the queue: whatever the tracker does,
-training does not wait for it, and what could not be sent is sent later, after a restart or by this command.
+The agent of the node with rank 0 runs one such process. The file is the queue: training never waits for the tracker,
+and lines that could not be sent are sent later, after a restart or by this command.
 """
 
 from __future__ import annotations
 
 import argparse
-import fcntl
-import json
 import logging
 import os
 import sys
 import threading
 import time
-from contextlib import suppress
 from itertools import islice
 
 from fsdp_jobs.config.schema import plain_values
-from fsdp_jobs.launchers.state import State
 from fsdp_jobs.node.tracker import FLUSH_S
 from fsdp_jobs.observe.trackers.trackers import TRACKERS
 from fsdp_jobs.run import events, log
-from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.directory import RunDir, lock, read_json, write_json
+from fsdp_jobs.run.state import State
 from fsdp_jobs.run.tail import Tail
 from fsdp_jobs.run.verdict import Verdict
 
@@ -44,15 +41,15 @@ class Sender:
         self.config = plain_values(run.config)
         self.kind = self.config["tracking"]["kind"]
         self._tracker = TRACKERS[self.kind]()
-        known = json.loads(run.tracking.read_text()) if run.tracking.exists() else {}
-        if known.get("kind") != self.kind:  # another tracker's
+        known = read_json(run.tracking)
+        if known.get("kind") != self.kind:  # of another tracker
             known = {}
         self._id: str | None = known.get("id")
-        self._offset: int = known.get("offset", 0)  # bytes of metrics.jsonl that are sent
+        self._offset: int = known.get("offset", 0)  # bytes of metrics.jsonl already sent
         self._is_open = self._has_complained = False
 
     def flush(self) -> bool:
-        """Send what is new; return False when the tracker does not take it.
+        """Send new lines; return False if the tracker does not accept them.
 
         Raises:
             ImportError: the tracker's client is not installed.
@@ -66,7 +63,7 @@ class Sender:
                 pass
         except ImportError:
             raise
-        except Exception as e:  # whatever a client may raise
+        except Exception as e:  # clients of trackers raise any exception
             self._complain(e)
             return False
         self._has_complained = False
@@ -82,19 +79,19 @@ class Sender:
         return len(records)
 
     def end(self, verdict: Verdict | None) -> None:
-        """Tell the tracker how the attempt ended."""
+        """Report to the tracker how the attempt ended."""
         has_ended = verdict is not None and verdict.decision == "stop"
         reason = "" if verdict is None else f"{verdict.verdict}: {verdict.reason}"
         try:
-            self._tracker.end(State.from_verdict(verdict).value if has_ended else "waiting", reason)
+            self._tracker.end(State.from_verdict(verdict) if has_ended else "waiting", reason)
         except Exception as e:
             self._complain(e)
 
     def _save(self) -> None:
-        write_atomic(self.run.tracking, json.dumps({"kind": self.kind, "id": self._id, "offset": self._offset}))
+        write_json(self.run.tracking, {"kind": self.kind, "id": self._id, "offset": self._offset})
 
     def _complain(self, error: Exception) -> None:
-        """Log every failure; record the first one since the tracker took anything."""
+        """Log every failure; record the first one since the last success."""
         why = f"{type(error).__name__}: {error}"
         logger.warning("%s does not take the metrics: %s", self.kind, why)
         if not self._has_complained:
@@ -104,15 +101,14 @@ class Sender:
 
 
 def send(run: RunDir, attempt: int, over: threading.Event) -> int:
-    """Send until `over` is set, and then the rest; when it is set from the start, everything or nothing.
+    """Send until `over` is set, then send the rest; if it is set from the start, stop at the first failure.
 
     Returns:
-        The exit code: 1 when the tracker did not take everything.
+        The exit code: 1 if the tracker did not accept everything.
     """
     is_by_hand = over.is_set()
-    with run.tracking_lock.open("w") as lock:
-        with suppress(OSError):  # some shared file systems have no locks
-            fcntl.flock(lock, fcntl.LOCK_EX)  # one sender per run
+    with run.tracking_lock.open("w") as file:
+        lock(file)  # one sender per run
         sender, wait_s = Sender(run, attempt), _EVERY_S
         try:
             while not over.is_set():
@@ -131,7 +127,7 @@ def send(run: RunDir, attempt: int, over: threading.Event) -> int:
 
 
 def _watch_agent(over: threading.Event) -> None:
-    """Set `over` when standard input ends, because the agent closed it or died; exit some seconds later."""
+    """Set `over` when standard input ends, because the agent has closed it or died; exit some seconds later."""
     while os.read(0, 1024):
         pass
     over.set()

@@ -1,38 +1,33 @@
-"""MLflow and Weights & Biases: a job is one of their runs, through all restarts.
+"""Send to MLflow and Weights & Biases: a job is one run of theirs, through all restarts.
 
-Both classes have the same methods, each of which may raise whatever the tracker's client does.
+Both classes have the same methods; each may raise any exception of the tracker's client.
 """
 
 from __future__ import annotations
 
-import getpass
 import os
 import secrets
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.config.keys import dotted
+from fsdp_jobs.run.directory import RunDir, user_name
+from fsdp_jobs.run.record import JsonObject
 
 _NO_METRICS = ("step", "time")
-_NO_PARAMETERS = ("cluster", "notify", "tracking")  # groups of the configuration that say where and who, not what
+_NO_PARAMETERS = ("cluster", "notify", "tracking")  # groups of the configuration that do not affect training
 
 _Item = TypeVar("_Item")
 
 
-def parameters(config: dict[str, Any]) -> dict[str, Any]:
-    """Return dotted key -> value of what is trained, and how."""
-
-    def leaves(prefix: str, value: Any) -> dict[str, Any]:
-        if isinstance(value, dict):
-            return {k: v for key in value for k, v in leaves(f"{prefix}{key}.", value[key]).items()}
-        return {prefix[:-1]: value}
-
+def parameters(config: JsonObject) -> JsonObject:
+    """Return dotted key -> value of the configuration, without those groups but with the launcher."""
     trained = {k: v for k, v in config.items() if k not in _NO_PARAMETERS}
-    return {**leaves("", trained), "cluster.launcher": config["cluster"]["launcher"]}
+    values = {key: value for key, value in dotted(trained) if not isinstance(value, dict)}
+    return {**values, "cluster.launcher": config["cluster"]["launcher"]}
 
 
-def measured(record: dict[str, Any]) -> dict[str, float]:
+def measured(record: JsonObject) -> dict[str, float]:
     """Return the numbers of a line of metrics.jsonl."""
     numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and not isinstance(v, bool)}
     return {k: float(v) for k, v in numbers.items() if k not in _NO_METRICS}
@@ -47,9 +42,9 @@ _MAX_PARAMS, _MAX_METRICS, _MAX_LETTERS = 100, 1000, 500  # of a request, of a r
 
 
 class Mlflow:
-    """An MLflow run, through the client alone: it has no global state, and mlflow-skinny suffices."""
+    """An MLflow run, only through the client: that has no global state, and mlflow-skinny suffices."""
 
-    def open(self, run: RunDir, config: dict[str, Any], known_id: str | None) -> str:
+    def open(self, run: RunDir, config: JsonObject, known_id: str | None) -> str:
         """Continue the tracker's run `known_id`, or start one with the configuration's values; return its id."""
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # the sender retries
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
@@ -64,16 +59,14 @@ class Mlflow:
             return known_id
         experiment = self.client.get_experiment_by_name(settings["project"])
         experiment_id = experiment.experiment_id if experiment else self.client.create_experiment(settings["project"])
-        tags = {"fsdp_jobs.run.directory": str(run.path)}
-        with suppress(KeyError, OSError):  # in a container the user may have no name
-            tags["mlflow.user"] = getpass.getuser()
+        tags = {"fsdp_jobs.run.directory": str(run.path), "mlflow.user": user_name()}
         self.id = str(self.client.create_run(experiment_id, tags=tags, run_name=run.name).info.run_id)
         params = [Param(k, str(v)[:_MAX_LETTERS]) for k, v in parameters(config).items()]
         for batch in _batches(params, _MAX_PARAMS):
             self.client.log_batch(self.id, params=batch)
         return self.id
 
-    def log(self, records: Sequence[dict[str, Any]]) -> None:
+    def log(self, records: Sequence[JsonObject]) -> None:
         """Send lines of metrics.jsonl."""
         from mlflow.entities import Metric
 
@@ -86,7 +79,7 @@ class Mlflow:
             self.client.log_batch(self.id, metrics=batch)
 
     def end(self, state: str, reason: str) -> None:
-        """End the tracker's run as done | stopped | failed; or as waiting, when the job is to be restarted."""
+        """End the tracker's run as done | stopped | failed, or as waiting if the job will be restarted."""
         self.client.set_tag(self.id, "fsdp_jobs.reason", reason)
         if state == "waiting":
             self.client.update_run(self.id, status=_MLFLOW_STATES[state])
@@ -97,7 +90,7 @@ class Mlflow:
 class Wandb:
     """A W&B run; its files are in the run directory, under wandb/."""
 
-    def open(self, run: RunDir, config: dict[str, Any], known_id: str | None) -> str:
+    def open(self, run: RunDir, config: JsonObject, known_id: str | None) -> str:
         import wandb
 
         settings = config["tracking"]
@@ -117,9 +110,9 @@ class Wandb:
         self.run.define_metric("*", step_metric="step")  # W&B's own step cannot go back, a job's does after a failure
         return self.id
 
-    def log(self, records: Sequence[dict[str, Any]]) -> None:
+    def log(self, records: Sequence[JsonObject]) -> None:
         for record in records:
-            values: dict[str, Any] = {**measured(record), "step": record.get("step", 0)}
+            values: JsonObject = {**measured(record), "step": record.get("step", 0)}
             self.run.log({**values, "_timestamp": record["time"]} if "time" in record else values)
 
     def end(self, state: str, reason: str) -> None:

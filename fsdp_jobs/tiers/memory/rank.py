@@ -25,17 +25,17 @@ from fsdp_jobs.run.agreement import known_here
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.tail import lacks_line
 from fsdp_jobs.tiers.memory.slots import COPIES, Found, Slot, forget_before, lost_shards, newest_complete, slots_in
-from fsdp_jobs.tiers.memory.snapshots import Captures
+from fsdp_jobs.tiers.memory.snapshots import Snapshots
 from fsdp_jobs.tiers.memory.tensors import Place, mapped, metadata_of, part_of
 
-_PIECE = 1 << 24  # elements that are copied at once
-_TRIES = 3  # to load a step, of rounds that then died
-_TRIED = "tried"  # file of the steps that were
-_FETCHED = "fetched"  # folder of what came from other nodes for a restore
+_PIECE = 1 << 24  # elements copied at once
+_TRIES = 3  # to load a step, by rounds that died of it
+_TRIED = "tried"  # file of the steps tried
+_FETCHED = "fetched"  # folder of files from other nodes for a restore
 
 
-class Tier(Captures):
-    """Captures, and the restore from those of earlier rounds."""
+class Tier(Snapshots):
+    """Takes snapshots, and restores from those of earlier rounds."""
 
     def prepare(self) -> None:
         self._useless: list[int] = []  # steps that could not be loaded
@@ -43,7 +43,7 @@ class Tier(Captures):
         self._chosen: list[Found] = []
 
     def offer(self, at_least: int) -> int | None:
-        """Return the newest step that the nodes hold whole, verified. A step without its line is done again."""
+        """Return the newest step that the nodes hold whole, verified. A step without its metrics line is repeated."""
         chosen = self._choose(at_least)
         if chosen:
             lacks = partial(lacks_line, self.run.metrics, chosen[0].step, self.log_every_steps)
@@ -53,11 +53,11 @@ class Tier(Captures):
         return chosen[0].step if chosen else None
 
     def _choose(self, at_least: int, passed_over: Collection[int] = ()) -> list[Found]:
-        """Find the newest step that the nodes hold whole, and verify what is read of it, the ranks of a node together.
+        """Find the newest step that the nodes hold whole, and verify what will be read, divided among a node's ranks.
 
         Args:
-            at_least: a step; one before it is not wanted.
-            passed_over: steps that are not wanted, either.
+            at_least: the oldest step wanted.
+            passed_over: steps not wanted.
         """
         if self.leads:
             shutil.rmtree(self.folder / _FETCHED, ignore_errors=True)
@@ -81,7 +81,7 @@ class Tier(Captures):
             bad = {one for found in self.ranks.gather([one for one in mine if faults[one]]) for one in found}
             if not bad:
                 if self.leads:
-                    with suppress(OSError):  # no room; then it is tried as often as the job is restarted
+                    with suppress(OSError):  # no room: then tries are not counted
                         (self.folder / _TRIED).write_text(json.dumps([*tried, chosen[0].step]))
                 return chosen
             left -= bad
@@ -93,25 +93,25 @@ class Tier(Captures):
         return []
 
     def _tried(self) -> list[int]:
-        """Return the steps that earlier rounds began to load and then died of."""
+        """Return the steps that earlier rounds tried to load, once per round."""
         with suppress(OSError, ValueError):
             return [int(step) for step in json.loads((self.folder / _TRIED).read_text())]
         return []
 
     def _found(self) -> Iterable[Found]:
-        """Return the captures that this node holds."""
+        """Yield the snapshots that this node holds."""
         for folder in (self.folder, self.folder / COPIES):
             for slot in slots_in(folder):
-                if (capture := slot.capture()) is not None:
-                    yield Found.of(capture, is_copy=folder != self.folder, holder=self.ranks.rank)
+                if (snapshot := slot.snapshot()) is not None:
+                    yield Found.of(snapshot, is_copy=folder != self.folder, holder=self.ranks.rank)
 
     def load(self) -> Restored | None:
-        """Go on from what was offered. Nothing of the state changes before all ranks have it whole and finite."""
+        """Load the offered step. The state does not change before all ranks have read it whole and finite."""
         like = self._chosen[0]
         try:
             read = self._read()
         except CannotKeep as e:
-            print(f"WARNING the capture of step {like.step} is not used: {e}", flush=True)
+            print(f"WARNING the snapshot of step {like.step} is not used: {e}", flush=True)
             read = None
         if read is None:
             self._chosen = []
@@ -122,12 +122,12 @@ class Tier(Captures):
         return Restored("memory", like.step, like.samples, one_for_all, sent)
 
     def _read(self) -> tuple[int, dict[str, Any] | None] | None:
-        """Read what was chosen. Returns the bytes that nodes sent each other, and where a stream is read on.
+        """Read the chosen step. Returns the bytes that nodes sent each other, and where a stream continues.
 
-        None when it is not usable.
+        None if the step is unusable.
 
         Raises:
-            CannotKeep: what other nodes send does not fit.
+            CannotKeep: a node cannot read its files, or has no room for those of others.
         """
         chosen, held = self._chosen, dict[int, set[str]]()
         for one in chosen:
@@ -140,13 +140,13 @@ class Tier(Captures):
             for name in sources
         }
         came = fetch(wanted={f"{name}.json" for name in sources})
-        captures = {name: _slot(where[name], by_name[name]).capture() for name in sources}
-        whole = {name: capture for name, capture in captures.items() if capture is not None}
+        snapshots = {name: _slot(where[name], by_name[name]).snapshot() for name in sources}
+        whole = {name: snapshot for name, snapshot in snapshots.items() if snapshot is not None}
         stored = metadata_of(whole)
         has_random = f"{RANDOM}{self.ranks.rank}" in stored.state_dict_metadata
         if not has_random and chosen[0].world_size == self.ranks.world:
             print(f"WARNING rank {self.ranks.rank}'s random state is lost with its node, and begins anew", flush=True)
-        state = self.state.to_load(stored, f"the capture of step {chosen[0].step}", has_random)
+        state = self.state.to_load(stored, f"the snapshot of step {chosen[0].step}", has_random)
         planner = DefaultLoadPlanner()
         planner.set_up_planner(state, stored, is_coordinator=False)
         items = planner.create_local_plan().items
@@ -163,15 +163,15 @@ class Tier(Captures):
             by_rank = self.ranks.gather((came, wrong[:3]))
             if faults := [fault for _, of_rank in by_rank for fault in of_rank]:
                 if self.leads:
-                    print(f"WARNING the capture of step {chosen[0].step} is not used: {faults[:3]}", flush=True)
+                    print(f"WARNING the snapshot of step {chosen[0].step} is not used: {faults[:3]}", flush=True)
                 return None
             targets = [planner.resolve_tensor(item).detach() for item in items]
             pieces = [pair for target, part in zip(targets, parts, strict=True) for pair in _pieces(target, part)]
-            deque(several.map(_copy, pieces), maxlen=0)  # raises what one of them has
+            deque(several.map(_copy, pieces), maxlen=0)  # raises the first error
         if self._stream is not None:
             torch.cuda.synchronize(self.state.device)
         self.state.take(state)
-        stream = next((capture.stream for capture in whole.values() if capture.stream is not None), None)
+        stream = next((snapshot.stream for snapshot in whole.values() if snapshot.stream is not None), None)
         return sum(int(came) for came, _ in by_rank), stream
 
     def _wrong_with(
@@ -189,7 +189,7 @@ class Tier(Captures):
     def forget(self, loaded: bool) -> None:
         self.step = self._chosen[0].step if loaded else -1
         if self.leads:
-            self._thread.submit(self._forget, {one.name for one in self._chosen})  # gigabytes, before others are taken
+            self._thread.submit(self._forget, {one.name for one in self._chosen})  # gigabytes; before the next snapshot
 
     def _forget(self, but: Collection[str]) -> None:
         shutil.rmtree(self.folder / _FETCHED, ignore_errors=True)
@@ -197,7 +197,7 @@ class Tier(Captures):
         forget_before(self.folder, self.term, but)
 
     def _sources(self, chosen: list[Found]) -> list[str]:
-        """Name the captures that this rank's state is in, the better ones first."""
+        """Name the snapshots that hold this rank's state, preferred ones first."""
 
         def best(wanted: Callable[[Found], bool]) -> list[Found]:
             return sorted(filter(wanted, chosen), key=lambda one: (one.holder != self._leader, one.is_copy))[:1]
@@ -219,23 +219,23 @@ def _slot(folder: Path, one: Found) -> Slot:
 
 
 def _pieces(target: Tensor, part: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-    """Yield what is to be copied into what, in pieces of which several threads have some each."""
+    """Return (target, source) pieces for several threads to copy."""
     if not (target.is_contiguous() and part.is_contiguous()):
         return [(target, part)]
     return zip(target.view(-1).split(_PIECE), part.view(-1).split(_PIECE), strict=True)
 
 
 def _copy(pair: tuple[Tensor, Tensor]) -> None:
-    """Copy a piece, to a GPU from pinned memory: from other memory a copy has an eighth of the link's speed."""
+    """Copy a piece; to a GPU by way of pinned memory: other memory copies at an eighth of the link's speed."""
     target, part = pair
     target.copy_(part.pin_memory() if target.is_cuda else part, non_blocking=True)
 
 
 def _faults(folder: Path, one: Found, threads: int) -> list[str]:
-    """List what is wrong with a capture that was found, another one in its place included."""
+    """Return the faults of a snapshot; one that was replaced since it was found counts as faulty."""
     slot = _slot(folder, one)
-    capture = slot.capture()
-    if capture is None or Found.of(capture, one.is_copy, one.holder) != one:
+    snapshot = slot.snapshot()
+    if snapshot is None or Found.of(snapshot, one.is_copy, one.holder) != one:
         return ["it is not what was found"]
     return slot.verify(threads)
 

@@ -1,14 +1,14 @@
-"""The files of captures in a node's memory, which outlive the ranks. No torch.
+"""The files of snapshots in a node's memory, which outlive the ranks. No torch.
 
-An agent keeps a folder in a file system in memory. Each of its ranks captures its shards into one of two slots there,
-always over the older capture:
+An agent keeps a folder in a file system in memory. Each of its ranks writes its shards into one of two slots there,
+always over the older snapshot:
 
     <term>-<rank>-<slot>.data      tensors, one after the other
-    <term>-<rank>-<slot>.json      what they are, a `Capture`; written last by the rank, so its data is whole
-    <term>-<rank>-<slot>.sums      their checksums, written by the agent: the capture is sealed
-    <term>-<rank>-<slot>.copied    another node has what no replica of this rank holds
+    <term>-<rank>-<slot>.json      their description, a `Snapshot`; the rank writes it last, when the data is whole
+    <term>-<rank>-<slot>.sums      their checksums, written by the agent: the snapshot is sealed
+    <term>-<rank>-<slot>.copied    another node has a copy of the tensors that no replica of this rank holds
 
-`copies/` has, in the same form, what the agents of other nodes have sent.
+`copies/` has snapshots that the agents of other nodes have sent, in the same form.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from fsdp_jobs.run.verdict import Verdict
 COPIES = "copies"
 _RUN = "run"  # file with the path of the run directory
 _NAME = re.compile(r"(\d+)-(\d+)-(\d+)")  # term, rank, slot
-_ALIGNED = 64  # bytes that every tensor begins at a multiple of
-_FREE = 0.5  # of the file system: while less is free, snapshots of jobs that wait are removed, oldest first
+_ALIGNED = 64  # bytes; each tensor begins at a multiple of it
+_FREE = 0.5  # of the file system: while less is free, snapshots of waiting jobs are removed, oldest first
 
 
 class Entry(NamedTuple):
-    """One tensor of a capture: this rank's part of it, or all of it where ranks do not share it out."""
+    """One tensor of a snapshot: this rank's part of it, or all of it if it is not sharded."""
 
     name: str
     dtype: str
@@ -49,14 +49,14 @@ class Entry(NamedTuple):
     offsets: list[int]  # of this part in it
     sizes: list[int]
     bytes: int
-    is_alone: bool  # no other node's replica has it
+    is_alone: bool  # no replica on another node has it
     begin: int = 0  # in the data
-    is_replicated: bool = False  # replicas must have the same bits
+    is_replicated: bool = False  # replicas must hold the same bits
 
 
 @dataclass(frozen=True)
-class Capture:
-    """What one rank has captured."""
+class Snapshot:
+    """The snapshot of one rank."""
 
     term: int  # the number of the round over all attempts of the run
     rank: int
@@ -66,44 +66,44 @@ class Capture:
     world_size: int
     shard_group: int
     entries: list[Entry]
-    is_whole: bool = True  # not only what is alone
-    stream: dict[str, Any] | None = None  # where a stream is read on
+    is_whole: bool = True  # not only `is_alone` entries
+    stream: dict[str, Any] | None = None  # where a stream continues
 
     @property
     def size(self) -> int:
         """Bytes of the data."""
         return max((e.begin + e.bytes for e in self.entries), default=0)
 
-    def placed(self) -> Capture:
-        """Return the same with its tensors one after the other."""
+    def placed(self) -> Snapshot:
+        """Return it with its tensors placed one after the other."""
         at, entries = 0, []
         for entry in self.entries:
             entries.append(entry._replace(begin=at))
             at += -(-entry.bytes // _ALIGNED) * _ALIGNED
         return replace(self, entries=entries)
 
-    def alone(self) -> Capture:
-        """Return what another node has to get a copy of."""
+    def alone(self) -> Snapshot:
+        """Return the part that another node must get a copy of."""
         entries = [e for e in self.entries if e.is_alone]
         return replace(self, entries=entries, is_whole=len(entries) == len(self.entries)).placed()
 
     def to_json(self) -> str:
-        """Return its description; without a stream that of captures that had none, which stay as they were sealed."""
+        """Return its description. It leaves out an empty `stream`: older snapshots were sealed without one."""
         return json.dumps({key: value for key, value in vars(self).items() if key != "stream" or value is not None})
 
     def described(self) -> str:
-        """Return its description with a checksum, as it is in a slot."""
+        """Return its description with a checksum, as stored in a slot."""
         text = self.to_json()
         return f"{checksum(text.encode())}\n{text}"
 
     @classmethod
-    def from_json(cls, text: str) -> Capture:
+    def from_json(cls, text: str) -> Snapshot:
         content: dict[str, Any] = json.loads(text)
         return cls(**{**content, "entries": [Entry(*e) for e in content["entries"]]})
 
 
 class Slot:
-    """The files of one capture."""
+    """The files of one snapshot."""
 
     def __init__(self, folder: Path, term: int, rank: int, slot: int):
         stem = f"{term:d}-{rank:d}-{slot:d}"
@@ -112,16 +112,16 @@ class Slot:
         )
 
     @classmethod
-    def of(cls, folder: Path, capture: Capture) -> Slot:
-        return cls(folder, capture.term, capture.rank, capture.slot)
+    def of(cls, folder: Path, snapshot: Snapshot) -> Slot:
+        return cls(folder, snapshot.term, snapshot.rank, snapshot.slot)
 
     def withdraw(self) -> None:
-        """Take back what was captured here, before its data is written over."""
+        """Invalidate the snapshot here, before its data is overwritten."""
         for file in (self.about, self.copied, self.sums):
             file.unlink(missing_ok=True)
 
     def map(self, size: int) -> mmap.mmap:
-        """Map the data into memory, with so many bytes that can be written.
+        """Map the data into memory, with `size` writable bytes.
 
         Raises:
             OSError: there is no room for them.
@@ -130,55 +130,55 @@ class Slot:
             os.posix_fallocate(f.fileno(), 0, max(size, 1))  # else a write without room is a SIGBUS
             return mmap.mmap(f.fileno(), max(size, 1))
 
-    def publish(self, capture: Capture) -> None:
-        """Say that the data is whole."""
-        _write(self.about, capture.described())
+    def publish(self, snapshot: Snapshot) -> None:
+        """Mark the data as whole."""
+        _write(self.about, snapshot.described())
 
-    def capture(self) -> Capture | None:
-        """Return what was captured here, if its data is whole; None also for a description that is damaged."""
+    def snapshot(self) -> Snapshot | None:
+        """Return the snapshot here, if its data is whole; None also if its description is damaged."""
         try:
             expected, _, text = self.about.read_text().partition("\n")
         except (FileNotFoundError, UnicodeDecodeError):
             return None
         if checksum(text.encode()) != expected:
             return None
-        capture = Capture.from_json(text)
-        return capture if Slot.of(self.about.parent, capture).about == self.about else None
+        snapshot = Snapshot.from_json(text)
+        return snapshot if Slot.of(self.about.parent, snapshot).about == self.about else None
 
-    def seal(self, capture: Capture, threads: int = 1) -> dict[str, str] | None:
-        """Write and return the checksums of what was captured here; None if it was withdrawn meanwhile."""
+    def seal(self, snapshot: Snapshot, threads: int = 1) -> dict[str, str] | None:
+        """Write and return the checksums of the snapshot here; None if it was withdrawn meanwhile."""
         with suppress(FileNotFoundError):
-            sums = self._checksums(capture, threads)
-            if self.about.read_text() == capture.described():
+            sums = self._checksums(snapshot, threads)
+            if self.about.read_text() == snapshot.described():
                 _write(self.sums, json.dumps(sums))
                 return sums
         return None
 
     def verify(self, threads: int = 1) -> list[str]:
-        """Name the tensors whose bytes are not those that were sealed, or what else is wrong; empty when whole.
+        """Return the names of tensors that differ from their sealed checksums, or another fault; empty if whole.
 
-        What was not sealed when its agent died is sealed now.
+        A snapshot that its agent had not sealed when it died is sealed now.
         """
         try:
-            capture = self.capture()
-            if capture is None:
+            snapshot = self.snapshot()
+            if snapshot is None:
                 return ["it was never whole"]
             if not self.sums.exists():
-                self.seal(capture, threads)
-            expected, sums = json.loads(self.sums.read_text()), self._checksums(capture, threads)
+                self.seal(snapshot, threads)
+            expected, sums = json.loads(self.sums.read_text()), self._checksums(snapshot, threads)
             return [name for name in expected.keys() | sums.keys() if expected.get(name) != sums.get(name)]
         except (OSError, ValueError, TypeError, AttributeError) as e:
             return [f"{type(e).__name__}: {e}"]
 
-    def _checksums(self, capture: Capture, threads: int) -> dict[str, str]:
-        """Return the sum of each tensor, and of the description of all."""
+    def _checksums(self, snapshot: Snapshot, threads: int) -> dict[str, str]:
+        """Return the checksum of each tensor, and of the description."""
         with self.data.open("rb") as data, ThreadPoolExecutor(threads) as several:
 
             def sum_of(entry: Entry) -> str:
                 return checksum_of_part(data.fileno(), entry.begin, entry.bytes)
 
-            sums = dict(zip((e.name for e in capture.entries), several.map(sum_of, capture.entries), strict=True))
-        return {**sums, "": checksum(capture.to_json().encode())}
+            sums = dict(zip((e.name for e in snapshot.entries), several.map(sum_of, snapshot.entries), strict=True))
+        return {**sums, "": checksum(snapshot.to_json().encode())}
 
 
 def _write(file: Path, text: str) -> None:
@@ -188,22 +188,22 @@ def _write(file: Path, text: str) -> None:
 
 
 def slots_in(folder: Path) -> Iterator[Slot]:
-    """Return the slots of a folder that hold a capture."""
+    """Yield the slots of a folder that hold a snapshot."""
     for file in folder.glob("*.json"):
         if name := _NAME.fullmatch(file.stem):
             yield Slot(folder, *map(int, name.groups()))
 
 
 def newest_in(folder: Path) -> tuple[int, int]:
-    """Return term and step of the newest capture in a node's folder, copies included; (-1, -1) for none."""
-    captures = (slot.capture() for where in (folder, folder / COPIES) for slot in slots_in(where))
-    return max(((c.term, c.step) for c in captures if c is not None), default=(-1, -1))
+    """Return term and step of the newest snapshot in a node's folder, copies included; (-1, -1) for none."""
+    snapshots = (slot.snapshot() for where in (folder, folder / COPIES) for slot in slots_in(where))
+    return max(((c.term, c.step) for c in snapshots if c is not None), default=(-1, -1))
 
 
 def forget_before(folder: Path, term: int, but: Collection[str] = ()) -> None:
-    """Remove captures of older rounds, copies of other nodes' among them, but for those named `but`."""
+    """Remove snapshots of older rounds, copies of other nodes' included, except those named in `but`."""
     for where in (folder, folder / COPIES):
-        for file in where.glob("*"):  # nothing, where somebody has removed the folder
+        for file in where.glob("*"):  # none, if the folder was removed
             name = _NAME.match(file.name)
             is_kept = f"{f'{COPIES}/' if where != folder else ''}{file.name.partition('.')[0]}" in but
             if name and int(name[1]) < term and not is_kept:
@@ -211,12 +211,12 @@ def forget_before(folder: Path, term: int, but: Collection[str] = ()) -> None:
 
 
 def adopt_folder(memory: Path, run: RunDir) -> tuple[Path, IO[str]]:
-    """Return this node's folder of a submission, with the lock that says it is in use.
+    """Return this node's folder of a submission, with the lock that marks it as in use.
 
-    What an agent that has died left here is adopted; else `remove_left` makes room.
+    The folder of an agent that has died is adopted; otherwise `remove_left` makes room for a new one.
 
     Raises:
-        OSError: nothing can be made there.
+        OSError: no folder can be made there.
     """
     if not memory.is_dir():
         raise NotADirectoryError(f"checkpoint.memory.dir={memory} is not a folder on this machine")
@@ -231,10 +231,10 @@ def adopt_folder(memory: Path, run: RunDir) -> tuple[Path, IO[str]]:
 
 
 def restore_folder(folder: Path, run: RunDir) -> IO[str] | None:
-    """Make a node's folder again if somebody has removed it, as what empties /dev/shm does. Returns its new lock.
+    """Make a node's folder again if it was removed, as a cleanup of /dev/shm does. Returns its new lock.
 
     Raises:
-        OSError: nothing can be made there.
+        OSError: no folder can be made there.
     """
     lock = folders.make_at(folder) if not folder.exists() else None
     _furnish(folder, run)
@@ -247,9 +247,9 @@ def _furnish(folder: Path, run: RunDir) -> None:
 
 
 def remove_left(memory: Path, run: RunDir) -> None:
-    """Remove from a node what nobody restarts from, of any run; for lack of room, also what jobs that wait have left.
+    """Remove a node's snapshots of any run that no job will restart from; if room is short, also those of waiting jobs.
 
-    A job may wait in a queue for days, so age says nothing.
+    A job may wait in a queue for days, so age is no criterion.
     """
     mine, left = folders.owned(memory, _name(run)), dict[Path, tuple[bool, float, IO[str]]]()
     for folder in folders.owned(memory, "memory"):
@@ -263,12 +263,12 @@ def remove_left(memory: Path, run: RunDir) -> None:
 
 
 def _name(run: RunDir) -> str:
-    """Return how names of folders of a run's newest submission begin."""
+    """Return the prefix of the folder names of a run's newest submission."""
     return f"{folders.snapshots_of(run)}-{run.submission}"
 
 
 def _may_be_needed(folder: Path) -> bool:
-    """Whether a job may restart from what a folder holds; not when its run is gone, over, or was submitted again."""
+    """Whether a job may restart from a folder: not if its run was removed, is over, or was submitted again."""
     try:
         run = RunDir((folder / _RUN).read_text())
         is_gone = run.path.parent.is_dir() and not run.path.exists()
@@ -279,35 +279,35 @@ def _may_be_needed(folder: Path) -> bool:
 
 
 class Found(NamedTuple):
-    """A capture that a node holds."""
+    """A snapshot that a node holds."""
 
     term: int
-    rank: int  # that captured it
+    rank: int  # that took it
     slot: int
     step: int
     world_size: int
     shard_group: int
     is_whole: bool
     is_copy: bool
-    holder: int  # the rank that speaks for the node now
+    holder: int  # the rank that leads the node now
     samples: int
 
     @classmethod
-    def of(cls, capture: Capture, is_copy: bool, holder: int) -> Found:
-        c = capture
+    def of(cls, snapshot: Snapshot, is_copy: bool, holder: int) -> Found:
+        c = snapshot
         sharding = (c.world_size, c.shard_group, c.is_whole)
         return cls(c.term, c.rank, c.slot, c.step, *sharding, is_copy, holder, c.samples)
 
     @property
     def name(self) -> str:
-        """Return where its files are in the node's folder, without their suffixes."""
+        """Return the path of its files in the node's folder, without their suffixes."""
         return f"{COPIES}/" * self.is_copy + f"{self.term}-{self.rank}-{self.slot}"
 
 
 def newest_complete(found: Iterable[Found]) -> list[Found]:
-    """Choose the newest step of the newest round of which the nodes hold every shard; empty when they hold none.
+    """Choose the newest step, newest round first, of which the nodes hold every shard; empty if there is none.
 
-    Ranks at the same place of their shard group are replicas and have the same shards.
+    Ranks at the same place of their shard groups are replicas and have the same shards.
     """
     by_step: dict[tuple[int, int], list[Found]] = {}
     for one in found:
@@ -320,11 +320,11 @@ def newest_complete(found: Iterable[Found]) -> list[Found]:
 
 
 def lost_shards(found: Collection[Found], after: int, safe: int) -> tuple[int, str] | None:
-    """Return the newest step after `after` that was in memory, and what is lost of it; None when none is later.
+    """Return the newest step after `after` that was in memory, and what is lost of it; None if there is none.
 
     Args:
-        safe: the newest step that was safe when the round before ended: of a step that no node has a part of, nothing
-            else is known.
+        safe: the newest step that was safe when the last round ended: all that is known of a step of which no node has
+            a part.
     """
     instead = "an older checkpoint is read" if after > 0 else "there is no older checkpoint"
     newest = max((one for one in found if one.step > after), key=lambda one: (one.term, one.step), default=None)
@@ -335,4 +335,4 @@ def lost_shards(found: Collection[Found], after: int, safe: int) -> tuple[int, s
     missing = sorted({*range(newest.shard_group)} - {one.rank % newest.shard_group for one in same})
     shards = listed([*map(str, missing)], most=8)
     what = f"no node has its shards {shards} of {newest.shard_group} whole in memory any more"
-    return newest.step, f"step {newest.step} was captured, and {what}: {instead}"
+    return newest.step, f"of step {newest.step} there was a snapshot, and {what}: {instead}"

@@ -1,8 +1,8 @@
-"""Snapshots in the nodes' memory: each rank captures its shards there every few steps.
+"""Snapshots in the nodes' memory: each rank copies its shards there every few steps.
 
-The agent seals captures with checksums and copies them to another node (`node.py`); `slots.py` has the files. Ranks
-agree before each update; a rank whose last capture is not yet sealed and copied vetoes the next one. So one of the two
-slots always holds a step that all nodes have.
+The agent seals snapshots with checksums and copies them to another node (`node.py`); `slots.py` has the files. Ranks
+agree before each update; a rank whose last snapshot is not yet sealed and copied vetoes the next one. So one of the
+two slots always holds a step that all nodes have.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from torch import Tensor
 from fsdp_jobs.checkpoints.checkpointer import Checkpointer
 from fsdp_jobs.checkpoints.state import RANDOM
 from fsdp_jobs.checkpoints.tensors import CHANGED, Unchanged, is_as_planned, local
-from fsdp_jobs.checkpoints.tiers import Snapshots
+from fsdp_jobs.checkpoints.tiers import SnapshotTier
 from fsdp_jobs.config.keys import AUTO
 from fsdp_jobs.run.agreement import known_here
 from fsdp_jobs.run.env import MEMORY_ENV, TERM_ENV
 from fsdp_jobs.run.table import listed
-from fsdp_jobs.tiers.memory.slots import Capture, Entry, Slot, forget_before
+from fsdp_jobs.tiers.memory.slots import Entry, Slot, Snapshot, forget_before
 from fsdp_jobs.tiers.memory.tensors import address_of, entry_of, view
 
-_DUE, _BUSY = 1, 2  # votes; the highest counts
-_AUTO_COST = 0.01  # of the time of training, that captures may take
+_DUE, _BUSY = 1, 2  # votes; the highest wins
+_AUTO_COST = 0.01  # share of training time that snapshots may take
 _SLACK = 1 << 20  # bytes for random states and counters, whose size varies
-_AT_ONCE = 1 << 26  # bytes of a capture, up to which its slots are made while its step waits
+_AT_ONCE = 1 << 26  # bytes of a snapshot, up to which its slots are made while its step waits
 _PAGE = 4096
 
 
-class Captures(Snapshots):
-    """One rank's captures."""
+class Snapshots(SnapshotTier):
+    """One rank's snapshots."""
 
     def __init__(self, checkpoints: Checkpointer, folder: Path):
         """`folder` is the node's."""
@@ -52,36 +52,36 @@ class Captures(Snapshots):
         self.leads = os.environ["LOCAL_RANK"] == "0"
         is_one_node = self.ranks.world == int(os.environ["LOCAL_WORLD_SIZE"])
         self._has_replica = self.layout.replicas > 1 and not is_one_node  # on another node
-        self._group = dist.new_group(backend="gloo")  # votes must not meet the collectives of saves
-        self._ballot = torch.zeros(2, dtype=torch.int32)  # a vote, and whether a newest capture was withdrawn
+        self._group = dist.new_group(backend="gloo")  # keeps votes apart from the collectives of saves
+        self._ballot = torch.zeros(2, dtype=torch.int32)  # a vote, and whether a newest snapshot was withdrawn
         self._voting: dist.Work | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="capture", initializer=self._use_device)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot", initializer=self._use_device)
         self._copying: Future[None] | None = None
         self._stream = torch.cuda.Stream(self.state.device) if self.state.device.type == "cuda" else None
         self._maps: dict[int, mmap] = {}  # slot -> its data
         self._newest: Slot | None = None
-        self._captures = 0  # in this round
-        self._number = 1  # of the slot of the newest
-        self.step = -1  # the newest that is known to be with all nodes
-        self._captured_step = -1
-        self._copies_first = False  # something changes the state while steps do not wait for its copy
+        self._snapshots = 0  # in this round
+        self._number = 1  # of the newest one's slot
+        self.step = -1  # the newest that all nodes are known to have
+        self._snapshot_step = -1
+        self._copies_first = False  # steps wait for copies, because something changed the state during one
         self.done = 0  # steps
-        self._since, self._cost_s = time.monotonic(), 0.0  # after the newest capture, and of it
-        self._taken_s = 0.0  # of that cost
+        self._since, self._cost_s = time.monotonic(), 0.0  # when the newest snapshot began, and its cost
+        self._taken_s = 0.0  # reported part
 
     @classmethod
     def of_rank(cls, checkpoints: Checkpointer) -> Self | None:
-        """Return this rank's, if its agent keeps a folder for them."""
+        """Return this rank's snapshots, if its agent keeps a folder for them."""
         folder = os.environ.get(MEMORY_ENV)
         return cls(checkpoints, Path(folder)) if folder else None
 
     def _use_device(self) -> None:
-        """Make this rank's GPU the one of a new thread, whose own would be the first."""
+        """Select this rank's GPU in a new thread, which would use the first otherwise."""
         if self._stream is not None:
             torch.cuda.set_device(self.state.device)
 
     def before_update(self) -> None:
-        """Wait until what is being captured has been read, and vote."""
+        """Wait until the snapshot under way has read the state, and vote."""
         self.settle()
         if self._voting is None:
             is_busy = self._newest is not None and not self._newest.copied.exists()
@@ -101,17 +101,17 @@ class Captures(Snapshots):
 
     def _is_due(self) -> bool:
         if self.done < (replayed := known_here().replayed):
-            return self.done + 1 == replayed  # which must not be missed because of another
-        if not self._captures:
-            return True  # what a lost node had is copied again at once
+            return self.done + 1 == replayed  # no other snapshot may make a rank busy there
+        if not self._snapshots:
+            return True  # at once, to replace the copies of a lost node
         if self.every_steps != AUTO:
             every = int(self.every_steps)
-            return (self.done + 1) // every > self._captured_step // every  # the same steps in every round
+            return (self.done + 1) // every > self._snapshot_step // every  # the same steps in every round
         return self._cost_s <= _AUTO_COST * (time.monotonic() - self._since)
 
     def after_step(self, step: int, samples: int, stream: dict[str, Any] | None, record: Callable[[], None]) -> None:
-        """Begin to capture the state after `step` steps, if none was busy and it is time to."""
-        self.before_update()  # where the optimizer made no update
+        """Begin a snapshot of the state after `step` steps, if no rank is busy and one is due."""
+        self.before_update()  # in case the optimizer made no update
         assert self._voting is not None
         self._voting.wait()
         self._voting, self.done = None, step
@@ -119,26 +119,26 @@ class Captures(Snapshots):
         if vote != _DUE:
             return
         begin = time.perf_counter()
-        if self._captures == 1 and self.leads:
-            forget_before(self.folder, self.term)  # every node has the first capture of this round
         if not is_lost:  # else its slots are free, on all ranks
+            if self._snapshots and self.leads:
+                forget_before(self.folder, self.term)  # every node has a snapshot of this round
             self._number = 1 - self._number
-            self.step = self._captured_step
-        tensors, objects = self.state.to_capture()  # may have the optimizer call `before_update`
+            self.step = self._snapshot_step
+        tensors, objects = self.state.to_save()
         slot = self._newest = self._slot(self._number)
         with torch.no_grad():  # else each `to_local` is recorded, which takes 20 times as long
             size = sum(local(tensor).nbytes for tensor in tensors.values())
         if size > _AT_ONCE and step != known_here().replayed and not self._has_room(size):
             self._thread.submit(self._make_room, slot, step, size)
             return
-        self._captured_step = step
+        self._snapshot_step = step
         mine = self.term, self.ranks.rank, self._number
-        about = partial(Capture, *mine, step, samples, self.ranks.world, stream=copy.deepcopy(stream))
+        about = partial(Snapshot, *mine, step, samples, self.ranks.world, stream=copy.deepcopy(stream))
         updated = torch.cuda.current_stream().record_event() if self._stream is not None else None
         unchanged = Unchanged(tensors)
         args = (about, tensors, copy.deepcopy(objects), updated, unchanged, record)
         self._copying = self._thread.submit(self._copy, slot, *args)
-        self._captures += 1
+        self._snapshots += 1
         self._since, self._cost_s, self._taken_s = time.monotonic(), time.perf_counter() - begin, 0.0
         if self._copies_first:
             self.settle()
@@ -150,15 +150,15 @@ class Captures(Snapshots):
         return len(self._maps) == 2 and min(map(len, self._maps.values())) >= size
 
     def _make_room(self, newest: Slot, step: int, size: int) -> None:
-        """Map both slots in place of a capture, so that no step waits for it; in a thread.
+        """In a thread: map both slots instead of taking a snapshot, so that no step waits for it.
 
-        `newest` stays without a description, so all ranks take this capture for one that was withdrawn.
+        `newest` stays without a description, so all ranks treat this snapshot as withdrawn.
         """
         newest.withdraw()
         try:
             for number in (0, 1):
                 data = self._map(self._slot(number), number, size)
-                torch.frombuffer(data, dtype=torch.uint8)[::_PAGE].sum()  # has the kernel map the pages
+                torch.frombuffer(data, dtype=torch.uint8)[::_PAGE].sum()  # makes the kernel map the pages
         except OSError as e:
             self._give_up(step, size, e)
         else:
@@ -167,16 +167,16 @@ class Captures(Snapshots):
     def _copy(
         self,
         slot: Slot,
-        about: Callable[[int, list[Entry]], Capture],
+        about: Callable[[int, list[Entry]], Snapshot],
         tensors: dict[str, Tensor],
         objects: dict[str, Any],
         updated: torch.cuda.Event | None,
         unchanged: Unchanged,
         record: Callable[[], None],
     ) -> None:
-        """Fill the slot and say that it is whole; in a thread. On a GPU the copy follows the event `updated`.
+        """In a thread: fill the slot, and publish it. On a GPU the copy follows the event `updated`.
 
-        When it does not fit, no further step of this round is captured, and training continues.
+        If it does not fit, this round takes no further snapshots, and training continues.
         """
         slot.withdraw()
         parts = tensors | self.state.packed(objects)
@@ -187,35 +187,35 @@ class Captures(Snapshots):
             entry_of(name, part, not has_replica or name.startswith(RANDOM), name in same)
             for name, part in parts.items()
         ]
-        capture = about(self.layout.shard_group if is_plans else self.ranks.world, entries).placed()
+        snapshot = about(self.layout.shard_group if is_plans else self.ranks.world, entries).placed()
         try:
-            self._fill(self._map(slot, capture.slot, capture.size), capture, list(parts.values()), updated)
+            self._fill(self._map(slot, snapshot.slot, snapshot.size), snapshot, list(parts.values()), updated)
         except OSError as e:
-            self._give_up(capture.step, capture.size, e)
+            self._give_up(snapshot.step, snapshot.size, e)
             return
         if changed := unchanged.changed():
             self._copies_first = True
-            slot.copied.touch()  # without a description: all ranks take it for one that was withdrawn
-            self.tell(capture.step, f"no capture of step {capture.step}: {CHANGED.format(listed(changed, 3))}")
+            slot.copied.touch()  # without a description: all ranks treat it as withdrawn
+            self.tell(snapshot.step, f"no snapshot of step {snapshot.step}: {CHANGED.format(listed(changed, 3))}")
             return
         record()
         try:
-            slot.publish(capture)
+            slot.publish(snapshot)
         except OSError as e:
-            self._give_up(capture.step, capture.size, e)
+            self._give_up(snapshot.step, snapshot.size, e)
 
     def _give_up(self, step: int, size: int, error: OSError) -> None:
-        """Say that there is no room: without its description nobody takes a slot for whole."""
+        """Report that there is no room: without a description the slot does not count as whole."""
         self.tell(
             step,
-            f"no step is captured until the next round: {self.folder}: {error.strerror}; each of a rank's two "
-            f"captures takes {size / 1e9:.3g} GB. Set checkpoint.memory.dir to a larger file system in "
+            f"no more snapshots until the next round: {self.folder}: {error.strerror}; each of a rank's two "
+            f"snapshots takes {size / 1e9:.3g} GB. Set checkpoint.memory.dir to a larger file system in "
             "memory, enlarge /dev/shm, or set checkpoint.memory.every_steps=0.",
         )
 
-    def _fill(self, data: mmap, capture: Capture, parts: list[Tensor], updated: torch.cuda.Event | None) -> None:
-        """Copy tensors to where the capture has them."""
-        filled = [(entry, part) for entry, part in zip(capture.entries, parts, strict=True) if entry.bytes]
+    def _fill(self, data: mmap, snapshot: Snapshot, parts: list[Tensor], updated: torch.cuda.Event | None) -> None:
+        """Copy tensors to their places in the snapshot."""
+        filled = [(entry, part) for entry, part in zip(snapshot.entries, parts, strict=True) if entry.bytes]
         with torch.cuda.stream(self._stream):  # does nothing for None
             if updated is not None:
                 updated.wait()
@@ -225,7 +225,7 @@ class Captures(Snapshots):
             self._stream.synchronize()
 
     def _map(self, slot: Slot, number: int, size: int) -> mmap:
-        """Map a slot once, and let the GPU write there directly. What it holds stays there.
+        """Map a slot once, and let the GPU write there directly. Its contents stay.
 
         Raises:
             OSError: there is no room.

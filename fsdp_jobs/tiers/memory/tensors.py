@@ -1,4 +1,4 @@
-"""Captures as tensors: description, memory, and metadata for DCP's planner."""
+"""Snapshots as tensors: description, memory, and metadata for DCP's planner."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fsdp_jobs.checkpoints.tensors import local
-from fsdp_jobs.tiers.memory.slots import Capture, Entry
+from fsdp_jobs.tiers.memory.slots import Entry, Snapshot
 
 
 def entry_of(name: str, tensor: Tensor, is_alone: bool, is_replicated: bool) -> Entry:
@@ -39,16 +39,16 @@ def entry_of(name: str, tensor: Tensor, is_alone: bool, is_replicated: bool) -> 
 class Place(NamedTuple):
     """Where a part of a tensor is."""
 
-    name: str  # of the capture
+    name: str  # of the snapshot
     entry: Entry
 
 
-def metadata_of(captures: dict[str, Capture]) -> Metadata:
-    """Describe captures as DCP's planner wants it; of parts that several have, the first one's."""
+def metadata_of(snapshots: dict[str, Snapshot]) -> Metadata:
+    """Describe snapshots for DCP's planner; a part that several hold is read from the first."""
     tensors: dict[str, TensorStorageMetadata] = {}
     places: dict[MetadataIndex, Place] = {}
-    for name, capture in captures.items():
-        for entry in capture.entries:
+    for name, snapshot in snapshots.items():
+        for entry in snapshot.entries:
             about = TensorProperties(dtype=getattr(torch, entry.dtype))
             tensor = tensors.setdefault(entry.name, TensorStorageMetadata(about, torch.Size(entry.shape), []))
             index = MetadataIndex(entry.name, entry.offsets)
@@ -59,7 +59,7 @@ def metadata_of(captures: dict[str, Capture]) -> Metadata:
 
 
 def address_of(data: mmap) -> int:
-    """Return where a file is mapped to."""
+    """Return a mapped file's address."""
     return torch.frombuffer(data, dtype=torch.uint8).data_ptr()
 
 
@@ -70,11 +70,11 @@ def mapped(file: Path) -> mmap:
 
 
 def view(data: mmap, entry: Entry) -> Tensor:
-    """Return a tensor whose memory is that of the file."""
+    """Return a tensor that shares the mapped file's memory."""
     kind = getattr(torch, entry.dtype)
     return torch.frombuffer(data, dtype=kind, count=math.prod(entry.sizes), offset=entry.begin).view(entry.sizes)
 
 
 def part_of(data: mmap, entry: Entry, item: ReadItem) -> Tensor:
-    """Return the part of a captured tensor that an item of DCP's plan reads."""
+    """Return the part of a snapshot's tensor that an item of DCP's plan reads."""
     return narrow_tensor_by_index(view(data, entry), item.storage_offsets, item.lengths)

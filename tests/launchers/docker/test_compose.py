@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 _PROJECT = "fsdp-compose-test"
 _SLURM_IMAGE = "fsdp_jobs-test-slurm"
 _TASK = ("optim.decay_steps=1000", "data.global_batch=12")
-_JOB = ("nodes=1:4", "nproc_per_node=1", "steps=100000", "elastic.join_window_s=4", *TINY, *_TASK)
+_JOB = ("nodes=1:3", "nproc_per_node=1", "steps=100000", "elastic.join_window_s=4", *TINY, *_TASK)
 
 
 def compose(*args: str, image: str, job: tuple[str, ...] = _JOB) -> str:
@@ -37,9 +37,9 @@ def compose(*args: str, image: str, job: tuple[str, ...] = _JOB) -> str:
 
 @pytest.fixture
 def services(image: str) -> Iterator[Watched]:
-    """The services up with three nodes, and their run as this machine sees it; taken down at the end."""
+    """The services up with two nodes, and their run as this machine sees it; taken down at the end."""
     try:
-        compose("up", "--detach", "--scale", "node=3", image=image)
+        compose("up", "--detach", "--scale", "node=2", image=image)
         volume = docker("volume", "inspect", "--format", "{{.Mountpoint}}", f"{_PROJECT}_runs")
         yield Watched(RunDir(Path(volume) / "job"))
     finally:
@@ -68,11 +68,11 @@ def test_services_scale_heal_and_go_on(services: Watched, image: str, tmp_path: 
 
         services.until(there, f"a step on {nodes} nodes", 150)
 
-    until_nodes(3)
-    compose("up", "--detach", "--scale", "node=2", image=image)
     until_nodes(2)
-    compose("up", "--detach", "--scale", "node=4", image=image)
-    until_nodes(4)
+    compose("up", "--detach", "--scale", "node=1", image=image)
+    until_nodes(1)
+    compose("up", "--detach", "--scale", "node=3", image=image)
+    until_nodes(3)
     coordinator = docker("ps", "--quiet", "--filter", f"name={_PROJECT}[_-]coordinator")
     pid = int(docker("inspect", "--format", "{{.State.Pid}}", coordinator))
     assert pid > 1
@@ -80,7 +80,7 @@ def test_services_scale_heal_and_go_on(services: Watched, image: str, tmp_path: 
     services.until(lambda: bool(services.events("adopted")), "the coordinator is started again, and adopts the round")
 
     healthy = ("ps", "--quiet", "--filter", f"name={_PROJECT}", "--filter", "health=healthy")
-    services.until(lambda: len(docker(*healthy).split()) == 5, "everybody is healthy", 60)
+    services.until(lambda: len(docker(*healthy).split()) == 4, "everybody is healthy", 60)
     said = docker("exec", coordinator, "fsdp-jobs", "cancel", "job", check=False)  # ends with its container
     assert "job stopped: cancelled; saved at step" in said, said
     verdict = Verdict.read(services.run, services.run.last_attempt())
@@ -95,7 +95,7 @@ def test_services_scale_heal_and_go_on(services: Watched, image: str, tmp_path: 
     assert losses == pytest.approx(undisturbed_losses(tmp_path, 1, 1, *_TASK, f"steps={len(losses)}"), rel=1e-5)
 
     rest = tuple(f"steps={reached + 10}" if o.startswith("steps=") else o for o in _JOB)
-    compose("up", "--detach", "--scale", "node=2", image=image, job=rest)
+    compose("up", "--detach", "--scale", "node=1", image=image, job=rest)
     services.until(lambda: services.step() == reached + 10, "the rest of the steps", 150)
     assert services.events("resumed")[-1]["step"] == reached
 

@@ -15,7 +15,7 @@ from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.verdict import Verdict
 from tests.jobs import ROOT, Watched, cli
 from tests.launchers.docker.daemon import SECRET, docker
-from tests.world import TINY, tiny_for, undisturbed_losses
+from tests.world import TINY_TASK, tiny_for, undisturbed_losses
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -29,6 +29,10 @@ _SOON = (
 )
 
 
+# A job that is only to be kept alive: see tests.world.PACED. Containers see a copy of the folder it is submitted from.
+PACED = ("model=custom", "model._target_=own_models.paced", "model.wrap_classes=[Block]")
+
+
 class DockerJob(Watched):
     """A detached job in containers."""
 
@@ -36,6 +40,7 @@ class DockerJob(Watched):
         super().__init__(RunDir(folder / "runs" / name))
         self.folder, self.name = folder, name
         where = ("cluster=docker", f"cluster.image={image}", f"name={name}", "attach=false")
+        shutil.copy(ROOT / "tests" / "models.py", folder / "own_models.py")
         done = cli(folder, *where, *(tiny_for(overrides) if tiny else ()), *overrides)
         assert done.returncode == 0, done.stdout + done.stderr
 
@@ -92,9 +97,7 @@ def docker_job(folder: Path, name: str, image: str, *overrides: str, tiny: bool 
 
 
 def test_whatever_is_done_to_containers_the_losses_are_the_undisturbed_ones(image: str, tmp_path: Path) -> None:
-    shutil.copy(ROOT / "tests" / "models.py", tmp_path / "own_models.py")  # containers see a copy of this folder
-    model = ("model=custom", "model._target_=own_models.paced", "model.wrap_classes=[Block]")
-    task = ("steps=300", "checkpoint.every_steps=10", "data.global_batch=12", *model)
+    task = ("steps=300", "checkpoint.every_steps=10", "data.global_batch=12", *PACED)
     fleet = ("nodes=3", "nproc_per_node=2", "cluster.cpus=1", *_SOON)
     with docker_job(tmp_path, "chaos", image, *fleet, *task) as job:
         job.until_step(15)
@@ -129,13 +132,13 @@ def test_whatever_is_done_to_containers_the_losses_are_the_undisturbed_ones(imag
 
 def test_verbs_and_what_a_job_leaves(image: str, tmp_path: Path) -> None:
     (name, secret) = next(iter(SECRET.items()))
-    task = ("nodes=2", "nproc_per_node=1", "steps=100000", f"cluster.pass_env=[{name}]")
+    task = ("nodes=2", "nproc_per_node=1", "steps=100000", f"cluster.pass_env=[{name}]", *PACED)
     with docker_job(tmp_path, "verbs", image, *task) as job:
         job.until_step(5)
         table = job.verb("status", "verbs")
         assert "running" in table and "2/2" in table
         assert "resumed" not in job.verb("logs", "verbs")
-        again = cli(tmp_path, "cluster=docker", f"cluster.image={image}", "name=verbs", *TINY, *task)
+        again = cli(tmp_path, "cluster=docker", f"cluster.image={image}", "name=verbs", *TINY_TASK, *task)
         assert again.returncode == 2 and "in use by the live job docker_fsdp://" in again.stderr + again.stdout
 
         seen = json.loads(docker("inspect", job.container("node-0")))[0]
@@ -161,7 +164,7 @@ def test_verbs_and_what_a_job_leaves(image: str, tmp_path: Path) -> None:
 def test_a_stopped_node_stays_away_until_it_is_started_and_a_stopped_coordinator_ends_the_job(
     image: str, tmp_path: Path
 ) -> None:
-    elastic = ("nodes=1:2", "nproc_per_node=1", "steps=100000", "elastic.join_window_s=3")
+    elastic = ("nodes=1:2", "nproc_per_node=1", "steps=100000", "elastic.join_window_s=3", *PACED)
     with docker_job(tmp_path, "stops", image, *elastic) as job:
         job.until_step(5)
         rounds = job.rounds()
@@ -184,7 +187,7 @@ def test_a_stopped_node_stays_away_until_it_is_started_and_a_stopped_coordinator
 def test_what_nobody_restarts_is_named_and_cancel_leaves_nothing_even_without_a_supervisor(
     image: str, tmp_path: Path
 ) -> None:
-    task = ("nodes=2", "nproc_per_node=1", "steps=100000", *_SOON)
+    task = ("nodes=2", "nproc_per_node=1", "steps=100000", *_SOON, *PACED)
     with docker_job(tmp_path, "alone", image, *task) as job:
         job.until_step(5)
         docker("rm", "--force", job.container("node-1"))

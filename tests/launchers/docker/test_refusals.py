@@ -21,7 +21,9 @@ import yaml
 from docker.errors import DockerException
 
 from fsdp_jobs.config.errors import BadInput
+from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.launchers.docker.containers import connect
+from fsdp_jobs.launchers.docker.validate import _gpus
 from tests.jobs import cli, environment, hear_ctrl_c
 from tests.launchers.docker.daemon import docker
 
@@ -70,6 +72,16 @@ def test_doctor_says_whether_the_image_works(image: str, tmp_path: Path) -> None
     none = cli(tmp_path, "doctor", "cluster=docker", "cluster.image=nobody/has-this:1", "hardware=h100")
     assert none.returncode == 1 and "this Docker has no such image" in none.stdout, none.stdout
     assert "the job needs 16 GPUs, one per rank; this machine has" in none.stdout, none.stdout
+
+
+def test_gpus_need_nvidias_runtime_or_its_hook_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = compose_job(["cluster=docker", "nodes=1", "nproc_per_node=2", "hardware=h100"])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (problem,) = _gpus(config, {"Runtimes": {"runc": {}}}, ["0", "1"])
+    assert "nvidia-container-toolkit" in problem.instead
+    (tmp_path / "nvidia-container-runtime-hook").touch(mode=0o755)
+    assert not [*_gpus(config, {"Runtimes": {"runc": {}}}, ["0", "1"])], "the toolkit, with no runtime configured"
+    assert [*_gpus(config, {"Runtimes": {"nvidia": {}}}, ["0"])], "a GPU too few"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

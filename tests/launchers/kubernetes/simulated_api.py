@@ -109,6 +109,7 @@ class SimulatedApi:
         self.instead: tuple[int, str, int] | None = None  # status, body and bytes cut off it: what a proxy may answer
         self.requests: list[str] = []
         self.latency_s = 0.0
+        self.ahead_s = 0.0  # the server's clock, of this machine's
         self._served: list[tuple[float, float]] = []  # begin and end of each request
         self.on_delete: Callable[[Object, int | None], bool] = lambda _body, _grace: True
         self.log_of: Callable[[Object, bool], Iterator[tuple[float, bytes]]] = lambda _pod, _follow: iter(())
@@ -288,6 +289,10 @@ def _merge(body: Object, patch: Object) -> None:
 def _handler(api: SimulatedApi) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+
+        def date_time_string(self, timestamp: float | None = None) -> str:
+            return super().date_time_string((timestamp or time.time()) + api.ahead_s)
+
         disable_nagle_algorithm = True  # as the real server: else each answer waits 40 ms for the client's kernel
 
         def _serve(self) -> None:
@@ -334,7 +339,7 @@ def _handler(api: SimulatedApi) -> type[BaseHTTPRequestHandler]:
             self.send_response(200)
             self.send_header("Transfer-Encoding", "chunked")
             self.end_headers()
-            oldest = time.time() - float(query.get("sinceSeconds", 1e9))
+            oldest = time.time() + api.ahead_s - float(query.get("sinceSeconds", 1e9))
             lines = (line for at, line in api.log_of(pod, query.get("follow") == "true") if at >= oldest)
             for chunk in itertools.chain(lines, [b""]):
                 self.wfile.write(f"{len(chunk):x}\r\n".encode() + chunk + b"\r\n")

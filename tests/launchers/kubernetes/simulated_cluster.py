@@ -341,7 +341,8 @@ class SimulatedCluster:
             said = (process.folder / "termination").read_text()
             if not said and code:  # FallbackToLogsOnError. Seen: a broken image's traceback is there
                 said = process.log.read_text(errors="replace")[-2048:]
-            ended = {"exitCode": code, "reason": "Completed" if code == 0 else "Error", "message": said}
+            reason = "Completed" if code == 0 else "Error"
+            ended = {"exitCode": code, "reason": reason, "message": said, "finishedAt": now()}
             pod["status"]["containerStatuses"][0]["state"] = {"terminated": ended}
             pod["status"]["phase"] = "Failed" if code else "Succeeded"
 

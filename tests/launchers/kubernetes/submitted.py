@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +18,6 @@ class Submitted(Watched):
 
     def until_true(self, true: Callable[[], bool], what: str, seconds: float = 180) -> None:
         def asked() -> bool:
-            time.sleep(0.5)  # a user does not ask more often
             describe([self.run.read_job()["handle"]])
             return true()
 

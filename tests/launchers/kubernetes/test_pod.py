@@ -30,6 +30,9 @@ class Logs:
     def log(self, name: str, _container: str, _since_s: int | None) -> Iterator[str]:
         yield from self.lines[name]
 
+    def time(self) -> float:
+        return 0.0
+
     def pod(self, name: str, state: str = "running") -> dict[str, object]:
         statuses = [{"name": "coordinator", "state": {state: {}}}]
         labels = {"fsdp-jobs/role": "coordinator"}

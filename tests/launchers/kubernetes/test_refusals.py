@@ -6,9 +6,9 @@ import copy
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import yaml
@@ -19,11 +19,11 @@ from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.control.placement import ConnectedAgent, RoundPlanner, known_places
 from fsdp_jobs.launchers.kubernetes import scheduler
 from fsdp_jobs.launchers.kubernetes.scheduler import KubernetesLauncher
-from fsdp_jobs.launchers.state import State
 from fsdp_jobs.plan.plan import Plan
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.processes import free_port
+from fsdp_jobs.run.state import State
 from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit import submit as submission
@@ -33,18 +33,6 @@ from tests.launchers.kubernetes.simulated_api import TOKEN, Object, Refused, Sim
 
 JOB = ("cluster=kubernetes", "cluster.image=registry.example/fsdp-jobs:1", "cluster.claim=runs", "name=x")
 JOB_NAME = "batch.kubernetes.io/job-name"
-
-
-@pytest.fixture
-def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedApi]:
-    simulated = SimulatedApi()
-    modes = {"spec": {"accessModes": ["ReadWriteMany"]}, "metadata": {"name": "runs"}}
-    simulated.put("", "persistentvolumeclaims", {"kind": "PersistentVolumeClaim", **modes})
-    monkeypatch.setenv("KUBECONFIG", str(simulated.write_kubeconfig(tmp_path / "kubeconfig")))
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.chdir(tmp_path)
-    yield simulated
-    simulated.close()
 
 
 def refused(*overrides: str) -> str:
@@ -74,6 +62,10 @@ def _read_only_claim(api: SimulatedApi) -> None:
     api.objects["/persistentvolumeclaims", "runs"]["spec"]["accessModes"] = ["ReadOnlyMany"]
 
 
+def _claim_of_one_pod(api: SimulatedApi) -> None:
+    api.objects["/persistentvolumeclaims", "runs"]["spec"]["accessModes"] = ["ReadWriteOncePod"]
+
+
 def _kueue(api: SimulatedApi) -> None:
     api.groups["kueue.x-k8s.io"] = "v1beta2"
     api.put("kueue.x-k8s.io", "localqueues", {"kind": "LocalQueue", "metadata": {"name": "research"}})
@@ -94,6 +86,7 @@ CASES: dict[str, tuple[Callable[[SimulatedApi], Any], list[str], list[str]]] = {
     ),
     "claim": (lambda _: None, ["cluster.claim=nope"], ["cluster.claim=nope: there is no such claim in namespace team"]),
     "claim's mode": (_read_only_claim, [], ["ReadOnlyMany only", "ReadWriteMany"]),
+    "claim of one pod": (_claim_of_one_pod, ["nodes=1"], ["ReadWriteOncePod only", "ReadWriteMany"]),
     "jobset": (lambda _: None, ["cluster.workload=jobset"], ["no JobSet.jobset.x-k8s.io", "cluster.workload=job"]),
     "volcano": (lambda _: None, ["cluster.workload=volcano"], ["no Job.batch.volcano.sh", "cluster.workload=job"]),
     "kueue": (lambda _: None, ["cluster.queue=research"], ["Kueue is not installed", "leave cluster.queue out"]),
@@ -107,6 +100,28 @@ CASES: dict[str, tuple[Callable[[SimulatedApi], Any], list[str], list[str]]] = {
         _refuse("Pod", 'pods "x" is forbidden: failed quota: disk: must specify limits.ephemeral-storage for: trainer'),
         [],
         ["must specify limits.ephemeral-storage for: trainer", "cluster.pod_patch sets it for both containers"],
+    ),
+    "limit range": (
+        _refuse("Pod", 'pods "x" is forbidden: maximum cpu usage per Container is 2, but limit is 8'),
+        [],
+        ["maximum cpu usage per Container is 2", "cluster.cpus", "cluster.pod_patch"],
+    ),
+    "quota that is too small": (
+        _refuse(
+            "Pod",
+            'pods "x" is forbidden: exceeded quota: g, requested: requests.memory=64Gi,requests.nvidia.com/gpu=8, '
+            "used: requests.memory=1Gi,requests.nvidia.com/gpu=0, "
+            "limited: requests.memory=1Ti,requests.nvidia.com/gpu=4",
+        ),
+        [],
+        ["exceeded quota: g", "fewer nodes"],
+    ),
+    "a login plugin that has failed": (
+        _refuse(
+            "Job", 'jobs.batch is forbidden: User "system:anonymous" cannot create resource "jobs" in API group "batch"'
+        ),
+        [],
+        ["not authenticated", "log in again"],
     ),
     "pod security": (
         _refuse("Pod", 'pods "x" is forbidden: violates PodSecurity "restricted:latest": hostNetwork'),
@@ -179,7 +194,7 @@ def test_what_is_no_answer_of_kubernetes(
     monkeypatch.setattr(scheduler, "_RETRIED_FOR_S", 0)
     api.instead = instead
     assert words in refused("name=y")
-    (described,) = describe([handle])
+    described = describe([handle])[handle]
     assert described.state is State.SILENT and words in described.message
 
 
@@ -279,6 +294,56 @@ def test_what_was_created_is_deleted_when_a_part_is_refused_after_all(api: Simul
     assert not job.run.job.exists()
 
 
+def test_a_job_waits_for_a_quota_that_others_use_now(api: SimulatedApi, caplog: pytest.LogCaptureFixture) -> None:
+    """A Job's controller tries to create pods again; one that would fit into the empty quota starts later."""
+    said = "requested: limits.cpu=64,requests.nvidia.com/gpu=8, used: limits.cpu=1,requests.nvidia.com/gpu=8, "
+    said += "limited: limits.cpu=1k,requests.nvidia.com/gpu=8"
+    _refuse("Pod", f'pods "x" is forbidden: exceeded quota: gpus, {said}')(api)
+    submission.submit(submission.prepare([compose_job(JOB)]), [JOB])
+    assert len(api.all("batch", "jobs")) == 2
+    assert "pods wait until others of the namespace have ended: exceeded quota: gpus, requested" in caplog.text
+
+
+def test_a_webhook_that_takes_no_dry_runs_keeps_no_job_out(api: SimulatedApi) -> None:
+    api.refuse = lambda _: Refused(400, 'admission webhook "inject.example" does not support dry run')
+    assert submission.prepare([compose_job(JOB)])[0].request.namespace == "team"
+
+
+def test_a_queue_that_the_user_may_not_list_is_taken_as_given(api: SimulatedApi) -> None:
+    _kueue(api)
+    api.denied |= {("list", "localqueues"), ("list", "workloads")}
+    submission.submit(submission.prepare([compose_job([*JOB, "cluster.queue=research"])]), [JOB])
+    assert all(job["spec"]["suspend"] for job in api.all("batch", "jobs"))
+
+
+def test_a_job_in_the_default_queue_of_its_namespace_is_started_by_the_queue(
+    api: SimulatedApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kueue's webhook puts Jobs that name no queue into the LocalQueue `default`, if the namespace has one."""
+
+    def put_into_queue(body: Object) -> None:
+        if body["kind"] == "Job":
+            body["metadata"].setdefault("labels", {})["kueue.x-k8s.io/queue-name"] = "default"
+            body["spec"]["suspend"] = True
+
+    api.refuse = put_into_queue  # type: ignore[assignment]
+    (job,) = submission.prepare([compose_job(JOB)])
+    (handle,) = submission.submit([job], [JOB])
+    assert all(body["spec"]["suspend"] is True for body in api.all("batch", "jobs"))
+    described = describe([handle])[handle]
+    assert (described.state, described.message) == (State.QUEUED, "waits in queue default")
+    assert KubernetesLauncher().find(job.run) == handle.rpartition("/")[2]
+    assert len(api.all("batch", "jobs")) == 2, "a job that waits is complete"
+
+
+def test_clusters_behind_one_server_are_told_apart(api: SimulatedApi) -> None:
+    """As Rancher's, which serves each cluster under a path."""
+    (handle,) = submission.submit(submission.prepare([compose_job(JOB)]), [JOB])
+    file = Path(os.environ["KUBECONFIG"])
+    api.write_kubeconfig(file, server=f"{api.url}/k8s/clusters/c-2")
+    assert describe([handle])[handle].state is State.SILENT
+
+
 def test_without_permission_to_create_pods_the_job_is_checked_all_the_same(api: SimulatedApi) -> None:
     api.denied.add(("create", "pods"))
     assert submission.prepare([compose_job(JOB)])[0].request.namespace == "team"
@@ -296,7 +361,7 @@ def test_a_jobset_is_started_when_all_of_it_is_there(api: SimulatedApi) -> None:
 
 def agent_on(node: int, host: str) -> ConnectedAgent:
     told = {"send": lambda _: None, "drop": lambda: None, "heard": 0.0}
-    return ConnectedAgent(node=node, host=host, address=host, nproc=8, switches=[], copies=0, id=host, **told)  # type: ignore[arg-type]
+    return ConnectedAgent(0, node, host, host, nproc=8, switches=(), copies=0, id=host, **told)  # type: ignore[arg-type]
 
 
 class TestMachines:
@@ -526,11 +591,12 @@ class TestWaiting:
         del logged[1]
         assert reason() == "", "what was logged before the round"
 
-    def end(self, api: SimulatedApi, app: str, message: str) -> None:
-        """The coordinator's pod ends with 1, and so its Job fails."""
-        ended = {"exitCode": 1, "reason": "Error", "message": message}
-        statuses = [{"name": "coordinator", "state": {"terminated": ended}}]
-        self.put_pod(api, app, {"phase": "Failed", "containerStatuses": statuses}, "coordinator")
+    def end(self, api: SimulatedApi, app: str, message: str, *more: Object, ago_s: float = 0) -> None:
+        """The coordinator's container ends with 1, and so its Job fails; `more` are other containers of its pod."""
+        ended = {"exitCode": 1, "reason": "Error", "message": message, "finishedAt": now(-ago_s)}
+        statuses = [*more, {"name": "coordinator", "state": {"terminated": ended}}]
+        phase = "Running" if more else "Failed"
+        self.put_pod(api, app, {"phase": phase, "containerStatuses": statuses}, "coordinator")
         root = api.objects["batch/jobs", app.partition(":")[2]]
         failed = {"type": "Failed", "status": "True", "reason": "PodFailurePolicy", "lastTransitionTime": now()}
         root["status"]["conditions"] = [failed]
@@ -575,6 +641,80 @@ class TestWaiting:
         assert len(api.all("batch", "jobs")) == 2
         KubernetesLauncher().cancel([app])  # once more
         assert len(api.all("batch", "jobs")) == 1
+
+    SIDECAR: ClassVar[Object] = {"name": "istio-proxy", "ready": True, "state": {"running": {}}}
+
+    def test_machines_are_given_back_although_what_admission_added_to_the_pods_runs_on(
+        self, api: SimulatedApi, app: str
+    ) -> None:
+        verdict = json.dumps({"verdict": "done", "decision": "stop", "reason": "all steps are done", "attempt": 0})
+        self.put_pod(api, app, {"phase": "Running", "containerStatuses": [self.SIDECAR]})
+        self.end(api, app, verdict, self.SIDECAR)
+        api.objects["batch/jobs", app.partition(":")[2]]["status"]["conditions"] = []  # its pod runs on
+        assert self.said(app) == (State.DONE, "all steps are done")
+        assert len(api.all("batch", "jobs")) == 2, "nodes end by themselves"
+        self.end(api, app, verdict, self.SIDECAR, ago_s=60)
+        api.objects["batch/jobs", app.partition(":")[2]]["status"]["conditions"] = []
+        assert self.said(app) == (State.DONE, "all steps are done")
+        assert [j["metadata"]["name"] for j in api.all("batch", "jobs")] == [app.partition(":")[2]]
+
+    def test_containers_that_admission_added_say_nothing_of_the_job(self, api: SimulatedApi, app: str) -> None:
+        ended = {"exitCode": 137, "reason": "Error", "message": '{"level": "error"}', "finishedAt": now()}
+        own = {"name": "coordinator", "ready": True, "state": {"running": {}}}
+        sidecar = {"name": "log-shipper", "ready": False, "state": {"terminated": ended}}
+        status = {"phase": "Running", "conditions": [{"type": "Ready", "status": "False"}]}
+        self.put_pod(api, app, {**status, "containerStatuses": [sidecar, own]}, "coordinator")
+        assert self.said(app) == (State.RUNNING, "")
+
+    def test_an_init_container_that_admission_added_and_that_cannot_start(self, api: SimulatedApi, app: str) -> None:
+        waiting = {"waiting": {"reason": "CreateContainerConfigError", "message": "runAsNonRoot and image has root"}}
+        init = {"initContainerStatuses": [{"name": "istio-init", "image": "i:1", "state": waiting}]}
+        self.put_pod(api, app, {"phase": "Pending", **init})
+        assert "cannot start: CreateContainerConfigError: runAsNonRoot" in self.said(app)[1]
+        ended = {"exitCode": 1, "reason": "Error", "message": "iptables: no permission\n"}
+        init = {"initContainerStatuses": [{"name": "istio-init", "state": {"terminated": ended}}]}
+        self.put_pod(api, app, {"phase": "Failed", **init})
+        assert "ended with 1 (Error): iptables: no permission" in self.said(app)[1]
+
+    def test_times_are_those_of_the_clusters_clock(self, api: SimulatedApi, app: str) -> None:
+        """This machine's clock is ten minutes ahead."""
+        api.ahead_s = -600
+        running = {"containerStatuses": [{"name": "coordinator", "ready": True, "state": {"running": {}}}]}
+        ends_soon = {"deletionTimestamp": now(-600), "finalizers": ["batch.kubernetes.io/job-tracking"]}
+        self.put_pod(api, app, {"phase": "Running", **running}, "coordinator", **ends_soon)
+        assert self.said(app) == (State.RUNNING, "")
+        assert KubernetesLauncher().replace_lost(app) == "" and len(api.all("", "pods")) == 1
+
+    def test_no_line_is_lost_when_this_machines_clock_is_set_back(
+        self, api: SimulatedApi, app: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        running = {"containerStatuses": [{"name": "coordinator", "ready": True, "state": {"running": {}}}]}
+        self.put_pod(api, app, {"phase": "Running", **running}, "coordinator")
+        here, line = time.time(), b'@metrics.jsonl:12 {"step": 1}\n'
+        lines: list[tuple[float, bytes]] = []
+        api.log_of = lambda _pod, _follow: iter(lines)
+        self.said(app)
+        lines.append((here + 30, line))
+        monkeypatch.setattr(time, "time", lambda: here - 500)
+        api.ahead_s = 600
+        self.said(app)
+        assert RunDir("runs/x").metrics.read_text() == '{"step": 1}\n'
+
+    def test_pods_of_others_with_the_same_label_are_left_alone(self, api: SimulatedApi, app: str) -> None:
+        body = {"metadata": {"name": "reader", "labels": {"app.kubernetes.io/name": "fsdp-jobs"}}, "spec": {}}
+        api.put("", "pods", body)["status"] = {"phase": "Running"}
+        assert [described is None for described in KubernetesLauncher().describe([app, "team:y-1"])] == [False, True]
+
+    def test_why_many_pods_wait_takes_no_more_requests(self, api: SimulatedApi, app: str) -> None:
+        for number in range(30):
+            status = {"phase": "Pending", "containerStatuses": []}
+            self.put_pod(api, app, status)
+            pod = api.objects["/pods", f"{app.partition(':')[2]}-node-0-abcde"]
+            pod["metadata"]["name"] = f"pod-{number}"
+            api.objects["/pods", f"pod-{number}"] = pod
+        api.requests.clear()
+        self.said(app)
+        assert len(api.requests) <= 5, api.requests
 
     @pytest.mark.seen
     def test_a_job_that_is_cancelled_while_it_waits_is_stopped(self, api: SimulatedApi, app: str) -> None:
@@ -642,10 +782,10 @@ class TestWaiting:
         KubernetesLauncher().cancel([handles[2].rpartition("/")[2]])
         api.requests.clear()
         described = describe(handles)
-        assert [d.state for d in described] == [State.RUNNING, State.QUEUED, State.UNKNOWN]
+        assert [described[h].state for h in handles] == [State.RUNNING, State.QUEUED, State.UNKNOWN]
         lists = [r for r in api.requests if r.endswith(("/pods", "/jobs"))]
         assert len(lists) == 2, api.requests
-        assert [describe([h])[0].state for h in handles] == [d.state for d in described]
+        assert [describe([h])[h] for h in handles] == [described[h] for h in handles]
 
     def test_export_says_where_the_checkpoints_are(self, api: SimulatedApi, app: str) -> None:
         done = cli(Path.cwd(), "export", "x")

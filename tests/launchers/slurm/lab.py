@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -15,6 +16,7 @@ from typing import Any
 import psutil
 
 from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.processes import all_processes, command_of
 from fsdp_jobs.run.verdict import Verdict
 from tests.jobs import ROOT, Watched, cli
 from tests.world import tiny_for
@@ -71,18 +73,18 @@ class Lab:
         """Until all nodes are, those that a test has crashed, too."""
         for node in list(self._crashed):
             self.boot(node)
-        for _ in range(600):
+        for _ in range(240):
             if self.on_login("sinfo", "-h", "-p", "main", "-t", "idle", "-o", "%D").strip() == "4":
                 return
-            subprocess.run(["sleep", "0.2"], check=True)
+            time.sleep(0.5)
         raise AssertionError(self.on_login("sinfo", "-R"))
 
 
 def agent_of(run: RunDir, node: int) -> psutil.Process | None:
     """The agent of a node: not the srun that started it."""
     wanted = ["fsdp_jobs.node.agent", str(run.path), "--node", str(node)]
-    for process in psutil.process_iter(["cmdline"]):
-        words: list[str] = process.info["cmdline"] or []
+    for process in all_processes():
+        words = command_of(process)
         if words and words[0].endswith("python") and words[2:6] == wanted:
             return process
     return None

@@ -32,6 +32,7 @@ from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.verdict import Verdict
 Verdict("preempted", "requeue", "saved").close(RunDir(sys.argv[1]), 0)
 """
+OWN = ("SLURM_GPUS", "SLURM_TRES_PER_TASK")
 AGENT = "import sys, time; time.sleep(4) if sys.argv[1] == '0' else sys.exit(3)"
 
 
@@ -44,7 +45,8 @@ def batch(commands: Path, run: RunDir, allocation: dict[str, str]) -> subprocess
 
 def test_an_agent_that_dies_early_three_times_is_given_up_and_a_companion_requested(tmp_path: Path) -> None:
     for command, script in {
-        "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
+        "srun": f"env | grep -E '{'|'.join(OWN)}' >> {tmp_path}/told\n"
+        'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
         "squeue": "echo '7|RUNNING|None|N/A|node[1-2]|node1|7'",
         "sbatch": f'echo "$@" > {tmp_path}/submitted; echo 8',
         "scancel": f'echo "$@" > {tmp_path}/cancelled',
@@ -55,7 +57,9 @@ def test_an_agent_that_dies_early_three_times_is_given_up_and_a_companion_reques
     judge = [sys.executable, "-c", JUDGE, str(job.run.path)]
     agent = [sys.executable, "-c", AGENT, "{node}"]
     Commands(judge, agent, [], {}, max_nodes=3, regrow=True, exclude=["node9"], submit=["--partition=p"]).write(job.run)
-    done = batch(tmp_path, job.run, {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_CPUS_PER_NODE": "2(x2)"})
+    allocation = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_CPUS_PER_NODE": "2(x2)"}
+    done = batch(tmp_path, job.run, {**allocation, **dict.fromkeys(OWN, "cpu=1")})
+    assert (tmp_path / "told").read_text() == "", "a step takes nothing for its own that is of the whole job"
 
     assert done.returncode == 0, done.stderr
     assert "attempt 0: done, as simulated" in done.stderr

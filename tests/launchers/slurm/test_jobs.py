@@ -34,14 +34,14 @@ def test_a_job_survives_a_killed_agent_a_signal_and_a_requeue(lab: Lab, tmp_path
 
     requeues; its losses show nothing of it. Preemption: test_gpu_site.
     """
-    with slurm_job(lab, tmp_path, "asked", "nodes=2:4", *QUICK, *ENDLESS) as job:
+    with slurm_job(lab, tmp_path, "asked", "nodes=1:2", *QUICK, *ENDLESS) as job:
         job.until_attempt(0)
         (first,) = job.rounds()
-        assert first["hosts"] == ["node1", "node2", "node3", "node4"]
-        assert first["world_size"] == 8
+        assert first["hosts"] == ["node1", "node2"]
+        assert first["world_size"] == 4
 
-        job.agent(2).send_signal(signal.SIGKILL)
-        job.until(lambda: [r["world_size"] for r in job.rounds()] == [8, 6, 8], "three nodes, then four again")
+        job.agent(1).send_signal(signal.SIGKILL)
+        job.until(lambda: [r["world_size"] for r in job.rounds()] == [4, 2, 4], "one node, then two again")
         job.progress()
 
         lab.on_login("scancel", "--signal=USR1", job.id)
@@ -71,15 +71,16 @@ def test_a_job_survives_a_killed_agent_a_signal_and_a_requeue(lab: Lab, tmp_path
 
 
 def test_lost_nodes_are_replaced_and_the_loss_of_the_first_one_requeues(lab: Lab, tmp_path: Path) -> None:
-    with slurm_job(lab, tmp_path, "lossy", "nodes=2:4", ONE_RANK, *QUICK, *ENDLESS) as job:
+    others = "cluster.exclude=node4"  # so that a companion has to wait
+    with slurm_job(lab, tmp_path, "lossy", "nodes=2:3", ONE_RANK, others, *QUICK, *ENDLESS) as job:
         job.until_attempt(0)
         lab.crash("node3")
-        job.until(lambda: [r["world_size"] for r in job.rounds()] == [4, 3], "three nodes")
+        job.until(lambda: [r["world_size"] for r in job.rounds()] == [3, 2], "two nodes")
         job.until(lambda: bool(job.events("node_asked_for")), "a companion's submission", 120)
         lab.boot("node3")
-        job.until(lambda: [r["world_size"] for r in job.rounds()] == [4, 3, 4], "four nodes again", 150)
+        job.until(lambda: [r["world_size"] for r in job.rounds()] == [3, 2, 3], "three nodes again", 150)
         job.progress()
-        assert job.rounds()[-1]["hosts"] == ["node1", "node2", "node3", "node4"]
+        assert job.rounds()[-1]["hosts"] == ["node1", "node2", "node3"]
 
         lab.crash("node1")
         job.until(lambda: job.run.last_attempt() == 1, "the requeue", 180)
@@ -92,7 +93,7 @@ def test_lost_nodes_are_replaced_and_the_loss_of_the_first_one_requeues(lab: Lab
 def test_the_node_test_names_a_bad_node_and_the_job_excludes_it(lab: Lab, tmp_path: Path) -> None:
     lab.do("run", "node2", "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", "/dev/shm")
     try:
-        tested = ("nodes=2:4", ONE_RANK, "cluster.preflight=true", *QUICK, *ENDLESS)
+        tested = ("nodes=1:2", ONE_RANK, "cluster.preflight=true", *QUICK, *ENDLESS)
         with slurm_job(lab, tmp_path, "picky", *tested) as job:
             job.until_attempt(1)
             verdict = job.verdict(0)

@@ -98,6 +98,15 @@ def test_hostile_run_directory_is_one_word_to_the_shell(tmp_path: Path) -> None:
     assert not (tmp_path / "owned").exists()
 
 
+def test_nodes_excluded_by_an_option_stay_so_at_each_requeue_and_one_node_more_asks_for_a_nodes_share() -> None:
+    """A requeue sets the list anew."""
+    extra = "cluster.extra=['-x n7','-G16','-q high','--export=NONE']"
+    config = compose_job(["cluster=slurm", "model=llama_debug", "nodes=2", extra])
+    made = commands(Job(config, RunDir("/runs/a"), plan_of(config)[0]), TREE)
+    assert made.exclude == ["n7"]
+    assert made.submit == ["--gpus-per-node=8", "--exclusive", "--qos=high"]
+
+
 def test_margin_follows_what_saves_took() -> None:
     assert margin_s(save_s=0, step_s=0, grace_s=60) == 70
     assert margin_s(save_s=8, step_s=2, grace_s=60) == 30

@@ -157,8 +157,11 @@ def test_a_home_that_lies_elsewhere_on_the_nodes_is_used_by_its_name(lab: Lab, f
 
 @pytest.mark.parametrize("seconds", [30, pytest.param(150, marks=pytest.mark.soak)])
 def test_a_controller_that_is_away_silences_nothing_and_harms_nothing(lab: Lab, folder: Path, seconds: int) -> None:
-    """Not the job, and not the companion that has taken the place of a lost node, with the site's own options."""
-    own = "cluster.extra=['--nice=7']"
+    """Not the job, and not the companion that has taken the place of a lost node, with the site's own options.
+
+    They request the GPUs of all nodes in one number, too, of which a step of one node must know nothing.
+    """
+    own = "cluster.extra=['--nice=7','--gpus-per-node=8','-G16']"
     with slurm_job(lab, folder, "away", "nodes=1:2", ONE_RANK, own, *QUICK, *ENDLESS) as job:
         job.until_attempt(0)
         taken = job.rounds()[0]["hosts"][1]

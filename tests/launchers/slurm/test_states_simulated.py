@@ -14,12 +14,13 @@ from torchx.specs import make_app_handle
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.launchers.slurm import client, site
+from fsdp_jobs.launchers.slurm.companions import Companions
 from fsdp_jobs.launchers.slurm.scheduler import SlurmLauncher
 from fsdp_jobs.launchers.slurm.script import Script, long_form
 from fsdp_jobs.launchers.slurm.steps import Commands
-from fsdp_jobs.launchers.state import State
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.state import State
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit import submit as submission
 from fsdp_jobs.submit.submitted import describe
@@ -130,18 +131,17 @@ def test_a_job_that_nobody_knows_is_none(slurm: Path) -> None:
 
 def test_a_partition_is_the_sum_of_its_kinds_of_nodes_with_the_sizes_of_the_largest(slurm: Path) -> None:
     lines = [
-        "gpu*|2|96|gpu:8|1000+|1-00:00:00|h100|1:00:00|idle|1-infinite",
-        "gpu*|3|128+|(null)|500|1-00:00:00|h100|1:00:00|idle|1-infinite",
-        "cpu|1|4|(null)|8|1:00|x|n/a|down*|1-2",
+        "gpu*|2|96|gpu:8|1000+|1-00:00:00|h100|1:00:00|1-infinite",
+        "gpu*|3|128+|(null)|500|1-00:00:00|h100|1:00:00|1-infinite",
+        "cpu|1|4|(null)|8|1:00|x|n/a|1-2",
     ]
     say(slurm, "sinfo", queue(*lines))
     gpu, cpu = client.partitions()
     assert (gpu.name, gpu.nodes, gpu.cpus, gpu.gres, gpu.memory_mb) == ("gpu", 5, 128, "gpu:8", 1000)
-    assert (gpu.away, cpu.away) == (0, 1)
-    assert (gpu.most_nodes, cpu.most_nodes, cpu.default_time) == ("infinite", "2", "1:00"), (
-        "without a default its limit"
-    )
-    assert client.partition(None) == gpu and client.partition("cpu") == cpu and not client.partition("nope").nodes
+    assert (gpu.most_nodes, cpu.most_nodes) == ("infinite", "2")
+    assert (gpu.default_time, cpu.default_time) == ("1:00:00", "")
+    assert [client.partitions_of(names)[0] for names in (None, "cpu")] == [gpu, cpu]
+    assert not client.partitions_of("nope")[0].nodes
 
 
 def test_a_job_is_found_by_the_submission_in_its_comment_and_is_nobody_elses(slurm: Path) -> None:
@@ -171,7 +171,7 @@ def test_a_look_at_a_controller_that_is_away_is_short(slurm: Path, monkeypatch: 
     client._answers.clear()
     say(slurm, "scontrol", "exec sleep 30")
     began = time.monotonic()
-    (job,) = describe([make_app_handle("slurm_fsdp", "lab", "7")])
+    (job,) = describe([make_app_handle("slurm_fsdp", "lab", "7")]).values()
     assert time.monotonic() - began < 10
     assert job.state is State.SILENT
     assert "scontrol did not answer within 0 s: the controller is away, or busy" in job.message
@@ -215,6 +215,35 @@ def test_topology_of_newer_sites_and_greetings_of_wrappers_are_read(slurm: Path)
     assert site.ask().switches == [shown[0]]
     say(slurm, "sbatch", "echo 'Welcome to the cluster'; echo; echo '77;lab'")
     assert client.sbatch("#!/bin/sh", env=dict(os.environ)) == "77"
+
+
+def test_no_variable_of_a_user_makes_one_job_several_or_lets_its_submission_wait_for_its_end() -> None:
+    """Nor moves what the job's script says on stderr out of the file that explains failures, nor limits its steps."""
+    user = {"SBATCH_WAIT": "1", "SBATCH_ARRAY_INX": "0-3", "SBATCH_TIMELIMIT": "60", "SBATCH_PARTITION": "long"}
+    user |= {"SBATCH_ERROR": "my.err", "SLURM_TIMELIMIT": "9", "SLURM_EXCLUSIVE": "", "SLURM_CONF": "/etc/slurm.conf"}
+    kept = client.own_environment(user, "#!/bin/bash\n#SBATCH --time=30\n")
+    assert kept == {"SBATCH_PARTITION": "long", "SLURM_CONF": "/etc/slurm.conf"}
+
+
+@pytest.mark.parametrize(("state", "runs"), [("RUNNING", True), ("SUSPENDED", True), ("COMPLETING", False)])
+def test_a_job_that_another_has_suspended_has_not_ended(slurm: Path, state: str, runs: bool) -> None:
+    say(slurm, "squeue", queue(f"7|{state}|None|N/A|node1|node1|7"))
+    assert (client.running("7") is not None) == runs
+
+
+def test_a_node_in_place_of_a_lost_one_is_asked_for_where_the_job_runs(
+    slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user's variables of sbatch hold for it, too, but for those of the whole job."""
+    say(slurm, "sbatch", f"env | grep ^SBATCH_ | sort > {slurm}/variables; echo 77")
+    user = {"SBATCH_PARTITION": "long", "SBATCH_ACCOUNT": "proj", "SBATCH_GPUS": "16", "SBATCH_SIGNAL": "B:USR2@5"}
+    known_run(slurm, "7", None)
+    commands = Commands([], [], [], {}, max_nodes=2, regrow=True, exclude=[], submit=[])
+    env = {**os.environ, **user, "SBATCH_EXPORT": "NONE"}
+    companions = Companions(RunDir(slurm / "runs" / "a"), commands, env, 0, "7")
+    companions.request([1])
+    assert companions.jobs == {1: "77"}
+    assert (slurm / "variables").read_text().split() == ["SBATCH_ACCOUNT=proj", "SBATCH_PARTITION=long"]
 
 
 def test_a_job_waits_for_what_both_its_sweep_and_its_user_name() -> None:

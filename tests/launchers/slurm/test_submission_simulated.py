@@ -61,6 +61,12 @@ def test_no_array_is_larger_than_the_cluster_allows(slurm: Path) -> None:
     assert ids == ["100_0", "100_1", "100_2", "101_0", "101_1", "101_2", "102"]
 
 
+def test_an_array_has_no_more_tasks_than_the_scheduler_takes(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {"MaxArraySize": "10001", "SchedulerParameters": "bf_window=1440,max_array_tasks=2,defer"}
+    monkeypatch.setattr(client, "settings", lambda: own)
+    assert group_equal([SMALL] * 5) == [[0, 1], [2, 3], [4]]
+
+
 def test_arrays_share_how_many_may_run_at_once(slurm: Path) -> None:
     submitted(slurm, [SMALL] * 7, 5)
     assert values(slurm, "array") == ["0-2%2", "0-2%2", ""]

@@ -33,6 +33,8 @@ REFUSED = {
     "cluster.nodelist=node9": ("Invalid node name",),
     "cluster.extra=['-Melsewhere']": ("--clusters is not for the user to set", "a login node of that cluster"),
     "cluster.extra=['--array=0-3']": ("--multirun makes arrays",),
+    "cluster.extra=['-W']": ("attach=true follows the job",),
+    "cluster.extra=['--quiet']": ("is not for the user to set",),
     "cluster.extra=['--bogus']": ("unrecognized option '--bogus'",),
     "nodes=5": ("nodes=5", "partition main has 4 nodes with up to 2 CPUs, 8000 MB, gpu:8"),
     "cluster.cpus_per_task=3": ("cluster.cpus_per_task=3", "up to 2 CPUs"),
@@ -50,14 +52,31 @@ def test_without_slurm_a_submission_says_so_and_a_plan_works(tmp_path: Path) -> 
     assert cli(tmp_path, "plan", "cluster=slurm", "nodes=4", "model=llama3_70b", PATH="/nowhere").returncode == 0
 
 
+# Runs several commands in one process, because each would import the same; prints the exit code and output of each.
+SEVERAL = """
+import contextlib, io, json, sys
+from fsdp_jobs.cli.main import main
+for args in json.loads(sys.argv[1]):
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = main(args)
+    print(json.dumps([code, said.getvalue()]))
+"""
+
+
 def test_bad_input_is_refused_with_our_keys_and_nothing_is_written(lab: Lab, tmp_path: Path) -> None:
-    for override, expected in REFUSED.items():
-        name = [] if override.startswith("name=") else ["name=bad"]
-        done = lab.cli(tmp_path, *ON_CPU, *TINY, *name, override)
-        assert done.returncode == 2, f"{override}: {done.stdout}{done.stderr}"
+    names = [[] if override.startswith("name=") else ["name=bad"] for override in REFUSED]
+    commands = [[*ON_CPU, *TINY, *name, override] for name, override in zip(names, REFUSED, strict=True)]
+    on_login = [str(CLUSTER), "run", "login", sys.executable, "-c", SEVERAL, json.dumps(commands)]
+    env = environment(tmp_path, FSDP_JOBS_SLURM=str(lab.folder))
+    ran = subprocess.run(on_login, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    for (override, expected), line in zip(REFUSED.items(), ran.stdout.splitlines(), strict=True):
+        code, said = json.loads(line)
+        assert code == 2, f"{override}: {said}"
         for words in expected:
-            assert words in done.stderr, f"{override}: {done.stderr}"
-        assert len(done.stderr.splitlines()) < 12, done.stderr
+            assert words in said, f"{override}: {said}"
+        assert len(said.splitlines()) < 12, said
     done = lab.cli(tmp_path, *ON_CPU, *TINY, "name=bad", f"runs_dir={lab.folder}/scratch")
     assert "in this machine's memory: the nodes cannot see it" in done.stderr
     done = lab.cli(tmp_path, *ON_CPU, *TINY, "name=bad", SLURM_CLUSTERS="elsewhere")

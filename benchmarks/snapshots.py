@@ -1,12 +1,12 @@
-"""What checkpoints in memory cost: tokens/s with a capture every step against the same job without.
+"""What checkpoints in memory cost: tokens/s with a snapshot every step against the same job without.
 
-    python benchmarks/captures.py [--pairs 5] [--steps 60] [--wait 0.4] [overrides]
-    python benchmarks/captures.py --pairs 2 --wait 0.4 'model.kwargs={seconds: 0.4, dim: 1024, n_layers: 13}'   # 2 GB
+    python benchmarks/snapshots.py [--pairs 5] [--steps 60] [--wait 0.4] [overrides]
+    python benchmarks/snapshots.py --pairs 2 --wait 0.4 'model.kwargs={seconds: 0.4, dim: 1024, n_layers: 13}'   # 2 GB
 
 Alternating pairs of whole jobs of two nodes on this machine. Each side's figure is the median step after the first
-five; with captures also the longest of all steps. Two ranks that compute fill two cores, so that whatever agents do is
+five; with snapshots also the longest of all steps. Two ranks that compute fill two cores, so that whatever agents do is
 taken from a rank. With `--wait` the host waits so many seconds in each forward pass, as it does for a GPU, and there is
-little to compute besides; the state that is captured is the same.
+little to compute besides; the state in a snapshot is the same.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.overhead import WARMUP, ours
 from fsdp_jobs.config.schema import LlamaConfig
 from fsdp_jobs.models.llama import Llama
 
-WAITING = ["model=custom", "model._target_=benchmarks.captures.waiting", "model.wrap_classes=[TransformerBlock]"]
+WAITING = ["model=custom", "model._target_=benchmarks.snapshots.waiting", "model.wrap_classes=[TransformerBlock]"]
 WAITING += ["data.seq_len=16", "data.micro_batch=1", "data.global_batch=2"]
 SAME = ["nodes=2", "nproc_per_node=1", "elastic.join_window_s=0"]
 

@@ -1,0 +1,227 @@
+"""What a submission refuses, by simulated answers of SLURM's commands: sites that a small cluster does not show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.launchers.base import Job
+from fsdp_jobs.launchers.slurm import client
+from fsdp_jobs.launchers.slurm.validate import check_with_slurm, examine
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.submit.submit import plan_of
+
+CONFIG = {
+    "ClusterName": "site",
+    "SLURM_VERSION": "24.11.5",
+    "GresTypes": "gpu",
+    "SelectType": "select/cons_tres",
+    "MaxArraySize": "1001",
+    "EnforcePartLimits": "NO",
+    "AccountingStorageEnforce": "associations,limits,qos",
+    "AccountingStorageType": "accounting_storage/slurmdbd",
+    "PreemptType": "preempt/none",
+}
+# As sinfo prints %P|%D|%c|%G|%m|%l|%f|%L|%s.
+SHORT = "short*|4|96|gpu:a100:4(S:0-1)|1000000|1:00:00|a100|1:00|1-2"
+LONG = "long|8|96|gpu:a100:4(S:0-1)|1000000|7-00:00:00|a100|n/a|1-infinite"
+NO_NODES = "echo 'allocation failure: Requested node configuration is not available' >&2; exit 1"
+
+
+class Site:
+    """Commands that answer as those of a site do; they come first on PATH."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.config(CONFIG)
+        self.sinfo(SHORT, LONG)
+        self.partition_qos("N/A")
+        self.say("sacctmgr", "exit 0")
+        self.say("sbatch", "exit 0")
+
+    def say(self, command: str, script: str) -> None:
+        (self.folder / command).write_text(f"#!/bin/sh\n{script}\n")
+        (self.folder / command).chmod(0o755)
+
+    def config(self, config: dict[str, str]) -> None:
+        (self.folder / "config").write_text("".join(f"{key:23} = {value}\n" for key, value in config.items()))
+
+    def partition_qos(self, qos: str) -> None:
+        shown = "".join(
+            f"PartitionName={name}\n   AllowQos=ALL\n   Default=NO QoS={qos}\n\n" for name in ("short", "long")
+        )
+        self.say("scontrol", f"[ $2 = config ] && cat {self.folder}/config || echo '{shown}'")
+
+    def sinfo(self, *lines: str) -> None:
+        self.say("sinfo", "cat <<END\n" + "\n".join(lines) + "\nEND")
+
+    def refuses(self, *overrides: str) -> str:
+        """What is said of a job of one node; empty when it may be submitted."""
+        client._answers.clear()
+        keys = ["cluster=slurm", "model=llama_debug", "nodes=1", "nproc_per_node=4", *overrides]
+        config = compose_job(keys)
+        job = Job(config, RunDir("/runs/a"), plan_of(config)[0])
+        return "\n".join(map(str, check_with_slurm(job, "#!/bin/bash\n", margin_s=70, count=1)))
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(client, "_answers", {})
+    return Site(tmp_path)
+
+
+def test_limits_are_those_of_the_partition_and_the_time_that_sbatch_will_take(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last of: a variable of sbatch, a key, an option in `cluster.extra`."""
+    assert "short allows 1:00:00" in site.refuses("cluster.time=2-00:00:00")
+    assert "(short's default is 1:00)" in site.refuses()
+    assert site.refuses("cluster.partition=long", "cluster.time=2-00:00:00") == ""
+    for partition in ("-p long", "-plong", "--partition=long"):
+        assert site.refuses("cluster.time=2-00:00:00", "nodes=4", f"cluster.extra=['{partition}']") == ""
+    assert "cluster.extra=[--time=300]" in site.refuses("cluster.extra=['-t 300']")
+    assert site.refuses("cluster.time=300", "cluster.extra=['-t 30']") == ""
+    monkeypatch.setenv("SBATCH_PARTITION", "long")
+    assert site.refuses("cluster.time=2-00:00:00", "nodes=4") == ""
+    assert "short allows" in site.refuses("cluster.time=2-00:00:00", "cluster.partition=short")
+    monkeypatch.setenv("SBATCH_TIMELIMIT", "1")
+    assert "SBATCH_TIMELIMIT=1: the last save is requested 70 s before" in site.refuses()
+
+
+def test_a_share_of_a_nodes_memory_that_is_too_small_is_warned_of(
+    site: Site, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SLURM gives whole nodes without their memory, unless a job asks for it."""
+    job = ["cluster.time=30", "hardware=cpu"]
+    site.config({**CONFIG, "DefMemPerCPU": "4000", "DefMemPerNode": "UNLIMITED"})
+    assert site.refuses(*job) == "" and not caplog.text
+    site.config({**CONFIG, "DefMemPerNode": "1000"})
+    assert site.refuses(*job) == "" and "1000.0 MiB of its memory (DefMemPerNode), and the plan needs" in caplog.text
+    caplog.clear()
+    for own in ("cluster.mem=0", "cluster.extra=['--mem-per-cpu=4G']"):
+        site.refuses(*job, own)
+    monkeypatch.setenv("SBATCH_MEM_PER_NODE", "0")
+    site.refuses(*job)
+    assert not caplog.text
+
+
+def qos_answers(site: Site, limits: str = "|||", flags: str = "") -> None:
+    """What sacctmgr shows: of a QOS MaxWall|MaxTRES|MaxTRESPU|GrpTRES; of all QOS their flags."""
+    rows = f'*Flags) echo "{flags}";; *) echo "{limits}";;'
+    site.say("sacctmgr", f'case "$*" in {rows} esac')
+
+
+def test_a_qos_limits_what_it_really_limits(site: Site) -> None:
+    """Not a time that nobody has named, nor where limits are not enforced or the partition has a QOS of its own."""
+    qos_answers(site, "04:00:00|cpu=96,gres/gpu=8,node=1||")
+    job = ["cluster.partition=long", "cluster.qos=a"]
+    assert "cluster.time=5-0: QOS a allows 04:00:00" in site.refuses(*job, "cluster.time=5-0")
+    assert "QOS a allows node=1, the job needs 2" in site.refuses(*job, "nodes=2")
+    assert "QOS a allows node=1" in site.refuses(job[0], "nodes=2", "cluster.extra=['-q a']")
+    assert site.refuses(*job) == "", "the partition has no default: SLURM gives it the QOS's limit"
+    site.sinfo(LONG.replace("n/a", "5:00:00"))
+    assert "cluster.time=None: QOS a allows 04:00:00" in site.refuses(*job)
+    site.sinfo(LONG)
+    assert site.refuses(*job, "cluster.extra=['--time=3:00:00']") == ""
+    assert site.refuses(job[0], "cluster.qos='a,b'", "nodes=2") == "", "it may run under the other one"
+    site.partition_qos("own")
+    assert site.refuses(*job, "nodes=2") == ""
+    site.partition_qos("N/A")
+    site.config({**CONFIG, "AccountingStorageEnforce": "associations"})
+    assert site.refuses(*job, "nodes=2", "cluster.time=5-0") == ""
+
+
+def test_a_qos_may_lift_a_partitions_limits(site: Site) -> None:
+    too_much = ("nodes=4", "cluster.time=2-00:00:00")
+    assert site.refuses(*too_much).count("wait for ever (EnforcePartLimits=NO)") == 2
+    qos_answers(site, flags="DenyOnLimit,PartitionTimeLimit")
+    assert site.refuses(*too_much) == ""
+    site.say("sacctmgr", "exit 1")
+    assert site.refuses(*too_much) == "", "nobody knows"
+    (site.folder / "sacctmgr").chmod(0o644)
+    assert site.refuses(*too_much) == ""
+    site.config({**CONFIG, "AccountingStorageType": "(null)"})
+    assert "short allows 1:00:00" in site.refuses(*too_much), "there are no QOS"
+
+
+def test_what_the_sites_own_checks_may_choose_is_not_judged(site: Site) -> None:
+    """job_submit.lua sends jobs to partitions, and sets their time limits."""
+    too_long = "cluster.time=2-00:00:00"
+    site.config({**CONFIG, "JobSubmitPlugins": "(null)", "AccountingStorageEnforce": "none"})
+    assert site.refuses() and site.refuses(too_long, "nodes=4")
+    site.config({**CONFIG, "JobSubmitPlugins": "lua", "AccountingStorageEnforce": "none"})
+    assert not site.refuses() and not site.refuses(too_long, "nodes=4")
+    assert "short allows" in site.refuses(too_long, "cluster.partition=short")
+    site.say("sbatch", NO_NODES)
+    assert site.refuses(too_long, "nodes=8") == "", "there are as many in partition long"
+
+
+def test_a_job_that_only_has_to_wait_is_no_bad_job(site: Site) -> None:
+    """sbatch --test-only gives up after two seconds of looking at running jobs, with the words for a job too large."""
+    site.say("sbatch", NO_NODES)
+    job = ["cluster.time=30", "nodes=2"]
+    assert site.refuses(*job) == ""
+    too_many = "partition short has 4 nodes with up to 96 CPUs, 1000000 MB, gpu:a100:4"
+    assert too_many in site.refuses(*job, "nproc_per_node=5", "hardware.gpus_per_node=5")
+    assert too_many in site.refuses(*job, "cluster.gpus_per_node='a100:5'")
+    assert "nodes=5" in site.refuses("nodes=5", job[0]) and not site.refuses(
+        "nodes=5", job[0], "cluster.partition='short,long'"
+    )
+    site.say("sbatch", "echo 'allocation failure: Invalid time specified' >&2; exit 1")
+    assert site.refuses(*job, "cluster.reservation=next_week") == "", "it begins later"
+
+
+def test_partitions_of_large_and_mixed_nodes_are_read(site: Site) -> None:
+    """Nodes of 1536 CPUs, which sinfo calls 1.50K unless told, and GPUs of several types in one node."""
+    flags = "case \"$*\" in *--all*--noconvert*) echo '{}';; *) echo '{}';; esac"
+    plain = "huge*|1|1536|gpu:2g.10gb:2(S:0),gpu:3g.20gb:2(S:1)|1|infinite|x|n/a|1-1024"
+    site.say("sinfo", flags.format(plain, plain.replace("1536", "1.50K").replace("1024", "1K")))
+    (huge,) = client.partitions()
+    assert (huge.cpus, huge.most_nodes, client.gpus_in(huge.gres)) == (1536, "1024", 4)
+    site.sinfo("p|2|8|gpu:h100:8(S:0-1),nvme:1|1|1:00|x|n/a|1-2", "p|2|8|gpu:t4:1|1|1:00|x|n/a|1-2")
+    assert client.gpus_in(client.partitions()[0].gres) == 8, "those of its largest nodes"
+
+
+@pytest.mark.parametrize(
+    ("said", "where", "cure"),
+    [
+        ("Invalid generic resource (gres) specification", "cluster.gpus_per_node=b200:4", "gpu:a100:4"),
+        ("Job violates accounting/QOS policy (job submit limit, ...)", "nodes=1", "sacctmgr show qos list the limits"),
+        ("Invalid account or account/partition combination specified", "cluster.account=None", "there are"),
+    ],
+)
+def test_a_refusal_is_put_at_the_key_it_is_about(site: Site, said: str, where: str, cure: str) -> None:
+    site.say("sbatch", f'echo "allocation failure: {said}" >&2; exit 1')
+    refused = site.refuses("cluster.time=30", "cluster.gpus_per_node='b200:4'")
+    assert refused.startswith(where) and f"SLURM says: {said}" in refused and cure in refused, refused
+    if "gres" in said:
+        refused = site.refuses("cluster.time=30", "cluster.extra=['--gpus-per-node=b200:4']")
+        assert refused.startswith("cluster.extra=[--gpus-per-node=b200:4]: SLURM says"), refused
+
+
+def test_what_commands_say_is_read_in_any_encoding_and_a_command_that_is_closed_to_users_is_named(site: Site) -> None:
+    r"""A job of the same user may be called `gr\xf6\xdfe`."""
+    site.say("squeue", r"printf '1|RUNNING|None|N/A|n1|n1|1|gr\366\337e|\n2|RUNNING|None|N/A|n1|n1|2|a|\n'")
+    assert list(client.queue(fresh=True)) == ["1", "2"]
+    (site.folder / "sacctmgr").chmod(0o644)
+    with pytest.raises(client.SlurmError, match="sacctmgr may not be used here: Permission denied"):
+        client.call(f"{site.folder}/sacctmgr")
+
+
+def test_doctor_asks_for_a_node_as_the_job_will(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where partitions of GPUs take no job without one, and with the account that stands in `cluster.extra`."""
+    site.say("sacct", "exit 0")
+    site.say("sbatch", "echo 77")
+    site.say("scancel", "exit 0")
+    site.config({**CONFIG, "PreemptType": "preempt/qos"})
+    answer = "echo Welcome to n1; echo word n1 $(date +%s) 1.0 2.13.0 1"
+    site.say("srun", f'case "$*" in *--account=proj*--gpus-per-node=a100:1*) {answer};; *) exit 1;; esac')
+    monkeypatch.chdir(tmp_path)
+    config = compose_job(["cluster=slurm", "cluster.gpus_per_node='a100:4'", "cluster.extra=['-A proj']"])
+    found = {finding.what: finding.fact for finding in examine(config)}
+    assert found["runs_dir"].startswith("n1 sees ") and found["python"].endswith("torch 2.13.0, 1 GPUs"), found
+    assert "preempted by QOS" in found["preemption"], found
