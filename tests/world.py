@@ -6,12 +6,14 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from queue import Empty
 from typing import Any
 
 from fsdp_jobs.config.hydra import compose_job
@@ -60,7 +62,7 @@ def run_world(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]
         results: dict[int, Any] = {}
         try:
             for _ in range(ranks):
-                rank, ok, value = queue.get(timeout=240)
+                rank, ok, value = _next_result(queue, processes)
                 assert ok, f"rank {rank}:\n{value}"
                 results[rank] = value
         finally:
@@ -69,6 +71,18 @@ def run_world(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]
                     process.kill()
                 process.join(30)
     return [results[r] for r in range(ranks)]
+
+
+def _next_result(queue: Any, processes: Sequence[Any]) -> tuple[int, bool, Any]:
+    """What a rank returned; a rank that dies before it has a result fails the test at once."""
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline:
+        died = [r for r, process in enumerate(processes) if process.exitcode]
+        try:
+            return queue.get(timeout=1)
+        except Empty:
+            assert not died, f"ranks {died} died without a result"
+    raise AssertionError("no result from a rank within 240 s")
 
 
 @contextmanager

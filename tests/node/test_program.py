@@ -32,6 +32,7 @@ from tests.plan.shown import render_text
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, with a program, a package and a file that is neither."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])  # `_run` replaces it
     (tmp_path / "pkg").mkdir()
     for file in ("train.py", "pkg/__init__.py", "pkg/deep.py", "train.sh", "notes.txt"):
         (tmp_path / file).write_text("raise SystemExit('looked at, not run')\n")
