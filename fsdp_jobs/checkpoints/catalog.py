@@ -131,11 +131,16 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def find_checkpoints(checkpoints: Path) -> list[Path]:
-    """Return the committed checkpoints, newest step first."""
+    """Return the committed checkpoints, newest step first.
+
+    Raises:
+        OSError: the folder exists and cannot be listed: `glob` would find nothing there.
+    """
     if is_object_store(checkpoints):
         folders = [f.parent for f in checkpoints.glob(f"step-*/{MANIFEST}") if _NAME_IN_STORE.fullmatch(f.parent.name)]
     else:
-        folders = [f for f in checkpoints.glob("step-*") if _NAME.fullmatch(f.name) and f.is_dir()]
+        there = checkpoints.iterdir() if checkpoints.exists() else ()
+        folders = [f for f in there if _NAME.fullmatch(f.name) and f.is_dir()]
     return _newest_first(folders)
 
 

@@ -222,7 +222,9 @@ class CommittingWriter(FileSystemWriter):
             manifest.write(self.request.temporary, SHARDS)
         if wrong:
             names = ", ".join(sorted(set(wrong))[:3])
-            raise NotFinite(f"{NOT_FINITE} ({names}); it is kept, and no resume begins with it")
+            is_of_buffers = self.request.may_be_infinite.issuperset(wrong)
+            cure = ". A buffer that may hold NaN: register_buffer(..., persistent=False)" if is_of_buffers else ""
+            raise NotFinite(f"{NOT_FINITE} ({names}); it is kept, and no resume begins with it{cure}")
 
 
 def lacking_in(files: dict[str, dict[str, Any]], metadata: Metadata) -> str:

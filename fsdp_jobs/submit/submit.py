@@ -203,6 +203,7 @@ def submit(
                 _check_free(job.run)
                 job.before = now
         app_ids: dict[RunDir, str] = {}
+        before = at_once(_texts_before, jobs, overrides)
         try:
             at_once(_write, jobs, overrides)
             for group in grouped(jobs, lambda job: job.launcher.name).values():
@@ -213,8 +214,8 @@ def submit(
                 with suppress(BadInput, JobFailed):  # a job that was submitted after all exits when it starts
                     if (app_id := app_ids.get(job.run) or job.launcher.find(job.run)) is not None:
                         job.launcher.cancel([app_id])
-            for job in jobs:
-                _write_or_remove(job.run.job, json.dumps(job.before, indent=2) if job.before else None)
+            for job, texts in zip(jobs, before, strict=True):
+                _write_all(job.run, texts)
             raise
         return at_once(lambda job: record(job.run, job.launcher, app_ids[job.run]), jobs)
 
@@ -228,8 +229,12 @@ def _write(job: Prepared, overrides: Sequence[str]) -> None:
     if (elsewhere := job.config.checkpoint.dir) is not None and ("://" in elsewhere or Path(elsewhere).is_dir()):
         with suppress(OSError):  # only the nodes may be able to write there: then rank 0 does it
             claim(checkpoints_of(job.config.checkpoint, run) / run.identity.name, identity)
-    for path, text in _files_of(job, overrides).items():
-        _write_or_remove(path, text, mode=0o600 if path == run.token else 0o644)
+    _write_all(run, _files_of(job, overrides))
+
+
+def _texts_before(job: Prepared, overrides: Sequence[str]) -> dict[Path, str | None]:
+    """Return what a withdrawn submission leaves as it was: path -> text, None if there is no such file."""
+    return {path: path.read_text() if path.exists() else None for path in _files_of(job, overrides)}
 
 
 def _files_of(job: Prepared, overrides: Sequence[str]) -> dict[Path, str | None]:
@@ -261,9 +266,10 @@ def artefact_of(job: Prepared, overrides: Sequence[str]) -> str:
     )
 
 
-def _write_or_remove(path: Path, text: str | None, mode: int = 0o644) -> None:
-    """Write a file, or for None remove the file of an earlier submission."""
-    if text is not None:
-        write_atomic(path, text, mode)
-    else:
-        path.unlink(missing_ok=True)
+def _write_all(run: RunDir, texts: dict[Path, str | None]) -> None:
+    """Write files of a run directory; for None, remove the file of an earlier submission."""
+    for path, text in texts.items():
+        if text is None:
+            path.unlink(missing_ok=True)
+        else:
+            write_atomic(path, text, 0o600 if path == run.token else 0o644)

@@ -77,13 +77,15 @@ def own_environment(env: Mapping[str, str], script: str) -> dict[str, str]:
 
 
 def sbatch(script: str, *options: str, env: Mapping[str, str]) -> str:
-    """Submit a script, and return the id of the job; a site may print a greeting before it.
+    """Submit a script, and return the id of the job; a site may print more lines around it.
 
     Raises:
-        SlurmError: as `call`.
+        SlurmError: as `call`, and if there is no id in what is printed.
     """
     said = call("sbatch", "--parsable", *options, stdin=script, env=own_environment(env, script))
-    return said.split()[-1].partition(";")[0]
+    if not (found := re.findall(r"^(\d+)(?:;\S+)?\s*$", said, re.MULTILINE)):
+        raise SlurmError(f"sbatch printed no job id, only {said.strip()!r}: squeue --me shows whether there is a job")
+    return str(found[-1])
 
 
 def call(

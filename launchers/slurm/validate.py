@@ -361,8 +361,8 @@ def _node(config: JobConfig, cluster: SlurmClusterConfig) -> Iterator[Finding]:
     python = cluster.python or sys.executable
     try:
         before = time.time()
-        said = client.call("srun", *where, python, "-c", _ON_NODE, str(note)).split()
-        host, now, fsdp_jobs, torch, gpus = said[-5:]  # a site's prolog may print a greeting first
+        said = client.call("srun", *where, python, "-c", _ON_NODE, str(note))
+        host, now, fsdp_jobs, torch, gpus = said.split()[-5:]  # a site's prolog may print a greeting first
         skew_s = max(before - float(now), float(now) - time.time(), 0.0)
     except client.SlurmError as e:
         yield _why_no_node(str(e), runs, kind, note)

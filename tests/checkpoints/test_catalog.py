@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,6 +45,18 @@ def test_prune_counts_whole_checkpoints_only(tmp_path: Path) -> None:
     assert [f.name for f in removed] == ["step-00000010"]
     whole = [f.name for f in catalog.find_checkpoints(tmp_path) if not catalog.verify(f, shards=False)]
     assert whole == ["step-00000030", "step-00000020"]
+
+
+def test_a_folder_that_may_not_be_listed_is_not_an_empty_one(tmp_path: Path) -> None:
+    """A run whose checkpoints are hidden from this user would begin again."""
+    _write(tmp_path / "checkpoints", 10)
+    (tmp_path / "checkpoints").chmod(0)
+    as_others = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
+    look = "import pathlib, sys; from fsdp_jobs.checkpoints.catalog import find_checkpoints as find; "
+    command = [*as_others, sys.executable, "-c", f"{look}find(pathlib.Path(sys.argv[1]))", f"{tmp_path}/checkpoints"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "PermissionError: [Errno 13] Permission denied" in done.stderr
+    assert catalog.find_checkpoints(tmp_path / "none") == []
 
 
 def test_steps_on_nodes_go_once_a_newer_one_may_be_resumed_from(tmp_path: Path) -> None:

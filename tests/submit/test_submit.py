@@ -1,4 +1,4 @@
-"""Jobs are submitted all or none, and job.json says what was submitted last, not what was refused."""
+"""Jobs are submitted all or none, and a run's files say what was submitted last, not what was refused."""
 
 from __future__ import annotations
 
@@ -63,15 +63,16 @@ def test_a_refused_submission_leaves_the_record_of_the_one_before(tmp_path: Path
     first, second = submission.prepare(configs)
     taking, refusing = _Launcher("taking", "7"), _Launcher("refusing")
     submission.submit([replace(first, launcher=taking)], [["steps=1"]])  # type: ignore[arg-type]
-    before = first.run.job.read_text()
+    before = {file: file.read_text() for file in (first.run.job, first.run.config, first.run.token)}
     assert first.run.read_job()["handle"] == "taking://here/7" and first.run.first_attempt() == 0
     first.run.attempt(0).mkdir(parents=True)
-    jobs = [replace(first, launcher=taking), replace(second, launcher=refusing)]  # type: ignore[arg-type]
+    longer = replace(first.config, steps=first.config.steps + 1)
+    jobs = [replace(first, config=longer, launcher=taking), replace(second, launcher=refusing)]  # type: ignore[arg-type]
     with pytest.raises(JobFailed):
         submission.submit(jobs, [["steps=2"], ["steps=2"]])
     assert taking.cancelled == ["7"], "all or none"
-    assert first.run.job.read_text() == before and not second.run.is_submitted
-    assert not second.run.job.exists()
+    assert {file: file.read_text() for file in before} == before and not second.run.is_submitted
+    assert not second.run.job.exists() and not second.run.config.exists(), "it may be submitted with other values"
     submission.submit([jobs[0]], [["steps=2"]])
     assert first.run.first_attempt() == 1
 

@@ -213,8 +213,11 @@ def test_topology_of_newer_sites_and_greetings_of_wrappers_are_read(slurm: Path)
     say(slurm, "scontrol", f'[ $2 = topology ] && echo "{shown[0]}\n{shown[1]}" || echo "{config}"')
     say(slurm, "sinfo", "echo 'main* n[1-2]'")
     assert site.ask().switches == [shown[0]]
-    say(slurm, "sbatch", "echo 'Welcome to the cluster'; echo; echo '77;lab'")
+    say(slurm, "sbatch", "echo 'Welcome to the cluster'; echo; echo '77;lab'; echo 'Estimated cost: 3 units'")
     assert client.sbatch("#!/bin/sh", env=dict(os.environ)) == "77"
+    say(slurm, "sbatch", "echo 'queued by our wrapper'")
+    with pytest.raises(client.SlurmError, match="printed no job id, only 'queued by our wrapper'"):
+        client.sbatch("#!/bin/sh", env=dict(os.environ))
 
 
 def test_no_variable_of_a_user_makes_one_job_several_or_lets_its_submission_wait_for_its_end() -> None:
