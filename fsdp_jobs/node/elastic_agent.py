@@ -17,7 +17,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -151,12 +151,10 @@ class Agent(LocalElasticAgent):
         if any(self._step(w.local_rank) >= 0 for w in workers):
             return
         self._is_terminating = True
+        is_python = isinstance(self._pcontext, MultiprocessContext)  # then its data loaders' workers get no signal
         for w in workers:
             with suppress(ProcessLookupError):
-                if os.getpgid(w.id) == w.id:  # also processes that a non-Python program has started
-                    os.killpg(w.id, signal.SIGTERM)
-                else:
-                    os.kill(w.id, signal.SIGTERM)
+                (os.kill if is_python else os.killpg)(w.id, signal.SIGTERM)
 
     def _any_runs(self) -> bool:
         for w in self.get_worker_group().workers:
@@ -192,24 +190,9 @@ class Agent(LocalElasticAgent):
             with suppress(OSError):
                 if has_signal(w.id, "SigIgn", signal.SIGTERM):
                     os.kill(w.id, signal.SIGKILL)
-        started = _started_by(w.id for w in worker_group.workers)
         if self._pcontext is not None:
             self._pcontext.close(signal.SIGTERM, _STOP_RANKS_S)
-        for process in started:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-
-
-def _started_by(ranks: Iterable[int]) -> list[psutil.Process]:
-    """Return the processes that ranks have started, without daemons, which have a group of their own.
-
-    torchrun ends a rank's group of processes; they would hold its GPU's memory, or a port, in the next round.
-    """
-    families, found = {*ranks}, []
-    for process in psutil.Process().children(recursive=True):  # one look at all; parents come before their children
-        with suppress(psutil.NoSuchProcess, ProcessLookupError):
-            parent = process.ppid()
-            if parent in families and os.getpgid(process.pid) == os.getpgid(parent):
-                families.add(process.pid)
-                found.append(process)
-    return found
+        for w in worker_group.workers:
+            with suppress(ProcessLookupError):
+                if isinstance(w.id, int):
+                    os.killpg(w.id, signal.SIGKILL)  # what it has started would hold its GPU's memory, or a port

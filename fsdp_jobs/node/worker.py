@@ -38,8 +38,10 @@ from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_REQUEUE
 
 
 def enter() -> None:
-    """Die when the parent dies (Linux), and append stdout and stderr to the rank's log."""
+    """Die when the parent dies (Linux), lead a session, and append stdout and stderr to the rank's log."""
     die_with_parent()
+    if os.getpid() != os.getsid(0):
+        os.setsid()  # as torchrun does: a program that signals its group, such as `kill 0`, means its own processes
     if os.getppid() == 1 and os.environ.get(AGENT_PID_ENV) != "1":
         os._exit(1)  # the parent died before `die_with_parent`
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -137,8 +137,14 @@ def test_program_that_only_hears_signals_has_the_grace_to_end(tmp_path: Path) ->
 
 def test_program_that_fails_on_one_node_is_told_within_seconds(tmp_path: Path) -> None:
     (tmp_path / "half.py").write_text(
-        "import os, subprocess, time\nif os.environ['GROUP_RANK'] == '1':\n    import not_on_this_node\n"
-        "subprocess.Popen(['sleep', '1234.5'])\ntime.sleep(100)\n"
+        "import os, signal, subprocess, time\n"
+        "if os.environ['GROUP_RANK'] == '1':\n"
+        "    signal.signal(signal.SIGUSR1, signal.SIG_IGN)\n"
+        "    os.killpg(0, signal.SIGUSR1)  # reaches what the program has started, not the agent\n"
+        "    import not_on_this_node\n"
+        "subprocess.Popen(['sleep', '1234.5'])\n"
+        "subprocess.run(['sh', '-c', 'sleep 1234.5 &'])  # an orphan\n"
+        "time.sleep(100)\n"
     )
     with job(tmp_path, "half", "script=half.py", *QUICK, nproc=1, tiny=False) as run:
         run.until(lambda: bool(run.events("round_started")), "it runs")
