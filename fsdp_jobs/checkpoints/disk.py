@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -184,9 +185,18 @@ class LocalTier(Tier):
 
 
 def _copy_checked(source: Path, target: Path, expected: dict[str, Any]) -> None:
-    """Raises: OSError when the bytes read differ from those that were written."""
-    with open_verified(source, expected) as f, target.open("wb") as to:
-        shutil.copyfileobj(f, to, _BLOCK)
-        to.flush()
-        if not is_object_store(target):
-            os.fsync(to.fileno())
+    """Copy a shard, or leave nothing: parts of steps that failed would fill a full disk.
+
+    Raises:
+        OSError: the bytes read differ from those that were written, or cannot be written.
+    """
+    try:
+        with open_verified(source, expected) as f, target.open("wb") as to:
+            shutil.copyfileobj(f, to, _BLOCK)
+            to.flush()
+            if not is_object_store(target):
+                os.fsync(to.fileno())
+    except Exception:  # clients of object stores raise any exception
+        with suppress(Exception):
+            target.unlink()
+        raise

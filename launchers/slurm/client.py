@@ -106,6 +106,8 @@ def call(
         raise SlurmError(f"{argv[0]} may not be used here: {e.strerror}") from e
     except subprocess.TimeoutExpired as e:
         raise SlurmError(f"{argv[0]} did not answer within {timeout_s:.0f} s: the controller is away, or busy") from e
+    if "establish a configuration source" in done.stderr:
+        raise SlurmError(f"{argv[0]} finds no cluster from this machine: go to a login node, or set SLURM_CONF")
     if done.returncode:
         raise SlurmError(done.stderr.strip() or f"{argv[0]} ended with {done.returncode}")
     return done.stdout

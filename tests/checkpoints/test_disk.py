@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from fsdp_jobs.checkpoints import disk as local_disks
+from fsdp_jobs.checkpoints.blocks import SummedFile
 from fsdp_jobs.checkpoints.catalog import MANIFEST, SHARDS, find_checkpoints, find_on_nodes, step_of
 from fsdp_jobs.checkpoints.checkpointer import Checkpointer
 from fsdp_jobs.run.directory import RunDir
@@ -121,6 +122,17 @@ def test_a_copy_whose_thread_dies_is_a_failed_copy_and_holds_nobody_up(tmp_path:
     for step, failure in run_world(2, _a_copy_dies, str(tmp_path)):
         assert step == 6 and "the thread is gone" in failure
     assert [step_of(f) for f in find_checkpoints(tmp_path / "checkpoints")] == [6, 2]
+
+
+def test_a_copy_onto_a_full_disk_leaves_no_part(tmp_path: Path) -> None:
+    with (tmp_path / "source").open("wb") as raw:
+        shard = SummedFile(raw)
+        shard.write(bytes(1 << 20))
+        shard.close()
+    (tmp_path / "target").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        local_disks._copy_checked(tmp_path / "source", tmp_path / "target", shard.sums())
+    assert not (tmp_path / "target").is_symlink()
 
 
 def test_a_cut_list_of_shards_costs_that_step_alone(tmp_path: Path) -> None:
