@@ -9,6 +9,7 @@ They share only the run directory, and each may be restarted at any time.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -21,10 +22,13 @@ from fsdp_jobs.launchers.supervisor import Attempt, Process, is_superseded
 from fsdp_jobs.run import events, log
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV
+from fsdp_jobs.run.processes import this_machine
 from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE, Verdict
 
 _POLL_S = 0.5
 _LEAVE_S = 20.0  # for the command to end after its attempt's verdict
+
+logger = logging.getLogger(__name__)
 
 
 class Container:
@@ -93,6 +97,9 @@ class _Part(Attempt):
         return super().is_over() or (self.container.is_leaving and all(p.has_ended for p in self.processes))
 
     def restarts(self, process: Process) -> bool:
+        """Whether a process that has ended is restarted: not on an excluded machine, which this container leaves."""
+        if this_machine() in self.run.excluded_hosts() and process.name != "coordinator":
+            self.container.is_leaving = True
         return not self.container.is_leaving
 
     def give_up(self, process: Process, verdict: Verdict) -> None:
@@ -115,7 +122,11 @@ def main(role: str, run_dir: str, address: str, _dashes: str, *command: str) -> 
     """
     log.configure()
     name = role if role == "coordinator" else f"node-{command[command.index('--node') + 1]}"
-    return Container(RunDir(run_dir), name, address, command).work()
+    try:
+        return Container(RunDir(run_dir), name, address, command).work()
+    except OSError:  # of the run directory's storage: another container goes on
+        logger.exception("%s cannot work here", name)
+        return EXIT_REQUEUE
 
 
 if __name__ == "__main__":

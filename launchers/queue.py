@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from fsdp_jobs.config.errors import BadInput, JobFailed
 from fsdp_jobs.launchers.base import launcher_of
 from fsdp_jobs.run import log
 from fsdp_jobs.run.directory import RunDir, lock, read_json, write_json
@@ -132,13 +133,20 @@ def serve(folder: Path) -> None:
                 queue.process_file.unlink(missing_ok=True)
                 return
             started = [job for job in jobs if job not in queued and job.app_id not in ended]
-            running = [job for job in started if _launcher(job).is_alive(job.run)]
+            running = [job for job in started if _may_run(job)]
             ended |= {job.app_id for job in started if job not in running}
             for job in queued:
                 if len(running) < parallelism:
                     _start(job, running)
                     running.append(job)
         time.sleep(_POLL_S)
+
+
+def _may_run(job: QueuedJob) -> bool:
+    try:
+        return _launcher(job).is_alive(job.run)
+    except (BadInput, JobFailed):  # Docker's daemon does not answer now, and containers outlive it
+        return True
 
 
 def _start(job: QueuedJob, running: Sequence[QueuedJob]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from fsdp_jobs.run.tail import last_lines
 from fsdp_jobs.run.verdict import Verdict
 
 _MAX_EARLY_DEATHS = 3  # in a row
+
+logger = logging.getLogger(__name__)
 
 
 def is_superseded(run: RunDir) -> bool:
@@ -90,14 +93,24 @@ class Attempt:
         return process
 
     def supervise(self) -> Verdict | None:
-        """Restart processes that die until the attempt is over; return its verdict."""
-        while not self.is_over():
+        """Restart processes that die until the attempt is over; return its verdict.
+
+        An error of the run directory's storage ends nothing: it is tried again.
+        """
+        problem = ""
+        while True:
+            try:
+                if self.is_over():
+                    return self.verdict
+                self.on_poll()
+                for process in [p for p in self.processes if p.has_ended and self.restarts(p)]:
+                    if self.verdict is None and process in self.processes:
+                        self._on_death(process)
+            except OSError as e:
+                if str(e) != problem:
+                    logger.warning("to be tried again: %s", e)
+                problem = str(e)
             time.sleep(self.poll_s)
-            self.on_poll()
-            for process in [p for p in self.processes if p.has_ended and self.restarts(p)]:
-                if self.verdict is None and process in self.processes:
-                    self._on_death(process)
-        return self.verdict
 
     def finish(self, seconds: float) -> None:
         """Wait until all processes have ended, and kill those that have not in time; their children die with them."""
@@ -126,10 +139,10 @@ class Attempt:
     def _on_death(self, process: Process) -> None:
         is_early = time.monotonic() - process.started < self.early_s
         process.early_deaths = process.early_deaths + 1 if is_early else 0
-        if process.early_deaths == _MAX_EARLY_DEATHS:
-            self.processes.remove(process)
+        if process.early_deaths >= _MAX_EARLY_DEATHS:
             reason = f"{process.name} died three times within {self.early_s:.0f} s of its start"
             self.give_up(process, Verdict("infrastructure", "stop", reason, last_lines=last_lines(process.log, 15)))
+            self.processes.remove(process)
             return
         events.record(self.run, self.number, events.ProcessRestarted(process.name, process.popen.returncode))
         process.start(self.echo)

@@ -15,7 +15,6 @@ import json
 import os
 import re
 import shutil
-import socket
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -27,7 +26,7 @@ from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.run import events
 from fsdp_jobs.run.checksum import checksum
 from fsdp_jobs.run.directory import RunDir, replacing
-from fsdp_jobs.run.env import HOST_ENV
+from fsdp_jobs.run.processes import this_machine
 
 MANIFEST = "manifest.json"
 SHARDS = "shards.json"  # the manifest of a step whose shards are on the nodes' own disks
@@ -50,9 +49,8 @@ class CannotReadHere(JobFailed):
     """Only this machine fails to read a checkpoint, or reads other bytes than the others: its own fault."""
 
     def __init__(self, path: Path, why: object):
-        machine = os.environ.get(HOST_ENV) or socket.gethostname()
         cure = "check this machine's disk or mount; nothing was set aside"
-        super().__init__(f"{machine} cannot read {path}: {why}. {cure}.")
+        super().__init__(f"{this_machine()} cannot read {path}: {why}. {cure}.")
 
 
 class OtherVersion(ValueError):

@@ -130,7 +130,7 @@ class KubernetesClusterConfig(ClusterConfig):
     labels: dict[str, str] = key({}, "of everything that is created")
     annotations: dict[str, str] = key({}, "of everything that is created")
     lost_after_s: int = key(60, "seconds after which a machine that does not answer is given up")
-    keep_hours: float = key(24.0, "hours for which finished pods and their logs stay")
+    keep_hours: float = key(168.0, "hours for which finished pods and their logs stay")
     pod_patch: dict[str, Any] = key({}, "merged into the pods' specification, lists by name")
 
 

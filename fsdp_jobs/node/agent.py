@@ -26,9 +26,9 @@ from fsdp_jobs.node.program import Edits, Program
 from fsdp_jobs.plan.sources import path_from_slurm
 from fsdp_jobs.run import log, messages
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.env import ADDRESS_ENV, AGENT_PID_ENV, ATTEMPT_ENV, HOST_ENV, RANK_STATE_ENV, RUN_DIR_ENV
+from fsdp_jobs.run.env import ADDRESS_ENV, AGENT_PID_ENV, ATTEMPT_ENV, RANK_STATE_ENV, RUN_DIR_ENV
 from fsdp_jobs.run.leaves import tiers_in
-from fsdp_jobs.run.processes import raise_file_limit
+from fsdp_jobs.run.processes import raise_file_limit, this_machine
 from fsdp_jobs.run.rank_state import keep_temporaries_in, make_folder
 from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE, Verdict
 
@@ -80,7 +80,7 @@ def run_agent(args: argparse.Namespace, signals: Signals) -> int:
     this = messages.Agent(
         attempt,
         args.node,
-        host=os.environ.get(HOST_ENV) or socket.gethostname(),
+        host=this_machine(),
         address=os.environ.get(ADDRESS_ENV) or socket.gethostname(),
         nproc=args.nproc,
         switches=path_from_slurm(

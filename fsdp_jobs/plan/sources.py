@@ -139,12 +139,18 @@ def path_from_slurm(address: str, pattern: str) -> tuple[str, ...]:
     return tuple(p for p, kind in zip(parts, kinds, strict=False) if kind != "node" and p)
 
 
+def labels_in_use(labels: Mapping[str, Mapping[str, str]]) -> tuple[str, ...]:
+    """Return the labels that `from_kubernetes` reads: the first family that any node has, and those of NVLink."""
+    rows = (row for row in KUBERNETES_LABELS if any(label in of for of in labels.values() for label in row))
+    return (*next(rows, ()), *NVLINK_LABELS)
+
+
 def from_kubernetes(labels: Mapping[str, Mapping[str, str]], gpus: int = 8) -> Topology:
     """Read the topology from each node's labels (KUBERNETES_LABELS, NVLINK_LABELS), by node name.
 
     A node without labels is its own leaf if others have some; if no node has any, all are under one switch.
     """
-    family = next((row for row in KUBERNETES_LABELS if any(label in of for of in labels.values() for label in row)), ())
+    family = [label for label in labels_in_use(labels) if label not in NVLINK_LABELS]
     nodes = []
     for name, of in labels.items():
         path = tuple(of[label] for label in family if label in of) or ((f"leaf-of-{name}",) if family else ())

@@ -21,7 +21,7 @@ import psutil
 import setproctitle
 
 from fsdp_jobs.run.directory import try_lock, write_json
-from fsdp_jobs.run.env import RUN_DIR_ENV
+from fsdp_jobs.run.env import HOST_ENV, RUN_DIR_ENV
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _FILES = 1 << 20
@@ -36,6 +36,11 @@ def die_with_parent(_worker: int = 0) -> None:
     """Ask the kernel to kill this process when its parent dies (Linux; elsewhere nothing happens)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def this_machine() -> str:
+    """Return the name of the machine that a node of a job is on; a pod's host name is another."""
+    return os.environ.get(HOST_ENV) or socket.gethostname()
 
 
 def age_s() -> float:

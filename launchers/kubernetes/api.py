@@ -147,13 +147,16 @@ class Api:
         return messages
 
     def log(self, pod: str, container: str, since_s: int | None = None, follow: bool = False) -> Iterator[str]:
-        """Yield lines of a container's log: all, or those of the last `since_s` seconds."""
+        """Yield lines of a container's log with their ends: all, or those of the last `since_s` seconds.
+
+        The last one has no end if it is not finished, or if the answer was cut off.
+        """
         query = {"container": container, **({"follow": "true"} if follow else {})}
         query |= {"sinceSeconds": str(since_s)} if since_s is not None else {}
         answer = self._send("GET", f"{self._path('v1', 'Pod', pod)}/log", query, answer_s=None if follow else _ANSWER_S)
         with _connection_errors():
             for line in answer:
-                yield line.removesuffix(b"\n").decode(errors="replace")
+                yield line.decode(errors="replace")
 
     def may(self, verb: str, group: str, resource: str) -> bool:
         """Return whether the user has a permission in this namespace. `resource` may be `pods/log`."""

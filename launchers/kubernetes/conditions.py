@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 
 from fsdp_jobs.launchers.base import at_once
 from fsdp_jobs.launchers.kubernetes.api import Api, ApiError
@@ -58,27 +59,35 @@ def is_leaving(api: Api, pods: list[Object]) -> bool:
     They do if its coordinator has judged an attempt, and each of them runs or has succeeded. A container that
     admission added may keep a pod running: the end of the coordinator's own container counts.
     """
-    ended = _last_words(pods)
-    if not ended or json.loads(ended["message"])["attempt"] < 0:
+    ended, words = _last_words(pods)
+    if not words or words["attempt"] < 0:
         return False
     phases = {p["status"].get("phase") for p in pods if p["metadata"]["labels"].get(ROLE) == "trainer"}
     is_recent = api.seconds_since(ended["finishedAt"]) < _LATE_S
     return is_recent and "Running" in phases and phases <= {"Running", "Succeeded"}
 
 
-def _last_words(pods: list[Object]) -> Object:
-    """Return how the newest coordinator's pod ended that left a verdict; empty if none has."""
+def _last_words(pods: list[Object]) -> tuple[Object, Object]:
+    """Return how the newest coordinator's pod ended that left a verdict, and that; both empty if none has.
+
+    A pod that ended without a word has the end of its log instead, which may look like anything.
+    """
     coordinators = [p for p in pods if p["metadata"]["labels"].get(ROLE) == "coordinator"]
-    ends = [own_container(pod).get("state", {}).get("terminated", {}) for pod in reversed(coordinators)]
-    return next((ended for ended in ends if ended.get("message", "").startswith("{")), {})
+    for pod in reversed(coordinators):
+        ended = own_container(pod).get("state", {}).get("terminated", {})
+        with suppress(ValueError):
+            words = json.loads(ended.get("message", ""))
+            if isinstance(words, dict) and words.keys() == {"verdict", "decision", "reason", "attempt"}:
+                return ended, words
+    return {}, {}
 
 
 def verdict_of(pods: list[Object]) -> tuple[int, Verdict | None]:
     """Return attempt and verdict from the status of the newest coordinator's pod; 0 and None if it has none."""
-    if not (ended := _last_words(pods)):
+    _, words = _last_words(pods)
+    if not words:
         return 0, None
-    content = json.loads(ended["message"])
-    return content.pop("attempt"), Verdict(**content)
+    return words.pop("attempt"), Verdict(**words)
 
 
 def why_waiting(api: Api, root: Object, jobs: list[Object], pods: list[Object]) -> str:
@@ -114,7 +123,7 @@ def why_cut_off(api: Api, pods: list[Object]) -> str:
 
     def last_line(pod: Object) -> str:
         try:
-            lines = list(api.log(pod["metadata"]["name"], "trainer", since_s=_LOGGED_S))
+            lines = [line.strip() for line in api.log(pod["metadata"]["name"], "trainer", since_s=_LOGGED_S)]
         except ApiError:  # it has just gone, or its machine does not answer
             return ""
         return next((line for line in reversed(lines) if CONNECTION in line), "")
@@ -188,10 +197,18 @@ def why_failed(job: Object, pods: list[Object]) -> str:
     """Return how a failed pod of a Job ended that has no successor yet; empty if there is none."""
     own = [p for p in pods if p["metadata"]["labels"].get(_JOB_NAME) == job["metadata"]["name"]]
     for pod in {node_of(p): p for p in own}.values():  # the newest of each
-        for container in [*pod["status"].get("initContainerStatuses", []), own_container(pod)]:
+        name, status = pod["metadata"]["name"], pod["status"]
+        if status.get("phase") == "Failed" and status.get("reason"):  # the kubelet's: Evicted, UnexpectedAdmissionError
+            return f"pod {name} has failed: {status['reason']}: {status.get('message', '')}"
+        for container in [*status.get("initContainerStatuses", []), own_container(pod)]:
             ended = container.get("state", {}).get("terminated", {})
             if ended.get("exitCode", 0) not in (EXIT_DONE, EXIT_REQUEUE):
                 lines = ended.get("message", "").strip().splitlines()
                 last = f": {lines[-1]}" if lines else ""
-                return f"pod {pod['metadata']['name']} ended with {ended['exitCode']} ({ended.get('reason')}){last}"
+                return f"pod {name} ended with {ended['exitCode']} ({ended.get('reason')}){last}"
     return ""
+
+
+def why_any_failed(jobs: Iterable[Object], pods: list[Object]) -> str:
+    """Return `why_failed` of the first Job that it knows of; empty if there is none."""
+    return next(filter(None, (why_failed(job, pods) for job in jobs)), "")

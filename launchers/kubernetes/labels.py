@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,7 +75,13 @@ def node_of(pod: dict[str, Any]) -> int:
 
 
 def app_of(run_name: str, submission: str) -> str:
-    """Return a DNS label for a submission: the run's name as far as it fits, and the six random digits of its id."""
+    """Return a DNS label for a run of a submission: the run's name, and the six random digits of the submission's id.
+
+    If a name does not fit or has other characters, six digits of its hash follow: the runs of a sweep are submitted
+    together, and their numbers are at the end of their names.
+    """
     plain = re.sub(r"[^a-z0-9]+", "-", run_name.lower()).strip("-")
     plain = plain if plain[:1].isalpha() else f"run-{plain}"
-    return f"{plain[: _LONGEST - 7].rstrip('-')}-{submission[-6:]}"
+    if plain != run_name or len(plain) > _LONGEST - 7:
+        plain = f"{plain[: _LONGEST - 14].rstrip('-')}-{hashlib.sha256(run_name.encode()).hexdigest()[:6]}"
+    return f"{plain}-{submission[-6:]}"

@@ -54,7 +54,7 @@ def connect(cluster: KubernetesClusterConfig, retried_for_s: float = 0) -> Api:
         NoKubeconfig: there is no usable one.
         BadInput: the client library is not installed, or there is no such context.
     """
-    named = os.environ.get("KUBECONFIG", "~/.kube/config")
+    named = os.environ.get("KUBECONFIG") or "~/.kube/config"
     files = [Path(name).expanduser() for name in named.split(os.pathsep)]
     changed = tuple(f.stat().st_mtime_ns if f.exists() else 0 for f in files)
     login = _login(cluster.context, named, changed)
@@ -63,7 +63,7 @@ def connect(cluster: KubernetesClusterConfig, retried_for_s: float = 0) -> Api:
 
 @lru_cache
 def _login(context: str | None, files: str, changed: tuple[int, ...]) -> Login:
-    in_pod = "KUBECONFIG" not in os.environ and not any(changed) and "KUBERNETES_SERVICE_HOST" in os.environ
+    in_pod = not os.environ.get("KUBECONFIG") and not any(changed) and "KUBERNETES_SERVICE_HOST" in os.environ
     return Login(lambda: _log_in(context, None if in_pod else files))
 
 

@@ -10,11 +10,12 @@ from fsdp_jobs.config.resolve import accelerator, ranks_per_node
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.kubernetes.api import Api, ApiError
 from fsdp_jobs.launchers.kubernetes.pods import cluster_of
-from fsdp_jobs.plan.sources import KUBERNETES_LABELS, NVLINK_LABELS
+from fsdp_jobs.plan.memory import size
+from fsdp_jobs.plan.sources import labels_in_use
 
 logger = logging.getLogger(__name__)
 
-_LABELS = {*NVLINK_LABELS, *(label for family in KUBERNETES_LABELS for label in family)}
+_CARRIED = 700_000  # bytes of labels: a ConfigMap has at most 1 MiB, with configuration and plan
 _answers: dict[str, dict[str, dict[str, str]]] = {}  # question -> labels by machine
 
 
@@ -45,8 +46,20 @@ def _read(api: Api, selector: Mapping[str, str], gpu_resource: str, gpus: int) -
         )
         return {}
     labels = {
-        machine["metadata"]["name"]: {k: v for k, v in machine["metadata"].get("labels", {}).items() if k in _LABELS}
+        machine["metadata"]["name"]: machine["metadata"].get("labels", {})
         for machine in machines
         if int(machine["status"].get("allocatable", {}).get(gpu_resource, 0)) >= gpus
     }
+    family = labels_in_use(labels)
+    labels = {name: {k: v for k, v in own.items() if k in family} for name, own in labels.items()}
     return labels if any(labels.values()) else {}
+
+
+def carried_labels(api: Api, config: JobConfig) -> dict[str, dict[str, str]]:
+    """Return `topology_labels` if they fit into the job's ConfigMap; else warn, and return none."""
+    labels = topology_labels(api, config)
+    if (length := len(json.dumps(labels))) <= _CARRIED:
+        return labels
+    what = "the labels of %s machines (%s) do not fit into a ConfigMap: ranks are numbered as if under one switch (%s)"
+    logger.warning(what, len(labels), size(length), "cluster.node_selector names fewer machines")
+    return {}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 
+from fsdp_jobs.launchers.base import at_once
 from fsdp_jobs.launchers.kubernetes.api import Api, ApiError
 from fsdp_jobs.launchers.kubernetes.conditions import is_lost, own_container
 from fsdp_jobs.launchers.kubernetes.labels import ROLE, STOP
 from fsdp_jobs.launchers.kubernetes.skeletons import Object
-from fsdp_jobs.run.directory import RunDir, read_json, write_atomic, write_json
+from fsdp_jobs.run.directory import RunDir, read_json, try_lock, write_atomic, write_json
 from fsdp_jobs.run.events import Submitted
 
 _PUBLISHED = re.compile(
@@ -17,9 +18,17 @@ _PUBLISHED = re.compile(
     r"attempts/\d+/(?:verdict\.json|node-\d+/(?:rank-\d+\.log|log-times\.jsonl))):(\d+) (.*)"
 )
 _OVERLAP_S = 5  # read again, so that no line falls between two requests
+_AT_ONCE = 16  # pods whose logs, of up to 10 MB each, are read at the same time
 
 
-class Mirror:
+def pull(run: RunDir, api: Api, pods: list[Object]) -> None:
+    """Copy what the pods have published since the last time; not while another command copies."""
+    with (run.submit / "mirror.lock").open("a") as file:
+        if try_lock(file):
+            _Mirror(run).pull(api, pods)
+
+
+class _Mirror:
     """Copies lines from pods' logs into the same files here, each once: pods may repeat themselves."""
 
     def __init__(self, run: RunDir):
@@ -30,27 +39,40 @@ class Mirror:
         self._finished: list[str] = known.get("finished", [])  # uids of pods that have ended and were read to the end
 
     def pull(self, api: Api, pods: list[Object]) -> None:
-        """Copy what the pods have published since the last time."""
-        for pod in pods:
-            self._read(api, pod)
-        position = {"offsets": self._offsets, "read_at": self._read_at, "finished": self._finished}
-        write_json(self.run.mirrored, position)
+        new = [pod for pod in pods if self._may_have_more(api, pod)]
+        for first in range(0, len(new), _AT_ONCE):
+            now, some = api.time(), new[first : first + _AT_ONCE]
+            for pod, lines in zip(some, at_once(lambda pod: self._read(api, pod), some), strict=True):
+                self._take(pod, lines, now)
 
-    def _read(self, api: Api, pod: Object) -> None:
-        uid, container = pod["metadata"]["uid"], pod["metadata"]["labels"][ROLE]
-        state = own_container(pod).get("state", {})
-        if uid in self._finished or is_lost(api, pod) or not state.keys() & {"running", "terminated"}:
-            return
-        now, read_at = api.time(), self._read_at.get(uid)
+    def _may_have_more(self, api: Api, pod: Object) -> bool:
+        has_begun = own_container(pod).get("state", {}).keys() & {"running", "terminated"}
+        return bool(has_begun) and pod["metadata"]["uid"] not in self._finished and not is_lost(api, pod)
+
+    def _read(self, api: Api, pod: Object) -> list[str] | None:
+        """Return a pod's newest lines; None if it has just gone or its machine does not answer."""
+        now, read_at = api.time(), self._read_at.get(pod["metadata"]["uid"])
         since_s = int(now - read_at) + _OVERLAP_S if read_at is not None and read_at <= now else None
         try:
-            for line in api.log(pod["metadata"]["name"], container, since_s):
-                self._copy(line)
+            return list(api.log(pod["metadata"]["name"], pod["metadata"]["labels"][ROLE], since_s))
         except ApiError:
-            return  # it has just gone, or its machine does not answer: read again the next time
+            return None
+
+    def _take(self, pod: Object, lines: list[str] | None, now: float) -> None:
+        """Copy a pod's lines, and record at once how far: a command may be killed at any time."""
+        if lines is None:
+            return
+        uid, before = pod["metadata"]["uid"], {**self._offsets}
+        for line in lines:
+            if line.endswith("\n"):
+                self._copy(line.removesuffix("\n"))
         self._read_at[uid] = now
-        if "terminated" in state:
+        if "terminated" in own_container(pod)["state"]:
             self._finished.append(uid)
+        elif before == self._offsets:
+            return
+        position = {"offsets": self._offsets, "read_at": self._read_at, "finished": self._finished}
+        write_json(self.run.mirrored, position)
 
     def _copy(self, logged: str) -> None:
         published = _PUBLISHED.fullmatch(logged)

@@ -37,6 +37,7 @@ from fsdp_jobs.run.tail import TIMES, Tail
 from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, Verdict
 
 _POLL_S = 0.5
+_LONGEST_REASON = 2000  # bytes: of a message of over 4,096 bytes the kubelet keeps only the end
 _FILES_S = 3600.0  # for which a node waits for the coordinator's pod to bring the job's files
 
 logger = logging.getLogger(__name__)
@@ -84,8 +85,9 @@ def coordinate(run: RunDir, app: str, argv: Sequence[str]) -> int:
 
 def _leave_word(verdict: Verdict, attempt: int) -> None:
     """Put a verdict into the pod's status."""
-    message = {"verdict": verdict.verdict, "decision": verdict.decision, "reason": verdict.reason[:2000]}
-    Path(TERMINATION_LOG).write_text(json.dumps({**message, "attempt": attempt}))
+    reason = verdict.reason.encode(errors="ignore")[:_LONGEST_REASON].decode(errors="ignore")
+    message = {"verdict": verdict.verdict, "decision": verdict.decision, "reason": reason, "attempt": attempt}
+    Path(TERMINATION_LOG).write_text(json.dumps(message, ensure_ascii=False), encoding="utf-8")
 
 
 def follow(run: RunDir, app: str, argv: Sequence[str]) -> int:

@@ -59,7 +59,7 @@ def coordinator_pod(job: Job, names: Names) -> Object:
     cluster, role = cluster_of(job.config), job.role("coordinator")
     memory = f"{2 * role.resource.memMB}Mi"  # the process, and the one that restarts it
     webhook = (job.config.notify.webhook or "").removeprefix("env:")  # the coordinator sends notifications
-    env = {name: value for name, value in _user_env(cluster).items() if name == webhook}
+    env = {name: value for name, value in _user_env(cluster).items() if name == webhook or name in cluster.env}
     part = ["coordinator", names.app, _run_dir(job), str(COORDINATOR_PORT), "--", *_command(job, role)]
     return _pod(job, names, role, part, env, fill("pod_coordinator", memory=memory, files=names.files))
 

@@ -23,7 +23,7 @@ from fsdp_jobs.launchers.kubernetes import conditions, mirror, validate
 from fsdp_jobs.launchers.kubernetes.api import Api, ApiError, explain
 from fsdp_jobs.launchers.kubernetes.labels import ALL_APPS, APP, QUEUE, ROLE, Names, app_of, node_of, pods_write_here
 from fsdp_jobs.launchers.kubernetes.login import NoKubeconfig, connect
-from fsdp_jobs.launchers.kubernetes.machines import topology_labels
+from fsdp_jobs.launchers.kubernetes.machines import carried_labels, topology_labels
 from fsdp_jobs.launchers.kubernetes.manifests import WORKLOADS, files_objects, owned_by
 from fsdp_jobs.launchers.kubernetes.pods import cluster_of
 from fsdp_jobs.launchers.kubernetes.skeletons import Object, merge
@@ -235,8 +235,7 @@ class KubernetesLauncher(Launcher):
         with app.connected() as api:
             pods = api.pods(f"{app.names.selector},{ROLE}={role}")
             for pod in [pod for pod in pods if node_of(pod) == node][-1:]:
-                for line in api.log(pod["metadata"]["name"], role, follow=follow):
-                    yield line + "\n"
+                yield from api.log(pod["metadata"]["name"], role, follow=follow)
 
 
 create_scheduler = KubernetesLauncher.scheduler
@@ -250,7 +249,7 @@ def _prepare(job: Job) -> KubernetesRequest:
         api = connect(cluster)
         validate.validate_with_cluster(api, job, request.objects)
         request.namespace = api.namespace
-        request.node_labels = topology_labels(api, job.config) if job.config.cluster.topology is None else {}
+        request.node_labels = carried_labels(api, job.config) if job.config.cluster.topology is None else {}
     return request
 
 
@@ -284,17 +283,20 @@ def _describe(app: _App, api: Api, jobs: list[Object], pods: list[Object]) -> De
     root = app.root(api, jobs)
     if root is None:
         _has_left_nothing(app)
-        return None
+        if app.run is None or pods_write_here(app.run, app.names.app) or Verdict.final(app.run) is not None:
+            return None
+        what = "its objects were deleted, after cluster.keep_hours or by hand, before its end was seen from here"
+        return Description(State.UNKNOWN, f"{what}: its run directory on the claim has it; resume goes on from there")
     state, (restarts, verdict) = conditions.state_of(root, pods), conditions.verdict_of(pods)
     if app.run is not None and not pods_write_here(app.run, app.names.app):
-        mirror.Mirror(app.run).pull(api, pods)
         mirror.pass_on_stop(app.run, api, pods)
+        mirror.pull(app.run, api, pods)
     if state.is_active:
         why = conditions.why_waiting(api, root, jobs, pods)
         if app.run is not None and Verdict.final(app.run) is None:  # else the pods do not know it yet
             why = _note_why(app.run, api, pods, why)
     else:
-        why = verdict.reason if verdict is not None else conditions.why_failed(root, pods)
+        why = verdict.reason if verdict is not None else conditions.why_any_failed([root, *jobs], pods)
         if app.run is not None and state is State.FAILED:  # else the pods have recorded how it ended
             judge(app.run, verdict or Verdict("infrastructure", "stop", why))
         if not conditions.is_leaving(api, pods):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -24,13 +23,14 @@ def fill(name: str, **values: Any) -> Object:
 
 
 def merge(base: Any, patch: Any) -> Any:
-    """Merge mappings key by key and lists of named things by name; replace anything else."""
+    """Merge mappings key by key and lists of named things by name, as the API does; replace anything else."""
     if isinstance(base, dict) and isinstance(patch, dict):
         return {**base, **{k: merge(base[k], v) if k in base else v for k, v in patch.items()}}
-    if isinstance(base, list) and isinstance(patch, list) and _named(base) and _named(patch):
-        names, patches = {b["name"] for b in base}, {p["name"]: p for p in patch}
-        merged = [merge(b, patches.get(b["name"], {})) for b in base]
-        return [*merged, *(p for p in patch if p["name"] not in names)]
+    for key in ("mountPath", "name") if isinstance(base, list) and isinstance(patch, list) else ():
+        if all(isinstance(item, dict) and key in item for item in (*base, *patch)):
+            names, patches = {b[key] for b in base}, {p[key]: p for p in patch}
+            merged = [merge(b, patches.get(b[key], {})) for b in base]
+            return [*merged, *(p for p in patch if p[key] not in names)]
     return patch
 
 
@@ -39,7 +39,3 @@ def without_nulls(content: Any) -> Any:
     if isinstance(content, dict):
         return {k: without_nulls(v) for k, v in content.items() if v is not None}
     return [without_nulls(item) for item in content] if isinstance(content, list) else content
-
-
-def _named(items: Sequence[Any]) -> bool:
-    return all(isinstance(i, dict) and "name" in i for i in items)

@@ -10,6 +10,7 @@ from fsdp_jobs.config.errors import BadInput, Problem, nearest
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.base import Finding, Job, at_once, findings
 from fsdp_jobs.launchers.kubernetes.api import ROLE_CURE, Api, ApiError, explain
+from fsdp_jobs.launchers.kubernetes.labels import QUEUE
 from fsdp_jobs.launchers.kubernetes.login import connect
 from fsdp_jobs.launchers.kubernetes.machines import topology_labels
 from fsdp_jobs.launchers.kubernetes.manifests import WORKLOADS
@@ -122,9 +123,22 @@ def wrong_keys(config: JobConfig) -> Iterator[Problem]:
         if reference.count("/") != 1:
             what = "not the key of a secret (secret/key)"
             yield Problem(f"cluster.secret_env.{variable}={reference}", what, "my-secret/its-key")
+    if QUEUE in cluster.labels:
+        what = "the pods alone would have this label, and Kueue would not admit the job as one"
+        yield Problem(f"cluster.labels.{QUEUE}={cluster.labels[QUEUE]}", what, f"cluster.queue={cluster.labels[QUEUE]}")
+    yield from _odd_items("cluster.tolerations", cluster.tolerations, "{key: nvidia.com/gpu, operator: Exists}")
+    patch = cluster.pod_patch
+    yield from _odd_items("cluster.pod_patch.tolerations", patch.get("tolerations", []), "{key: k, operator: Exists}")
+    yield from _odd_items("cluster.pod_patch.containers", patch.get("containers", []), "{name: trainer, ...}", "name")
     if config.sweep.parallelism and cluster.queue is None:
         what = "on Kubernetes a queue's quota limits how many jobs run at once"
         yield Problem(f"sweep.parallelism={config.sweep.parallelism}", what, "cluster.queue=NAME, a queue of Kueue")
+
+
+def _odd_items(where: str, items: object, example: str, *needed: str) -> Iterator[Problem]:
+    """Yield a problem if the value of a key is no list of mappings that have the needed keys."""
+    if not (isinstance(items, list) and all(isinstance(i, dict) and i.keys() >= {*needed} for i in items)):
+        yield Problem(f"{where}={items}", "is not a list of such mappings", f"[{example}]")
 
 
 def _not_installed(config: JobConfig, groups: dict[str, str]) -> Iterator[Problem]:

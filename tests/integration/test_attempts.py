@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -15,9 +16,11 @@ import psutil
 import pytest
 
 from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.launchers import supervisor
+from fsdp_jobs.run.directory import RunDir, write_json
 from fsdp_jobs.run.env import ADDRESS_ENV
-from fsdp_jobs.run.processes import free_port, has_signal, wildcards
-from fsdp_jobs.run.verdict import Verdict
+from fsdp_jobs.run.processes import free_port, has_signal, this_machine, wildcards
+from fsdp_jobs.run.verdict import EXIT_REQUEUE, Verdict
 from fsdp_jobs.submit import submit as submission
 from tests.jobs import ROOT, Job, Nobody, Watched, job
 from tests.world import PACED, tiny_for
@@ -110,6 +113,36 @@ def test_what_never_works_ends_the_job_with_its_last_words(containers: Container
     assert (verdict.verdict, verdict.decision) == ("infrastructure", "stop")
     assert "No module named 'no_such_thing'" in verdict.last_lines
     assert containers.started["coordinator"].wait(60) == 1
+
+
+def test_an_excluded_machine_is_left_and_ends_no_job(containers: Containers) -> None:
+    write_json(containers.run.excluded, {this_machine(): {"until": 1e12, "why": "3 failures"}})
+    containers.start("coordinator")
+    containers.start("node-0")
+    assert containers.started["node-0"].wait(60) == EXIT_REQUEUE
+    assert not containers.events("process_restarted") and Verdict.read(containers.run, 0) is None
+
+
+def test_storage_that_is_away_for_a_while_ends_no_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the processes of an attempt, nor what restarts them."""
+    monkeypatch.setattr(supervisor.Attempt, "poll_s", 0.01)
+    answers = iter([OSError(errno.ESTALE, "Stale file handle"), OSError(errno.EIO, "Input/output error")])
+
+    class Sick(supervisor.Attempt):
+        @property
+        def verdict(self) -> Verdict | None:
+            if (error := next(answers, None)) is not None:
+                raise error
+            return super().verdict
+
+    run = RunDir(tmp_path)
+    attempt = Sick(run, 0)
+    process = attempt.start("coordinator", ["sleep", "60"], {**os.environ})
+    Verdict("done", "stop", "all steps are done").write(run, 0)
+    verdict = attempt.supervise()
+    assert verdict is not None and verdict.verdict == "done" and next(answers, None) is None
+    assert not process.has_ended
+    attempt.finish(0)
 
 
 def test_a_signal_to_an_agent_that_still_imports_torch_stops_the_job(tmp_path: Path) -> None:

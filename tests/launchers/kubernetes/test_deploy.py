@@ -26,6 +26,7 @@ SCHEMAS = Path(__file__).parent / "schemas"
 # Used where the cluster allows it.
 OPTIONAL = {
     ("create", "", "pods"),
+    ("get", "", "pods"),  # kubectl logs
     ("list", "kueue.x-k8s.io", "localqueues"),
     ("list", "kueue.x-k8s.io", "workloads"),
     ("list", "networking.k8s.io", "networkpolicies"),

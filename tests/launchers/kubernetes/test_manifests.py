@@ -189,6 +189,19 @@ def test_names_of_objects_are_labels_that_leave_room_for_pods(name: str) -> None
     assert len(f"{app}-coordinator-0-0-xxxxx") <= 63
 
 
+def test_jobs_of_a_submission_have_different_objects() -> None:
+    """The names of a sweep's runs are made of its keys, and end with a number."""
+    names = [f"lr-weight_decay-micro_batch-aab02f31c-{number:03}" for number in range(3)]
+    apps = [app_of(name, "250101000000-0a1b2c") for name in (*names, "my-run", "My_run", "my_run")]
+    assert len({*apps}) == len(apps) and apps[3] == "my-run-0a1b2c"
+
+
+def test_a_second_mount_of_a_volume_joins_the_first() -> None:
+    runs = {"name": "runs", "mountPath": "/runs"}
+    data = {"name": "runs", "mountPath": "/data", "subPath": "data"}
+    assert merge([runs], [data, {**runs, "readOnly": False}]) == [{**runs, "readOnly": False}, data]
+
+
 def test_patches_are_merged_by_name() -> None:
     base = {"a": 1, "containers": [{"name": "x", "env": [{"name": "A", "value": "1"}], "ports": [1]}]}
     patch = {"containers": [{"name": "x", "env": [{"name": "B", "value": "2"}], "ports": [2]}, {"name": "y"}]}

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_jobs.launchers.kubernetes import pod
+from fsdp_jobs.launchers.kubernetes import mirror, pod
 from fsdp_jobs.launchers.kubernetes.labels import pods_write_here
-from fsdp_jobs.launchers.kubernetes.mirror import Mirror
 from fsdp_jobs.launchers.kubernetes.pod import CoordinatorsPublisher, Publisher, seed
-from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.directory import RunDir, try_lock, write_atomic
 from fsdp_jobs.run.events import append_line
 from fsdp_jobs.run.identity import Identity
 from fsdp_jobs.run.tail import Tail, read_json_lines
@@ -44,6 +43,7 @@ def test_what_pods_publish_is_mirrored_once(
 ) -> None:
     there, here = RunDir(tmp_path / "there"), RunDir(tmp_path / "here")
     there.node(1, 0).mkdir(parents=True)
+    here.submit.mkdir(parents=True)
     for step in range(1, 4):
         append_line(there.metrics, {"step": step, "word": "Größe"})
     append_line(there.events, {"event": "submitted"})  # each side has its own
@@ -54,14 +54,14 @@ def test_what_pods_publish_is_mirrored_once(
     (tmp_path / "annotations").touch()
     with CoordinatorsPublisher(there), Publisher(there, ["attempts/*/node-0/rank-*.log"]):
         pass
-    published = capfd.readouterr().out.splitlines()
+    published = capfd.readouterr().out.splitlines(keepends=True)
 
     logs = Logs()
-    strange = ["@../../etc/passwd:1 x", "@submit/token:1 x", "Traceback (most recent call last):"]
+    strange = ["@../../etc/passwd:1 x\n", "@submit/token:1 x\n", "Traceback (most recent call last):\n"]
     logs.lines["first"] = [*published[: len(published) // 2], *strange]
     logs.lines["second"] = published  # the next pod publishes everything again
-    Mirror(here).pull(logs, [logs.pod("first")])  # type: ignore[arg-type]
-    Mirror(here).pull(logs, [logs.pod("first", "terminated"), logs.pod("second", "terminated")])  # type: ignore[arg-type]
+    mirror.pull(here, logs, [logs.pod("first")])  # type: ignore[arg-type]
+    mirror.pull(here, logs, [logs.pod("first", "terminated"), logs.pod("second", "terminated")])  # type: ignore[arg-type]
     assert here.metrics.read_bytes() == there.metrics.read_bytes()
     assert here.rank_log(1, 0, 3).read_bytes() == there.rank_log(1, 0, 3).read_bytes()
     assert [e["event"] for e in read_json_lines(here.events)] == ["round_started"]
@@ -69,16 +69,37 @@ def test_what_pods_publish_is_mirrored_once(
     known = {"metrics.jsonl", "events.jsonl", "attempts", "submit"}
     assert {f.name for f in here.path.iterdir()} == known and not (tmp_path / "etc").exists()
     logs.lines.clear()
-    Mirror(here).pull(logs, [logs.pod("first", "terminated"), logs.pod("second", "terminated")])  # type: ignore[arg-type]
+    mirror.pull(here, logs, [logs.pod("first", "terminated"), logs.pod("second", "terminated")])  # type: ignore[arg-type]
 
 
 def test_of_lines_that_the_kubelet_has_dropped_the_rest_is_mirrored(tmp_path: Path) -> None:
     here, logs = RunDir(tmp_path), Logs()
-    lines = [f'@metrics.jsonl:{12 * step} {{"step": {step}}}' for step in range(1, 6)]
+    here.submit.mkdir()
+    lines = [f'@metrics.jsonl:{12 * step} {{"step": {step}}}\n' for step in range(1, 6)]
     for kept in (lines[:2], lines[3:], lines):  # the last: a new coordinator publishes everything again
         logs.lines["pod"] = kept
-        Mirror(here).pull(logs, [logs.pod("pod")])  # type: ignore[arg-type]
+        mirror.pull(here, logs, [logs.pod("pod")])  # type: ignore[arg-type]
     assert [m["step"] for m in read_json_lines(here.metrics)] == [1, 2, 4, 5]
+
+
+def test_commands_that_mirror_at_once_are_killed_or_cut_off_copy_no_line_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, logs = RunDir(tmp_path), Logs()
+    here.submit.mkdir()
+    lines = [f'@metrics.jsonl:{12 * step} {{"step": {step}}}\n' for step in range(1, 6)]
+    logs.lines = {"first": lines[:2], "second": [*lines[:3], lines[3][:-5]]}
+    with (here.submit / "mirror.lock").open("a") as held:
+        assert try_lock(held)
+        mirror.pull(here, logs, [logs.pod("first")])  # type: ignore[arg-type]
+    assert not here.metrics.exists(), "the other command copies"
+    monkeypatch.setattr(mirror, "_AT_ONCE", 1)
+    with pytest.raises(KeyError):  # as a signal would end it, between two pods
+        mirror.pull(here, logs, [logs.pod("first"), logs.pod("killed")])  # type: ignore[arg-type]
+    mirror.pull(here, logs, [logs.pod("first"), logs.pod("second")])  # type: ignore[arg-type]
+    logs.lines["second"] = lines
+    mirror.pull(here, logs, [logs.pod("second")])  # type: ignore[arg-type]
+    assert [m["step"] for m in read_json_lines(here.metrics)] == [1, 2, 3, 4, 5]
 
 
 def test_a_claim_that_is_away_for_a_while_ends_no_publishing(

@@ -76,6 +76,16 @@ CASES: dict[str, tuple[Callable[[SimulatedApi], Any], list[str], list[str]]] = {
     "no claim given": (lambda _: None, ["cluster.claim=null"], ["cluster.claim", "deploy/kubernetes/base/claim.yaml"]),
     "workload": (lambda _: None, ["cluster.workload=jobsets"], ["did you mean jobset?"]),
     "secret by value": (lambda _: None, ["cluster.secret_env.A=hunter2"], ["not the key of a secret"]),
+    "tolerations": (
+        lambda _: None,
+        ["cluster.tolerations=[nvidia.com/gpu]", "cluster.pod_patch={tolerations: null, containers: [{image: x}]}"],
+        ["cluster.tolerations=['nvidia.com/gpu']: is not", "pod_patch.tolerations=None", "[{name: trainer, ...}]"],
+    ),
+    "kueue's label": (
+        lambda _: None,
+        ["cluster.labels={kueue.x-k8s.io/queue-name: q}"],
+        ["Kueue would not admit the job as one", "cluster.queue=q"],
+    ),
     "context": (lambda _: None, ["cluster.context=prod"], ["the kubeconfig has only test"]),
     "namespace": (lambda _: None, ["cluster.namespace=nowhere"], ["cluster.namespace=nowhere: there is no such"]),
     "token": (lambda api: setattr(api, "token", "another"), [], ["the token is wrong or has expired", "log in again"]),
@@ -472,6 +482,17 @@ class TestWaiting:
         assert described is not None
         return described.state, described.message
 
+    def test_how_pods_end_that_leave_no_verdict(self, api: SimulatedApi, app: str) -> None:
+        """The kubelet has words of its own; of a coordinator that dies without one, it has the end of the log."""
+        evicted = {"reason": "Evicted", "message": "The node was low on resource: ephemeral-storage."}
+        self.put_pod(api, app, {"phase": "Failed", **evicted})
+        state, why = self.said(app)
+        assert state is State.QUEUED and "has failed: Evicted: The node was low on resource: ephemeral-storage" in why
+        for words in ('{"event": "round_started"}', '{"event": "round_st', "{}", "[1]"):
+            ended = {"name": "coordinator", "state": {"terminated": {"exitCode": 137, "message": words}}}
+            self.put_pod(api, app, {"phase": "Failed", "containerStatuses": [ended]}, "coordinator")
+            assert self.said(app)[0] is State.QUEUED
+
     @pytest.mark.parametrize(
         ("status", "words"),
         [
@@ -790,6 +811,12 @@ class TestWaiting:
     def test_export_says_where_the_checkpoints_are(self, api: SimulatedApi, app: str) -> None:
         done = cli(Path.cwd(), "export", "x")
         assert done.returncode == 2 and "copy them to runs/x/checkpoints with the pod of" in done.stderr, done.stderr
+
+    def test_a_job_whose_objects_went_before_its_end_was_seen(self, api: SimulatedApi, app: str) -> None:
+        for key in [key for key in api.objects if key[0] != "/persistentvolumeclaims"]:
+            del api.objects[key]
+        state, why = self.said(app)
+        assert state is State.UNKNOWN and "before its end was seen from here" in why
 
     def test_a_job_that_is_gone(self, api: SimulatedApi, app: str) -> None:
         KubernetesLauncher().cancel([app])
