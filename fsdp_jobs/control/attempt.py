@@ -6,8 +6,9 @@ import logging
 import time
 from dataclasses import dataclass, field, replace
 
+from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import JobConfig
-from fsdp_jobs.control.failures import Budget, Machines, find_cause
+from fsdp_jobs.control.failures import LONG_ROUND_S, Budget, Machines, find_cause
 from fsdp_jobs.control.fencing import Leases
 from fsdp_jobs.control.guard import Guard
 from fsdp_jobs.control.placement import Agents, ConnectedAgent, RoundPlanner
@@ -18,8 +19,6 @@ from fsdp_jobs.run.leaves import guards_in
 from fsdp_jobs.run.rank_state import Request
 from fsdp_jobs.run.tail import last_lines
 from fsdp_jobs.run.verdict import Verdict
-
-_LONG_ROUND_S = 600.0  # for a program that saves nothing, a round of this length counts as progress
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +36,7 @@ class Round:
     began_at: float = 0.0
     first_step: int = 0  # steps done when it began
     running: bool = False
+    has_met: bool = False  # its nodes know where its ranks meet
     is_adopted: bool = False  # it began under an earlier coordinator
     has_reports: bool = False  # some rank has reported a step
     saves: bool = False  # some rank can save checkpoints
@@ -50,12 +50,13 @@ class Round:
     broken_why: str = ""
     failures: list[Failure] = field(default_factory=list)
     lost: dict[int, str] = field(default_factory=dict)  # node -> how
+    left: int = 0  # nodes that are gone after their ranks had ended
     culprit: int | None = None  # node that held up the others, was the only one lost, or has wrong state
     excludes: bool = False  # exclude the culprit's machine at once
     has_stalled: bool = False
 
     def was_long(self, now: float) -> bool:
-        return not self.saves and now - self.began_at > _LONG_ROUND_S
+        return not self.saves and now - self.began_at > LONG_ROUND_S
 
     @property
     def stops_by_signal(self) -> bool:
@@ -81,7 +82,7 @@ class Attempt:
         self.planner = RoundPlanner(config, run)
         history = list(events.read_events(run))
         self.budget = Budget(self.elastic.max_failures_without_progress, history)
-        self.machines = Machines(run, self.elastic.exclude_after, self.elastic.exclude_for_s, history)
+        self.machines = Machines(self.elastic.exclude_after, self.elastic.exclude_for_s, history)
         self.term_seen = 0  # the newest in the records, or reported by an agent for itself or its snapshots
         self._may_adopt = True  # until it forms or breaks a round: an earlier coordinator may have died
         self._warned = ""  # the last warning
@@ -131,6 +132,15 @@ class Attempt:
         self.round.parked_for = why
         self._request(Request.PARK)
 
+    def exclude(self, host: str, for_s: float, why: str) -> bool:
+        """Exclude a machine for `for_s` seconds; False if that cannot be recorded."""
+        try:
+            self.run.exclude(host, for_s, why)
+        except (BadInput, OSError) as e:  # the user edits the file, or the disk is full
+            self.warn(f"{host} cannot be excluded: {e}")
+            return False
+        return True
+
     def break_round(self, why: str, now: float, since: float | None = None) -> None:
         """End the running round, which failed at `since`: agents stop their ranks and become ready again."""
         if not self.round.running:
@@ -168,7 +178,7 @@ class Attempt:
             self.close(verdict, now)
         elif machine is not None and len(set(broken.hosts.values())) > 1:
             reason = self.machines.blame(machine, cause.why, at_once=broken.excludes and cause.node == broken.culprit)
-            if reason is not None:
+            if reason is not None and self.exclude(machine, self.elastic.exclude_for_s, reason):
                 self.record(events.MachineExcluded(machine, reason))
 
     def _look_for_lost(self, now: float) -> None:

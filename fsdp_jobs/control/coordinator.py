@@ -19,11 +19,13 @@ from fsdp_jobs.control.placement import ConnectedAgent, Formation
 from fsdp_jobs.plan.layout import partners
 from fsdp_jobs.run import events, messages
 from fsdp_jobs.run.directory import RunDir, checkpoints_of
-from fsdp_jobs.run.rank_state import SAVES_NOTHING, Request
+from fsdp_jobs.run.rank_state import SAVES_NOTHING, Phase, Request
+from fsdp_jobs.run.table import listed
 from fsdp_jobs.run.term import Fenced
 from fsdp_jobs.run.verdict import EXIT_REQUEUE, Verdict
 
 _SETTLE_S = 1.0  # after the first sign of a failure, to receive the reports that show the cause
+_STOPS_S = 60.0  # after which an agent that has not stopped its ranks is not waited for
 _BLOCKED_S = 1.0  # if a tick is this late, this process was blocked, and the agents' messages are queued
 
 
@@ -68,6 +70,7 @@ class Coordinator(Attempt):
             if is_saving or now - other.heard <= patience_s:
                 return False  # it connects again
             self.on_gone(other, f"node {other.node} was silent and has been replaced", now)
+        before = self.agents.get(agent.id)
         self.agents[agent.id] = agent
         agent.ended = hello.ended
         self.leases.surrender(agent.host)
@@ -79,9 +82,11 @@ class Coordinator(Attempt):
         if hello.signal:
             self.on_notice(agent, hello, now)
         if hello.ready:
-            self.on_ready(agent, messages.Ready([], after=-1, at=hello.at), now)
+            self.on_ready(agent, messages.Ready(after=-1, at=hello.at), now)
         else:
             self._answer(agent, hello.at, now)
+        if before is not None and before.in_round and not (agent.in_round or agent.ended):
+            self.break_round(f"node {agent.node} lost its connection before its ranks were started", now)
         return True
 
     def _take_back(self, agent: ConnectedAgent, running: messages.Round, now: float) -> None:
@@ -96,6 +101,8 @@ class Coordinator(Attempt):
             agent.send(messages.Break(running.number))
             return
         self._take_into_round(agent, now)
+        if agent.id == (current.head and current.head.id) and not current.has_met:
+            self.break_round(f"node {agent.node} lost its connection before the others knew its address", now)
 
     def _take_into_round(self, agent: ConnectedAgent, now: float) -> None:
         agent.in_round, self.round.hosts[agent.node], self._came_at = True, agent.host, now
@@ -117,13 +124,14 @@ class Coordinator(Attempt):
             if agent.in_round:
                 self.round.has_reports |= report.step >= 0
                 self.round.saves |= report.committed > SAVES_NOTHING
+                if report.phase == Phase.STARTING:  # restored, maybe to a step that no event tells
+                    self.round.first_step = max(self.round.first_step, report.step)
 
     def on_ready(self, agent: ConnectedAgent, ready: messages.Ready, now: float) -> None:
         """Record that an agent has no running ranks and wants to join the next round."""
         if agent.in_round and ready.after < self.round.number:
             return  # its `Hello` already said so, and the agent is about to receive the new round
         self._on_ranks_ended(agent)
-        self.on_failed(agent, ready, now)
         if agent.in_round and not self.round.stops_by_signal:
             self.break_round(f"node {agent.node} left the round", now)
         agent.ready, agent.in_round, agent.beat = True, False, messages.Beat()
@@ -135,11 +143,13 @@ class Coordinator(Attempt):
         self.leases.surrender(agent.id)
         self.round.has_gaps |= agent.in_round
 
-    def on_failed(self, agent: ConnectedAgent, message: messages.Failed | messages.Ready, now: float) -> None:
+    def on_failed(self, agent: ConnectedAgent, message: messages.Failed, now: float) -> None:
         """Record that ranks of a node have failed; its agent is stopping the others."""
         reports = sorted(message.failures, key=lambda f: f.time)
         if not reports or self.verdict is not None:
             return
+        if self.round.running and not (agent.in_round or self.round.is_adopted):
+            return  # of an earlier round, which went on without this node
         if self.round.stops_by_signal:
             agent.ended = True  # the signal ended its ranks; others may still be saving
             return
@@ -153,7 +163,8 @@ class Coordinator(Attempt):
             self.round.failed_at = now
 
     def on_master(self, agent: ConnectedAgent, master: messages.Master, now: float) -> None:
-        if agent is self.round.head and master.round == self.round.number:
+        if agent.id == (self.round.head and self.round.head.id) and master.round == self.round.number:
+            self.round.has_met = True
             self.agents.send(master)
 
     def on_notice(self, agent: ConnectedAgent, message: messages.Notice | messages.Hello, now: float) -> None:
@@ -168,7 +179,8 @@ class Coordinator(Attempt):
     def on_ended(self, agent: ConnectedAgent, ended: messages.Ended, now: float) -> None:
         agent.ended = True
         self.leases.surrender(agent.id)
-        if self.agents.have_ended() and self.verdict is None and not self.round.stops_by_signal:
+        is_whole = len(self.agents.in_round()) + self.round.left == self.round.size  # else some are still reconnecting
+        if is_whole and self.agents.have_ended() and self.verdict is None and not self.round.stops_by_signal:
             self.close(self._done(), now)  # after a signal, `_watch_round` closes it
 
     def on_away(self, agent: ConnectedAgent, away: messages.Away, now: float) -> None:
@@ -186,6 +198,7 @@ class Coordinator(Attempt):
         agent.drop()
         if certain:
             self._on_ranks_ended(agent)
+        self.round.left += agent.in_round and agent.ended
         if agent.in_round and not agent.ended and self.verdict is None:
             self.record(events.NodeLost(agent.node, agent.host, why))
             self.round.lost[agent.node] = why
@@ -246,7 +259,7 @@ class Coordinator(Attempt):
                 self.warn(f"{self.run.save_request} cannot be removed, so nothing is saved for it: {e}")
 
     def _watch_round(self, now: float) -> None:
-        here, current = len(self.agents.in_round()), self.round
+        here, current = len(self.agents.in_round()) + self.round.left, self.round
         if here == current.size and self.agents.have_ended() and current.requested is not Request.STOP:
             self.close(self._done(), now)  # they reported this to the previous coordinator
             return
@@ -271,7 +284,10 @@ class Coordinator(Attempt):
         """Form a round when enough nodes are ready; requeue the attempt if they do not come in time."""
         self._turn_away()
         ready = self.agents.ready()
-        are_all_ready = len(ready) == len(self.agents)  # the others are still stopping their ranks
+        late = [a.name for a in self.agents.values() if not a.ready]  # they are still stopping their ranks
+        are_all_ready = not late or now - self.formation.since > _STOPS_S
+        if late and are_all_ready:
+            self.warn(f"not waiting any more for {listed(late, 4)}, whose ranks do not stop")
         if self.formation.is_complete(len(ready), are_all_ready, self.round.number < 0, self._may_adopt, now):
             are_fenced = self.round.saves and self.round.has_gaps and not self.config.is_program
             if self.leases.running(now, are_fenced):
@@ -319,7 +335,7 @@ class Coordinator(Attempt):
         by_name = {a.name: a for a in ready}
         layout, chosen, number = plan.layout, [by_name[name] for name in plan.nodes], self.round.number + 1
         self._terms.use()
-        self._may_adopt, self._warned = False, ""
+        self._may_adopt, self._warned, self._exclusion = False, "", ""
         news = [guard.begin_round() for guard in self.guards]
         self.step = max(0, self.committed)
         known = (number, term, len(chosen), layout.shard_group)

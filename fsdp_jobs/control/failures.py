@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterable
@@ -9,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_jobs.run import events
-from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.failure import Failure
 from fsdp_jobs.run.table import counted
 from fsdp_jobs.run.verdict import Verdict
+
+LONG_ROUND_S = 600.0  # for a program that saves nothing, a round of this length counts as progress
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,11 @@ def find_cause(failures: list[Failure], culprit: int | None, broken_why: str, st
         stalled: the round was broken because no rank advanced.
     """
     real = [f for f in failures if not f.is_request]
-    first = min(real, key=lambda f: f.is_victim) if real and not stalled else None
+    first = min(real, key=lambda f: (f.is_victim, f.has_aborted)) if real and not stalled else None
     if first is None or first.is_victim or (culprit is not None and not first.error):
         return Cause(broken_why, node=culprit)  # any failures are consequences: the cause died with its node
-    return Cause(first.describe(), first, first.node if first.may_be_the_machines else None)
+    alike = {f.node for f in real if f.exit_code == first.exit_code and f.error == first.error}
+    return Cause(first.describe(), first, first.node if first.may_be_the_machines and len(alike) == 1 else None)
 
 
 class Budget:
@@ -48,12 +51,21 @@ class Budget:
         self.count = 0
         self._committed = -1
         self._attempts = 0
+        began_at, saves, was_long = math.inf, False, False
         for event in history:
             match event:
-                case events.Submitted() | events.Checkpoint():
+                case events.Submitted():
                     self._attempts = 0
+                case events.Checkpoint():
+                    self._attempts, saves = 0, True
+                case events.RoundStarted():
+                    began_at = event.time
+                case events.RoundBroken():
+                    was_long |= event.time - began_at > LONG_ROUND_S and not saves
                 case events.AttemptEnded(verdict="infrastructure"):
-                    self._attempts += 1
+                    was_long |= event.time - began_at > LONG_ROUND_S and not saves
+                    self._attempts = 0 if was_long else self._attempts + 1
+                    began_at, was_long = math.inf, False
         self._last_signature: tuple[int, int, str] | None = None  # of the newest failure in the user's code
 
     def judge(self, cause: Cause, committed: int, stalled: bool = False, was_long: bool = False) -> Verdict | None:
@@ -70,6 +82,7 @@ class Budget:
         again = signature is not None and signature == self._last_signature
         if committed > self._committed or (was_long and not again):
             self._committed, self.count = committed, 0
+            self._last_signature = self._last_signature if again else None
         self.count += 1
         details: dict[str, Any] = {}
         if failure is not None:
@@ -95,22 +108,20 @@ class Budget:
 
 
 class Machines:
-    """Counts failures per machine over all attempts; excludes those that fail repeatedly for a while."""
+    """Counts failures per machine over all attempts; those that fail repeatedly are to be excluded for a while."""
 
-    def __init__(self, run: RunDir, most: int, for_s: float, history: Iterable[events.Event]):
+    def __init__(self, most: int, for_s: float, history: Iterable[events.Event]):
         """`most` failures within `for_s` seconds exclude a machine for as long; 0 excludes none."""
-        self.run, self.most, self.for_s = run, most, for_s
+        self.most, self.for_s = most, for_s
         self._failures = defaultdict[str, list[float]](list)  # host -> seconds since 1970
         for event in history:
             if isinstance(event, events.RoundBroken) and event.blamed:
                 self._failures[event.blamed].append(event.time)
 
     def blame(self, host: str, why: str, at_once: bool = False) -> str | None:
-        """Record a failure. Returns the reason if it excludes the machine; with `at_once`, the first does."""
+        """Record a failure. Returns the reason to exclude the machine, if there is one; with `at_once`, always."""
         now = time.time()
         recent = self._failures[host] = [t for t in [*self._failures[host], now] if t > now - self.for_s]
         if not at_once and (not self.most or len(recent) < self.most):
             return None
-        reason = f"{counted(len(recent), 'failure')} within {self.for_s:.0f} s; the last: {why}"
-        self.run.exclude(host, self.for_s, reason)
-        return reason
+        return f"{counted(len(recent), 'failure')} within {self.for_s:.0f} s; the last: {why}"

@@ -95,6 +95,10 @@ class Agents(dict[str, ConnectedAgent]):
         """Return whether a rank waits for a checkpoint; others may wait for that rank."""
         return Phase.SAVING in self._phases()
 
+    def have_done(self) -> bool:
+        """Return whether a rank of the round is done."""
+        return Phase.DONE in self._phases()
+
     def have_ended(self) -> bool:
         return all(a.ended for a in self.in_round())
 

@@ -129,11 +129,20 @@ class Agent(LocalElasticAgent):
             codes = [handler.proc.poll() for _, handler in sorted(context.subprocess_handlers.items())]
         if context is None or not any(code not in (None, EXIT_DONE, EXIT_REQUEUE) for code in codes):
             return {}
-        return {
-            w.global_rank: ProcessFailure(w.local_rank, w.id, code or EXIT_FAILED, context.error_files[w.local_rank])
-            for w, code in zip(worker_group.workers, codes, strict=True)
-            if code not in (None, EXIT_DONE, EXIT_REQUEUE) or Path(context.error_files[w.local_rank]).exists()
-        }
+        failures: dict[int, ProcessFailure] = {}
+        for w, code in zip(worker_group.workers, codes, strict=True):
+            file = Path(context.error_files[w.local_rank])
+            has_failed = code not in (None, EXIT_DONE, EXIT_REQUEUE)
+            if has_failed or file.exists():
+                try:
+                    failure = ProcessFailure(w.local_rank, w.id, code or EXIT_FAILED, str(file))
+                except (ValueError, LookupError, TypeError):  # a part of it: it is being written, or its disk is full
+                    if not has_failed:
+                        continue
+                    file.unlink(missing_ok=True)
+                    failure = ProcessFailure(w.local_rank, w.id, code or EXIT_FAILED, str(file))
+                failures[w.global_rank] = failure
+        return failures
 
     def _note_silent_ends(self) -> None:
         """Mark ranks as done that ended with 0 by `os._exit` or `exec`; torch's agent waits for return values."""

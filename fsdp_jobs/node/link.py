@@ -35,6 +35,7 @@ class Link:
         host, _, port = address.rpartition(":")
         self._address, self._token = (host, int(port)), token
         self._hello, self._beat, self._on_line, self._elastic = hello, beat, on_line, elastic
+        self.connections = 0  # made so far
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -96,7 +97,7 @@ class Link:
                 raise
             with self._lock:
                 connection.sendall(self._hello(connection.getsockname()[:2]).line())
-                self._socket = connection
+                self._socket, self.connections = connection, self.connections + 1
             try:
                 for line in lines:
                     self._on_line(line)

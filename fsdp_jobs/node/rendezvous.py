@@ -46,8 +46,9 @@ class CoordinatorRendezvous(rendezvous.RendezvousHandler):
         self._master: messages.Master | None = None  # where the round's ranks meet
         self._broken = -1  # the newest round that is over
         self._waiting = self._ended = False
-        self._failures: list[Failure] = []
-        self._signal = ""  # a stop signal that came while there was no connection
+        self._joins_by = 0  # the number of the connection by which the newest round came
+        self._failures: list[Failure] = []  # not sent yet
+        self._signal = ""  # the stop signal, which each new connection repeats
         for state in self.states:
             state.clear()
         self.guards: list[Guard] = [made(self) for made in guards_in("node")]
@@ -76,8 +77,11 @@ class CoordinatorRendezvous(rendezvous.RendezvousHandler):
                     if message.at is not None:
                         self.lease.renew(message.at + self.lease_s, message.at + self.fresh_s)
                         self.lease.set_clock(message.time, message.at)
+                    self._send_failures()  # of the time without a connection
                 case messages.Round():
                     self.round, self._master, self._waiting, self._term = message, None, False, message.term
+                    self._broken = min(self._broken, message.number - 1)  # a new coordinator may use a number again
+                    self._joins_by = self.link.connections
                     for guard in self.guards:
                         guard.begin_round(message)
                 case messages.Master():
@@ -107,20 +111,25 @@ class CoordinatorRendezvous(rendezvous.RendezvousHandler):
         return [self.run.stacks(self.agent.attempt, self.agent.node, rank) for rank in self.ranks()]
 
     def failed(self, failures: list[Failure]) -> None:
-        """Report to the coordinator at once, or with the next `Ready` while there is no connection."""
-        if not self.link.send(messages.Failed(failures)):
+        """Report to the coordinator at once, or as soon as there is a connection."""
+        with self._changed:
             self._failures = failures
+            self._send_failures()
+
+    def _send_failures(self) -> None:
+        if self._failures and self.link.send(messages.Failed(self._failures)):
+            self._failures = []
 
     def notice(self, name: str) -> None:
         """Report a stop signal; without a connection, ask the ranks here, which agree with all others."""
+        self._signal = name
         if not self.link.send(messages.Notice(name)):
-            self._signal = name
             self.request(Request.STOP)
 
     def request(self, request: Request) -> None:
         """Pass a request to the ranks here."""
         for state in self.states:
-            state.request(request)
+            state.request(max(request, state.requested()))
         self.is_stop_requested |= request is Request.STOP
 
     def next_rendezvous(self) -> rendezvous.RendezvousInfo:
@@ -134,10 +143,10 @@ class CoordinatorRendezvous(rendezvous.RendezvousHandler):
             with self._changed:
                 after = self.round.number
                 self.round, self._waiting, self.running_round, self._ended = NO_ROUND, True, -1, False
-                failures, self._failures = self._failures, []
                 for state in self.states:
                     state.clear()
-            self.link.send(messages.Ready(failures, after, Lease.now()))
+                self._send_failures()
+            self.link.send(messages.Ready(after, Lease.now()))
             with self._changed:
                 self._changed.wait_for(lambda: self.round is not NO_ROUND or self.end)
                 if self.end is not None:
@@ -148,7 +157,9 @@ class CoordinatorRendezvous(rendezvous.RendezvousHandler):
                 return info
 
     def _join(self) -> rendezvous.RendezvousInfo | None:
-        """Announce the master address on the first node, receive it on others; None if the round is over.
+        """Announce the master address on the first node, receive it on others; None if the round cannot begin.
+
+        It cannot if it is over, or if the connection was lost, and with it maybe the address.
 
         torch's agents would exchange their numbers of ranks through a store, and if one died now, the others would
         wait until the store's timeout. Here all nodes have equally many (`TORCH_ELASTIC_WORKER_IDENTICAL`).
@@ -156,15 +167,19 @@ class CoordinatorRendezvous(rendezvous.RendezvousHandler):
         current = self.round
         if current.rank == 0:
             master = messages.Master(current.number, self.agent.address, free_port())
-            self.link.send(master)
+            if not self.link.send(master):
+                return None
         else:
             with self._changed:
-                self._changed.wait_for(lambda: self._master or self.end or self._broken >= current.number)
+                self._changed.wait_for(lambda: self._master or self.end or self._cannot_begin(current.number))
                 if self._master is None:
                     return None
                 master = self._master
         store = rendezvous.RendezvousStoreInfo(master.host, master.port)
         return rendezvous.RendezvousInfo(HashStore(), current.rank, current.size, store)
+
+    def _cannot_begin(self, number: int) -> bool:
+        return self._broken >= number or self.link.connections != self._joins_by
 
     def is_cut_off(self) -> bool:
         """Whether this node's lease has expired; then its round is over."""

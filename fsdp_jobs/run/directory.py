@@ -14,6 +14,7 @@ import getpass
 import hashlib
 import itertools
 import json
+import logging
 import os
 import re
 import secrets
@@ -21,13 +22,15 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import IO, cast
 
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import CheckpointConfig, JobConfig
 from fsdp_jobs.run.record import JsonObject
+
+logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _JOBS = "[!.]*/job.json"  # of all runs; a hidden folder is being removed
@@ -120,6 +123,11 @@ def read_json(path: Path) -> JsonObject:
         raise BadInput.at(str(path), f"damaged: {e}", "restore the file, or move its run away") from e
 
 
+@cache
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)
+
+
 class _Within:
     """A path in a run directory, built on access: most paths of hundreds of listed runs are never used."""
 
@@ -207,9 +215,16 @@ class RunDir:
         return max((int(f.name) for f in folders if f.name.isdigit()), default=-1)
 
     def excluded_hosts(self) -> dict[str, str]:
-        """Return machine -> reason for the machines that this job should not get now. For launchers."""
-        listed = read_json(self.excluded)
-        return {host: entry["why"] for host, entry in listed.items() if entry["until"] > time.time()}
+        """Return machine -> reason for the machines that this job should not get now; none if the file is damaged.
+
+        A user may be editing it while the job runs.
+        """
+        try:
+            listed = read_json(self.excluded)
+            return {host: entry["why"] for host, entry in listed.items() if entry["until"] > time.time()}
+        except (BadInput, OSError, LookupError, TypeError, AttributeError) as e:
+            _warn_once(f"no machine is excluded: {self.excluded}: {e}")
+            return {}
 
     def exclude(self, host: str, for_s: float, why: str) -> None:
         """Exclude a machine for `for_s` seconds."""

@@ -20,6 +20,9 @@ _OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|can't allocate memo
 # Errors of the machine, not of the program.
 _HARDWARE = re.compile(r"CUDA error|uncorrectable|\bECC\b|\bXid\b|cudaError|CUDA driver|no CUDA GPUs", re.IGNORECASE)
 
+# CUDA's errors that a program causes on a sound machine, too.
+_OF_PROGRAM = re.compile(r"device-side assert|illegal memory access|out of memory|invalid", re.IGNORECASE)
+
 # Raised for a checkpoint that only this node cannot read, and for gradients that only this rank computes differently.
 _HERE_ALONE = ("CannotReadHere", "ComputesWrong")
 
@@ -50,6 +53,11 @@ class Failure:
         return reports_lost_peer(self.error)
 
     @property
+    def has_aborted(self) -> bool:
+        """Whether it ended by SIGABRT, without an exception: NCCL's watchdog ends ranks of all nodes so."""
+        return self.exit_code == -signal.SIGABRT and not self.error
+
+    @property
     def is_final(self) -> bool:
         return self.error.startswith(FINAL_ERRORS)
 
@@ -65,9 +73,13 @@ class Failure:
     def signature(self) -> tuple[int, int, str] | None:
         """Return a key that is equal for repetitions of one failure of the user's code; None for any other failure.
 
-        It is the code's failure if the rank raised, or exited with a code, and has not only lost a peer.
+        It is the code's failure if the rank raised, or exited with a code, has not only lost a peer, and the machine
+        has not failed.
         """
-        if not (self.error or self.exit_code > 0) or self.is_victim or self.error.startswith(_HERE_ALONE):
+        is_of_machine = _HARDWARE.search(self.error) and not _OF_PROGRAM.search(self.error)
+        if is_of_machine or self.is_victim or self.error.startswith(_HERE_ALONE):
+            return None
+        if not (self.error or self.exit_code > 0):
             return None
         return self.step, self.exit_code, re.sub(r"[0-9]+", "0", self.error)  # addresses and sizes differ
 

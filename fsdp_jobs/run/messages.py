@@ -104,7 +104,6 @@ class Failed(Message):
 class Ready(Message):
     """No ranks run on this node, and it wants to be in the next round."""
 
-    failures: list[Failure]  # not reported yet
     after: int  # the newest round that the agent knows, -1 for none
     at: float  # when it was sent, by the agent's clock
 

@@ -73,7 +73,9 @@ class Cluster:
 
     def ready(self, member: ConnectedAgent, *failures: Failure) -> None:
         after = self.coordinator.round.number if member.in_round else -1
-        self.coordinator.on_message(member, messages.Ready(list(failures), after, self.now), self.now)
+        if failures:
+            self.coordinator.on_message(member, messages.Failed(list(failures)), self.now)
+        self.coordinator.on_message(member, messages.Ready(after, self.now), self.now)
 
     def ended(self, member: ConnectedAgent) -> None:
         self.coordinator.on_message(member, messages.Ended(), self.now)
@@ -89,6 +91,9 @@ class Cluster:
         while self.now < end - 1e-9:
             self.now += 0.1
             for member in beating:
+                if member is self.coordinator.round.head:
+                    master = messages.Master(self.coordinator.round.number, member.address, 29500)
+                    self.coordinator.on_message(member, master, self.now)
                 ranks = [(Report(self.now, step, committed, phase), Times())] * 2 if member.in_round else []
                 beat = messages.Beat(ranks, {"silent": self.silent.get(member.id, 0.0)}, self.now)
                 self.coordinator.on_message(member, beat, self.now)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from fsdp_jobs.run import messages
+from fsdp_jobs.run import events, messages
 from fsdp_jobs.run.rank_state import Request
 from tests.control.cluster import PROGRAM, SILENCE, Cluster, fails, failure
 
@@ -204,3 +205,77 @@ def test_below_the_minimum_the_job_waits_then_leaves_to_be_requeued(tmp_path: Pa
     assert cluster.verdict is not None
     assert (cluster.verdict.verdict, cluster.verdict.decision) == ("infrastructure", "requeue")
     assert cluster.last(a, messages.End).exit_code == 75
+
+
+def test_a_gpu_that_is_broken_again_and_again_is_its_machines_fault(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=2:3", "elastic.join_window_s=0.5")
+    members = [cluster.join(node) for node in range(3)]
+    for step in (500, -1, -1):
+        cluster.later(2, *members, step=max(step, 0), committed=400)
+        broken = failure(1, 2, "AcceleratorError: CUDA error: uncorrectable ECC error encountered", step=step)
+        for member in members:
+            cluster.ready(member, *[broken] if member.node == 1 else [])
+    cluster.later(2, *members, committed=400)
+    assert cluster.verdict is None and [e["host"] for e in cluster.events("machine_excluded")] == ["node1"]
+
+
+def test_ranks_of_all_nodes_that_a_watchdog_ends_accuse_no_machine(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=3")
+    members = [cluster.join(node) for node in range(3)]
+    cluster.later(2, *members)
+    for member in members:
+        cluster.ready(member, failure(member.node, 2 * member.node, exit_code=-6, time=3.0 - member.node))
+    cluster.later(2, *members)
+    assert [e.get("blamed") for e in cluster.events("round_broken")] == [None]
+
+
+def test_an_error_that_progress_has_separated_from_its_like_is_not_its_repetition(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=1")
+    a = cluster.join(0)
+    for error, committed in (("OSError: busy", 10), ("", 90), ("OSError: busy", 90)):
+        cluster.later(2, a, committed=committed)
+        cluster.ready(a, failure(0, 0, error, exit_code=1 if error else -9, step=-1))
+    cluster.later(2, a, committed=90)
+    assert cluster.verdict is None and len(cluster.events("round_broken")) == 3
+
+
+def test_a_program_that_records_no_checkpoints_may_lose_a_node_every_day(tmp_path: Path) -> None:
+    for day in range(5):
+        cluster = Cluster(tmp_path, "nodes=2", *PROGRAM)
+        began = events.RoundStarted([0, 1], ["a", "b"], "full_shard", 2, 4)
+        for event, time in (
+            (began, 86400.0 * day),
+            (events.RoundBroken("node 1 was lost", 0, -1), 86400.0 * day + 7200),
+        ):
+            events.append_line(cluster.run.events, replace(event, time=time, attempt=0).to_record())
+        cluster = Cluster(tmp_path, "nodes=2", *PROGRAM)
+        a = cluster.join(0)
+        cluster.later(cluster.config.elastic.wait_for_nodes_s + 2, a)
+        assert cluster.verdict is not None and cluster.verdict.decision == "requeue", f"day {day}"
+        cluster.run.verdict(0).unlink()
+
+
+@pytest.mark.parametrize("content", ["", '{"node1": {"until": 1e12, "why": "x"},}', '{"node9": 3}'])
+def test_a_list_of_excluded_machines_that_is_being_edited_excludes_nobody(tmp_path: Path, content: str) -> None:
+    cluster = Cluster(tmp_path, "nodes=2", "elastic.exclude_after=1")
+    members = [cluster.join(0), cluster.join(1)]
+    cluster.run.excluded.write_text(content)
+    cluster.later(2, *members)
+    fails(cluster, members, node=1)
+    cluster.later(2, *members)
+    assert cluster.verdict is None and len(cluster.events("round_started")) == 2
+
+
+def test_an_exclusion_is_forgotten_once_a_round_has_begun_without_the_machine(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=2", "elastic.exclude_after=1")
+    members = [cluster.join(0), cluster.join(1)]
+    cluster.later(2, *members)
+    fails(cluster, members, node=1)
+    cluster.later(2, members[0])
+    spare = cluster.join(1, "b", host="spare")
+    cluster.later(5, members[0], spare, step=5, committed=4)
+    cluster.closed(spare)
+    cluster.later(2, members[0])
+    cluster.ready(members[0])
+    cluster.later(70, members[0])
+    assert cluster.verdict is None, "a replacement has as long as any"

@@ -45,7 +45,7 @@ def test_an_agent_that_says_twice_that_it_is_ready_has_not_left_the_round_that_f
     a, b = cluster.join(0), cluster.join(1)
     cluster.later(0.2, a, b)
     assert cluster.last(b, messages.Round) is not None
-    cluster.coordinator.on_message(b, messages.Ready([], after=-1, at=cluster.now), cluster.now)
+    cluster.coordinator.on_message(b, messages.Ready(after=-1, at=cluster.now), cluster.now)
     cluster.later(1, a, b)
     assert cluster.last(a, messages.Break) is None
     cluster.ready(b)
@@ -403,3 +403,58 @@ def test_copies_go_to_nodes_far_away_and_pairs_are_mutual(nodes: int) -> None:
     assert all(other != i for i, other in enumerate(of))
     in_pairs = sum(of[other] == i for i, other in enumerate(of) if other is not None)
     assert in_pairs == nodes - (3 if nodes % 2 else 0)
+
+
+def test_a_node_that_went_silent_and_comes_back_breaks_nothing(tmp_path: Path) -> None:
+    """The others began a round without it; what became of its ranks is news of the round before."""
+    cluster = Cluster(tmp_path, "nodes=1:3", "elastic.join_window_s=0.5")
+    a, b, c = (cluster.join(node) for node in range(3))
+    cluster.later(1, a, b, c, step=10, committed=5)
+    cluster.later(11, a, b, step=10, committed=5)
+    cluster.ready(a)
+    cluster.ready(b)
+    cluster.later(5, a, b, step=5, committed=5)
+    again = cluster.join(2, round_=0, size=3)
+    cluster.coordinator.on_message(again, messages.Failed([failure(2, 4, exit_code=-9)]), cluster.now)
+    cluster.later(1, a, b, again, step=5, committed=5)
+    assert cluster.coordinator.round.running and cluster.coordinator.round.number == 1
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_connection_that_is_lost_before_ranks_are_started_breaks_the_round(tmp_path: Path, node: int) -> None:
+    """The first node's address, or the round itself, was lost with it."""
+    cluster = Cluster(tmp_path, "nodes=2")
+    members = [cluster.join(0), cluster.join(1)]
+    cluster.later(0.5)
+    assert cluster.coordinator.round.running
+    again = cluster.join(node, round_=0, size=2) if node == 0 else cluster.join(node)
+    assert cluster.last(members[1 - node], messages.Break).round == 0
+    for member in (members[1 - node], again):
+        cluster.ready(member)
+    cluster.later(3, *cluster.coordinator.agents.values())
+    assert cluster.coordinator.round.running and cluster.coordinator.round.number == 1
+
+
+def test_an_elastic_job_goes_on_without_a_node_whose_ranks_do_not_stop(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=1:3", "elastic.join_window_s=0.5")
+    members = [cluster.join(node) for node in range(3)]
+    cluster.later(1, *members, step=10, committed=5)
+    cluster.ready(members[0], failure(0, 0, "OSError: x"))
+    cluster.ready(members[1])
+    cluster.later(70, *members, committed=5)
+    assert cluster.events("round_started")[-1]["nodes"] == [0, 1]
+    assert "node2/2, whose ranks do not stop" in cluster.events("waiting")[-1]["why"]
+
+
+def test_a_job_is_done_when_the_nodes_that_still_reconnect_are_done_too(tmp_path: Path) -> None:
+    for _ in range(2):  # the second is a new coordinator
+        cluster = Cluster(tmp_path, "nodes=2", *PROGRAM)
+        if not cluster.coordinator.run.events.exists():
+            members = [cluster.join(0), cluster.join(1)]
+            cluster.later(2, *members, **SILENCE)
+    a = cluster.join(0, round_=0, size=2)
+    cluster.ended(a)
+    assert cluster.verdict is None
+    b = cluster.join(1, round_=0, size=2)
+    cluster.ended(b)
+    assert cluster.verdict is not None and cluster.verdict.verdict == "done"

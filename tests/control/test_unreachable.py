@@ -56,7 +56,7 @@ def take(line):
         phase = int(message.request)  # to park
     elif isinstance(message, Break):
         running = NO_ROUND
-        link.send(Ready([], after=message.round, at=Lease.now()))
+        link.send(Ready(after=message.round, at=Lease.now()))
 
 link = Link(address, run.token.read_text(), hello, beat, take, load_config(run.config).elastic)
 time.sleep(600)

@@ -76,3 +76,23 @@ def test_ranks_that_hang_before_they_park_for_a_node_that_joins_have_stalled(tmp
     cluster.later(5, *agents, third, step=-1)
     assert cluster.events("round_broken")[-1]["why"].startswith("no rank has done a step")
     assert cluster.events("round_started")[-1]["nodes"] == [0, 1, 2]
+
+
+def test_what_a_rank_does_after_the_others_are_done_is_no_stall(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=2")
+    members = [cluster.join(0), cluster.join(1)]
+    cluster.later(2, *members, step=10, committed=10)
+    for _ in range(600):
+        cluster.later(2, members[0], step=10, committed=10, phase=int(Phase.DONE))
+        cluster.later(2, members[1], step=10, committed=10)
+    assert not cluster.events("stalled") and cluster.coordinator.round.running
+
+
+def test_a_first_step_after_a_restore_that_no_event_tells_may_be_long(tmp_path: Path) -> None:
+    """Snapshots and the nodes' own disks have newer steps than the last checkpoint."""
+    cluster = Cluster(tmp_path, "nodes=2")
+    members = [cluster.join(0), cluster.join(1)]
+    cluster.later(1, *members, step=-1, phase=int(Phase.STARTING))
+    cluster.later(1, *members, step=80, committed=40, phase=int(Phase.STARTING))
+    cluster.later(200, *members, step=80, committed=40)
+    assert not cluster.events("stalled") and cluster.coordinator.round.running

@@ -15,6 +15,7 @@ from fsdp_jobs.run import events
 from fsdp_jobs.run.rank_state import Request
 
 _RESTART_S = 180.0  # as the plan assumes
+_ANSWERS_S = 60.0  # for a node to ask its GPUs' driver
 _EXCLUDE_S = 6 * 3600.0  # duration of an exclusion, and at most one in that time
 
 
@@ -35,12 +36,16 @@ class Guard(guard.Guard):
     def begin_round(self) -> None:
         self._watch, self._looked_at = SlowWatch(), 0.0
         self._asked: dict[int, events.SlowNode] = {}  # by node
+        self._asked_at = 0.0
         self._named: events.SlowNode | None = None  # a candidate for exclusion
 
     def on_message(self, agent: ConnectedAgent, message: Throttled, now: float) -> None:
         """Record a slow node with its driver's reasons."""
+        self._report(agent, message.why)
+
+    def _report(self, agent: ConnectedAgent, throttled: list[str]) -> None:
         if (slow := self._asked.pop(agent.node, None)) is not None:
-            self._named = replace(slow, host=agent.host, throttled=message.why)
+            self._named = replace(slow, host=agent.host, throttled=throttled)
             self.attempt.record(self._named)
 
     def watch(self, now: float) -> None:
@@ -56,8 +61,11 @@ class Guard(guard.Guard):
         if isinstance(found, events.SlowSteps):
             attempt.record(found)
         elif found is not None:
-            self._asked[found.node] = found
+            self._asked[found.node], self._asked_at = found, now
             agents[found.node].send(Slow())
+        if now - self._asked_at > _ANSWERS_S:  # its driver does not answer
+            for node in self._asked.keys() & agents.keys():
+                self._report(agents[node], [])
         if self._named is not None and attempt.elastic.exclude_slow and attempt.round.requested is Request.NONE:
             self._exclude(self._named)
 
@@ -73,7 +81,8 @@ class Guard(guard.Guard):
         may = usable >= node_range(attempt.config.nodes)[0] and time.time() - self._excluded_at > _EXCLUDE_S
         if may and _pays(slow, current.size, usable, left):
             self._excluded_at, why = time.time(), slow.sentence()
-            attempt.run.exclude(slow.host, _EXCLUDE_S, why)
+            if not attempt.exclude(slow.host, _EXCLUDE_S, why):
+                return
             attempt.record(events.MachineExcluded(slow.host, why, is_slow=True))
             attempt.park(f"{slow.host} is excluded, because it is slow")
 

@@ -45,6 +45,8 @@ class Guard(guard.Guard):
         slowest = attempt.agents.slowest_step()
         if slowest is None or attempt.round.requested is Request.STOP:  # a stop has a time limit of its own
             return
+        if attempt.round.has_reports and attempt.agents.have_done():
+            return  # with its steps; what the others still do may take long
         self._saving_since = (self._saving_since or now) if attempt.agents.are_saving() else None
         if self._saving_since is not None and now - self._saving_since < _SAVES_S:
             self._since, self._asked_at = now, None  # the next step has not begun
@@ -92,7 +94,7 @@ class Guard(guard.Guard):
         waited = f"{what} for {stood_s:.0f} s"
         if self._silent_s and not _is_frozen(ranks):
             return f"{waited}: {_apart(ranks)}", None  # the program is at fault, not a machine
-        dead = [(n, r) for n, r in ranks if not r.dumped]
+        dead = [(n, r) for n, r in ranks if not (r.dumped or r.ended)]
         if dead:
             named = [f"rank {r.rank} on node {n} ({r.status})" for n, r in dead]
             return f"{waited}: {listed(named, 4)} does not respond", _only(n for n, _ in dead)
