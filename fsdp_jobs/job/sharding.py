@@ -32,6 +32,10 @@ TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.flo
 # Selective checkpointing keeps the outputs of these: they are expensive to recompute.
 _EXPENSIVE_OPS = {
     torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,  # with a bias
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.baddbmm.default,
+    torch.ops.aten._grouped_mm.default,  # of experts
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,  # on sm90 and newer
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -132,7 +136,7 @@ def shard(
         else:
             fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
 
-    for block in blocks:
+    for block in reversed(blocks):  # those inside others first
         apply(block, inner, layout.reshard_after_forward)
     head = head_modules_of(model) if fsdp.wrap == "layer" else []
     if head:

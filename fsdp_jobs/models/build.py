@@ -85,7 +85,9 @@ def _in_lists(module: nn.Module, listed: Callable[[nn.Module], list[nn.Module]])
 
 
 def _members(module: nn.Module) -> list[nn.Module]:
-    return list(module.children()) if isinstance(module, nn.ModuleList) else []
+    """Return the modules in a list, also in lists of it, as stages are: FSDP wraps no container."""
+    members = list(module.children()) if isinstance(module, nn.ModuleList) else []
+    return [m for member in members for m in (_members(member) if isinstance(member, nn.ModuleList) else [member])]
 
 
 def _repeated(module: nn.Module) -> list[nn.Module]:

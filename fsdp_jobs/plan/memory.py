@@ -50,6 +50,7 @@ class Memory:
     reduction: int = 0  # whole gradients of the block at hand, and the reduce-scatter's input
     accumulation: int = 0  # whole gradients kept between microbatches
     activations: int = 0
+    buffers: int = 0  # the model's buffers, whole
     logits: int = 0  # logits, loss and their gradients; with a chunked loss also its sums of the head's gradient
     reserve: int = 0  # context, communicator buffers, fragmentation
     host: int = 0  # host memory of what this rank offloads
@@ -100,7 +101,7 @@ def snapshot_bytes(shape: ModelShape, layout: Layout, fsdp: FsdpConfig, is_one_n
     There are copies only if no replica on another node has the same shards.
     """
     copies = 2 if layout.replicas == 1 and not is_one_node else 1
-    return shape.shard_numel(layout.shard_group) * 3 * master_bytes(fsdp) * 2 * copies
+    return int(shape.shard_numel(layout.shard_group) * (1 + 2 * shape.trained) * master_bytes(fsdp)) * 2 * copies
 
 
 def _moments(
@@ -147,7 +148,7 @@ def _moments(
         in_loss_function, in_loss = in_chunk + hidden + weight * 4, in_loss + head * group * b_p * (group > 1)
         made, in_head_backward, afterwards = 0, summed + hidden, 0
 
-    state = Memory("", parameters=shard * b_m, optimizer=shard * 2 * b_m, gradients=early)
+    state = Memory("", parameters=shard * b_m, optimizer=shard * 2 * b_m, gradients=early, buffers=shape.buffers)
     before = replace(state, accumulation=shape.numel * b_sum, activations=all_saved)
     moments = [
         replace(before, moment="end of forward", gathered=in_forward, logits=made),
@@ -186,9 +187,22 @@ def _moments(
                 reduction=shape.root.numel * b_p + max(root_input, reduce_input),
                 accumulation=shape.root.numel * b_sum, activations=0 if n else all_saved),
     ]  # fmt: skip
+    if shape.frozen:
+        moments = [_of_trained(m, shape.trained) for m in moments]
     if fsdp.cpu_offload:
         moments = [replace(m, parameters=0, gradients=0, optimizer=0) for m in moments]
     return moments
+
+
+def _of_trained(whole: Memory, share: float) -> Memory:
+    """Return a moment in which only a share of the parameters has gradients, as if spread evenly over the units."""
+    return replace(
+        whole,
+        optimizer=int(whole.optimizer * share),
+        gradients=int(whole.gradients * share),
+        accumulation=int(whole.accumulation * share),
+        reduction=int(whole.reduction * share),
+    )
 
 
 def _host_bytes(shape: ModelShape, layout: Layout, fsdp: FsdpConfig, data: DataConfig, accelerator: str) -> int:
@@ -201,8 +215,8 @@ def _host_bytes(shape: ModelShape, layout: Layout, fsdp: FsdpConfig, data: DataC
     host = offloaded_blocks(shape, fsdp) * pinned(inputs * DTYPE_BYTES[param_dtype(fsdp, accelerator)])
     if fsdp.cpu_offload:
         stored, group = master_bytes(fsdp), layout.shard_group
-        host += 2 * sum(unit.count * pinned(shard * stored) for unit in shape.units for shard in unit.shards(group))
-        host += 2 * stored * shape.shard_numel(group)
+        whole = sum(unit.count * pinned(shard * stored) for unit in shape.units for shard in unit.shards(group))
+        host += int(whole * (1 + shape.trained)) + int(2 * stored * shape.shard_numel(group) * shape.trained)
     return host
 
 

@@ -225,7 +225,10 @@ def _left_out(config: JobConfig, shape: ModelShape, topology: Topology) -> Itera
     """Yield what the prediction leaves out: frozen parameters, links whose speed is not known."""
     if shape.frozen:
         share = f"{shape.frozen / shape.numel:.0%} of the parameters are frozen"
-        yield f"Warning: {share}. The plan counts their gradients and moments, too: the job needs less."
+        yield f"{share}: the plan counts no gradients and moments for them, but the time of their backward."
+    if shape.unmeasured:
+        why = f"the model's forward could not be measured ({shape.unmeasured})"
+        yield f"Warning: {why}: memory lacks all activations, and time is 6 FLOPs per parameter and token."
     used = {"intra_node_gb_s": ranks_per_node(config) > 1, "inter_node_gb_s": len(topology.nodes) > 1}
     for key, where in (("intra_node_gb_s", "inside nodes"), ("inter_node_gb_s", "between nodes")):
         if used[key] and not getattr(config.hardware, key):

@@ -87,7 +87,9 @@ class ModelShape(Record):
     activations: Activations
     head: Unit = Unit("head", ())
     waiting: int = 0
-    frozen: int = 0  # parameters without gradients; a plan counts them like the others
+    frozen: int = 0  # parameters without gradients and optimizer state
+    buffers: int = 0  # bytes; FSDP does not shard them
+    unmeasured: str = ""  # why activations and FLOPs are not known: FLOPs are then estimated, activations missing
     positions: int = 0  # longest sample that a transformers model has positions for, tokens; 0: any
 
     @property
@@ -102,6 +104,11 @@ class ModelShape(Record):
     def numel(self) -> int:
         """Parameters of the whole model."""
         return sum(u.numel * u.count for u in self.units)
+
+    @property
+    def trained(self) -> float:
+        """The share of its parameters that have gradients and optimizer state."""
+        return 1 - self.frozen / max(1, self.numel)
 
     @cached_property
     def largest(self) -> Unit:

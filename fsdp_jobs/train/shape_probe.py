@@ -19,7 +19,13 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -32,6 +38,16 @@ from fsdp_jobs.plan.shapes import Activations, ModelShape, Params, Unit, merged
 
 MATMULS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
 ATTENTION = "_scaled_dot_product"
+
+# Of models that look at values, or use kernels that a CPU lacks: a GPU runs them all the same.
+_NOT_ON_FAKE_TENSORS = (
+    DynamicOutputShapeException,
+    DataDependentOutputException,
+    UnsupportedOperatorException,
+    UnsupportedFakeTensorException,
+    NotImplementedError,
+)
+_NO_KERNEL = "No viable backend"  # for attention, of those that the model allows
 
 
 class _Attention(TorchFunctionMode):
@@ -48,13 +64,23 @@ class _Attention(TorchFunctionMode):
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p"), args, strict=False)) | (kwargs or {})
-        self.head_width = given["query"].shape[-1]
-        self.grouped = given["query"].shape[-3] != given["key"].shape[-3]
-        return func(**given | {"dropout_p": 0.0})
+        query, value = given["query"], given["value"]
+        self.head_width = query.shape[-1]
+        self.grouped = query.shape[-3] != given["key"].shape[-3]
+        wider = max(0, query.shape[-1] - value.shape[-1])  # as in DeepSeek's; a GPU's kernel takes both
+        out = func(**given | {"dropout_p": 0.0, "value": F.pad(value, (0, wider)) if wider else value})
+        return out[..., : value.shape[-1]] if wider else out
 
 
 def _in_bf16(t: Tensor) -> Tensor:
     return t.to(torch.bfloat16) if t.is_floating_point() else t
+
+
+class _FakeMode(FakeTensorMode):
+    """The mode of a model's fake tensors, which modules that are copied share."""
+
+    def __deepcopy__(self, memo: object) -> _FakeMode:
+        return self
 
 
 class _Counter(TorchDispatchMode):
@@ -62,11 +88,15 @@ class _Counter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.inside = False
+        self.depth = 0  # blocks around; some are inside others
         self.flops = {True: 0, False: 0}
         self.kept = self.moved = self.attention = 0
         self.widest = 0  # elements of the largest output of a matmul in a block
         self.last = 0  # FLOPs of the newest matmul, after which nothing was saved
+
+    @property
+    def inside(self) -> bool:
+        return self.depth > 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
@@ -78,10 +108,10 @@ class _Counter(TorchDispatchMode):
         first = out[0] if isinstance(out, tuple | list) and out else out
         if not isinstance(first, Tensor):
             return out
-        if name in MATMULS:
+        if name in MATMULS or name == "convolution":
             # a bias comes first, and the experts' offsets last: the last matrix is [K, N]
             right = [a for a in args if isinstance(a, Tensor) and a.ndim > 1][-1]
-            self.last = 2 * first.numel() * right.shape[-2]
+            self.last = 2 * first.numel() * (right.shape[-2] if name in MATMULS else right[0].numel())
             self.flops[self.inside] += self.last
             if self.inside:
                 self.kept += first.numel()
@@ -104,7 +134,7 @@ def activations_of(
     counter, attention = _Counter(), _Attention()
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
-    parameters = {p.untyped_storage()._cdata for p in model.parameters()}
+    stored = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
     saved: dict[int, tuple[Tensor, bool]] = {}  # with the tensor, so that no other gets its storage's address
     inputs: list[int] = []
     last: list[int] = []
@@ -114,17 +144,17 @@ def activations_of(
         return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
 
     def enter(_module: nn.Module, args: tuple[Any, ...]) -> None:
-        counter.inside = True
+        counter.depth += 1
         inputs.append(next((a.numel() for a in args if isinstance(a, Tensor)), 0))
 
     def leave(_module: nn.Module, _args: Any, _out: Any) -> None:
-        counter.inside = False
+        counter.depth -= 1
         last.append(counter.last)
 
     def pack(t: Tensor) -> Tensor:
         counter.last = 0
         key = t.untyped_storage()._cdata
-        if key not in parameters:
+        if key not in stored:
             saved.setdefault(key, (t, counter.inside))
         return t
 
@@ -178,7 +208,7 @@ def units_of(
         taken.update(own)
         return tuple((names[p], tuple(p.shape)) for p in own)
 
-    made = [(f"block {i}", unit([b])) for i, b in enumerate(blocks)]
+    made = [(f"block {i}", unit([b])) for i, b in reversed([*enumerate(blocks)])][::-1]  # those inside others first
     head_unit, root = Unit("head", unit(head)), Unit("root", unit([model]))
     holders = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
     of_head = {n for n, _ in head_unit.params}
@@ -201,16 +231,47 @@ def positions_of(model: nn.Module) -> int:
 
 
 def shape_of(config: JobConfig) -> ModelShape:
-    """Build the model on fake tensors, run one sample, and describe it."""
-    with FakeTensorMode():
+    """Build the model on fake tensors, run one sample, and describe it.
+
+    Raises:
+        ValueError: FSDP cannot shard the model.
+    """
+    unmeasured = ""
+    with _FakeMode():
         model = build_model(config.model)
+        if scalars := [name for name, p in model.named_parameters() if p.ndim == 0]:
+            raise ValueError(f"FSDP does not shard a parameter without dimensions, {scalars[0]}: torch.ones(1) is one")
         blocks = find_blocks(model, config.model, config.fsdp)
         is_fp32 = param_dtype(config.fsdp, accelerator(config)) == "fp32"
         dtype = torch.float32 if is_fp32 else torch.bfloat16  # fp16 has the same sizes
-        activations = activations_of(model, blocks, config.data.seq_len, dtype)
+        try:
+            activations = activations_of(model, blocks, config.data.seq_len, dtype)
+        except RuntimeError as e:
+            if not isinstance(e, _NOT_ON_FAKE_TENSORS) and _NO_KERNEL not in str(e):
+                raise  # an error of the model's own
+            activations, unmeasured = _estimated(model, blocks), _said(e)
     head = head_modules_of(model) if config.fsdp.wrap == "layer" else []
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    return replace(units_of(model, blocks, head, activations), positions=positions_of(model), frozen=frozen)
+    buffers = sum(b.numel() * b.element_size() for b in model.buffers())
+    shape = replace(units_of(model, blocks, head, activations), positions=positions_of(model), frozen=frozen)
+    return replace(shape, buffers=buffers, unmeasured=unmeasured)
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+
+
+def _estimated(model: nn.Module, blocks: Sequence[nn.Module]) -> Activations:
+    """Return what a model's parameters tell of the cost of a token: 2 FLOPs each, and no activations."""
+    head = linear_head_of(model)
+    in_blocks = sum(p.numel() for p in {p for block in blocks for p in block.parameters()})
+    layers = max(1, len(blocks))
+    return Activations(
+        *(layers, 0, 0, 0, 0, 0),
+        vocab=0 if head is None else head.out_features,
+        matmul_flops=2 * in_blocks // layers,
+        head_flops=0 if head is None else 2 * head.weight.numel(),
+    )
 
 
 def initial_weights_of(config: JobConfig) -> str:
@@ -232,7 +293,7 @@ def main() -> None:
         config = load_config(Path(path))
         answer = initial_weights_of(config) if question == "initial-weights" else shape_of(config).to_json()
     except Exception as e:
-        sys.exit(f"{type(e).__name__}: {(str(e).strip() or 'no message').splitlines()[0]}")
+        sys.exit(_said(e))
     print(answer)
 
 

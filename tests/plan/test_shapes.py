@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,10 +19,11 @@ from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.schema import CustomModelConfig, FsdpConfig, JobConfig, LlamaConfig
 from fsdp_jobs.models.build import build_model, find_blocks
 from fsdp_jobs.plan import shape_client
-from fsdp_jobs.plan.memory import peak_memory
+from fsdp_jobs.plan.layout import Layout
+from fsdp_jobs.plan.memory import peak_memory, snapshot_bytes
 from fsdp_jobs.plan.plan import make_plan
 from fsdp_jobs.plan.shape_client import probe
-from fsdp_jobs.plan.shapes import llama_params, llama_shape
+from fsdp_jobs.plan.shapes import Activations, llama_params, llama_shape
 from fsdp_jobs.train.shape_probe import activations_of, shape_of, units_of
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
@@ -88,6 +88,8 @@ def test_flops_are_six_a_weight_and_attention() -> None:
 
 
 FACTORY = """
+import copy
+import torch
 from fsdp_jobs.config.schema import LlamaConfig
 from fsdp_jobs.models.llama import Llama
 
@@ -98,6 +100,27 @@ def adapted(**kwargs):
     model = build(**kwargs)
     for name, parameter in model.named_parameters():
         parameter.requires_grad = name.startswith("output")
+    return model
+
+def copied(**kwargs):
+    model = build(**kwargs)
+    for name in model.layers._modules:
+        model.layers._modules[name] = copy.deepcopy(model.layers._modules["0"])
+    return model
+
+def scalar(**kwargs):
+    model = build(**kwargs)
+    model.temperature = torch.nn.Parameter(torch.tensor(1.0))
+    return model
+
+def looks(**kwargs):
+    model = build(**kwargs)
+    model.register_forward_pre_hook(lambda _, tokens: None if int(tokens[0].max()) < 512 else 1 / 0)
+    return model
+
+def wrong(**kwargs):
+    model = build(**kwargs)
+    model.output = torch.nn.Linear(3, 512)
     return model
 
 def broken(**kwargs):
@@ -175,6 +198,82 @@ def test_experts_cost_what_a_token_uses_of_them(tmp_path: Path, hardware: str) -
     assert shape.activations.block_peak == 2 * used * 2 * f  # gate and up are one matrix
 
 
+def test_buffers_are_there_once_and_are_no_activations() -> None:
+    class Caching(OfBiased):
+        def __init__(self) -> None:
+            super().__init__(dropout=0.0)
+            self.register_buffer("places", torch.zeros(4096, 64), persistent=False)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return super().forward(tokens) * (self.places[: tokens.shape[1]] + 1).mean()
+
+    with FakeTensorMode():
+        plain, caching = (activations_of(m, list(m.blocks), 32) for m in (OfBiased(dropout=0.0), Caching()))
+    assert caching.head_saved - plain.head_saved < 4096, "not 4096 x 64 elements for 32 tokens"
+    config = compose_job(["model=llama_debug", "nodes=1"])
+    shape = llama_shape(GQA)
+    one, two = (
+        peak_memory(replace(shape, buffers=size), Layout("full_shard", 2, 2), config.fsdp, config.data, "cpu", 1)
+        for size in (0, 10**9)
+    )
+    assert (two.total - one.total, two.buffers) == (10**9, 10**9)
+
+
+def test_frozen_parameters_have_no_gradients_and_no_moments() -> None:
+    shape, config, layout = llama_shape(GQA), compose_job(["nodes=1"]), Layout("full_shard", 2, 2)
+    adapted = replace(shape, frozen=shape.numel * 9 // 10)
+    all_, few = (peak_memory(s, layout, config.fsdp, config.data, "cpu", 4) for s in (shape, adapted))
+    assert few.parameters == all_.parameters
+    assert few.optimizer == pytest.approx(all_.optimizer / 10, rel=0.01)
+    assert few.gradients <= all_.gradients / 9 and few.reduction <= all_.reduction / 9
+    assert snapshot_bytes(adapted, layout, config.fsdp, True) == pytest.approx(
+        snapshot_bytes(shape, layout, config.fsdp, True) * 1.2 / 3, rel=0.01
+    )
+
+
+def test_values_of_another_width_than_keys_cost_no_matrix_of_scores() -> None:
+    """As in DeepSeek's attention."""
+
+    class Narrow(Biased):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+            seen = nn.functional.scaled_dot_product_attention(q, k, v[..., :8], is_causal=True)
+            return x + self.out(nn.functional.pad(seen, (0, 8)).transpose(1, 2).flatten(2))
+
+    def of(seq_len: int) -> Activations:
+        with FakeTensorMode():
+            model = OfBiased()
+            model.blocks = nn.ModuleList([Narrow(64, 0.0)])
+            return activations_of(model, list(model.blocks), seq_len)
+
+    assert of(2048).block_saved == of(256).block_saved and of(256).attention_width > 0
+
+
+def test_a_convolution_is_two_flops_a_weight_and_position() -> None:
+    class Convolving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv1d(64, 64, 5, padding=2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.conv(x.transpose(1, 2)).transpose(1, 2)
+
+    with FakeTensorMode():
+        model = OfBiased()
+        model.blocks = nn.ModuleList([Convolving(), Convolving()])
+        assert activations_of(model, list(model.blocks), 32).matmul_flops == 2 * 64 * 64 * 5
+
+
+def test_units_inside_units_are_counted_once() -> None:
+    with FakeTensorMode():
+        model = OfBiased(dropout=0.0)
+        blocks = [m for m in model.modules() if isinstance(m, Biased | nn.Linear) and m is not model.head]
+        nested = units_of(model, blocks, [], activations_of(model, blocks, 32))
+        plain = activations_of(model, list(model.blocks), 32)
+    assert nested.numel == sum(p.numel() for p in model.parameters()) and nested.n_blocks == 15
+    assert nested.activations.head_saved == plain.head_saved, "what follows a unit inside is still in the one around"
+
+
 def test_what_a_model_computes_in_fp32_keeps_four_bytes(tmp_path: Path) -> None:
     """In bf16 the norms of transformers' Llama keep copies of their input in fp32."""
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
@@ -223,7 +322,12 @@ def test_without_a_name_the_units_are_what_a_list_or_a_sequence_repeats() -> Non
             self.stem, self.body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)), body
 
     model_config, fsdp = CustomModelConfig(_target_="any.where"), FsdpConfig()
-    for body in (nn.ModuleList([block(), block()]), nn.Sequential(nn.Linear(8, 8), block(), block(), nn.Linear(8, 8))):
+    stages = nn.ModuleList([nn.ModuleList([block()]), nn.ModuleList([block()])])
+    for body in (
+        nn.ModuleList([block(), block()]),
+        stages,
+        nn.Sequential(nn.Linear(8, 8), block(), block(), nn.Linear(8, 8)),
+    ):
         found = find_blocks(Classifier(body), model_config, fsdp)
         assert [type(unit).__name__ for unit in found] == ["TransformerEncoderLayer"] * 2
     with pytest.raises(ValueError, match="name their class"):
@@ -265,7 +369,28 @@ class TestProbe:
     def test_frozen_parameters_are_said(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         config = self.config(tmp_path, monkeypatch, "adapted")
         said = make_plan(config, shape=probe(config)).reasons[0]
-        assert re.match(r"Warning: 83% of the parameters are frozen\.", said)
+        assert said.startswith("83% of the parameters are frozen: the plan counts no gradients and moments for them")
+
+    def test_copied_layers_are_layers(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        copied, built = (probe(self.config(tmp_path, monkeypatch, name)) for name in ("copied", "build"))
+        assert copied == built
+
+    def test_a_forward_that_looks_at_values_is_planned_without(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        looks = self.config(tmp_path, monkeypatch, "looks")
+        shape, known = probe(looks), probe(self.config(tmp_path, monkeypatch, "build"))
+        assert (shape.units, shape.activations.vocab) == (known.units, 512)
+        assert shape.activations.matmul_flops == pytest.approx(known.activations.matmul_flops, rel=0.01)
+        (warning,) = [line for line in make_plan(looks, shape=shape).reasons if "could not be measured" in line]
+        assert "DataDependentOutputException" in warning and "lacks all activations" in warning
+
+    def test_what_fsdp_would_refuse_on_the_nodes_is_refused_here(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for factory, what in (("scalar", "does not shard a parameter without dimensions, temperature"), ("wrong", "")):
+            with pytest.raises(BadInput, match=f"could not be probed: .*{what}"):
+                probe(self.config(tmp_path, monkeypatch, factory))
 
     def test_one_that_takes_too_long_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(shape_client, "TIMEOUT_S", 0.01)
