@@ -17,7 +17,7 @@ from fsdp_jobs.cli.runs import print_run
 from fsdp_jobs.config.arguments import RUNS_DIR, ComposingParser, overrides_in, split_folders
 from fsdp_jobs.config.errors import BadInput, nearest
 from fsdp_jobs.config.groups import CONF_DIR
-from fsdp_jobs.config.hydra import compose_job, key_of, register_schemas
+from fsdp_jobs.config.hydra import as_hydra_reads, compose_job, key_of, register_schemas
 from fsdp_jobs.config.resolve import silence_s
 from fsdp_jobs.config.schema import PROGRAM_KEYS, TRAINERS_KEYS
 from fsdp_jobs.config.terminal import console, print_json, say
@@ -94,7 +94,7 @@ def _submit(overrides: Sequence[str], output: str | None = None, as_json: bool =
             follower.follow(active)
         except KeyboardInterrupt:
             kill([handle])
-            follower.status.update()
+            follower.follow(lambda: False)
     summary(follower.status)
     print_run(job.run, as_json)
     return 0 if follower.status.state in ("done", "stopped") else EXIT_FAILED
@@ -213,7 +213,7 @@ def _print_by_hydra(args: list[str]) -> int:
     def run(_config: object) -> None:
         raise AssertionError("with these flags Hydra runs nothing")
 
-    sys.argv = [sys.argv[0], *args]
+    sys.argv = [sys.argv[0], *as_hydra_reads(args)]
     run()
     return 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from fsdp_jobs.run.table import counted
 from fsdp_jobs.run.verdict import EXIT_FAILED
 
 EXIT_BAD_INPUT = 2
+_ACTING = ("submit", "resume", "cancel", "sweep", "rehearse", "prune", "dashboard")  # they go on when nobody reads
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as of a shell
 _CANNOT_WRITE = {
     errno.ENOSPC: "make room there, then repeat the command",
@@ -28,6 +30,7 @@ _CANNOT_WRITE = {
     errno.EACCES: "only its owner may do that",
     errno.EROFS: "choose another folder: runs_dir=...",
     **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "move it away, or give another name"),
+    errno.ENAMETOOLONG: "a shorter name",
 }
 
 
@@ -95,6 +98,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             cure = f"fsdp-jobs {meant}" if meant else nearest(args[0], VERBS) or "fsdp-jobs --help"
             raise BadInput.at(args[0], "not a verb", cure)
         args = habits.script_as_overrides(args) if takes_script else args
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")  # a terminal may have fewer letters than paths and messages
+        console.ends_with_its_reader = verb not in _ACTING
         module, _, name = VERBS[verb][0].partition(":")
         function: Callable[[list[str]], int] = getattr(importlib.import_module(f"fsdp_jobs.{module}"), name)
         return function(args)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fsdp_jobs.config.errors import BadInput, Problem
-from fsdp_jobs.config.habits import meant_by
+from fsdp_jobs.config.habits import meant_by, one_text
 from fsdp_jobs.config.terminal import console
 
 RUNS_DIR = {"runs_dir": "runs"}
@@ -70,4 +70,4 @@ def search_path(config_dir: str) -> str:
     """
     if not Path(config_dir).is_dir():
         raise BadInput.at(f"--config-dir {config_dir}", "is not a folder")
-    return f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"
+    return f"hydra.searchpath=[{one_text(f'file://{Path(config_dir).resolve()}')}]"

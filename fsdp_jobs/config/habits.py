@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import fields
@@ -83,4 +84,11 @@ def script_as_overrides(args: Sequence[str]) -> list[str]:
     ]:
         cure = f"fsdp-jobs {misplaced[0]} {script} ..., or script={script} script_args={shlex.quote(shlex.join(own))}"
         raise BadInput([Problem(a, what, cure) for a in misplaced])
-    return [*args[:at], f"script={script}", *([f"script_args={shlex.join(own)}"] if own else [])]
+    words = re.sub(r"(\\*)\$\{", lambda m: rf"{2 * m[1]}\${{", shlex.join(own))  # `${...}` is for the script
+    return [*args[:at], f"script={script}", *([f"script_args={one_text(words)}"] if own else [])]
+
+
+def one_text(value: str) -> str:
+    """Return a value as Hydra reads it as one text: in quotes, with those in it escaped."""
+    escaped = re.sub(r"(\\*)('|\Z)", lambda m: 2 * m[1] + ("\\'" if m[2] else ""), value)
+    return f"'{escaped}'"

@@ -23,7 +23,7 @@ from yaml import YAMLError
 
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
 from fsdp_jobs.config.groups import CONF_DIR, groups
-from fsdp_jobs.config.habits import meant_by, option_meant_by
+from fsdp_jobs.config.habits import meant_by, one_text, option_meant_by
 from fsdp_jobs.config.keys import dotted
 from fsdp_jobs.config.schema import SCHEMAS, JobConfig
 
@@ -35,7 +35,10 @@ _OPEN = tuple(
     f"{group}.{f.name}." for group, _, node in SCHEMAS for f in fields(node) if str(f.type).startswith("dict")
 )
 
-_FAILURES = (HydraException, OmegaConfBaseException, YAMLError)
+_WORDS = ("script_args", "program.metrics", "notify.command")
+_PATHS = ("script", "runs_dir", "data.path", "checkpoint.dir", "checkpoint.local_dir", "cluster.topology", "init_from")
+
+_FAILURES = (HydraException, OmegaConfBaseException, YAMLError, ValueError)  # the last: group=null, files not in UTF-8
 
 
 @cache
@@ -73,9 +76,14 @@ def key_of(override: str) -> str:
 
 
 def merge_overrides(first: Sequence[str], then: Sequence[str]) -> list[str]:
-    """Join two lists of overrides; a key in the second list replaces the same key in the first."""
+    """Join two lists of overrides; a key in the second list replaces the same key in the first.
+
+    Another option of a group replaces the values of its keys, too.
+    """
     replaced = set(map(key_of, then))
-    return [o for o in first if key_of(o) not in replaced] + list(then)
+    of_others = {key_of(o) for o in then if o not in first} & groups().keys()  # another option: it has other values
+    kept = [o for o in first if key_of(o) not in replaced and key_of(o).partition(".")[0] not in of_others]
+    return [*kept, *then]
 
 
 def compose_jobs(jobs: Sequence[Sequence[str]]) -> list[JobConfig | BadInput]:
@@ -127,14 +135,17 @@ def for_sweep(override: str) -> str:
     return f"++{override}" if has_one else override
 
 
-def _as_hydra_reads(overrides: Sequence[str]) -> list[str]:
+def as_hydra_reads(overrides: Sequence[str]) -> list[str]:
     """Quote values written as in a shell, and choose `model=none` if the job runs the user's own program."""
-    quoted = [
-        _quoted(o) if o.startswith(("script_args=", "program.metrics=", "notify.command=")) else o for o in overrides
-    ]
+    quoted = quoted_values(overrides)
     has_program = any(o.startswith(("script=", "module=")) and not o.endswith("=null") for o in quoted)
     has_model = any(o.startswith("model=") for o in quoted)
-    return ["model=none", *quoted] if has_program and not has_model else quoted
+    return [*quoted, "model=none"] if has_program and not has_model else quoted
+
+
+def quoted_values(overrides: Sequence[str]) -> list[str]:
+    """Quote values of keys that are words of a shell, and paths with characters that mean something to Hydra."""
+    return [_quoted(o) if key_of(o) in (*_WORDS, *_PATHS) else o for o in overrides]
 
 
 def _quoted(override: str) -> str:
@@ -145,8 +156,9 @@ def _quoted(override: str) -> str:
         is_of_a_sweep = parsed.is_sweep_override()
         if value.startswith(("choice(", "range(", "interval(")) if is_of_a_sweep else isinstance(parsed.value(), str):
             return override
-    escaped = value.replace("\\'", "\\\\'").replace("'", "\\'")
-    return f"{key}='{escaped}'"
+        if key in _PATHS:
+            return override
+    return f"{key}={one_text(value)}"
 
 
 class _Composer:
@@ -178,7 +190,7 @@ class _Composer:
         choices: list[str] = []  # group=option and Hydra's own settings: they decide which keys exist
         values: list[tuple[str, Override]] = []
         problems: list[Problem] = []
-        for text in _as_hydra_reads(overrides):
+        for text in as_hydra_reads(overrides):
             override = self._parse(text)
             if isinstance(override, Problem):
                 problems.append(override)
@@ -235,6 +247,8 @@ class _Composer:
             return Problem(text, "every job has this key", f"{key}=VALUE")
         try:
             OmegaConf.update(config, key, override.value(), merge=True, force_add=is_open)
+            if isinstance(override.value(), int | float) and isinstance(OmegaConf.select(config, key), str):
+                OmegaConf.update(config, key, text.partition("=")[2])  # 2024_10 and 1e5 are names, too
         except OmegaConfBaseException as e:
             return Problem(text, _message(e))
         return None

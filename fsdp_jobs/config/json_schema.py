@@ -43,6 +43,8 @@ def _key(group: type, field: Field[Any], declared: Any) -> dict[str, Any]:
         key["minimum"] = least
         if declared is Any:
             key = {"anyOf": [{"type": "number", **key}, {"const": AUTO}]}
+    if (below := about.get("below")) is not None:
+        key["exclusiveMaximum"] = below
     if meaning := about.get("meaning"):
         key["description"] = meaning
     default = field.default_factory() if field.default_factory is not MISSING else field.default

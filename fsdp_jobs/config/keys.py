@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import field, fields, is_dataclass
@@ -12,7 +13,14 @@ from fsdp_jobs.config.errors import Problem, nearest
 AUTO = "auto"
 
 
-def key(default: Any, meaning: str, *, choices: Sequence[str | bool] = (), at_least: float | None = None) -> Any:
+def key(
+    default: Any,
+    meaning: str,
+    *,
+    choices: Sequence[str | bool] = (),
+    at_least: float | None = None,
+    below: float | None = None,
+) -> Any:
     """Return a dataclass field with the key's meaning and bounds as its metadata.
 
     Args:
@@ -20,8 +28,9 @@ def key(default: Any, meaning: str, *, choices: Sequence[str | bool] = (), at_le
         meaning: one line of docs/reference/configuration.md, with the unit unless the name has it.
         choices: the allowed values; for a list, those of each item.
         at_least: the smallest allowed number.
+        below: a larger number than any allowed one.
     """
-    about = {"meaning": meaning, "choices": tuple(choices), "at_least": at_least}
+    about = {"meaning": meaning, "choices": tuple(choices), "at_least": at_least, "below": below}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: copy(default), metadata=about)
     return field(default=default, metadata=about)
@@ -57,7 +66,7 @@ def value_problems(config: Any, prefix: str = "", unread: tuple[str, ...] = ()) 
         if value is None or name.startswith(unread):
             continue
         bounds = metadata(type(config), declared.name)
-        choices, least = bounds.get("choices"), bounds.get("at_least")
+        choices, least, below = bounds.get("choices"), bounds.get("at_least"), bounds.get("below")
         for item in value if isinstance(value, list) and choices else [value]:
             if choices and item not in choices:
                 shown = f"[{item}]" if isinstance(value, list) else item
@@ -65,5 +74,9 @@ def value_problems(config: Any, prefix: str = "", unread: tuple[str, ...] = ()) 
                 yield Problem(f"{name}={shown}", f"allowed: {', '.join(map(str, choices))}", hint)
         if least is not None and value != AUTO and not isinstance(value, int | float):
             yield Problem(f"{name}={value}", "must be a number", f"{name}={least:g}, or above")
+        elif isinstance(value, float) and not math.isfinite(value):
+            yield Problem(f"{name}={value}", "must be a finite number", bounds.get("meaning", ""))
         elif least is not None and value != AUTO and value < least:
             yield Problem(f"{name}={value}", f"must be at least {least:g}", f"{name}={least:g}: {bounds['meaning']}")
+        elif below is not None and value >= below:
+            yield Problem(f"{name}={value}", f"must be below {below:g}", bounds["meaning"])

@@ -54,6 +54,9 @@ def silence_s(elastic: ElasticConfig) -> float:
     return elastic.stall_timeout_s or PROGRAMS_STALL_S
 
 
+_MOST_NODES = 100_000
+
+
 def node_range(nodes: int | str) -> tuple[int, int]:
     """Return the minimum and maximum number of nodes: `4` is (4, 4), `"2:4"` is (2, 4).
 
@@ -68,6 +71,8 @@ def node_range(nodes: int | str) -> tuple[int, int]:
         raise BadInput.at(where, "is neither a number nor min:max", instead) from None
     if least < 1:
         raise BadInput.at(where, "a job needs at least 1 node", instead)
+    if most > _MOST_NODES:
+        raise BadInput.at(where, f"no cluster has more than {_MOST_NODES} nodes", instead)
     if least > most:
         raise BadInput.at(where, "the minimum is above the maximum", f"did you mean {most}:{least}?")
     return least, most

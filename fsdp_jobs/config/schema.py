@@ -33,22 +33,28 @@ class HardwareConfig:
 
     name: str = key("???", "what the plan and the report call it")
     accelerator: str = key("cuda", "what its devices are; `cpu` has no MFU", choices=("cpu", "cuda"))
-    memory_gib: float = key(0.0, "usable memory of a device, GiB")
-    bf16_tflops: float = key(0.0, "dense peak, TFLOP/s")
-    fp32_tflops: float = key(0.0, "peak of fp32 matmuls as PyTorch runs them by default, TFLOP/s")
-    matmul_efficiency: float = key(1.0, "part of the peak that large matmuls reach")
-    attention_tflops: float = key(0.0, "causal flash attention, long sequences, head dim 128; 0: 45% of matmuls")
-    memory_gb_s: float = key(0.0, "device memory bandwidth, GB/s; 0: elementwise work is not counted")
-    host_memory_gib: float = key(0.0, "host memory per node, GiB; 0: offload is not checked against it")
-    host_gb_s: float = key(0.0, "GB/s per GPU to host memory, one direction; 0: offload's traffic is not counted")
+    memory_gib: float = key(0.0, "usable memory of a device, GiB", at_least=0)
+    bf16_tflops: float = key(0.0, "dense peak, TFLOP/s", at_least=0)
+    fp32_tflops: float = key(0.0, "peak of fp32 matmuls as PyTorch runs them by default, TFLOP/s", at_least=0)
+    matmul_efficiency: float = key(1.0, "part of the peak that large matmuls reach", at_least=0.01)
+    attention_tflops: float = key(
+        0.0, "causal flash attention, long sequences, head dim 128; 0: 45% of matmuls", at_least=0
+    )
+    memory_gb_s: float = key(0.0, "device memory bandwidth, GB/s; 0: elementwise work is not counted", at_least=0)
+    host_memory_gib: float = key(0.0, "host memory per node, GiB; 0: offload is not checked against it", at_least=0)
+    host_gb_s: float = key(
+        0.0, "GB/s per GPU to host memory, one direction; 0: offload's traffic is not counted", at_least=0
+    )
     failures_per_1000_node_days: float = key(4.0, "of nodes that stop a job; for its goodput", at_least=0)
     gpus_per_node: int = key(8, "devices per node; with `nproc_per_node=auto` ranks per node", at_least=1)
     nvlink_domain: int = key(8, "GPUs connected by NVLink or its like; may span nodes", at_least=1)
-    intra_node_gb_s: float = key(0.0, "GB/s per GPU, one direction, inside the domain")
-    nvls_gb_s: float = key(0.0, "the same of all-reduce by the NVLink switches (NVLS), as a ring's; 0: none")
-    inter_node_gb_s: float = key(0.0, "GB/s per GPU, one direction, between nodes")
-    intra_node_latency_us: float = key(5.0, "one step of a ring inside the domain, microseconds")
-    inter_node_latency_us: float = key(15.0, "one step of a ring between nodes, microseconds")
+    intra_node_gb_s: float = key(0.0, "GB/s per GPU, one direction, inside the domain", at_least=0)
+    nvls_gb_s: float = key(
+        0.0, "the same of all-reduce by the NVLink switches (NVLS), as a ring's; 0: none", at_least=0
+    )
+    inter_node_gb_s: float = key(0.0, "GB/s per GPU, one direction, between nodes", at_least=0)
+    intra_node_latency_us: float = key(5.0, "one step of a ring inside the domain, microseconds", at_least=0)
+    inter_node_latency_us: float = key(15.0, "one step of a ring between nodes, microseconds", at_least=0)
     source: str = key("", "where the numbers come from")
 
 
@@ -160,15 +166,15 @@ class OptimConfig:
     """AdamW with linear warmup and a cosine (or constant) tail."""
 
     lr: float = key(1e-3, "rate after warmup", at_least=0)
-    beta1: float = key(0.9, "decay of the mean of gradients")
-    beta2: float = key(0.95, "decay of the mean of their squares")
-    eps: float = key(1e-8, "added to the root of the latter")
+    beta1: float = key(0.9, "decay of the mean of gradients", at_least=0, below=1)
+    beta2: float = key(0.95, "decay of the mean of their squares", at_least=0, below=1)
+    eps: float = key(1e-8, "added to the root of the latter", at_least=0)
     weight_decay: float = key(0.1, "on matrices only; norms and biases are not decayed", at_least=0)
     grad_clip_norm: float = key(1.0, "global 2-norm; 0 is off", at_least=0)
     schedule: str = key("cosine", "after warmup", choices=("cosine", "constant"))
     warmup_steps: int = key(20, "steps of linear warmup", at_least=0)
-    decay_steps: int | None = key(None, "step at which the cosine ends; null: `steps`")
-    min_lr_ratio: float = key(0.1, "of `lr`, at the end of the cosine")
+    decay_steps: int | None = key(None, "step at which the cosine ends; null: `steps`", at_least=0)
+    min_lr_ratio: float = key(0.1, "of `lr`, at the end of the cosine", at_least=0)
 
 
 @dataclass

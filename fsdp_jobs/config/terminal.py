@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
@@ -14,9 +15,24 @@ from rich.text import Text
 VERSION = 1  # of the JSON for scripts; grows when a key is removed or changes its meaning
 _NARROWEST = 30  # columns of a table's last cell
 
-# Text of runs and launchers is shown verbatim, without markup.
-console = Console(highlight=False, markup=False, emoji=False)
-errors = Console(stderr=True, highlight=False, markup=False, emoji=False)
+
+class _Console(Console):
+    """Shows text of runs and launchers verbatim, without markup."""
+
+    ends_with_its_reader = True  # else the command goes on, unheard
+
+    def __init__(self, stderr: bool = False):
+        super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False)
+
+    def on_broken_pipe(self) -> None:
+        """Raise BrokenPipeError again, or say no more; rich would exit with 1."""
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+        if self.ends_with_its_reader:
+            raise BrokenPipeError
+
+
+console = _Console()
+errors = _Console(stderr=True)
 
 
 def say(what: RenderableType, style: str | None = None) -> None:

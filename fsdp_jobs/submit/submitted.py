@@ -72,7 +72,8 @@ def settle(runs: Iterable[RunDir]) -> None:
     """Record the outcome of submissions whose commands died before recording it."""
     for run in runs:
         if run.pending_launcher is not None:
-            with suppress(BadInput, JobFailed), run.locked(wait_s=0):  # another command is at it, or no answer
+            # It may be another user's, another command may be at it, or the launcher does not answer.
+            with suppress(BadInput, JobFailed, OSError), run.locked(wait_s=0):
                 adopt(run)
 
 

@@ -73,6 +73,8 @@ def check_existing_run(config: JobConfig, run: RunDir) -> None:
     except BadInput:
         raise
     except Exception as e:  # clients of object stores raise any exception
+        if isinstance(e, OSError) and "://" not in str(home):
+            raise
         where, what = f"checkpoint.dir={config.checkpoint.dir}", f"cannot be listed: {type(e).__name__}: {e}"
         raise BadInput.at(where, what, "the store's client needs a network and credentials here, too") from e
     if newest is not None and not config.is_program and config.steps < (done := step_of(newest)):

@@ -20,7 +20,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
-from fsdp_jobs.config.hydra import PLUGINS, check_sweep, for_sweep, hydra_here, key_of
+from fsdp_jobs.config.hydra import PLUGINS, check_sweep, for_sweep, hydra_here, key_of, quoted_values
 from fsdp_jobs.config.keys import value_problems
 from fsdp_jobs.config.terminal import say
 from fsdp_jobs.run.directory import find_run
@@ -55,7 +55,8 @@ def multirun(overrides: Sequence[str]) -> int:
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
         try:
-            hydra.multirun("config", show_ended, list(map(for_sweep, overrides)), with_log_configuration=False)
+            given = [for_sweep(override) for override in quoted_values(overrides)]
+            hydra.multirun("config", show_ended, given, with_log_configuration=False)
         except HydraException as e:
             raise BadInput.at("--multirun", str(e)) from e
     return len(failed)

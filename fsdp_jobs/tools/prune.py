@@ -44,10 +44,12 @@ def old_runs(runs_dir: str, older_than_s: float, keep: Sequence[str]) -> Iterato
     """
     runs = [run for run in runs_in(runs_dir) if run.name not in keep and not run.is_damaged and not owner_of(run)]
     for run, row in Overview().look(runs).items():
+        if row.state not in ENDED:
+            continue
         place = run.path.resolve()  # the run may be a symbolic link
         stats = [file.lstat() for file in (place, *place.rglob("*"))]
         changed_at = max(stat.st_mtime for stat in stats)
-        if row.state in ENDED and time.time() - changed_at > older_than_s:
+        if time.time() - changed_at > older_than_s:
             yield Old(run, row.state, run.submission, changed_at, sum(stat.st_size for stat in stats))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 from fsdp_jobs.config.arguments import search_path
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.hydra import compose_job
-from tests.jobs import cli
+from tests.jobs import cli, environment
 
 CASES = [
     (["optim.lrr=1"], "did you mean optim.lr?"),
@@ -143,6 +145,18 @@ def test_a_file_without_permission(tmp_path: Path) -> None:
     as_others = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if may_read_all else []
     done = cli(tmp_path, "data=tokens", f"data.path={file}", "data.vocab_size=20000", under=as_others)
     assert done.returncode == 2 and "is not readable by your user" in done.stderr
+
+
+@pytest.mark.integration
+def test_a_reader_that_leaves_neither_fails_nor_ends_a_submission(tmp_path: Path) -> None:
+    (tmp_path / "hello.py").write_text("print('hello')")
+    command = f"{sys.executable} -m fsdp_jobs name=unread nodes=1 nproc_per_node=1 hello.py; echo $? > code"
+    subprocess.run(["bash", "-c", f"({command}) 2>&1 | true"], cwd=tmp_path, env=environment(tmp_path), timeout=120)
+    assert (tmp_path / "code").read_text() == "0\n"
+    assert "unread  done" in cli(tmp_path, "status", "unread").stdout
+    shown = f"({sys.executable} -m fsdp_jobs list; echo $? > code) | true"
+    subprocess.run(["bash", "-c", shown], cwd=tmp_path, env=environment(tmp_path), timeout=60)
+    assert (tmp_path / "code").read_text() == "0\n"
 
 
 def test_problems_of_good_and_bad_overrides_are_reported_together(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from fsdp_jobs.config.clusters import CLUSTERS
 from fsdp_jobs.config.errors import BadInput
-from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.config.hydra import compose_job, merge_overrides
 from fsdp_jobs.config.keys import metadata
 from fsdp_jobs.config.schema import SCHEMAS, dump_config, load_config
 from fsdp_jobs.config.validate import config_problems
@@ -41,6 +41,24 @@ def test_every_key_says_what_it_means(schema: type) -> None:
     for field in fields(schema):
         if not is_dataclass(getattr(schema(), field.name)) and field.name not in SBATCHS:
             assert metadata(schema, field.name)["meaning"], field.name
+
+
+def test_numbers_that_are_none_and_rates_that_adam_refuses_are_named() -> None:
+    given = ("optim.lr=nan", "optim.beta1=1", "optim.eps=-1", "hardware.memory_gib=inf", "hardware.matmul_efficiency=0")
+    said = [where.partition("=")[0] for where in wheres(*given)]
+    assert sorted(said) == sorted(override.partition("=")[0] for override in given)
+
+
+@pytest.mark.parametrize("name", ["1e5", "2024_10", "007"])
+def test_names_that_look_like_numbers_stay_as_they_are(name: str) -> None:
+    assert compose_job([f"name={name}", f"runs_dir={name}"]).name == name
+
+
+def test_another_option_of_a_group_replaces_the_values_of_the_one_before() -> None:
+    before = ["cluster=slurm", "cluster.partition=a", "fsdp.strategy=full_shard", "steps=3"]
+    assert merge_overrides(before, ["cluster=docker"]) == ["fsdp.strategy=full_shard", "steps=3", "cluster=docker"]
+    assert "cluster.partition=a" in merge_overrides(before, ["cluster=slurm"]), "it is the same one"
+    assert compose_job(merge_overrides(before, ["fsdp=hybrid_shard"])).fsdp.strategy == "hybrid_shard"
 
 
 def test_bounds_are_checked_after_hydra_has_composed() -> None:

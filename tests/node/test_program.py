@@ -5,13 +5,16 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from fsdp_jobs.config.arguments import search_path
 from fsdp_jobs.config.errors import BadInput
+from fsdp_jobs.config.habits import script_as_overrides
 from fsdp_jobs.config.hydra import compose_job, compose_jobs
 from fsdp_jobs.config.schema import JobConfig, dump_config, load_config
 from fsdp_jobs.launchers.base import Job
@@ -88,6 +91,22 @@ def test_arguments_stand_as_in_a_shell(text: str) -> None:
     overrides = ["script=train.py", f"script_args={text}"]
     assert compose_job(overrides).script_args == text
     assert compose_jobs([overrides])[0].script_args == text
+
+
+@pytest.mark.parametrize(
+    "own", [["--run-name=my run", "b"], [r"--re=\d+"], ["", "it's", "a\\"], ["lr=${optim.lr}", r"\${x}"]]
+)
+def test_a_scripts_arguments_reach_it_as_they_are(own: list[str]) -> None:
+    assert shlex.split(compose_job(script_as_overrides(["train.py", *own])).script_args) == own
+
+
+@pytest.mark.parametrize("script", ["entraîne.py", "rép (x)/t (1).py", "a=b.py"])
+def test_a_script_may_have_any_name(folder: Path, script: str) -> None:
+    place = folder / script
+    place.parent.mkdir(exist_ok=True)
+    place.write_text("print('here')")
+    config = compose_job([f"script={place}", f"runs_dir={place.parent}/runs", search_path(str(place.parent))])
+    assert (config.script, config.runs_dir) == (str(place), f"{place.parent}/runs")
 
 
 def test_arguments_that_hydra_has_escaped_for_a_sweep_are_read_back() -> None:

@@ -15,7 +15,7 @@ from fsdp_jobs.config.errors import BadInput, JobFailed
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.control.placement import known_places
 from fsdp_jobs.launchers.local import LocalLauncher
-from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.directory import RunDir, write_json
 from fsdp_jobs.submit import submit as submission
 from fsdp_jobs.submit import submitted
 
@@ -75,6 +75,15 @@ def test_a_refused_submission_leaves_the_record_of_the_one_before(tmp_path: Path
     assert not second.run.job.exists() and not second.run.config.exists(), "it may be submitted with other values"
     submission.submit([jobs[0]], [["steps=2"]])
     assert first.run.first_attempt() == 1
+
+
+def test_an_unfinished_submission_that_cannot_be_locked_is_left_alone(tmp_path: Path) -> None:
+    """It is another user's, for example."""
+    run = RunDir(tmp_path / "theirs")
+    (run.submit / "lock").mkdir(parents=True)
+    write_json(run.job, {"pending": "local_fsdp"})
+    submitted.settle([run])
+    assert run.pending_launcher == "local_fsdp"
 
 
 def test_a_dry_run_away_from_its_cluster_asks_once_and_leaves_the_configuration_as_it_is(

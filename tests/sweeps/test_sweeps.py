@@ -96,6 +96,13 @@ def test_a_sweep_takes_keys_of_the_users_own(tmp_path: Path) -> None:
     assert shown.returncode == 0 and "steps=3" in shown.stdout, shown.stdout + shown.stderr
 
 
+def test_commas_in_a_scripts_arguments_make_no_jobs(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('here')")
+    given = ("dry_run=true", "seed=1,2", "notify.command=echo a,b", "train.py", "--tags", "a,b", "it's")
+    shown = cli(tmp_path, "--multirun", *given)
+    assert shown.returncode == 0 and shown.stdout.count("  submit  ") == 2, shown.stdout + shown.stderr
+
+
 def test_the_last_value_of_a_key_is_found_however_far_back(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     assert last_value(metrics, "loss") is None

@@ -52,6 +52,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_a_run_that_is_being_written_is_not_looked_into(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its temporary files come and go."""
+    looked_into, look = [], Path.rglob
+    monkeypatch.setattr(Path, "rglob", lambda self, *a, **k: [looked_into.append(self.name), *look(self, *a, **k)][1:])
+    list(old_runs(str(folder / "runs"), 30 * _DAY_S, []))
+    assert "old" in looked_into and "going" not in looked_into
+
+
 def names(folder: Path) -> set[str]:
     return {path.name for path in (folder / "runs").iterdir()}
 
