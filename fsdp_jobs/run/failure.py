@@ -21,7 +21,10 @@ _OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|can't allocate memo
 _HARDWARE = re.compile(r"CUDA error|uncorrectable|\bECC\b|\bXid\b|cudaError|CUDA driver|no CUDA GPUs", re.IGNORECASE)
 
 # CUDA's errors that a program causes on a sound machine, too.
-_OF_PROGRAM = re.compile(r"device-side assert|illegal memory access|out of memory|invalid", re.IGNORECASE)
+_OF_PROGRAM = re.compile(
+    r"device-side assert|illegal memory access|misaligned address|out of memory|invalid|no kernel image|not supported",
+    re.IGNORECASE,
+)
 
 # Raised for a checkpoint that only this node cannot read, and for gradients that only this rank computes differently.
 _HERE_ALONE = ("CannotReadHere", "ComputesWrong")
