@@ -37,21 +37,15 @@ class HardwareConfig:
     bf16_tflops: float = key(0.0, "dense peak, TFLOP/s", at_least=0)
     fp32_tflops: float = key(0.0, "peak of fp32 matmuls as PyTorch runs them by default, TFLOP/s", at_least=0)
     matmul_efficiency: float = key(1.0, "part of the peak that large matmuls reach", at_least=0.01)
-    attention_tflops: float = key(
-        0.0, "causal flash attention, long sequences, head dim 128; 0: 45% of matmuls", at_least=0
-    )
+    attention_tflops: float = key(0.0, "causal flash attention, heads of 128; 0: 45% of the matmul rate", at_least=0)
     memory_gb_s: float = key(0.0, "device memory bandwidth, GB/s; 0: elementwise work is not counted", at_least=0)
     host_memory_gib: float = key(0.0, "host memory per node, GiB; 0: offload is not checked against it", at_least=0)
-    host_gb_s: float = key(
-        0.0, "GB/s per GPU to host memory, one direction; 0: offload's traffic is not counted", at_least=0
-    )
+    host_gb_s: float = key(0.0, "GB/s per GPU to host memory, one direction; 0: offload takes no time", at_least=0)
     failures_per_1000_node_days: float = key(4.0, "of nodes that stop a job; for its goodput", at_least=0)
     gpus_per_node: int = key(8, "devices per node; with `nproc_per_node=auto` ranks per node", at_least=1)
     nvlink_domain: int = key(8, "GPUs connected by NVLink or its like; may span nodes", at_least=1)
     intra_node_gb_s: float = key(0.0, "GB/s per GPU, one direction, inside the domain", at_least=0)
-    nvls_gb_s: float = key(
-        0.0, "the same of all-reduce by the NVLink switches (NVLS), as a ring's; 0: none", at_least=0
-    )
+    nvls_gb_s: float = key(0.0, "the same of all-reduce by NVLink switches (NVLS), as a ring's; 0: none", at_least=0)
     inter_node_gb_s: float = key(0.0, "GB/s per GPU, one direction, between nodes", at_least=0)
     intra_node_latency_us: float = key(5.0, "one step of a ring inside the domain, microseconds", at_least=0)
     inter_node_latency_us: float = key(15.0, "one step of a ring between nodes, microseconds", at_least=0)

@@ -77,6 +77,7 @@ class Attempt:
         self.closed_at: float | None = None  # when the verdict was written and sent to the agents
         self.is_superseded = False  # another coordinator has taken over: this one must not record or decide
         self.stop_reason: str | None = None
+        self.stop_by = 0.0  # when a requested stop must be over, on the monotonic clock
         self.committed = -1
         self.step = 0
         self.planner = RoundPlanner(config, run)
@@ -131,6 +132,32 @@ class Attempt:
         """Ask the ranks to save and wait for a new round."""
         self.round.parked_for = why
         self._request(Request.PARK)
+
+    def on_stop(self, why: str, now: float) -> None:
+        """Stop the job because one of its processes received a signal, or the user cancelled it."""
+        if self.stop_reason is not None or self.verdict is not None or self.is_superseded:
+            return
+        self.stop_reason = why
+        self.record(events.StopRequested(why))
+        self.stop_by = now + self.elastic.stop_grace_s
+        if self.round.running:
+            self._request(Request.STOP)
+        else:
+            self.close(self._preempted(), now)
+
+    def read_requests(self, now: float) -> None:
+        """Handle the request files in the run directory."""
+        if self.run.stop_request.exists():
+            try:
+                self.on_stop(self.run.stop_request.read_text().strip() or "cancelled", now)
+            except (OSError, UnicodeDecodeError) as e:
+                self.warn(f"{self.run.stop_request} cannot be read, so nothing is stopped: {e}")
+        if self.round.running and self.run.save_request.exists():
+            try:
+                self.run.save_request.unlink()
+                self.agents.send(messages.Request(Request.SAVE))
+            except OSError as e:
+                self.warn(f"{self.run.save_request} cannot be removed, so nothing is saved for it: {e}")
 
     def exclude(self, host: str, for_s: float, why: str) -> bool:
         """Exclude a machine for `for_s` seconds; False if that cannot be recorded."""

@@ -36,7 +36,6 @@ class Coordinator(Attempt):
         super().__init__(config, run, number)
         self.formation = Formation(config.elastic, *node_range(config.nodes), now)
         self._terms = Terms(checkpoints_of(config.checkpoint, run), number)
-        self._stop_by = 0.0
         self._came_at = now  # when an agent last joined the round
         self._exclusion = ""  # why the newest excluded machine was turned away
         self._ticked = now
@@ -204,18 +203,6 @@ class Coordinator(Attempt):
             self.round.lost[agent.node] = why
             self.break_round(why, now, now if certain else agent.heard)
 
-    def on_stop(self, why: str, now: float) -> None:
-        """Stop the job because one of its processes received a signal, or the user cancelled it."""
-        if self.stop_reason is not None or self.verdict is not None or self.is_superseded:
-            return
-        self.stop_reason = why
-        self.record(events.StopRequested(why))
-        self._stop_by = now + self.elastic.stop_grace_s
-        if self.round.running:
-            self._request(Request.STOP)
-        else:
-            self.close(self._preempted(), now)
-
     def tick(self, now: float) -> None:
         blocked_s, self._ticked = now - self._ticked, now
         if self.is_superseded:
@@ -230,7 +217,7 @@ class Coordinator(Attempt):
                 self.round.has_cuts |= is_cut_off
                 self.on_gone(agent, f"node {agent.node} ({agent.host}) {what} for {silent:.0f} s", now)
         if self.verdict is None:
-            self._read_requests(now)
+            self.read_requests(now)
         if self.verdict is not None:
             if self.closed_at is None:
                 self._announce(now)
@@ -244,27 +231,13 @@ class Coordinator(Attempt):
         else:
             self._maybe_form(now)
 
-    def _read_requests(self, now: float) -> None:
-        """Handle the request files in the run directory."""
-        if self.run.stop_request.exists():
-            try:
-                self.on_stop(self.run.stop_request.read_text().strip() or "cancelled", now)
-            except (OSError, UnicodeDecodeError) as e:
-                self.warn(f"{self.run.stop_request} cannot be read, so nothing is stopped: {e}")
-        if self.round.running and self.run.save_request.exists():
-            try:
-                self.run.save_request.unlink()
-                self.agents.send(messages.Request(Request.SAVE))
-            except OSError as e:
-                self.warn(f"{self.run.save_request} cannot be removed, so nothing is saved for it: {e}")
-
     def _watch_round(self, now: float) -> None:
         here, current = len(self.agents.in_round()) + self.round.left, self.round
         if here == current.size and self.agents.have_ended() and current.requested is not Request.STOP:
             self.close(self._done(), now)  # they reported this to the previous coordinator
             return
         has_left = self.agents.are_parked() or (current.stops_by_signal and self.agents.have_ended())
-        if self.stop_reason is not None and (now > self._stop_by or has_left):
+        if self.stop_reason is not None and (now > self.stop_by or has_left):
             if not has_left:
                 what = "saved" if current.has_reports else "ended"
                 self.stop_reason += f"; not {what} within {self.elastic.stop_grace_s:.0f} s"
