@@ -20,6 +20,7 @@ from fsdp_jobs import job
 STRATEGIES = {  # fsdp= by the names of FSDP1
     "full_shard": ShardingStrategy.FULL_SHARD,
     "shard_grad_op": ShardingStrategy.SHARD_GRAD_OP,
+    "no_shard": ShardingStrategy.NO_SHARD,
     "hybrid_shard": ShardingStrategy.HYBRID_SHARD,
     "hybrid_shard_zero2": ShardingStrategy._HYBRID_SHARD_ZERO2,
 }

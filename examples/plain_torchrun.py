@@ -38,7 +38,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--save-every", type=int, default=20)
-    parser.add_argument("--checkpoints", type=pathlib.Path, default="plain-checkpoints")
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")  # each job has checkpoints of its own
+    parser.add_argument("--checkpoints", type=pathlib.Path, default=f"plain-checkpoints-{name}")
     args = parser.parse_args()
 
     on_gpu = torch.cuda.is_available()

@@ -6,7 +6,9 @@ known only when an attempt starts: the attempt, the coordinator's address, a nod
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,6 +20,14 @@ from fsdp_jobs.run.env import SUBMISSION_ENV
 if TYPE_CHECKING:
     from torchx.specs import AppDef, Role
 
+_DEFAULTS = {  # of the ranks' environment
+    "OMP_NUM_THREADS": "1",
+    "PYTHONUNBUFFERED": "1",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "TORCH_FR_BUFFER_SIZE": "2000",  # collectives that NCCL's flight recorder keeps, for a stall's post-mortem
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+}
 RUN_DIR_KEY = "fsdp_jobs/run_dir"  # in the AppDef's metadata
 
 
@@ -27,15 +37,7 @@ def to_app(config: JobConfig, run: RunDir, nproc_per_node: int, submission: str)
 
     low, high = node_range(config.nodes)
     run_dir = str(as_written(run.path))
-    env = {
-        SUBMISSION_ENV: submission,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONUNBUFFERED": "1",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "TORCH_FR_BUFFER_SIZE": "2000",  # collectives that NCCL's flight recorder keeps, for a stall's post-mortem
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-    }
+    env = {SUBMISSION_ENV: submission, **_DEFAULTS}
     role = partial(Role, image="", entrypoint=sys.executable)
     coordinator = ["-m", "fsdp_jobs.control.server", run_dir]
     agent = ["-m", "fsdp_jobs.node.agent", run_dir, "--node", macros.replica_id, "--nproc", str(nproc_per_node)]
@@ -46,6 +48,12 @@ def to_app(config: JobConfig, run: RunDir, nproc_per_node: int, submission: str)
         role("trainer", args=agent, env=dict(env), num_replicas=high, min_replicas=low, resource=node),
     ]
     return AppDef(name=run.name, roles=roles, metadata={RUN_DIR_KEY: run_dir})
+
+
+def with_environment(own: Mapping[str, str]) -> dict[str, str]:
+    """Return this process's environment with a role's own variables, of which the user's own replace defaults."""
+    users = {name: os.environ[name] for name in _DEFAULTS if name in os.environ}
+    return {**os.environ, **own, **users}
 
 
 def arguments(role: Role, node: int | str = 0) -> list[str]:

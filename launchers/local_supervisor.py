@@ -8,11 +8,11 @@ replace a node, and begins the attempts that verdicts ask for. Ranks wait for it
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from fsdp_jobs.launchers.app import with_environment
 from fsdp_jobs.launchers.supervisor import Attempt, Process, main, staged
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, write_atomic
@@ -64,7 +64,7 @@ class _LocalAttempt(Attempt):
         address = f"127.0.0.1:{free_port()}"
         env = {ATTEMPT_ENV: str(self.number), COORDINATOR_ENV: address, ADDRESS_ENV: "127.0.0.1"}
         for name, argv, own in self.request.processes():
-            self.start(name, argv, {**os.environ, **own, **env})
+            self.start(name, argv, {**with_environment(own), **env})
         verdict = self.supervise()
         assert verdict is not None
         self.finish(_LEAVE_S)

@@ -68,7 +68,10 @@ def _submit(overrides: Sequence[str], output: str | None = None, as_json: bool =
         say("\n".join(["rendered without the cluster:", *job.away]), "yellow")
     say(render(job.plan))
     if config.dry_run:
-        sys.stdout.write(submission.artefact_of(job, overrides) if output else f"{job.request}\n")
+        if as_json:
+            print_json({"request": str(job.request)})
+        else:
+            sys.stdout.write(submission.artefact_of(job, overrides) if output else f"{job.request}\n")
         say("dry run: nothing was submitted", "yellow")
         return 0
     follower = Follower(job.run) if config.attach else None

@@ -228,8 +228,8 @@ class ElasticConfig:
     step_timeout_s: float = key(300.0, "process-group timeout afterwards, seconds", at_least=1)
     stall_timeout_s: float = key(
         0.0,
-        "seconds without a step; 0: 20 measured steps, at least 60 s. Of programs that report none: of silence; "
-        "0: 1,800; a huge number: never",
+        "seconds without a step; 0: 20 measured steps, at least 60 s, of a program at least 1,800 s. Of programs that "
+        "report none: of silence; 0: 1,800; a huge number: never",
         at_least=0,
     )
     exclude_after: int = key(3, "failures of one machine after which it is excluded; 0 is off", at_least=0)

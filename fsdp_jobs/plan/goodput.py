@@ -57,7 +57,7 @@ class Expected:
     rate: float  # of failures per 1,000 node-days
     seen: Failures  # of this cluster, included in the rate
     restart_s: float  # from a failure to the next step
-    measured: bool  # restart and stalls, on this run
+    measured: bool  # the restart, on this run
     best_s: float  # best interval of saves to a disk
     tiers: tuple[Tier, ...]
     goodput: float  # 0 to 1, at the configured intervals or, without any, the best
@@ -102,7 +102,7 @@ def expect(
     restart_s = known.restart_s or _RESTART_S
     lag_s = sum(t.share * t.written_s for t in tiers)  # a failure before then restarts from the previous save
     kept = goodput([(t.share, t.every_s or t.best_s, t.stall_s) for t in tiers], restart_s + lag_s, mtbf_s)
-    return Expected(mtbf_s, rate, seen, restart_s, costs is not None, tiers[-1].best_s, tiers, kept)
+    return Expected(mtbf_s, rate, seen, restart_s, bool(known.restart_s), tiers[-1].best_s, tiers, kept)
 
 
 def _tiers(

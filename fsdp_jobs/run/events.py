@@ -303,7 +303,7 @@ class StopRequested(Event, sentence="asked to save and stop: {why}"):
 
 
 class Waiting(Event, sentence="{why}"):
-    """A submitted job does not run yet; `why` is its cluster's reason."""
+    """A job does not run yet, and `why` is its cluster's reason, or its coordinator has a problem that lasts."""
 
     why: str
 

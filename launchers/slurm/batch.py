@@ -17,6 +17,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 
 from fsdp_jobs.config.errors import BadInput
+from fsdp_jobs.launchers.app import with_environment
 from fsdp_jobs.launchers.slurm import client, node_test
 from fsdp_jobs.launchers.slurm.again import start_again
 from fsdp_jobs.launchers.slurm.companions import Companions, reachable
@@ -61,7 +62,7 @@ class Batch(Attempt):
         self.hosts = self.allocated = expand_hostlist(os.environ["SLURM_JOB_NODELIST"])
         self.coordinator = f"{socket.gethostname()}:{free_port()}"
         names = {ATTEMPT_ENV: str(self.number), COORDINATOR_ENV: self.coordinator}
-        self.env = {**os.environ, **commands.env, **names}
+        self.env = {**with_environment(commands.env), **names}
         for name in _NOT_OF_STEPS:
             self.env.pop(name, None)
         self.companions = Companions(run, commands, self.env, self.number, self.job_id)
