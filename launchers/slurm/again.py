@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 
 from fsdp_jobs.launchers.slurm import client
@@ -30,7 +31,7 @@ def start_again(run: RunDir, attempt: int, job_id: str, excluded: Sequence[str])
         if job_id in commands.continued:
             return True
         try:
-            commands.continued[job_id] = new = _submit(job_id, excluded)
+            commands.continued[job_id] = new = _submitted_before(job_id) or _submit(job_id, excluded)
         except client.SlurmError as e:
             raise client.SlurmError(f"no requeue: {why}; no new job: {' '.join(str(e).split())}") from e
         commands.write(run)
@@ -38,11 +39,20 @@ def start_again(run: RunDir, attempt: int, job_id: str, excluded: Sequence[str])
     return True
 
 
+def _submitted_before(job_id: str) -> str:
+    """Return the job that already continues this one, of a submission that was taken and not answered; else empty."""
+    jobs, (_, _, task) = client.queue(fresh=True), job_id.partition("_")
+    own = jobs[job_id].tag if job_id in jobs else ""
+    others = (job for job in jobs.values() if own and job.tag == own and job.id != job_id and job.state.is_active)
+    return next((job.id for job in others if not task or job.id.endswith(f"_{task}")), "")
+
+
 def _submit(job_id: str, excluded: Sequence[str]) -> str:
     """Submit this job's script again with its environment; for a task of an array, only that task."""
     _, _, task = job_id.partition("_")
     script = client.call("scontrol", "write", "batch_script", os.environ["SLURM_JOB_ID"], "-")
-    options = [f"--dependency=afterany:{job_id}", *([f"--array={task}"] if task else [])]
+    script = re.sub(r"^#SBATCH '?(--hold|-H)\b.*\n", "", script, flags=re.MULTILINE)  # it has been released
+    options = [f"--dependency=afterany:{job_id}", "--begin=now", *([f"--array={task}"] if task else [])]
     options += [f"--exclude={','.join(excluded)}"] if excluded else []
     new = client.sbatch(script, *options, env=os.environ)
     return f"{new}_{task}" if task else new

@@ -32,7 +32,8 @@ from fsdp_jobs.run.processes import free_port
 from fsdp_jobs.run.tail import last_lines
 from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, Verdict, judge
 
-_QUEUE_S = 5.0  # between queries to SLURM
+_QUEUE_S = 20.0  # between queries to SLURM, which limits them per user, unless a process has died
+_AGAIN_S = 5.0  # between tries to start again
 _ANSWER_S = 2.0  # for SLURM to answer whether a process ended because its node was lost
 _RESEND_S = 1.0  # between stop signals to the coordinator
 _EXCLUDE_S = 6 * 3600.0  # exclusion of a node that fails the node test
@@ -44,7 +45,10 @@ _REQUEUE_S = 120.0  # for SLURM to end this process after requeueing the job
 
 # What srun would read for each step: --gpus counts all nodes; where a site's rules have raised --cpus-per-task, there
 # are two numbers of CPUs, and srun refuses them.
-_NOT_OF_STEPS = ("SLURM_GPUS", "SLURM_TRES_PER_TASK")
+_NOT_OF_STEPS = (
+    *("SLURM_GPUS", "SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU", "SLURM_TRES_PER_TASK"),
+    *("SLURM_GPU_BIND", "SLURM_TRES_BIND"),  # the one task of a step gets all of its node's GPUs
+)
 
 logger = logging.getLogger(__name__)
 
@@ -99,13 +103,15 @@ class Batch(Attempt):
         argv = [*srun(self.hosts), *self.commands.node_test, *where]
         step = Process("node test", argv, self.run.process_log(self.number, "node-test"), self.env)
         step.start(echo=False)
-        deadline = time.monotonic() + node_test.TIMEOUT_S
+        deadline, late = time.monotonic() + node_test.BEGINS_S, set(self.hosts)
         while not step.has_ended and time.monotonic() < deadline and not self.stop_signal:
             time.sleep(self.poll_s)
+            if late and not (late := node_test.late(folder, self.hosts)):
+                deadline = time.monotonic() + node_test.TIMEOUT_S
         step.popen.kill()
         if self.stop_signal:
             return Verdict("preempted", "requeue", f"{self.stop_signal} during the node test")
-        bad, between = node_test.blame(node_test.read_reports(folder), self.hosts)
+        bad, between = node_test.blame(node_test.read_reports(folder), self.hosts, late)
         if bad and len(bad) < len(self.hosts):
             for host, why in bad.items():
                 self.run.exclude(host, _EXCLUDE_S, f"node test: {why}")
@@ -215,7 +221,7 @@ class Batch(Attempt):
             except (client.SlurmError, BadInput) as e:
                 why = " ".join(str(e).split())
                 logger.warning("not started again: %s", why)
-            time.sleep(_QUEUE_S)
+            time.sleep(_AGAIN_S)
         else:
             judge(
                 self.run, Verdict("infrastructure", "stop", f"{verdict.reason}; SLURM does not start it again: {why}")
@@ -242,6 +248,7 @@ def _exclude(job_id: str, hosts: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     log.configure()
+    os.environ.pop("SLURM_JWT", None)  # it expires, and nodes need none
     directory = RunDir(sys.argv[1])
     if is_superseded(directory):
         sys.exit(f"{directory.name} was submitted again since: this job leaves")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import pwd
 import re
 import subprocess
 import time
@@ -23,11 +24,12 @@ _VARIABLES = {  # sbatch's variables whose names differ from their options
     "time": "TIMELIMIT",
 }
 OF_A_JOB = {  # options that do not apply to a companion, a job of one more node
-    *("array", "begin", "comment", "dependency", "error", "exclude", "export", "gpus", "job-name", "nodelist", "nodes"),
-    *("ntasks", "ntasks-per-node", "output", "requeue", "signal", "switches"),
+    *("array", "begin", "comment", "deadline", "dependency", "error", "exclude", "export", "gpus", "hold", "job-name"),
+    *("licenses", "nodelist", "nodes", "ntasks", "ntasks-per-node", "output", "requeue", "signal", "switches"),
 }
 # They would turn one job into several, wait for its end, or move what its script says on stderr out of its output.
 _NEVER = {"SBATCH_ARRAY_INX", "SBATCH_WAIT", "SBATCH_ERROR"}
+_OF_A_CLUSTER = {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_SACK_SOCKET"}  # how commands reach it
 _PARTITIONS = ("scontrol", "--all", "show", "partition")
 _TIMEOUT_S = 60.0  # of a command
 LOOK_S = 10.0  # of a query whose answer is only displayed; without an answer the run directory's record is shown
@@ -56,7 +58,7 @@ def clean_environment() -> dict[str, str]:
 
 def _is_srun_s(name: str) -> bool:
     """Whether srun may take a variable for an option, or it describes the job that this process is in."""
-    return name.startswith("SLURM_") and name != "SLURM_CONF"
+    return name.startswith("SLURM_") and name not in _OF_A_CLUSTER
 
 
 def variable(option: str) -> str:
@@ -176,7 +178,7 @@ class QueuedJob:
 
     @property
     def is_started(self) -> bool:
-        return self.slurm_state in ("RUNNING", "SUSPENDED")
+        return self.slurm_state in ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING")
 
     @property
     def state(self) -> State:
@@ -223,18 +225,31 @@ def jobs(job_ids: Sequence[str]) -> list[QueuedJob | None]:
 
 
 def _accounted(job_id: str) -> QueuedJob | None:
-    """Return a job from accounting, with one sacct for all tasks of its array; None without accounting."""
-    columns = ("-X", "-n", "-P", "-j", job_id.partition("_")[0], "-o", "JobID,State,Start,NodeList,JobName,Comment")
+    """Return a job from accounting, with one sacct for all tasks of its array; None without accounting.
+
+    None also for a job of this user that has not ended there: squeue lists none, so accounting has missed its end.
+    """
+    what = "JobID,State,Start,NodeList,User,JobName,Comment"
+    columns = ("-X", "-n", "-P", "-j", job_id.partition("_")[0], "-o", what)
     try:
         text = recent("sacct", *columns, max_age_s=_ACCOUNTING_AGE_S, timeout_s=LOOK_S)
     except SlurmError:
         return None
-    records = [[*line.split("|", 5), "", ""] for line in text.splitlines() if line.startswith(f"{job_id}|")]
+    records = [[*line.split("|", 6), "", "", ""] for line in text.splitlines() if line.startswith(f"{job_id}|")]
     if not records:
         return None
-    _, state, start, nodes, name, comment, *_ = records[-1]  # a requeued job has several; the last is the newest
+    _, state, start, nodes, user, name, comment, *_ = records[-1]  # a requeued job has several; the last is the newest
     state = state.partition(" ")[0]  # "CANCELLED by 1000"
-    return QueuedJob(job_id, state, start=start, nodes=nodes, name=name, comment=comment)
+    job = QueuedJob(job_id, state, start=start, nodes=nodes, name=name, comment=comment)
+    return None if job.state.is_active and user == _user() else job
+
+
+def _user() -> str:
+    """Return the name by which accounting knows this user; empty if the system has none."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return ""
 
 
 @dataclass

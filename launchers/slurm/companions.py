@@ -34,7 +34,7 @@ from fsdp_jobs.run.verdict import Verdict
 
 _TRIES = 3  # per node
 _POLL_S = 1.0
-_QUEUE_S = 10.0  # between queries to SLURM
+_QUEUE_S = 30.0  # between queries to SLURM
 _LEAVE_S = 15.0  # for the agent, after the verdict
 _GUARD_S = 3.0  # between a guard's checks of the coordinator
 _SILENT_S = 12.0  # after which the node counts as lost: the batch step restarts a dead coordinator long before
@@ -60,6 +60,9 @@ class Companions:
         """
         queue = client.queue()
         for node in nodes:
+            if node not in self.jobs and self.tries.get(node):  # SLURM may have taken one without an answer
+                taken = [job.id for job in queue.values() if job.name == self._name(node) and job.state.is_active]
+                self.jobs |= dict.fromkeys([node] if taken else [], taken[0] if taken else "")
             job, tries = queue.get(self.jobs.get(node, "")), self.tries.get(node, 0)
             if (job is None or not job.state.is_active) and tries < _TRIES:
                 self.tries[node] = tries + 1
@@ -75,7 +78,6 @@ class Companions:
     def _submit(self, node: int) -> str:
         program = [sys.executable, "-m", "fsdp_jobs.launchers.slurm.companions", "node"]
         script = f"#!/bin/bash\nexec {shlex.join([*program, str(self.run.path), str(node), self.job_id])}\n"
-        name = os.environ.get("SLURM_JOB_NAME", self.run.name)
         folder = self.run.node(self.attempt, node)
         folder.mkdir(parents=True, exist_ok=True)
         output = str(folder).replace("%", "%%") + "/companion-%j.out"
@@ -83,7 +85,7 @@ class Companions:
             f"--chdir={as_written('.')}",
             "--nodes=1",
             "--no-requeue",
-            f"--job-name={name}-node-{node}",
+            f"--job-name={self._name(node)}",
             f"--output={output}",
         ]
         if excluded := [*self.run.excluded_hosts(), *self.commands.exclude]:
@@ -91,6 +93,9 @@ class Companions:
         of_the_job = {*map(client.variable, client.OF_A_JOB)}
         env = {name: value for name, value in self.env.items() if name not in of_the_job}
         return client.sbatch(script, *options, *self.commands.submit, env=env)
+
+    def _name(self, node: int) -> str:
+        return f"{os.environ.get('SLURM_JOB_NAME', self.run.name)}-node-{node}"
 
     def release(self) -> None:
         """Cancel the companions: running ones would also end by themselves, waiting ones would start for nothing."""
@@ -168,6 +173,7 @@ def guard(run: RunDir, attempt: int, job_id: str, coordinator: str) -> None:
 
 if __name__ == "__main__":
     log.configure()
+    os.environ.pop("SLURM_JWT", None)  # it expires, and nodes need none
     role, directory, *more = sys.argv[1:]
     if role == "node":
         sys.exit(fill_in(RunDir(directory), int(more[0]), more[1]))

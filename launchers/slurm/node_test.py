@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -23,7 +23,8 @@ from typing import Any
 from fsdp_jobs.run.directory import write_atomic
 from fsdp_jobs.run.record import Record
 
-TIMEOUT_S = 120.0  # for the whole test, including imports
+BEGINS_S = 600.0  # for all nodes to begin: an image or Python's packages may come from slow storage
+TIMEOUT_S = 120.0  # for the test, once all have begun
 NONCE = "nonce"  # file that every node must be able to see, written by the batch step
 _COHERENT_S = 10.0  # until a file that one node writes is visible on another
 _PAIR_S = 30.0
@@ -45,10 +46,22 @@ class Report(Record):
     gb_s: list[float] = field(default_factory=list)  # of the all-reduces
 
 
-def blame(reports: Sequence[Report], hosts: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return bad nodes with the problems of each, and problems of links for which neither node is to blame."""
+def late(folder: Path, hosts: Sequence[str]) -> set[str]:
+    """Return the nodes that have not begun."""
+    return {host for host in hosts if not (folder / f"{host}.begun").exists()}
+
+
+def blame(
+    reports: Sequence[Report], hosts: Sequence[str], late: Collection[str] = ()
+) -> tuple[dict[str, str], list[str]]:
+    """Return bad nodes with the problems of each, and problems of links for which neither node is to blame.
+
+    The others wait for `late` nodes before they test links, so without an answer only these are bad.
+    """
     by_host = {r.host: r for r in reports}
-    bad = {host: f"no answer within {TIMEOUT_S:.0f} s" for host in hosts if host not in by_host}
+    bad = {host: f"did not begin within {BEGINS_S:.0f} s" for host in late if host not in by_host}
+    missing = () if late else hosts
+    bad |= {host: f"no answer within {TIMEOUT_S:.0f} s" for host in missing if host not in by_host}
     bad |= {r.host: "; ".join(r.problems) for r in reports if r.problems}
     speeds = [s for r in reports for s in r.gemm_tflops]
     least = _SLOW * statistics.median(speeds) if len(speeds) > 2 else 0.0
@@ -178,6 +191,10 @@ def examine(folder: Path, nproc: int, store_at: str, hosts: Sequence[str], rank:
                 report.problems.append(f"{device} multiplies wrongly")
         except RuntimeError as e:
             report.problems.append(f"{device}: {str(e).splitlines()[0]}")
+    (folder / f"{hosts[rank]}.begun").touch()
+    deadline = time.monotonic() + BEGINS_S
+    while late(folder, hosts) and time.monotonic() < deadline:
+        time.sleep(0.2)
     host, _, port = store_at.rpartition(":")
     try:
         store = dist.TCPStore(host, int(port), is_master=rank == 0, timeout=timedelta(seconds=_PAIR_S))

@@ -245,7 +245,8 @@ def _end(run: RunDir, job: client.QueuedJob | None, state: State, message: str) 
     """Return how a job has ended: by its verdict if there is one, which knows more than SLURM."""
     if run.last_attempt() < run.first_attempt():
         if state is State.FAILED and job is not None:
-            message = f"SLURM job {job.id} {job.slurm_state} before its first line: do the nodes see {run.path}?"
+            cure = f": do the nodes see {run.path}?" if job.slurm_state == "FAILED" else ""
+            message = f"SLURM job {job.id} {job.slurm_state} before its first line{cure}"
         return state, message
     verdict = Verdict.read(run, run.last_attempt())
     if verdict is None or state is State.STOPPED:

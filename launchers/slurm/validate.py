@@ -32,7 +32,7 @@ _NO_REASON = "Unspecified error"  # follows the reason, if the site's own checks
 _LIMITS = "sacctmgr show assoc user=$USER and sacctmgr show qos list the limits"
 _NOT_EXTRA = {  # options of sbatch -> what to use instead
     "--array": "--multirun makes arrays",
-    "--clusters": "submit on a login node of that cluster",
+    **dict.fromkeys(("--clusters", "--cluster"), "submit on a login node of that cluster"),
     "--nodes": "nodes=4, or nodes=2:4",
     **dict.fromkeys(("--wait", "-W"), "attach=true follows the job"),
     **dict.fromkeys(("--parsable", "--quiet", "-Q"), "the job's id is read from what sbatch says"),
@@ -361,8 +361,8 @@ def _node(config: JobConfig, cluster: SlurmClusterConfig) -> Iterator[Finding]:
     python = cluster.python or sys.executable
     try:
         before = time.time()
-        said = client.call("srun", *where, python, "-c", _ON_NODE, str(note))
-        host, now, fsdp_jobs, torch, gpus = said.split()[-5:]  # a site's prolog may print a greeting first
+        said = client.call("srun", *where, python, "-c", _ON_NODE, str(note), timeout_s=6 * _WAIT_S)
+        host, now, fsdp_jobs, torch, gpus = said.rpartition(word)[2].split()[:5]  # a site may print lines around it
         skew_s = max(before - float(now), float(now) - time.time(), 0.0)
     except client.SlurmError as e:
         yield _why_no_node(str(e), runs, kind, note)

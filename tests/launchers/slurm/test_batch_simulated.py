@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from fsdp_jobs.launchers.base import at_once
+from fsdp_jobs.launchers.slurm import client
 from fsdp_jobs.launchers.slurm.again import start_again
+from fsdp_jobs.launchers.slurm.companions import Companions
 from fsdp_jobs.launchers.slurm.steps import Commands, srun
 from fsdp_jobs.run.directory import RunDir
 from tests.jobs import ROOT, Watched
@@ -112,8 +114,41 @@ def test_of_two_guards_one_submits_the_job_that_continues(tmp_path: Path, monkey
     run = RunDir(tmp_path / "runs" / "a")
     Commands([], [], [], {}, max_nodes=2, regrow=False, exclude=[], submit=[]).write(run)
     assert at_once(lambda excluded: start_again(run, 0, "7", excluded), [["node1"], ["node1"]]) == [True, True]
-    assert (tmp_path / "submitted").read_text() == "--parsable --dependency=afterany:7 --exclude=node1\n"
+    assert (tmp_path / "submitted").read_text() == "--parsable --dependency=afterany:7 --begin=now --exclude=node1\n"
     assert Commands.read(run).newest("7") == "8"
+
+
+def test_a_submission_that_was_taken_and_not_answered_is_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy controller may take a job and let the command time out."""
+    run = RunDir(tmp_path / "runs" / "a")
+    line = "{}|{}|None|N/A|node2|node1|{}|{}|fsdp_jobs:tag"
+    waiting = {"again": line.format(8, "PENDING", 8, "a"), "node": line.format(9, "PENDING", 9, "a-node-1")}
+    for command, script in {
+        "scontrol": "[ $1 = write ] || { echo 'Requested operation is presently disabled' >&2; exit 1; }",
+        "squeue": f"echo '{line.format(7, 'RUNNING', 7, 'a')}'; cat {tmp_path}/queue 2>/dev/null; true",
+        "sbatch": f"echo sbatch >> {tmp_path}/calls; cat {tmp_path}/next >> {tmp_path}/queue; "
+        "echo 'Socket timed out on send/recv operation' >&2; exit 1",
+    }.items():
+        (tmp_path / command).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / command).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NAME", "a")
+    Commands([], [], [], {}, max_nodes=2, regrow=True, exclude=[], submit=[]).write(run)
+    (tmp_path / "next").write_text(waiting["again"] + "\n")
+    with pytest.raises(client.SlurmError, match="Socket timed out"):
+        start_again(run, 0, "7", [])
+    assert start_again(run, 0, "7", []) and Commands.read(run).newest("7") == "8"
+    companions = Companions(run, Commands.read(run), {}, 0, "7")
+    (tmp_path / "next").write_text(waiting["node"] + "\n")
+    with pytest.raises(client.SlurmError, match="Socket timed out"):
+        companions.request([1])
+    client._answers.clear()
+    companions.request([1])
+    assert companions.jobs == {1: "9"}
+    assert (tmp_path / "calls").read_text().count("sbatch") == 2
 
 
 def test_steps_get_the_whole_environment_whatever_sbatch_exported() -> None:

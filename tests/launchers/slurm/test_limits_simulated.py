@@ -218,7 +218,7 @@ def test_doctor_asks_for_a_node_as_the_job_will(site: Site, tmp_path: Path, monk
     site.say("sbatch", "echo 77")
     site.say("scancel", "exit 0")
     site.config({**CONFIG, "PreemptType": "preempt/qos"})
-    answer = "echo Welcome to n1; echo word n1 $(date +%s) 1.0 2.13.0 1"
+    answer = "echo Welcome to n1; for note; do :; done; echo $(cat $note) n1 $(date +%s) 1.0 2.13.0 1; echo Bye, bye"
     site.say("srun", f'case "$*" in *--account=proj*--gpus-per-node=a100:1*) {answer};; *) exit 1;; esac')
     monkeypatch.chdir(tmp_path)
     config = compose_job(["cluster=slurm", "cluster.gpus_per_node='a100:4'", "cluster.extra=['-A proj']"])

@@ -25,6 +25,11 @@ def test_a_node_that_says_nothing_is_bad_and_its_neighbours_are_not() -> None:
     assert between == []
 
 
+def test_only_a_node_that_has_not_begun_is_bad_where_the_others_wait_for_it() -> None:
+    bad, between = blame([], HOSTS, {"c"})
+    assert bad == {"c": "did not begin within 600 s"} and between == []
+
+
 def test_a_node_whose_links_all_fail_is_bad_where_the_others_work() -> None:
     broken = Report("b", pairs={"a": "timed out", "c": "timed out"})
     a, c = Report("a", pairs={"b": "timed out"}), Report("c", pairs={"b": "timed out", "d": ""})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -89,6 +90,14 @@ def test_a_held_job_comes_with_its_cure(slurm: Path) -> None:
 def test_a_forgotten_job_is_known_by_accounting_in_its_newest_record(slurm: Path) -> None:
     say(slurm, "sacct", queue("7|REQUEUED|t|node1", "7|CANCELLED by 1000|t|node2"))
     assert state("7") is State.STOPPED
+
+
+def test_accounting_that_has_missed_a_jobs_end_does_not_keep_it_alive(slurm: Path) -> None:
+    """Of another user's job the queue says nothing, and accounting is believed."""
+    me = pwd.getpwuid(os.getuid()).pw_name
+    say(slurm, "sacct", queue(f"7|RUNNING|t|node1|{me}|a|", "8|RUNNING|t|node1|somebody|b|"))
+    known_run(slurm, "7", Verdict("done", "stop", "all 5 steps are done"))
+    assert (state("7"), state("8")) == (State.DONE, State.RUNNING)
 
 
 def test_without_accounting_a_forgotten_job_is_known_by_its_run_directory(slurm: Path) -> None:
