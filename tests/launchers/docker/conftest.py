@@ -39,7 +39,8 @@ def docker_daemon() -> Iterator[None]:
 
 
 @pytest.fixture(scope="package")
-def image(docker_daemon: None) -> str:
-    """The name of our image, built now."""
-    daemon.build_image()
+def image(docker_daemon: None, request: pytest.FixtureRequest) -> str:
+    """The name of our image, built now; programs of Accelerate and transformers are for the soak."""
+    is_soak = any(item.get_closest_marker("soak") for item in request.session.items)
+    daemon.build_image(*(["accelerate"] if is_soak else []))
     return daemon.IMAGE

@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -21,7 +21,7 @@ from tests.jobs import ROOT
 
 IMAGE = "fsdp_jobs-test"
 _BASE = "fsdp_jobs-test-base"
-_EXTRAS = ("slurm", "dashboard", "accelerate")
+_EXTRAS = ("slurm", "dashboard")
 SECRET = {"FSDP_JOBS_TEST_SECRET": "hush-4b1d9e"}  # in the environment of all that is built and run here
 
 
@@ -78,14 +78,15 @@ def daemon() -> Iterator[None]:
                 os.environ["DOCKER_HOST"] = before
 
 
-def build_image() -> None:
+def build_image(*more_extras: str) -> None:
     """The real Dockerfile on a small Debian, wheels from a folder that is served to the build alone."""
-    with tempfile.TemporaryDirectory(prefix="fsdp-image-") as folder, _wheels(Path(folder)) as url:
+    extras = [*_EXTRAS, *more_extras]
+    with tempfile.TemporaryDirectory(prefix="fsdp-image-") as folder, _wheels(Path(folder), extras) as url:
         _make_base(Path(folder), url)
         arguments = [
             f"--build-arg=BASE_IMAGE={_BASE}",
             f"--build-arg=TORCH={_torch()}",
-            f"--build-arg=EXTRAS={','.join(_EXTRAS)}",
+            f"--build-arg=EXTRAS={','.join(extras)}",
         ]
         command = ["docker", "build", "--network=host", *arguments, "--tag", IMAGE, "--file", "deploy/Dockerfile", "."]
         environment = {**os.environ, **SECRET, "DOCKER_BUILDKIT": "0"}  # BuildKit is a plug-in that Debian 12 lacks
@@ -99,12 +100,12 @@ def _torch() -> str:
 
 
 @contextmanager
-def _wheels(folder: Path) -> Iterator[str]:
+def _wheels(folder: Path, extras: Sequence[str]) -> Iterator[str]:
     """All that the image takes from pip, served on this machine; yields the URL."""
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project = declared["project"]
     needed = [_torch(), "dumb-init", *declared["build-system"]["requires"], *project["dependencies"]]
-    needed += [wheel for extra in _EXTRAS for wheel in project["optional-dependencies"][extra]]
+    needed += [wheel for extra in extras for wheel in project["optional-dependencies"][extra]]
     wheels = folder / "wheels"
     command = [
         "pip",
