@@ -40,6 +40,8 @@ class State:
         self.model, self.optimizer, self.device = model, optimizer, device
         if _HYPERPARAMETERS in others:
             raise TypeError(f"{_HYPERPARAMETERS} are the optimizer's in a checkpoint: save yours by another name")
+        if isinstance(getattr(optimizer, "optim", None), torch.optim.Optimizer):  # as ZeroRedundancyOptimizer
+            raise TypeError(f"{type(optimizer).__name__} keeps its state in another optimizer, whose parts ranks share")
         known = set(model.parameters())
         if any(p not in known for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
             raise TypeError("the optimizer has a parameter that the model has not: make the optimizer after FSDP")
@@ -196,7 +198,7 @@ class State:
         if there and not here:
             return  # from another optimizer
         of_others = [*self.optimizer.state.values()]
-        devices = {k: v.device for one in of_others for k, v in one.items() if isinstance(v, Tensor)}
+        alike = {k: v for one in of_others for k, v in one.items() if isinstance(v, Tensor)}
         in_groups = {p for group in self.optimizer.param_groups for p in group["params"]}
         for name, parameter in self.model.named_parameters():
             prefix = _of_parameter(self._fqn(name))
@@ -204,12 +206,13 @@ class State:
                 del self.optimizer.state[parameter]
                 for key in here[prefix]:
                     del state[f"{prefix}.{key}"]
-            elif prefix in there and prefix not in here and parameter in in_groups:
-                for key in there[prefix]:
-                    entry = saved[f"{prefix}.{key}"]
-                    device = devices.get(key)  # counters of a fused optimizer are on the GPU
+            elif prefix in there and parameter in in_groups:
+                for key in {*there[prefix]} - {*here.get(prefix, ())}:  # some optimizers add a key after steps
+                    entry, other = saved[f"{prefix}.{key}"], alike.get(key)
+                    device = None if other is None else other.device  # counters of a fused optimizer are on the GPU
+                    dtype = entry.properties.dtype if other is None else other.dtype  # it may differ from the saved one
                     like = parameter if entry.size == parameter.shape else torch.empty(entry.size, device=device)
-                    made = torch.empty_like(like, dtype=entry.properties.dtype, requires_grad=False)
+                    made = torch.empty_like(like, dtype=dtype, requires_grad=False)
                     self.optimizer.state[parameter][key] = state[f"{prefix}.{key}"] = made
 
     def begin_anew(self) -> None:

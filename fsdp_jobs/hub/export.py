@@ -53,6 +53,8 @@ def export(run: RunDir, config: JobConfig, file_format: str, step: int | None, o
         return [file]
     groups, index_file = list(_by_file(saved)), target / "model.safetensors.index.json"
     index_file.unlink(missing_ok=True)  # of an earlier export: nothing may open its files and new ones together
+    if len(groups) > 1:
+        (target / "model.safetensors").unlink(missing_ok=True)  # it would be opened first
     file_of: dict[str, str] = {}
     for i, names in enumerate(groups, 1):
         tensors = _load(folder, {n: saved[n] for n in names})

@@ -76,17 +76,19 @@ def read(path: Path) -> Imported:
     """
     try:
         content = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as e:
+    except (OSError, UnicodeError, yaml.YAMLError) as e:
         raise BadInput.at(str(path), str(e).splitlines()[0], "a file that accelerate config wrote") from e
     if not isinstance(content, dict):
         raise BadInput.at(str(path), "is not a configuration of Accelerate")
-    flat, result = dict(_flat(content)), Imported()
+    if odd := [key for key in _GROUPS if not isinstance(content.get(key) or {}, dict)]:
+        raise BadInput.at(str(path), f"{odd[0]} is not a group of keys")
+    flat, result = {str(key): value for key, value in _flat(content)}, Imported()
     numbers = [key for key, rule in _RULES.items() if rule.get("is") == "number"]
     wrong = [key for key in numbers if flat.get(key) and not _is_number(flat[key])]
     problems = [Problem(f"{key}: {flat.pop(key)}", "is not a number") for key in wrong]
     problems += [problem for key, value in flat.items() for problem in _convert(key, value, result)]
     problems += _convert_ranks(flat, result)
-    if str(flat.get("distributed_type", "FSDP")) == "FSDP":
+    if str(flat.get("distributed_type", "FSDP")).upper() == "FSDP":
         replicas, group = (_number(flat, f"parallelism_config_dp_{kind}_size") for kind in ("replicate", "shard"))
         convert = _convert_fsdp1 if _number(flat, "fsdp_version") == 1 else _convert_fsdp2
         problems += convert(flat, replicas, group, result)
@@ -101,7 +103,7 @@ def _flat(content: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         if key in _GROUPS:
             for name, inner in (value or {}).items():
                 yield _GROUPS[key] + name.removeprefix(_GROUPS[key]), inner
-        elif value or not key.endswith("_config"):
+        elif value or not str(key).endswith("_config"):
             yield key, value
 
 

@@ -6,6 +6,7 @@ Every rank reads only its own part of each tensor; of a .pt file, which is mappe
 from __future__ import annotations
 
 import json
+import pickle
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -75,8 +76,22 @@ def _of_pickle(file: Path) -> dict[str, Any]:
     try:
         content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except RuntimeError:  # torch's format before 1.6 cannot be mapped
-        content = torch.load(file, map_location="cpu", weights_only=True)
+        content = _in_old_format(file)
+    except (pickle.UnpicklingError, IndexError, EOFError) as e:
+        raise _unreadable(file, e) from e
     return dict(_flat("", content))
+
+
+def _in_old_format(file: Path) -> Any:
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, IndexError, EOFError, RuntimeError) as e:
+        raise _unreadable(file, e) from e
+
+
+def _unreadable(file: Path, error: Exception) -> BadInput:
+    why = (str(error) or type(error).__name__).splitlines()[0]
+    return BadInput.at(str(file), f"cannot be read: {why}", "a whole file that holds tensors only")
 
 
 def _flat(prefix: str, content: Any) -> Iterator[tuple[str, Tensor]]:
@@ -98,6 +113,7 @@ def _open(path: Path, key: str) -> _Tensors:
         return _of_dcp(path)
     for pattern in ("*.safetensors", "*.bin", "*.pt", "*.pth"):
         files = [path] if path.is_file() and path.match(pattern) else sorted(path.glob(pattern))
+        files = [f for f in files if f.name != "training_args.bin"]  # of transformers' Trainer
         index = next(path.glob(f"{pattern}.index.json"), None)
         if len(files) > 1 and index is not None:  # a folder may hold the same weights twice
             named = {path / n for n in json.loads(index.read_text())["weight_map"].values()}

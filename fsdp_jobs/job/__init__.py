@@ -34,7 +34,7 @@ from fsdp_jobs.config.resolve import accelerator_of_node
 from fsdp_jobs.config.schema import JobConfig, NoModelConfig, load_config
 from fsdp_jobs.job import sharding
 from fsdp_jobs.job.metrics import MetricsLog
-from fsdp_jobs.job.sampler import ElasticSampler
+from fsdp_jobs.job.sampler import ElasticSampler, begin_worker
 from fsdp_jobs.job.timer import StepTimer
 from fsdp_jobs.models.build import find_blocks
 from fsdp_jobs.plan.layout import Layout
@@ -45,8 +45,8 @@ from fsdp_jobs.run.processes import age_s, free_port
 from fsdp_jobs.run.rank_state import SAVES_NOTHING, Phase, RankState, Request
 from fsdp_jobs.run.term import job_time
 
-__all__ = ["Checkpointer", "ElasticSampler", "checkpointer", "config", "device", "finish", "init", "layout", "log"]
-__all__ += ["mesh", "set_timeout", "shard", "should_stop", "step"]
+__all__ = ["Checkpointer", "ElasticSampler", "begin_worker", "checkpointer", "config", "device", "finish", "init"]
+__all__ += ["layout", "log", "mesh", "set_timeout", "shard", "should_stop", "step"]
 
 Value = float | Tensor
 
@@ -282,7 +282,7 @@ def shard(model: nn.Module, blocks: Sequence[type[nn.Module]] = ()) -> nn.Module
     """
     job = _the_job()
     if not any(p.is_meta for p in model.parameters()):
-        sharding.make_equal(model)
+        sharding.make_equal(model, job.agreement_group)
     fsdp = job.config.fsdp
     units = find_blocks(model, job.config.model, fsdp, [b.__name__ for b in blocks])
     sharding.shard(model, units, fsdp, job.layout, mesh(), job.device)
@@ -298,6 +298,7 @@ def checkpointer(model: nn.Module, optimizer: torch.optim.Optimizer, **others: S
     Raises:
         TypeError: one of the others is a module, whose tensors may be sharded, or a data loader, whose position
             differs between ranks, or has no state_dict.
+        RuntimeError: there is one already.
     """
     for name, other in others.items():
         if isinstance(other, nn.Module | torch.optim.Optimizer):
@@ -308,6 +309,8 @@ def checkpointer(model: nn.Module, optimizer: torch.optim.Optimizer, **others: S
         if not isinstance(other, Stateful):
             raise TypeError(f"{name} is a {type(other).__name__} without state_dict and load_state_dict")
     job = _the_job()
+    if job.checkpoints is not None:
+        raise RuntimeError("a job has one checkpointer: put several networks into one nn.Module, with one optimizer")
     job.timer.watch(model)
     job.checkpoints = Checkpointer(
         job.run, job.config, job.layout, model, optimizer, others, job.device, job.attempt, job.restart, job.on_restored

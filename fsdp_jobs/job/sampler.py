@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+import warnings
 from collections.abc import Iterator, Sized
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
+
+from fsdp_jobs.run.processes import die_with_parent
 
 
 def sample_at(position: int, samples: int, seed: int) -> int:
@@ -38,6 +42,15 @@ def _mix(value: int, round_: int, epoch: int, seed: int) -> int:
     return z
 
 
+def begin_worker(_worker: int = 0) -> None:
+    """Let a process of a DataLoader live as long as its rank (`worker_init_fn=job.begin_worker`).
+
+    A signal that asks a job to save reaches all processes of a node on some clusters, and torch's workers end by it.
+    """
+    die_with_parent()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 class ElasticSampler(Sampler[list[int]]):
     """A batch sampler for a DataLoader: each sample once per epoch, in an order set only by the seed.
 
@@ -61,7 +74,7 @@ class ElasticSampler(Sampler[list[int]]):
         self.samples, self.batch, self.seed = len(data), batch, seed
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world = dist.get_world_size() if dist.is_initialized() else 1
-        self.steps_done = 0
+        self.steps_done, self._has_begun = 0, False
         if batch < self.world:
             raise ValueError(f"batch={batch} leaves some of {self.world} ranks without a sample")
         if not self.samples:
@@ -69,7 +82,7 @@ class ElasticSampler(Sampler[list[int]]):
 
     def after(self, step: int) -> ElasticSampler:
         """Continue the order after `step` steps."""
-        self.steps_done = step
+        self.steps_done, self._has_begun = step, False
         return self
 
     @property
@@ -78,6 +91,10 @@ class ElasticSampler(Sampler[list[int]]):
         return torch.Generator().manual_seed(_mix(self.rank, self.steps_done, self.seed, 1))
 
     def __iter__(self) -> Iterator[list[int]]:
+        if self._has_begun:
+            what = f"ElasticSampler begins again at step {self.steps_done}: call after(step) before"
+            warnings.warn(what, stacklevel=2)
+        self._has_begun = True
         low, high = self.rank * self.batch // self.world, (self.rank + 1) * self.batch // self.world
         first = self.steps_done * self.batch
         while True:

@@ -8,7 +8,6 @@ where the checkpoint left off.
 from __future__ import annotations
 
 import hashlib
-import signal
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
@@ -22,8 +21,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.config.schema import DataConfig
-from fsdp_jobs.job.sampler import sample_at
-from fsdp_jobs.run.processes import die_with_parent
+from fsdp_jobs.job.sampler import begin_worker, sample_at
 
 Tokens = npt.NDArray[np.unsignedinteger]
 
@@ -120,7 +118,7 @@ def batches(
         # Forked from the rank, and killed with it. (A rank's own default would be to start a second fork server,
         # which imports torch once more.)
         multiprocessing_context="fork" if workers else None,
-        worker_init_fn=_begin_worker,
+        worker_init_fn=begin_worker,
     )
     per_step = len(microbatches(0, data, rank, world))
     stream = iter(loader)
@@ -128,8 +126,3 @@ def batches(
         read = [next(stream) for _ in range(per_step)]
         samples.mark = read[-1][2] if len(read[-1]) > 2 else None
         yield [(tokens, labels) for tokens, labels, *_ in read]
-
-
-def _begin_worker(_worker: int) -> None:
-    die_with_parent()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to all processes of a node: the ranks are still saving

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_map_only
 
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.resolve import accelerator, param_dtype
-from fsdp_jobs.config.schema import JobConfig, load_config
+from fsdp_jobs.config.schema import CustomModelConfig, JobConfig, load_config
 from fsdp_jobs.models.build import build_model, find_blocks, head_modules_of, linear_head_of
 from fsdp_jobs.plan.shapes import Activations, ModelShape, Params, Unit, merged
 
@@ -93,6 +93,7 @@ class _Counter(TorchDispatchMode):
         self.kept = self.moved = self.attention = 0
         self.widest = 0  # elements of the largest output of a matmul in a block
         self.last = 0  # FLOPs of the newest matmul, after which nothing was saved
+        self.plain: dict[int, str] = {}  # tensors that are neither parameters nor buffers, by their storage
 
     @property
     def inside(self) -> bool:
@@ -100,6 +101,10 @@ class _Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
+        for tensor in (a for a in args if isinstance(a, Tensor) and self.plain):
+            if (attribute := self.plain.get(tensor.untyped_storage()._cdata)) is not None:
+                cure = "register_buffer(..., persistent=False), or fsdp.meta_init=false"
+                raise ValueError(f"{attribute} is neither parameter nor buffer, and stays empty on the ranks: {cure}")
         if name == "_grouped_mm":  # of experts; fake tensors support it only in bf16
             given = tree_map_only(Tensor, _in_bf16, args)
             out = func(*given, **(kwargs or {})).to(args[0].dtype)
@@ -125,13 +130,22 @@ class _Counter(TorchDispatchMode):
 
 
 def activations_of(
-    model: nn.Module, blocks: Sequence[nn.Module], seq_len: int, dtype: torch.dtype = torch.float32
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    seq_len: int,
+    dtype: torch.dtype = torch.float32,
+    is_filled: bool = False,
 ) -> Activations:
     """Measure the cost of a token in this model, by one sample of `seq_len` tokens; means over the blocks.
+
+    With `is_filled`, ranks build the model empty, and only its parameters and buffers are filled.
 
     Parameters and the inputs of blocks and head are cast to `dtype`, as FSDP's mixed precision casts them.
     """
     counter, attention = _Counter(), _Attention()
+    for module in model.modules() if is_filled else ():
+        held = ((f"{type(module).__name__}.{k}", v) for k, v in vars(module).items() if isinstance(v, Tensor))
+        counter.plain |= {tensor.untyped_storage()._cdata: attribute for attribute, tensor in held}
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     stored = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
@@ -245,7 +259,8 @@ def shape_of(config: JobConfig) -> ModelShape:
         is_fp32 = param_dtype(config.fsdp, accelerator(config)) == "fp32"
         dtype = torch.float32 if is_fp32 else torch.bfloat16  # fp16 has the same sizes
         try:
-            activations = activations_of(model, blocks, config.data.seq_len, dtype)
+            is_filled = config.fsdp.meta_init and isinstance(config.model, CustomModelConfig)
+            activations = activations_of(model, blocks, config.data.seq_len, dtype, is_filled)
         except RuntimeError as e:
             if not isinstance(e, _NOT_ON_FAKE_TENSORS) and _NO_KERNEL not in str(e):
                 raise  # an error of the model's own

@@ -323,3 +323,59 @@ def _of_one_rank(folder: str) -> None:
 
 def test_what_is_one_ranks_alone_is_not_saved_for_all(tmp_path: Path) -> None:
     run_world(2, _of_one_rank, str(tmp_path))
+
+
+class _LooksAhead(torch.optim.AdamW):
+    """Adds to its state at its third step, as Lookahead and LBFGS do."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if self.state[p]["step"] >= 3:
+                slow = self.state[p].setdefault("slow", p.detach().clone())
+                slow.lerp_(p.detach(), 0.5)
+
+
+def _later_keys(folder: str) -> None:
+    torch.manual_seed(0)
+    first = trained(folder, optimizer=_LooksAhead, model=nn.Linear(4, 4))
+    for number in range(1, 5):
+        _step(first, number)
+    first.save(4, block=True)
+    expected = _values(first)
+    first.close()
+    assert "optim.state.weight.slow" in expected
+    again = trained(folder, "0-1", optimizer=_LooksAhead, model=nn.Linear(4, 4))
+    assert again.restore() == 4 and _values(again) == expected
+    _step(again, 5)
+    again.close()
+
+
+def _another_dtype(folder: str) -> None:
+    first = trained(folder, model=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(torch.bfloat16))
+    first.state.model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+    first.state.optimizer.step()
+    first.save(1, block=True)
+    first.close()
+    again = trained(folder, "0-1", model=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    assert again.restore() == 1
+    _step(again, 2)
+    moments = [v for one in again.state.optimizer.state.values() for k, v in one.items() if k.startswith("exp_avg")]
+    assert {moment.dtype for moment in moments} == {torch.float32}
+    again.close()
+
+
+def _elsewhere(_: str) -> str:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # its import takes a while
+
+    model = nn.Linear(2, 2)
+    zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    with pytest.raises(TypeError) as refused:
+        State(model, zero, {}, torch.device("cpu"))
+    return str(refused.value)
+
+
+def test_optimizers_that_grow_change_their_dtype_or_keep_their_state_elsewhere(tmp_path: Path) -> None:
+    run_world(2, _later_keys, str(tmp_path / "later"))
+    run_world(1, _another_dtype, str(tmp_path / "dtype"))
+    assert "keeps its state in another optimizer" in run_world(1, _elsewhere, "")[0]

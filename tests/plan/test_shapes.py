@@ -118,6 +118,17 @@ def looks(**kwargs):
     model.register_forward_pre_hook(lambda _, tokens: None if int(tokens[0].max()) < 512 else 1 / 0)
     return model
 
+class Plain(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.temperature, self.unused = inner, torch.ones(512), torch.ones(3)
+
+    def forward(self, tokens):
+        return self.inner(tokens) * self.temperature
+
+def plain(**kwargs):
+    return Plain(build(**kwargs))
+
 def wrong(**kwargs):
     model = build(**kwargs)
     model.output = torch.nn.Linear(3, 512)
@@ -388,9 +399,19 @@ class TestProbe:
     def test_what_fsdp_would_refuse_on_the_nodes_is_refused_here(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        for factory, what in (("scalar", "does not shard a parameter without dimensions, temperature"), ("wrong", "")):
+        told = {
+            "plain": "Plain.temperature is neither parameter nor buffer",
+            "scalar": "does not shard a parameter without dimensions, temperature",
+            "wrong": "",
+        }
+        for factory, what in told.items():
             with pytest.raises(BadInput, match=f"could not be probed: .*{what}"):
                 probe(self.config(tmp_path, monkeypatch, factory))
+
+    def test_a_tensor_of_its_own_is_there_if_the_model_is_not_built_empty(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert probe(self.config(tmp_path, monkeypatch, "plain", "fsdp.meta_init=false")).activations.vocab == 512
 
     def test_one_that_takes_too_long_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(shape_client, "TIMEOUT_S", 0.01)

@@ -176,3 +176,38 @@ def test_a_loader_that_only_knows_its_own_ranks_place_is_refused_at_the_start() 
     optimizer = torch.optim.SGD(model.parameters())
     with pytest.raises(TypeError, match=r"loader is a StatefulDataLoader, whose state is of one rank.*ElasticSampler"):
         job.checkpointer(model, optimizer, loader=StatefulDataLoader([1, 2]))
+
+
+def _unequal(_: str) -> list[bool]:
+    """Rows at the end are new, and every rank has drawn its own; a second checkpointer is asked for."""
+    import torch
+    import torch.distributed as dist
+
+    from fsdp_jobs.job.sharding import make_equal
+
+    torch.manual_seed(0)
+    model = torch.nn.Embedding(64, 8)
+    with torch.no_grad():
+        model.weight[-1] = dist.get_rank()
+    make_equal(model, dist.group.WORLD)  # type: ignore[arg-type]
+    return [bool((model.weight[-1] == 0).all())]
+
+
+def test_ranks_begin_with_rank_0s_weights_wherever_they_differ() -> None:
+    assert run_world(2, _unequal, "") == [[True], [True]]
+
+
+def test_a_second_pass_and_a_second_checkpointer_are_spoken_of(tmp_path: Path) -> None:
+    from fsdp_jobs.job.sampler import ElasticSampler
+
+    order = ElasticSampler(range(60), 12)
+    next(iter(order))
+    with pytest.warns(UserWarning, match=r"begins again at step 0: call after\(step\)"):
+        next(iter(order))
+    program = (
+        "import torch\nfrom fsdp_jobs import job\njob.init()\n"
+        "a, b = (torch.nn.Linear(2, 2) for _ in range(2))\n"
+        "job.checkpointer(a, torch.optim.SGD(a.parameters()))\njob.checkpointer(b, torch.optim.SGD(b.parameters()))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment(tmp_path), capture_output=True)
+    assert "a job has one checkpointer" in done.stderr.decode()
