@@ -36,6 +36,12 @@ _REASONS = {  # prefixes of squeue's REASON -> explanation
     "job requeued in held state": "held; SLURM starts it again after: scontrol release {id}",
     "JobHeldUser": "held; SLURM starts it after: scontrol release {id}",
     "JobHeldAdmin": "held by an administrator, who has to release it",
+    "JobHoldMaxRequeue": "SLURM has requeued it too often; it starts it after: scontrol release {id}",
+    "BadConstraints": "no node has what it asks for: it will not start",
+    "DependencyNeverSatisfied": "the job it depends on has failed: it will not start",
+    "ReservationDeleted": "its reservation is gone: it will not start",
+    "PartitionDown": "an administrator has stopped the partition",
+    "Invalid": "its account or QOS may not be used any more: it will not start",
 }
 
 
