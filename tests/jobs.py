@@ -128,7 +128,7 @@ class Watched:
         deadline = now + seconds
         while not true():
             assert time.monotonic() < deadline, f"not within {seconds} s: {what}\n{self.story()}"
-            time.sleep(max(0.02, 4 * (time.monotonic() - now)))
+            time.sleep(min(max(0.02, 4 * (time.monotonic() - now)), 4.0))
             now = time.monotonic()
 
     def until_step(self, step: int) -> None:

@@ -198,7 +198,7 @@ def test_what_nobody_restarts_is_named_and_cancel_leaves_nothing_even_without_a_
         supervisor.kill()
         assert "alone stopped: cancelled" in job.verb("cancel", "alone")
         assert job.left() == []
-    with docker_job(tmp_path, "twice", image, *task, "nodes=1") as job:
+    with docker_job(tmp_path, "twice", image, *task, "nodes=1", "elastic.stop_grace_s=10") as job:
         job.until_step(5)
         supervisor = supervisor_of(job.run)
         assert supervisor is not None
