@@ -22,6 +22,8 @@ from fsdp_jobs.config.errors import JobFailed
 from tests.checkpoints.saving import trained
 from tests.world import run_world
 
+pytestmark = pytest.mark.integration
+
 
 def _draw() -> list[float]:
     return [torch.rand(()).item(), np.random.rand(), np.random.randn(), random.random(), random.gauss(0.0, 1.0)]

@@ -152,6 +152,7 @@ def _steps(folder: str) -> list[float]:
     return [line["time"] - at for line, at in zip(read_json_lines(run.metrics), done, strict=True)]
 
 
+@pytest.mark.integration
 def test_a_line_says_when_its_step_was_done(tmp_path: Path) -> None:
     (late,) = run_world(1, _steps, str(tmp_path))
     assert all(abs(seconds) < 0.5 for seconds in late), late
@@ -193,10 +194,12 @@ def _unequal(_: str) -> list[bool]:
     return [bool((model.weight[-1] == 0).all())]
 
 
+@pytest.mark.integration
 def test_ranks_begin_with_rank_0s_weights_wherever_they_differ() -> None:
     assert run_world(2, _unequal, "") == [[True], [True]]
 
 
+@pytest.mark.integration
 def test_a_second_pass_and_a_second_checkpointer_are_spoken_of(tmp_path: Path) -> None:
     from fsdp_jobs.job.sampler import ElasticSampler
 

@@ -86,6 +86,7 @@ def test_a_model_without_a_linear_head_keeps_whole_logits() -> None:
     torch.testing.assert_close(TokenLoss(model, CHUNKED)(tokens, labels), expected)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -157,6 +158,7 @@ def test_the_arithmetic_is_that_of_adamw() -> None:
     assert (exact - rounded).abs().mean() < 0.01 and abs((exact - rounded).mean()) < 1e-3
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("master_dtype", ["bf16", "bf16_stochastic"])
 def test_bf16_weights_train_on_a_hybrid(master_dtype: str, tmp_path: Path) -> None:
     args = ("steps=6", "optim.lr=0.01", "fsdp=hybrid_shard", "fsdp.shard_group=2")
