@@ -159,7 +159,7 @@ class Snapshots(SnapshotTier):
             for number in (0, 1):
                 data = self._map(self._slot(number), number, size)
                 torch.frombuffer(data, dtype=torch.uint8)[::_PAGE].sum()  # makes the kernel map the pages
-        except OSError as e:
+        except (OSError, RuntimeError) as e:  # the latter if CUDA registers no more memory
             self._give_up(step, size, e)
         else:
             newest.copied.touch()
@@ -190,7 +190,7 @@ class Snapshots(SnapshotTier):
         snapshot = about(self.layout.shard_group if is_plans else self.ranks.world, entries).placed()
         try:
             self._fill(self._map(slot, snapshot.slot, snapshot.size), snapshot, list(parts.values()), updated)
-        except OSError as e:
+        except (OSError, RuntimeError) as e:
             self._give_up(snapshot.step, snapshot.size, e)
             return
         if changed := unchanged.changed():
@@ -204,11 +204,12 @@ class Snapshots(SnapshotTier):
         except OSError as e:
             self._give_up(snapshot.step, snapshot.size, e)
 
-    def _give_up(self, step: int, size: int, error: OSError) -> None:
+    def _give_up(self, step: int, size: int, error: Exception) -> None:
         """Report that there is no room: without a description the slot does not count as whole."""
+        why = getattr(error, "strerror", None) or error
         self.tell(
             step,
-            f"no more snapshots until the next round: {self.folder}: {error.strerror}; each of a rank's two "
+            f"no more snapshots until the next round: {self.folder}: {why}; each of a rank's two "
             f"snapshots takes {size / 1e9:.3g} GB. Set checkpoint.memory.dir to a larger file system in "
             "memory, enlarge /dev/shm, or set checkpoint.memory.every_steps=0.",
         )
