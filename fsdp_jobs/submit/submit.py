@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -203,9 +203,10 @@ def submit(
                 _check_free(job.run)
                 job.before = now
         app_ids: dict[RunDir, str] = {}
-        before = at_once(_texts_before, jobs, overrides)
+        files = at_once(_files_of, jobs, overrides)
+        before = at_once(_texts_in, files)
         try:
-            at_once(_write, jobs, overrides)
+            at_once(_write, jobs, files)
             for group in grouped(jobs, lambda job: job.launcher.name).values():
                 ids = group[0].launcher.submit([job.request for job in group], parallelism, folder)
                 app_ids |= {job.run: app_id for job, app_id in zip(group, ids, strict=True)}
@@ -220,7 +221,7 @@ def submit(
         return at_once(lambda job: record(job.run, job.launcher, app_ids[job.run]), jobs)
 
 
-def _write(job: Prepared, overrides: Sequence[str]) -> None:
+def _write(job: Prepared, files: Mapping[Path, str | None]) -> None:
     """Write the job's files into its run directory; `record` adds the handle of this submission to job.json later."""
     run, identity = job.run, identity_of(job.run, job.config)
     run.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -229,12 +230,12 @@ def _write(job: Prepared, overrides: Sequence[str]) -> None:
     if (elsewhere := job.config.checkpoint.dir) is not None and ("://" in elsewhere or Path(elsewhere).is_dir()):
         with suppress(OSError):  # only the nodes may be able to write there: then rank 0 does it
             claim(checkpoints_of(job.config.checkpoint, run) / run.identity.name, identity)
-    _write_all(run, _files_of(job, overrides))
+    _write_all(run, files)
 
 
-def _texts_before(job: Prepared, overrides: Sequence[str]) -> dict[Path, str | None]:
-    """Return what a withdrawn submission leaves as it was: path -> text, None if there is no such file."""
-    return {path: path.read_text() if path.exists() else None for path in _files_of(job, overrides)}
+def _texts_in(paths: Iterable[Path]) -> dict[Path, str | None]:
+    """Return path -> text of files, None if there is no such file."""
+    return {path: path.read_text() if path.exists() else None for path in paths}
 
 
 def _files_of(job: Prepared, overrides: Sequence[str]) -> dict[Path, str | None]:
@@ -266,7 +267,7 @@ def artefact_of(job: Prepared, overrides: Sequence[str]) -> str:
     )
 
 
-def _write_all(run: RunDir, texts: dict[Path, str | None]) -> None:
+def _write_all(run: RunDir, texts: Mapping[Path, str | None]) -> None:
     """Write files of a run directory; for None, remove the file of an earlier submission."""
     for path, text in texts.items():
         if text is None:

@@ -42,45 +42,46 @@ class _Mirror:
         new = [pod for pod in pods if self._may_have_more(api, pod)]
         for first in range(0, len(new), _AT_ONCE):
             now, some = api.time(), new[first : first + _AT_ONCE]
-            for pod, lines in zip(some, at_once(lambda pod: self._read(api, pod), some), strict=True):
-                self._take(pod, lines, now)
+            for pod, lines in zip(some, at_once(lambda pod, now=now: self._read(api, pod, now), some), strict=True):
+                if lines is not None:
+                    self._take(pod, lines, now)
+        self._record()
 
     def _may_have_more(self, api: Api, pod: Object) -> bool:
         has_begun = own_container(pod).get("state", {}).keys() & {"running", "terminated"}
         return bool(has_begun) and pod["metadata"]["uid"] not in self._finished and not is_lost(api, pod)
 
-    def _read(self, api: Api, pod: Object) -> list[str] | None:
+    def _read(self, api: Api, pod: Object, now: float) -> list[str] | None:
         """Return a pod's newest lines; None if it has just gone or its machine does not answer."""
-        now, read_at = api.time(), self._read_at.get(pod["metadata"]["uid"])
+        read_at = self._read_at.get(pod["metadata"]["uid"])
         since_s = int(now - read_at) + _OVERLAP_S if read_at is not None and read_at <= now else None
         try:
             return list(api.log(pod["metadata"]["name"], pod["metadata"]["labels"][ROLE], since_s))
         except ApiError:
             return None
 
-    def _take(self, pod: Object, lines: list[str] | None, now: float) -> None:
+    def _take(self, pod: Object, lines: list[str], now: float) -> None:
         """Copy a pod's lines, and record at once how far: a command may be killed at any time."""
-        if lines is None:
-            return
-        uid, before = pod["metadata"]["uid"], {**self._offsets}
-        for line in lines:
-            if line.endswith("\n"):
-                self._copy(line.removesuffix("\n"))
+        copied = [self._copy(line.removesuffix("\n")) for line in lines if line.endswith("\n")]
+        uid = pod["metadata"]["uid"]
         self._read_at[uid] = now
         if "terminated" in own_container(pod)["state"]:
             self._finished.append(uid)
-        elif before == self._offsets:
-            return
+        if any(copied):
+            self._record()
+
+    def _record(self) -> None:
         position = {"offsets": self._offsets, "read_at": self._read_at, "finished": self._finished}
         write_json(self.run.mirrored, position)
 
-    def _copy(self, logged: str) -> None:
+    def _copy(self, logged: str) -> bool:
+        """Copy what a line publishes; return whether it is new."""
         published = _PUBLISHED.fullmatch(logged)
         if published is None:
-            return
+            return False
         name, end, line = published[1], int(published[2]), published[3]
         if end <= self._offsets.get(name, 0):
-            return
+            return False
         self._offsets[name] = end
         file = self.run.path / name
         if file.suffix == ".json":
@@ -89,6 +90,7 @@ class _Mirror:
             file.parent.mkdir(parents=True, exist_ok=True)
             with file.open("a") as f:
                 f.write(line + "\n")
+        return True
 
 
 def pass_on_stop(run: RunDir, api: Api, pods: list[Object]) -> None:
