@@ -178,9 +178,13 @@ class Coordinator(Attempt):
     def on_ended(self, agent: ConnectedAgent, ended: messages.Ended, now: float) -> None:
         agent.ended = True
         self.leases.surrender(agent.id)
-        is_whole = len(self.agents.in_round()) + self.round.left == self.round.size  # else some are still reconnecting
-        if is_whole and self.agents.have_ended() and self.verdict is None and not self.round.stops_by_signal:
+        have_ended = self._here() == self.round.size and self.agents.have_ended()
+        if have_ended and self.verdict is None and not self.round.stops_by_signal:
             self.close(self._done(), now)  # after a signal, `_watch_round` closes it
+
+    def _here(self) -> int:
+        """Count the round's nodes that are connected, or left after their ranks had ended."""
+        return len(self.agents.in_round()) + self.round.left
 
     def on_away(self, agent: ConnectedAgent, away: messages.Away, now: float) -> None:
         agent.is_away = True
@@ -232,7 +236,7 @@ class Coordinator(Attempt):
             self._maybe_form(now)
 
     def _watch_round(self, now: float) -> None:
-        here, current = len(self.agents.in_round()) + self.round.left, self.round
+        here, current = self._here(), self.round
         if here == current.size and self.agents.have_ended() and current.requested is not Request.STOP:
             self.close(self._done(), now)  # they reported this to the previous coordinator
             return

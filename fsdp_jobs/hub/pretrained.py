@@ -74,24 +74,17 @@ def _of_safetensors(file: Path) -> dict[str, Any]:
 
 def _of_pickle(file: Path) -> dict[str, Any]:
     try:
-        content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    except RuntimeError:  # torch's format before 1.6 cannot be mapped
-        content = _in_old_format(file)
-    except (pickle.UnpicklingError, IndexError, EOFError) as e:
-        raise _unreadable(file, e) from e
-    return dict(_flat("", content))
-
-
-def _in_old_format(file: Path) -> Any:
-    try:
-        return torch.load(file, map_location="cpu", weights_only=True)
+        return dict(_flat("", _loaded(file)))
     except (pickle.UnpicklingError, IndexError, EOFError, RuntimeError) as e:
-        raise _unreadable(file, e) from e
+        why = (str(e) or type(e).__name__).splitlines()[0]
+        raise BadInput.at(str(file), f"cannot be read: {why}", "a whole file that holds tensors only") from e
 
 
-def _unreadable(file: Path, error: Exception) -> BadInput:
-    why = (str(error) or type(error).__name__).splitlines()[0]
-    return BadInput.at(str(file), f"cannot be read: {why}", "a whole file that holds tensors only")
+def _loaded(file: Path) -> Any:
+    try:
+        return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except RuntimeError:  # torch's format before 1.6 cannot be mapped
+        return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def _flat(prefix: str, content: Any) -> Iterator[tuple[str, Tensor]]:

@@ -241,10 +241,10 @@ def _accounted(job_id: str) -> QueuedJob | None:
     _, state, start, nodes, user, name, comment, *_ = records[-1]  # a requeued job has several; the last is the newest
     state = state.partition(" ")[0]  # "CANCELLED by 1000"
     job = QueuedJob(job_id, state, start=start, nodes=nodes, name=name, comment=comment)
-    return None if job.state.is_active and user == _user() else job
+    return None if job.state.is_active and user == user_name() else job
 
 
-def _user() -> str:
+def user_name() -> str:
     """Return the name by which accounting knows this user; empty if the system has none."""
     try:
         return pwd.getpwuid(os.getuid()).pw_name

@@ -61,8 +61,9 @@ class Companions:
         queue = client.queue()
         for node in nodes:
             if node not in self.jobs and self.tries.get(node):  # SLURM may have taken one without an answer
-                taken = [job.id for job in queue.values() if job.name == self._name(node) and job.state.is_active]
-                self.jobs |= dict.fromkeys([node] if taken else [], taken[0] if taken else "")
+                alike = (job.id for job in queue.values() if job.name == self._name(node) and job.state.is_active)
+                if (taken := next(alike, None)) is not None:
+                    self.jobs[node] = taken
             job, tries = queue.get(self.jobs.get(node, "")), self.tries.get(node, 0)
             if (job is None or not job.state.is_active) and tries < _TRIES:
                 self.tries[node] = tries + 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import pwd
 import re
 import secrets
 import sys
@@ -278,7 +277,7 @@ def _sizes(config: JobConfig) -> str:
 
 
 def _user() -> str:
-    return f"user={pwd.getpwuid(os.getuid()).pw_name}"
+    return f"user={client.user_name()}"
 
 
 def examine(config: JobConfig) -> Iterator[Finding]:
