@@ -207,7 +207,7 @@ class Batch(Attempt):
 
     def _start_again(self, verdict: Verdict) -> int:
         """Restart the job without the nodes that failed. Does not return if SLURM requeues it."""
-        excluded = [*sorted({*self.run.excluded_hosts(), *self.bad_hosts}), *self.commands.exclude]
+        excluded = self.commands.excluding([*self.run.excluded_hosts(), *self.bad_hosts])
         deadline, tries, why = time.monotonic() + _NO_SLURM_S, _REQUEUES, ""
         while tries and time.monotonic() < deadline:
             try:

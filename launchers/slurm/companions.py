@@ -89,7 +89,7 @@ class Companions:
             f"--job-name={self._name(node)}",
             f"--output={output}",
         ]
-        if excluded := [*self.run.excluded_hosts(), *self.commands.exclude]:
+        if excluded := self.commands.excluding(self.run.excluded_hosts()):
             options.append(f"--exclude={','.join(excluded)}")
         of_the_job = {*map(client.variable, client.OF_A_JOB)}
         env = {name: value for name, value in self.env.items() if name not in of_the_job}

@@ -1,4 +1,4 @@
-"""Render the sbatch script of a job and the commands of its batch step. No I/O."""
+"""Render the sbatch script of a job and the commands of its batch step. No I/O, except for files that list hosts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp_jobs.config.clusters import SlurmClusterConfig
+from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.app import arguments
 from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.slurm import client
 from fsdp_jobs.launchers.slurm.steps import Commands
+from fsdp_jobs.plan.topology import expand_hostlist
 from fsdp_jobs.run.directory import as_written
 from fsdp_jobs.run.env import SUBMISSION_ENV
 
@@ -95,7 +97,6 @@ def commands(job: Job, site: Site) -> Commands:
     """Render the commands of the batch step."""
     cluster = cluster_of(job.config)
     trainer = job.role("trainer")
-    exclude, _ = asked(cluster, "exclude")
     inside = _container(cluster, trainer, str(as_written(job.run.path)))
     agent = _argv(trainer, cluster, site)
     kind = [str(trainer.resource.cpu), "cuda" if trainer.resource.gpu else "cpu"]
@@ -106,9 +107,24 @@ def commands(job: Job, site: Site) -> Commands:
         env=trainer.env,
         max_nodes=trainer.num_replicas,
         regrow=cluster.regrow,
-        exclude=[exclude] if exclude else [],
+        exclude=_hosts(cluster, "exclude"),  # not expanded: it may be long, and goes on a command line
         submit=[o for o in (*_resources(cluster, trainer, site), *map(long_form, cluster.extra)) if _is_of_a_node(o)],
+        required=[host for hosts in _hosts(cluster, "nodelist") for host in expand_hostlist(hosts)],
     )
+
+
+def _hosts(cluster: SlurmClusterConfig, key: str) -> list[str]:
+    """Return the hostlists of `nodelist` or `exclude`; as in sbatch, a value with a slash names a file of them.
+
+    Raises:
+        BadInput: the file cannot be read, or there is no hostlist in it.
+    """
+    value, where = asked(cluster, key)
+    try:
+        listed = Path(value).read_text().split() if value and "/" in value else [value or ""]
+        return [hosts for hosts in listed if expand_hostlist(hosts)]
+    except (OSError, ValueError) as e:
+        raise BadInput.at(where, str(getattr(e, "strerror", None) or e)) from e
 
 
 def long_form(option: str) -> str:

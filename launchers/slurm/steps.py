@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from fsdp_jobs.run.directory import RunDir, as_written, write_atomic
@@ -22,6 +22,7 @@ class Commands(Record):
     exclude: list[str]  # hostlists excluded by the user
     submit: list[str]  # options of sbatch for a companion
     continued: dict[str, str] = field(default_factory=dict)  # id of a job -> id of the job that continues it
+    required: list[str] = field(default_factory=list)  # hosts of the user's nodelist
     place: str = ""  # in a sweep: <number of the script in its submission>_<task>; no task if it is a plain job
 
     @property
@@ -41,6 +42,13 @@ class Commands(Record):
         while job_id in self.continued:
             job_id = self.continued[job_id]
         return job_id
+
+    def excluding(self, hosts: Iterable[str]) -> list[str]:
+        """Return what to exclude: these hosts and what the user excludes, without what the user requires.
+
+        SLURM refuses, or never starts, a job that both requires and excludes a host.
+        """
+        return [*sorted({*hosts} - {*self.required}), *self.exclude]
 
     def agent_of(self, node: int) -> list[str]:
         return [argument.replace("{node}", str(node)) for argument in self.agent]

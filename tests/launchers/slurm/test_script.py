@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.slurm.script import Site, commands, margin_s, script
@@ -105,6 +106,19 @@ def test_nodes_excluded_by_an_option_stay_so_at_each_requeue_and_one_node_more_a
     made = commands(Job(config, RunDir("/runs/a"), plan_of(config)[0]), TREE)
     assert made.exclude == ["n7"]
     assert made.submit == ["--gpus-per-node=8", "--exclusive", "--qos=high"]
+
+
+def test_what_the_user_requires_is_not_excluded_and_files_list_hosts(tmp_path: Path) -> None:
+    """SLURM 22.05 lets a job wait for ever (BadConstraints) that requires and excludes a host, or refuses it."""
+    listed = tmp_path / "left-out"
+    listed.write_text("n7\nn[11-12]\n")
+    where = ["cluster.nodelist='n[1-2],n4'", f"cluster.exclude={listed}"]
+    config = compose_job(["cluster=slurm", "model=llama_debug", "nodes=3", *where])
+    made = commands(Job(config, RunDir("/runs/a"), plan_of(config)[0]), TREE)
+    assert made.excluding(["n5", "n4", "n3"]) == ["n3", "n5", "n7", "n[11-12]"]
+    config.cluster.exclude = str(tmp_path / "nowhere")
+    with pytest.raises(BadInput, match=r"cluster\.exclude=.*: No such file"):
+        commands(Job(config, RunDir("/runs/a"), plan_of(config)[0]), TREE)
 
 
 def test_margin_follows_what_saves_took() -> None:
