@@ -24,6 +24,11 @@ class ClusterConfig:
         """Return whether nodes run this file of the submitting machine, or a copy of it, and not a file of an image."""
         return shares_files
 
+    @property
+    def restarts_elsewhere(self) -> bool:
+        """Whether a restart gets none of the excluded machines, even in a job of one node."""
+        return False
+
 
 @dataclass
 class LocalClusterConfig(ClusterConfig):
@@ -92,6 +97,10 @@ class SlurmClusterConfig(ClusterConfig):
     preflight: bool = key(False, "test every node of the allocation before training: names, storage, GPUs, links")
     regrow: bool = key(True, "request a new node when one is lost")
     site: str | None = key(None, "file of `doctor --save`, for plans and dry runs that cannot ask the cluster")
+
+    @property
+    def restarts_elsewhere(self) -> bool:
+        return self.nodelist is None
 
     def runs_program_of_this_machine(self, path: str, shares_files: bool) -> bool:
         return (shares_files and self.container is None) or not Path(path).is_absolute()

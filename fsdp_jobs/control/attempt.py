@@ -24,6 +24,15 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
+class Requests:
+    """What the request files in the run directory ask for."""
+
+    stop: str = ""  # why; empty: nobody asks
+    save: bool = False
+    problem: str = ""
+
+
+@dataclass
 class Round:
     """State of the newest round; before the first round, `running` is False."""
 
@@ -42,6 +51,7 @@ class Round:
     saves: bool = False  # some rank can save checkpoints
     has_gaps: bool = False  # ranks of some node have ended, so the others cannot complete a step
     has_cuts: bool = False  # a node was lost because its machine could not be reached
+    is_in_doubt: bool = False  # a node fell silent, but the coordinator heard no other machine either
     requested: Request = Request.NONE
     parked_for: str = ""  # why it was parked; empty: nodes join or leave
     not_needed: set[str] = field(default_factory=set)  # ids of waiting agents that would not add a usable node
@@ -145,19 +155,29 @@ class Attempt:
         else:
             self.close(self._preempted(), now)
 
-    def read_requests(self, now: float) -> None:
-        """Handle the request files in the run directory."""
-        if self.run.stop_request.exists():
-            try:
-                self.on_stop(self.run.stop_request.read_text().strip() or "cancelled", now)
-            except (OSError, UnicodeDecodeError) as e:
-                self.warn(f"{self.run.stop_request} cannot be read, so nothing is stopped: {e}")
-        if self.round.running and self.run.save_request.exists():
-            try:
+    def read_requests(self) -> Requests:
+        """Read the request files in the run directory, in a thread of its own, because the file system may hang."""
+        found = Requests()
+        try:
+            if self.run.stop_request.exists():
+                found.stop = self.run.stop_request.read_text().strip() or "cancelled"
+        except (OSError, UnicodeDecodeError) as e:
+            found.problem = f"{self.run.stop_request} cannot be read, so nothing is stopped: {e}"
+        try:
+            if self.round.running and self.run.save_request.exists():
                 self.run.save_request.unlink()
-                self.agents.send(messages.Request(Request.SAVE))
-            except OSError as e:
-                self.warn(f"{self.run.save_request} cannot be removed, so nothing is saved for it: {e}")
+                found.save = True
+        except OSError as e:
+            found.problem = f"{self.run.save_request} cannot be removed, so nothing is saved for it: {e}"
+        return found
+
+    def on_requests(self, found: Requests, now: float) -> None:
+        if found.problem:
+            self.warn(found.problem)
+        if found.save:
+            self.agents.send(messages.Request(Request.SAVE))
+        if found.stop:
+            self.on_stop(found.stop, now)
 
     def exclude(self, host: str, for_s: float, why: str) -> bool:
         """Exclude a machine for `for_s` seconds; False if that cannot be recorded."""
@@ -203,7 +223,7 @@ class Attempt:
             if cause.failure is not None and cause.failure.is_out_of_memory:
                 verdict.reason += f". {self.planner.what_would_fit(broken.size)}"
             self.close(verdict, now)
-        elif machine is not None and len(set(broken.hosts.values())) > 1:
+        elif machine is not None and (self.config.cluster.restarts_elsewhere or len(set(broken.hosts.values())) > 1):
             reason = self.machines.blame(machine, cause.why, at_once=broken.excludes and cause.node == broken.culprit)
             if reason is not None and self.exclude(machine, self.elastic.exclude_for_s, reason):
                 self.record(events.MachineExcluded(machine, reason))
@@ -219,7 +239,7 @@ class Attempt:
         lost |= broken.lost.keys()
         if broken.lost and len({broken.hosts.get(node) for node in lost}) > 1:
             broken.broken_why = f"the coordinator lost {len(lost)} of {broken.size} nodes at once"
-        elif broken.lost and broken.culprit is None:
+        elif broken.lost and broken.culprit is None and not broken.is_in_doubt:
             node, why = min(broken.lost.items())
             elsewhere = [f for f in broken.failures if f.node != node and not (f.is_victim or f.is_request)]
             if not elsewhere or broken.broken_why in broken.lost.values():  # else the failure elsewhere came first

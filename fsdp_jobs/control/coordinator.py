@@ -215,13 +215,13 @@ class Coordinator(Attempt):
             if blocked_s > _BLOCKED_S:
                 agent.heard += blocked_s
             silent, recently = now - agent.heard, now - 1.5 * self.elastic.heartbeat_interval_s
-            is_cut_off = agent.is_unreachable and self.agents.are_heard(but=agent, since=recently)
+            are_heard = self.agents.are_heard(but=agent, since=recently)
+            is_cut_off = agent.is_unreachable and are_heard
             if is_cut_off or silent > self.elastic.heartbeat_timeout_s:
                 what = "cannot be reached" if is_cut_off else "was silent"
                 self.round.has_cuts |= is_cut_off
+                self.round.is_in_doubt |= agent.in_round and not are_heard
                 self.on_gone(agent, f"node {agent.node} ({agent.host}) {what} for {silent:.0f} s", now)
-        if self.verdict is None:
-            self.read_requests(now)
         if self.verdict is not None:
             if self.closed_at is None:
                 self._announce(now)

@@ -59,12 +59,13 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             loop.add_signal_handler(number, self._on_signal, f"{signal.Signals(number).name} received")
-        charge = asyncio.create_task(self._keep_charge())
+        tasks = [asyncio.create_task(keep) for keep in (self._keep_charge(), self._follow_requests())]
         async with await asyncio.start_server(self._agent, hosts, port):
             while (exit_code := self._exit_code()) is None:
                 await asyncio.sleep(_TICK_S)
                 self.coordinator.tick(time.monotonic())
-        charge.cancel()
+        for task in tasks:
+            task.cancel()
         return exit_code
 
     def _exit_code(self) -> int | None:
@@ -79,6 +80,12 @@ class Server:
         elif self.coordinator.agents and time.monotonic() - closed_at <= _FAREWELL_S:
             return None
         return verdict.exit_code_of_attempt if verdict is not None else None
+
+    async def _follow_requests(self) -> None:
+        while True:
+            found = await asyncio.to_thread(self.coordinator.read_requests)  # agents get answers while it hangs
+            self.coordinator.on_requests(found, time.monotonic())
+            await asyncio.sleep(_TICK_S)
 
     async def _keep_charge(self) -> None:
         """Take charge of the run, and give up when another coordinator does, of this or a later attempt."""
@@ -102,7 +109,7 @@ class Server:
         self.coordinator.on_stop(why, time.monotonic())
 
     async def _agent(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        agent, is_end = None, False
+        agent, is_direct, is_end = None, False, False
         try:
             self._probe(writer)
             if await self._is_authentic(reader, writer):
@@ -111,19 +118,18 @@ class Server:
                 is_beside = peer == own or ipaddress.ip_address(peer.partition("%")[0]).is_loopback
                 send, drop, heard = partial(_send, writer), writer.close, time.monotonic()
                 agent = ConnectedAgent(**vars(hello.agent), send=send, drop=drop, heard=heard, is_beside=is_beside)
+                is_direct = hello.local == writer.get_extra_info("peername")[:2]  # without a proxy in between
                 if self.coordinator.on_hello(agent, hello, time.monotonic()):
                     while received := await reader.readline():
                         self.coordinator.on_message(agent, self._read(received), time.monotonic())
-                    # If the connection ends without `Away`, the agent is dead and its kernel closed it. This is
-                    # certain only if no proxy is in between: then the agent's own address is the peer's.
-                    is_end = hello.local == writer.get_extra_info("peername")[:2]
+                    is_end = is_direct  # then, without `Away`, the agent is dead and its kernel closed the connection
         except OSError as e:
             if agent is not None and e.errno in _UNREACHABLE:
                 agent.is_unreachable = True  # `tick` drops it if others can be reached
         except ValueError:
             pass  # an invalid message ends the connection
         writer.close()
-        if agent is not None and not (agent.is_unreachable or (agent.is_away and is_end)):
+        if agent is not None and not (agent.is_unreachable or (agent.is_away and is_direct)):
             why = f"node {agent.node} ({agent.host}) closed its connection: its agent is gone"
             self.coordinator.on_gone(agent, why, time.monotonic(), certain=is_end)
 

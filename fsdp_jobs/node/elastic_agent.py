@@ -31,7 +31,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from fsdp_jobs.node.rank_logs import RankLogs
 from fsdp_jobs.node.rendezvous import CoordinatorRendezvous
 from fsdp_jobs.node.tier import Tier
-from fsdp_jobs.run.failure import Failure
+from fsdp_jobs.run.failure import Failure, summary
 from fsdp_jobs.run.processes import has_signal, kill_families, kills_for_memory
 from fsdp_jobs.run.rank_state import SAVES_NOTHING, Phase, Request
 from fsdp_jobs.run.term import LOOK_S, job_time
@@ -181,7 +181,7 @@ class Agent(LocalElasticAgent):
         """Skip torch's barrier: programs' ranks may end hours apart, and the coordinator knows when all have."""
 
     def _describe(self, rank: int, failure: ProcessFailure) -> Failure:
-        """Report a failed rank with the first line of its exception, from torch elastic's error file."""
+        """Report a failed rank with a summary of its exception, from torch elastic's error file."""
         error, has_file = "", Path(failure.error_file).exists()
         if failure.exitcode == -signal.SIGKILL and kills_for_memory() > self._kills_for_memory:
             error = "OutOfMemoryError: the kernel killed it because memory had run out"
@@ -190,7 +190,7 @@ class Agent(LocalElasticAgent):
             text = content["message"] if isinstance(content, dict) else str(content)
             text = text.encode(errors="replace").decode()  # messages must be UTF-8, but file names in them may not be
             text = _BEFORE_MESSAGE.sub(r"\1 ", text.strip())
-            error = next(iter(text.splitlines()), "")[:500].removesuffix(":")
+            error = summary(text)
         ended_at = failure.timestamp + self._handler.lease.ahead_s() if has_file else job_time()
         return Failure(self._node, rank, failure.exitcode, error, ended_at, self._step(failure.local_rank))
 

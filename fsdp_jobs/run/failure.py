@@ -11,7 +11,8 @@ from fsdp_jobs.run.verdict import EXIT_REQUEUE, FINAL_ERRORS
 # Errors of a collective that has lost a peer: the rank that raises them is a victim, not the cause.
 _PEER_GONE = re.compile(
     r"closed by peer|reset by peer|broken pipe|connection (was )?(closed|refused|reset)|timed out|"
-    r"socket (closed|timeout)|remote error|ncclRemoteError|ncclSystemError|no route to host|heartbeat",
+    r"before timing out|wait timeout|socket (closed|timeout)|remote error|remote process exited|ncclRemoteError|"
+    r"ncclSystemError|unhandled system error|communicator was aborted|no route to host|heartbeat",
     re.IGNORECASE,
 )
 
@@ -33,6 +34,13 @@ _HERE_ALONE = ("CannotReadHere", "ComputesWrong")
 def reports_lost_peer(text: str) -> bool:
     """Whether an error message of torch or NCCL reports a lost peer."""
     return bool(_PEER_GONE.search(text))
+
+
+def summary(message: str) -> str:
+    """Return the first line of an error's message and, if only a later one reports a lost peer, that line."""
+    lines = [line.strip().removesuffix(":") for line in message.splitlines()] or [""]
+    lost = next(filter(reports_lost_peer, lines), lines[0])
+    return lines[0][:500] if lost is lines[0] else f"{lines[0][:250]}: {lost[:250]}"
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,13 @@ class Failure:
 
     @property
     def may_be_the_machines(self) -> bool:
-        return self.exit_code < 0 or bool(_HARDWARE.search(self.error)) or self.error.startswith(_HERE_ALONE)
+        if self.is_out_of_memory:
+            return False
+        return self.exit_code < 0 or self._is_of_hardware or self.error.startswith(_HERE_ALONE)
+
+    @property
+    def _is_of_hardware(self) -> bool:
+        return bool(_HARDWARE.search(self.error)) and not _OF_PROGRAM.search(self.error)
 
     @property
     def signature(self) -> tuple[int, int, str] | None:
@@ -79,8 +93,7 @@ class Failure:
         It is the code's failure if the rank raised, or exited with a code, has not only lost a peer, and the machine
         has not failed.
         """
-        is_of_machine = _HARDWARE.search(self.error) and not _OF_PROGRAM.search(self.error)
-        if is_of_machine or self.is_victim or self.error.startswith(_HERE_ALONE):
+        if self._is_of_hardware or self.is_victim or self.error.startswith(_HERE_ALONE):
             return None
         if not (self.error or self.exit_code > 0):
             return None

@@ -97,6 +97,7 @@ class Cluster:
                 ranks = [(Report(self.now, step, committed, phase), Times())] * 2 if member.in_round else []
                 beat = messages.Beat(ranks, {"silent": self.silent.get(member.id, 0.0)}, self.now)
                 self.coordinator.on_message(member, beat, self.now)
+            self.coordinator.on_requests(self.coordinator.read_requests(), self.now)
             self.coordinator.tick(self.now)
 
     def last(self, member: ConnectedAgent, kind: type[Message]) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_jobs.run import events, messages
+from fsdp_jobs.run.failure import summary
 from fsdp_jobs.run.rank_state import Request
 from tests.control.cluster import PROGRAM, SILENCE, Cluster, fails, failure
 
@@ -184,6 +185,56 @@ def test_a_coordinator_that_loses_several_machines_at_once_blames_none(tmp_path:
     (broken,) = cluster.events("round_broken")
     assert broken["why"] == "the coordinator lost 2 of 3 nodes at once" and "blamed" not in broken
     assert not cluster.run.excluded_hosts()
+
+
+def test_a_coordinator_that_hears_no_other_machine_blames_none(tmp_path: Path) -> None:
+    """Of two nodes it cannot know which one's network is down."""
+    cluster = Cluster(tmp_path, "nodes=2", "elastic.exclude_after=1")
+    a, b = cluster.join(0), cluster.join(1)
+    a.is_beside = True
+    cluster.later(1, a, b)
+    cluster.later(15, a)
+    (broken,) = cluster.events("round_broken")
+    assert "node 1 (node1) was silent" in broken["why"] and "blamed" not in broken
+    assert not cluster.run.excluded_hosts()
+
+
+def test_the_machine_of_a_single_node_is_excluded_where_another_can_be_had(tmp_path: Path) -> None:
+    for where, is_excluded in (
+        (["cluster=slurm"], True),
+        (["cluster=slurm", "cluster.nodelist=node0"], False),
+        ([], False),
+    ):
+        cluster = Cluster(tmp_path / str(len(where)), "nodes=1", "elastic.exclude_after=1", *where)
+        a = cluster.join(0)
+        cluster.later(1, a)
+        cluster.ready(a, failure(0, 0, "AcceleratorError: CUDA error: uncorrectable ECC error encountered"))
+        cluster.later(2, a)
+        assert bool(cluster.run.excluded_hosts()) is is_excluded
+
+
+NCCL = """DistBackendError: NCCL error in: a.cpp:9, remote process exited or there was a network error, \
+NCCL version 2.26.2
+ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.
+Last error:"""
+
+
+@pytest.mark.parametrize(
+    ("message", "is_victim", "is_hardware"),
+    [
+        (NCCL, True, False),
+        (NCCL.replace("remote process exited or there was a network error, ", "unknown result code,"), True, False),
+        ("RuntimeError: NCCL communicator was aborted on rank 3.", True, False),
+        ("DistStoreError: wait timeout after 2000ms, keys: /default_pg/0//cuda//1", True, False),
+        ("AcceleratorError: CUDA error: device-side assert triggered", False, False),
+        ("OutOfMemoryError: the kernel killed it because memory had run out", False, False),
+        ("AcceleratorError: CUDA error: uncorrectable ECC error encountered", False, True),
+    ],
+)
+def test_whose_fault_an_error_is(message: str, is_victim: bool, is_hardware: bool) -> None:
+    failed = failure(0, 0, summary(message), exit_code=-9 if "kernel" in message else 1)
+    assert (failed.is_victim, failed.may_be_the_machines) == (is_victim, is_hardware)
+    assert message.startswith(failed.error.partition(": ncclRemote")[0])
 
 
 def test_the_first_cause_is_the_first_that_arrived(tmp_path: Path) -> None:

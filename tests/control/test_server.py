@@ -9,6 +9,7 @@ import resource
 import shutil
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -233,10 +234,33 @@ def test_what_a_closed_connection_proves(tmp_path: Path) -> None:
         leases.clear()
         away = enters("away")
         away.send(kind="away")
+        until(lambda: server.coordinator.agents["away"].is_away)
+        away.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # as if we answer it late
         away.lines.close()
         away.socket.close()
         time.sleep(1)
         assert len(lost(server)) == 3 and "away" in leases, "it said that it would come again"
+
+    serving(tmp_path, talk)
+
+
+def test_agents_get_answers_while_the_run_directory_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs, exists = threading.Event(), Path.exists
+
+    def slowly(path: Path) -> bool:
+        if path.name == "stop":
+            hangs.wait(20)
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", slowly)
+
+    def talk(port: int, server: Server) -> None:
+        stranger = Stranger(port)
+        stranger.enter("secret")
+        until(lambda: server.coordinator.agents)
+        hangs.set()
+        server.coordinator.run.stop_request.write_text("enough")
+        until(lambda: server.coordinator.stop_reason == "enough")
 
     serving(tmp_path, talk)
 

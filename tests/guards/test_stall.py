@@ -96,3 +96,29 @@ def test_a_first_step_after_a_restore_that_no_event_tells_may_be_long(tmp_path: 
     cluster.later(1, *members, step=80, committed=40, phase=int(Phase.STARTING))
     cluster.later(200, *members, step=80, committed=40)
     assert not cluster.events("stalled") and cluster.coordinator.round.running
+
+
+def test_steps_of_minutes_are_no_stall_before_one_was_measured(tmp_path: Path) -> None:
+    """In the second step only the first is known; a coordinator that takes over knows none."""
+    cluster = Cluster(tmp_path / "a", "nodes=2", "elastic.join_window_s=1")
+    agents = [cluster.join(node) for node in range(2)]
+    for agent in agents:
+        cluster.ready(agent)
+    cluster.later(120, *agents, step=0)
+    cluster.later(200, *agents, step=1)
+    cluster.later(200, *agents, step=2)
+    assert cluster.last(agents[0], Dump) is None
+    cluster.later(20 * 200, *agents, step=2)
+    assert cluster.last(agents[0], Dump) is not None
+
+    cluster = Cluster(tmp_path / "b", "nodes=2", "elastic.join_window_s=1")
+    agents = [cluster.join(node, round_=0, size=2) for node in range(2)]
+    cluster.later(200, *agents, step=5000, committed=4990)
+    assert cluster.coordinator.round.is_adopted and cluster.last(agents[0], Dump) is None
+
+
+def test_a_stall_of_which_no_agent_knows_more_names_the_step(tmp_path: Path) -> None:
+    cluster, agents = _after_five_steps(tmp_path)
+    cluster.later(70, *agents, step=5)
+    (stalled,) = cluster.events("stalled")
+    assert "all are in step 6, and no node has sent their stacks" in stalled["why"]

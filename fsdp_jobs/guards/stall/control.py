@@ -72,7 +72,7 @@ class Guard(guard.Guard):
     def _limit_s(self) -> float:
         """Return after how many seconds without a step ranks count as stalled."""
         config = self.attempt.config
-        floor_s = PROGRAMS_STALL_S if config.is_program else _FLOOR_S
+        floor_s = PROGRAMS_STALL_S if config.is_program or not self._step_s else _FLOOR_S
         return config.elastic.stall_timeout_s or max(floor_s, _STEPS * self._step_s)
 
     def _see(self, slowest: int, first_step: int, now: float) -> bool:
@@ -82,8 +82,9 @@ class Guard(guard.Guard):
         step compiles, allocates and opens connections.
         """
         if self._step is None or slowest != self._step:
-            if self._step is not None and slowest > self._step >= first_step + 1:
-                self._step_s = max(0.8 * self._step_s, (now - self._since) / (slowest - self._step))
+            if self._step is not None and slowest > self._step:
+                before_s = self._step_s if self._step > first_step + 1 else 0.0  # the first step only stands in
+                self._step_s = max(0.8 * before_s, (now - self._since) / (slowest - self._step))
             self._step, self._since = slowest, now
         return slowest > first_step and now - self._since > self._limit_s()
 
@@ -98,7 +99,9 @@ class Guard(guard.Guard):
         if dead:
             named = [f"rank {r.rank} on node {n} ({r.status})" for n, r in dead]
             return f"{waited}: {listed(named, 4)} does not respond", _only(n for n, _ in dead)
-        behind = min((r.step for _, r in ranks), default=0)
+        if not ranks:
+            return f"{waited}: all are in step {(self._step or 0) + 1}, and no node has sent their stacks", None
+        behind = min(r.step for _, r in ranks)
         slow = [(n, r) for n, r in ranks if r.step == behind]
         if 0 < len(slow) < len(ranks):
             named = [f"rank {r.rank} on node {n}" for n, r in slow]
