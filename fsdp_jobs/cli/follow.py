@@ -140,7 +140,7 @@ def summary(status: RunStatus) -> None:
     name = run.name if str(run.path.parent) == "runs" else f"{run.name} runs_dir={run.path.parent}"
     if status.state != "done":
         say(f"  next        fsdp-jobs logs {name}    fsdp-jobs resume {name}")
-    elif status.steps is not None:
+    elif status.steps is not None and not status.is_read:
         say(f"  next        fsdp-jobs export {name}    fsdp-jobs resume {name} steps={2 * status.steps}")
 
 

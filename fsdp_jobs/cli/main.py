@@ -94,9 +94,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         if verb == "submit" and args and args[0].isidentifier():
-            meant = habits.VERBS.get(args[0], "")
-            cure = f"fsdp-jobs {meant}" if meant else nearest(args[0], VERBS) or "fsdp-jobs --help"
-            raise BadInput.at(args[0], "not a verb", cure)
+            word = args[0]
+            meant = f"fsdp-jobs {habits.VERBS[word]}" if word in habits.VERBS else habits.meant_by(word)
+            raise BadInput.at(word, "not a verb", meant or nearest(word, VERBS) or "fsdp-jobs --help")
         args = habits.script_as_overrides(args) if takes_script else args
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):

@@ -47,7 +47,9 @@ class ComposingParser(Parser):
         """
         flags, overrides = self.parse_known_args(args)
         if unknown := [o for o in overrides if o.startswith("-")]:
-            raise BadInput(Problem(u, "there is no such flag", meant_by(u) or "fsdp-jobs --help") for u in unknown)
+            is_program = any(o.startswith(("script=", "module=")) for o in overrides)
+            cure = "if it is the program's: script_args='...'" if is_program else "fsdp-jobs --help"
+            raise BadInput(Problem(u, "there is no such flag", meant_by(u) or cure) for u in unknown)
         return flags, [*([search_path(flags.config_dir)] if flags.config_dir else []), *overrides]
 
 

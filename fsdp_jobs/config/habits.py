@@ -13,6 +13,7 @@ from fsdp_jobs.config.schema import JobConfig
 _KEYS = {  # a flag's or a key's name, with underscores for dashes -> the key that is meant
     "nnodes": "nodes={}",
     **dict.fromkeys(("nproc", "gpus", "gpus_per_node", "ntasks_per_node"), "nproc_per_node={}"),
+    "m": "module={}",
     "max_restarts": "elastic.max_failures_without_progress={}",
     "job_name": "name={}",
     "time": "cluster.time={}",
@@ -27,6 +28,7 @@ _KEYS = {  # a flag's or a key's name, with underscores for dashes -> the key th
     **dict.fromkeys(("max_steps", "num_steps", "train_steps"), "steps={}"),
     "learning_rate": "optim.lr={}",
     "gradient_accumulation_steps": "leave it out: data.global_batch, of all ranks, by data.micro_batch gives it",
+    **dict.fromkeys(("python", "python3", "torchrun"), "leave it out: the launcher starts the program"),
     **dict.fromkeys(
         (
             "rdzv_backend",

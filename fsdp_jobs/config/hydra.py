@@ -221,7 +221,8 @@ class _Composer:
             try:
                 self._parsed[text] = self._parser.parse_override(text)
             except HydraException:
-                return Problem(text, "is not of the form key=value", "quote values with spaces or commas")
+                cure = meant_by(text) or "quote values with spaces or commas"
+                return Problem(text, "is not of the form key=value", cure)
         override = self._parsed[text]
         group = override.key_or_group
         if group not in self.options or override.is_sweep_override():

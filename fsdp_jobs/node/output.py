@@ -29,7 +29,7 @@ _MOST = 1 << 20  # bytes read at once
 _HIGHEST = 1 << 53  # steps are lower
 _LONGEST_LINE = 1 << 12  # bytes of a line that are parsed
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-_NUMBER = r"[-+]?\d+\.?\d*(?:e[-+]?\d+)?|[-+]?inf|nan"
+_NUMBER = r"[-+]?\d{1,3}(?:,\d{3})+\.\d+|[-+]?\d+\.?\d*(?:e[-+]?\d+)?|[-+]?inf|nan"
 _NO_TRAINING = "".join(f"(?<!{word} )" for word in ("val", "eval", "test", "valid", "validation", "evaluation"))
 _LOSS = re.compile(
     rf"(?<![\w/]){_NO_TRAINING}(?:train(?:ing)?[_ /])?loss(?:_step)?"
@@ -90,14 +90,18 @@ class Reader:
 
 def _loss_in(text: str) -> float | None:
     found = _LOSS.search(text)
-    return float(found["loss"]) if found else None
+    return _value(found["loss"]) if found else None
+
+
+def _value(number: str) -> float:
+    return float(number.replace(",", ""))
 
 
 def _reading(groups: dict[str, str | None]) -> Reading | None:
     with suppress(ValueError):  # a user's pattern may match something else than a number
         step, steps, loss = (groups.get(name) for name in ("step", "steps", "loss"))
         whole = [int(number.replace(",", "")) if number else None for number in (step, steps)]
-        return Reading(whole[0], whole[1], float(loss) if loss else None) if whole[0] is not None else None
+        return Reading(whole[0], whole[1], _value(loss) if loss else None) if whole[0] is not None else None
     return None
 
 

@@ -74,7 +74,7 @@ class RunStatus:
     def __post_init__(self) -> None:
         self._events, self._metrics = Tail(self.run.events), Tail(self.run.metrics)
         self._in_round = False  # a step recorded outside of a round is the last of a broken one
-        self._is_read = False  # its steps are read from a program's output
+        self.is_read = False  # its steps are read from a program's output
         self.waited_for = ""  # the cluster's newest reason; replaces `reason` until the next event
         self._newest: JsonObject = {}  # line of metrics.jsonl
         self._line_s = 0.0  # between it and the one before
@@ -111,7 +111,7 @@ class RunStatus:
         self._newest = record
         self.steps = record.get("steps", self.steps)
         resumed = record.get("resumed")  # from a program's output, which does not show checkpoints
-        self._is_read |= resumed is not None
+        self.is_read |= resumed is not None
         if self._in_round:
             for b in self.breaks:  # the job trains again
                 if resumed is not None and b.recovered_s is None:
@@ -120,7 +120,7 @@ class RunStatus:
         self.furthest = max(self.furthest, self.step)
         step = record.get("step", self.step)
         if step <= self.furthest:
-            self.lost_steps += step - (self.step if self.step < step else resumed or step - 1)
+            self.lost_steps += step - (self.step if self.step < step else step - 1 if resumed is None else resumed)
         self.step, self.loss = step, record.get("loss", self.loss)
         self.first_loss = self.loss if self.first_loss is None else self.first_loss
         self.tokens_per_s = _smoothed(self.tokens_per_s, record.get("tokens_per_s", 0.0))
@@ -154,7 +154,7 @@ class RunStatus:
                 self._enter("recovering", "waiting for nodes", event.why)
                 done = max(event.step, self.step)
                 lost = max(0, done - max(0, event.committed, self.committed))
-                is_known = not self._is_read and (self.steps is not None or done > 0)
+                is_known = not self.is_read and (self.steps is not None or done > 0)
                 self.breaks.append(Break(event.failed_at or event.time, event.why, done, lost if is_known else None))
             case events.Resumed():
                 for b in self.breaks:

@@ -33,6 +33,7 @@ LIGHTNING = "Epoch 1:  50%|█████     | 50/100 [00:05<00:05, 9.80it/s, 
         ("step 00019/05000 | loss 10.98 | lr 3.0e-04", Reading(19, 5000, 10.98)),  # llm.c and its like
         ("{'step': 3, 'loss': 1.5}", Reading(3, None, 1.5)),
         ("step=1,000 loss=1e-3", Reading(1000, None, 0.001)),
+        ("step 2 loss 1,234.5", Reading(2, None, 1234.5)),
         ("Saving checkpoint at step 100", None),
         (f"step {'9' * 400} loss 1", None),
         (f" 5%|▌| {'9' * 5000}/{'9' * 5000} [00:01<00:00]", None),

@@ -151,6 +151,16 @@ def test_what_a_round_waited_for_is_over_when_it_starts(tmp_path: Path) -> None:
     assert status.reason == ""
 
 
+def test_steps_of_a_program_that_counts_from_zero_are_not_repeated(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path / "runs")
+    run.metrics.unlink()
+    for step in (0, 10, 20, 0, 10):  # a restart without a checkpoint after 20
+        add_line(run.metrics, {"step": step, "time": 101.0, **({} if step else {"resumed": 0})})
+    status = RunStatus(run)
+    status.update()
+    assert status.lost_steps == 10 and status.is_read
+
+
 def test_steps_that_only_a_program_knows_are_a_dash(tmp_path: Path) -> None:
     run = recorded_run(tmp_path / "runs", "own")
     write_atomic(run.job, json.dumps({**run.read_job(), "steps": None}))
