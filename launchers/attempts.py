@@ -104,8 +104,7 @@ class _Part(Attempt):
 
     def give_up(self, process: Process, verdict: Verdict) -> None:
         """End the job if the command never worked on any node; otherwise end only this container."""
-        started = (e for e in events.read_events(self.run) if isinstance(e, events.RoundStarted))
-        worked = any(e.attempt == self.number for e in started)
+        worked = any(e.attempt == self.number for e in events.newest_of(self.run, events.RoundStarted))
         if worked and process.name != "coordinator":
             sys.exit(EXIT_FAILED)
         super().give_up(process, verdict)

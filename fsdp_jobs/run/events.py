@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import ClassVar, dataclass_transform
+from typing import ClassVar, TypeVar, dataclass_transform
 
 from fsdp_jobs.run.directory import RunDir, lock
 from fsdp_jobs.run.record import JsonObject
@@ -80,6 +80,9 @@ class Event:
         """Return the content of its line; fields that are None are left out."""
         known = {name: value for name, value in vars(self).items() if value is not None}
         return {"time": self.time, "event": self.kind, "attempt": self.attempt} | known
+
+
+_Kind = TypeVar("_Kind", bound=Event)
 
 
 class Submitted(Event):
@@ -396,6 +399,11 @@ def read_events(run: RunDir) -> Iterator[Event]:
 def newest_events(run: RunDir) -> Iterator[Event]:
     """Yield a run's events, newest first, reading only as much of the file as is consumed."""
     return parse_events(newest_json_lines(run.events))
+
+
+def newest_of(run: RunDir, kind: type[_Kind]) -> Iterator[_Kind]:
+    """Yield a run's events of one type, newest first, reading only as much of the file as is consumed."""
+    return (event for event in newest_events(run) if isinstance(event, kind))
 
 
 def seldom_events(events: Tail) -> Iterator[Event]:

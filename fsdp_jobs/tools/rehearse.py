@@ -149,7 +149,7 @@ def _inject(run: RunDir, fault: str, heartbeat_timeout_s: float) -> None:
                 server.rlimit(psutil.RLIMIT_FSIZE, (_ROOM, server.rlimit(psutil.RLIMIT_FSIZE)[1]))
             _ranks(agent)[0].kill()
         case "lose_two_nodes":
-            started = [e for e in events.read_events(run) if isinstance(e, events.RoundStarted)][-1].nodes
+            started = next(events.newest_of(run, events.RoundStarted)).nodes
             other = started[partners(len(started))[started.index(1)] or 0]
             lost = [agent, _agent(run, other)]
             for process in lost:
@@ -179,7 +179,7 @@ def _slow_down(run: RunDir) -> Outcome:
         time.sleep(0.1)
         for rank in ranks:
             rank.resume()
-        named.extend(e for e in events.read_events(run) if isinstance(e, events.SlowNode) and e.time > began_at)
+        named.extend(e for e in events.newest_of(run, events.SlowNode) if e.time > began_at)
         return bool(named)
 
     _wait_until(is_named, run, "no node was named as slow")

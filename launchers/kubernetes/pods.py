@@ -126,7 +126,7 @@ def _affinity(cluster: KubernetesClusterConfig, siblings: Object, excluded: list
 
 def _grace_s(job: Job) -> int:
     """Return seconds from SIGTERM to SIGKILL: elastic.stop_grace_s, or twice this run's slowest save."""
-    saves = [e.seconds for e in events.read_events(job.run) if isinstance(e, events.Checkpoint)]
+    saves = [e.seconds for e in events.newest_of(job.run, events.Checkpoint)]
     return math.ceil(max([job.config.elastic.stop_grace_s, *(2 * s for s in saves)]) + _LEAVE_S)
 
 

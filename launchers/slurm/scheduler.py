@@ -140,7 +140,7 @@ class SlurmLauncher(Launcher):
             if job.tag == tag and (not task or job.id.endswith(f"_{task}")):
                 self.remember(job.id, run)
                 return job.id
-        started = (e for e in events.newest_events(run) if isinstance(e, events.AttemptStarted))
+        started = events.newest_of(run, events.AttemptStarted)
         return next((e.slurm_job for e in started if e.attempt >= run.first_attempt()), None)  # SLURM forgot the job
 
     def cluster_of(self, app_id: str) -> str:
@@ -230,8 +230,8 @@ def _forgotten(run: RunDir, app_id: str) -> tuple[State, str]:
             return State.FAILED, f"SLURM has forgotten the job, which failed before its first line: {said}"
         why = f"it was cancelled, or its node could not write {output}"
         return State.STOPPED, f"SLURM has forgotten the job, which never started: {why}"
-    newest = (e for e in events.newest_events(run) if e.attempt == run.last_attempt())
-    asked = next((e.why for e in newest if isinstance(e, events.StopRequested)), None)
+    requests = events.newest_of(run, events.StopRequested)
+    asked = next((e.why for e in requests if e.attempt == run.last_attempt()), None)
     if asked is not None:
         return State.STOPPED, f"SLURM has forgotten the job, which ended before it had saved: {asked}"
     return State.FAILED, "SLURM has forgotten the job"

@@ -106,6 +106,6 @@ def _topology(hostlist: str, text: str, gpus: int) -> Topology:
 
 def measured_s(job: Job) -> tuple[float, float]:
     """Return the seconds of this run's slowest save and slowest step; 0 before the first."""
-    saves = [e.seconds for e in events.read_events(job.run) if isinstance(e, events.Checkpoint)]
+    saves = [e.seconds for e in events.newest_of(job.run, events.Checkpoint)]
     step_s = max((m["step_s"] for m in read_json_lines(job.run.metrics)), default=0.0)
     return max(saves, default=0.0), step_s

@@ -136,7 +136,7 @@ class Probe:
     def _record(self, step: int, wrong: list[int], tensors: list[str], is_known: bool, ends: bool) -> str:
         """Record the finding, and exclude wrong ranks' machines if the config says so. Returns its sentence."""
         run, attempt = RunDir(os.environ[RUN_DIR_ENV]), int(os.environ[ATTEMPT_ENV])
-        round_ = next(e for e in events.newest_events(run) if isinstance(e, events.RoundStarted))
+        round_ = next(events.newest_of(run, events.RoundStarted))
         nproc = round_.world_size // len(round_.nodes)
         places = {r: Place(round_.nodes[r // nproc], round_.hosts[r // nproc], r % nproc) for r in wrong}
         others = "than most ranks" if is_known else "than each other, and it is not known which is right"

@@ -203,7 +203,7 @@ class Guard(guard.Guard):
 
     def _agreed_before(self, step: int) -> int:
         """Return the newest step at which replicas are known to have agreed before they differed, -1 for none."""
-        resumed = next((e for e in events.newest_events(self.attempt.run) if isinstance(e, events.Resumed)), None)
+        resumed = next(events.newest_of(self.attempt.run, events.Resumed), None)
         read = resumed.step if resumed is not None and resumed.place != "memory" else -1  # all loaded the same files
         return max(min(self._agreed, step - 1), min(read, step))
 
