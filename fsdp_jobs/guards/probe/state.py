@@ -28,20 +28,14 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, _PLAIN) or (type(value) is Tensor and not value.requires_grad)
 
 
-def _attributes(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield name, dict and key of each plain Python attribute of the modules."""
+def _held(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield name, dict and key of each buffer, and of each plain Python attribute, of the modules."""
     for prefix, module in model.named_modules():
-        held = vars(module)
-        for name in held.keys() - _OF_TORCH:
-            if _is_plain(held[name]):
-                yield f"{prefix}.{name}", held, name
-
-
-def _buffers(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if type(buffer) is Tensor:
-                yield f"{prefix}.{name}", module._buffers, name
+        own = vars(module)
+        buffers = [(module._buffers, name) for name, buffer in module._buffers.items() if type(buffer) is Tensor]
+        attributes = [(own, name) for name in own.keys() - _OF_TORCH if _is_plain(own[name])]
+        for held, name in (*buffers, *attributes):
+            yield f"{prefix}.{name}", held, name
 
 
 def _described(value: object) -> str:
@@ -59,14 +53,13 @@ def _described(value: object) -> str:
 
 def held_by(model: nn.Module) -> dict[str, str]:
     """Describe the buffers and the plain attributes of a model's modules, by name."""
-    return {name: _described(held[key]) for name, held, key in (*_buffers(model), *_attributes(model))}
+    return {name: _described(held[key]) for name, held, key in _held(model)}
 
 
 @contextmanager
 def kept(model: nn.Module, device: torch.device, seed: int) -> Iterator[None]:
     """Seed all ranks alike, and at the end restore what a forward pass may change."""
-    buffers = [(held, key, held[key], held[key].detach().clone()) for _, held, key in _buffers(model)]
-    attributes = [(held, key, held[key], copy.deepcopy(held[key])) for _, held, key in _attributes(model)]
+    found = [(held, key, held[key], _copy_of(held[key])) for _, held, key in _held(model)]
     generators = RandomState(device)
     drawn = generators.state_dict()
     torch.manual_seed(seed)
@@ -76,8 +69,12 @@ def kept(model: nn.Module, device: torch.device, seed: int) -> Iterator[None]:
         yield
     finally:
         generators.load_state_dict(drawn)
-        for held, key, value, before in (*buffers, *attributes):
+        for held, key, value, before in found:
             held[key] = _as_before(value, before)
+
+
+def _copy_of(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 @torch.no_grad()
