@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from heapq import nlargest
@@ -56,13 +56,13 @@ class Window:
         ranks = {node: [_per_step(*pair) for pair in zip(before[node], after[node], strict=True)] for node in after}
         every = [rank for of_node in ranks.values() for rank in of_node]
         usual = median(rank.work for rank in every), median(rank.attention for rank in every)
-        compute = {node: [_bounds_s(rank, usual) for rank in ranks[node]] for node in ranks}
-        waits = {
-            "data": {node: max(rank.data for rank in ranks[node]) for node in ranks},
-            "checkpoint": {node: max(rank.checkpoint for rank in ranks[node]) for node in ranks},
-        }
-        least = waits | {"compute": {node: max(least for least, _ in compute[node]) for node in ranks}}
-        most = waits | {"compute": {node: max(most for _, most in compute[node]) for node in ranks}}
+
+        def slowest(time_of: Callable[[Times], float]) -> dict[int, float]:
+            return {node: max(map(time_of, of_node)) for node, of_node in ranks.items()}
+
+        waits = {"data": slowest(lambda rank: rank.data), "checkpoint": slowest(lambda rank: rank.checkpoint)}
+        least = waits | {"compute": slowest(lambda rank: _bounds_s(rank, usual)[0])}
+        most = waits | {"compute": slowest(lambda rank: _bounds_s(rank, usual)[1])}
         is_host_bound = {
             node: any(_HOST_BOUND * r.compute < r.host != r.compute for r in ranks[node]) for node in ranks
         }
