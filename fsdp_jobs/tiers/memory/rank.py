@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -198,18 +198,15 @@ class Tier(Snapshots):
 
     def _sources(self, chosen: list[Found]) -> list[str]:
         """Name the snapshots that hold this rank's state, preferred ones first."""
-
-        def best(wanted: Callable[[Found], bool]) -> list[Found]:
-            return sorted(filter(wanted, chosen), key=lambda one: (one.holder != self._leader, one.is_copy))[:1]
-
         rank, like = self.ranks.rank, chosen[0]
-        own = best(lambda one: one.rank == rank and one.is_whole) or best(lambda one: one.rank == rank)
+        preferred = sorted(chosen, key=lambda one: (not one.is_whole, one.holder != self._leader, one.is_copy))
+        own = [one for one in preferred if one.rank == rank][:1]
         places = range(like.shard_group)
         if (like.world_size, like.shard_group) == (self.ranks.world, self.layout.shard_group):
             places = range(rank % like.shard_group, rank % like.shard_group + 1)
             if own and own[0].is_whole:
                 return [own[0].name]
-        shards = [best(partial(_is_shard, at))[0] for at in places]
+        shards = [next(one for one in preferred if one.rank % one.shard_group == at) for at in places]
         own = own if like.world_size == self.ranks.world else []
         return list(dict.fromkeys(one.name for one in (*own, *shards)))
 
@@ -238,10 +235,6 @@ def _faults(folder: Path, one: Found, threads: int) -> list[str]:
     if snapshot is None or Found.of(snapshot, one.is_copy, one.holder) != one:
         return ["it is not what was found"]
     return slot.verify(threads)
-
-
-def _is_shard(at: int, one: Found) -> bool:
-    return one.is_whole and one.rank % one.shard_group == at
 
 
 def _safe_before(run: RunDir) -> int:
