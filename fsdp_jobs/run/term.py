@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import mmap
 import os
-import struct
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,8 +22,6 @@ from fsdp_jobs.run.env import RANK_STATE_ENV, TERM_ENV
 TERMS = "terms"  # the folder of the claims, in the folder of the checkpoints
 LOOK_S = 0.1  # between two checks of a lease
 ROUND, COORDINATOR = "round", "coordinator"  # kinds of numbers: rounds fence writers, coordinators fence each other
-_UNTIL = struct.Struct("<dd")
-_AHEAD = struct.Struct("<d")
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # also counts while the machine is suspended
 
 
@@ -106,12 +103,12 @@ def shared_memory(file: Path, size: int) -> mmap.mmap:
 class Lease:
     """How long this node's ranks may run and write, and the time by the coordinator's clock.
 
-    It is 24 bytes of shared memory; the agent writes them and its ranks read them.
+    It is three numbers in shared memory; the agent writes them and its ranks read them.
     """
 
     def __init__(self, folder: Path | str):
         """`folder` is the folder of the node's rank states."""
-        self._map = shared_memory(Path(folder) / "lease", _UNTIL.size + _AHEAD.size)
+        self._numbers = memoryview(shared_memory(Path(folder) / "lease", 24)).cast("d")  # until, fresh until, ahead
 
     @staticmethod
     def now() -> float:
@@ -120,7 +117,7 @@ class Lease:
 
     def renew(self, until: float, fresh_until: float) -> None:
         """Let the ranks run until a time of `now`, and write without checking their term until an earlier one."""
-        _UNTIL.pack_into(self._map, 0, until, fresh_until)
+        self._numbers[0], self._numbers[1] = until, fresh_until
 
     def set_clock(self, theirs: float, asked_at: float) -> None:
         """Adjust to the coordinator's time (seconds since 1970) in an answer to a message sent at `asked_at`.
@@ -128,21 +125,20 @@ class Lease:
         The answer was written between then and now, so the known difference is kept if it lies within these bounds.
         """
         most = theirs - time.time() + (self.now() - asked_at)
-        ahead = min(max(self.ahead_s(), theirs - time.time()), most)
-        _AHEAD.pack_into(self._map, _UNTIL.size, ahead)
+        self._numbers[2] = min(max(self.ahead_s(), theirs - time.time()), most)
 
     def ahead_s(self) -> float:
         """Return by how many seconds the coordinator's clock is ahead of this machine's."""
-        return float(_AHEAD.unpack_from(self._map, _UNTIL.size)[0])
+        return self._numbers[2]
 
     def left_s(self) -> float:
         """Return how many seconds the lease lasts, negative once it has expired, infinity before any `renew`."""
-        until = float(_UNTIL.unpack_from(self._map)[0])
+        until = self._numbers[0]
         return until - self.now() if until else math.inf
 
     def is_fresh(self) -> bool:
         """Whether the coordinator has just answered, so that no other round can have begun."""
-        fresh_until = float(_UNTIL.unpack_from(self._map)[1])
+        fresh_until = self._numbers[1]
         return not fresh_until or self.now() < fresh_until
 
 
