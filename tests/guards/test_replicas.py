@@ -227,7 +227,7 @@ def test_any_minority_of_any_number_of_replicas_is_named() -> None:
         for rank, name in wrong.items():
             sums[rank][name] += "!"
         places = {rank: Place(rank // group, "", rank % group) for rank in sums}
-        found = Difference.of(7, group, {rank: digest(of) for rank, of in sums.items()}, places, 0.0)
+        found = Difference(7, group, {rank: digest(of) for rank, of in sums.items()}, places, 0.0)
         assert found.outvoted() == {rank: [] for rank in wrong}, "from digests alone"
         for rank, of in sums.items():
             found.sums[rank] |= of

@@ -131,7 +131,7 @@ class Guard(guard.Guard):
                 self._conclude(now)
             holders = {rank: digest for rank, digest in digests.items() if rank % group in shards - known.reported}
             known.reported |= shards
-            known.open = Difference.of(step, group, holders, known.places, now)
+            known.open = Difference(step, group, holders, known.places, now)
             if len(holders) <= _ASKED:
                 self.attempt.agents.send(Ask(step, [*holders]))
             else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 from fsdp_jobs.run.agreement import Place, majority
 
@@ -14,23 +13,17 @@ OUTVOTED, TWO, START = "outvoted", "two", "start"  # findings: wrong rank known;
 TRANSIENT, REPRODUCED, UNKNOWN = "transient", "reproduced", "unknown"  # results of a repeated step
 
 
-@dataclass
 class Difference:
     """A step at which the replicas of some shards differ."""
 
-    step: int
-    shard_group: int
-    sums: dict[int, Sums]  # by rank, for the ranks that hold the shards
-    places: dict[int, Place]
-    asked_at: float  # when agents were asked for the checksums of single tensors
-    expected: dict[int, int] = field(default_factory=dict)  # rank -> number of its tensors
-
-    @classmethod
-    def of(
-        cls, step: int, shard_group: int, digests: Mapping[int, str], places: Mapping[int, Place], now: float
-    ) -> Difference:
-        sums = {rank: {"": digest} for rank, digest in sorted(digests.items())}
-        return cls(step, shard_group, sums, {rank: places[rank] for rank in sums}, now)
+    def __init__(
+        self, step: int, shard_group: int, digests: Mapping[int, str], places: Mapping[int, Place], now: float
+    ):
+        """`digests` are of the ranks that hold the shards; `places` are where these ranks, and others, run."""
+        self.step, self.shard_group, self.places = step, shard_group, places
+        self.sums: dict[int, Sums] = {rank: {"": digest} for rank, digest in sorted(digests.items())}
+        self.asked_at = now  # agents, for the checksums of single tensors
+        self.expected: dict[int, int] = {}  # rank -> number of its tensors
 
     @property
     def is_complete(self) -> bool:
