@@ -54,6 +54,12 @@ def checksum(tensor: Tensor) -> Tensor:
     return total
 
 
+def hexadecimal(sums: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return checksums on one device as text; they are copied from there together."""
+    values = torch.stack([*sums.values()]).tolist()
+    return {name: f"{value:x}" for name, value in zip(sums, values, strict=True)}
+
+
 class Unchanged:
     """Detects tensors that change while they are copied, by autograd's version counters.
 

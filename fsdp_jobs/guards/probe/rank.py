@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp_jobs.checkpoints.ranks import Ranks
-from fsdp_jobs.checkpoints.tensors import checksum
+from fsdp_jobs.checkpoints.tensors import checksum, hexadecimal
 from fsdp_jobs.config.resolve import probe_every_steps
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.guards.probe.state import held_by, kept
@@ -116,8 +116,7 @@ class Probe:
                 hook.remove()
         for parameter in self.model.parameters():
             parameter.grad = None
-        values = torch.stack([*found.values()]).tolist()
-        return {name: f"{value:x}" for name, value in zip(found, values, strict=True)}
+        return hexadecimal(found)
 
     def _find(self, step: int, sums: dict[str, str], digests: list[str], right: str | None) -> None:
         """Record which ranks differ from the majority, if there is one, and end those if the config says so."""
