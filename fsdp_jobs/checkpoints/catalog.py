@@ -25,7 +25,7 @@ from fsdp_jobs.checkpoints.blocks import SUMS, difference
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.run import events
 from fsdp_jobs.run.checksum import checksum
-from fsdp_jobs.run.directory import RunDir, replacing
+from fsdp_jobs.run.directory import RunDir, write_whole
 from fsdp_jobs.run.processes import this_machine
 
 MANIFEST = "manifest.json"
@@ -82,11 +82,8 @@ class Manifest:
         text = json.dumps({**content, "sum": _sum(content)}, indent=1)
         if is_object_store(folder):
             (folder / name).write_text(text)
-            return
-        with replacing(folder / name) as part, part.open("w") as f:
-            f.write(text)
-            f.flush()
-            os.fsync(f.fileno())
+        else:
+            write_whole(folder / name, text)
 
     @classmethod
     def read(cls, folder: Path, name: str = MANIFEST) -> Manifest:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fsdp_jobs.run.checksum import checksum
-from fsdp_jobs.run.directory import replacing
+from fsdp_jobs.run.directory import write_whole
 from fsdp_jobs.run.env import RANK_STATE_ENV, TERM_ENV
 from fsdp_jobs.run.events import Corruption
 from fsdp_jobs.run.table import listed
@@ -72,8 +72,7 @@ def write_sums(step: int, rank: int, sums: dict[str, str]) -> None:
     """Write checksums of this rank's shards after `step` steps for its agent; only warn if that fails."""
     file = Path(os.environ[RANK_STATE_ENV]) / f"{os.environ[TERM_ENV]}-{step}-{rank}.shards"
     try:
-        with replacing(file) as part:
-            part.write_text(json.dumps(sums))
+        write_whole(file, json.dumps(sums))
     except OSError as e:
         print(f"WARNING replicas are not compared at step {step}: {file.parent}: {e.strerror}", flush=True)
 

@@ -49,14 +49,19 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
 
 
+def write_whole(path: Path, text: str, mode: int = 0o644) -> None:
+    """Write a file to an existing folder: readers see the old content or the new, also after a crash."""
+    with replacing(path) as part, open(part, "w", opener=partial(os.open, mode=mode)) as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
+
+
 def write_atomic(path: Path, text: str, mode: int = 0o644) -> None:
-    """Write a file atomically: readers see the old content or the new, also after a crash."""
+    """Write a file as `write_whole` does, and make its folder if there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with replacing(path) as part, open(part, "w", opener=partial(os.open, mode=mode)) as f:
-            f.write(text)
-            f.flush()
-            os.fsync(f.fileno())
+        write_whole(path, text, mode)
     except OSError as e:
         e.filename = str(path)  # with a full disk the error names no file
         raise

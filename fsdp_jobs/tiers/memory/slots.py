@@ -17,7 +17,6 @@ import json
 import mmap
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +28,7 @@ from typing import IO, Any, NamedTuple
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.run import folders
 from fsdp_jobs.run.checksum import checksum, checksum_of_part
-from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.directory import RunDir, write_whole
 from fsdp_jobs.run.table import listed
 from fsdp_jobs.run.verdict import Verdict
 
@@ -132,7 +131,7 @@ class Slot:
 
     def publish(self, snapshot: Snapshot) -> None:
         """Mark the data as whole."""
-        _write(self.about, snapshot.described())
+        write_whole(self.about, snapshot.described())
 
     def snapshot(self) -> Snapshot | None:
         """Return the snapshot here, if its data is whole; None also if its description is damaged."""
@@ -150,7 +149,7 @@ class Slot:
         with suppress(FileNotFoundError):
             sums = self._checksums(snapshot, threads)
             if self.about.read_text() == snapshot.described():
-                _write(self.sums, json.dumps(sums))
+                write_whole(self.sums, json.dumps(sums))
                 return sums
         return None
 
@@ -181,12 +180,6 @@ class Slot:
         return {**sums, "": checksum(snapshot.to_json().encode())}
 
 
-def _write(file: Path, text: str) -> None:
-    part = file.with_name(f"{file.name}.{secrets.token_hex(4)}.part")
-    part.write_text(text)
-    part.rename(file)
-
-
 def slots_in(folder: Path) -> Iterator[Slot]:
     """Yield the slots of a folder that hold a snapshot."""
     for file in folder.glob("*.json"):
@@ -204,8 +197,8 @@ def forget_before(folder: Path, term: int, but: Collection[str] = ()) -> None:
     """Remove snapshots of older rounds, copies of other nodes' included, except those named in `but`."""
     for where in (folder, folder / COPIES):
         for file in where.glob("*"):  # none, if the folder was removed
-            name = _NAME.match(file.name)
-            is_kept = f"{f'{COPIES}/' if where != folder else ''}{file.name.partition('.')[0]}" in but
+            stem = file.name.lstrip(".").partition(".")[0]  # a file that was being written is hidden
+            name, is_kept = _NAME.fullmatch(stem), f"{f'{COPIES}/' if where != folder else ''}{stem}" in but
             if name and int(name[1]) < term and not is_kept:
                 file.unlink(missing_ok=True)
 
