@@ -114,12 +114,12 @@ def run_agent(args: argparse.Namespace, signals: Signals) -> int:
         max_restarts=_UNLIMITED,
         monitor_interval=_MONITOR_S,
     )
-    tracker, logs_kept = TrackerProcess(config, run, attempt, args.node), LogKeeper(run.node(attempt, args.node))
-    followers: list[Follower] = [tracker]
-    if config.is_program:
-        followers.insert(0, OutputMetrics(config.program.metrics, run, attempt, args.node, handler.states))
+    logs_kept, followers = LogKeeper(run.node(attempt, args.node)), list[Follower]()
     if config.script is not None:
         followers.append(Edits(Program.of(config, run).what, run, attempt))
+    if config.is_program:
+        followers.append(OutputMetrics(config.program.metrics, run, attempt, args.node, handler.states))
+    followers.append(TrackerProcess(config, run, attempt, args.node))
     agent = Agent(spec, RankLogs(handler), handler, followers, tiers)
     signals.pass_on(handler.notice)
     ran = ThreadPoolExecutor(1, "elastic-agent").submit(agent.run)  # in a thread, torch installs no signal handlers

@@ -93,7 +93,7 @@ class Agent(LocalElasticAgent):
                 self._handler.request(Request.SAVE)
             has_asked = is_late
             if self._handler.is_cut_off() and self._handler.running_round >= 0:
-                kill_families(w.id for w in self.get_worker_group().workers if isinstance(w.id, int))
+                kill_families(self._handler.pids())
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._handler.is_cut_off():
@@ -127,20 +127,21 @@ class Agent(LocalElasticAgent):
             codes = [process.exitcode for process in context._pc.processes]
         elif isinstance(context, SubprocessContext):
             codes = [handler.proc.poll() for _, handler in sorted(context.subprocess_handlers.items())]
-        if context is None or not any(code not in (None, EXIT_DONE, EXIT_REQUEUE) for code in codes):
+        failed = [code not in (None, EXIT_DONE, EXIT_REQUEUE) for code in codes]
+        if context is None or not any(failed):
             return {}
         failures: dict[int, ProcessFailure] = {}
-        for w, code in zip(worker_group.workers, codes, strict=True):
+        for w, code, has_failed in zip(worker_group.workers, codes, failed, strict=True):
             file = Path(context.error_files[w.local_rank])
-            has_failed = code not in (None, EXIT_DONE, EXIT_REQUEUE)
             if has_failed or file.exists():
+                end = (w.local_rank, w.id, code or EXIT_FAILED, str(file))
                 try:
-                    failure = ProcessFailure(w.local_rank, w.id, code or EXIT_FAILED, str(file))
+                    failure = ProcessFailure(*end)
                 except (ValueError, LookupError, TypeError):  # a part of it: it is being written, or its disk is full
                     if not has_failed:
                         continue
                     file.unlink(missing_ok=True)
-                    failure = ProcessFailure(w.local_rank, w.id, code or EXIT_FAILED, str(file))
+                    failure = ProcessFailure(*end)
                 failures[w.global_rank] = failure
         return failures
 
@@ -156,14 +157,13 @@ class Agent(LocalElasticAgent):
 
     def _terminate_silent_ranks(self) -> None:
         """Send SIGTERM, as torchrun does, to ranks that have never reported: they read no requests."""
-        workers = self.get_worker_group().workers
-        if any(self._step(w.local_rank) >= 0 for w in workers):
+        if any(state.read().step >= 0 for state in self._handler.states):
             return
         self._is_terminating = True
         is_python = isinstance(self._pcontext, MultiprocessContext)  # then its data loaders' workers get no signal
-        for w in workers:
+        for pid in self._handler.pids():
             with suppress(ProcessLookupError):
-                (os.kill if is_python else os.killpg)(w.id, signal.SIGTERM)
+                (os.kill if is_python else os.killpg)(pid, signal.SIGTERM)
 
     def _any_runs(self) -> bool:
         for w in self.get_worker_group().workers:
@@ -195,13 +195,13 @@ class Agent(LocalElasticAgent):
         return Failure(self._node, rank, failure.exitcode, error, ended_at, self._step(failure.local_rank))
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        for w in worker_group.workers:
+        pids = self._handler.pids()
+        for pid in pids:
             with suppress(OSError):
-                if has_signal(w.id, "SigIgn", signal.SIGTERM):
-                    os.kill(w.id, signal.SIGKILL)
+                if has_signal(pid, "SigIgn", signal.SIGTERM):
+                    os.kill(pid, signal.SIGKILL)
         if self._pcontext is not None:
             self._pcontext.close(signal.SIGTERM, _STOP_RANKS_S)
-        for w in worker_group.workers:
+        for pid in pids:
             with suppress(ProcessLookupError):
-                if isinstance(w.id, int):
-                    os.killpg(w.id, signal.SIGKILL)  # what it has started would hold its GPU's memory, or a port
+                os.killpg(pid, signal.SIGKILL)  # what it has started would hold its GPU's memory, or a port

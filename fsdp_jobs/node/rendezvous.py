@@ -97,9 +97,8 @@ class CoordinatorRendezvous(rendezvous.RendezvousHandler):
             self._changed.notify_all()
 
     def pids(self) -> list[int]:
-        """Return the process ids of the ranks here, by local rank; empty until all are started."""
-        pids = [worker.id for worker in self.workers()]
-        return [pid for pid in pids if isinstance(pid, int)] if all(isinstance(pid, int) for pid in pids) else []
+        """Return the process ids of the ranks here that are started, by local rank."""
+        return [worker.id for worker in self.workers() if isinstance(worker.id, int)]
 
     def ranks(self) -> list[int]:
         return [worker.global_rank for worker in self.workers()]
