@@ -74,11 +74,9 @@ class Agents(dict[str, ConnectedAgent]):
 
     def are_heard(self, but: ConnectedAgent, since: float) -> bool:
         """Whether most other machines were heard over the network; if not, the coordinator may be cut off."""
-        heard: dict[str, bool] = {}
-        for a in self.values():
-            if a.host != but.host and not a.is_beside:
-                heard[a.host] = heard.get(a.host, False) or (a.heard > since and not a.is_unreachable)
-        return 2 * sum(heard.values()) > len(heard)
+        others = [a for a in self.values() if a.host != but.host and not a.is_beside]
+        heard = {a.host for a in others if a.heard > since and not a.is_unreachable}
+        return 2 * len(heard) > len({a.host for a in others})
 
     def slowest_step(self) -> int | None:
         """Return the lowest step that a rank of the round has reported, None before the first beat."""

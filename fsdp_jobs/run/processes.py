@@ -32,7 +32,7 @@ _RECORDED_S = 2.0  # within which a started process is recorded
 STACKS_SIGNAL = int(signal.SIGRTMIN) + 6 if hasattr(signal, "SIGRTMIN") else int(signal.SIGUSR2)
 
 
-def die_with_parent(_worker: int = 0) -> None:
+def die_with_parent() -> None:
     """Ask the kernel to kill this process when its parent dies (Linux; elsewhere nothing happens)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

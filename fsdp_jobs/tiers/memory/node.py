@@ -79,7 +79,7 @@ class Tier(tier.Tier):
         self._connection: tuple[Partner, socket.socket, IO[bytes]] | None = None
         self._over = False
         self._news = threading.Event()  # a new round, or the end
-        self._server = _Server(("", 0), self.folder / COPIES, self._token)
+        self._server = _Server(self.folder / COPIES, self._token)
         self.port = int(self._server.server_address[1])
         self.newest_term, _ = max(newest_in(self.folder), (0, 0))
         self.environment = {MEMORY_ENV: str(self.folder)}
@@ -222,10 +222,10 @@ class _Server(socketserver.ThreadingTCPServer):
 
     daemon_threads = True
 
-    def __init__(self, address: tuple[str, int], folder: Path, token: str):
+    def __init__(self, folder: Path, token: str):
         if "::" in wildcards():
             self.address_family = socket.AF_INET6
-        super().__init__(address, _Receiver)
+        super().__init__(("", 0), _Receiver)
         self.folder, self.token = folder, token
         self.strangers = threading.BoundedSemaphore(_STRANGERS)
 
