@@ -64,7 +64,7 @@ class Reader:
 
     def read(self, line: str) -> Reading | None:
         """Parse a line; None if it shows no step."""
-        with suppress(ValueError):  # thousands of digits
+        with suppress(ValueError):  # thousands of digits, or a user's pattern matches something else than a number
             reading = self._read(line)
             if reading is not None and max(reading.step, reading.steps or 0) < _HIGHEST:
                 return reading
@@ -98,11 +98,12 @@ def _value(number: str) -> float:
 
 
 def _reading(groups: dict[str, str | None]) -> Reading | None:
-    with suppress(ValueError):  # a user's pattern may match something else than a number
-        step, steps, loss = (groups.get(name) for name in ("step", "steps", "loss"))
-        whole = [int(number.replace(",", "")) if number else None for number in (step, steps)]
-        return Reading(whole[0], whole[1], _value(loss) if loss else None) if whole[0] is not None else None
-    return None
+    step, steps, loss = (groups.get(name) for name in ("step", "steps", "loss"))
+    return Reading(_whole(step), _whole(steps) if steps else None, _value(loss) if loss else None) if step else None
+
+
+def _whole(number: str) -> int:
+    return int(number.replace(",", ""))
 
 
 class OutputMetrics:

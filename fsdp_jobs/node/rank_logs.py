@@ -99,8 +99,7 @@ class LogKeeper:
         with suppress(OSError):  # a full disk, or a file just removed: only the order of lines suffers
             stats = {rank_of(f): f.stat() for f in self._folder.glob("rank-*.log")}
             sizes = {rank: (stat.st_size, round(stat.st_mtime, 3)) for rank, stat in stats.items() if stat.st_size}
-            changed = {rank: written for rank, written in sizes.items() if written != self._known.get(rank)}
-            if changed:
+            if changed := dict(sizes.items() - self._known.items()):
                 with (self._folder / TIMES).open("a") as f:
                     f.write(json.dumps(changed) + "\n")
                 self._known |= changed
