@@ -18,7 +18,7 @@ from fsdp_jobs.plan.sources import from_kubernetes, from_yaml
 from fsdp_jobs.plan.topology import Node, Topology
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.messages import Agent, Beat, Message
-from fsdp_jobs.run.rank_state import Phase
+from fsdp_jobs.run.rank_state import Phase, Report
 
 _REJOIN_S = 0.2  # the join window after the first round
 _RECONNECT_S = 1.0  # the same after a restart of the coordinator: agents reconnect every 0.2 s
@@ -78,24 +78,12 @@ class Agents(dict[str, ConnectedAgent]):
         heard = {a.host for a in others if a.heard > since and not a.is_unreachable}
         return 2 * len(heard) > len({a.host for a in others})
 
-    def slowest_step(self) -> int | None:
-        """Return the lowest step that a rank of the round has reported, None before the first beat."""
-        return min((report.step for a in self.in_round() for report, _ in a.beat.ranks), default=None)
-
-    def _phases(self) -> list[int]:
-        return [report.phase for a in self.in_round() for report, _ in a.beat.ranks]
+    def reports(self) -> list[Report]:
+        """Return the newest report of each rank of the round; none before the first beat."""
+        return [report for a in self.in_round() for report, _ in a.beat.ranks]
 
     def are_parked(self) -> bool:
-        phases = self._phases()
-        return bool(phases) and all(phase == Phase.PARKED for phase in phases)
-
-    def are_saving(self) -> bool:
-        """Return whether a rank waits for a checkpoint; others may wait for that rank."""
-        return Phase.SAVING in self._phases()
-
-    def have_done(self) -> bool:
-        """Return whether a rank of the round is done."""
-        return Phase.DONE in self._phases()
+        return {report.phase for report in self.reports()} == {Phase.PARKED}
 
     def have_ended(self) -> bool:
         return all(a.ended for a in self.in_round())

@@ -11,7 +11,7 @@ from fsdp_jobs.control.attempt import Attempt
 from fsdp_jobs.control.placement import ConnectedAgent
 from fsdp_jobs.guards.stall.messages import Dump, RankStack, Stacks
 from fsdp_jobs.run import events
-from fsdp_jobs.run.rank_state import Request
+from fsdp_jobs.run.rank_state import Phase, Request
 from fsdp_jobs.run.table import listed
 
 _FLOOR_S = 60.0
@@ -42,12 +42,14 @@ class Guard(guard.Guard):
 
     def watch(self, now: float) -> None:
         attempt, agents = self.attempt, self.attempt.agents.in_round()
-        slowest = attempt.agents.slowest_step()
-        if slowest is None or attempt.round.requested is Request.STOP:  # a stop has a time limit of its own
+        reports = attempt.agents.reports()
+        if not reports or attempt.round.requested is Request.STOP:  # a stop has a time limit of its own
             return
-        if attempt.round.has_reports and attempt.agents.have_done():
+        slowest, phases = min(report.step for report in reports), {report.phase for report in reports}
+        if attempt.round.has_reports and Phase.DONE in phases:
             return  # with its steps; what the others still do may take long
-        self._saving_since = (self._saving_since or now) if attempt.agents.are_saving() else None
+        # While one rank waits for a checkpoint, others may wait for that rank.
+        self._saving_since = (self._saving_since or now) if Phase.SAVING in phases else None
         if self._saving_since is not None and now - self._saving_since < _SAVES_S:
             self._since, self._asked_at = now, None  # the next step has not begun
             return
