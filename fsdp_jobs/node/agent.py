@@ -26,7 +26,7 @@ from fsdp_jobs.node.program import Edits, Program
 from fsdp_jobs.plan.sources import path_from_slurm
 from fsdp_jobs.run import log, messages
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.env import ADDRESS_ENV, AGENT_PID_ENV, ATTEMPT_ENV, RANK_STATE_ENV, RUN_DIR_ENV
+from fsdp_jobs.run.env import ADDRESS_ENV, AGENT_PID_ENV, ATTEMPT_ENV, PROGRAM_ENV, RANK_STATE_ENV, RUN_DIR_ENV
 from fsdp_jobs.run.leaves import tiers_in
 from fsdp_jobs.run.processes import raise_file_limit, this_machine
 from fsdp_jobs.run.rank_state import keep_temporaries_in, make_folder
@@ -147,7 +147,7 @@ def run_agent(args: argparse.Namespace, signals: Signals) -> int:
 def _entrypoint(config: JobConfig, run: RunDir) -> tuple[Callable[[], None] | str, tuple[str, ...]]:
     """Return the ranks' entrypoint and arguments. Python programs fork from a process that imports torch."""
     program = Program.of(config, run)
-    program.to_environment()
+    os.environ[PROGRAM_ENV] = program.to_json()
     if not program.is_python:
         return sys.executable, ("-m", "fsdp_jobs.node.worker")
     from fsdp_jobs.node import forkserver, worker

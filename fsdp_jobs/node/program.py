@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 from contextlib import suppress
@@ -12,7 +11,6 @@ from pathlib import Path
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, digest_of
-from fsdp_jobs.run.env import PROGRAM_ENV
 from fsdp_jobs.run.leaves import modules_in
 from fsdp_jobs.run.record import Record
 
@@ -58,15 +56,6 @@ class Program(Record):
         found: list[str] = _IMPORTED.findall(text)
         library = ["fsdp_jobs.job", *modules_in("rank")] if "fsdp_jobs" in found else []
         return [*(name for name in found if name != "fsdp_jobs"), *library]
-
-    def to_environment(self) -> None:
-        """Pass it to the ranks that this process starts."""
-        os.environ[PROGRAM_ENV] = self.to_json()
-
-    @classmethod
-    def from_environment(cls) -> Program:
-        """Return the program that the agent passed."""
-        return cls.from_json(os.environ.pop(PROGRAM_ENV))
 
 
 class Edits:

@@ -29,7 +29,7 @@ from typing import Any
 
 from fsdp_jobs.config.errors import BadInput, JobFailed
 from fsdp_jobs.node.program import Program
-from fsdp_jobs.run.env import AGENT_PID_ENV, LOG_ENV, RANK_STATE_ENV, STACKS_ENV
+from fsdp_jobs.run.env import AGENT_PID_ENV, LOG_ENV, PROGRAM_ENV, RANK_STATE_ENV, STACKS_ENV
 from fsdp_jobs.run.failure import reports_lost_peer
 from fsdp_jobs.run.processes import STACKS_SIGNAL, die_with_parent, set_title
 from fsdp_jobs.run.rank_state import SAVES_NOTHING, Phase, RankState, Request
@@ -94,7 +94,7 @@ def run_program() -> None:
     stacks = open(os.environ[STACKS_ENV], "a")  # noqa: SIM115 - stays open for as long as the rank lives
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
     _thread.start_new_thread(_die_with_lease, ())  # not one of `threading.enumerate()`, which a program may join
-    program = Program.from_environment()
+    program = Program.from_json(os.environ.pop(PROGRAM_ENV))
     set_title(f"rank {os.environ['RANK']}/{os.environ['WORLD_SIZE']} {Path(program.what).name}")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     multiprocessing.set_start_method(None, force=True)  # Python's own default again
@@ -229,7 +229,7 @@ if __name__ == "__main__":
     enter()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # the program may not handle the request for stacks
-    executable = Program.from_environment()
+    executable = Program.from_json(os.environ.pop(PROGRAM_ENV))
     try:
         os.execv(executable.what, [executable.what, *executable.args])
     except OSError as e:
