@@ -15,7 +15,6 @@ import logging
 import os
 import re
 import signal
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -31,6 +30,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from fsdp_jobs.node.rank_logs import RankLogs
 from fsdp_jobs.node.rendezvous import CoordinatorRendezvous
 from fsdp_jobs.node.tier import Tier
+from fsdp_jobs.run.beside import start_thread
 from fsdp_jobs.run.failure import Failure, summary
 from fsdp_jobs.run.processes import has_signal, kill_families, kills_for_memory
 from fsdp_jobs.run.rank_state import SAVES_NOTHING, Phase, Request
@@ -70,7 +70,7 @@ class Agent(LocalElasticAgent):
         self._is_terminating = False  # ranks that never reported have got SIGTERM
         self._kills_for_memory = 0  # by this machine's kernel, before the round
         handler.workers = lambda: self.get_worker_group().workers
-        threading.Thread(target=self._keep_lease, name="lease", daemon=True).start()
+        start_thread(self._keep_lease, "lease")
 
     def _initialize_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
         self._kills_for_memory = kills_for_memory()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from fsdp_jobs.config.schema import ElasticConfig
+from fsdp_jobs.run.beside import start_thread
 from fsdp_jobs.run.messages import Away, Beat, Hello, Message
 from fsdp_jobs.run.protocol import CONNECTION, COORDINATOR, LOG_AGAIN_S, Impostor, enter
 
@@ -39,8 +40,8 @@ class Link:
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        threading.Thread(target=self._run, name="coordinator-link", daemon=True).start()
-        threading.Thread(target=self._send_beats, name="beats", daemon=True).start()
+        start_thread(self._run, "coordinator-link")
+        start_thread(self._send_beats, "beats")
 
     def send(self, message: Message) -> bool:
         """Send one message. Returns False without a connection; the next `Hello` repeats what matters."""

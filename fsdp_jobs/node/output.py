@@ -17,6 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from fsdp_jobs.run.beside import start_thread
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.events import append_line
 from fsdp_jobs.run.goodput import StepClock
@@ -115,8 +116,7 @@ class OutputMetrics:
         self._lock = threading.Lock()
         self._round: _Round | None = None  # None while rank 0 is on another node
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="output", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._watch, "output")
 
     def begin_round(self, has_rank_0: bool) -> None:
         """Read the output of rank 0 from now on, if it is here."""

@@ -16,6 +16,7 @@ from fsdp_jobs.config.resolve import accelerator_of_node
 from fsdp_jobs.node import accelerate_env
 from fsdp_jobs.node.rendezvous import CoordinatorRendezvous
 from fsdp_jobs.plan.layout import Layout
+from fsdp_jobs.run.beside import start_thread
 from fsdp_jobs.run.directory import replacing
 from fsdp_jobs.run.env import LAYOUT_ENV, LOG_ENV, ROUND_ENV, STACKS_ENV, TERM_ENV
 from fsdp_jobs.run.tail import TIMES, rank_of
@@ -85,8 +86,7 @@ class LogKeeper:
         self._known: dict[str, tuple[int, float]] = {}
         self._could_not: set[Path] = set()  # logs that the disk had no room to copy
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="logs", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._watch, "logs")
 
     def _watch(self) -> None:
         while not self._over.wait(_EVERY_S):

@@ -1,4 +1,4 @@
-"""Query something in a background thread. No torch."""
+"""Do something in a background thread. No torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 _Answer = TypeVar("_Answer")
+
+
+def start_thread(work: Callable[[], object], name: str) -> threading.Thread:
+    """Start a daemon thread, which ends with its process."""
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    thread.start()
+    return thread
 
 
 def beside(ask: Callable[[], _Answer]) -> Future[_Answer]:
@@ -20,5 +27,5 @@ def beside(ask: Callable[[], _Answer]) -> Future[_Answer]:
         except Exception as e:
             answer.set_exception(e)
 
-    threading.Thread(target=run, daemon=True).start()
+    start_thread(run, "beside")
     return answer

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing, suppress
@@ -20,6 +19,7 @@ from pathlib import Path
 import psutil
 import setproctitle
 
+from fsdp_jobs.run.beside import start_thread
 from fsdp_jobs.run.directory import try_lock, write_json
 from fsdp_jobs.run.env import HOST_ENV, RUN_DIR_ENV
 
@@ -100,7 +100,7 @@ def watch_parent(pid: int) -> None:
         os._exit(1)
 
     if pid != os.getpid():
-        threading.Thread(target=watch, daemon=True, name="watch_parent").start()
+        start_thread(watch, "watch_parent")
 
 
 def free_port() -> int:

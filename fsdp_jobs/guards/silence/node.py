@@ -5,7 +5,6 @@ A heartbeat reports in `measured`, as `silent`, how many seconds they have been 
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -17,6 +16,7 @@ import psutil
 from fsdp_jobs.config.resolve import silence_s
 from fsdp_jobs.node import guard
 from fsdp_jobs.node.stacks import Stack, stacks_of
+from fsdp_jobs.run.beside import start_thread
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.rank_state import Phase
 from fsdp_jobs.run.tail import size_of
@@ -134,7 +134,7 @@ class Guard(guard.Guard):
         super().__init__(node)
         self._silent = -1, 0.0  # a round, and for how many seconds its ranks have been idle
         if node.config.is_program:
-            threading.Thread(target=self._watch, name="silence", daemon=True).start()
+            start_thread(self._watch, "silence")
 
     def beat(self) -> dict[str, float]:
         number, seconds = self._silent

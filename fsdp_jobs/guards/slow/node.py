@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-import threading
 from contextlib import suppress
 
 from fsdp_jobs.guards.slow.messages import Slow, Throttled
 from fsdp_jobs.node import guard
+from fsdp_jobs.run.beside import start_thread
 
 # A software power limit is normal for a healthy GPU at full load, so it is not a reason.
 _REASONS = ("hw_thermal_slowdown", "sw_thermal_slowdown", "hw_power_brake_slowdown")
@@ -21,7 +21,7 @@ class Guard(guard.Guard):
     takes = (Slow,)
 
     def on_message(self, message: Slow) -> None:
-        threading.Thread(target=lambda: self.node.link.send(Throttled(throttled())), daemon=True).start()
+        start_thread(lambda: self.node.link.send(Throttled(throttled())), "driver")
 
 
 def throttled() -> list[str]:

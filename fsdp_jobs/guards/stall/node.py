@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from contextlib import suppress
 
 import psutil
@@ -12,6 +11,7 @@ from fsdp_jobs.guards.stall.messages import Dump, RankStack, Stacks
 from fsdp_jobs.node import guard
 from fsdp_jobs.node.rank_logs import FLIGHT_RECORDER
 from fsdp_jobs.node.stacks import stacks_of
+from fsdp_jobs.run.beside import start_thread
 from fsdp_jobs.run.rank_state import Phase
 
 
@@ -21,7 +21,7 @@ class Guard(guard.Guard):
     takes = (Dump,)
 
     def on_message(self, message: Dump) -> None:
-        threading.Thread(target=self._dump, name="dump", daemon=True).start()
+        start_thread(self._dump, "dump")
 
     def _dump(self) -> None:
         """Make every rank write its stacks, and send the coordinator the state of each rank."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -12,7 +11,7 @@ from functools import partial
 
 from fsdp_jobs.launchers.base import Description
 from fsdp_jobs.observe.answers import row_of
-from fsdp_jobs.run.beside import beside
+from fsdp_jobs.run.beside import beside, start_thread
 from fsdp_jobs.run.directory import runs_in
 from fsdp_jobs.run.record import JsonObject
 from fsdp_jobs.run.state import State
@@ -77,7 +76,7 @@ class LiveRows:
         self.watched_at = time.monotonic()  # when a browser last read the rows
         self._launchers = LauncherAnswers()
         self._overview = Overview(self._launchers.newest)
-        threading.Thread(target=self._keep_looking, daemon=True).start()
+        start_thread(self._keep_looking, "live")
 
     def _keep_looking(self) -> None:
         while True:

@@ -23,6 +23,7 @@ from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.node import tier
 from fsdp_jobs.node.guard import Guard
 from fsdp_jobs.run import events
+from fsdp_jobs.run.beside import start_thread
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import MEMORY_ENV
 from fsdp_jobs.run.messages import Challenge, Message, Round
@@ -83,7 +84,6 @@ class Tier(tier.Tier):
         self.port = int(self._server.server_address[1])
         self.newest_term, _ = max(newest_in(self.folder), (0, 0))
         self.environment = {MEMORY_ENV: str(self.folder)}
-        self._keeper = threading.Thread(target=self._keep, name="snapshots", daemon=True)
 
     @classmethod
     def of_node(cls, config: JobConfig, run: RunDir, attempt: int, node: int) -> Self | None:
@@ -97,8 +97,8 @@ class Tier(tier.Tier):
     def start(self, guards: Sequence[Guard]) -> None:
         """Start to seal, send and receive."""
         self._guards = guards
-        threading.Thread(target=self._server.serve_forever, name="copies", daemon=True).start()
-        self._keeper.start()
+        start_thread(self._server.serve_forever, "copies")
+        self._keeper = start_thread(self._keep, "snapshots")
 
     def begin_round(self, round_: Round) -> None:
         """Handle the snapshots of this round from now on, and send copies to its partner."""
