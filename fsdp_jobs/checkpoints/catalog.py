@@ -23,6 +23,7 @@ from typing import Any
 
 from fsdp_jobs.checkpoints.blocks import SUMS, difference
 from fsdp_jobs.config.errors import JobFailed
+from fsdp_jobs.plan.topology import natural_key
 from fsdp_jobs.run import events
 from fsdp_jobs.run.checksum import checksum
 from fsdp_jobs.run.directory import RunDir, write_whole
@@ -146,12 +147,8 @@ def find_on_nodes(checkpoints: Path) -> list[Path]:
 
 
 def _newest_first(folders: list[Path]) -> list[Path]:
-    return sorted(folders, key=_order, reverse=True)
-
-
-def _order(folder: Path) -> list[str | int]:
-    """Return a name's words and numbers as sort key: of two saves of a step, `0-10-1` is newer than `0-9-1`."""
-    return [int(word) if word.isdecimal() else word for word in re.split(r"(\d+)", folder.name)]
+    """Sort by the numbers in the names: of two saves of a step, `0-10-1` is newer than `0-9-1`."""
+    return sorted(folders, key=lambda folder: natural_key(folder.name), reverse=True)
 
 
 def faults_in(

@@ -79,9 +79,9 @@ class Checkpointer:
         self.group = dist.new_group(backend="gloo")  # keeps the collectives of saves apart from the program's
         self.ranks = Ranks(self.group)
         self.rank = self.ranks.rank
-        local_dir = self.config.local_dir
-        own_disk = Path(local_dir) / f"{run.name}-{mark_of(run)}" if local_dir is not None else None
-        self.disks = LocalDisks(own_disk, self.ranks) if own_disk is not None else None
+        self.disks: LocalDisks | None = None
+        if self.config.local_dir is not None:
+            self.disks = LocalDisks(Path(self.config.local_dir, f"{run.name}-{mark_of(run)}"), self.ranks)
         self.snapshots: list[SnapshotTier] = [
             made for tier in tiers_in("rank") if (made := tier.of_rank(self)) is not None
         ]

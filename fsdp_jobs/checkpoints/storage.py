@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import pickle
 import warnings
 from collections.abc import Iterator, Mapping
@@ -67,36 +66,35 @@ class _SummedFileSystem(FileSystem):
         self.sums, self.read_back = dict(sums), read_back
 
     @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        file = cast(Path, path)
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         if "r" in mode:
-            with open_verified(file, self.sums.get(file.name)) as verified:
-                yield cast(io.IOBase, verified)
+            with open_verified(path, self.sums.get(path.name)) as verified:
+                yield verified
             return
-        with file.open("wb") as raw, reading_back(file) if self.read_back else nullcontext() as beside:
+        with path.open("wb") as raw, reading_back(path) if self.read_back else nullcontext() as beside:
             stream = SummedFile(raw, beside)
             try:
-                yield cast(io.IOBase, stream)
+                yield stream
                 stream.close()
             except RuntimeError as e:
                 raise stream.error or e from e
-            self.sums[file.name] = stream.sums()
+            self.sums[path.name] = stream.sums()
             if self.read_back:
-                fault = difference(file, stream.sums(), from_disk=True) if beside is None else beside.fault()
+                fault = difference(path, stream.sums(), from_disk=True) if beside is None else beside.fault()
                 if fault:
-                    raise OSError(f"{file}: what is on disk {fault}")
+                    raise OSError(f"{path}: what is on disk {fault}")
 
-    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str | os.PathLike[str]:
-        return cast(Path, path) / suffix
+    def concat_path(self, path: Any, suffix: str) -> Any:
+        return path / suffix
 
-    def mkdir(self, path: str | os.PathLike[str]) -> None:
+    def mkdir(self, path: Any) -> None:
         """Leave it to DCP's coordinator: a folder removed while others still write must not come back."""
 
-    def exists(self, path: str | os.PathLike[str]) -> bool:
-        return cast(Path, path).exists()
+    def exists(self, path: Any) -> bool:
+        return bool(path.exists())
 
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        cast(Path, path).rename(cast(Path, new_path))
+    def rename(self, path: Any, new_path: Any) -> None:
+        path.rename(new_path)
 
 
 @dataclass(frozen=True)
