@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def _identity(tokenizer: str) -> str:
     return digest.hexdigest()
 
 
-def cached(data: DataConfig, identity: list[Any], documents: Callable[[], Iterable[list[int]]]) -> Path:
+def cached(data: DataConfig, identity: list[Any], documents: Iterable[list[int]]) -> Path:
     """Return the file with the tokens of all documents; one process per machine writes it, others wait.
 
     Raises:
@@ -95,7 +96,7 @@ def cached(data: DataConfig, identity: list[Any], documents: Callable[[], Iterab
         if not file.exists():
             print(f"tokenizing {data.path} into {file}, once", flush=True)
             with replacing(file) as part:
-                _write(part, data, documents())
+                _write(part, data, documents)
     return file
 
 
@@ -108,20 +109,11 @@ def cache_dir(data: DataConfig) -> Path:
 
 def _write(file: Path, data: DataConfig, documents: Iterable[list[int]]) -> None:
     dtype = np.uint16 if data.vocab_size <= 1 << 16 else np.uint32
-    waiting: list[int] = []
+    tokens = chain.from_iterable(documents)
     with file.open("wb") as f:
-
-        def flush() -> None:
-            ids = np.array(waiting, dtype=np.int64)
+        while len(ids := np.fromiter(islice(tokens, _AT_ONCE), dtype=np.int64)):
             check_ids(ids, data)
             ids.astype(dtype).tofile(f)
-            waiting.clear()
-
-        for document in documents:
-            waiting += document
-            if len(waiting) >= _AT_ONCE:
-                flush()
-        flush()
         os.fsync(f.fileno())
 
 

@@ -7,7 +7,6 @@ where the checkpoint left off.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
@@ -22,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.config.schema import DataConfig
 from fsdp_jobs.job.sampler import begin_worker, sample_at
+from fsdp_jobs.run.checksum import checksum
 
 Tokens = npt.NDArray[np.unsignedinteger]
 
@@ -53,11 +53,12 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
         self.tokens, self.seq_len, self.seed = tokens, seq_len, seed
         self.samples = (len(tokens) - 1) // seq_len
 
-    def fingerprint(self) -> int:
-        """Return a number that differs if the data does, from the length and 64 spread-out stretches."""
+    def fingerprint(self) -> str:
+        """Return a checksum that differs if the data does, of the length and 64 spread-out stretches."""
         count = len(self.tokens)
         starts = np.linspace(0, max(0, count - 1024), 64, dtype=np.int64)
-        return digest_of(str(count).encode(), *(np.ascontiguousarray(self.tokens[s : s + 1024]) for s in starts))
+        stretches = (self.tokens[start : start + 1024].tobytes() for start in starts)
+        return checksum(b"".join([str(count).encode(), *stretches]))
 
     def tokens_at(self, position: int) -> npt.NDArray[np.int64]:
         """Return a sample's tokens and the one that follows."""
@@ -77,21 +78,13 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
         return both[:-1].clamp(min=0), both[1:]
 
 
-def digest_of(*contents: Any) -> int:
-    """Return a number that differs if any bytes do."""
-    digest = hashlib.blake2b(digest_size=7)
-    for content in contents:
-        digest.update(content)
-    return int.from_bytes(digest.digest(), "big")
-
-
 def check_same_data(samples: Samples, data: DataConfig) -> None:
     """Compare the data of all ranks.
 
     Raises:
         JobFailed: a rank reads other data than rank 0.
     """
-    fingerprints: list[int] = [0] * dist.get_world_size()
+    fingerprints = [""] * dist.get_world_size()
     dist.all_gather_object(fingerprints, samples.fingerprint())
     others = [rank for rank, other in enumerate(fingerprints) if other != fingerprints[0]]
     if others:

@@ -21,7 +21,8 @@ from fsdp_jobs.config.data import text_files
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import DataConfig
 from fsdp_jobs.hub.tokenize import Tokenize, cached, check_ids, tokenizer_of
-from fsdp_jobs.train.data import Samples, Tokens, digest_of
+from fsdp_jobs.run.checksum import checksum
+from fsdp_jobs.train.data import Samples, Tokens
 
 _BLOCK = 1 << 20  # characters of a text file tokenized at once, up to the next end of a line
 _FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
@@ -56,11 +57,12 @@ def open_tokens(data: DataConfig) -> Tokens:
         if data.kind == "text":
             files = text_files(data.path or "")
             identity: list[Any] = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-            file = cached(data, [identity, tokenize.identity], lambda: map(tokenize, _texts(files)))
+            documents: Iterator[list[int]] = map(tokenize, _texts(files))
         else:
-            documents = open_dataset(data)
-            identity = [data.path, data.subset, data.split, documents._fingerprint]
-            file = cached(data, [identity, tokenize.identity], lambda: tokenized(documents, data, tokenize))
+            rows = open_dataset(data)
+            identity = [data.path, data.subset, data.split, rows._fingerprint]
+            documents = tokenized(rows, data, tokenize)
+        file = cached(data, [identity, tokenize.identity], documents)
         tokens = _map(file, "uint16" if data.vocab_size <= 1 << 16 else "uint32")
     if len(tokens) <= data.seq_len:
         raise ValueError(f"{data.path or data.kind}: {len(tokens)} tokens, one sample needs {data.seq_len + 1}")
@@ -144,9 +146,9 @@ class Stream(Samples):
         self.mark = self._start = self._beginning
         self._reading, self._position = self._read(self._start), 0  # of the next sample
 
-    def fingerprint(self) -> int:
-        """Return a number that differs if the first sample does."""
-        return digest_of(next(self._read(self._beginning))[0])
+    def fingerprint(self) -> str:
+        """Return a checksum that differs if the first sample does."""
+        return checksum(next(self._read(self._beginning))[0].tobytes())
 
     def read_on(self, mark: dict[str, Any] | None) -> None:
         """Begin at the mark of a checkpoint; ignore one of another data set or tokenizer."""
