@@ -175,8 +175,8 @@ def load_initial(model: nn.Module, config: JobConfig) -> None:
 def match(source: Iterable[str], model: Collection[str], key_map: list[str]) -> tuple[dict[str, str], list[str]]:
     """Match names: the model's -> the source's, and those of the source that match none.
 
-    The source's names go through the key map first; then one common prefix is removed, or one of the model's added,
-    whichever matches most.
+    The source's names go through the key map first; then names that are not the model's lose one common prefix, or get
+    one of the model's, whichever matches most.
     """
     rules = [entry.partition("=>") for entry in key_map]
     mapped: dict[str, str] = {}
@@ -190,12 +190,10 @@ def match(source: Iterable[str], model: Collection[str], key_map: list[str]) -> 
     pairs = [("", put) for put in added] + [(off, "") for off in _PREFIXES[1:]]
 
     def renamed(off: str, put: str) -> dict[str, str]:
-        return {put + new.removeprefix(off): name for new, name in mapped.items() if new.startswith(off)}
+        with_off = {new: name for new, name in mapped.items() if new.startswith(off)}
+        return {new if new in model else put + new.removeprefix(off): name for new, name in with_off.items()}
 
-    off, put = max(pairs, key=lambda pair: len(renamed(*pair).keys() & set(model)))
-    candidates = renamed(off, put)
-    if put:  # only names that lack the prefix get it
-        candidates = {(new if new in model else put + new): name for new, name in mapped.items()}
+    candidates = max((renamed(*pair) for pair in pairs), key=lambda names: len(names.keys() & set(model)))
     left_over = [name for new, name in candidates.items() if new not in model and not name.startswith(_NO_WEIGHTS)]
     return {new: name for new, name in candidates.items() if new in model}, left_over
 

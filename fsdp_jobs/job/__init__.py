@@ -381,14 +381,15 @@ def step(number: int, *, tokens: int = 0, flops: float = 0.0, last: bool = False
     if copied is not None:
         copied.record()
     job.line = _Line(number, job_time(), tokens, flops, seconds, stall_s, all_values, copied)
-    if checkpoints is not None and not last and (job.request is not Request.NONE or checkpoints.is_due(number)):
-        job.write_line()  # before the save: a saved step has its line
-        job.report(Phase.SAVING)
-        checkpoints.save(number, block=job.is_leaving)
-    if checkpoints is not None and not last and not job.is_leaving:
-        checkpoints.snapshot(number, record=job.write_line)  # before the snapshot
     if checkpoints is not None:
-        checkpoints.watch(number, is_end=last or job.is_leaving)
+        is_end = last or job.is_leaving
+        if not last and (job.request is not Request.NONE or checkpoints.is_due(number)):
+            job.write_line()  # before the save: a saved step has its line
+            job.report(Phase.SAVING)
+            checkpoints.save(number, block=job.is_leaving)
+        if not is_end:
+            checkpoints.snapshot(number, record=job.write_line)  # before the snapshot
+        checkpoints.watch(number, is_end)
     if job.request is Request.SAVE:
         job.request = Request.NONE
     job.report(Phase.LEAVING if job.is_leaving else Phase.TRAINING)

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from fsdp_jobs.checkpoints.ranks import Ranks
 from fsdp_jobs.checkpoints.tensors import checksum
 from fsdp_jobs.config.resolve import output_dtype, param_dtype
 from fsdp_jobs.config.schema import FsdpConfig, HfConfig, JobConfig
@@ -109,9 +110,7 @@ def make_equal(model: nn.Module, on_cpu: dist.ProcessGroup) -> None:
         on_cpu: all ranks, for what is on a CPU; the default group may be of GPUs only.
     """
     tensors = [*model.parameters(), *model.buffers()]
-    sums = [int(checksum(tensor)) for tensor in tensors]
-    by_rank: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(by_rank, sums, group=on_cpu)
+    by_rank = Ranks(on_cpu).gather([int(checksum(tensor)) for tensor in tensors])
     if any(other != by_rank[0] for other in by_rank):
         for tensor in tensors:
             dist.broadcast(tensor.detach(), src=0, group=on_cpu if tensor.device.type == "cpu" else None)

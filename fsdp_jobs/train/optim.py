@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_jobs.checkpoints.tensors import local
 from fsdp_jobs.config.schema import OptimConfig
 
 
@@ -57,9 +58,9 @@ class StochasticAdamW(torch.optim.AdamW):
                 count = int(state["step"])
                 seed = hash((count, number, index, _shard_of(parameter)))
                 generator = torch.Generator(parameter.device).manual_seed(seed)
-                stored = [_local(t) for t in (parameter, state["exp_avg"], state["exp_avg_sq"])]
+                stored = [local(t) for t in (parameter, state["exp_avg"], state["exp_avg_sq"])]
                 weight, mean, square = (t.float() for t in stored)
-                gradient = _local(parameter.grad).float()
+                gradient = local(parameter.grad).float()
                 mean.lerp_(gradient, 1 - beta1)
                 square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
                 denominator = (square / (1 - beta2**count)).sqrt_().add_(group["eps"])
@@ -79,10 +80,6 @@ def round_stochastically(target: Tensor, exact: Tensor, generator: torch.Generat
     noise = torch.randint(0, 1 << 16, exact.shape, dtype=torch.int32, device=exact.device, generator=generator)
     cut = (exact.view(torch.int32) + noise).bitwise_and_(-(1 << 16)).view(torch.float32)
     target.copy_(torch.where(exact.isfinite(), cut, exact))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _shard_of(parameter: Tensor) -> int:
