@@ -36,7 +36,8 @@ class Option:
     memory: Memory
     over: int  # bytes beyond the device's usable memory; below 0: bytes left
     fits: bool  # on the device, and its offloaded part on the host
-    traffic: dict[str, Traffic]  # by backend: nccl, gloo
+    traffic: dict[str, Traffic]  # of a node, by backend: nccl, gloo
+    sent: float  # bytes that all nodes together send to other nodes in a step
     time: StepTime
 
     @property
@@ -124,8 +125,9 @@ def _price(
     fits = over <= 0 and _host_fits(config, memory)
     in_domain = placement.inside == "domain"
     traffic = {b: node_traffic(r, layout, per_node, in_domain) for b, r in rings.items()}
+    sent = traffic[backend(config)].inter_node * len(placement.used)
     time = step_time(config, shape, layout, rings[backend(config)], in_domain)
-    return Option(layout, placement, microbatches, memory, over, fits, traffic, time)
+    return Option(layout, placement, microbatches, memory, over, fits, traffic, sent, time)
 
 
 def options_of(
@@ -176,7 +178,7 @@ def choose(
     if best not in options:
         options.append(best)
     taken = "chosen" if best.fits else "nearest to fitting"
-    considered = [(o, taken if o == best else _why_not(o, best, config)) for o in options]
+    considered = [(o, taken if o == best else _why_not(o, best)) for o in options]
     if best.placement.crossing:
         reasons.append(f"{best.placement.crossing} of {best.layout.replicas} shard groups cross a leaf switch.")
     reasons += _spares_sentence(grouping, best.placement)
@@ -211,11 +213,6 @@ def _spares_sentence(grouping: Grouping, placement: Placement) -> list[str]:
     return [f"{listed(names)} {one if len(names) == 1 else many}."] if names else []
 
 
-def _between(config: JobConfig, option: Option) -> float:
-    """Return the bytes that all nodes together send to other nodes in a step."""
-    return option.traffic[backend(config)].inter_node * len(option.placement.used)
-
-
 def _best(config: JobConfig, options: list[Option]) -> tuple[Option, str]:
     """Return the option to take and what decided; if none fits, the one that comes nearest."""
     fitting = [o for o in options if o.fits]
@@ -224,7 +221,7 @@ def _best(config: JobConfig, options: list[Option]) -> tuple[Option, str]:
         return nearest, f"Nothing fits; {nearest.name} comes nearest: {_excess(config, nearest)}."
 
     def order(o: Option) -> tuple[float, int, int, float, str]:
-        return (_between(config, o), o.memory.total, o.layout.shard_group, o.time.step, o.name)
+        return (o.sent, o.memory.total, o.layout.shard_group, o.time.step, o.name)
 
     fastest = min(fitting, key=lambda o: (o.time.step, *order(o)))
     if len(fitting) == 1:
@@ -295,7 +292,7 @@ def _held(
     return best, f"Regrouped from {previous_group}: {why}. {why_best}"
 
 
-def _why_not(o: Option, best: Option, config: JobConfig) -> str:
+def _why_not(o: Option, best: Option) -> str:
     """Say in one sentence why an option was not taken."""
     if not o.fits:
         if o.over <= 0:
@@ -304,10 +301,9 @@ def _why_not(o: Option, best: Option, config: JobConfig) -> str:
         return f"Over by {size(o.over)}: {size(most)} of {name}."
     change = o.time.tokens_per_s / best.time.tokens_per_s - 1
     speed = "as fast" if abs(change) < 0.005 else f"{abs(change):.0%} {'faster' if change > 0 else 'slower'}"
-    sent, sent_by_best = _between(config, o), _between(config, best)
     sends = ""
-    if sent_by_best and abs(sent / sent_by_best - 1) > 0.05:
-        sends = f", {sent / sent_by_best:.1f} x the bytes between nodes"
+    if best.sent and abs(o.sent / best.sent - 1) > 0.05:
+        sends = f", {o.sent / best.sent:.1f} x the bytes between nodes"
     if o.spares > best.spares:
         return f"Leaves {o.spares} node{'s' if o.spares > 1 else ''} idle: {speed}{sends}."
     if o.layout.shard_group == best.layout.shard_group:

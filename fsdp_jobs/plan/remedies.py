@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import yaml
 
@@ -35,18 +37,17 @@ def remedies(config: JobConfig, shape: ModelShape, topology: Topology) -> list[R
     Nodes are offered where the settings that cost neither precision nor host memory do not suffice together: alone, or
     with all of these settings.
     """
-    changes = _changes(config)
+    changes, tried = _changes(config), partial(_tried, config, shape, topology)
     is_offloaded = config.fsdp.activation_checkpointing != "none"
     singles = [o for o in changes if is_offloaded or o != ACTIVATION_OFFLOAD]
-    found = [r for override in singles for r in _tried(config, [override], shape, topology)]
-    found = found or _together(config, changes, shape, topology)
+    found = [r for override in singles for r in tried([override])] or _together(changes, tried)
     if accelerator(config) == "cpu":
         return found
     per_node = config.hardware.gpus_per_node
     if ranks_per_node(config) < per_node and all(not n.switch_path or n.gpus >= per_node for n in topology.nodes):
-        found = found + _tried(config, [f"nproc_per_node={per_node}"], shape, topology)
+        found = found + tried([f"nproc_per_node={per_node}"])
     mild = list({_key(o): o for o in changes if o not in COSTLY}.values())  # the last of each key
-    if _tried(config, mild, shape, topology):
+    if tried(mild):
         return found
     return found + (_nodes_needed(config, [], shape, topology) or _nodes_needed(config, mild, shape, topology))
 
@@ -69,17 +70,17 @@ def _changes(config: JobConfig) -> list[str]:
     return [override for override, takes_less in changes.items() if takes_less]
 
 
-def _together(config: JobConfig, changes: list[str], shape: ModelShape, topology: Topology) -> list[Remedy]:
+def _together(changes: list[str], tried: Callable[[list[str]], list[Remedy]]) -> list[Remedy]:
     """Add settings, mildest first, until the job fits; then leave out those that are not needed."""
     taken: list[str] = []
     for override in changes:
         taken = [o for o in taken if _key(o) != _key(override)] + [override]
-        if not _tried(config, taken, shape, topology):
+        if not tried(taken):
             continue
         for other in [o for o in taken if o not in CHECKPOINTING]:
             fewer = [o for o in taken if o != other]
-            taken = fewer if fewer and _tried(config, fewer, shape, topology) else taken
-        return _tried(config, taken, shape, topology)
+            taken = fewer if fewer and tried(fewer) else taken
+        return tried(taken)
     return []
 
 
@@ -102,7 +103,7 @@ def with_overrides(config: JobConfig, overrides: list[str]) -> JobConfig:
 
 
 def _tried(
-    config: JobConfig, overrides: list[str], shape: ModelShape, topology: Topology, *further: str
+    config: JobConfig, shape: ModelShape, topology: Topology, overrides: list[str], *further: str
 ) -> list[Remedy]:
     """Plan with overrides; the topology already follows the `further` ones. Returns the remedy if the job fits."""
     option = choose(with_overrides(config, overrides), shape, topology).option
@@ -119,7 +120,7 @@ def _nodes_needed(config: JobConfig, overrides: list[str], shape: ModelShape, to
 
     def tried(nodes: int) -> list[Remedy]:
         flat = Topology.flat(nodes, ranks_per_node(config))
-        return _tried(config, overrides, shape, flat, f"nodes={nodes}")
+        return _tried(config, shape, flat, overrides, f"nodes={nodes}")
 
     few, many = len(topology.nodes), 2 * len(topology.nodes)
     while not tried(many):
