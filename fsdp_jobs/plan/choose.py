@@ -82,29 +82,28 @@ def closeness(config: JobConfig, option: Option) -> str:
 def price(config: JobConfig, shape: ModelShape, strategy: str, placement: Placement) -> Option:
     """Price one strategy on one placement.
 
+    `fsdp.accumulate_unsharded=auto` keeps whole gradients between microbatches if they fit and save time.
     `fsdp.chunked_loss=auto` computes the loss in chunks if whole logits do not fit, or if their memory saves more time
     when used otherwise. `fsdp.objective=memory` takes the one that needs less.
     """
-    setting, is_speed = config.fsdp.chunked_loss, config.fsdp.objective == "speed"
-    whole = _accumulating(config, shape, strategy, placement, chunked=setting is True)
+    fsdp, is_speed = config.fsdp, config.fsdp.objective == "speed"
+
+    def accumulating(chunked: bool) -> Option:
+        sharded = _price(config, shape, strategy, placement, fsdp.accumulate_unsharded is True, chunked)
+        is_free = fsdp.accumulate_unsharded == AUTO and sharded.microbatches > 1 and placement.group > 1
+        if not is_free or not is_speed:
+            return sharded
+        unsharded = _price(config, shape, strategy, placement, True, chunked)
+        return unsharded if unsharded.fits and unsharded.time.step < sharded.time.step else sharded
+
+    whole = accumulating(chunked=fsdp.chunked_loss is True)
     has_room = whole.fits and (whole.microbatches == 1 or whole.layout.accumulate_unsharded)
-    if setting != AUTO or (is_speed and has_room):
+    if fsdp.chunked_loss != AUTO or (is_speed and has_room):
         return whole
-    chunked = _accumulating(config, shape, strategy, placement, chunked=True)
+    chunked = accumulating(chunked=True)
     if not (is_speed and whole.fits and chunked.fits):
         return min(whole, chunked, key=lambda o: (not o.fits, o.memory.total))
     return whole if whole.time.step <= NEAR * chunked.time.step else chunked
-
-
-def _accumulating(config: JobConfig, shape: ModelShape, strategy: str, placement: Placement, chunked: bool) -> Option:
-    """Price `fsdp.accumulate_unsharded`; auto keeps whole gradients between microbatches if they fit and save time."""
-    setting = config.fsdp.accumulate_unsharded
-    sharded = _price(config, shape, strategy, placement, setting is True, chunked)
-    is_free = setting == AUTO and sharded.microbatches > 1 and placement.group > 1
-    if not is_free or config.fsdp.objective == "memory":
-        return sharded
-    unsharded = _price(config, shape, strategy, placement, True, chunked)
-    return unsharded if unsharded.fits and unsharded.time.step < sharded.time.step else sharded
 
 
 def _price(
