@@ -72,43 +72,40 @@ def find_blocks(
     if named and not found:
         there = sorted({type(m).__name__ for m in model.modules()})
         raise ValueError(f"model.wrap_classes={named} matches no module; the model has {', '.join(there)}")
-    found = found or [*_in_lists(model, _members)] or [*_in_lists(model, _repeated)]
+    found = found or [*_members(model)] or [*_repeated(model)]
     if not found and isinstance(model_config, CustomModelConfig):
         raise ValueError("the model has no list of layers: name their class, model.wrap_classes='[Block]'")
     return found
 
 
-def _in_lists(module: nn.Module, listed: Callable[[nn.Module], list[nn.Module]]) -> Iterator[nn.Module]:
-    """Yield what `listed` returns for the outermost modules where it is not empty."""
+def _members(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the members of the outermost lists, also of lists in them, as stages are: FSDP wraps no container."""
     for child in module.children():
-        yield from listed(child) or _in_lists(child, listed)
+        if isinstance(module, nn.ModuleList) and not isinstance(child, nn.ModuleList):
+            yield child
+        else:
+            yield from _members(child)
 
 
-def _members(module: nn.Module) -> list[nn.Module]:
-    """Return the modules in a list, also in lists of it, as stages are: FSDP wraps no container."""
-    members = list(module.children()) if isinstance(module, nn.ModuleList) else []
-    return [m for member in members for m in (_members(member) if isinstance(member, nn.ModuleList) else [member])]
-
-
-def _repeated(module: nn.Module) -> list[nn.Module]:
-    """Return the modules of an `nn.Sequential` that have submodules, and whose class occurs more than once."""
-    members = list(module.children()) if isinstance(module, nn.Sequential) else []
-    count = Counter(map(type, members))
-    return [m for m in members if count[type(m)] > 1 and any(True for _ in m.children())]
+def _repeated(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the members of the outermost `nn.Sequential`s that have submodules, and whose class occurs repeatedly."""
+    for child in module.children():
+        members = list(child.children()) if isinstance(child, nn.Sequential) else []
+        count = Counter(map(type, members))
+        found = [m for m in members if count[type(m)] > 1 and any(True for _ in m.children())]
+        yield from found or _repeated(child)
 
 
 def _blocks_by_size(module: nn.Module, min_num_params: int) -> list[nn.Module]:
     """Return the smallest modules with at least `min_num_params` parameters not held by a deeper unit."""
+    units: list[nn.Module] = []
 
-    def visit(m: nn.Module) -> tuple[int, list[nn.Module]]:
-        rest, units = sum(p.numel() for p in m.parameters(recurse=False)), []
-        for child in m.children():
-            child_rest, child_units = visit(child)
-            rest += child_rest
-            units += child_units
-        wrappable = m is not module and not isinstance(m, nn.ModuleList | nn.ModuleDict)
-        if rest >= min_num_params and wrappable:
-            return 0, [*units, m]
-        return rest, units
+    def visit(m: nn.Module) -> int:
+        rest = sum(p.numel() for p in m.parameters(recurse=False)) + sum(map(visit, m.children()))
+        if rest < min_num_params or m is module or isinstance(m, nn.ModuleList | nn.ModuleDict):
+            return rest
+        units.append(m)
+        return 0
 
-    return visit(module)[1]
+    visit(module)
+    return units
