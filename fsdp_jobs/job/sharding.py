@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -161,16 +162,14 @@ def _checkpoint_activations(model: nn.Module, blocks: list[nn.Module], fsdp: Fsd
         return blocks
     options: dict[str, Any] = {"context_fn": _keep_expensive_ops} if kind == "selective" else {}
     chosen = set(blocks[:: fsdp.activation_checkpointing_every] if kind == "every_n" else blocks)
-    wrapped = {block: block for block in blocks}
 
+    @cache  # a block has one wrapper, wherever the model holds it
     def wrap(block: nn.Module) -> nn.Module:
-        if wrapped[block] is block:
-            recomputed = checkpoint_wrapper(block, **options)
-            wrapped[block] = offload_wrapper(recomputed) if fsdp.activation_offload else recomputed
-        return wrapped[block]
+        recomputed = checkpoint_wrapper(block, **options)
+        return offload_wrapper(recomputed) if fsdp.activation_offload else recomputed
 
     apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=chosen.__contains__)
-    return list(wrapped.values())
+    return [wrap(block) if block in chosen else block for block in blocks]
 
 
 def _keep_expensive_ops() -> object:

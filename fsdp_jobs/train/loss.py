@@ -82,18 +82,12 @@ class _ChunkedLoss(torch.autograd.Function):
                 torch.mm(errors, weight, out=grad_hidden[start : start + len(part)]).mul_(counts)
             del errors
         ctx.gradients = grad_hidden, grad_weight, grad_bias
-        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         return total
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        grad_hidden, grad_weight, grad_bias = ctx.gradients
-        ctx.gradients = None, None, None
         (scale,) = grad_outputs
-        if grad_hidden is not None:
-            grad_hidden.mul_(scale)
-        if grad_weight is not None:
-            grad_weight = grad_weight.mul_(scale).to(ctx.dtypes[0])
-        if grad_bias is not None:
-            grad_bias = grad_bias.mul_(scale).to(ctx.dtypes[1])
-        return grad_hidden, grad_weight, grad_bias, None, None
+        gradients, ctx.gradients = ctx.gradients, None
+        pairs = zip(gradients, ctx.dtypes, strict=True)
+        return *(None if g is None else g.mul_(scale).to(dtype) for g, dtype in pairs), None, None
