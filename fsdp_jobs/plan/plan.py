@@ -10,13 +10,12 @@ from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.keys import AUTO
 from fsdp_jobs.config.resolve import accelerator, backend, node_range, param_dtype, ranks_per_node
 from fsdp_jobs.config.schema import JobConfig
-from fsdp_jobs.plan.advice import advice
 from fsdp_jobs.plan.choose import choose, usable_bytes
 from fsdp_jobs.plan.goodput import Expected, expect
 from fsdp_jobs.plan.grouping import Grouping
 from fsdp_jobs.plan.layout import HYBRID, Layout, only_group, partners
 from fsdp_jobs.plan.memory import Memory, size
-from fsdp_jobs.plan.remedies import Remedy, remedies
+from fsdp_jobs.plan.remedies import Remedy, advice, remedies
 from fsdp_jobs.plan.shapes import ModelShape, shape_of
 from fsdp_jobs.plan.step_time import StepTime
 from fsdp_jobs.plan.topology import Node, Topology
