@@ -69,8 +69,8 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
         """Begin where a checkpoint's stream was; only streams need this."""
 
     def collate(self, rows: list[tuple[Tensor, Tensor]]) -> tuple[Any, ...]:
-        """Return a microbatch, in the reading process: tokens, labels, and for a stream the mark after it."""
-        return tuple(default_collate(rows))
+        """Return a microbatch, in the reading process: tokens, labels, and the mark after it."""
+        return (*default_collate(rows), self.mark)
 
     def __getitem__(self, position: int) -> tuple[Tensor, Tensor]:
         tokens = np.full(self.seq_len + 1, IGNORE) if position < 0 else self.tokens_at(position)
@@ -117,5 +117,5 @@ def batches(
     stream = iter(loader)
     for _ in range(steps):
         read = [next(stream) for _ in range(per_step)]
-        samples.mark = read[-1][2] if len(read[-1]) > 2 else None
-        yield [(tokens, labels) for tokens, labels, *_ in read]
+        samples.mark = read[-1][2]
+        yield [(tokens, labels) for tokens, labels, _ in read]

@@ -15,7 +15,6 @@ from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from fsdp_jobs.config.data import text_files
 from fsdp_jobs.config.errors import BadInput
@@ -155,9 +154,6 @@ class Stream(Samples):
         if mark is not None and mark["of"] == self._beginning["of"]:
             self.mark = self._start = mark
             self._position = -1  # read anew at the next sample
-
-    def collate(self, rows: list[tuple[Tensor, Tensor]]) -> tuple[Any, ...]:
-        return (*super().collate(rows), self.mark)
 
     def tokens_at(self, position: int) -> npt.NDArray[np.int64]:
         if not 0 <= self._position <= position:
