@@ -41,7 +41,7 @@ class Learner:
         torch.manual_seed(config.seed * 1_000_003 + dist.get_rank())
         self.optimizer = build_optimizer(self.model, config.optim, config.fsdp.master_dtype)
         is_fp16 = compute_dtype(config.fsdp, device) == torch.float16
-        self.scaler = torch.amp.GradScaler(device.type) if is_fp16 else None
+        self.scaler = torch.amp.GradScaler(device.type, enabled=is_fp16)  # disabled, it passes everything on
         self.shard_group = mesh.get_group("shard") if layout.shard_group > 1 else None
 
     def initialize(self) -> None:
@@ -62,8 +62,7 @@ class Learner:
             tokens = tokens.to(self.device, non_blocking=True)
             labels = labels.to(self.device, non_blocking=True)
             loss = self.loss(tokens, labels)
-            scaled = loss * scale
-            (self.scaler.scale(scaled) if self.scaler is not None else scaled).backward()
+            self.scaler.scale(loss * scale).backward()
             total += loss.detach()
         return total
 
@@ -73,8 +72,7 @@ class Learner:
         Reductions may add up the ranks of different shard groups in different orders, and replicas would drift apart.
         So the parts are added in rank order.
         """
-        if self.scaler is not None:
-            self.scaler.unscale_(self.optimizer)
+        self.scaler.unscale_(self.optimizer)
         parameters, limit = list(self.model.parameters()), self.config.optim.grad_clip_norm
         own = nn.utils.get_total_norm([local(p.grad) for p in parameters if p.grad is not None]).detach()
         square = own.double().square().to(self.device)
@@ -89,12 +87,10 @@ class Learner:
 
     def update(self, norm: Tensor) -> None:
         """Apply the gradients, unless their norm is not finite, and clear them. The host does not wait for the norm."""
-        if self.scaler is not None:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        else:
+        if not self.scaler.is_enabled():
             self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined] # fused AdamW's switch
-            self.optimizer.step()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
 
 
@@ -109,7 +105,7 @@ def main() -> int:
     model, optimizer, scaler = learner.model, learner.optimizer, learner.scaler
     hyperparameters = Hyperparameters(optimizer)
     configured = hyperparameters.state_dict()
-    checkpoints = job.checkpointer(model, optimizer, **({"scaler": scaler} if scaler is not None else {}))
+    checkpoints = job.checkpointer(model, optimizer, **({"scaler": scaler} if scaler.is_enabled() else {}))
     done = checkpoints.restore(otherwise=learner.initialize)
     hyperparameters.load_state_dict(configured)  # the configured values, not the checkpoint's
     samples.read_on(checkpoints.stream)
@@ -132,7 +128,7 @@ def main() -> int:
             probe.run(number, microbatches[0])
         checkpoints.samples += data.global_batch
         checkpoints.stream = samples.mark
-        if scaler is not None:
+        if scaler.is_enabled():
             job.log(loss_scale=scaler.get_scale())
         mean = loss.double() / learner.tokens_per_step
         measured: dict[str, job.Value] = {"loss": mean, "lr": rate, "grad_norm": grad_norm, "data_s": data_s}
