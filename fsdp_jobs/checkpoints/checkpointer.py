@@ -34,6 +34,7 @@ from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, checkpoints_of
 from fsdp_jobs.run.folders import mark_of
 from fsdp_jobs.run.leaves import guards_in, tiers_in
+from fsdp_jobs.run.rank_state import Phase
 from fsdp_jobs.run.table import counted
 from fsdp_jobs.run.term import Fenced, Term
 
@@ -59,6 +60,7 @@ class Checkpointer:
         attempt: int,
         restart: str,
         on_restored: Callable[[int], None] = lambda step: None,
+        report: Callable[[Phase], None] = lambda phase: None,
     ):
         """Prepare to save and restore; nothing is read or written yet.
 
@@ -66,9 +68,11 @@ class Checkpointer:
             others: further objects to save, by name; their plain values and tensors are the same on every rank.
             restart: unique per restart of the run, so that no two write to the same folder.
             on_restored: called with the step at the end of `restore`.
+            report: tells the agent whether this rank saves, which may take minutes, or trains.
         """
         self.run, self.job, self.config, self.layout = run, config, config.checkpoint, layout
         self.attempt, self.restart, self.on_restored = attempt, restart, on_restored
+        self._report = report
         self.state = (Fsdp1State if fsdp1.is_used(model) else State)(model, optimizer, others, device)
         minutes = self.config.every_minutes
         self.every_s: float = run.planned_interval_s() if minutes == AUTO else minutes * 60  # 0: only by steps
@@ -114,6 +118,7 @@ class Checkpointer:
         Waits for the previous save first; a step that is already saved is not written again. A failed save leaves
         only an event, the text in `failure`, and the previous checkpoint.
         """
+        self._report(Phase.SAVING)
         if self._staged is not None:
             self._staged.result()  # a rank whose copy failed must not begin another save by itself
         self.finish()
@@ -128,6 +133,7 @@ class Checkpointer:
             self.finish()
         if block:
             self._note_upload(wait=True)
+        self._report(Phase.TRAINING)
 
     def _begin(self, step: int, block: bool) -> None:
         self.saved_at, begin = time.monotonic(), time.perf_counter()

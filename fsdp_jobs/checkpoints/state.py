@@ -195,7 +195,7 @@ class State:
         and before the first update none has.
         """
         there, here = by_parameter(saved), by_parameter(state)
-        if there and not here:
+        if there and not any(self.optimizer.state.values()):  # some create tensors only in later steps
             return  # from another optimizer
         of_others = [*self.optimizer.state.values()]
         alike = {k: v for one in of_others for k, v in one.items() if isinstance(v, Tensor)}

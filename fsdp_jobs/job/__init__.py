@@ -312,9 +312,8 @@ def checkpointer(model: nn.Module, optimizer: torch.optim.Optimizer, **others: S
     if job.checkpoints is not None:
         raise RuntimeError("a job has one checkpointer: put several networks into one nn.Module, with one optimizer")
     job.timer.watch(model)
-    job.checkpoints = Checkpointer(
-        job.run, job.config, job.layout, model, optimizer, others, job.device, job.attempt, job.restart, job.on_restored
-    )
+    of_job = (job.device, job.attempt, job.restart, job.on_restored, job.report)
+    job.checkpoints = Checkpointer(job.run, job.config, job.layout, model, optimizer, others, *of_job)
     return job.checkpoints
 
 
@@ -385,7 +384,6 @@ def step(number: int, *, tokens: int = 0, flops: float = 0.0, last: bool = False
         is_end = last or job.is_leaving
         if not last and (job.request is not Request.NONE or checkpoints.is_due(number)):
             job.write_line()  # before the save: a saved step has its line
-            job.report(Phase.SAVING)
             checkpoints.save(number, block=job.is_leaving)
         if not is_end:
             checkpoints.snapshot(number, record=job.write_line)  # before the snapshot
@@ -422,9 +420,9 @@ def finish() -> bool:
         job.metrics.close()
     samples = 0
     if job.checkpoints is not None:
-        job.report(Phase.SAVING)
         if not job.is_leaving and job.done:
             job.checkpoints.save(job.done, block=True)
+        job.report(Phase.SAVING)
         job.checkpoints.close()
         samples = job.checkpoints.samples
     job.agreed()  # all ranks have saved: a rank that leaves now ends the round for the others

@@ -146,6 +146,32 @@ def test_all_nodes_that_become_slow_together(change: Callable[[int, Times], Time
     assert isinstance(found, SlowSteps) and word in found.why
 
 
+@pytest.mark.parametrize("slower_by", [1.0, 1.5])
+def test_more_work_is_no_slowness(slower_by: float) -> None:
+    """Twice the batch takes twice as long; what is slow at the new work is found by windows of the new work."""
+    ranks, watch = Ranks(4), SlowWatch()
+    for _ in range(20):
+        assert watch.see(ranks.later()) is None
+
+    def doubled(_: int, t: Times, by: float = 1.0) -> Times:
+        return t._replace(step=2 * by * t.step, compute=2 * by * t.compute, slowest=2 * by * t.slowest, work=2 * t.work)
+
+    for _ in range(20):
+        assert watch.see(ranks.later(doubled)) is None
+    found = [f for _ in range(10) if (f := watch.see(ranks.later(lambda n, t: doubled(n, t, slower_by))))]
+    assert [f.why for f in found if isinstance(f, SlowSteps) and "every node computes more slowly" in f.why] == [
+        f.why for f in found
+    ] and bool(found) is (slower_by > 1)
+
+
+def test_a_node_with_more_work_in_each_step_is_not_another_rank_each_time() -> None:
+    def uneven(node: int, t: Times) -> Times:
+        more = 1.3 if node == 2 else 1.0
+        return t._replace(compute=more * t.compute, work=more * t.work, slowest=1.3 * 1.03 * FORWARD)
+
+    assert not found_in(Ranks(4), uneven, windows=20)
+
+
 def test_a_rank_that_says_nothing_ends_no_window() -> None:
     ranks, watch = Ranks(3), SlowWatch()
     for _ in range(20):

@@ -31,6 +31,7 @@ _FORWARD_TO_STEP = 3  # backward does twice the work of forward
 _HOST_BOUND = 0.8  # of a GPU's time: the GPU waits for the host to launch kernels
 _LONGER = 1.25  # times the step time in earlier windows
 _IMBALANCE = 0.1  # of a step
+_ALIKE = 0.1  # relative difference of work up to which step times are compared
 _HISTORY = 200  # windows
 
 Sums = Mapping[int, Sequence[Times]]  # node -> sums of each of its ranks
@@ -44,7 +45,8 @@ class Window:
     by_node: dict[str, dict[int, float]]  # cause -> node -> lower bound for its slowest rank, at the usual work
     at_most: dict[str, dict[int, float]]  # the same, upper bound; infinite if the work is unknown
     is_host_bound: dict[int, bool]  # node -> one of its GPUs waits for the host
-    slowest_s: float  # forward of the rank that is slowest in each step
+    in_turn_s: float  # by how much the forward of the rank that is slowest in each step exceeds the slowest rank's
+    work: tuple[float, float]  # the usual work of a rank, (linear, quadratic)
 
     @classmethod
     def between(cls, before: Sums, after: Sums) -> Window:
@@ -66,7 +68,12 @@ class Window:
         is_host_bound = {
             node: any(_HOST_BOUND * r.compute < r.host != r.compute for r in ranks[node]) for node in ranks
         }
-        return cls(every[0].step, least, most, is_host_bound, every[0].slowest)
+        in_turn_s = every[0].slowest - max(rank.compute for rank in every)
+        return cls(every[0].step, least, most, is_host_bound, in_turn_s, usual)
+
+    def has_work_of(self, other: Window) -> bool:
+        """Whether a step does about the same work: not after a change of batch or sequence length."""
+        return all(math.isclose(*pair, rel_tol=_ALIKE) for pair in zip(self.work, other.work, strict=True))
 
 
 def _bounds_s(rank: Times, usual: tuple[float, float]) -> tuple[float, float]:
@@ -147,9 +154,10 @@ class SlowWatch:
         return self._look_back(newest)
 
     def _look_back(self, newest: Sequence[Window]) -> SlowSteps | None:
-        """Compare with earlier windows, in case all nodes became slow together."""
-        earlier = list(self._windows)[:-_WINDOWS]
-        if len(earlier) < 2 * _WINDOWS:
+        """Compare with earlier windows of the same work, in case all nodes became slow together."""
+        alike = [w for w in self._windows if w.has_work_of(newest[-1])]
+        earlier = alike[:-_WINDOWS]
+        if alike[-_WINDOWS:] != newest or len(earlier) < 2 * _WINDOWS:
             return None
         usual_s = median(w.step_s for w in earlier)
         if sum(w.step_s >= _LONGER * usual_s for w in newest) < _OFTEN:
@@ -177,7 +185,7 @@ def _typical(windows: Sequence[Window], cause: str) -> float:
 
 def _imbalance(window: Window) -> float:
     """Return the fraction of a step lost because another rank is the slowest in each step."""
-    return min(1.0, _FORWARD_TO_STEP * (window.slowest_s - max(window.by_node["compute"].values())) / window.step_s)
+    return min(1.0, _FORWARD_TO_STEP * window.in_turn_s / window.step_s)
 
 
 _ROTATING = (
@@ -188,5 +196,6 @@ _ALL = {
     "data": "they wait for data, so look at the storage that it comes from",
     "checkpoint": "they wait for checkpoints, so look at the storage that these go to",
     "compute": "every node computes more slowly",
-    "network": "they neither compute more slowly nor wait for data, so look at the network",
+    "network": "they neither compute more slowly nor wait for data, so look at the network, if nothing new, such as an "
+    "evaluation, runs between steps",
 }
