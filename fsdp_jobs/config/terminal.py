@@ -55,18 +55,17 @@ def show_table(headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: 
     """
     cells = [list(headings), *map(list, rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)][:-1]
-    left = sum(widths) + 2 * len(widths)
-    room = max(_NARROWEST, console.width - left)
+    left = " " * (sum(widths) + 2 * len(widths))
+    width = max(len(left) + _NARROWEST, console.width) if console.is_terminal else sys.maxsize
     lines = []
     for row in cells:
         aligned = [
-            cell.rjust(w) if heading in numbers else cell.ljust(w)
+            f"{cell:{'>' if heading in numbers else '<'}{w}}  "
             for heading, cell, w in zip(headings, row, widths, strict=False)
         ]
-        first, *rest = (textwrap.wrap(row[-1], room) or [""]) if console.is_terminal else [row[-1]]
-        lines.append("  ".join([*aligned, first]).rstrip())
-        lines += [" " * left + line for line in rest]
-    say("\n".join(lines))
+        start = "".join(aligned)
+        lines += textwrap.wrap(row[-1], width, initial_indent=start, subsequent_indent=left) or [start]
+    say("\n".join(map(str.rstrip, lines)))
 
 
 def print_json(values: Mapping[str, Any] | list[dict[str, Any]]) -> None:
