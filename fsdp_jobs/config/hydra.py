@@ -75,6 +75,15 @@ def key_of(override: str) -> str:
     return override.partition("=")[0].lstrip("+~")
 
 
+def parsed(override: str) -> Override:
+    """Parse an override.
+
+    Raises:
+        HydraException: it is not of the form key=value.
+    """
+    return OverridesParser.create().parse_override(override)
+
+
 def merge_overrides(first: Sequence[str], then: Sequence[str]) -> list[str]:
     """Join two lists of overrides; a key in the second list replaces the same key in the first.
 
@@ -131,7 +140,7 @@ def for_sweep(override: str) -> str:
     """Return an override for Hydra's first composition of a sweep: a single value for a user's own key gets `++`."""
     key = key_of(override)
     is_open = override.startswith(key) and f"{key}.".startswith(_OPEN)
-    has_one = is_open and not OverridesParser.create().parse_override(override).is_sweep_override()
+    has_one = is_open and not parsed(override).is_sweep_override()
     return f"++{override}" if has_one else override
 
 
@@ -152,9 +161,9 @@ def _quoted(override: str) -> str:
     """Quote a value as one text, unless Hydra already reads it as one text or as the values of a sweep."""
     key, _, value = override.partition("=")
     with suppress(HydraException):
-        parsed = OverridesParser.create().parse_override(override)
-        is_of_a_sweep = parsed.is_sweep_override()
-        if value.startswith(("choice(", "range(", "interval(")) if is_of_a_sweep else isinstance(parsed.value(), str):
+        read = parsed(override)
+        is_of_a_sweep = read.is_sweep_override()
+        if value.startswith(("choice(", "range(", "interval(")) if is_of_a_sweep else isinstance(read.value(), str):
             return override
         if key in _PATHS:
             return override

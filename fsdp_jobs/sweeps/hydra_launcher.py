@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper, BasicSweeperConf
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import HydraException
@@ -20,7 +19,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
-from fsdp_jobs.config.hydra import PLUGINS, check_sweep, for_sweep, hydra_here, key_of, quoted_values
+from fsdp_jobs.config.hydra import PLUGINS, check_sweep, for_sweep, hydra_here, key_of, parsed, quoted_values
 from fsdp_jobs.config.keys import value_problems
 from fsdp_jobs.config.terminal import say
 from fsdp_jobs.run.directory import find_run
@@ -77,9 +76,8 @@ class GridSweeper(Sweeper):
     def sweep(self, arguments: list[str]) -> list[Sequence[JobReturn]]:
         assert self.launcher is not None
         given = [*(f"{key}={value}" for key, value in self.params.items()), *arguments]
-        parsed = OverridesParser.create().parse_overrides(given)
         returns: list[Sequence[JobReturn]] = []
-        for batch in BasicSweeper.split_arguments(parsed, self.max_batch_size):
+        for batch in BasicSweeper.split_arguments([*map(parsed, given)], self.max_batch_size):
             if not batch:
                 raise BadInput.at("--multirun", "sweeps over no value: a key has an empty list", "key=A,B")
             returns.append(self.launcher.launch(batch, sum(map(len, returns))))
@@ -102,8 +100,7 @@ class SweepLauncher(Launcher):
         self.config, self.show_ended = config, task_function
         self.waits = bool(config.sweep.wait)
         given = [str(o) for o in config.hydra.overrides.task]
-        parser = OverridesParser.create()
-        several = [o for o in given if parser.parse_override(o).is_sweep_override()]
+        several = [o for o in given if parsed(o).is_sweep_override()]
         searched = [o for o in map(str, config.hydra.overrides.hydra) if o.startswith("hydra.searchpath=")]
         self.fixed = searched + [o for o in given if o not in several and not is_of_the_command(o)]
         swept = [key_of(o) for o in several] + [str(k) for k in config.hydra.sweeper.get("params") or ()]

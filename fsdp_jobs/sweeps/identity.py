@@ -7,10 +7,9 @@ import re
 from collections.abc import Iterable, Sequence
 from functools import cache
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from fsdp_jobs.config.hydra import key_of
+from fsdp_jobs.config.hydra import key_of, parsed
 
 _OF_THE_COMMAND = ("name", "runs_dir", "attach", "dry_run")  # and sweep.*: they do not change the training
 _MAX_LETTERS = 40  # in the readable part of a name
@@ -26,13 +25,13 @@ def is_of_the_command(override: str) -> bool:
 def canonical(override: str) -> str:
     """Return an override in its canonical spelling, equal for `lr=1e-4`, `lr=0.0001` and `+lr=0.00010`."""
     try:
-        parsed = OverridesParser.create().parse_override(override)
+        read = parsed(override)
     except HydraException:
         return override  # composing the job reports the problem
-    value = parsed.value()
+    value = read.value()
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         value = int(value)
-    return f"{parsed.key_or_group}={value!r}"
+    return f"{read.key_or_group}={value!r}"
 
 
 def identity(overrides: Iterable[str]) -> tuple[str, ...]:
