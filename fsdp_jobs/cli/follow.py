@@ -17,7 +17,7 @@ from fsdp_jobs.plan.plan import Plan
 from fsdp_jobs.run.directory import RunDir, rank_logs
 from fsdp_jobs.run.failure import reports_lost_peer
 from fsdp_jobs.run.status import ENDED, RunStatus
-from fsdp_jobs.run.tail import Logs, looks_like_error
+from fsdp_jobs.run.tail import Logs, looks_like_error, rank_of
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit.overview import RunSummary, goodput_of, state_of, summary_of
 from fsdp_jobs.submit.submitted import job_of
@@ -122,7 +122,7 @@ class Follower:
             if sentence := event.sentence():
                 say(Text.assemble((f"{datetime.fromtimestamp(event.time):%H:%M:%S} ", "dim"), (sentence, event.style)))
         for file, line in self._logs.new():
-            rank = file.stem.removeprefix("rank-")
+            rank = rank_of(file)
             if (rank == "0" or looks_like_error(line)) and not reports_lost_peer(line):
                 say(f"[{file.parent.name} rank {rank}] {line}", "dim")
 

@@ -233,12 +233,11 @@ def cancel(args: list[str]) -> int:
         with suppress(BadInput, JobFailed):  # its launcher does not answer here
             kill([flags.run.handle])  # removes leftovers of a job that has ended
         say(f"{flags.run.name} is not running")
-        print_run(flags.run, flags.json)
-        return 0
-    stop([flags.run], flags.now)
-    status = RunStatus(flags.run)
-    status.update()
-    say(f"{flags.run.name} {status.state}: {status.reason}")
+    else:
+        stop([flags.run], flags.now)
+        status = RunStatus(flags.run)
+        status.update()
+        say(f"{flags.run.name} {status.state}: {status.reason}")
     print_run(flags.run, flags.json)
     return 0
 

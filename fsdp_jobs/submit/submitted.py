@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem, nearest
 from fsdp_jobs.launchers.base import SESSION, Description, Launcher, launcher_of, parse_handle
@@ -176,7 +176,8 @@ def activity_of(run: RunDir, said_at: float = -math.inf) -> Callable[[], bool]:
         run: the run, whose job was active.
         said_at: when its launcher reported that, on the monotonic clock.
     """
-    active, question = True, cast(Future[bool] | None, None)
+    active = True
+    question: Future[bool] | None = None
 
     def ask() -> bool:
         nonlocal said_at, active, question

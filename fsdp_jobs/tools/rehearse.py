@@ -64,7 +64,6 @@ def scaled(config: JobConfig, fault: str) -> JobConfig:
 
     Everything that recovery depends on stays: strategy, checkpointing, elastic settings, data order, precision.
     """
-    small = compose_job([])
     model, data = config.model, config.data
     if isinstance(model, LlamaConfig):
         kv, vocab = max(1, 4 * model.n_kv_heads // model.n_heads), min(model.vocab_size, 1024)
@@ -74,6 +73,7 @@ def scaled(config: JobConfig, fault: str) -> JobConfig:
     data = replace(data, seq_len=min(data.seq_len, 64), global_batch=min(data.global_batch, 8), micro_batch=2)
     ranks = config.nproc_per_node if isinstance(config.nproc_per_node, int) else 2
     nodes, ranks = {"lose_two_nodes": (4, 1), "slow_node": (3, 1)}.get(fault, (2, min(ranks, 2)))
+    least, most = node_range(config.nodes)
     elastic = replace(config.elastic, heartbeat_timeout_s=min(config.elastic.heartbeat_timeout_s, 5.0))
     if fault == "nan":
         elastic = replace(elastic, max_skipped_updates=min(elastic.max_skipped_updates or 5, 5))
@@ -81,10 +81,10 @@ def scaled(config: JobConfig, fault: str) -> JobConfig:
         config,
         name=f"{submission.REHEARSED}{fault}-{time.strftime('%Y%m%d-%H%M%S')}",
         cluster=LocalClusterConfig(),
-        hardware=small.hardware,
+        hardware=compose_job([]).hardware,
         model=model,
         data=data,
-        nodes=f"1:{nodes}" if node_range(config.nodes)[0] < node_range(config.nodes)[1] else nodes,
+        nodes=f"1:{nodes}" if least < most else nodes,
         nproc_per_node=ranks,
         steps=_STEPS if fault != "slow_node" else _MANY_STEPS,
         checkpoint=replace(config.checkpoint, every_steps=_EVERY, every_minutes=0.0, dir=None),
