@@ -338,16 +338,27 @@ class _LooksAhead(torch.optim.AdamW):
                 slow.lerp_(p.detach(), 0.5)
 
 
-def _later_keys(folder: str) -> None:
+class _AveragesLater(torch.optim.SGD):
+    """Has only a number in its state before its third step."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for p in (p for group in self.param_groups for p in group["params"]):
+            done = self.state[p]["done"] = self.state[p].get("done", 0) + 1
+            if done >= 3:
+                self.state[p].setdefault("slow", p.detach().clone()).lerp_(p.detach(), 0.5)
+
+
+def _later_keys(folder: str, optimizer: type[torch.optim.Optimizer]) -> None:
     torch.manual_seed(0)
-    first = trained(folder, optimizer=_LooksAhead, model=nn.Linear(4, 4))
+    first = trained(folder, optimizer=optimizer, model=nn.Linear(4, 4))
     for number in range(1, 5):
         _step(first, number)
     first.save(4, block=True)
     expected = _values(first)
     first.close()
     assert "optim.state.weight.slow" in expected
-    again = trained(folder, "0-1", optimizer=_LooksAhead, model=nn.Linear(4, 4))
+    again = trained(folder, "0-1", optimizer=optimizer, model=nn.Linear(4, 4))
     assert again.restore() == 4 and _values(again) == expected
     _step(again, 5)
     again.close()
@@ -378,6 +389,7 @@ def _elsewhere(_: str) -> str:
 
 
 def test_optimizers_that_grow_change_their_dtype_or_keep_their_state_elsewhere(tmp_path: Path) -> None:
-    run_world(2, _later_keys, str(tmp_path / "later"))
+    run_world(2, _later_keys, str(tmp_path / "later"), _LooksAhead)
+    run_world(1, _later_keys, str(tmp_path / "much-later"), _AveragesLater)
     run_world(1, _another_dtype, str(tmp_path / "dtype"))
     assert "keeps its state in another optimizer" in run_world(1, _elsewhere, "")[0]
