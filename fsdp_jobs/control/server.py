@@ -22,6 +22,7 @@ from contextlib import suppress
 from functools import partial
 
 from fsdp_jobs.config.schema import load_config
+from fsdp_jobs.control.attempt import Requests
 from fsdp_jobs.control.coordinator import Coordinator
 from fsdp_jobs.control.placement import ConnectedAgent
 from fsdp_jobs.run import log, messages, term
@@ -59,13 +60,16 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             loop.add_signal_handler(number, self._on_signal, f"{signal.Signals(number).name} received")
-        tasks = [asyncio.create_task(keep) for keep in (self._keep_charge(), self._follow_requests())]
+        charge, requests = asyncio.create_task(self._keep_charge()), self._read_requests()
         async with await asyncio.start_server(self._agent, hosts, port):
             while (exit_code := self._exit_code()) is None:
                 await asyncio.sleep(_TICK_S)
+                if requests.done():
+                    self.coordinator.on_requests(requests.result(), time.monotonic())
+                    requests = self._read_requests()
                 self.coordinator.tick(time.monotonic())
-        for task in tasks:
-            task.cancel()
+        charge.cancel()
+        requests.cancel()
         return exit_code
 
     def _exit_code(self) -> int | None:
@@ -81,11 +85,9 @@ class Server:
             return None
         return verdict.exit_code_of_attempt if verdict is not None else None
 
-    async def _follow_requests(self) -> None:
-        while True:
-            found = await asyncio.to_thread(self.coordinator.read_requests)  # agents get answers while it hangs
-            self.coordinator.on_requests(found, time.monotonic())
-            await asyncio.sleep(_TICK_S)
+    def _read_requests(self) -> asyncio.Task[Requests]:
+        """Begin to read them in a thread: agents get answers while the file system hangs."""
+        return asyncio.create_task(asyncio.to_thread(self.coordinator.read_requests))
 
     async def _keep_charge(self) -> None:
         """Take charge of the run, and give up when another coordinator does, of this or a later attempt."""
