@@ -26,7 +26,7 @@ from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.table import counted
 from fsdp_jobs.run.tail import follow_files, label, looks_like_error, numbers_of
 from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE
-from fsdp_jobs.submit.overview import Overview, RunSummary, story_of
+from fsdp_jobs.submit.overview import UNREADABLE, Overview, RunSummary, story_of
 from fsdp_jobs.submit.stop import stop
 from fsdp_jobs.submit.submitted import activity_of, check_own, existing_run, has_ended, job_of, kill, settle
 
@@ -68,19 +68,24 @@ def run_parser(verb: str) -> VerbParser:
     return parser
 
 
-def status(args: list[str]) -> int:
-    parser = VerbParser("status")
+def status_parser(verb: str) -> VerbParser:
+    """Make the parser of `status`, and of `list`."""
+    parser = VerbParser(verb)
     what = "of a run, its handle, a pattern as 'llama-*', or what its configuration has, as 'optim.lr>1e-3'"
     parser.add_argument("names", nargs="*", metavar="NAME", help=what)
     parser.add_argument("--state", help="only runs in this state, or several: running,failed")
-    parser.add_argument("--last", type=int, metavar="N", help="only the N that were submitted last")
+    parser.add_argument("--last", type=_at_least_one, metavar="N", help="only the N that were submitted last")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--watch", action="store_true", help="go on until all have ended, or Ctrl-C")
     how.add_argument("--json", action="store_true", help="a list of objects, for scripts")
-    flags = parser.parse(args)
+    return parser
+
+
+def status(args: list[str]) -> int:
+    flags = status_parser("status").parse(args)
     if not flags.names:
         settle(pending_in(flags.runs_dir))
-    runs = _named(flags.names, flags.runs_dir)[-flags.last if flags.last else None :]
+    runs = _named(flags.names, flags.runs_dir)[-(flags.last or 0) :]
     overview = Overview()
     rows = overview.look(runs)
     if flags.state is not None:
@@ -100,6 +105,12 @@ def status(args: list[str]) -> int:
             for heading, sentence in story_of(current, row.state):
                 say(f"{heading:<8}  {sentence}")
     return 0
+
+
+def _at_least_one(number: str) -> int:
+    if int(number) < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return int(number)
 
 
 def _named(names: Sequence[str], runs_dir: str) -> list[RunDir]:
@@ -123,7 +134,8 @@ def _has(run: RunDir, conditions: Sequence[re.Match[str]]) -> bool:
     """Whether a run's configuration meets all conditions; a missing key does not meet any."""
     with suppress(OSError, BadInput, ValueError):
         values = dict(dotted(plain_values(run.config)))
-        return all(_compared(values.get(key), *asked) for key, *asked in (found.groups() for found in conditions))
+        asked = [found.groups() for found in conditions]
+        return all(key in values and _compared(values[key], how, wanted) for key, how, wanted in asked)
     return False
 
 
@@ -136,7 +148,7 @@ def _compared(value: object, how: str, wanted: str) -> bool:
 
 
 def list_runs(args: list[str]) -> int:
-    if names := [a for a in args if not a.startswith(("-", "runs_dir="))]:
+    if names := status_parser("list").parse(args).names:
         raise BadInput.at(names[0], "list shows all runs", f"fsdp-jobs status {names[0]}")
     return status(args)
 
@@ -208,13 +220,16 @@ def wait(args: list[str]) -> int:
     flags = parser.parse(args)
     left = {existing_run(name, flags.runs_dir): name for name in dict.fromkeys(flags.names)}
     deadline = time.monotonic() + (flags.timeout if flags.timeout is not None else math.inf)
-    overview, states = Overview(), set[str]()
+    overview, states, told = Overview(), set[str](), set[str]()
     while True:
         for run, row in overview.look([*left]).items():
             if row.is_over:
                 del left[run]
                 states.add(row.state)
                 say(f"{row.run} {row.state}: {row.reason}")
+            elif row.state == UNREADABLE and row.reason not in told:
+                told.add(row.reason)
+                complain(f"{row.run} {row.state}: {row.reason}; waiting")
         if not left:
             return EXIT_FAILED if states - {"done", "stopped"} else EXIT_REQUEUE if "stopped" in states else 0
         if time.monotonic() > deadline:
@@ -294,13 +309,16 @@ def prune(args: list[str]) -> int:
     kept = best_runs(flags.runs_dir) if flags.keep_best else []
     found = list(old_runs(flags.runs_dir, _seconds(flags.older_than), kept))
     failed = False
+    gone = []
     for old in found:
         since = f"{datetime.fromtimestamp(old.ended_at):%Y-%m-%d}"
         say(f"{old.run.name}  {old.state} since {since}  {size(old.bytes)}")
         for problem in remove(old) if flags.yes else []:
             failed = True
             complain(f"not removed: {problem}")
-    total = f"{counted(len(found), 'run')}, {size(sum(old.bytes for old in found))}"
+        if not (flags.yes and old.run.path.exists()):
+            gone.append(old)
+    total = f"{counted(len(gone), 'run')}, {size(sum(old.bytes for old in gone))}"
     say(f"removed {total}" if flags.yes else f"{total} would be removed, with checkpoints: add --yes")
     return EXIT_FAILED if failed else 0
 

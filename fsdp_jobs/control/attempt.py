@@ -211,7 +211,8 @@ class Attempt:
             self.close(self._preempted(), now)
             return
         if was_parked:
-            self.record(events.RoundBroken(broken.broken_why, self.step, self.committed, failed_at=failed_at))
+            why = broken.broken_why
+            self.record(events.RoundBroken(why, self.step, self.committed, failed_at=failed_at, is_planned=True))
             return
         stalled = broken.has_stalled
         self._look_for_lost(now)

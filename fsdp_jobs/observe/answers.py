@@ -51,14 +51,19 @@ def about(status: RunStatus, state: str) -> JsonObject:
 def curves(run: RunDir) -> JsonObject:
     """Return the columns of at most about 1,000 lines of metrics.jsonl, newest first; None for values but numbers.
 
-    `gaps` has the time of each submission and the seconds since the last event before it; `faults` has times.
+    `gaps` has the time of each submission and the seconds since the last record before it; `faults` has times.
     """
     lines = list(sampled_json_lines(run.metrics, _POINTS))
     columns = {key: [_finite(line.get(key)) for line in lines] for key in dict.fromkeys(chain.from_iterable(lines))}
     happened = list(seldom_events(Tail(run.events)))
     pairs = pairwise(happened[:1] + happened)
-    gaps = [(new.time, new.time - before.time) for before, new in pairs if isinstance(new, Submitted)]
-    faults = [event.time for event in happened if isinstance(event, RoundBroken)]
+    stepped = [line.get("time", 0.0) for line in lines]
+    gaps = [
+        (new.time, new.time - max([before.time, *(at for at in stepped if at < new.time)]))
+        for before, new in pairs
+        if isinstance(new, Submitted)
+    ]
+    faults = [event.time for event in happened if isinstance(event, RoundBroken) and not event.is_planned]
     return {"columns": columns, "gaps": gaps, "faults": faults}
 
 

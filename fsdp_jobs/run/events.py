@@ -136,6 +136,7 @@ class RoundBroken(Event):
     committed: int  # step of the newest checkpoint
     blamed: str | None = None  # host
     failed_at: float | None = None  # time of the failure, seconds since 1970; None in records of earlier versions
+    is_planned: bool | None = None  # a node leaves or joins
 
     def sentence(self) -> str:
         known = self.step > 0 or self.committed >= 0

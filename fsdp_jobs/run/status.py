@@ -18,6 +18,8 @@ from fsdp_jobs.run.table import counted
 from fsdp_jobs.run.tail import Tail
 
 ENDED = (State.DONE, State.STOPPED, State.FAILED)
+DAMAGED = "damaged"  # its records are not as they were written
+OVER = (*ENDED, DAMAGED)  # states that do not change by themselves
 WAITING, TRAINING, IDLE = "waiting to be started", "training", "nothing: it has ended"
 _STILL_S, _STILL_LINES = 60.0, 5.0  # without a line of metrics.jsonl: seconds, and multiples of the time between lines
 _ROUND_ENDS = (events.Submitted, events.AttemptStarted, events.RoundBroken, events.AttemptEnded)
@@ -26,13 +28,14 @@ _GLANCE_BYTES = 1 << 12  # of metrics.jsonl, about a dozen steps
 
 @dataclass
 class Break:
-    """One failure and its costs; unknown ones are shown as a dash."""
+    """The end of a round that others follow, and its costs; unknown ones are shown as a dash."""
 
     time: float  # seconds since 1970
     why: str
     step: int  # steps done by then
     lost_steps: int | None  # of them, those to be repeated; None: only the program knows
     recovered_s: float | None = None  # until the next step was done; None before, or if none are reported
+    is_planned: bool = False  # a node joined or left, and nothing failed
 
     @property
     def lost(self) -> str:
@@ -109,8 +112,9 @@ class RunStatus:
     def _measure(self, record: JsonObject, at: float) -> None:
         self._line_s = at - self._newest.get("time", math.inf) if self._in_round else 0.0
         self._newest = record
-        self.steps = record.get("steps", self.steps)
-        resumed = record.get("resumed")  # from a program's output, which does not show checkpoints
+        is_read = "tokens_per_s" not in record  # from a program's output, which does not show checkpoints
+        self.steps = record.get("steps", self.steps) if is_read else self.steps
+        resumed = record.get("resumed") if is_read else None
         self.is_read |= resumed is not None
         if self._in_round:
             for b in self.breaks:  # the job trains again
@@ -119,8 +123,8 @@ class RunStatus:
                 b.recovered_s = at - b.time if b.recovered_s is None else b.recovered_s
         self.furthest = max(self.furthest, self.step)
         step = record.get("step", self.step)
-        if step <= self.furthest:
-            self.lost_steps += step - (self.step if self.step < step else step - 1 if resumed is None else resumed)
+        before = self.step if self.step < step else step - 1 if resumed is None else resumed
+        self.lost_steps += max(0, min(step, self.furthest) - max(0, before))
         self.step, self.loss = step, record.get("loss", self.loss)
         self.first_loss = self.loss if self.first_loss is None else self.first_loss
         self.tokens_per_s = _smoothed(self.tokens_per_s, record.get("tokens_per_s", 0.0))
@@ -138,12 +142,12 @@ class RunStatus:
             self._in_round = False
         match event:
             case events.Submitted():
-                self._before_s += self._last - self._begun if self._begun is not None else 0.0
+                self._before_s += self._newest_at - self._begun if self._begun is not None else 0.0
                 self._begun = self._queued = event.time
                 self.steps = self.run.read_job().get("steps")
                 self._enter("submitted", WAITING)
             case events.AttemptStarted():
-                self._queue_s += event.time - self._queued if self._queued is not None else 0.0
+                self._queue_s += max(0.0, event.time - self._queued) if self._queued is not None else 0.0
                 self._queued = None
                 self._enter("starting", "waiting for nodes")
             case events.RoundStarted():
@@ -155,10 +159,12 @@ class RunStatus:
                 done = max(event.step, self.step)
                 lost = max(0, done - max(0, event.committed, self.committed))
                 is_known = not self.is_read and (self.steps is not None or done > 0)
-                self.breaks.append(Break(event.failed_at or event.time, event.why, done, lost if is_known else None))
+                at, lost_steps = event.failed_at or event.time, lost if is_known else None
+                self.breaks.append(Break(at, event.why, done, lost_steps, is_planned=bool(event.is_planned)))
             case events.Resumed():
                 for b in self.breaks:
                     b.lost_steps = max(0, b.step - event.step) if b.recovered_s is None else b.lost_steps
+                self.furthest, self.step = max(self.furthest, self.step), event.step
             case events.LossSpike():
                 self.spikes.append(event)
             case events.SlowNode() | events.SlowSteps():
@@ -198,12 +204,19 @@ class RunStatus:
     @property
     def goodput(self) -> Goodput:
         """Return the breakdown of the time of all attempts, up to the newest record."""
-        newest, wall = self._newest, self._before_s
-        if self._begun is not None:
-            wall += max(self._last, newest.get("time", 0.0)) - self._begun
-        useful, stall, lost, recover = (newest.get(key, 0.0) for key in ("useful_s", "stall_s", "lost_s", "recover_s"))
-        start = max(0.0, wall - useful - stall - lost - recover - self._queue_s)
-        return Goodput(wall, useful, stall, lost, recover, self._queue_s, start)
+        wall = self._before_s + (self._newest_at - self._begun if self._begun is not None else 0.0)
+        useful, stall, lost, recover = (
+            self._newest.get(key, 0.0) for key in ("useful_s", "stall_s", "lost_s", "recover_s")
+        )
+        known = useful + stall + lost + recover + self._queue_s
+        wall = max(wall, known)  # after `glance` the last steps of earlier submissions are not known
+        return Goodput(wall, useful, stall, lost, recover, self._queue_s, wall - known)
+
+    @property
+    def _newest_at(self) -> float:
+        """Return the time of the newest event or line of metrics."""
+        stepped_at: float = self._newest.get("time", 0.0)
+        return max(self._last, stepped_at)
 
     @property
     def starting(self) -> str:

@@ -20,7 +20,9 @@ TIMES = "log-times.jsonl"  # beside ranks' logs: {rank: [size in bytes, time]} w
 _BLOCK = 1 << 16  # bytes read at once
 _LONGEST_LINE = 1 << 20  # bytes; longer lines come in parts
 _SHORT_LINE = 1 << 9  # bytes of a line of metrics.jsonl, about
-_ERROR = re.compile(r"Error\b|Exception|CRITICAL|FATAL|WARNING|Killed|Segmentation fault")
+_ERROR = re.compile(
+    r"Error\b|Exception|Traceback|ERROR\b|CRITICAL|FATAL|Fatal|WARN|Watchdog caught|Killed|Segmentation fault|Bus error"
+)
 
 logger = logging.getLogger(__name__)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -15,10 +16,11 @@ from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.identity import owner_of
 from fsdp_jobs.run.record import JsonObject
 from fsdp_jobs.run.state import State
-from fsdp_jobs.run.status import ENDED, IDLE, WAITING, RunStatus, steps_done
+from fsdp_jobs.run.status import DAMAGED, ENDED, IDLE, OVER, WAITING, RunStatus, steps_done
 from fsdp_jobs.run.table import counted, duration
 from fsdp_jobs.submit.submitted import another_runs, describe, is_silent
 
+UNREADABLE = "unreadable"
 DAMAGES = (BadInput, OSError, ValueError, TypeError, LookupError)  # raised when a record is not as it was written
 
 logger = logging.getLogger(__name__)
@@ -41,7 +43,7 @@ class RunSummary:
 
     run: str
     handle: str
-    state: str  # queued, damaged, or a word of RunStatus.state
+    state: str  # queued, damaged, unreadable (at present), or a word of RunStatus.state
     attempt: int | None = None
     nodes: int = 0
     nodes_asked: str = "-"  # 4, or 2:8
@@ -62,7 +64,7 @@ class RunSummary:
     @property
     def is_over(self) -> bool:
         """Return whether the run will not change any more."""
-        return self.state in (*ENDED, "damaged")
+        return self.state in OVER
 
     def cells(self) -> dict[str, str]:
         """Return heading -> text, for a table."""
@@ -90,29 +92,32 @@ class Overview:
 
     def __init__(self, ask: Callable[[Sequence[str]], Mapping[str, Description]] = describe):
         self._ask = ask
-        self._known: dict[Path, tuple[RunStatus, str | None]] = {}  # by run directory, with the run's owner
+        self._known: dict[Path, tuple[int, RunStatus, str | None]] = {}  # by run directory, with the run's owner
 
     def look(self, runs: Sequence[RunDir]) -> dict[RunDir, RunSummary]:
         """Sum up every run as it is now, in the order given; damaged records are reported in the summary."""
         read: dict[RunDir, tuple[JsonObject, RunStatus, str | None]] = {}
         rows: dict[RunDir, RunSummary] = {}
+        asked: list[str] = []
+        others: dict[RunDir, str] = {}
         for run in runs:
             try:
-                read[run] = self._read(run)
+                job, status, owner = self._read(run)
+                # A query also lets the launcher remove what is left of a run that has ended.
+                if not status.ended or (owner is None and run.left.exists()):
+                    if why := another_runs(run):
+                        others[run] = why
+                    else:
+                        asked.append(job["handle"])
+                read[run] = job, status, owner
             except DAMAGES as e:
                 rows[run] = _damaged(run, e)
-        # A query also lets the launcher remove what is left of a run that has ended.
-        live = {
-            run: job["handle"]
-            for run, (job, status, owner) in read.items()
-            if not status.ended or (owner is None and run.left.exists())
-        }
-        others = {run: why for run in live if (why := another_runs(run))}
-        answers = self._ask([handle for run, handle in live.items() if run not in others])
+        answers = self._ask(asked)
         for run, (job, status, owner) in read.items():
             answer = Description(State.UNKNOWN, others[run]) if run in others else answers.get(job["handle"])
-            if status.ended and answer is not None and answer.state is State.SILENT:
-                run.left.unlink(missing_ok=True)  # ask only once: the launcher may never answer again
+            if status.ended and owner is None and answer is not None and answer.state is State.SILENT:
+                with suppress(OSError):
+                    run.left.unlink()  # ask only once: the launcher may never answer again
             try:
                 rows[run] = summary_of(status, job, answer, owner)
             except DAMAGES as e:
@@ -124,17 +129,27 @@ class Overview:
         job = run.read_job()
         if not isinstance(job["handle"], str):
             raise TypeError(f"{run.job}: the handle is {job['handle']!r}, not a text")
-        known = self._known.pop(run.path, None)  # put back only if reading succeeds
-        if known is None:
-            known = RunStatus(run), owner_of(run)
-            known[0].glance()
-        known[0].update()
-        self._known[run.path] = known
-        return job, *known
+        begun = run.identity.stat().st_mtime_ns if run.identity.exists() else 0  # a removed run's name may be reused
+        known, status, owner = self._known.pop(run.path, (0, None, None))  # put back only if reading succeeds
+        if status is None or known != begun:
+            status, owner = RunStatus(run), owner_of(run)
+            status.glance()
+        status.update()
+        self._known[run.path] = begun, status, owner
+        return job, status, owner
 
 
 def _damaged(run: RunDir, error: Exception) -> RunSummary:
-    return RunSummary(run.name, "", "damaged", reason=damage(str(run.path), error))
+    """Sum up a run that cannot be read; after an OSError, as while a file server restarts, it may be readable soon."""
+    owner = None
+    with suppress(*DAMAGES):
+        owner = owner_of(run)
+    state = UNREADABLE if isinstance(error, OSError) else DAMAGED
+    return RunSummary(run.name, "", state, reason=damage(str(run.path), error), owner=owner and _name_of(owner))
+
+
+def _name_of(owner: str) -> str:
+    return owner.partition(" on ")[0]
 
 
 def summary_of(
@@ -166,9 +181,9 @@ def summary_of(
         checkpoint_at=status.committed_at or None,
         checkpoint_age_s=status.checkpoint_age_s,
         goodput=goodput.fraction if (goodput := status.goodput).useful_s else None,
-        failures=len(status.breaks),
+        failures=sum(not b.is_planned for b in status.breaks),
         reason=reason,
-        owner=owner and owner.partition(" on ")[0],
+        owner=owner and _name_of(owner),
     )
 
 

@@ -108,18 +108,27 @@ def describe(handles: Iterable[str]) -> dict[str, Description]:
     """
     described: dict[str, Description] = {}
     for name, group in by_launcher(handles).items():
-        try:
-            launcher = launcher_of(name)
-            silent = {handle: why for handle in group if (why := _elsewhere(launcher, handle))}
-            here = [handle for handle in group if handle not in silent]
-            answers = launcher.describe([parse_handle(handle).app_id for handle in here])
-            unknown = "its launcher has no such job any more: resume it"
-            for handle, answer in zip(here, answers, strict=True):
-                described[handle] = answer or Description(State.UNKNOWN, unknown)
-        except (BadInput, JobFailed) as e:
-            silent = dict.fromkeys(group, f"its launcher does not answer: {' '.join(str(e).split())}")
-        described |= {handle: Description(State.SILENT, why) for handle, why in silent.items()}
+        described |= _described(name, group)
     return described
+
+
+def _described(name: str, handles: list[str]) -> dict[str, Description]:
+    """Return handle -> description of a launcher's jobs. A record that cannot be read hides only its own job."""
+    try:
+        launcher = launcher_of(name)
+        silent = {handle: why for handle in handles if (why := _elsewhere(launcher, handle))}
+        here = [handle for handle in handles if handle not in silent]
+        answers = launcher.describe([parse_handle(handle).app_id for handle in here])
+    except (BadInput, JobFailed) as e:
+        here, answers = [], []
+        silent = dict.fromkeys(handles, f"its launcher does not answer: {' '.join(str(e).split())}")
+    except (OSError, ValueError, TypeError, LookupError) as e:
+        if middle := len(handles) // 2:
+            return _described(name, handles[:middle]) | _described(name, handles[middle:])
+        here, answers, silent = [], [], dict.fromkeys(handles, f"its records cannot be read: {e}")
+    unknown = Description(State.UNKNOWN, "its launcher has no such job any more: resume it")
+    found = {handle: answer or unknown for handle, answer in zip(here, answers, strict=True)}
+    return found | {handle: Description(State.SILENT, why) for handle, why in silent.items()}
 
 
 def _elsewhere(launcher: Launcher, handle: str) -> str | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.run.record import JsonObject
-from fsdp_jobs.run.status import ENDED
+from fsdp_jobs.run.status import OVER
 from fsdp_jobs.run.tail import newest_json_lines
 from fsdp_jobs.submit import submit as submission
 from fsdp_jobs.submit.overview import Overview
@@ -101,7 +101,7 @@ def wait(sweep: Sweep, rows: Sequence[Row], say: Callable[[Row], Any]) -> None:
     waiting, pause_s = list(rows), _POLL_S
     while waiting:
         refresh(sweep, waiting)
-        for row in [row for row in waiting if row.state in ENDED]:
+        for row in [row for row in waiting if row.state in OVER]:
             say(row)
             waiting.remove(row)
             pause_s = _POLL_S

@@ -15,7 +15,7 @@ from fsdp_jobs.config.hydra import key_of
 from fsdp_jobs.config.terminal import say
 from fsdp_jobs.run.directory import RunDir, find_run, lock, recorded_in, try_lock
 from fsdp_jobs.run.record import JsonObject
-from fsdp_jobs.run.status import ENDED
+from fsdp_jobs.run.status import OVER
 from fsdp_jobs.sweeps.identity import identity
 
 NEW = "new"  # not submitted yet
@@ -37,7 +37,7 @@ class Row:
     @property
     def is_active(self) -> bool:
         """Whether the job runs or is queued."""
-        return self.state not in (*ENDED, NEW)
+        return self.state not in (*OVER, NEW)
 
     @property
     def is_measured(self) -> bool:

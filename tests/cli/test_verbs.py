@@ -153,8 +153,14 @@ def test_status_takes_conditions_on_what_was_configured_and_names_other_owners(t
         (["fsdp.strategy=hybrid_shard", "s*"], {"slow"}),
         (["nodes=2", "optim.lr!=3e-3"], {"slow"}),
         (["optim.lrr>0"], set[str]()),
+        (["optim.lrr!=0"], set[str]()),
+        (["--last", "1"], {"fast"}),
     ):
         assert {row["run"] for row in _json(tmp_path, "status", *words)} == found, words
+    assert {row["run"] for row in _json(tmp_path, "list", "--last", "1", "--state", "done")} == {"fast"}
+    for none in ("0", "-1"):
+        refused = cli(tmp_path, "status", "--last", none)
+        assert refused.returncode == 2 and "less than 1" in refused.stderr, refused
     theirs = RunDir(tmp_path / "runs" / "slow")
     of_me = identity_of(theirs, compose_job([]))
     assert "owner" not in cli(tmp_path, "status").stdout

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_jobs.observe.answers import curves
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.events import append_line
 from fsdp_jobs.run.goodput import Failures, Goodput, StepClock, failures_of
@@ -57,6 +58,20 @@ def test_the_parts_add_up_and_the_night_between_two_submissions_does_not_count(t
     assert goodput.useful_s == 1.5 + 2.5 + 2.5 + 2.0
     parts = goodput.useful_s + goodput.stall_s + goodput.lost_s + goodput.recover_s + goodput.queue_s + goodput.start_s
     assert parts == pytest.approx(goodput.wall_s)
+
+
+def test_a_job_whose_machine_died_without_a_word_ran_until_its_last_step(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    for submitted, done in ((100, 0), (9000, 50)):
+        _event(run, submitted, "submitted")
+        _event(run, submitted, "attempt_started")
+        clock = StepClock(run)
+        clock.resume(done, submitted)
+        for step in range(done + 1, done + 51):
+            at = submitted + 2.0 * (step - done)
+            append_line(run.metrics, {"step": step, "step_s": 2.0, "time": at, **clock.add(step, at, 2.0, 0.0)})
+    assert _goodput_of(run).fraction == 1.0
+    assert [round(gap) for _, gap in curves(run)["gaps"]] == [0, 9000 - 200]
 
 
 def test_steps_that_were_not_logged_count_and_a_life_without_a_logged_step_costs_nothing(tmp_path: Path) -> None:

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from fsdp_jobs.config.schema import load_config
+from fsdp_jobs.launchers.base import Description
+from fsdp_jobs.observe.answers import curves
 from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.identity import identity_of
+from fsdp_jobs.run.state import State
 from fsdp_jobs.run.status import RunStatus
+from fsdp_jobs.submit import submitted
 from fsdp_jobs.submit.overview import Overview, story_of
 from tests.jobs import cli, environment, hear_ctrl_c, job
-from tests.recorded import add_line, recorded_run
+from tests.recorded import HOSTILE, add_line, recorded_run
 from tests.world import PACED
 
 
@@ -159,6 +168,84 @@ def test_steps_of_a_program_that_counts_from_zero_are_not_repeated(tmp_path: Pat
     status = RunStatus(run)
     status.update()
     assert status.lost_steps == 10 and status.is_read
+
+
+def test_a_run_that_cannot_be_read_just_now_is_not_over_simulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = recorded_run(tmp_path)
+    add_line(run.events, {"time": 131.0, "event": "attempt_started", "attempt": 1})
+    overview = Overview(lambda _: {})
+    assert overview.look([run])[run].state == "starting"
+    with monkeypatch.context() as patched:
+        patched.setattr(RunDir, "read_job", lambda _: (_ for _ in ()).throw(OSError(errno.ESTALE, "Stale file handle")))
+        stale = overview.look([run])[run]
+    assert stale.state == "unreadable" and "Stale" in stale.reason and not stale.is_over
+    assert overview.look([run])[run].state == "starting"
+
+
+def test_a_record_that_cannot_be_read_hides_only_its_own_job_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def describe(jobs: list[str]) -> list[Description | None]:
+        asked.append(jobs)
+        if "torn" in jobs:
+            raise ValueError("Input data was truncated")
+        return [Description(State.RUNNING)] * len(jobs)
+
+    launcher = SimpleNamespace(cluster_of=lambda _: "here", describe=describe)
+    monkeypatch.setattr(submitted, "launcher_of", lambda _: launcher)
+    jobs = [f"slurm_fsdp://here/{name}" for name in ("a", "b", "torn", "c", "d", "e", "f", "g")]
+    answers = submitted.describe(jobs)
+    assert [job for job in jobs if answers[job].state is State.RUNNING] == [job for job in jobs if "torn" not in job]
+    assert "truncated" in answers[jobs[2]].message and answers[jobs[2]].state is State.SILENT
+    assert len(asked) == 7, "not one by one"
+
+
+def test_a_name_that_is_used_again_is_another_run(tmp_path: Path) -> None:
+    overview = Overview(lambda _: {})
+    run = recorded_run(tmp_path)
+    write_atomic(run.identity, identity_of(run, load_config(run.config)).to_json())
+    assert overview.look([run])[run].failures == 1
+    shutil.rmtree(run.path)
+    again = recorded_run(tmp_path)
+    events = [line for line in again.events.read_text().splitlines(keepends=True) if "round_broken" not in line]
+    again.events.write_text("".join(events) + "\n" * 1000)
+    write_atomic(again.identity, identity_of(again, load_config(again.config)).to_json())
+    assert overview.look([again])[again].failures == 0
+
+
+def test_a_node_that_joins_is_no_failure(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path)
+    joins = {"why": "node 2 joins", "step": 20, "committed": 20, "is_planned": True}
+    add_line(run.events, {"time": 129.0, "event": "round_broken", "attempt": 0, **joins})
+    assert Overview(lambda _: {}).look([run])[run].failures == 1
+    status = RunStatus(run)
+    status.update()
+    assert [b.why for b in status.breaks] == [HOSTILE, "node 2 joins"]
+    assert len(curves(run)["faults"]) == 1
+
+
+def test_a_value_that_a_program_calls_steps_is_not_the_runs(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path)
+    add_line(run.metrics, {"step": 21, "loss": 1.0, "tokens_per_s": 1.0, "steps": 7, "resumed": 3, "time": 127.0})
+    status = RunStatus(run)
+    status.update()
+    assert status.steps == 20 and not status.is_read
+
+
+def test_repeated_steps_are_those_since_the_checkpoint(tmp_path: Path) -> None:
+    run = faulty_run(tmp_path, 1)  # with steps up to 4
+    for number, (resumed, done) in enumerate(((2, 3), (2, 10)), 1):
+        began = 17.0 * number
+        add_line(run.events, {"time": began, "event": "round_started", "attempt": 0, "round": number, **PLACED})
+        loaded = {"step": resumed, "samples": 0, "world_size": 2}
+        add_line(run.events, {"time": began + 1, "event": "resumed", "attempt": 0, "round": number, **loaded})
+        line = {"step": done, "tokens_per_s": 1.0, "attempt": 0, "time": began + 2}
+        add_line(run.metrics, line)  # of every few steps
+    status = RunStatus(run)
+    status.update()
+    assert status.lost_steps == 1 + 2
 
 
 def test_steps_that_only_a_program_knows_are_a_dash(tmp_path: Path) -> None:
