@@ -76,7 +76,7 @@ class MetricsLog:
         self._draw(step, rounded)
 
     def _draw(self, step: int, values: dict[str, float]) -> None:
-        """Write scalars for TensorBoard; if that fails, as on a full disk, try again a minute later."""
+        """Write scalars for TensorBoard; on a full disk try again a minute later, and with broken packages never."""
         if time.monotonic() < self.rests_until:
             return
         try:
@@ -86,9 +86,10 @@ class MetricsLog:
                 self.tensorboard = SummaryWriter(str(self.run.tensorboard))
             for name, value in values.items():
                 self.tensorboard.add_scalar(name, value, step)
-        except OSError as e:
-            logger.warning("TensorBoard misses steps from %d on: %s", step, e)
-            self.tensorboard, self.rests_until = None, time.monotonic() + _REST_S
+        except Exception as e:  # its packages may be broken in any way, and training needs none of them
+            logger.warning("TensorBoard misses steps from %d on: %s: %s", step, type(e).__name__, e)
+            self.tensorboard = None
+            self.rests_until = time.monotonic() + _REST_S if isinstance(e, OSError) else math.inf
 
     def _watch(self, step: int, loss: float) -> None:
         """Record an event if a loss is far above those of the steps before it."""
@@ -102,5 +103,5 @@ class MetricsLog:
 
     def close(self) -> None:
         if self.tensorboard is not None:
-            with suppress(OSError):
+            with suppress(Exception):
                 self.tensorboard.close()

@@ -97,7 +97,7 @@ def test_it_answers_to_its_own_name_and_with_a_token_only_who_has_it(tmp_path: P
     assert web.get("/").status_code == 200
 
 
-def test_monitoring_reads_the_figures_of_runs(tmp_path: Path) -> None:
+def test_monitoring_reads_the_figures_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded_run(tmp_path)
     unfinished(tmp_path, "going", "local_fsdp://elsewhere/going")
     web = client(tmp_path, token="sesame")
@@ -107,6 +107,10 @@ def test_monitoring_reads_the_figures_of_runs(tmp_path: Path) -> None:
     told = web.get("/metrics", headers=bearer).text
     assert 'fsdp_jobs_runs{state="done"} 1' in told and 'fsdp_jobs_failures_total{run="going"} 1' in told
     assert 'fsdp_jobs_step{run="going"} 20' in told and 'run="recorded"' not in told, told
+    with monkeypatch.context() as nobody_asks:
+        nobody_asks.setattr(live, "_IDLE_S", 0.0)
+        until(lambda: web.get("/metrics", headers=bearer).status_code == 503, "what is old is not told")
+    until(lambda: web.get("/metrics", headers=bearer).status_code == 200, "the runs have been read again")
     values = [line for line in told.splitlines() if not line.startswith("#")]
     assert all(re.fullmatch(r'fsdp_jobs_\w+\{\w+="[^"]*"\} [-+0-9.e]+', line) for line in values), told
 

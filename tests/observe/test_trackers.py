@@ -18,7 +18,7 @@ from fsdp_jobs.config.schema import dump_config
 from fsdp_jobs.node.tracker import unsent_lines
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from tests.jobs import Job, environment, job
-from tests.recorded import HOSTILE, recorded_run
+from tests.recorded import HOSTILE, add_line, recorded_run
 
 FILES = {"MLFLOW_ALLOW_FILE_STORE": "true"}  # MLflow's own word for its store in plain files
 FEW = ("steps=120", "checkpoint.every_steps=20", "log_every_steps=2")
@@ -119,9 +119,10 @@ def test_what_was_not_sent_is_sent_later(tmp_path: Path, monkeypatch: pytest.Mon
     run = recorded_run(tmp_path)
     where = (tmp_path / "store").as_uri()
     write_atomic(run.config, dump_config(compose_job(["name=recorded", "tracking=mlflow", f"tracking.uri={where}"])))
+    add_line(run.metrics, {"step": 21, "time": 130.0, "val:loss[0]": 1.0, "a//b/": 2.0, "": 3.0})  # no names there
     refused = send(run)  # MLflow wants its own word first
     assert refused.returncode == 1 and "MLFLOW_ALLOW_FILE_STORE" in refused.stderr
-    assert unsent_lines(run) == 22
+    assert unsent_lines(run) == 23
     for _ in range(2):  # the second time there is nothing left
         sent = send(run, **FILES)
         assert sent.returncode == 0, sent.stdout + sent.stderr
@@ -130,5 +131,6 @@ def test_what_was_not_sent_is_sent_later(tmp_path: Path, monkeypatch: pytest.Mon
     client = MlflowClient(where)
     (entry,) = client.search_runs([client.get_experiment_by_name("fsdp_jobs").experiment_id])
     assert len(client.get_metric_history(entry.info.run_id, "loss")) == 22
+    assert {"val_loss_0_", "a/b", "_"} <= entry.data.metrics.keys(), entry.data.metrics
     assert HOSTILE not in json.dumps(entry.data.params)
     assert entry.data.tags["fsdp_jobs.run.directory"] == str(run.path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +120,11 @@ def test_a_loss_far_above_the_others_is_an_event(tmp_path: Path) -> None:
 def _log(folder: str) -> None:
     import torch
 
+    sys.modules["torch.utils.tensorboard"] = None  # type: ignore[assignment]  # packages that cannot be imported
     log = MetricsLog(RunDir(folder), 0, JobConfig(script="p.py", model=NoModelConfig()), torch.device("cpu"))
     for step in range(1, 60):
         loss = 9.0 if step == 50 else 2.0 + 0.1 * math.sin(step) - step / 100
         log.log(step, 0.0, 1, 0.0, {"loss": loss, "step_s": 1.0, "checkpoint_stall_s": 0.0, "step": 7})
+    assert log.rests_until == math.inf, "broken packages are tried once"
+    log.close()
     (RunDir(folder).path / "done").write_text(json.dumps(len(log.losses)))

@@ -100,11 +100,11 @@ class Dashboard:
         return _events(messages())
 
     def metrics(self, _: Request) -> Response:
-        """Answer with the runs' metrics for Prometheus; 503 before all runs have been read."""
+        """Answer with the runs' metrics for Prometheus; 503 before all runs have been read, again if nobody asked."""
         self._live.watched_at = time.monotonic()
-        if not self._live.is_complete:
+        if (summaries := self._live.summaries) is None:
             return PlainTextResponse("the runs are being read", 503)
-        return PlainTextResponse(exposition(self._live.summaries), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(exposition(summaries), media_type="text/plain; version=0.0.4")
 
     def run(self, request: Request) -> Response:
         """Answer with the details of a run."""

@@ -22,7 +22,7 @@ from fsdp_jobs.submit.submitted import by_launcher, describe
 _LOOK_EVERY_S = 1.0  # at runs; less often if a look takes longer than a quarter of this
 _ASK_EVERY_S = 5.0  # each launcher
 _PATIENCE_S = 15.0  # after which rows say that their launcher does not answer
-_IDLE_S = 30.0  # after the last browser has gone
+_IDLE_S = 150.0  # after the last browser or Prometheus has asked, which may do so every two minutes
 _CHUNK = 50  # number of runs read before the first rows are shown
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class LiveRows:
     def __init__(self, folder: str):
         self.folder = folder
         self.rows: dict[str, JsonObject] = {}  # newest run first; replaced as a whole, keeping unchanged rows
-        self.summaries: list[RunSummary] = []  # of the same runs, from the newest look
+        self.summaries: list[RunSummary] | None = None  # of the same runs, while someone watches
         self.is_complete = False  # all runs have been read once
         self.trouble = ""  # why the folder cannot be read
         self.watched_at = time.monotonic()  # when a browser last read the rows
@@ -88,6 +88,8 @@ class LiveRows:
                 except Exception as e:  # the next look may succeed
                     logger.warning("%s: %s", self.folder, e)
                     self.trouble = str(e)
+            else:
+                self.summaries = None
             time.sleep(max(_LOOK_EVERY_S, 4 * (time.monotonic() - began)))
 
     def _look(self) -> None:

@@ -6,6 +6,8 @@ Both classes have the same methods; each may raise any exception of the tracker'
 from __future__ import annotations
 
 import os
+import posixpath
+import re
 import secrets
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
@@ -39,6 +41,13 @@ def _batches(items: Sequence[_Item], size: int) -> Iterator[Sequence[_Item]]:
 
 _MLFLOW_STATES = {"done": "FINISHED", "stopped": "KILLED", "failed": "FAILED", "waiting": "SCHEDULED"}
 _MAX_PARAMS, _MAX_METRICS, _MAX_LETTERS = 100, 1000, 500  # of a request, of a request, of a value
+_REFUSED = re.compile(r"[^\w.\- /]")  # characters in names of metrics: MLflow refuses the whole request
+_MAX_NAME = 250
+
+
+def _name_of(metric: str) -> str:
+    """Return the nearest name that MLflow accepts: it may contain slashes if it is a normal relative path."""
+    return posixpath.normpath("/" + _REFUSED.sub("_", metric)).strip("/")[:_MAX_NAME].rstrip("/") or "_"
 
 
 class Mlflow:
@@ -71,7 +80,7 @@ class Mlflow:
         from mlflow.entities import Metric
 
         metrics = [
-            Metric(name, value, int(record.get("time", 0) * 1000), int(record.get("step", 0)))
+            Metric(_name_of(name), value, int(record.get("time", 0) * 1000), int(record.get("step", 0)))
             for record in records
             for name, value in measured(record).items()
         ]
