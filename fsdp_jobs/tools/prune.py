@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -88,9 +89,8 @@ def _remove(old: Old) -> list[str]:
         except Exception as e:  # clients of object stores raise any exception
             problems.append(f"{home}: {type(e).__name__}: {e}")
     place = old.run.path.resolve()
-    going = place.with_name(_GOING + place.name)
-    place.rename(going)
-    shutil.rmtree(going)
+    with tempfile.TemporaryDirectory(prefix=_GOING, dir=place.parent) as going:
+        place.rename(Path(going) / place.name)
     if old.run.path.is_symlink():
         old.run.path.unlink()
     return problems

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_jobs.cli.main import main
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.identity import identity_of
@@ -130,11 +131,16 @@ def test_a_run_that_is_submitted_meanwhile_stays(folder: Path) -> None:
     assert old.run.config.exists() and (folder / "elsewhere" / "old" / "step-00000010").is_dir()
 
 
-def test_of_what_cannot_be_removed_nothing_goes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_what_cannot_be_removed_nothing_goes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (old,) = [o for o in old_runs(str(folder / "runs"), 30 * _DAY_S, []) if o.run.name == "old"]
     theirs = old.run.attempt(0)
     theirs.mkdir(exist_ok=True)
     access = os.access  # root may write everywhere
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != theirs and access(path, mode))
     assert remove(old) == [f"{theirs}: you may not write there"]
+    assert main(["prune", "--older-than", "30d", "--yes", f"runs_dir={folder / 'runs'}"]) == 1
+    told = capsys.readouterr()
+    assert "removed 2 runs" in told.out and "not removed" in told.err, "the sweep's two"
     assert old.run.config.exists() and (folder / "elsewhere" / "old").is_dir()
