@@ -82,7 +82,7 @@ def closeness(config: JobConfig, option: Option) -> str:
 def price(config: JobConfig, shape: ModelShape, strategy: str, placement: Placement) -> Option:
     """Price one strategy on one placement.
 
-    `fsdp.accumulate_unsharded=auto` keeps whole gradients between microbatches if they fit and save time.
+    `fsdp.accumulate_unsharded=auto` keeps whole gradients between microbatches if they fit well and save time.
     `fsdp.chunked_loss=auto` computes the loss in chunks if whole logits do not fit, or if their memory saves more time
     when used otherwise. `fsdp.objective=memory` takes the one that needs less.
     """
@@ -94,7 +94,8 @@ def price(config: JobConfig, shape: ModelShape, strategy: str, placement: Placem
         if not is_free or not is_speed:
             return sharded
         unsharded = _price(config, shape, strategy, placement, True, chunked)
-        return unsharded if unsharded.fits and unsharded.time.step < sharded.time.step else sharded
+        has_room = unsharded.fits and not closeness(config, unsharded)
+        return unsharded if has_room and unsharded.time.step < sharded.time.step else sharded
 
     whole = accumulating(chunked=fsdp.chunked_loss is True)
     has_room = whole.fits and (whole.microbatches == 1 or whole.layout.accumulate_unsharded)

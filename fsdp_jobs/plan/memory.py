@@ -134,9 +134,10 @@ def _moments(
     saved, head_saved, live = _activations(shape, fsdp, data, b_p, scores)
     all_saved = saved * max(n, 1) + head_saved
     tokens = data.micro_batch * data.seq_len
-    # Whole logits: log-softmax, its gradient and the gradient of its input are fp32 each, and the logits live on.
+    # Whole logits: log-softmax, its gradient and the gradient of its input are fp32 each; only the first outlives
+    # forward, so the head's backward begins with the gradient of the logits alone.
     logits = tokens * shape.activations.vocab
-    made, in_loss_function, in_head_backward, afterwards = (logits * b for b in (b_p, b_p + 12, 2 * b_p, b_p))
+    made, in_loss_function, in_head_backward = (logits * b for b in (b_p, 12, b_p))
     vocabulary = shape.activations.vocab if shape.activations.linear_head else 0
     if chunk := loss_chunk(fsdp, tokens, vocabulary, layout.chunked_loss):
         # Inside the head's forward: a chunk's logits and log-softmax (of widened logits), or its errors and
@@ -146,7 +147,7 @@ def _moments(
         at_once, widened = min(chunk, tokens) * shape.activations.vocab, 4 if b_p < 4 else 0
         in_chunk = max(at_once * (b_p + 4 + widened), (at_once + weight) * b_p if summed else 0)
         in_loss_function, in_loss = in_chunk + hidden + weight * 4, in_loss + head * group * b_p * (group > 1)
-        made, in_head_backward, afterwards = 0, summed + hidden, 0
+        made, in_head_backward = 0, summed + hidden
 
     state = Memory("", parameters=shard * b_m, optimizer=shard * 2 * b_m, gradients=early, buffers=shape.buffers)
     before = replace(state, accumulation=shape.numel * b_sum, activations=all_saved)
@@ -156,7 +157,7 @@ def _moments(
         replace(before, moment="backward of the head", gathered=in_head, logits=in_head_backward,
                 reduction=waiting + shape.head.numel * b_p),
         replace(before, moment="reduction of the head's gradients", gathered=in_head - head * group * b_p,
-                logits=afterwards, reduction=waiting + shape.head.numel * b_p + head_input),
+                reduction=waiting + shape.head.numel * b_p + head_input),
         replace(state, moment="optimizer step", gradients=shard * b_m),
     ]  # fmt: skip
 
@@ -168,7 +169,7 @@ def _moments(
         """
         reduced = max(early, (head + (k - 1) * block) * b_m)
         left = max(0, shape.numel - shape.head.numel - (k - 1) * shape.largest.numel) * b_sum
-        at = replace(state, moment=name, gradients=reduced, gathered=in_block, logits=afterwards, accumulation=left)
+        at = replace(state, moment=name, gradients=reduced, gathered=in_block, accumulation=left)
         reducing = waiting + (reduce_input if k > 1 else head_input)
         first, whole = reducing + shape.largest.largest_param * b_p, reducing + shape.largest.numel * b_p
         return [
@@ -182,7 +183,7 @@ def _moments(
         moments += backward(2, "backward of the last block but one") + backward(n, "backward of the first block")
     root_input = root * group * b_r
     moments += [
-        replace(state, moment="reduction of the root's gradients", gradients=shard * b_m, logits=afterwards,
+        replace(state, moment="reduction of the root's gradients", gradients=shard * b_m,
                 gathered=root * group * b_p if reduce_input > root_input else 0,
                 reduction=shape.root.numel * b_p + max(root_input, reduce_input),
                 accumulation=shape.root.numel * b_sum, activations=0 if n else all_saved),
