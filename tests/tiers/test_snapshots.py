@@ -9,10 +9,13 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fsdp_jobs.checkpoints import catalog
 from fsdp_jobs.checkpoints.checkpointer import Checkpointer
@@ -301,3 +304,16 @@ def _changing(folder: str) -> None:
 
 def test_a_state_that_changes_during_its_snapshot_is_not_restored(tmp_path: Path) -> None:
     run_world(2, _changing, str(tmp_path))
+
+
+@given(st.integers(0, 40), st.integers(0, 40), st.sampled_from([torch.float32, torch.bfloat16, torch.int64]))
+def test_no_copy_crosses_the_pieces_that_are_registered(begin: int, rows: int, dtype: torch.dtype) -> None:
+    begin, source = 64 * begin, torch.arange(8 * rows).view(8, rows).to(dtype).T  # not contiguous
+    target = torch.zeros(rows, 8, dtype=dtype)
+    with patch.object(snapshots, "_PIECE", 256):
+        pairs = list(snapshots._cut(target, source, begin))
+    places = [begin + to.data_ptr() - target.data_ptr() for to, _ in pairs]
+    assert all(at // 256 == (at + to.nbytes - 1) // 256 for at, (to, _) in zip(places, pairs, strict=True) if to.nbytes)
+    for to, part in pairs:
+        to.copy_(part)
+    assert torch.equal(target, source)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import copy
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from itertools import pairwise
 from mmap import mmap
 from pathlib import Path
 from typing import Any, Self
@@ -37,6 +39,8 @@ _AUTO_COST = 0.01  # share of training time that snapshots may take
 _SLACK = 1 << 20  # bytes for random states and counters, whose size varies
 _AT_ONCE = 1 << 26  # bytes of a snapshot, up to which its slots are made while its step waits
 _PAGE = 4096
+_PIECE = 1 << 26  # bytes of a slot that CUDA registers at once, while no kernel can be launched
+_REST = 4  # times as long as that took, until the next piece
 
 
 class Snapshots(SnapshotTier):
@@ -59,6 +63,7 @@ class Snapshots(SnapshotTier):
         self._copying: Future[None] | None = None
         self._stream = torch.cuda.Stream(self.state.device) if self.state.device.type == "cuda" else None
         self._maps: dict[int, mmap] = {}  # slot -> its data
+        self._closing = threading.Event()
         self._newest: Slot | None = None
         self._snapshots = 0  # in this round
         self._number = 1  # of the newest one's slot
@@ -157,8 +162,8 @@ class Snapshots(SnapshotTier):
         newest.withdraw()
         try:
             for number in (0, 1):
-                data = self._map(self._slot(number), number, size)
-                torch.frombuffer(data, dtype=torch.uint8)[::_PAGE].sum()  # makes the kernel map the pages
+                if not self._closing.is_set():
+                    self._map(self._slot(number), number, size, _REST)
         except (OSError, RuntimeError) as e:  # the latter if CUDA registers no more memory
             self._give_up(step, size, e)
         else:
@@ -220,29 +225,54 @@ class Snapshots(SnapshotTier):
         with torch.cuda.stream(self._stream):  # does nothing for None
             if updated is not None:
                 updated.wait()
-            views = [view(data, entry) for entry, _ in filled]
-            torch._foreach_copy_(views, [local(part) for _, part in filled], non_blocking=True)
+            copies = [(view(data, entry), local(part), entry.begin) for entry, part in filled]
+            pairs = [pair for copied in copies for pair in _cut(*copied)]
+            torch._foreach_copy_([to for to, _ in pairs], [part for _, part in pairs], non_blocking=True)
         if self._stream is not None:
             self._stream.synchronize()
 
-    def _map(self, slot: Slot, number: int, size: int) -> mmap:
+    def _map(self, slot: Slot, number: int, size: int, rest: float = 0.0) -> mmap:
         """Map a slot once, and let the GPU write there directly. Its contents stay.
+
+        Args:
+            rest: between two pieces, in multiples of the time that one takes.
 
         Raises:
             OSError: there is no room.
+            RuntimeError: CUDA registers no more memory.
         """
         data = self._maps.get(number)
         if data is None or len(data) < size:
             if data is not None and self._stream is not None:
-                torch.cuda.cudart().cudaHostUnregister(address_of(data))
+                for begin in range(0, len(data), _PIECE):
+                    torch.cuda.cudart().cudaHostUnregister(address_of(data) + begin)
             data = self._maps[number] = slot.map(size + _SLACK)
+            torch.frombuffer(data, dtype=torch.uint8)[::_PAGE].sum()  # makes the kernel map the pages
             if self._stream is not None:
-                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address_of(data), len(data), 0))
+                self._register(data, rest)
         return data
+
+    def _register(self, data: mmap, rest: float) -> None:
+        for begin in range(0, len(data), _PIECE):
+            began, length = time.perf_counter(), min(_PIECE, len(data) - begin)
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address_of(data) + begin, length, 0))
+            if rest and self._closing.wait(rest * (time.perf_counter() - began)):
+                break
 
     def go_on(self, step: int) -> None:
         self.done = step
 
     def close(self) -> None:
+        self._closing.set()
         self.settle()
         self._thread.shutdown()
+
+
+def _cut(target: Tensor, source: Tensor, begin: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Cut a copy to `begin` of a slot where the slot's pieces meet: CUDA copies to one registered piece at a time."""
+    first, size = (_PIECE - begin % _PIECE) // target.itemsize, _PIECE // target.itemsize
+    if target.numel() <= first:
+        return iter([(target, source)])
+    ends = [*range(first, target.numel(), size), target.numel()]
+    lengths = [end - start for start, end in pairwise([0, *ends])]
+    return zip(target.view(-1).split(lengths), source.reshape(-1).split(lengths), strict=True)
