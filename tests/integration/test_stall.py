@@ -75,11 +75,31 @@ if "COMPUTE" in os.environ:
 else:
     save(model)
 """
+_RECORDER = """
+import os, threading, time
+
+def record():
+    while True:
+        time.sleep(1)
+        if os.read(pipe, 1):
+            time.sleep(0.5)
+            with open(os.environ["TORCH_FR_DUMP_TEMP_FILE"] + os.environ["RANK"], "w") as file:
+                file.write("collectives")
+
+name = os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] + os.environ["RANK"] + ".pipe"
+if os.path.exists(name):
+    os.unlink(name)  # as NCCL does
+os.mkfifo(name)
+pipe = os.open(name, os.O_RDONLY | os.O_NONBLOCK)
+threading.Thread(target=record, daemon=True).start()
+"""
 _DEADLOCKS = ("script=deadlock.py", "elastic.stall_timeout_s=4", "elastic.join_window_s=5")
 
 
-def test_a_program_in_which_one_rank_saves_is_found_and_the_rank_named(tmp_path: Path) -> None:
-    (tmp_path / "deadlock.py").write_text(_DEADLOCK)
+def test_a_program_in_which_one_rank_saves_is_found_and_the_rank_named_with_a_mock_of_nccls_recorder(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "deadlock.py").write_text(_DEADLOCK.replace("\n\ndef save", f"\n{_RECORDER}\ndef save", 1))
     keys = (*_DEADLOCKS, "elastic.max_failures_without_progress=1")
     with job(tmp_path, "deadlock", *keys, nodes="2", nproc=2, tiny=False) as hang:
         hang.until(lambda: bool(hang.events("stalled")), "the stall is noticed", 120)
@@ -89,8 +109,9 @@ def test_a_program_in_which_one_rank_saves_is_found_and_the_rank_named(tmp_path:
         assert (verdict.verdict, verdict.decision) == ("stalled", "stop"), hang.story()
         why = hang.events("stalled")[0]["why"]
         first, others = why.partition(": ")[2].split("; ")
-        assert first.startswith("rank 0 on node 0 in save (deadlock.py:10), all_gather"), why
-        assert others == "rank 1 on node 0, rank 2 on node 1, rank 3 on node 1 in save (deadlock.py:11), barrier", why
+        assert first.startswith("rank 0 on node 0 in save (deadlock.py:27), all_gather"), why
+        assert others == "rank 1 on node 0, rank 2 on node 1, rank 3 on node 1 in save (deadlock.py:28), barrier", why
+        assert len([*hang.run.path.glob("attempts/0/node-*/nccl-trace-rank-*")]) == 4
         assert not hang.run.excluded_hosts() and hang.events("round_broken")[0].get("blamed") is None
         assert "in save" in hang.run.stacks(0, 0, 0).read_text()
 
