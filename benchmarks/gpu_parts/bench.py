@@ -72,9 +72,11 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """PASS; or how far off."""
+        """PASS; or how far off; `measured` where nothing is expected."""
         if self.value is None or math.isnan(self.value):
             return "FAIL"
+        if not self.expected:
+            return "measured"
         if self.low <= self.value <= self.high:
             return "PASS"
         bound = self.low if self.value < self.low else self.high
@@ -83,7 +85,10 @@ class Row:
 
     @property
     def expected(self) -> str:
-        bounds = [f"at least {self.low:g}" * (self.low > -math.inf), f"at most {self.high:g}" * (self.high < math.inf)]
+        bounds = [
+            f"at least {self.low:g}" * (self.low > 0 or self.high < math.inf),
+            f"at most {self.high:g}" * (self.high < math.inf),
+        ]
         return f"{self.low:g}" if self.low == self.high else ", ".join(filter(None, bounds))
 
 
@@ -153,9 +158,12 @@ class Job:
             self.stop()
         return self
 
-    def stop(self) -> None:
-        """End it as Ctrl-C does."""
+    def stop(self, at_once: bool = False) -> None:
+        """End it as Ctrl-C does; at once, as a second one does: without a last checkpoint."""
         self.process.send_signal(signal.SIGINT)
+        if at_once:
+            self.until(lambda: self.events("stop_requested"), "its first Ctrl-C")
+            self.process.send_signal(signal.SIGINT)
         self.process.wait(180)
 
     def until(self, true: Callable[[], Any], what: str, seconds: float = 180) -> None:

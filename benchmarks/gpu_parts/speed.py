@@ -85,7 +85,7 @@ CASES = (
     of_speed("1b", *SIZES["1b"], *batch(4), seconds=15),
     of_speed("1b-compiled", *SIZES["1b"], *batch(4), compiled=True, seconds=40),
     of_speed("3b-full", *SIZES["3b"], *batch(4), FULL),
-    of_speed("8b-full", *SIZES["8b"], *batch(2), FULL, seconds=25),
+    of_speed("8b-full-bf16-masters", *SIZES["8b"], *batch(1), FULL, "fsdp.master_dtype=bf16", seconds=25),
     Case("speed", "by hand", "at least 0.98", against_hand, ("gpu",), 30),
     Case("speed", "accelerate", "at least 0.98", against_accelerate, ACCELERATE, 35),
     Case("speed", "torchtitan", "at least 0.98", against_torchtitan, ("gpu", "torchtitan 0.3"), 45),

@@ -15,13 +15,16 @@ from benchmarks.gpu_parts.bench import ACCELERATE, EXAMPLES, FULL, PROGRAMS, TIN
 def works(
     name: str, *overrides: str, ranks: int = 1, needs: tuple[str, ...] = (), task: Sequence[str] = TINY, logs: str = ""
 ) -> Case:
-    """A job that must end `done`, and have logged a metric; ranks without a GPU each are ranks on the CPU."""
+    """A job that must end `done`, and have logged a metric; ranks without a GPU each are ranks on the CPU.
+
+    Only the trainer's task tells how much of the GPU it used.
+    """
 
     def run(bench: Bench) -> Iterator[Row]:
         own = 0 < ranks <= bench.gpus
         where = () if own else ("cluster.accelerator=cpu", "hardware=cpu")
         job = bench.job(name, *task, *overrides, f"nproc_per_node={ranks}", *where).wait()
-        yield job.finished(on_gpu=own)
+        yield job.finished(on_gpu=own and bool(task))
         if logs:
             yield Row(f"{name}: steps with {logs}", sum(logs in m for m in job.metrics()), 1)
 

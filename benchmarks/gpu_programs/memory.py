@@ -19,28 +19,31 @@ import torch
 import torch.distributed as dist
 
 from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.config.schema import HfConfig
 from fsdp_jobs.job.sharding import build_mesh
 from fsdp_jobs.plan.memory import CUDA_CONTEXT, NCCL_PER_GROUP
 from fsdp_jobs.plan.plan import make_plan
+from fsdp_jobs.plan.shape_client import probe
 from fsdp_jobs.run.processes import free_port
 from fsdp_jobs.train.trainer import Learner
 
 STEPS = 3
 
 
-def by_driver() -> int:
-    """Return the bytes of the device that are in use, by whomever."""
+def peak_by_driver() -> int:
+    """Return the most bytes of the device that were in use, by whomever: torch's cache was at its largest."""
     free, total = torch.cuda.mem_get_info()
-    return total - free
+    return total - free - torch.cuda.memory_reserved() + torch.cuda.max_memory_reserved()
 
 
 def measure(overrides: list[str], device: torch.device) -> dict[str, Any]:
     """Do a few steps of a configuration, and return the most that they took beside what is planned."""
     config = compose_job(overrides)
-    plan, on_gpu = make_plan(config), device.type == "cuda"
+    shape = probe(config) if isinstance(config.model, HfConfig) else None
+    plan, on_gpu = make_plan(config, shape=shape, seek_remedies=False), device.type == "cuda"
     assert plan.memory is not None
     if not plan.fits:
-        return {"error": f"planned to need {plan.memory.total / 2**30:.1f} GiB of {plan.usable_bytes / 2**30:.1f}"}
+        return {"too large": plan.memory.total}
     gc.collect()
     if on_gpu:
         torch.cuda.empty_cache()
@@ -61,7 +64,7 @@ def measure(overrides: list[str], device: torch.device) -> dict[str, Any]:
     if not on_gpu:
         return planned
     peak = torch.cuda.max_memory_allocated() - left_over
-    return {**planned, "torch": peak, "driver": by_driver(), "retries": _retries() - retries}
+    return {**planned, "torch": peak, "driver": peak_by_driver(), "retries": _retries() - retries, "steps": STEPS}
 
 
 def _retries() -> int:

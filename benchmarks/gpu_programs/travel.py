@@ -57,6 +57,23 @@ def missing(names: Sequence[str] = NEEDED) -> list[str]:
     return [name for name in names if importlib.util.find_spec(name) is None]
 
 
+def _is_installed() -> bool:
+    with suppress(PackageNotFoundError):
+        return bool(version("fsdp_jobs"))
+    return False
+
+
+def name_launchers(folder: str) -> None:
+    """Write the project's entry points as an installation does it: launchers are found by them."""
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    info = Path(folder) / "fsdp_jobs-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fsdp_jobs\nVersion: 0\n")
+    with (info / "entry_points.txt").open("w") as file:
+        for group, entries in groups.items():
+            print(f"[{group}]", *(f"{name} = {value}" for name, value in entries.items()), sep="\n", file=file)
+
+
 def settle() -> None:
     """Make everything importable, here and in processes: run this program again with a path that has it.
 
@@ -65,13 +82,16 @@ def settle() -> None:
     """
     path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     added = [] if str(ROOT) in path else [str(ROOT)]
-    if lacking := missing():
-        if not WHEELS.is_dir() or "FSDP_JOBS_UNPACKED" in os.environ:
-            cure = f"or take along what `python {Path(sys.argv[0]).name} --pack 3.12` makes where there is a network"
-            sys.exit(f"not installed here: {', '.join(lacking)}. pip install -e {ROOT}, {cure}")
+    lacking = missing()
+    if lacking and (not WHEELS.is_dir() or "FSDP_JOBS_UNPACKED" in os.environ):
+        cure = f"or take along what `python {Path(sys.argv[0]).name} --pack 3.12` makes where there is a network"
+        sys.exit(f"not installed here: {', '.join(lacking)}. pip install -e {ROOT}, {cure}")
+    if lacking or not _is_installed():
         os.environ["FSDP_JOBS_UNPACKED"] = folder = tempfile.mkdtemp(prefix="fsdp-jobs-")
-        install = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", folder]
-        subprocess.run([*install, *map(str, WHEELS.glob("*.whl"))], check=True)
+        name_launchers(folder)
+        if lacking:
+            install = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", folder]
+            subprocess.run([*install, *map(str, WHEELS.glob("*.whl"))], check=True)
         added += [folder]
     if added:
         os.environ["PYTHONPATH"] = os.pathsep.join([*added, *filter(None, path)])
