@@ -56,6 +56,11 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         _skipped.append(report.nodeid)
 
 
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if report.skipped:  # a module whose importorskip found nothing
+        _skipped.append(report.nodeid)
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if os.environ.get("CI") and _skipped and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -36,6 +36,20 @@ def _write(checkpoints: Path, step: int, content: bytes = b"weights") -> Path:
     return final
 
 
+def test_what_is_shorter_than_reported_is_not_committed(tmp_path: Path) -> None:
+    temporary, final = tmp_path / ".part", tmp_path / "step-00000003"
+    temporary.mkdir()
+    with (temporary / "shard").open("wb") as raw:
+        shard = SummedFile(raw)
+        shard.write(b"all that was reported")
+        shard.close()
+    os.truncate(temporary / "shard", 5)  # as a store does that says yes and keeps half
+    manifest = Manifest(3, 24, 1, {"shard": 1}, "t", time.time(), {"shard": shard.sums()})
+    with pytest.raises(OSError, match=r"is not whole: .*shard"):
+        catalog.commit(temporary, final, manifest)
+    assert not final.exists()
+
+
 def test_prune_counts_whole_checkpoints_only(tmp_path: Path) -> None:
     for step in (10, 20, 30, 40, 50):
         _write(tmp_path, step)

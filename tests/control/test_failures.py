@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from fsdp_jobs.control.failures import Machines
 from fsdp_jobs.run import events, messages
 from fsdp_jobs.run.failure import summary
 from fsdp_jobs.run.rank_state import Request
@@ -79,6 +81,14 @@ def test_a_machine_that_fails_repeatedly_is_done_without_and_taken_back_later(tm
     assert cluster.last(members[0], messages.Request) == messages.Request(Request.PARK)
 
 
+def test_failures_of_days_ago_exclude_no_machine() -> None:
+    def blamed(ago_s: float) -> events.RoundBroken:
+        return events.RoundBroken("ECC", 5, -1, blamed="node1", time=time.time() - ago_s)
+
+    assert Machines(3, 3600, [blamed(4000), blamed(60)]).blame("node1", "ECC") is None
+    assert "3 failures within 3600 s" in str(Machines(3, 3600, [blamed(3000), blamed(60)]).blame("node1", "ECC"))
+
+
 def test_without_an_excluded_machine_below_the_minimum_the_launcher_is_to_find_another(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, "nodes=2", "elastic.exclude_after=1")
     members = [cluster.join(0), cluster.join(1)]
@@ -127,6 +137,10 @@ def test_attempts_that_lead_nowhere_are_not_repeated_for_ever(tmp_path: Path) ->
         decisions.append(verdict.decision)
     assert decisions == ["requeue", "requeue", "requeue", "stop"]
     assert "4 attempts without a new checkpoint" in verdict.reason
+    events.append_line(cluster.run.events, events.Submitted("local_fsdp://m/x", time=1.0).to_record())
+    cluster = Cluster(tmp_path, "nodes=2", "elastic.wait_for_nodes_s=5")
+    cluster.later(6, cluster.join(0))
+    assert cluster.verdict is not None and cluster.verdict.decision == "requeue", "who submits again has mended it"
 
 
 def test_ranks_that_run_out_of_memory_stop_the_job_with_what_would_fit(tmp_path: Path) -> None:
@@ -294,11 +308,11 @@ def test_a_program_that_records_no_checkpoints_may_lose_a_node_every_day(tmp_pat
     for day in range(5):
         cluster = Cluster(tmp_path, "nodes=2", *PROGRAM)
         began = events.RoundStarted([0, 1], ["a", "b"], "full_shard", 2, 4)
-        for event, time in (
+        for event, at in (
             (began, 86400.0 * day),
             (events.RoundBroken("node 1 was lost", 0, -1), 86400.0 * day + 7200),
         ):
-            events.append_line(cluster.run.events, replace(event, time=time, attempt=0).to_record())
+            events.append_line(cluster.run.events, replace(event, time=at, attempt=0).to_record())
         cluster = Cluster(tmp_path, "nodes=2", *PROGRAM)
         a = cluster.join(0)
         cluster.later(cluster.config.elastic.wait_for_nodes_s + 2, a)

@@ -39,6 +39,17 @@ def test_an_elastic_job_waits_for_more_nodes_then_starts_with_enough(tmp_path: P
     assert cluster.last(a, messages.Round).size == 2
 
 
+def test_a_node_that_comes_before_the_first_step_is_let_in_after_it(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=1:2", "elastic.join_window_s=0", "fsdp=full_shard")
+    a = cluster.join(0)
+    cluster.later(1, a, step=0)
+    b = cluster.join(1)
+    cluster.later(5, a, b, step=0)
+    assert cluster.last(a, messages.Request) is None, "its model is being built, and would be built again"
+    cluster.later(1, a, b, step=1)
+    assert cluster.last(a, messages.Request) == messages.Request(Request.PARK)
+
+
 def test_an_agent_that_says_twice_that_it_is_ready_has_not_left_the_round_that_followed(tmp_path: Path) -> None:
     """It connects while it is about to say so: `Hello` says it, too, and the round may begin in between."""
     cluster = Cluster(tmp_path, "nodes=2", "elastic.join_window_s=0", "fsdp=full_shard")
@@ -267,16 +278,6 @@ def test_a_coordinator_that_stood_still_has_not_heard_less_of_its_agents(tmp_pat
     assert not cluster.events("node_lost")
 
 
-def test_a_stop_file_that_cannot_be_read_is_a_warning(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, "nodes=1")
-    a = cluster.join(0)
-    cluster.run.stop_request.mkdir()
-    cluster.later(2, a)
-    assert cluster.verdict is None and not cluster.events("stop_requested")
-    assert "stop cannot be read" in cluster.events("waiting")[0]["why"]
-    assert len(cluster.events("waiting")) < 3, "said once"
-
-
 def test_torn_lines_do_not_keep_a_coordinator_from_starting(tmp_path: Path) -> None:
     first = Cluster(tmp_path, "nodes=1")
     a = first.join(0)
@@ -373,7 +374,7 @@ def test_a_verdict_that_a_full_disk_has_no_room_for_is_written_later_and_agents_
 
 def test_a_request_to_stop_that_cannot_be_read_is_told_once_and_stops_nothing(tmp_path: Path) -> None:
     """As another user's command leaves it in a run directory that the group may write."""
-    cluster = Cluster(tmp_path, "nodes=1", "elastic.join_window_s=0")
+    cluster = Cluster(tmp_path, "nodes=1", "elastic.join_window_s=0", "elastic.stop_grace_s=20")
     a = cluster.join(0)
     cluster.later(0.2, a)
     cluster.run.stop_request.mkdir()  # root can read every file
@@ -384,6 +385,11 @@ def test_a_request_to_stop_that_cannot_be_read_is_told_once_and_stops_nothing(tm
     cluster.run.stop_request.write_text("cancelled")
     cluster.later(0.2, a)
     assert [e["why"] for e in cluster.events("stop_requested")] == ["cancelled"]
+    cluster.later(19, a)
+    assert cluster.verdict is None
+    cluster.later(2, a)
+    assert cluster.verdict is not None and cluster.verdict.decision == "stop", "a request is not requeued"
+    assert "cancelled; not saved within 20 s" in cluster.verdict.reason
 
 
 def raises(number: int) -> Callable[..., None]:

@@ -1,0 +1,24 @@
+"""Processes of an attempt that die."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fsdp_jobs.launchers.supervisor import Attempt
+from fsdp_jobs.run.directory import RunDir
+
+_LIVES_ONCE = 'echo >> "$0"; if [ $(wc -l < "$0") = 3 ]; then sleep 3; fi; exit 1'
+
+
+class _Impatient(Attempt):
+    early_s = 2.0
+
+
+def test_a_process_is_given_up_after_three_early_deaths_in_a_row(tmp_path: Path) -> None:
+    run, lives = RunDir(tmp_path / "run"), tmp_path / "lives"
+    run.attempt(0).mkdir(parents=True)
+    attempt = _Impatient(run, 0)
+    attempt.start("coordinator", ["sh", "-c", _LIVES_ONCE, str(lives)], {"PATH": "/usr/bin:/bin"})
+    verdict = attempt.supervise()
+    assert verdict is not None and verdict.verdict == "infrastructure" and "died three times" in verdict.reason
+    assert len(lives.read_text().splitlines()) == 2 + 1 + 3, "the one that lived longer begins a new count"
