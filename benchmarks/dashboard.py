@@ -45,6 +45,7 @@ def opened(chromium: Any, address: str, runs: int) -> tuple[Any, list[float]]:
 
 
 def main() -> None:
+    print(f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}")
     args = arguments(__doc__)
     root = ["--no-sandbox"] if os.geteuid() == 0 else []
     with tempfile.TemporaryDirectory() as made, sync_playwright() as playwright:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -31,6 +32,7 @@ SETTINGS = (False, True)
 
 
 def main() -> None:
+    print(f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}")
     argparse.ArgumentParser(description=__doc__).parse_args()
     began, gaps, unfit = time.perf_counter(), [], 0
     for config in jobs():

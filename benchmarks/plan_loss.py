@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 
@@ -19,6 +20,7 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=256, help="tokens whose logits exist at once")
     parser.add_argument("--steps", type=int, default=5)
     flags = parser.parse_args()
+    print(f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = Llama(LlamaConfig(vocab_size=flags.vocabulary, dim=512, n_layers=4, n_heads=8, n_kv_heads=4, ffn_dim=1408))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import resource
 import subprocess
 import sys
@@ -55,6 +56,7 @@ def measure(nodes: int) -> None:
 
 
 def main() -> None:
+    print(f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}")
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--nodes", type=int, help="measure this size only, in this process")
     only = parser.parse_args().nodes

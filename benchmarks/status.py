@@ -115,6 +115,7 @@ def arguments(about: str | None) -> argparse.Namespace:
 
 
 def main() -> None:
+    print(f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}")
     args = arguments(__doc__)
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import time
@@ -136,14 +137,15 @@ def test_program_that_only_hears_signals_has_the_grace_to_end(tmp_path: Path) ->
 
 
 def test_program_that_fails_on_one_node_is_told_within_seconds(tmp_path: Path) -> None:
+    seconds = f"1234.{os.getpid()}"
     (tmp_path / "half.py").write_text(
         "import os, signal, subprocess, time\n"
         "if os.environ['GROUP_RANK'] == '1':\n"
         "    signal.signal(signal.SIGUSR1, signal.SIG_IGN)\n"
         "    os.killpg(0, signal.SIGUSR1)  # reaches what the program has started, not the agent\n"
         "    import not_on_this_node\n"
-        "subprocess.Popen(['sleep', '1234.5'])\n"
-        "subprocess.run(['sh', '-c', 'sleep 1234.5 &'])  # an orphan\n"
+        f"subprocess.Popen(['sleep', '{seconds}'])\n"
+        f"subprocess.run(['sh', '-c', 'sleep {seconds} &'])  # an orphan\n"
         "time.sleep(100)\n"
     )
     with job(tmp_path, "half", "script=half.py", *QUICK, nproc=1, tiny=False) as run:
@@ -155,7 +157,7 @@ def test_program_that_fails_on_one_node_is_told_within_seconds(tmp_path: Path) -
         assert "No module named 'not_on_this_node'" in verdict.reason
         assert "import not_on_this_node" in verdict.last_lines
         assert "runpy" not in verdict.last_lines, "the traceback is the program's"
-    left = [p for p in all_processes() if command_of(p) == ["sleep", "1234.5"]]
+    left = [p for p in all_processes() if command_of(p) == ["sleep", seconds]]
     assert not left, "what a rank has started ends with it, as under torchrun"
 
 
