@@ -7,11 +7,11 @@ from pathlib import Path
 from fsdp_jobs.launchers.supervisor import Attempt
 from fsdp_jobs.run.directory import RunDir
 
-_LIVES_ONCE = 'echo >> "$0"; if [ $(wc -l < "$0") = 3 ]; then sleep 3; fi; exit 1'
+_LIVES_ONCE = 'echo >> "$0"; if [ $(wc -l < "$0") = 3 ]; then sleep 1.5; fi; exit 1'
 
 
 class _Impatient(Attempt):
-    early_s = 2.0
+    early_s = 1.0
 
 
 def test_a_process_is_given_up_after_three_early_deaths_in_a_row(tmp_path: Path) -> None:

@@ -66,7 +66,9 @@ def test_peaks_of_a_gpu(name: str) -> None:
     assert 0.95 <= IN_CHUNKS_GIB[name] * GIB / memory.tensors <= 1.05
 
 
-@pytest.mark.parametrize("name", WHOLE_GIB)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.integration] * ("transformers" in name)) for name in WHOLE_GIB]
+)
 def test_peaks_of_a_gpu_with_whole_logits(name: str) -> None:
     config = job(name, chunked="false")
     shape = probe(config) if isinstance(config.model, HfConfig) else None
