@@ -13,7 +13,7 @@ from benchmarks.gpu_parts.bench import PROGRAMS, RANDOM, TINY, Bench, Case, Job,
 from fsdp_jobs.run.verdict import Verdict
 
 
-def of_fault(name: str, act: Callable[[Bench], Iterator[Row]], expected: str, *needs: str, seconds: int = 30) -> Case:
+def of_fault(name: str, act: Callable[[Bench], Iterator[Row]], expected: str, *needs: str, seconds: int = 25) -> Case:
     return Case("faults", name, expected, act, needs, seconds)
 
 
@@ -67,6 +67,6 @@ def preempted(bench: Bench) -> Iterator[Row]:
 
 CASES = (
     of_fault("out of memory", out_of_memory, "the verdict says memory", "gpu"),
-    of_fault("a standstill", standstill, "verdict, stacks and NCCL's record", seconds=35),
+    of_fault("a standstill", standstill, "verdict, stacks and NCCL's record", seconds=25),
     of_fault("preemption", preempted, "saved, and nothing done again"),
 )

@@ -66,4 +66,4 @@ def memory_rows(configurations: Sequence[str], lines: Sequence[str], stderr: str
         yield Row(f"{name}, driver", found["driver"] / found["planned"], 0.9, 1.02, note=note)
 
 
-CASES = (Case("memory", f"{len(MEMORY)} configurations", "0.9 to 1.1 of the plan", memory, ("gpu",), 75),)
+CASES = (Case("memory", f"{len(MEMORY)} configurations", "0.9 to 1.1 of the plan", memory, ("gpu",), 100),)

@@ -76,6 +76,6 @@ def disk_rows(found: dict[str, float] | None, why: str, on_gpu: bool) -> Iterato
 
 
 CASES = (
-    Case("size", "restarts", "from memory 1.5 s + bytes / 4 GB/s", restarts, seconds=100),
-    Case("size", "against the disk", "save at most 1.25 of dd, restore 1.2 of dcp.load", disk, seconds=150),
+    Case("size", "restarts", "from memory 1.5 s + bytes / 4 GB/s", restarts, seconds=170),
+    Case("size", "against the disk", "save at most 1.25 of dd, restore 1.2 of dcp.load", disk, seconds=180),
 )
