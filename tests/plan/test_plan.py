@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_jobs.cli.jobs import plan as plan_command
+from fsdp_jobs.cli.main import main
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.schema import JobConfig, LlamaConfig
@@ -389,8 +389,8 @@ def test_sixteen_thousand_ranks_are_planned_at_once_and_without_torch() -> None:
 @pytest.mark.parametrize("flags", [[], ["--json"]])
 def test_a_plan_that_does_not_fit_exits_with_1(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     one_node = ["nodes=1", "hardware=a100_80", "data=synthetic", "data.micro_batch=1", "data.global_batch=8"]
-    assert plan_command([*one_node, "model=llama2_70b", *flags]) == 1
-    assert plan_command([*one_node, "model=llama_1b", "data.seq_len=512", *flags]) == 0
+    assert main(["plan", *one_node, "model=llama2_70b", *flags]) == 1
+    assert main(["plan", *one_node, "model=llama_1b", "data.seq_len=512", *flags]) == 0
     capsys.readouterr()
 
 
