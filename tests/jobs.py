@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,22 @@ def fill(disk: Path) -> None:
     with suppress(OSError), (disk / "filler").open("wb", buffering=0) as f:
         while True:
             f.write(b"x" * 4096)
+
+
+def family(*processes: psutil.Process) -> list[psutil.Process]:
+    """Processes and all that they have started."""
+    found = list(processes)
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            found += process.children(recursive=True)
+    return found
+
+
+def signal_all(processes: Iterable[psutil.Process], number: signal.Signals = signal.SIGKILL) -> None:
+    """Send a signal to those that are still there: some end because others do."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
 class Nobody:
@@ -191,11 +207,9 @@ class Job(Watched):
     def kill(self) -> None:
         supervisor = self.supervisor()
         if supervisor is not None:
-            family = [supervisor, *supervisor.children(recursive=True)]
-            for process in family:
-                with suppress(psutil.NoSuchProcess):
-                    process.send_signal(signal.SIGKILL)
-            psutil.wait_procs(family, timeout=10)
+            killed = family(supervisor)
+            signal_all(killed)
+            psutil.wait_procs(killed, timeout=10)
 
 
 @contextmanager

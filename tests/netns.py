@@ -31,7 +31,7 @@ from fsdp_jobs.run.env import ADDRESS_ENV, ATTEMPT_ENV, COORDINATOR_ENV
 from fsdp_jobs.run.processes import all_processes, die_with_parent
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit import submit as submission
-from tests.jobs import ROOT, Job, Nobody, Watched
+from tests.jobs import ROOT, Job, Nobody, Watched, signal_all
 from tests.world import tiny_for
 
 CONTROL = "control"  # the machine beside the nodes, on the spine: the coordinator runs there
@@ -248,9 +248,7 @@ class Fabric:
 
     def signal_all(self, name: str, number: signal.Signals) -> None:
         """Send a signal to everything on a machine, older processes first."""
-        for process in sorted(self.processes(name), key=lambda p: p.pid):
-            with suppress(psutil.NoSuchProcess):
-                process.send_signal(number)
+        signal_all(sorted(self.processes(name), key=lambda p: p.pid), number)
 
     def _ip(self, *lines: str, at: int | None = None, quiet: bool = False) -> None:
         assert self._switches is not None

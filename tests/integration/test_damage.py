@@ -18,7 +18,7 @@ from fsdp_jobs.checkpoints import catalog
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit.submit import overrides_again
-from tests.jobs import Watched, cli, fill, job
+from tests.jobs import Watched, cli, fill, job, signal_all
 from tests.world import PACED, TINY, events_of, flip_byte, losses_of, undisturbed_losses
 
 pytestmark = pytest.mark.integration
@@ -277,8 +277,7 @@ def test_no_save_outlives_its_ranks(freezing_disk: Path, tmp_path: Path) -> None
         before = {f.name for f in catalog.find_checkpoints(home)}
         supervisor = gone.supervisor()
         assert supervisor is not None
-        for process in [supervisor, *supervisor.children(), *ranks]:
-            process.kill()
+        signal_all([supervisor, *supervisor.children(), *ranks])
         time.sleep(1)
         subprocess.run(["fsfreeze", "--unfreeze", freezing_disk], check=True)
         _, alive = psutil.wait_procs(savers, timeout=20)

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from fsdp_jobs.run.tail import read_json_lines
-from tests.jobs import Job, cli
+from tests.jobs import Job, cli, family, signal_all
 from tests.world import PACED
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -42,11 +42,9 @@ class OwnMemory(Job):
     def kill_agents(self, *others: psutil.Process) -> None:
         """Kill both agents with all that they have started, and `others`; the machine stays."""
         agents = [self.agent(0), self.agent(1), *others]
-        family = [*agents, *(child for agent in agents for child in agent.children(recursive=True))]
-        for process in family:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(family, timeout=30)
+        killed = family(*agents)
+        signal_all(killed)
+        psutil.wait_procs(killed, timeout=30)
 
 
 @pytest.fixture
@@ -77,8 +75,7 @@ def test_the_next_agent_removes_what_a_killed_one_has_left_and_the_last_leaves_n
     os.close(os.open(f"{snapshots}/lock", os.O_CREAT, dir_fd=made.memory))
     os.utime(snapshots, (1, 1), dir_fd=made.memory)
     agent = made.agent(0)
-    for process in [*agent.children(recursive=True), agent]:  # with the tracker that would remove semaphores
-        process.kill()
+    signal_all(reversed(family(agent)))  # with the tracker that would remove semaphores
     psutil.wait_procs([agent], timeout=30)
     saved = len(made.events("checkpoint"))
     made.until(lambda: len(made.events("checkpoint")) > saved, "a checkpoint of the next agent")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from fsdp_jobs.tiers.memory.slots import slots_in
+from tests.jobs import signal_all
 from tests.netns import Fabric, NetnsJob, needs_netns, netns_job
 from tests.world import undisturbed_losses
 
@@ -107,8 +108,7 @@ def test_memory_is_damaged_emptied_and_lost(fabric: Fabric, tmp_path: Path, calm
             content = bytearray(data.read_bytes())
             content[random.Random(1).randrange(64)] ^= 4
             data.write_bytes(content)
-        for rank in ranks:
-            rank.kill()
+        signal_all(ranks)
         restart = resumed(1)
         assert restart["place"] == "memory" and restart["step"] >= all_had > 0 and restart["sent"] > 0, job.story()
 

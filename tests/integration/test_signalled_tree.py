@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import signal
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.jobs import job
+from tests.jobs import family, job, signal_all
 from tests.world import PACED
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -20,9 +18,7 @@ def test_a_signal_to_a_whole_node_is_a_request_to_save(tmp_path: Path, workers: 
     endless = ["steps=100000", *PACED, f"data.workers={workers}", "checkpoint.async_mode=thread"]
     with job(tmp_path, "tree", *endless, nodes="2", nproc=1) as tree:
         tree.until_step(5)
-        for process in (tree.agent(1), *tree.agent(1).children(recursive=True)):
-            with suppress(psutil.NoSuchProcess):
-                process.send_signal(signal.SIGTERM)
+        signal_all(family(tree.agent(1)), signal.SIGTERM)
         tree.until(lambda: bool(tree.events("attempt_ended")), "the end of the attempt")
         (ended,) = tree.events("attempt_ended")
         assert (ended["verdict"], ended["decision"]) == ("preempted", "requeue"), tree.story()

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -26,7 +27,7 @@ from fsdp_jobs.submit.overview import Overview
 from fsdp_jobs.submit.submit import prepare, submit
 from fsdp_jobs.submit.submitted import settle
 from fsdp_jobs.submit.validate import composed
-from tests.jobs import cli, environment, killed_at
+from tests.jobs import cli, environment, family, killed_at, signal_all
 
 pytestmark = pytest.mark.integration
 
@@ -44,20 +45,20 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 def supervisors(folder: Path) -> list[psutil.Process]:
     """Every process that supervises a run under a folder, recorded or not."""
-    found = []
+    parents = {}
     for process in all_processes():
         words = command_of(process)
         if "fsdp_jobs.launchers.local_supervisor" in words and words[-1].startswith(str(folder)):
-            found.append(process)
-    own = {process.pid for process in found}
-    return [process for process in found if process.ppid() not in own]  # a fork is still named so
+            with suppress(psutil.NoSuchProcess):
+                parents[process] = process.ppid()
+    own = {process.pid for process in parents}
+    return [process for process, parent in parents.items() if parent not in own]  # a fork is still named so
 
 
 def end_supervisors(folder: Path) -> None:
-    family = [p for s in supervisors(folder) for p in (s, *s.children(recursive=True))]
-    for process in family:
-        process.kill()
-    psutil.wait_procs(family, timeout=10)
+    killed = family(*supervisors(folder))
+    signal_all(killed)
+    psutil.wait_procs(killed, timeout=10)
 
 
 def until(true: Callable[[], bool], what: str, seconds: float = 60) -> None:

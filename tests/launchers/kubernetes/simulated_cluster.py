@@ -20,7 +20,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -29,6 +28,7 @@ from typing import Any
 import psutil
 
 from fsdp_jobs.run.processes import die_with_parent
+from tests.jobs import signal_all
 from tests.launchers.kubernetes.simulated_api import NAMESPACE, Object, SimulatedApi, now
 
 INDEX = "batch.kubernetes.io/job-completion-index"
@@ -148,8 +148,7 @@ class SimulatedCluster:
         """SIGKILL to everything in a pod, as the kernel does when memory runs out."""
         process = self.processes[pod["metadata"]["uid"]]
         process.was_killed = True
-        for child in psutil.Process(process.popen.pid).children():
-            child.kill()
+        signal_all(psutil.Process(process.popen.pid).children())
 
     def drain(self, name: str) -> None:
         """Evict every pod of a machine, as `kubectl drain` does."""
@@ -181,8 +180,7 @@ class SimulatedCluster:
                     pod["metadata"]["deletionTimestamp"] = now(-ago_s)
                     if not has_power:
                         process.was_killed = True
-                        for child in psutil.Process(process.popen.pid).children():
-                            child.kill()
+                        signal_all(psutil.Process(process.popen.pid).children())
 
     def find(self, name: str) -> None:
         """A silent machine answers again. Seen: its kubelet ends the pods that were given up, with SIGTERM."""
@@ -228,9 +226,7 @@ class SimulatedCluster:
             seconds = body["spec"]["terminationGracePeriodSeconds"] if grace is None else max(grace, _FORCED_S)
             body["metadata"]["deletionTimestamp"] = now(seconds)
             process.killed_at = time.monotonic() + seconds
-            for child in psutil.Process(process.popen.pid).children():
-                with suppress(psutil.NoSuchProcess):
-                    child.send_signal(signal.SIGTERM)
+            signal_all(psutil.Process(process.popen.pid).children(), signal.SIGTERM)
         return False
 
     def _start(self, pod: Object) -> None:
