@@ -150,7 +150,8 @@ def options_of(
         options += [price(config, shape, name, placement) for name in names]
     if not options:
         raise BadInput([grouping.impossible(group)])
-    if strategy == AUTO and grouping.world == 1 and not options[0].fits:  # it frees blocks after their forward
+    is_tight = options[0].memory.total > CLOSE * usable_bytes(config.hardware)
+    if strategy == AUTO and grouping.world == 1 and is_tight:  # full_shard frees blocks after their forward
         options.append(price(config, shape, "full_shard", options[0].placement))
     return options
 

@@ -51,6 +51,15 @@ def test_one_gpu_shards_over_itself_where_that_fits() -> None:
     assert plan.fits and plan.layout.strategy == "full_shard" and plan.layout.shard_group == 1
 
 
+def test_one_gpu_shards_over_itself_where_the_whole_model_just_fits() -> None:
+    here = ("data=synthetic", "nodes=1", "nproc_per_node=1", "hardware=h100", "model=llama_1b")
+    whole = make_plan(compose_job([*here]))
+    assert whole.layout.strategy == "no_shard" and whole.memory is not None
+    least = whole.memory.total / 0.95 / 2**30  # of which the plan leaves 5%
+    just = make_plan(compose_job([*here, f"hardware.memory_gib={1.02 * least}"]))
+    assert just.fits and just.layout.strategy == "full_shard" and "within 3%" not in " ".join(just.reasons)
+
+
 def test_no_nodes_are_offered_where_mild_settings_do_without() -> None:
     here = ("data=synthetic", "data.seq_len=2048", "data.micro_batch=1", "data.global_batch=8", "nodes=1")
     plan = make_plan(compose_job([*here, "hardware=h100", "model=llama2_7b", "fsdp=no_shard"]))
