@@ -215,8 +215,8 @@ class Attempt:
             self.record(events.RoundBroken(why, self.step, self.committed, failed_at=failed_at, is_planned=True))
             return
         stalled = broken.has_stalled
-        self._look_for_lost(now)
-        cause = find_cause(failures, broken.culprit, broken.broken_why, stalled)
+        silent = self._look_for_lost(now)
+        cause = find_cause(failures, broken.culprit, broken.broken_why, stalled, silent)
         machine = broken.hosts.get(cause.node) if cause.node is not None else None
         self.record(events.RoundBroken(cause.why, self.step, self.committed, machine, failed_at))
         verdict = self.budget.judge(cause, self.committed, stalled, broken.was_long(now))
@@ -229,10 +229,11 @@ class Attempt:
             if reason is not None and self.exclude(machine, self.elastic.exclude_for_s, reason):
                 self.record(events.MachineExcluded(machine, reason))
 
-    def _look_for_lost(self, now: float) -> None:
+    def _look_for_lost(self, now: float) -> set[int]:
         """Blame the node if only one was lost. If several were, the network or the coordinator is at fault.
 
-        Other lost nodes may not have been silent for the full timeout yet, so a shorter silence counts here.
+        Other lost nodes may not have been silent for the full timeout yet, so a shorter silence counts here. Returns
+        these, too.
         """
         broken, timeout_s, beats_s = self.round, self.elastic.heartbeat_timeout_s, self.elastic.heartbeat_interval_s
         silence_s = 1.5 * beats_s if broken.has_cuts else timeout_s / 2
@@ -242,9 +243,11 @@ class Attempt:
             broken.broken_why = f"the coordinator lost {len(lost)} of {broken.size} nodes at once"
         elif broken.lost and broken.culprit is None and not broken.is_in_doubt:
             node, why = min(broken.lost.items())
-            elsewhere = [f for f in broken.failures if f.node != node and not (f.is_victim or f.is_request)]
+            others = [f for f in broken.failures if f.node != node]
+            elsewhere = [f for f in others if not (f.is_victim or f.has_aborted or f.is_request)]
             if not elsewhere or broken.broken_why in broken.lost.values():  # else the failure elsewhere came first
                 broken.culprit, broken.broken_why = node, why
+        return lost
 
     def _done(self) -> Verdict:
         return Verdict("done", "stop", f"all {self.step} steps are done" if self.step else "the program has ended")

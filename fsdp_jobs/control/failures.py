@@ -26,7 +26,7 @@ class Cause:
     node: int | None = None  # its machine may be at fault
 
 
-def find_cause(failures: list[Failure], culprit: int | None, broken_why: str, stalled: bool) -> Cause:
+def find_cause(failures: list[Failure], culprit: int | None, broken_why: str, stalled: bool, silent: set[int]) -> Cause:
     """Find the failure that most likely broke a round: the first that is no victim of another.
 
     Args:
@@ -34,12 +34,15 @@ def find_cause(failures: list[Failure], culprit: int | None, broken_why: str, st
         culprit: the node that was lost or held up the others.
         broken_why: the first sign that the round was broken.
         stalled: the round was broken because no rank advanced.
+        silent: nodes that are lost, or may be.
     """
     real = [f for f in failures if not f.is_request]
     first = min(real, key=lambda f: (f.is_victim, f.has_aborted)) if real and not stalled else None
     if first is None or first.is_victim or (culprit is not None and not first.error):
         return Cause(broken_why, node=culprit)  # any failures are consequences: the cause died with its node
     alike = {f.node for f in real if f.exit_code == first.exit_code and f.error == first.error}
+    if first.has_aborted:  # maybe because of them
+        alike |= silent
     return Cause(first.describe(), first, first.node if first.may_be_the_machines and len(alike) == 1 else None)
 
 

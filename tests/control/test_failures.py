@@ -294,6 +294,19 @@ def test_ranks_of_all_nodes_that_a_watchdog_ends_accuse_no_machine(tmp_path: Pat
     assert [e.get("blamed") for e in cluster.events("round_broken")] == [None]
 
 
+@pytest.mark.parametrize(("silent_s", "blamed"), [(8, None), (9.5, "node2")])
+def test_a_rank_that_a_watchdog_ends_while_a_node_is_silent_does_not_accuse_its_own(
+    tmp_path: Path, silent_s: float, blamed: str | None
+) -> None:
+    cluster = Cluster(tmp_path, "nodes=3", "elastic.heartbeat_timeout_s=10")
+    members = [cluster.join(node) for node in range(3)]
+    cluster.later(2, *members)
+    cluster.later(silent_s, *members[:2])
+    cluster.ready(members[0], failure(0, 0, exit_code=-6))
+    cluster.later(1.5, *members[:2])
+    assert [e.get("blamed") for e in cluster.events("round_broken")] == [blamed]
+
+
 def test_an_error_that_progress_has_separated_from_its_like_is_not_its_repetition(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, "nodes=1")
     a = cluster.join(0)
