@@ -6,7 +6,7 @@ EXTRAS ?= dev,dashboard,slurm,docker,kubernetes,tensorboard,s3,mlflow,wandb,hf,a
 BENCHMARKS ?= plan_scale plan_choice plan_loss start overhead snapshots restart goodput against_accelerate save coordinator traffic recovery submit kubernetes_submit status dashboard gpu
 
 # What depends on torch.
-TORCH_TESTS = tests/config/test_torch_version.py tests/control tests/node tests/checkpoints tests/tiers tests/guards tests/hub tests/train tests/tools tests/integration/test_scripts.py tests/integration/test_main_job.py
+TORCH_TESTS = tests/config/test_torch_version.py tests/control tests/node tests/checkpoints tests/tiers tests/guards tests/hub tests/train tests/tools tests/plan/test_shapes.py tests/integration/test_scripts.py tests/integration/test_main_job.py tests/integration/test_fsdp1.py tests/integration/test_integrity.py tests/integration/test_damage.py
 
 VENV ?= .venv
 BIN := $(VENV)/bin

@@ -11,6 +11,7 @@ import threading
 import time
 import tomllib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -81,17 +82,25 @@ def daemon() -> Iterator[None]:
 def build_image(*more_extras: str) -> None:
     """The real Dockerfile on a small Debian, wheels from a folder that is served to the build alone."""
     extras = [*_EXTRAS, *more_extras]
-    with tempfile.TemporaryDirectory(prefix="fsdp-image-") as folder, _wheels(Path(folder), extras) as url:
-        _make_base(Path(folder), url)
-        arguments = [
-            f"--build-arg=BASE_IMAGE={_BASE}",
-            f"--build-arg=TORCH={_torch()}",
-            f"--build-arg=EXTRAS={','.join(extras)}",
-        ]
-        command = ["docker", "build", "--network=host", *arguments, "--tag", IMAGE, "--file", "deploy/Dockerfile", "."]
-        environment = {**os.environ, **SECRET, "DOCKER_BUILDKIT": "0"}  # BuildKit is a plug-in that Debian 12 lacks
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=900)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    with tempfile.TemporaryDirectory(prefix="fsdp-image-") as made, ThreadPoolExecutor(1) as beside:
+        folder = Path(made)
+        debian = beside.submit(_make_debian, folder)
+        with _wheels(folder, extras) as url:
+            debian.result()
+            _make_base(folder, url)
+            _build(extras)
+
+
+def _build(extras: Sequence[str]) -> None:
+    arguments = [
+        f"--build-arg=BASE_IMAGE={_BASE}",
+        f"--build-arg=TORCH={_torch()}",
+        f"--build-arg=EXTRAS={','.join(extras)}",
+    ]
+    command = ["docker", "build", "--network=host", *arguments, "--tag", IMAGE, "--file", "deploy/Dockerfile", "."]
+    environment = {**os.environ, **SECRET, "DOCKER_BUILDKIT": "0"}  # BuildKit is a plug-in that Debian 12 lacks
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=900)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
 def _torch() -> str:
@@ -132,8 +141,8 @@ class _Quiet(SimpleHTTPRequestHandler):
         pass
 
 
-def _make_base(folder: Path, url: str) -> None:
-    """Debian with a Python whose pip finds the wheels and nothing else."""
+def _make_debian(folder: Path) -> None:
+    """A small Debian with Python, as an image."""
     if not docker("images", "--quiet", f"{_BASE}:debian"):
         tar = str(folder / "base.tar")
         unused = [f"--dpkgopt=path-exclude=/usr/share/{part}/*" for part in ("doc", "locale", "man")]
@@ -143,6 +152,10 @@ def _make_base(folder: Path, url: str) -> None:
         assert done.returncode == 0, done.stderr[-3000:]
         docker("import", tar, f"{_BASE}:debian")
         Path(tar).unlink()
+
+
+def _make_base(folder: Path, url: str) -> None:
+    """That Debian with a pip that finds the wheels and nothing else."""
     context = folder / "base"
     context.mkdir()
     (context / "pip.conf").write_text(f"[global]\nno-index = true\nfind-links = {url}\n")
