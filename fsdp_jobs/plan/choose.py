@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_jobs.config.errors import BadInput
@@ -53,14 +52,26 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The layout taken, where its groups go, and the reasons; without a model's shape nothing is priced."""
+class Considered:
+    """One option as the plan keeps it, chosen or not, with the reason."""
 
-    layout: Layout
-    placement: Placement
+    name: str
+    fits: bool
+    memory_bytes: int
+    traffic: dict[str, Traffic]  # per node and step, by backend
+    step_s: float
+    tokens_per_s: float
+    why: str
+    taken: bool
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The option taken, the reasons, and what else there was."""
+
+    option: Option
     reasons: list[str]
-    option: Option | None = None
-    considered: Sequence[tuple[Option, str]] = ()
+    considered: tuple[Considered, ...]
 
 
 def device_of(config: JobConfig) -> str:
@@ -156,17 +167,13 @@ def options_of(
     return options
 
 
-def choose(
-    config: JobConfig, shape: ModelShape | None, topology: Topology, previous_group: int | None = None
-) -> Choice:
+def choose(config: JobConfig, shape: ModelShape, topology: Topology, previous_group: int | None = None) -> Choice:
     """Choose the option for this topology; the user's configuration or the previous group size comes first.
 
     Of the options that fit, `fsdp.objective=speed` takes the shortest predicted step; among those within 3% of it,
     the fewest bytes between nodes, then the least memory, then the smallest group. `memory` takes the least memory.
     """
     grouping, strategy, group = Grouping(config, topology), config.fsdp.strategy, config.fsdp.shard_group
-    if shape is None:
-        return _choose_without_shape(grouping, strategy, group)
     options = options_of(config, shape, grouping)
     unrestricted, _ = _best(config, options)
     allowed = options if strategy == group == AUTO else options_of(config, shape, grouping, strategy, group)
@@ -178,20 +185,19 @@ def choose(
         reasons.append(_criticism(config, best, unrestricted))
     if best not in options:
         options.append(best)
-    taken = "chosen" if best.fits else "nearest to fitting"
-    considered = [(o, taken if o == best else _why_not(o, best)) for o in options]
     if best.placement.crossing:
         reasons.append(f"{best.placement.crossing} of {best.layout.replicas} shard groups cross a leaf switch.")
     reasons += _spares_sentence(grouping, best.placement)
-    return Choice(best.layout, best.placement, reasons, best, considered)
+    return Choice(best, reasons, tuple(_considered(o, best) for o in options))
 
 
-def _choose_without_shape(grouping: Grouping, strategy: str, group: int | str) -> Choice:
+def choose_without_shape(config: JobConfig, topology: Topology) -> tuple[Layout, Placement, list[str]]:
     """Choose the layout of a program whose model is unknown, only by the topology and the configuration.
 
     `auto` is full_shard over all ranks: it takes the least memory, and uses any number of nodes. A hybrid's group
-    is one node unless the user says otherwise.
+    is one node unless the user says otherwise. Returns the reasons, too.
     """
+    grouping, strategy, group = Grouping(config, topology), config.fsdp.strategy, config.fsdp.shard_group
     per_node, world = grouping.per_node, grouping.world
     basis = "The model is not known, so memory comes first" if strategy == group == AUTO else "As configured"
     if strategy == AUTO:
@@ -205,7 +211,7 @@ def _choose_without_shape(grouping: Grouping, strategy: str, group: int | str) -
     over = f"over {layout.shard_group} ranks" if layout.shard_group > 1 else "on every rank"
     node = ", a node" if layout.strategy in HYBRID and layout.shard_group == per_node else ""
     reason = f"{basis}: {layout.strategy} {over}{node}. The program finds it in {LAYOUT_ENV}."
-    return Choice(layout, placement, [reason, *_spares_sentence(grouping, placement)])
+    return layout, placement, [reason, *_spares_sentence(grouping, placement)]
 
 
 def _spares_sentence(grouping: Grouping, placement: Placement) -> list[str]:
@@ -279,11 +285,11 @@ def _held(
 ) -> tuple[Option, str]:
     """Return the option of the previous group size if it is still good enough, else the best; and why."""
     same = [o for o in allowed if o.layout.shard_group == previous_group]
-    held = _best(config, same)[0] if same else None
-    gain = best.time.tokens_per_s / held.time.tokens_per_s if held else 0.0
-    if held is None:
-        why = "no shard group of that size can be formed"
-    elif not held.fits and best.fits:
+    if not same:
+        return best, f"Regrouped from {previous_group}: no shard group of that size can be formed. {why_best}"
+    held, _ = _best(config, same)
+    gain = best.time.tokens_per_s / held.time.tokens_per_s
+    if not held.fits and best.fits:
         why = "it no longer fits"
     elif best.spares < held.spares and gain > WORTH_REGROUPING and best.fits:
         left = f"the {held.spares} nodes it leaves" if held.spares > 1 else "the node it leaves"
@@ -291,6 +297,14 @@ def _held(
     else:
         return held, f"Held the shard group of {previous_group}; replicas are now {held.layout.replicas}."
     return best, f"Regrouped from {previous_group}: {why}. {why_best}"
+
+
+def _considered(o: Option, best: Option) -> Considered:
+    if o == best:
+        why = "chosen" if o.fits else "nearest to fitting"
+    else:
+        why = _why_not(o, best)
+    return Considered(o.name, o.fits, o.memory.total, o.traffic, o.time.step, o.time.tokens_per_s, why, o == best)
 
 
 def _why_not(o: Option, best: Option) -> str:

@@ -10,7 +10,7 @@ from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.keys import AUTO
 from fsdp_jobs.config.resolve import accelerator, backend, node_range, param_dtype, ranks_per_node
 from fsdp_jobs.config.schema import JobConfig
-from fsdp_jobs.plan.choose import choose, usable_bytes
+from fsdp_jobs.plan.choose import Considered, Option, choose, choose_without_shape, usable_bytes
 from fsdp_jobs.plan.goodput import Expected, expect
 from fsdp_jobs.plan.grouping import Grouping
 from fsdp_jobs.plan.layout import HYBRID, Layout, only_group, partners
@@ -24,20 +24,6 @@ from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.goodput import Costs, Failures
 from fsdp_jobs.run.record import Record
 from fsdp_jobs.run.table import listed
-
-
-@dataclass(frozen=True)
-class Considered:
-    """One option as the plan keeps it, chosen or not, with the reason."""
-
-    name: str
-    fits: bool
-    memory_bytes: int
-    traffic: dict[str, Traffic]  # per node and step, by backend
-    step_s: float
-    tokens_per_s: float
-    why: str
-    taken: bool
 
 
 @dataclass(frozen=True)
@@ -113,30 +99,34 @@ def make_plan(
     if previous_group is None and (problems := list(sharding_problems(config, topology))):
         raise BadInput(problems)
     shape = shape or shape_of(config)
-    if shape is not None:
+    option: Option | None = None
+    considered: tuple[Considered, ...] = ()
+    found: Sequence[Remedy] = ()
+    if shape is None:
+        layout, placement, reasons = choose_without_shape(config, topology)
+    else:
         if problems := list(_hardware_problems(config)):
             raise BadInput(problems)
         notes += _left_out(config, shape, topology)
-    choice = choose(config, shape, topology, previous_group)
-    placement, option = choice.placement, choice.option
-    found: Sequence[Remedy] = ()
-    if option is not None and shape is not None:
-        if not option.fits and seek_remedies:
-            found = remedies(config, shape, topology)
-        elif option.fits and previous_group is None and low < min(high, len(topology.nodes)):
+        choice = choose(config, shape, topology, previous_group)
+        option, reasons, considered = choice.option, choice.reasons, choice.considered
+        layout, placement = option.layout, option.placement
+        if option.fits and previous_group is None and low < min(high, len(topology.nodes)):
             notes.append(_at_minimum(config, shape, topology, low))
-        if option.fits and seek_remedies and previous_group is None:
+        if seek_remedies and option.fits:
             notes += advice(config, shape, topology, option)
+        elif seek_remedies:
+            found = remedies(config, shape, topology)
     used = [topology.nodes[i] for i in placement.used]
     if config.checkpoint.memory.every_steps:
-        notes += _where_snapshots_are(choice.layout, used)
+        notes += _where_snapshots_are(layout, used)
     memory, time = (option.memory, option.time) if option else (None, None)
     return Plan(
         model=config.model.kind,
         parameters=shape.numel if shape else 0,
         hardware=config.hardware.name,
         backend=backend(config),
-        layout=choice.layout,
+        layout=layout,
         ranks_per_node=ranks_per_node(config),
         nodes=tuple(n.name for n in used),
         leaves=tuple(n.switch_path[-1] if n.switch_path else "" for n in used),
@@ -149,15 +139,10 @@ def make_plan(
         usable_bytes=usable_bytes(config.hardware),
         traffic=option.traffic if option else {},
         time=time,
-        considered=tuple(
-            Considered(
-                o.name, o.fits, o.memory.total, o.traffic, o.time.step, o.time.tokens_per_s, why, taken=o == option
-            )
-            for o, why in choice.considered
-        ),
-        reasons=(*notes, *choice.reasons),
+        considered=considered,
+        reasons=(*notes, *reasons),
         remedies=tuple(found),
-        expected=expect(config, choice.layout, len(used), memory, time.step if time else None, costs, seen),
+        expected=expect(config, layout, len(used), memory, time.step if time else None, costs, seen),
     )
 
 
@@ -249,7 +234,6 @@ def _where_snapshots_are(layout: Layout, nodes: Sequence[Node]) -> Iterator[str]
 
 def _at_minimum(config: JobConfig, shape: ModelShape, topology: Topology, low: int) -> str:
     option = choose(config, shape, topology.first(low)).option
-    assert option is not None
     if option.fits:
         return f"At the minimum of {low} nodes it still fits: {option.name}."
     return f"At the minimum of {low} nodes it does NOT fit: {option.name} is {size(option.over)} over."

@@ -115,7 +115,7 @@ def _tried(
 ) -> list[Remedy]:
     """Plan with overrides; the topology already follows the `further` ones. Returns the remedy if the job fits."""
     option = choose(with_overrides(config, overrides), shape, topology).option
-    if option is None or not option.fits:
+    if not option.fits:
         return []
     host = f", {size(option.memory.host)} of host memory per rank" if option.memory.host else ""
     close = closeness(config, option)
@@ -160,7 +160,7 @@ def _fewer_nodes(config: JobConfig, shape: ModelShape, topology: Topology, optio
     fewest = 2 if config.fsdp.strategy in HYBRID else 1  # ranks
     while nodes * ranks_per_node(config) >= fewest and config.fsdp.shard_group == AUTO:
         other = choose(config, shape, topology.first(nodes)).option
-        if other is None or not other.fits:
+        if not other.fits:
             break
         if other.time.tokens_per_s > best.time.tokens_per_s:
             best, least = other, nodes
@@ -197,7 +197,9 @@ def _room(config: JobConfig, shape: ModelShape, topology: Topology, option: Opti
     fastest = min(priced.time.step for priced, _, _ in found)
     near = [it for it in found if it[0].time.step <= NEAR * fastest]
     _, better, overrides = min(near, key=lambda it: it[0].memory.total)
-    best = choose(better, shape, topology).option if overrides else None
-    if best is not None and best.fits and best.time.tokens_per_s > WORTH_SAYING * option.time.tokens_per_s:
+    if not overrides:
+        return
+    best = choose(better, shape, topology).option
+    if best.fits and best.time.tokens_per_s > WORTH_SAYING * option.time.tokens_per_s:
         speeds = f"{best.time.tokens_per_s:,.0f} tokens/s predicted, {option.time.tokens_per_s:,.0f} as asked"
         yield f"There is memory left: {' '.join(overrides)} gives {speeds}."

@@ -17,9 +17,9 @@ from fsdp_jobs.cli.main import main
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.schema import JobConfig, LlamaConfig
-from fsdp_jobs.plan.choose import NEAR
+from fsdp_jobs.plan.choose import NEAR, Considered
 from fsdp_jobs.plan.memory import GIB, peak_memory
-from fsdp_jobs.plan.plan import Considered, Plan, make_plan, regroup
+from fsdp_jobs.plan.plan import Plan, make_plan, regroup
 from fsdp_jobs.plan.render import summary_of
 from fsdp_jobs.plan.shapes import shape_of
 from fsdp_jobs.plan.topology import Node, Topology
