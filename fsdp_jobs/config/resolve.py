@@ -123,3 +123,8 @@ def loss_chunk(fsdp: FsdpConfig, tokens: float, vocabulary: int, planned: bool |
 def peak_flops(hardware: HardwareConfig, dtype: str) -> float:
     """Return the dense peak of one device for matmuls in `dtype`, FLOP/s; conf/hardware names the sources."""
     return (hardware.fp32_tflops if dtype == "fp32" else hardware.bf16_tflops) * 1e12
+
+
+def seconds_per_byte(gb_s: float) -> float:
+    """Return the time of a byte at a rate in GB/s; none at 0, which means that the rate is not known."""
+    return 1 / (gb_s * 1e9) if gb_s else 0.0

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import log2
 
+from fsdp_jobs.config.resolve import seconds_per_byte
 from fsdp_jobs.config.schema import HardwareConfig
 
 _NVLS_US, _NVLS_TREE_US = 25.0, 20.9  # inside a node; each step of the tree between nodes
@@ -75,7 +76,7 @@ class Group:
             times.append((p.base_us + 2 * hops) * 1e-6 + self._transfer(sent, p.tree_share, p))
         if hardware.nvls_gb_s and per_node >= _NVLS_RANKS:
             latency = _NVLS_US + 2 * log2(self.nodes) * _NVLS_TREE_US
-            slower = max(1 / (hardware.nvls_gb_s * 1e9), self.seconds_per_byte if self.nodes > 1 else 0.0)
+            slower = max(seconds_per_byte(hardware.nvls_gb_s), self.seconds_per_byte if self.nodes > 1 else 0.0)
             times.append(latency * 1e-6 + sent * slower)
         return min(times)
 

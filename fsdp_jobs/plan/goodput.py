@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import ceil, exp, expm1, sqrt
 
 from fsdp_jobs.config.keys import AUTO
-from fsdp_jobs.config.resolve import ranks_per_node
+from fsdp_jobs.config.resolve import ranks_per_node, seconds_per_byte
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.plan.memory import Memory, size
@@ -117,7 +117,7 @@ def _tiers(
     """Yield the places that the job is saved to, fastest first; shared storage is always the last."""
     checkpoint, hardware, per_node, left = config.checkpoint, config.hardware, ranks_per_node(config), 1.0
     copied = memory.parameters + memory.optimizer if memory is not None else 0
-    copy_s = copied / (hardware.host_gb_s * 1e9) if hardware.host_gb_s else 0.0
+    copy_s = copied * seconds_per_byte(hardware.host_gb_s)
     if every := checkpoint.memory.every_steps:
         holders = max(2, min(layout.replicas, nodes)) - 1  # other nodes with the same state: replicas or a partner
         together = _SEVERAL_NODES * float(nodes - 1) ** -holders if nodes > 1 else 1 - _NODES_STAY
@@ -125,7 +125,7 @@ def _tiers(
         stall_s = costs.snapshot_s or _SNAPSHOT_S + max(0.0, copy_s - (step_s or copy_s))
         if every == AUTO:
             network_gb_s = hardware.inter_node_gb_s if layout.replicas == 1 else 0.0  # replicas send nothing
-            send_s = copied / (network_gb_s * 1e9) if network_gb_s else 0.0
+            send_s = copied * seconds_per_byte(network_gb_s)
             busy_s = max(copy_s, send_s, copied * per_node / (_CHECKSUM_GB_S * 1e9), stall_s / _SNAPSHOTS_COST)
             every = costs.snapshot_steps or (ceil(busy_s / step_s) if step_s else 0)
         snapshots, best_s = memory.snapshots if memory is not None else 0, best_interval(stall_s, mtbf_s / (1 - left))

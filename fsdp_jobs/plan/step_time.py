@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fsdp_jobs.config.resolve import accelerator, backend, loss_chunk, param_dtype, peak_flops, ranks_per_node
+from fsdp_jobs.config.resolve import (
+    accelerator,
+    backend,
+    loss_chunk,
+    param_dtype,
+    peak_flops,
+    ranks_per_node,
+    seconds_per_byte,
+)
 from fsdp_jobs.config.schema import HardwareConfig, JobConfig
 from fsdp_jobs.plan.collectives import Group
 from fsdp_jobs.plan.layout import Layout
@@ -67,8 +75,8 @@ def _group(config: JobConfig, ranks: int, intra: float, inter: float) -> Group:
     sum of the cards' bandwidths.
     """
     hardware, per_node = config.hardware, ranks_per_node(config)
-    seconds_intra = 1 / (hardware.intra_node_gb_s * 1e9) if intra and hardware.intra_node_gb_s else 0.0
-    seconds_inter = inter / per_node / (hardware.inter_node_gb_s * 1e9) if hardware.inter_node_gb_s else 0.0
+    seconds_intra = seconds_per_byte(hardware.intra_node_gb_s) if intra else 0.0
+    seconds_inter = inter / per_node * seconds_per_byte(hardware.inter_node_gb_s)
     nodes = max(2, round(ranks * inter / (inter + intra))) if inter else 1
     return Group(hardware, ranks, nodes, max(seconds_intra, seconds_inter), backend(config) == "nccl")
 
@@ -97,7 +105,7 @@ def step_time(config: JobConfig, shape: ModelShape, layout: Layout, ring: RingBy
     in_blocks = sum(b.shard_numel(layout.shard_group) * b.count for b in shape.blocks)
     root_part = 1 - in_blocks / shard  # root and head
     block_part = (1 - root_part) / n
-    per_host_byte = 1 / (hardware.host_gb_s * 1e9) if hardware.host_gb_s else 0.0
+    per_host_byte = seconds_per_byte(hardware.host_gb_s)
     # With offload a shard goes to the GPU before each gather, and its gradient to the host after each reduction.
     lifted = shard * master_bytes(fsdp) * per_host_byte if fsdp.cpu_offload else 0.0
     # Blocks' inputs go to the host in forward and back in backward; torch copies them in the stream of the kernels.
@@ -153,7 +161,7 @@ def _compute(config: JobConfig, shape: ModelShape, layout: Layout, dtype: str, t
     b_m, b_p, b_r = master_bytes(fsdp), DTYPE_BYTES[dtype], DTYPE_BYTES[fsdp.reduce_dtype]
     best_rate = peak_flops(hardware, dtype) * hardware.matmul_efficiency
     matmul_rate = best_rate * LAYER_MATMUL
-    per_byte = 1 / (hardware.memory_gb_s * 1e9) if hardware.memory_gb_s else 0.0
+    per_byte = seconds_per_byte(hardware.memory_gb_s)
 
     matmul = tokens * a.matmul_flops / matmul_rate
     kernel_rate = attention_rate(hardware, best_rate, a.head_width, data.seq_len, dtype)
