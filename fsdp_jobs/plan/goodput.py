@@ -79,7 +79,7 @@ def expect(
     layout: Layout,
     nodes: int,
     memory: Memory | None,
-    step_s: float | None,
+    step_s: float,
     costs: Costs | None = None,
     seen: Failures | None = None,
 ) -> Expected:
@@ -90,7 +90,7 @@ def expect(
         layout: the sharding.
         nodes: that take part.
         memory: of a rank; None: unknown, so the copy of the state is not counted.
-        step_s: seconds per step; None: unknown.
+        step_s: seconds per step; 0: unknown.
         costs: measured on this run; None: a new run.
         seen: failures that this cluster had.
     """
@@ -98,7 +98,7 @@ def expect(
     rate = 1e3 * (_RELIED_ON + seen.count) / (_RELIED_ON * 1e3 / max(1e-9, configured) + seen.node_days)
     mtbf_s = 86400e3 / (nodes * rate)
     known = costs or Costs(0.0, 0.0, 0.0)
-    tiers = tuple(_tiers(config, layout, nodes, memory, step_s, known, mtbf_s))
+    tiers = tuple(_tiers(config, layout, nodes, memory or Memory("unknown"), step_s, known, mtbf_s))
     restart_s = known.restart_s or _RESTART_S
     lag_s = sum(t.share * t.written_s for t in tiers)  # a failure before then restarts from the previous save
     kept = goodput([(t.share, t.every_s or t.best_s, t.stall_s) for t in tiers], restart_s + lag_s, mtbf_s)
@@ -106,17 +106,11 @@ def expect(
 
 
 def _tiers(
-    config: JobConfig,
-    layout: Layout,
-    nodes: int,
-    memory: Memory | None,
-    step_s: float | None,
-    costs: Costs,
-    mtbf_s: float,
+    config: JobConfig, layout: Layout, nodes: int, memory: Memory, step_s: float, costs: Costs, mtbf_s: float
 ) -> Iterator[Tier]:
     """Yield the places that the job is saved to, fastest first; shared storage is always the last."""
     checkpoint, hardware, per_node, left = config.checkpoint, config.hardware, ranks_per_node(config), 1.0
-    copied = memory.parameters + memory.optimizer if memory is not None else 0
+    copied = memory.parameters + memory.optimizer
     copy_s = copied * seconds_per_byte(hardware.host_gb_s)
     if every := checkpoint.memory.every_steps:
         holders = max(2, min(layout.replicas, nodes)) - 1  # other nodes with the same state: replicas or a partner
@@ -128,10 +122,11 @@ def _tiers(
             send_s = copied * seconds_per_byte(network_gb_s)
             busy_s = max(copy_s, send_s, copied * per_node / (_CHECKSUM_GB_S * 1e9), stall_s / _SNAPSHOTS_COST)
             every = costs.snapshot_steps or (ceil(busy_s / step_s) if step_s else 0)
-        snapshots, best_s = memory.snapshots if memory is not None else 0, best_interval(stall_s, mtbf_s / (1 - left))
-        best_s, every_s = max(best_s, step_s or 0.0), every * (step_s or 0.0)
-        yield Tier("memory", 1 - left, stall_s, best_s, every_s, step_s or 0.0, every, snapshots * per_node)
-    stall_s, write_s = costs.stall_s if costs.write_s else _LEAST_STALL_S + copy_s, costs.write_s
+        best_s = max(best_interval(stall_s, mtbf_s / (1 - left)), step_s)
+        in_memory = memory.snapshots * per_node
+        yield Tier("memory", 1 - left, stall_s, best_s, every * step_s, step_s, every, in_memory)
+    write_s = costs.write_s
+    stall_s = costs.stall_s if write_s else _LEAST_STALL_S + copy_s
     best_s = max(best_interval(stall_s, mtbf_s / left), write_s, 60.0)
     minutes, steps = checkpoint.every_minutes, checkpoint.every_steps
     configured = [best_s if minutes == AUTO else minutes * 60] if minutes else []
@@ -139,7 +134,8 @@ def _tiers(
     every_s = min(configured, default=0.0)
     if checkpoint.local_dir is not None:
         yield Tier("local_dir", left * _NODES_STAY, stall_s, best_s, every_s, write_s)
-        left, stall_s, every_s = left * (1 - _NODES_STAY), 0.0, max(every_s, write_s) if every_s else 0.0
+        left, stall_s = left * (1 - _NODES_STAY), 0.0
+        every_s = max(every_s, write_s) if every_s else 0.0
     yield Tier("storage", left, stall_s, best_s, every_s, write_s)
 
 

@@ -142,7 +142,7 @@ def make_plan(
         considered=considered,
         reasons=(*notes, *reasons),
         remedies=tuple(found),
-        expected=expect(config, layout, len(used), memory, time.step if time else None, costs, seen),
+        expected=expect(config, layout, len(used), memory, time.step if time else 0.0, costs, seen),
     )
 
 
@@ -213,9 +213,10 @@ def _left_out(config: JobConfig, shape: ModelShape, topology: Topology) -> Itera
     if shape.unmeasured:
         why = f"the model's forward could not be measured ({shape.unmeasured})"
         yield f"Warning: {why}: memory lacks all activations, and time is 6 FLOPs per parameter and token."
-    used = {"intra_node_gb_s": ranks_per_node(config) > 1, "inter_node_gb_s": len(topology.nodes) > 1}
-    for key, where in (("intra_node_gb_s", "inside nodes"), ("inter_node_gb_s", "between nodes")):
-        if used[key] and not getattr(config.hardware, key):
+    inside = ("intra_node_gb_s", "inside nodes", ranks_per_node(config))
+    between = ("inter_node_gb_s", "between nodes", len(topology.nodes))
+    for key, where, ends in (inside, between):
+        if ends > 1 and not getattr(config.hardware, key):
             yield f"Warning: hardware.{key} is not set: the prediction counts no time for traffic {where}."
 
 
