@@ -183,7 +183,7 @@ def _room(config: JobConfig, shape: ModelShape, topology: Topology, option: Opti
         ["fsdp.activation_offload=false"] if fsdp.activation_offload else [],
         ["fsdp.cpu_offload=false"] if fsdp.cpu_offload else [],
     )
-    found: list[tuple[Option, JobConfig, list[str]]] = []
+    found: list[tuple[Option, list[str]]] = []
     for chosen in product(*(["", *overrides] for overrides in changes)):
         overrides = [override for override in chosen if override]
         other = with_overrides(config, overrides)
@@ -191,15 +191,15 @@ def _room(config: JobConfig, shape: ModelShape, topology: Topology, option: Opti
             continue  # what is offloaded are the inputs of recomputed blocks
         priced = price(other, shape, option.layout.strategy, option.placement)
         if priced.fits and priced.memory.total <= CLOSE * usable_bytes(config.hardware):
-            found.append((priced, other, overrides))
+            found.append((priced, overrides))
     if not found:
         return
-    fastest = min(priced.time.step for priced, _, _ in found)
-    near = [it for it in found if it[0].time.step <= NEAR * fastest]
-    _, better, overrides = min(near, key=lambda it: it[0].memory.total)
+    fastest = min(priced.time.step for priced, _ in found)
+    near = [(priced, overrides) for priced, overrides in found if priced.time.step <= NEAR * fastest]
+    _, overrides = min(near, key=lambda it: it[0].memory.total)
     if not overrides:
         return
-    best = choose(better, shape, topology).option
+    best = choose(with_overrides(config, overrides), shape, topology).option
     if best.fits and best.time.tokens_per_s > WORTH_SAYING * option.time.tokens_per_s:
         speeds = f"{best.time.tokens_per_s:,.0f} tokens/s predicted, {option.time.tokens_per_s:,.0f} as asked"
         yield f"There is memory left: {' '.join(overrides)} gives {speeds}."

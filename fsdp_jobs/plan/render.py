@@ -85,9 +85,11 @@ def rows_of(plan: Plan, most: int) -> list[Row]:
     """Give each node a row; each leaf switch when there are more than `most` nodes."""
     by_leaf = groupby(range(len(plan.nodes)), plan.leaves.__getitem__ if len(plan.nodes) > most else None)
     rows, above = [], ""
-    for first, *others in (list(indices) for _, indices in by_leaf):
-        last, leaf, group = [first, *others][-1], plan.leaves[first], plan.layout.shard_group
-        names = f"{plan.nodes[first]} .. {plan.nodes[last]} ({len(others) + 1})" if others else plan.nodes[first]
+    for _, indices in by_leaf:
+        under = list(indices)
+        first, last = under[0], under[-1]
+        leaf, group = plan.leaves[first], plan.layout.shard_group
+        names = f"{plan.nodes[first]} .. {plan.nodes[last]} ({len(under)})" if last > first else plan.nodes[first]
         low, high = first * plan.ranks_per_node, (last + 1) * plan.ranks_per_node - 1
         groups = range(low // group, high // group + 1)
         runs = [(g, max(low, g * group), min(high, (g + 1) * group - 1)) for g in groups]

@@ -51,9 +51,10 @@ def check_initial_weights(config: JobConfig) -> None:
 def _ask(question: str, config: JobConfig, where: str) -> str:
     """Return the probe's answer, as JSON; raises BadInput with its last line if it fails."""
     # jobs that differ in anything else have the same answer
-    asked = config.fsdp
-    fsdp = FsdpConfig(wrap=asked.wrap, min_num_params=asked.min_num_params)
-    fsdp.param_dtype, fsdp.meta_init = asked.param_dtype, asked.meta_init
+    of = config.fsdp
+    fsdp = FsdpConfig(
+        wrap=of.wrap, min_num_params=of.min_num_params, param_dtype=of.param_dtype, meta_init=of.meta_init
+    )
     data = DataConfig(kind=config.data.kind, seq_len=config.data.seq_len)
     same = replace(config, name=None, seed=0, steps=1, fsdp=fsdp, data=data, optim=OptimConfig())
     try:
