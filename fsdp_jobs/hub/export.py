@@ -55,6 +55,7 @@ def export(run: RunDir, config: JobConfig, file_format: str, step: int | None, o
     index_file.unlink(missing_ok=True)  # of an earlier export: nothing may open its files and new ones together
     if len(groups) > 1:
         (target / "model.safetensors").unlink(missing_ok=True)  # it would be opened first
+    written: list[Path] = []
     file_of: dict[str, str] = {}
     for i, names in enumerate(groups, 1):
         tensors = _load(folder, {n: saved[n] for n in names})
@@ -63,7 +64,7 @@ def export(run: RunDir, config: JobConfig, file_format: str, step: int | None, o
         file = target / ("model" + (f"-{i:05d}-of-{len(groups):05d}" if len(groups) > 1 else "") + ".safetensors")
         _write_whole(file, partial(save_file, tensors, metadata={"format": "pt"}))
         file_of |= dict.fromkeys(tensors, file.name)
-    written = [target / name for name in dict.fromkeys(file_of.values())]
+        written.append(file)
     dtype = str(next(iter(saved.values())).properties.dtype).removeprefix("torch.")
     if len(groups) > 1:
         total = sum(map(_bytes, saved.values()))

@@ -90,14 +90,13 @@ def initial_pieces(
         whole = type(module).__name__ in classes
         if whole:
             inside.update(module.modules())
-        prefix = f"{name}." if name else ""
-        own = [*module.named_parameters(recurse=whole), *module.named_buffers(recurse=whole)]
-        if not any(f"{prefix}{n}" in names for n, _ in own):
+        own = [*module.named_parameters(name, whole), *module.named_buffers(name, whole)]
+        if not any(n in names for n, _ in own):
             continue
         module.to_empty(device=device, recurse=whole)
         with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(seed_of(seed, name))
             module.apply(owner._init_weights) if whole else owner._init_weights(module)
-        tensors = [*module.named_parameters(recurse=whole), *module.named_buffers(recurse=whole)]
-        yield {f"{prefix}{n}": t.detach() for n, t in tensors}
+        filled = [*module.named_parameters(name, whole), *module.named_buffers(name, whole)]
+        yield {n: t.detach() for n, t in filled}
         module.to_empty(device="meta", recurse=whole)

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_jobs.checkpoints.catalog import METADATA
 from fsdp_jobs.checkpoints.storage import SafeReader, load_alone
 from fsdp_jobs.config.errors import BadInput, Problem
+from fsdp_jobs.config.keys import dotted
 from fsdp_jobs.config.schema import HfConfig, JobConfig, LlamaConfig, ModelConfig
 from fsdp_jobs.hub.huggingface import folder_of, is_hf, transformers
 from fsdp_jobs.models.weights import copy_local_part, plain_name, weights_of
@@ -74,7 +75,7 @@ def _of_safetensors(file: Path) -> dict[str, Any]:
 
 def _of_pickle(file: Path) -> dict[str, Any]:
     try:
-        return dict(_flat("", _loaded(file)))
+        return {name: value for name, value in dotted(_loaded(file)) if isinstance(value, Tensor)}
     except (pickle.UnpicklingError, IndexError, EOFError, RuntimeError) as e:
         why = (str(e) or type(e).__name__).splitlines()[0]
         raise BadInput.at(str(file), f"cannot be read: {why}", "a whole file that holds tensors only") from e
@@ -85,15 +86,6 @@ def _loaded(file: Path) -> Any:
         return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except RuntimeError:  # torch's format before 1.6 cannot be mapped
         return torch.load(file, map_location="cpu", weights_only=True)
-
-
-def _flat(prefix: str, content: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of nested dictionaries, names joined by dots."""
-    for key, value in content.items():
-        if isinstance(value, Tensor):
-            yield f"{prefix}{key}", value
-        elif isinstance(value, dict):
-            yield from _flat(f"{prefix}{key}.", value)
 
 
 def _open(path: Path, key: str) -> _Tensors:
