@@ -104,9 +104,3 @@ def learning_rate(step: int, config: OptimConfig, steps: int) -> float:
     progress = min(1.0, (step - config.warmup_steps) / max(1, end - config.warmup_steps))
     low = config.lr * config.min_lr_ratio
     return low + (config.lr - low) * 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the rate of all groups."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate

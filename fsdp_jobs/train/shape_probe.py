@@ -268,8 +268,8 @@ def shape_of(config: JobConfig) -> ModelShape:
     head = head_modules_of(model) if config.fsdp.wrap == "layer" else []
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     buffers = sum(b.numel() * b.element_size() for b in model.buffers())
-    shape = replace(units_of(model, blocks, head, activations), positions=positions_of(model), frozen=frozen)
-    return replace(shape, buffers=buffers, unmeasured=unmeasured)
+    units, positions = units_of(model, blocks, head, activations), positions_of(model)
+    return replace(units, positions=positions, frozen=frozen, buffers=buffers, unmeasured=unmeasured)
 
 
 def _said(error: Exception) -> str:

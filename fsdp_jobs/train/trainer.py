@@ -22,7 +22,7 @@ from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_REQUEUE
 from fsdp_jobs.train.data import batches, check_same_data
 from fsdp_jobs.train.loss import TokenLoss
-from fsdp_jobs.train.optim import build_optimizer, learning_rate, set_learning_rate
+from fsdp_jobs.train.optim import build_optimizer, learning_rate
 from fsdp_jobs.train.sources import open_samples
 
 
@@ -121,7 +121,8 @@ def main() -> int:
         if number % config.log_every_steps == 0:
             dist.all_reduce(loss)
         rate = learning_rate(number - 1, config.optim, config.steps)
-        set_learning_rate(optimizer, rate)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
         grad_norm = learner.clip()
         learner.update(grad_norm)
         if probe.every_steps and number % probe.every_steps == 0:
