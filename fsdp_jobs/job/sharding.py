@@ -96,8 +96,8 @@ def sharded_model(config: JobConfig, layout: Layout, mesh: DeviceMesh, device: t
         for module in model.modules():  # FSDP offloads only parameters
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = torch.empty_like(buffer, device=device)
-        kept = {plain_name(name) for name in model.state_dict()}
-        _fill(model, config, device, {plain_name(name) for name, _ in model.named_buffers()} - kept)
+        buffers = {plain_name(name) for name, _ in model.named_buffers()}
+        _fill(model, config, device, buffers - model.state_dict().keys())
     left_out = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
     if left_out:
         raise RuntimeError(f"not sharded: {', '.join(left_out[:5])}")
@@ -187,7 +187,7 @@ def fill_weights(model: nn.Module, config: JobConfig, device: torch.device) -> N
     """
     if not config.fsdp.meta_init:
         return
-    names = {plain_name(name) for name in model.state_dict()}
+    names = set(model.state_dict())
     if isinstance(config.model, HfConfig) and config.model.pretrained:
         names -= {plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     _fill(model, config, device, names)
