@@ -49,6 +49,7 @@ _OPTIONS = {  # a group's option by another tool's name -> ours
     "fsdp=zero3": "fsdp=full_shard",
     "fsdp=hsdp": "fsdp=hybrid_shard",
 }
+_OUR_KEYS = {f.name for f in fields(JobConfig)}
 _TAKE_VALUES = ("--output", "-o", "--config-dir", "-cd", "--svg")  # flags of verbs that compose a job
 VERBS = {"run": "submit", "launch": "submit", "ps": "status", "ls": "list", "stop": "cancel", "kill": "cancel --now"}
 
@@ -57,7 +58,7 @@ def meant_by(word: str) -> str:
     """Return the key that corresponds to a flag or an override of another tool; empty if none is known."""
     name, _, value = word.lstrip("-").partition("=")
     name = name.replace("-", "_")
-    if word.startswith("-") and any(name == f.name for f in fields(JobConfig)):
+    if word.startswith("-") and name in _OUR_KEYS:
         return f"{name}={value or '...'}"
     return _KEYS.get(name.rpartition(".")[2], "").format(value or "...")
 
@@ -79,11 +80,8 @@ def script_as_overrides(args: Sequence[str]) -> list[str]:
     if at is None or (at and args[at - 1] in _TAKE_VALUES):
         return list(args)
     script, own = args[at], args[at + 1 :]
-    keys = {f.name for f in fields(JobConfig)}
     what = f"stands behind {script}, so it is an argument of that"
-    if misplaced := [
-        a for a in own if "=" in a and a.partition("=")[0].partition(".")[0] in keys and not a.startswith("-")
-    ]:
+    if misplaced := [a for a in own if "=" in a and re.split("[.=]", a)[0] in _OUR_KEYS]:
         cure = f"fsdp-jobs {misplaced[0]} {script} ..., or script={script} script_args={shlex.quote(shlex.join(own))}"
         raise BadInput([Problem(a, what, cure) for a in misplaced])
     words = re.sub(r"(\\*)\$\{", lambda m: rf"{2 * m[1]}\${{", shlex.join(own))  # `${...}` is for the script

@@ -72,8 +72,7 @@ def print_json(values: Mapping[str, Any] | list[dict[str, Any]]) -> None:
     """Print an object, or a list of objects, as one line of JSON."""
     objects = values if isinstance(values, list) else [values]
     versioned = [{"version": VERSION, **each} for each in objects]
-    sys.stdout.write(json.dumps(finite(versioned if objects is values else versioned[0])) + "\n")
-    sys.stdout.flush()
+    print(json.dumps(finite(versioned if objects is values else versioned[0])), flush=True)
 
 
 def finite(values: Any) -> Any:

@@ -76,7 +76,7 @@ def _integrity(config: JobConfig) -> Iterator[Problem]:
 def _checkpoint_url(url: str) -> Iterator[Problem]:
     """Check that this machine can use a URL; permission to write the bucket shows only at the first save."""
     protocol = url.partition("://")[0]
-    extra = {"gs": "gcs", "gcs": "gcs"}.get(protocol, "s3")
+    extra = "gcs" if protocol in ("gs", "gcs") else "s3"
     try:
         import fsspec
         import upath  # noqa: F401 - only whether it is installed
