@@ -31,6 +31,11 @@ def sample_at(position: int, samples: int, seed: int) -> int:
             return index
 
 
+def own_positions(first: int, batch: int, rank: int, world: int) -> range:
+    """Return the positions that a rank gets of the `batch` positions of a step, which begin at `first`."""
+    return range(first + rank * batch // world, first + (rank + 1) * batch // world)
+
+
 def _mix(value: int, round_: int, epoch: int, seed: int) -> int:
     """Return a 64-bit hash of four integers (the finaliser of splitmix64, Steele et al. 2014)."""
     z = value
@@ -95,8 +100,8 @@ class ElasticSampler(Sampler[list[int]]):
             what = f"ElasticSampler begins again at step {self.steps_done}: call after(step) before"
             warnings.warn(what, stacklevel=2)
         self._has_begun = True
-        low, high = self.rank * self.batch // self.world, (self.rank + 1) * self.batch // self.world
         first = self.steps_done * self.batch
         while True:
-            yield [sample_at(p, self.samples, self.seed) for p in range(first + low, first + high)]
+            positions = own_positions(first, self.batch, self.rank, self.world)
+            yield [sample_at(p, self.samples, self.seed) for p in positions]
             first += self.batch

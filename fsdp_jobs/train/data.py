@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.config.schema import DataConfig
-from fsdp_jobs.job.sampler import begin_worker, sample_at
+from fsdp_jobs.job.sampler import begin_worker, own_positions, sample_at
 from fsdp_jobs.run.checksum import checksum
 
 Tokens = npt.NDArray[np.unsignedinteger]
@@ -34,9 +34,8 @@ def microbatches(first: int, data: DataConfig, rank: int, world: int) -> list[li
     `first` is the step's first position. A rank with fewer samples than another gets lists padded by -1,
     which stands for a sample that does not count.
     """
-    low, high = rank * data.global_batch // world, (rank + 1) * data.global_batch // world
     most = -(-data.global_batch // world)  # of any rank
-    positions = list(range(first + low, first + high))
+    positions = list(own_positions(first, data.global_batch, rank, world))
     positions += [-1] * (most - len(positions))
     return [positions[i : i + data.micro_batch] for i in range(0, most, data.micro_batch)]
 
