@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.resolve import accelerator, param_dtype
@@ -230,15 +231,14 @@ def cut_by_size(params: Params, min_num_params: int) -> tuple[list[tuple[str, Pa
     units: list[tuple[str, Params]] = []
 
     def visit(path: str, inside: Params) -> Params:
-        depth = len(path)
-        rest = tuple(p for p in inside if "." not in p[0][depth:])
-        children: dict[str, list[tuple[str, Shape]]] = {}
-        for name, shape in inside:
-            child, dot, _ = name[depth:].partition(".")
+        rest: Params = ()
+        children = []
+        for (child, dot), params in groupby(inside, lambda p: p[0].removeprefix(path).partition(".")[:2]):
             if dot:
-                children.setdefault(child, []).append((name, shape))
-        for child, params_of_child in children.items():
-            rest += visit(f"{path}{child}.", tuple(params_of_child))
+                children.append(child)
+                rest += visit(f"{path}{child}.", tuple(params))
+            else:
+                rest += tuple(params)
         is_list = bool(children) and all(c.isdigit() for c in children)
         if path and not is_list and sum(math.prod(s) for _, s in rest) >= min_num_params:
             units.append((path.rstrip("."), rest))

@@ -123,9 +123,12 @@ def from_scontrol(text: str, gpus: int = 8, only: Iterable[str] | None = None) -
                 above.setdefault(name, []).append((level, switch))
         except ValueError as e:
             raise BadInput.at(f"scontrol show topology, line {number}", str(e)) from e
-    wanted = list(above) if only is None else list(only)
-    paths = {n: tuple(s for _, s in sorted(above.get(n, []), key=lambda x: -x[0])) or (f"leaf-of-{n}",) for n in wanted}
-    return Topology.of(Node(n, p, gpus) for n, p in paths.items())
+    nodes = []
+    for name in set(above if only is None else only):
+        switches = sorted(above.get(name, []), key=lambda at: -at[0])
+        path = tuple(switch for _, switch in switches) or (f"leaf-of-{name}",)
+        nodes.append(Node(name, path, gpus))
+    return Topology.of(nodes)
 
 
 def path_from_slurm(address: str, pattern: str) -> tuple[str, ...]:
