@@ -115,26 +115,35 @@ def _choose(run: RunDir, config: JobConfig, step: int | None) -> Path:
         cure = f"copy them to {home} with the pod of deploy/kubernetes/reader.yaml, then repeat the command"
         raise BadInput.at(run.name, "its checkpoints are on the claim, not on this machine", cure)
     steps = [catalog.step_of(f) for f in committed]
-    if step is not None and step not in steps:
-        others = f"one of {', '.join(map(str, steps)) or 'none'}"
-        raise BadInput.at(f"--step {step}", f"{run.name} has no such checkpoint", others)
-    for folder in committed[0 if step is None else steps.index(step) :]:
-        faults = catalog.verify(folder)
-        differs = not faults and catalog.Manifest.read(folder).agreed is False
-        if differs:
-            print(f"WARNING {folder.name}: one of the replicas that it was saved from was wrong", file=sys.stderr)
-        if not faults and (step is not None or not differs):
-            on_nodes = [n for n in map(catalog.step_of, catalog.find_on_nodes(home)) if n > catalog.step_of(folder)]
-            if on_nodes and step is None:
-                what = f"step {on_nodes[0]} is only on the nodes' own disks: resume {run.name} to have it copied"
-                print(f"WARNING {what}", file=sys.stderr)
-            return folder
-        if step is not None:
+    if step is not None:
+        if step not in steps:
+            others = f"one of {', '.join(map(str, steps)) or 'none'}"
+            raise BadInput.at(f"--step {step}", f"{run.name} has no such checkpoint", others)
+        folder = committed[steps.index(step)]
+        if faults := catalog.verify(folder):
             raise JobFailed(f"{folder.name} is damaged: {'; '.join(faults)}")
+        _warn_if_wrong(folder)
+        return folder
+    for folder in committed:
+        if catalog.verify(folder) or _warn_if_wrong(folder):
+            continue
+        on_nodes = [n for n in map(catalog.step_of, catalog.find_on_nodes(home)) if n > catalog.step_of(folder)]
+        if on_nodes:
+            what = f"step {on_nodes[0]} is only on the nodes' own disks: resume {run.name} to have it copied"
+            print(f"WARNING {what}", file=sys.stderr)
+        return folder
     cure = "let it train longer, or save more often"
     if config.is_program:
         cure = "a script that does not use fsdp_jobs.job keeps its own checkpoints, where it saves them"
     raise BadInput.at(run.name, "has no whole checkpoint", cure)
+
+
+def _warn_if_wrong(folder: Path) -> bool:
+    """Return whether the replicas of a checkpoint are known to have differed, and then print it."""
+    is_wrong = catalog.Manifest.read(folder).agreed is False
+    if is_wrong:
+        print(f"WARNING {folder.name}: one of the replicas that it was saved from was wrong", file=sys.stderr)
+    return is_wrong
 
 
 def _bytes(entry: TensorStorageMetadata) -> int:
