@@ -371,7 +371,8 @@ def step(number: int, *, tokens: int = 0, flops: float = 0.0, last: bool = False
     if checkpoints is not None:
         checkpoints.poll()
         stall_s, snapshot_s = checkpoints.take_stall()
-        job.values |= {"snapshot_s": snapshot_s} if snapshot_s else {}
+        if snapshot_s:
+            job.values["snapshot_s"] = snapshot_s
     job.write_line()
     data_s = values.get("data_s", 0.0)
     job.timer.end_step(seconds, data_s if isinstance(data_s, float) else 0.0, stall_s, slowest_s)

@@ -144,8 +144,9 @@ def activations_of(
     """
     counter, attention = _Counter(), _Attention()
     for module in model.modules() if is_filled else ():
-        held = ((f"{type(module).__name__}.{k}", v) for k, v in vars(module).items() if isinstance(v, Tensor))
-        counter.plain |= {tensor.untyped_storage()._cdata: attribute for attribute, tensor in held}
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor):
+                counter.plain[value.untyped_storage()._cdata] = f"{type(module).__name__}.{name}"
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     stored = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
