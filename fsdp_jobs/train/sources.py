@@ -59,7 +59,7 @@ def open_tokens(data: DataConfig) -> Tokens:
             documents: Iterator[list[int]] = map(tokenize, _texts(files))
         else:
             rows = open_dataset(data)
-            identity = [data.path, data.subset, data.split, rows._fingerprint]
+            identity = [data.path, data.subset, data.split, data.text_column, rows._fingerprint]
             documents = tokenized(rows, data, tokenize)
         file = cached(data, [identity, tokenize.identity], documents)
         tokens = _map(file, "uint16" if data.vocab_size <= 1 << 16 else "uint32")

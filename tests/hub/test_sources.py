@@ -137,7 +137,9 @@ def test_tokens_are_made_once_and_again_when_what_they_come_from_changes(
     open_tokens(_data(corpus, "text", tokenizer=str(corpus / "tokenizer"), vocab_size=11))
     own = open_tokens(_data(corpus, "hf_dataset", tokenize="tests.hub.test_sources.tenfold"))
     assert len(own) == 200 * 90
-    assert len(list((corpus / "cache").glob("*.bin"))) == 4
+    of_column = {name: len(open_tokens(_data(corpus, "hf_dataset", text_column=name))) for name in ("text", "title")}
+    assert of_column == {"text": len(text), "title": 200 * 9}
+    assert len(list((corpus / "cache").glob("*.bin"))) == 6
     shutil.rmtree(corpus / "text")
     with pytest.raises(BadInput, match="go from 0 to 10"):
         open_tokens(_data(corpus, "hf_dataset", tokenizer=str(corpus / "tokenizer"), vocab_size=9))
