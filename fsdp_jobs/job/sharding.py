@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from fsdp_jobs.checkpoints.ranks import Ranks
 from fsdp_jobs.checkpoints.tensors import checksum
@@ -33,7 +33,7 @@ from fsdp_jobs.plan.layout import Layout
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 # Selective checkpointing keeps the outputs of these: they are expensive to recompute.
-_EXPENSIVE_OPS = {
+_EXPENSIVE_OPS = [
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,  # with a bias
     torch.ops.aten.bmm.default,
@@ -44,7 +44,7 @@ _EXPENSIVE_OPS = {
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
-}
+]
 
 
 def compute_dtype(fsdp: FsdpConfig, device: torch.device) -> torch.dtype:
@@ -160,7 +160,9 @@ def _checkpoint_activations(model: nn.Module, blocks: list[nn.Module], fsdp: Fsd
     kind = fsdp.activation_checkpointing
     if kind == "none":
         return blocks
-    options: dict[str, Any] = {"context_fn": _keep_expensive_ops} if kind == "selective" else {}
+    options: dict[str, Any] = {}
+    if kind == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _EXPENSIVE_OPS)
     chosen = set(blocks[:: fsdp.activation_checkpointing_every] if kind == "every_n" else blocks)
 
     @cache  # a block has one wrapper, wherever the model holds it
@@ -170,13 +172,6 @@ def _checkpoint_activations(model: nn.Module, blocks: list[nn.Module], fsdp: Fsd
 
     apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=chosen.__contains__)
     return [wrap(block) if block in chosen else block for block in blocks]
-
-
-def _keep_expensive_ops() -> object:
-    def policy(_context: object, op: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op in _EXPENSIVE_OPS else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
 
 
 def fill_weights(model: nn.Module, config: JobConfig, device: torch.device) -> None:
