@@ -31,7 +31,7 @@ from fsdp_jobs.hub.huggingface import folder_of, is_hf, transformers
 from fsdp_jobs.models.weights import copy_local_part, plain_name, weights_of
 from fsdp_jobs.run.table import listed
 
-_PREFIXES = ("", "model.", "module.", "state_dict.", "model_state_dict.", "_orig_mod.")
+_PREFIXES = ("model.", "module.", "state_dict.", "model_state_dict.", "_orig_mod.")
 _NO_WEIGHTS = ("optim", "lr_scheduler", "scheduler", "train_state", "dataloader", "rng", "scaler")
 _QUERIES_AND_KEYS = re.compile(r"\b(wq|wk|q_proj|k_proj)\.(weight|bias)$")
 
@@ -179,7 +179,7 @@ def match(source: Iterable[str], model: Collection[str], key_map: list[str]) -> 
         if new:
             mapped[new] = name
     added = ["", *sorted({f"{n.partition('.')[0]}." for n in model})]
-    pairs = [("", put) for put in added] + [(off, "") for off in _PREFIXES[1:]]
+    pairs = [("", put) for put in added] + [(off, "") for off in _PREFIXES]
 
     def renamed(off: str, put: str) -> dict[str, str]:
         with_off = {new: name for new, name in mapped.items() if new.startswith(off)}
@@ -229,9 +229,12 @@ def _by_transformers(model: nn.Module, config: ModelConfig) -> None:
     missing: list[Any] = [[]]
     if dist.get_rank() == 0:
         library = transformers().AutoModelForCausalLM
-        safe = {"weights_only": True, "trust_remote_code": False}
         whole, info = library.from_pretrained(
-            config.name_or_path, dtype=torch.float32, output_loading_info=True, **safe
+            config.name_or_path,
+            dtype=torch.float32,
+            output_loading_info=True,
+            weights_only=True,
+            trust_remote_code=False,
         )
         missing, state = [sorted(info["missing_keys"])], whole.state_dict()
     dist.broadcast_object_list(missing, src=0)
