@@ -107,13 +107,17 @@ def cache_dir(data: DataConfig) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "fsdp_jobs", "tokens")
 
 
+def cached_dtype(data: DataConfig) -> str:
+    """Return the dtype of the tokens in a file of `cached`."""
+    return "uint16" if data.vocab_size <= 1 << 16 else "uint32"
+
+
 def _write(file: Path, data: DataConfig, documents: Iterable[list[int]]) -> None:
-    dtype = np.uint16 if data.vocab_size <= 1 << 16 else np.uint32
     tokens = chain.from_iterable(documents)
     with file.open("wb") as f:
         while len(ids := np.fromiter(islice(tokens, _AT_ONCE), dtype=np.int64)):
             check_ids(ids, data)
-            ids.astype(dtype).tofile(f)
+            ids.astype(cached_dtype(data)).tofile(f)
         os.fsync(f.fileno())
 
 

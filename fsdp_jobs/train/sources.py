@@ -19,7 +19,7 @@ import numpy.typing as npt
 from fsdp_jobs.config.data import text_files
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import DataConfig
-from fsdp_jobs.hub.tokenize import Tokenize, cached, check_ids, tokenizer_of
+from fsdp_jobs.hub.tokenize import Tokenize, cached, cached_dtype, check_ids, tokenizer_of
 from fsdp_jobs.run.checksum import checksum
 from fsdp_jobs.train.data import Samples, Tokens
 
@@ -61,8 +61,7 @@ def open_tokens(data: DataConfig) -> Tokens:
             rows = open_dataset(data)
             identity = [data.path, data.subset, data.split, data.text_column, rows._fingerprint]
             documents = tokenized(rows, data, tokenize)
-        file = cached(data, [identity, tokenize.identity], documents)
-        tokens = _map(file, "uint16" if data.vocab_size <= 1 << 16 else "uint32")
+        tokens = _map(cached(data, [identity, tokenize.identity], documents), cached_dtype(data))
     if len(tokens) <= data.seq_len:
         raise ValueError(f"{data.path or data.kind}: {len(tokens)} tokens, one sample needs {data.seq_len + 1}")
     return tokens
