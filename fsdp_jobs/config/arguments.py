@@ -50,7 +50,9 @@ class ComposingParser(Parser):
             is_program = any(o.startswith(("script=", "module=")) for o in overrides)
             cure = "if it is the program's: script_args='...'" if is_program else "fsdp-jobs --help"
             raise BadInput(Problem(u, "there is no such flag", meant_by(u) or cure) for u in unknown)
-        return flags, [*([search_path(flags.config_dir)] if flags.config_dir else []), *overrides]
+        if flags.config_dir:
+            overrides = [search_path(flags.config_dir), *overrides]
+        return flags, overrides
 
 
 def overrides_in(args: Sequence[str]) -> list[str]:

@@ -84,8 +84,11 @@ def script_as_overrides(args: Sequence[str]) -> list[str]:
     if misplaced := [a for a in own if "=" in a and re.split("[.=]", a)[0] in _OUR_KEYS]:
         cure = f"fsdp-jobs {misplaced[0]} {script} ..., or script={script} script_args={shlex.quote(shlex.join(own))}"
         raise BadInput([Problem(a, what, cure) for a in misplaced])
-    words = re.sub(r"(\\*)\$\{", lambda m: rf"{2 * m[1]}\${{", shlex.join(own))  # `${...}` is for the script
-    return [*args[:at], f"script={script}", *([f"script_args={one_text(words)}"] if own else [])]
+    overrides = [*args[:at], f"script={script}"]
+    if own:
+        words = re.sub(r"(\\*)\$\{", lambda m: rf"{2 * m[1]}\${{", shlex.join(own))  # `${...}` is for the script
+        overrides.append(f"script_args={one_text(words)}")
+    return overrides
 
 
 def one_text(value: str) -> str:
