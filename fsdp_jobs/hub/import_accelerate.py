@@ -102,7 +102,7 @@ def _flat(content: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in content.items():
         if key in _GROUPS:
             for name, inner in (value or {}).items():
-                yield _GROUPS[key] + name.removeprefix(_GROUPS[key]), inner
+                yield _GROUPS[key] + str(name).removeprefix(_GROUPS[key]), inner
         elif value or not str(key).endswith("_config"):
             yield key, value
 
