@@ -162,10 +162,11 @@ def _quoted(override: str) -> str:
     key, _, value = override.partition("=")
     with suppress(HydraException):
         read = parsed(override)
-        is_of_a_sweep = read.is_sweep_override()
-        if value.startswith(("choice(", "range(", "interval(")) if is_of_a_sweep else isinstance(read.value(), str):
-            return override
-        if key in _PATHS:
+        if read.is_sweep_override():
+            is_as_meant = value.startswith(("choice(", "range(", "interval("))
+        else:
+            is_as_meant = isinstance(read.value(), str)
+        if is_as_meant or key in _PATHS:
             return override
     return f"{key}={one_text(value)}"
 
