@@ -301,13 +301,14 @@ def checkpointer(model: nn.Module, optimizer: torch.optim.Optimizer, **others: S
         RuntimeError: there is one already.
     """
     for name, other in others.items():
+        what = f"{name} is a {type(other).__name__}"
         if isinstance(other, nn.Module | torch.optim.Optimizer):
-            raise TypeError(f"{name} is a {type(other).__name__}: only one model and one optimizer can be saved")
+            raise TypeError(f"{what}: only one model and one optimizer can be saved")
         if isinstance(other, DataLoader):
             cure = "begin it at a step by job.ElasticSampler, or save where a stream is that all ranks read"
-            raise TypeError(f"{name} is a {type(other).__name__}, whose state is of one rank and one world: {cure}")
+            raise TypeError(f"{what}, whose state is of one rank and one world: {cure}")
         if not isinstance(other, Stateful):
-            raise TypeError(f"{name} is a {type(other).__name__} without state_dict and load_state_dict")
+            raise TypeError(f"{what} without state_dict and load_state_dict")
     job = _the_job()
     if job.checkpoints is not None:
         raise RuntimeError("a job has one checkpointer: put several networks into one nn.Module, with one optimizer")
