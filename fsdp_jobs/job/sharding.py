@@ -204,8 +204,8 @@ def _fill(model: nn.Module, config: JobConfig, device: torch.device, names: set[
                 copy_local_part(weights[name], piece[name])
         return
     if (init_parameter := getattr(model, "init_parameter", None)) is not None:
-        for name, parameter in ((plain_name(n), p) for n, p in model.named_parameters()):
-            if name not in names:
+        for wrapped, parameter in model.named_parameters():
+            if (name := plain_name(wrapped)) not in names:
                 continue
             whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
             with torch.no_grad():
