@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 
 from fsdp_jobs.launchers.base import at_once
 from fsdp_jobs.launchers.kubernetes.api import Api, ApiError
-from fsdp_jobs.launchers.kubernetes.labels import QUEUE, ROLE, RUN, node_of
+from fsdp_jobs.launchers.kubernetes.labels import QUEUE, RUN, node_of, role_of
 from fsdp_jobs.launchers.kubernetes.skeletons import Object
 from fsdp_jobs.run.protocol import CONNECTION, LOG_AGAIN_S
 from fsdp_jobs.run.state import State
@@ -29,10 +29,14 @@ _ENDS = {  # of Jobs and JobSets by condition, of Volcano's jobs by phase
 _STARTING = ("ContainerCreating", "PodInitializing")
 
 
+def phase_of(pod: Object) -> str:
+    return str(pod["status"].get("phase", "Pending"))
+
+
 def own_container(pod: Object) -> Object:
     """Return the status of the container that runs the pod's role: admission may add others, which do not count."""
     containers = pod["status"].get("containerStatuses", [])
-    return next((c for c in containers if c["name"] == pod["metadata"]["labels"].get(ROLE)), {})
+    return next((c for c in containers if c["name"] == role_of(pod)), {})
 
 
 def state_of(root: Object, pods: list[Object]) -> State:
@@ -42,7 +46,7 @@ def state_of(root: Object, pods: list[Object]) -> State:
         return State.from_verdict(verdict)
     if (end := end_of(root)) is not None:
         return _ENDS[end]
-    return State.RUNNING if any(p["status"].get("phase") == "Running" for p in pods) else State.QUEUED
+    return State.RUNNING if any(phase_of(p) == "Running" for p in pods) else State.QUEUED
 
 
 def end_of(body: Object) -> str | None:
@@ -62,7 +66,7 @@ def is_leaving(api: Api, pods: list[Object]) -> bool:
     ended, words = _last_words(pods)
     if not words or words["attempt"] < 0:
         return False
-    phases = {p["status"].get("phase") for p in pods if p["metadata"]["labels"].get(ROLE) == "trainer"}
+    phases = {phase_of(p) for p in pods if role_of(p) == "trainer"}
     is_recent = api.seconds_since(ended["finishedAt"]) < _LATE_S
     return is_recent and "Running" in phases and phases <= {"Running", "Succeeded"}
 
@@ -72,8 +76,7 @@ def _last_words(pods: list[Object]) -> tuple[Object, Object]:
 
     A pod that ended without a word has the end of its log instead, which may look like anything.
     """
-    coordinators = [p for p in pods if p["metadata"]["labels"].get(ROLE) == "coordinator"]
-    for pod in reversed(coordinators):
+    for pod in reversed([p for p in pods if role_of(p) == "coordinator"]):
         ended = own_container(pod).get("state", {}).get("terminated", {})
         with suppress(ValueError):
             words = json.loads(ended.get("message", ""))
@@ -95,11 +98,11 @@ def why_waiting(api: Api, root: Object, jobs: list[Object], pods: list[Object]) 
     for body in (root, *jobs):
         if body["spec"].get("suspend"):
             return _why_queued(api, body)
-    live = [pod for pod in pods if pod["status"].get("phase") not in ("Succeeded", "Failed")]
+    live = [pod for pod in pods if phase_of(pod) not in ("Succeeded", "Failed")]
     for pod in live:
         if why := _why_pod(api, pod, root):
             return why
-    pending = [pod["metadata"]["name"] for pod in live if pod["status"].get("phase") == "Pending"]
+    pending = [pod["metadata"]["name"] for pod in live if phase_of(pod) == "Pending"]
     warnings = api.warnings("Pod") if pending else {}
     for name in pending:
         if unmounted := [w for w in warnings.get(name, ()) if w.startswith(("FailedMount", "FailedAttachVolume"))]:
@@ -128,9 +131,7 @@ def why_cut_off(api: Api, pods: list[Object]) -> str:
             return ""
         return next((line for line in reversed(lines) if CONNECTION in line), "")
 
-    nodes = [
-        p for p in pods if p["metadata"]["labels"].get(ROLE) == "trainer" and p["status"].get("phase") == "Running"
-    ]
+    nodes = [p for p in pods if role_of(p) == "trainer" and phase_of(p) == "Running"]
     asked = nodes[:_ASKED]
     for pod, line in zip(asked, at_once(last_line, asked), strict=True):
         _, no, told = line.partition(f"no {CONNECTION}")
@@ -143,7 +144,7 @@ def why_cut_off(api: Api, pods: list[Object]) -> str:
 def is_lost(api: Api, pod: Object) -> bool:
     """Return whether a deleted pod still exists long after its grace period: its machine is lost."""
     deleted = pod["metadata"].get("deletionTimestamp")  # when its grace period ends
-    if deleted is None or pod["status"].get("phase") in ("Succeeded", "Failed"):
+    if deleted is None or phase_of(pod) in ("Succeeded", "Failed"):
         return False
     return api.seconds_since(deleted) > _LATE_S
 
@@ -165,7 +166,7 @@ def _why_queued(api: Api, body: Object) -> str:
 def _why_pod(api: Api, pod: Object, root: Object) -> str:
     name, status = pod["metadata"]["name"], pod["status"]
     conditions = {c["type"]: c for c in status.get("conditions", [])}
-    is_coordinator = pod["metadata"]["labels"].get(ROLE) == "coordinator"  # nodes are replaced automatically
+    is_coordinator = role_of(pod) == "coordinator"  # nodes are replaced automatically
     silent = f"machine {pod['spec'].get('nodeName', '?')} of pod {name}, the coordinator's, does not answer"
     if is_coordinator and is_lost(api, pod):
         run = root["metadata"].get("annotations", {}).get(RUN, "NAME")
@@ -198,7 +199,7 @@ def why_failed(job: Object, pods: list[Object]) -> str:
     own = [p for p in pods if p["metadata"]["labels"].get(_JOB_NAME) == job["metadata"]["name"]]
     for pod in {node_of(p): p for p in own}.values():  # the newest of each
         name, status = pod["metadata"]["name"], pod["status"]
-        if status.get("phase") == "Failed" and status.get("reason"):  # the kubelet's: Evicted, UnexpectedAdmissionError
+        if phase_of(pod) == "Failed" and status.get("reason"):  # the kubelet's: Evicted, UnexpectedAdmissionError
             return f"pod {name} has failed: {status['reason']}: {status.get('message', '')}"
         for container in [*status.get("initContainerStatuses", []), own_container(pod)]:
             ended = container.get("state", {}).get("terminated", {})
@@ -207,8 +208,3 @@ def why_failed(job: Object, pods: list[Object]) -> str:
                 last = f": {lines[-1]}" if lines else ""
                 return f"pod {name} ended with {ended['exitCode']} ({ended.get('reason')}){last}"
     return ""
-
-
-def why_any_failed(jobs: Iterable[Object], pods: list[Object]) -> str:
-    """Return `why_failed` of the first Job that it knows of; empty if there is none."""
-    return next(filter(None, (why_failed(job, pods) for job in jobs)), "")

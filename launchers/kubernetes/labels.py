@@ -68,6 +68,11 @@ class Names:
         return f"{APP}={self.app}"
 
 
+def role_of(pod: dict[str, Any]) -> str:
+    """Return a pod's role; empty if somebody else has made it."""
+    return str(pod["metadata"]["labels"].get(ROLE, ""))
+
+
 def node_of(pod: dict[str, Any]) -> int:
     """Return the number of a pod among those of its role."""
     labels = pod["metadata"]["labels"]

@@ -7,8 +7,8 @@ import re
 
 from fsdp_jobs.launchers.base import at_once
 from fsdp_jobs.launchers.kubernetes.api import Api, ApiError
-from fsdp_jobs.launchers.kubernetes.conditions import is_lost, own_container
-from fsdp_jobs.launchers.kubernetes.labels import ROLE, STOP
+from fsdp_jobs.launchers.kubernetes.conditions import is_lost, own_container, phase_of
+from fsdp_jobs.launchers.kubernetes.labels import STOP, role_of
 from fsdp_jobs.launchers.kubernetes.skeletons import Object
 from fsdp_jobs.run.directory import RunDir, read_json, try_lock, write_atomic, write_json
 from fsdp_jobs.run.events import Submitted
@@ -56,7 +56,7 @@ class _Mirror:
         read_at = self._read_at.get(pod["metadata"]["uid"])
         since_s = int(now - read_at) + _OVERLAP_S if read_at is not None and read_at <= now else None
         try:
-            return list(api.log(pod["metadata"]["name"], pod["metadata"]["labels"][ROLE], since_s))
+            return list(api.log(pod["metadata"]["name"], role_of(pod), since_s))
         except ApiError:
             return None
 
@@ -96,7 +96,7 @@ class _Mirror:
 def pass_on_stop(run: RunDir, api: Api, pods: list[Object]) -> None:
     """Annotate the coordinator's pod with a request to stop that was made here."""
     for pod in pods if run.stop_request.exists() else ():
-        live = pod["status"].get("phase") in ("Pending", "Running")
+        live = phase_of(pod) in ("Pending", "Running")
         is_new = STOP not in pod["metadata"].get("annotations", {})
-        if live and is_new and pod["metadata"]["labels"][ROLE] == "coordinator":
+        if live and is_new and role_of(pod) == "coordinator":
             api.patch(pod, {"metadata": {"annotations": {STOP: run.stop_request.read_text() or "cancelled"}}})

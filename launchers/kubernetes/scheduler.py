@@ -21,7 +21,17 @@ from fsdp_jobs.config.schema import JobConfig, load_config, plain_values
 from fsdp_jobs.launchers.base import Description, Finding, Job, Launcher, at_once, prepare_each
 from fsdp_jobs.launchers.kubernetes import conditions, mirror, validate
 from fsdp_jobs.launchers.kubernetes.api import Api, ApiError, explain
-from fsdp_jobs.launchers.kubernetes.labels import ALL_APPS, APP, QUEUE, ROLE, Names, app_of, node_of, pods_write_here
+from fsdp_jobs.launchers.kubernetes.labels import (
+    ALL_APPS,
+    APP,
+    QUEUE,
+    ROLE,
+    Names,
+    app_of,
+    node_of,
+    pods_write_here,
+    role_of,
+)
 from fsdp_jobs.launchers.kubernetes.login import NoKubeconfig, connect
 from fsdp_jobs.launchers.kubernetes.machines import carried_labels, topology_labels
 from fsdp_jobs.launchers.kubernetes.manifests import WORKLOADS, files_objects, owned_by
@@ -296,7 +306,8 @@ def _describe(app: _App, api: Api, jobs: list[Object], pods: list[Object]) -> De
         if app.run is not None and Verdict.final(app.run) is None:  # else the pods do not know it yet
             why = _note_why(app.run, api, pods, why)
     else:
-        why = verdict.reason if verdict is not None else conditions.why_any_failed([root, *jobs], pods)
+        failures = filter(None, (conditions.why_failed(job, pods) for job in [root, *jobs]))
+        why = verdict.reason if verdict is not None else next(failures, "")
         if app.run is not None and state is State.FAILED:  # else the pods have recorded how it ended
             judge(app.run, verdict or Verdict("infrastructure", "stop", why))
         if not conditions.is_leaving(api, pods):
@@ -332,6 +343,6 @@ def _note_why(run: RunDir, api: Api, pods: list[Object], why: str) -> str:
 
 
 def _replica(pod: Object) -> ReplicaStatus:
-    state = AppState[pod["status"].get("phase", "Pending").upper()]  # TorchX uses the words of Kubernetes
-    role, host = pod["metadata"]["labels"][ROLE], pod["spec"].get("nodeName", "")
-    return ReplicaStatus(id=node_of(pod), state=state, role=role, hostname=host)
+    state = AppState[conditions.phase_of(pod).upper()]  # TorchX uses the words of Kubernetes
+    host = pod["spec"].get("nodeName", "")
+    return ReplicaStatus(id=node_of(pod), state=state, role=role_of(pod), hostname=host)
