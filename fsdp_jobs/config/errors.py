@@ -43,6 +43,11 @@ class JobFailed(Exception):
     """A failure after the job had started; the command line prints it and exits with 1."""
 
 
+def one_line(words: object) -> str:
+    """Return the message of an exception, or another text, without line breaks and repeated blanks."""
+    return " ".join(str(words).split())
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return `did you mean X?` for known words that begin with this one or are most like it, or the empty string."""
     word, names = word.casefold(), {k.casefold(): k for k in known}

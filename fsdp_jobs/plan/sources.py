@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from fsdp_jobs.config.errors import BadInput, Problem, nearest
+from fsdp_jobs.config.errors import BadInput, Problem, nearest, one_line
 from fsdp_jobs.plan.topology import Node, Topology, expand_hostlist, natural_key
 
 FILE_KEYS = ("switches", "gpus_per_node", "nvlink")
@@ -48,7 +48,7 @@ def from_yaml(text: str, gpus: int = 8) -> Topology:
     try:
         root = yaml.load(text, _Loader)
     except yaml.YAMLError as e:
-        raise BadInput.at("topology file", " ".join(str(e).split())) from e
+        raise BadInput.at("topology file", one_line(e)) from e
     if not isinstance(root, dict):
         raise BadInput.at("topology file", "is not a mapping", "begin with `switches:`")
     unknown = (key for key in root if key not in FILE_KEYS)

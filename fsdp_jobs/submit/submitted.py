@@ -12,7 +12,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import TypeVar
 
-from fsdp_jobs.config.errors import BadInput, JobFailed, Problem, nearest
+from fsdp_jobs.config.errors import BadInput, JobFailed, Problem, nearest, one_line
 from fsdp_jobs.launchers.base import SESSION, Description, Launcher, launcher_of, parse_handle
 from fsdp_jobs.run import events
 from fsdp_jobs.run.beside import beside
@@ -121,7 +121,7 @@ def _described(name: str, handles: list[str]) -> dict[str, Description]:
         answers = launcher.describe([parse_handle(handle).app_id for handle in here])
     except (BadInput, JobFailed) as e:
         here, answers = [], []
-        silent = dict.fromkeys(handles, f"its launcher does not answer: {' '.join(str(e).split())}")
+        silent = dict.fromkeys(handles, f"its launcher does not answer: {one_line(e)}")
     except (OSError, ValueError, TypeError, LookupError) as e:
         if middle := len(handles) // 2:
             return _described(name, handles[:middle]) | _described(name, handles[middle:])

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from rich.text import Text
 
 from fsdp_jobs import __version__
-from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
+from fsdp_jobs.config.errors import BadInput, JobFailed, Problem, one_line
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.config.terminal import say
 from fsdp_jobs.launchers.base import Finding, findings, launcher_of
@@ -63,7 +63,7 @@ def _this_machine(config: JobConfig) -> Iterator[Finding]:
         if said and smi.returncode == 0:
             versions.append(f"NVIDIA's driver {said.splitlines()[0]}")
         else:
-            fact = f"nvidia-smi: {' '.join(said.split()) or 'prints nothing'}"
+            fact = f"nvidia-smi: {one_line(said) or 'prints nothing'}"
             yield Finding("driver", "warning", fact, "no job will find a GPU here: nvidia-smi, dmesg")
     yield from findings("versions", problems, ", ".join(versions))
     runs = as_written(config.runs_dir)

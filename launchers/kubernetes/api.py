@@ -13,7 +13,7 @@ from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
-from fsdp_jobs.config.errors import Problem
+from fsdp_jobs.config.errors import Problem, one_line
 from fsdp_jobs.launchers.kubernetes.skeletons import Object
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ def _content_of(answer: Any) -> Object:
         content = json.loads(text)
         if isinstance(content, dict) and "kind" in content:
             return content
-    raise ApiError(0, f"what answers is not Kubernetes: {' '.join(text[:80].split())}")
+    raise ApiError(0, f"what answers is not Kubernetes: {one_line(text[:80])}")
 
 
 def explain(api: Api, error: ApiError, doing: str) -> Problem:

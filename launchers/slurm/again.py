@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Sequence
 
+from fsdp_jobs.config.errors import one_line
 from fsdp_jobs.launchers.slurm import client
 from fsdp_jobs.launchers.slurm.steps import Commands
 from fsdp_jobs.run import events
@@ -25,7 +26,7 @@ def start_again(run: RunDir, attempt: int, job_id: str, excluded: Sequence[str])
     except client.SlurmError as e:
         if client.running(job_id) is None:  # it was requeued despite the error, or has ended
             raise
-        why = " ".join(str(e).split())
+        why = one_line(e)
     with run.locked():  # two guards may get here at the same time
         commands = Commands.read(run)
         if job_id in commands.continued:
@@ -33,7 +34,7 @@ def start_again(run: RunDir, attempt: int, job_id: str, excluded: Sequence[str])
         try:
             commands.continued[job_id] = new = _submitted_before(job_id) or _submit(job_id, excluded)
         except client.SlurmError as e:
-            raise client.SlurmError(f"no requeue: {why}; no new job: {' '.join(str(e).split())}") from e
+            raise client.SlurmError(f"no requeue: {why}; no new job: {one_line(e)}") from e
         commands.write(run)
         events.record(run, attempt, events.Continued(new, why))
     return True

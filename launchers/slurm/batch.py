@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 
-from fsdp_jobs.config.errors import BadInput
+from fsdp_jobs.config.errors import BadInput, one_line
 from fsdp_jobs.launchers.app import with_environment
 from fsdp_jobs.launchers.slurm import client, node_test
 from fsdp_jobs.launchers.slurm.again import start_again
@@ -219,7 +219,7 @@ class Batch(Attempt):
                     return EXIT_DONE
                 break
             except (client.SlurmError, BadInput) as e:
-                why = " ".join(str(e).split())
+                why = one_line(e)
                 logger.warning("not started again: %s", why)
             time.sleep(_AGAIN_S)
         else:

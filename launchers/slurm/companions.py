@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from fsdp_jobs.config.errors import BadInput
+from fsdp_jobs.config.errors import BadInput, one_line
 from fsdp_jobs.launchers.slurm import client
 from fsdp_jobs.launchers.slurm.again import start_again
 from fsdp_jobs.launchers.slurm.steps import Commands, srun
@@ -71,7 +71,7 @@ class Companions:
                     self.jobs[node] = self._submit(node)
                 except client.SlurmError as e:
                     if tries + 1 == _TRIES:
-                        why = f"no node in place of node {node}: SLURM says: {' '.join(str(e).split())}"
+                        why = f"no node in place of node {node}: SLURM says: {one_line(e)}"
                         events.record(self.run, self.attempt, events.Waiting(why))
                     raise
                 events.record(self.run, self.attempt, events.NodeAskedFor(node, self.jobs[node]))

@@ -11,7 +11,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fsdp_jobs.config.errors import BadInput
+from fsdp_jobs.config.errors import BadInput, one_line
 from fsdp_jobs.config.resolve import node_range, ranks_per_node
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.base import Job
@@ -55,7 +55,7 @@ def load(file: str) -> Site:
     try:
         return _parsed(Path(file).read_text())
     except (OSError, TypeError, ValueError, BadInput, yaml.YAMLError, OmegaConfBaseException) as e:
-        why = getattr(e, "strerror", None) or " ".join(str(e).split())
+        why = getattr(e, "strerror", None) or one_line(e)
         raise BadInput.at(f"cluster.site={file}", f"not a site file: {why}", SAVE) from e
 
 

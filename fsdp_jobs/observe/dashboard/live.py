@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 
+from fsdp_jobs.config.errors import one_line
 from fsdp_jobs.launchers.base import Description
 from fsdp_jobs.observe.answers import row_of
 from fsdp_jobs.run.beside import beside, start_thread
@@ -58,7 +59,7 @@ class LauncherAnswers:
             self._answers |= describe(handles)
         except Exception as e:  # clients of clusters raise any exception
             logger.warning("a launcher does not answer: %s", e)
-            self._note_silence(handles, f"does not answer: {' '.join(str(e).split())}")
+            self._note_silence(handles, f"does not answer: {one_line(e)}")
 
     def _note_silence(self, handles: Sequence[str], why: str) -> None:
         self._answers |= dict.fromkeys(handles, Description(State.SILENT, f"its launcher {why}"))
