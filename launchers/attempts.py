@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from fsdp_jobs.config.resolve import node_range
+from fsdp_jobs.config.resolve import most_nodes
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.launchers.supervisor import Attempt, Process, is_superseded
 from fsdp_jobs.run import events, log
@@ -64,7 +64,7 @@ class Container:
                 self._take_part(attempt)
             elif self.name == "coordinator":
                 self.run.attempt(attempt + 1).mkdir(parents=True)
-                nodes = node_range(load_config(self.run.config).nodes)[1]
+                nodes = most_nodes(load_config(self.run.config))
                 events.record(self.run, attempt + 1, events.AttemptStarted(nodes))
             else:
                 time.sleep(_POLL_S)

@@ -10,7 +10,7 @@ import psutil
 
 from fsdp_jobs.config.clusters import LocalClusterConfig
 from fsdp_jobs.config.errors import Problem
-from fsdp_jobs.config.resolve import accelerator_of_node, node_range, ranks_per_node
+from fsdp_jobs.config.resolve import accelerator_of_node, most_nodes, ranks_per_node
 from fsdp_jobs.config.schema import JobConfig, load_config
 from fsdp_jobs.launchers.app import arguments
 from fsdp_jobs.launchers.base import Finding, Job, findings, prepare_each
@@ -32,7 +32,7 @@ class LocalLauncher(DetachedLauncher):
     supervisor = "fsdp_jobs.launchers.local_supervisor"
 
     def examine(self, config: JobConfig) -> Iterator[Finding]:
-        ranks, gpus = node_range(config.nodes)[1] * ranks_per_node(config), len(visible_gpus())
+        ranks, gpus = most_nodes(config) * ranks_per_node(config), len(visible_gpus())
         fact = f"{gpus} for {ranks} ranks, which use {accelerator_of_node(config, gpus, ranks)}"
         yield from findings("GPUs", list(_too_few_gpus(config)), fact)
         if Path("/dev/shm").is_dir():  # macOS has none
@@ -59,7 +59,7 @@ create_scheduler = LocalLauncher.scheduler
 
 
 def _too_few_gpus(config: JobConfig) -> Iterator[Problem]:
-    nodes, ranks, gpus = node_range(config.nodes)[1], ranks_per_node(config), visible_gpus()
+    nodes, ranks, gpus = most_nodes(config), ranks_per_node(config), visible_gpus()
     if config.cluster.accelerator == "cuda" and len(gpus) < nodes * ranks:
         what = f"{nodes} x {ranks} ranks need a GPU each; this machine shows {len(gpus)}"
         cure = "fewer nodes= or nproc_per_node=, or cluster.accelerator=auto, which then takes the CPU"
@@ -67,7 +67,7 @@ def _too_few_gpus(config: JobConfig) -> Iterator[Problem]:
 
 
 def _problems(job: Job) -> Iterator[Problem]:
-    nodes = node_range(job.config.nodes)[1]
+    nodes = most_nodes(job.config)
     yield from _too_few_gpus(job.config)
     memory, need = Path(job.config.checkpoint.memory.dir), nodes * job.plan.snapshot_bytes
     if not job.config.checkpoint.memory.every_steps:

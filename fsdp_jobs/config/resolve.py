@@ -78,6 +78,11 @@ def node_range(nodes: int | str) -> tuple[int, int]:
     return least, most
 
 
+def most_nodes(config: JobConfig) -> int:
+    """Return the maximum number of a job's nodes."""
+    return node_range(config.nodes)[1]
+
+
 def param_dtype(fsdp: FsdpConfig, device: str) -> str:
     """Return fp32, bf16 or fp16, the dtype of gathered parameters and of computation; auto is bf16 on CUDA.
 

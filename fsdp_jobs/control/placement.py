@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from fsdp_jobs.config.errors import BadInput
-from fsdp_jobs.config.resolve import node_range, ranks_per_node
+from fsdp_jobs.config.resolve import most_nodes, ranks_per_node
 from fsdp_jobs.config.schema import ElasticConfig, JobConfig
 from fsdp_jobs.control.fencing import begin
 from fsdp_jobs.plan.plan import Plan, make_plan, regroup
@@ -121,7 +121,7 @@ class RoundPlanner:
 
     def __init__(self, config: JobConfig, run: RunDir):
         self.config = config
-        self.max_nodes = node_range(config.nodes)[1]
+        self.max_nodes = most_nodes(config)
         self.shape = ModelShape.from_file(run.shape)
         self.places = known_places(run)
         self._thread = ThreadPoolExecutor(1, "plan")

@@ -18,7 +18,7 @@ from typing import Any
 from fsdp_jobs.checkpoints.catalog import find_checkpoints
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
 from fsdp_jobs.config.hydra import key_of, merge_overrides
-from fsdp_jobs.config.resolve import node_range, ranks_per_node
+from fsdp_jobs.config.resolve import most_nodes, ranks_per_node
 from fsdp_jobs.config.schema import CustomModelConfig, HfConfig, JobConfig, dump_config
 from fsdp_jobs.launchers.base import Job, Launcher, at_once, launcher_of, new_submission
 from fsdp_jobs.plan.plan import Plan, make_plan
@@ -64,7 +64,7 @@ def plan_of(config: JobConfig, run: RunDir | None = None) -> tuple[Plan, ModelSh
     """
     shape = probe(config) if isinstance(config.model, CustomModelConfig | HfConfig) else None
     topology = _topology(config)
-    nodes = None if topology is None else node_range(config.nodes)[1]
+    nodes = None if topology is None else most_nodes(config)
     costs = None if run is None else costs_of(run)
     seen = _seen(config.runs_dir, config.cluster.launcher, config.hardware.name)
     return make_plan(config, topology, nodes, shape, costs=costs, seen=seen), shape

@@ -17,7 +17,7 @@ import docker
 from requests.exceptions import RequestException
 
 from fsdp_jobs.config.errors import BadInput
-from fsdp_jobs.config.resolve import node_range
+from fsdp_jobs.config.resolve import most_nodes
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.launchers.docker.containers import cluster_of, connect, containers_of, remove
 from fsdp_jobs.launchers.supervisor import main
@@ -56,7 +56,7 @@ class Supervisor:
             self._over_at = time.monotonic()
         if self._over_at is not None:
             return len(stopped) == len(containers) or time.monotonic() - self._over_at > _LEAVE_S
-        for name in {f"node-{i}" for i in range(node_range(self.config.nodes)[1])} - containers.keys():
+        for name in {f"node-{i}" for i in range(most_nodes(self.config))} - containers.keys():
             if time.monotonic() - self._missed.setdefault(name, time.monotonic()) > _MISSED_S:
                 self._missed[name] = math.inf  # noted
                 why = f"the container of {name} was removed; fsdp-jobs cancel and resume {self.run.name} make a new one"

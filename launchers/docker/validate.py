@@ -14,7 +14,7 @@ from docker.utils import parse_bytes
 
 from fsdp_jobs.config.clusters import DockerClusterConfig
 from fsdp_jobs.config.errors import BadInput, Problem
-from fsdp_jobs.config.resolve import accelerator, node_range, ranks_per_node
+from fsdp_jobs.config.resolve import accelerator, most_nodes, ranks_per_node
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.base import Finding, Job, findings
 from fsdp_jobs.launchers.docker.containers import RUN_LABEL, cluster_of, parse_mount, prefix_of
@@ -105,7 +105,7 @@ def _image(api: docker.APIClient, cluster: DockerClusterConfig) -> Iterator[Prob
 
 def _sizes(job: Job, daemon: dict[str, Any]) -> Iterator[Problem]:
     config, plan, cluster = job.config, job.plan, cluster_of(job.config)
-    nodes = node_range(config.nodes)[1]
+    nodes = most_nodes(config)
     memory = job.memory_need
     for key, size, need in (("memory", cluster.memory, memory), ("shm", cluster.shm, job.shm_need)):
         try:
@@ -124,7 +124,7 @@ def _sizes(job: Job, daemon: dict[str, Any]) -> Iterator[Problem]:
 
 
 def _gpus(config: JobConfig, daemon: dict[str, Any], gpus: list[str]) -> Iterator[Problem]:
-    wanted = node_range(config.nodes)[1] * ranks_per_node(config)
+    wanted = most_nodes(config) * ranks_per_node(config)
     if len(gpus) < wanted:
         what = f"the job needs {wanted} GPUs, one per rank; this machine has {len(gpus)}"
         cure = "fewer nodes, a smaller nproc_per_node, or hardware=cpu to rehearse without"
@@ -136,7 +136,7 @@ def _gpus(config: JobConfig, daemon: dict[str, Any], gpus: list[str]) -> Iterato
 
 def _names(api: docker.APIClient, job: Job) -> Iterator[Problem]:
     """Yield names that something else has taken; remains of this run are removed at submission."""
-    prefix, nodes = prefix_of(job.run), node_range(job.config.nodes)[1]
+    prefix, nodes = prefix_of(job.run), most_nodes(job.config)
     own = {("container", f"{prefix}-{name}") for name in ("coordinator", *(f"node-{i}" for i in range(nodes)))}
     taken = [("container", "rm -f", name[1:], c["Labels"]) for c in api.containers(all=True) for name in c["Names"]]
     taken += [("network", "network rm", n["Name"], n["Labels"]) for n in api.networks(names=[prefix])]

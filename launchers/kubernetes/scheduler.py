@@ -16,7 +16,7 @@ from torchx.specs import AppState, ReplicaStatus, RoleStatus
 
 from fsdp_jobs.config.clusters import KubernetesClusterConfig
 from fsdp_jobs.config.errors import BadInput, JobFailed
-from fsdp_jobs.config.resolve import node_range, ranks_per_node
+from fsdp_jobs.config.resolve import most_nodes, ranks_per_node
 from fsdp_jobs.config.schema import JobConfig, load_config, plain_values
 from fsdp_jobs.launchers.base import Description, Finding, Job, Launcher, at_once, prepare_each
 from fsdp_jobs.launchers.kubernetes import conditions, mirror, validate
@@ -108,7 +108,7 @@ class KubernetesLauncher(Launcher):
             labels = topology_labels(connect(cluster_of(config)), config)
         except (ApiError, BadInput):  # `prepare` reports why
             return None
-        if len(labels) < node_range(config.nodes)[1]:
+        if len(labels) < most_nodes(config):
             return None
         return from_kubernetes(labels, ranks_per_node(config))
 

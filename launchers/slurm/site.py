@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fsdp_jobs.config.errors import BadInput, one_line
-from fsdp_jobs.config.resolve import node_range, ranks_per_node
+from fsdp_jobs.config.resolve import most_nodes, ranks_per_node
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.slurm import client
@@ -95,7 +95,7 @@ def topology_of(site: Site, config: JobConfig) -> Topology | None:
     names = [n for n in site.partitions if (n.endswith("*") if wanted is None else n.rstrip("*") in wanted.split(","))]
     hosts = ",".join(site.partitions[name] for name in names)
     topology = _topology(hosts, "\n".join(site.switches), ranks_per_node(config))
-    return topology if len(topology.nodes) >= node_range(config.nodes)[1] else None
+    return topology if len(topology.nodes) >= most_nodes(config) else None
 
 
 @cache
