@@ -9,7 +9,6 @@ the lowest number that no other has.
 
 from __future__ import annotations
 
-import fcntl
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,7 @@ from fsdp_jobs.config.resolve import ranks_per_node
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.launchers import attempts
 from fsdp_jobs.launchers.base import SESSION, Description, Job, Launcher, prepare_each
-from fsdp_jobs.run.directory import RunDir, runs_in, write_atomic
+from fsdp_jobs.run.directory import RunDir, runs_in, try_lock, write_atomic
 from fsdp_jobs.run.verdict import Verdict
 
 RUNS = Path("/runs")  # the volume that all services mount
@@ -83,14 +82,10 @@ def submit(run: RunDir, overrides: Sequence[str]) -> int:
 def claim_node(run: RunDir) -> tuple[int, IO[str]]:
     """Return the lowest number that no other container has, and the lock that holds it."""
     node = 0
-    while True:
-        lock = (run.submit / f"node-{node}.lock").open("w")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return node, lock
-        except BlockingIOError:
-            lock.close()
-            node += 1
+    while not try_lock(lock := (run.submit / f"node-{node}.lock").open("w")):
+        lock.close()
+        node += 1
+    return node, lock
 
 
 def main(argv: Sequence[str]) -> int:
