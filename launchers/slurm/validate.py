@@ -214,10 +214,10 @@ def _too_many(count: int, limit: str) -> Problem:
     return Problem(f"{count} job{'' if count == 1 else 's'} at once", f"more than SLURM takes: {limit}", cure)
 
 
-def _names(*command: str) -> str:
-    """Return the first column of an accounting list."""
+def _names(*what: str) -> str:
+    """List the names in rows of accounting."""
     try:
-        names = sorted({line for line in client.call(*command).split() if line})
+        names = sorted(set(client.call("sacctmgr", "-nP", "show", *what).split()))
     except client.SlurmError as e:
         return str(e)
     return "there are " + ", ".join(names[:20])
@@ -234,11 +234,11 @@ _RULES: tuple[tuple[str, str, Callable[[client.Partition], str]], ...] = (
     ("configuration", "", _size),
     ("generic resource", "gpus_per_node", _size),
     ("accounting/qos policy", "", lambda _: _LIMITS),
-    ("account", "account", lambda _: _names("sacctmgr", "-nP", "show", "assoc", _user(), "format=Account")),
+    ("account", "account", lambda _: _names("assoc", f"user={client.user_name()}", "format=Account")),
     ("partition", "partition", lambda _: "there are " + ", ".join(p.name for p in client.partitions())),
     ("time limit", "time", lambda p: f"partition {p.name} allows {p.time}"),
     ("--time", "time", lambda _: "minutes, or days-hours:minutes:seconds"),
-    ("qos", "qos", lambda _: _names("sacctmgr", "-nP", "show", "qos", "format=Name")),
+    ("qos", "qos", lambda _: _names("qos", "format=Name")),
     ("feature", "constraint", lambda p: f"its nodes have {p.features}"),
     ("reservation", "reservation", lambda _: "scontrol show reservation lists them"),
     ("node name", "nodelist", lambda _: "sinfo -N lists them; cluster.exclude may be the cause too"),
@@ -274,10 +274,6 @@ def _sizes(config: JobConfig) -> str:
     keys = ("cpus_per_task", "gpus_per_node", "mem")
     requested = [f"cluster.{key}={getattr(cluster, key)}" for key in keys if getattr(cluster, key) is not None]
     return " ".join([f"nodes={config.nodes}", f"nproc_per_node={config.nproc_per_node}", *requested])
-
-
-def _user() -> str:
-    return f"user={client.user_name()}"
 
 
 def examine(config: JobConfig) -> Iterator[Finding]:
