@@ -108,12 +108,13 @@ def translate(job: Job, daemon: dict[str, Any], gpus: list[str]) -> DockerReques
     """
     config, run, cluster = job.config, RunDir(as_written(job.run.path)), cluster_of(job.config)
     code = take(Path.cwd(), run.path.parent, cluster.snapshot_mb) if cluster.snapshot_mb else None
-    mounts, folder = list(_mounts(config, run)), as_written(".")
-    if config.is_program and not any(folder.is_relative_to(to) for _, to, _ in mounts):
+    mounts, here = list(_mounts(config, run)), as_written(".")
+    folder = here
+    if config.is_program and not any(here.is_relative_to(to) for _, to, _ in mounts):
         folder = run.path
         logger.warning(
             "containers see a copy of your code, but not %s; the program works in %s. cluster.mounts=[%s:%s] mounts it",
-            *(as_written("."), folder, as_written("."), as_written(".")),
+            *(here, folder, here, here),
         )
     rootless = any("rootless" in option for option in daemon.get("SecurityOptions") or [])
     host = {
