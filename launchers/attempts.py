@@ -38,13 +38,13 @@ class Container:
         """`name` is coordinator or node-<i>; `coordinator` is the coordinator's address, for itself its port."""
         self.run, self.name, self.coordinator, self.command = run, name, coordinator, command
         self.is_leaving = False  # this container is being stopped
-        self._attempt: Attempt | None = None
+        self._processes: list[Process] = []  # of the present attempt
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._forward)
 
     def _forward(self, number: int, _frame: object) -> None:
         self.is_leaving = self.is_leaving or number != signal.SIGUSR1
-        for process in self._attempt.processes if self._attempt is not None else ():
+        for process in self._processes:
             process.popen.send_signal(number)
 
     def work(self) -> int:
@@ -72,7 +72,8 @@ class Container:
 
     def _take_part(self, number: int) -> None:
         """Keep the command alive until the attempt has its verdict or this container leaves."""
-        self._attempt = attempt = _Part(self, number)
+        attempt = _Part(self, number)
+        self._processes = attempt.processes
         env = {**os.environ, ATTEMPT_ENV: str(number), COORDINATOR_ENV: self.coordinator}
         process = attempt.start(self.name, self.command, env)
         if self.is_leaving:  # the signal came while the command was started
