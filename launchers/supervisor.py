@@ -104,7 +104,7 @@ class Attempt:
                     return self.verdict
                 self.on_poll()
                 for process in [p for p in self.processes if p.has_ended and self.restarts(p)]:
-                    if self.verdict is None and process in self.processes:
+                    if self.verdict is None:
                         self._on_death(process)
             except OSError as e:
                 if str(e) != problem:
