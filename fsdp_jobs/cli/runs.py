@@ -28,7 +28,7 @@ from fsdp_jobs.run.tail import follow_files, label, looks_like_error, numbers_of
 from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE
 from fsdp_jobs.submit.overview import UNREADABLE, Overview, RunSummary, story_of
 from fsdp_jobs.submit.stop import stop
-from fsdp_jobs.submit.submitted import activity_of, check_own, existing_run, has_ended, job_of, kill, settle
+from fsdp_jobs.submit.submitted import activity_of, check_own, existing_run, job_has_ended, kill, settle
 
 _WATCH_S = 2.0  # between looks of `status --watch` and of `wait`
 EXIT_TIMEOUT = 124  # as of timeout(1)
@@ -244,7 +244,7 @@ def cancel(args: list[str]) -> int:
     parser.add_json()
     flags = parser.parse(args)
     check_own(flags.run)
-    if has_ended(flags.run, job_of(flags.run)):
+    if job_has_ended(flags.run):
         with suppress(BadInput, JobFailed):  # its launcher does not answer here
             kill([flags.run.handle])  # removes leftovers of a job that has ended
         say(f"{flags.run.name} is not running")

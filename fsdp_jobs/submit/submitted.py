@@ -191,7 +191,7 @@ def activity_of(run: RunDir, said_at: float = -math.inf) -> Callable[[], bool]:
     def ask() -> bool:
         nonlocal said_at, active, question
         if active and question is None and time.monotonic() - said_at > _ASK_EVERY_S:
-            question = beside(lambda: not has_ended(run, job_of(run)))
+            question = beside(lambda: not job_has_ended(run))
         if question is not None and wait([question], None if said_at == -math.inf else 0).done:
             active, question, said_at = question.result(), None, time.monotonic()
         return active
@@ -204,6 +204,11 @@ def has_ended(run: RunDir, job: Description) -> bool:
     if is_silent(run, job):
         return Verdict.final(run) is not None
     return not job.state.is_active
+
+
+def job_has_ended(run: RunDir) -> bool:
+    """Whether a run's newest submission has ended, by what its launcher says now or else by its verdict."""
+    return has_ended(run, job_of(run))
 
 
 def is_silent(run: RunDir, job: Description) -> bool:

@@ -27,7 +27,7 @@ from fsdp_jobs.run.processes import all_processes, command_of
 from fsdp_jobs.run.tail import newest_json_lines, read_json_lines
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit import submit as submission
-from fsdp_jobs.submit.submitted import has_ended, job_of, kill
+from fsdp_jobs.submit.submitted import job_has_ended, kill
 from fsdp_jobs.tiers.memory.slots import slots_in
 
 FAULTS = {
@@ -121,7 +121,7 @@ def rehearse(config: JobConfig, fault: str) -> Outcome:
             return _slow_down(run)
         if fault in _WHILE_STOPPED:
             write_atomic(run.stop_request, "rehearsal")
-            _wait_until(lambda: _has_ended(run), None, "the job did not stop")
+            _wait_until(lambda: job_has_ended(run), None, "the job did not stop")
             _WHILE_STOPPED[fault](job)
         else:
             _inject(run, fault, config.elastic.heartbeat_timeout_s)
@@ -214,7 +214,7 @@ def _diverge(job: submission.Prepared) -> None:
     """Resume a stopped job with an infinite learning rate; when the job has failed, resume it with its own rate."""
     again = replace(job.config, allow_config_change=True)
     _resume(replace(again, optim=replace(again.optim, lr=math.inf)))
-    _wait_until(lambda: _has_ended(job.run), None, "the job did not end")
+    _wait_until(lambda: job_has_ended(job.run), None, "the job did not end")
     end = Verdict.final(job.run)
     say(f"it ended {end.verdict}: {end.reason}" if end is not None else "it ended without a verdict", "dim")
     _resume(again)
@@ -272,10 +272,6 @@ def _judge(run: RunDir, fault: str, injected_at: float) -> Outcome:
     return Outcome(passed, why, None if recovered_at is None else recovered_at - injected_at, repeated)
 
 
-def _has_ended(run: RunDir) -> bool:
-    return has_ended(run, job_of(run))
-
-
 def _wait_until(condition: Callable[[], bool], run: RunDir | None, problem: str) -> None:
     """Wait for a condition while the job of `run` is active; with None, whether or not a job is active.
 
@@ -284,7 +280,7 @@ def _wait_until(condition: Callable[[], bool], run: RunDir | None, problem: str)
     """
     deadline = time.monotonic() + _TIMEOUT_S
     while not condition():
-        is_over = run is not None and _has_ended(run)
+        is_over = run is not None and job_has_ended(run)
         if (is_over and not condition()) or time.monotonic() > deadline:
             raise JobFailed(f"{problem} within {_TIMEOUT_S:.0f} s; fsdp-jobs logs shows why")
         time.sleep(0.05)
