@@ -20,6 +20,7 @@ _TORCHX_STATES = {
     State.DONE: AppState.SUCCEEDED,
     State.STOPPED: AppState.CANCELLED,
     State.FAILED: AppState.FAILED,
+    State.UNKNOWN: AppState.UNKNOWN,
 }
 
 
@@ -49,9 +50,8 @@ class TorchxScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
         (job,) = self.launcher.describe([app_id])
         if job is None:
             return None
-        state = _TORCHX_STATES.get(job.state, AppState.UNKNOWN)
         roles = job.roles or [RoleStatus("trainer", [])]
-        return DescribeAppResponse(app_id, state, job.restarts, job.message, roles_statuses=roles)
+        return DescribeAppResponse(app_id, _TORCHX_STATES[job.state], job.restarts, job.message, roles_statuses=roles)
 
     def list(self) -> list[ListAppResponse]:
         known = self.launcher.known()

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 import yaml
+from torchx.specs import AppState
 
 from fsdp_jobs.cli.main import main
 from fsdp_jobs.config.errors import BadInput, JobFailed
@@ -817,6 +818,8 @@ class TestWaiting:
             del api.objects[key]
         state, why = self.said(app)
         assert state is State.UNKNOWN and "before its end was seen from here" in why
+        listed = {job.app_id: job.state for job in KubernetesLauncher.scheduler("torchx").list()}
+        assert listed[app] is AppState.UNKNOWN
 
     def test_a_job_that_is_gone(self, api: SimulatedApi, app: str) -> None:
         KubernetesLauncher().cancel([app])
