@@ -78,6 +78,11 @@ def node_range(nodes: int | str) -> tuple[int, int]:
     return least, most
 
 
+def least_nodes(config: JobConfig) -> int:
+    """Return the minimum number of a job's nodes."""
+    return node_range(config.nodes)[0]
+
+
 def most_nodes(config: JobConfig) -> int:
     """Return the maximum number of a job's nodes."""
     return node_range(config.nodes)[1]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from fsdp_jobs.config.clusters import SlurmClusterConfig
 from fsdp_jobs.config.errors import BadInput
+from fsdp_jobs.config.resolve import node_range
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.app import arguments
 from fsdp_jobs.launchers.base import Job
@@ -74,12 +75,6 @@ def cluster_of(config: JobConfig) -> SlurmClusterConfig:
     """Narrow the type of `config.cluster`."""
     assert isinstance(config.cluster, SlurmClusterConfig)
     return config.cluster
-
-
-def least_nodes(job: Job) -> int:
-    """Return the fewest nodes with which a job starts."""
-    trainer = job.role("trainer")
-    return int(trainer.min_replicas or trainer.num_replicas)
 
 
 def asked(cluster: SlurmClusterConfig, key: str) -> tuple[str | None, str]:
@@ -220,7 +215,7 @@ def script(job: Job, site: Site, topology: Topology | None, margin_s: int) -> Sc
     """Render the parts of a batch script that do not depend on the run; `margin_s` is from the function `margin_s`."""
     cluster = cluster_of(job.config)
     trainer = job.role("trainer")
-    low, high = least_nodes(job), trainer.num_replicas
+    low, high = node_range(job.config.nodes)
     # With a range of nodes SLURM would apply --ntasks-per-node to the minimum.
     nodes = [f"--nodes={high}", "--ntasks-per-node=1"] if low == high else [f"--nodes={low}-{high}"]
     return Script(

@@ -16,11 +16,11 @@ import psutil
 from fsdp_jobs import __version__
 from fsdp_jobs.config.clusters import SlurmClusterConfig
 from fsdp_jobs.config.errors import Problem
-from fsdp_jobs.config.resolve import accelerator
+from fsdp_jobs.config.resolve import accelerator, least_nodes
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.base import Finding, Job
 from fsdp_jobs.launchers.slurm import client, site
-from fsdp_jobs.launchers.slurm.script import asked, cluster_of, least_nodes, long_form
+from fsdp_jobs.launchers.slurm.script import asked, cluster_of, long_form
 from fsdp_jobs.plan.memory import size
 from fsdp_jobs.run.directory import as_written
 
@@ -124,7 +124,7 @@ def _can_hold(partition: client.Partition, job: Job) -> bool:
     mem = re.fullmatch(r"(\d+)([KMGT]?)", cluster.mem or "0", re.IGNORECASE)
     mem_mb = int(mem[1]) * {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}[mem[2].upper()] if mem else 0
     return (
-        least_nodes(job) <= partition.nodes
+        least_nodes(job.config) <= partition.nodes
         and (cluster.cpus_per_task or trainer.resource.cpu) <= partition.cpus
         and (not gpus or wanted <= gpus)
         and mem_mb <= partition.memory_mb
@@ -159,7 +159,7 @@ def _partition_problems(job: Job, partitions: Sequence[client.Partition]) -> lis
     """Compare a job with its partition's limits if sbatch would accept a job beyond them and let it wait forever."""
     if client.settings().get("EnforcePartLimits") != "NO" or len(partitions) > 1:
         return []
-    partition, nodes = partitions[0], least_nodes(job)
+    partition, nodes = partitions[0], least_nodes(job.config)
     time, where = asked(cluster_of(job.config), "time")
     waits = "SLURM would let the job wait for ever (EnforcePartLimits=NO)"
     problems = []
@@ -179,7 +179,7 @@ def _qos_problems(job: Job, partitions: Sequence[client.Partition]) -> Iterator[
 
     If the partition also has a QOS, that QOS takes precedence, and nothing is checked.
     """
-    cluster, trainer, nodes = cluster_of(job.config), job.role("trainer"), least_nodes(job)
+    cluster, trainer, nodes = cluster_of(job.config), job.role("trainer"), least_nodes(job.config)
     qos, _ = asked(cluster, "qos")
     if qos is None or "," in qos or not client.enforces_limits() or any(map(client.own_qos, partitions)):
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from fsdp_jobs.config.resolve import node_range
+from fsdp_jobs.config.resolve import least_nodes
 from fsdp_jobs.control import guard
 from fsdp_jobs.control.attempt import Attempt
 from fsdp_jobs.control.placement import ConnectedAgent
@@ -78,7 +78,7 @@ class Guard(guard.Guard):
             return  # ask again
         self._named = None
         left = 0 if attempt.config.is_program else attempt.config.steps - attempt.step
-        may = usable >= node_range(attempt.config.nodes)[0] and time.time() - self._excluded_at > _EXCLUDE_S
+        may = usable >= least_nodes(attempt.config) and time.time() - self._excluded_at > _EXCLUDE_S
         if may and _pays(slow, current.size, usable, left):
             self._excluded_at, why = time.time(), slow.sentence()
             if not attempt.exclude(slow.host, _EXCLUDE_S, why):
