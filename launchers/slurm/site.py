@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -34,7 +33,7 @@ def ask() -> Site:
         SlurmError: there is no SLURM here, or it does not answer.
     """
     settings = client.settings()
-    site = Site(settings["ClusterName"], "", sys.executable)
+    site = Site(settings["ClusterName"], "")
     if "gpu" in settings.get("GresTypes", ""):
         site.gpu_option = "--gpus-per-node={}" if "cons_tres" in settings["SelectType"] else "--gres=gpu:{}"
     if settings.get("TopologyPlugin") not in _FLAT:
