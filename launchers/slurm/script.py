@@ -33,7 +33,10 @@ if TYPE_CHECKING:
 
 _BATCH = "fsdp_jobs.launchers.slurm.batch"
 _NODE_TEST = "fsdp_jobs.launchers.slurm.node_test"
-_WHERE = ("partition", "account", "qos", "time", "mem", "constraint", "nodelist", "exclude", "reservation")
+_OPTIONS = (  # keys of the group `cluster` that are options of sbatch
+    *("partition", "account", "qos", "time", "mem", "constraint", "nodelist", "exclude", "reservation"),
+    *("comment", "mail_user", "mail_type"),
+)
 _LONG = {  # sbatch's one-letter options that take a value -> their long names
     "-A": "account",
     "-a": "array",
@@ -57,7 +60,6 @@ _LONG = {  # sbatch's one-letter options that take a value -> their long names
     "-w": "nodelist",
     "-x": "exclude",
 }
-_NOTES = ("comment", "mail_user", "mail_type")
 
 
 @dataclass
@@ -231,7 +233,7 @@ def script(job: Job, site: Site, topology: Topology | None, margin_s: int) -> Sc
 
 def _resources(cluster: SlurmClusterConfig, trainer: Role, site: Site) -> Iterator[str]:
     """Yield the options for each node's resources and for the account that requests them."""
-    for key in (*_WHERE, *_NOTES):
+    for key in _OPTIONS:
         if getattr(cluster, key) is not None:
             yield f"--{key.replace('_', '-')}={getattr(cluster, key)}"
     gpus = cluster.gpus_per_node or trainer.resource.gpu
