@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 from fsdp_jobs.config.errors import BadInput, one_line
@@ -48,7 +49,7 @@ class Companions:
     def __init__(self, run: RunDir, commands: Commands, env: dict[str, str], attempt: int, job_id: str):
         self.run, self.commands, self.env, self.attempt, self.job_id = run, commands, env, attempt, job_id
         self.jobs: dict[int, str] = {}
-        self.tries: dict[int, int] = {}
+        self.tries = Counter[int]()
 
     def request(self, nodes: Sequence[int]) -> None:
         """Submit a companion for each of these nodes that has none queued or running.
@@ -60,17 +61,17 @@ class Companions:
         """
         queue = client.queue()
         for node in nodes:
-            if node not in self.jobs and self.tries.get(node):  # SLURM may have taken one without an answer
+            if node not in self.jobs and self.tries[node]:  # SLURM may have taken one without an answer
                 alike = (job.id for job in queue.values() if job.name == self._name(node) and job.state.is_active)
                 if (taken := next(alike, None)) is not None:
                     self.jobs[node] = taken
-            job, tries = queue.get(self.jobs.get(node, "")), self.tries.get(node, 0)
-            if (job is None or not job.state.is_active) and tries < _TRIES:
-                self.tries[node] = tries + 1
+            job = queue.get(self.jobs.get(node, ""))
+            if (job is None or not job.state.is_active) and self.tries[node] < _TRIES:
+                self.tries[node] += 1
                 try:
                     self.jobs[node] = self._submit(node)
                 except client.SlurmError as e:
-                    if tries + 1 == _TRIES:
+                    if self.tries[node] == _TRIES:
                         why = f"no node in place of node {node}: SLURM says: {one_line(e)}"
                         events.record(self.run, self.attempt, events.Waiting(why))
                     raise
