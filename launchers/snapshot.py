@@ -18,7 +18,7 @@ from fsdp_jobs.launchers.base import at_once
 _PACKAGE = Path(__file__).parent.parent
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # a key: each is equal only to itself
 class Snapshot:
     """Files to be copied: path in the copy -> path now."""
 

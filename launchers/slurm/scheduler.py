@@ -179,7 +179,7 @@ create_scheduler = SlurmLauncher.scheduler
 
 def _write_code(requests: Sequence[SlurmRequest], shared: Path | None) -> None:
     """Copy each code snapshot once to `shared` and link to it; without `shared`, or for containers, copy it per run."""
-    copies: dict[int, Path] = {}  # id of a snapshot -> its folder
+    copies: dict[Snapshot, Path] = {}
     for request in requests:
         code, run = request.code, request.job.run
         if code is None:
@@ -187,10 +187,10 @@ def _write_code(requests: Sequence[SlurmRequest], shared: Path | None) -> None:
         if shared is None or cluster_of(request.job.config).container is not None:  # it sees only its run directory
             code.write(run.code)
             continue
-        if id(code) not in copies:
-            copies[id(code)] = shared / f".code-{len(copies)}"  # hidden from the next snapshot
-            code.write(copies[id(code)])
-        link(run.code, copies[id(code)])
+        if code not in copies:
+            copies[code] = shared / f".code-{len(copies)}"  # hidden from the next snapshot
+            code.write(copies[code])
+        link(run.code, copies[code])
 
 
 def _newest(run: RunDir | None, app_id: str) -> str:
