@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fsdp_jobs.run import events, log
+from fsdp_jobs.run.beside import wait_until
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import SUBMISSION_ENV
 from fsdp_jobs.run.processes import die_with_parent, record_this_process
@@ -114,9 +115,7 @@ class Attempt:
 
     def finish(self, seconds: float) -> None:
         """Wait until all processes have ended, and kill those that have not in time; their children die with them."""
-        deadline = time.monotonic() + seconds
-        while not all(p.has_ended for p in self.processes) and time.monotonic() < deadline:
-            time.sleep(self.poll_s)
+        wait_until(lambda: all(p.has_ended for p in self.processes), seconds, self.poll_s)
         for process in self.processes:
             if not process.has_ended:
                 process.popen.kill()

@@ -1,13 +1,22 @@
-"""Do something in a background thread. No torch."""
+"""Do something in a background thread, or wait for something. No torch."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
 _Answer = TypeVar("_Answer")
+
+
+def wait_until(condition: Callable[[], bool], seconds: float, poll_s: float = 0.2) -> bool:
+    """Wait until a condition is met, but no longer than some seconds; return whether it is met."""
+    deadline = time.monotonic() + seconds
+    while not (is_met := condition()) and time.monotonic() < deadline:
+        time.sleep(poll_s)
+    return is_met
 
 
 def start_thread(work: Callable[[], object], name: str) -> threading.Thread:

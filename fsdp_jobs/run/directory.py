@@ -28,6 +28,7 @@ from typing import IO, cast
 
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import CheckpointConfig, JobConfig
+from fsdp_jobs.run.beside import wait_until
 from fsdp_jobs.run.record import JsonObject
 
 logger = logging.getLogger(__name__)
@@ -283,13 +284,10 @@ class RunDir:
         """
         self.submit.mkdir(parents=True, exist_ok=True)
         with (self.submit / "lock").open("a+") as file:
-            deadline = time.monotonic() + wait_s
-            while not try_lock(file):
-                if time.monotonic() > deadline:
-                    file.seek(0)
-                    cure = "wait for it, or end it"
-                    raise BadInput.at(f"run {self.name}", f"another command submits it: {file.read()}", cure)
-                time.sleep(0.05)
+            if not wait_until(lambda: try_lock(file), wait_s, 0.05):
+                file.seek(0)
+                what = f"another command submits it: {file.read()}"
+                raise BadInput.at(f"run {self.name}", what, "wait for it, or end it")
             with suppress(OSError):  # a full disk: the lock is held, but does not name its holder
                 os.ftruncate(file.fileno(), 0)
                 os.write(file.fileno(), f"process {os.getpid()} of {user_name()} on {socket.gethostname()}".encode())

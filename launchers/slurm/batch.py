@@ -25,7 +25,7 @@ from fsdp_jobs.launchers.slurm.steps import Commands, srun
 from fsdp_jobs.launchers.supervisor import Attempt, Process, is_superseded
 from fsdp_jobs.plan.topology import expand_hostlist
 from fsdp_jobs.run import events, log
-from fsdp_jobs.run.beside import beside
+from fsdp_jobs.run.beside import beside, wait_until
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV, HOST_ENV
 from fsdp_jobs.run.processes import free_port
@@ -229,9 +229,7 @@ class Batch(Attempt):
             return EXIT_FAILED
         _exclude(self.job_id, excluded)
         self.stop_signal = None
-        deadline = time.monotonic() + _REQUEUE_S
-        while self.stop_signal is None and time.monotonic() < deadline:  # exiting earlier would count as a failure
-            time.sleep(self.poll_s)
+        wait_until(lambda: self.stop_signal is not None, _REQUEUE_S)  # exiting earlier would count as a failure
         return EXIT_REQUEUE
 
 

@@ -20,6 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from fsdp_jobs.run.beside import wait_until
 from fsdp_jobs.run.directory import write_atomic
 from fsdp_jobs.run.record import Record
 
@@ -95,10 +96,7 @@ def _names_and_storage(folder: Path, hosts: Sequence[str]) -> Iterator[str]:
             socket.getaddrinfo(host, None)
         except OSError as e:
             yield f"cannot resolve the name {host}: {e}"
-    deadline = time.monotonic() + _COHERENT_S
-    while not (folder / NONCE).exists() and time.monotonic() < deadline:
-        time.sleep(0.2)
-    if not (folder / NONCE).exists():
+    if not wait_until((folder / NONCE).exists, _COHERENT_S):
         yield f"does not see what {hosts[0]} wrote to {folder}"
     for what, least in _FREE_MB.items():
         free = shutil.disk_usage(folder if what == "run directory" else what).free / 1e6
@@ -192,9 +190,7 @@ def examine(folder: Path, nproc: int, store_at: str, hosts: Sequence[str], rank:
         except RuntimeError as e:
             report.problems.append(f"{device}: {str(e).splitlines()[0]}")
     (folder / f"{hosts[rank]}.begun").touch()
-    deadline = time.monotonic() + BEGINS_S
-    while late(folder, hosts) and time.monotonic() < deadline:
-        time.sleep(0.2)
+    wait_until(lambda: not late(folder, hosts), BEGINS_S)
     host, _, port = store_at.rpartition(":")
     try:
         store = dist.TCPStore(host, int(port), is_master=rank == 0, timeout=timedelta(seconds=_PAIR_S))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -19,6 +18,7 @@ from fsdp_jobs.launchers.slurm.steps import Commands
 from fsdp_jobs.launchers.snapshot import Snapshot, link, take
 from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.run import events
+from fsdp_jobs.run.beside import wait_until
 from fsdp_jobs.run.directory import RunDir, as_written
 from fsdp_jobs.run.state import State
 from fsdp_jobs.run.tail import last_lines
@@ -203,12 +203,12 @@ def _newest(run: RunDir | None, app_id: str) -> str:
 
 def _wait_while(jobs: Sequence[client.QueuedJob], unchanged: Callable[[client.QueuedJob], bool]) -> None:
     """Wait until the controller has changed the state of each of these jobs, at most `_CANCEL_S`."""
-    deadline = time.monotonic() + _CANCEL_S
-    while time.monotonic() < deadline:
+
+    def all_changed() -> bool:
         queue = client.queue(fresh=True)
-        if not any(job.id in queue and unchanged(queue[job.id]) for job in jobs):
-            break
-        time.sleep(0.2)
+        return not any(job.id in queue and unchanged(queue[job.id]) for job in jobs)
+
+    wait_until(all_changed, _CANCEL_S)
 
 
 def _describe(app_id: str, job: client.QueuedJob | None, run: RunDir | None) -> Description | None:
