@@ -74,6 +74,11 @@ def costs_of(run: RunDir) -> Costs | None:
     )
 
 
+def slowest_save_s(run: RunDir) -> float:
+    """Return the seconds of a run's slowest save, from its beginning to its commit; 0 before the first."""
+    return max((e.seconds for e in events.newest_of(run, events.Checkpoint)), default=0.0)
+
+
 @dataclass(frozen=True)
 class Failures:
     """How often machines have broken rounds, according to the records of runs."""

@@ -14,8 +14,8 @@ from fsdp_jobs.launchers.app import RUN_DIR_KEY, arguments
 from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.kubernetes.labels import APP, COORDINATOR_PORT, ROLE, Names
 from fsdp_jobs.launchers.kubernetes.skeletons import Object, fill, merge
-from fsdp_jobs.run import events
 from fsdp_jobs.run.env import ADDRESS_ENV, HOST_ENV
+from fsdp_jobs.run.goodput import slowest_save_s
 
 _LEAVE_S = 15.0  # after the save: the verdict, and the processes' ends
 _KUEUE_TOPOLOGY = "kueue.x-k8s.io/podset-preferred-topology"
@@ -126,8 +126,7 @@ def _affinity(cluster: KubernetesClusterConfig, siblings: Object, excluded: list
 
 def _grace_s(job: Job) -> int:
     """Return seconds from SIGTERM to SIGKILL: elastic.stop_grace_s, or twice this run's slowest save."""
-    saves = [e.seconds for e in events.newest_of(job.run, events.Checkpoint)]
-    return math.ceil(max([job.config.elastic.stop_grace_s, *(2 * s for s in saves)]) + _LEAVE_S)
+    return math.ceil(max(job.config.elastic.stop_grace_s, 2 * slowest_save_s(job.run)) + _LEAVE_S)
 
 
 def _command(job: Job, role: Role, replica_id: str = "0") -> list[str]:

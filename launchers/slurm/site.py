@@ -18,7 +18,7 @@ from fsdp_jobs.launchers.slurm import client
 from fsdp_jobs.launchers.slurm.script import Site, asked, cluster_of
 from fsdp_jobs.plan.sources import from_scontrol
 from fsdp_jobs.plan.topology import Topology, expand_hostlist
-from fsdp_jobs.run import events
+from fsdp_jobs.run.goodput import slowest_save_s
 from fsdp_jobs.run.tail import read_json_lines
 
 SAVE = "fsdp-jobs doctor cluster=slurm --save FILE, on a login node of the cluster"
@@ -105,6 +105,5 @@ def _topology(hostlist: str, text: str, gpus: int) -> Topology:
 
 def measured_s(job: Job) -> tuple[float, float]:
     """Return the seconds of this run's slowest save and slowest step; 0 before the first."""
-    saves = [e.seconds for e in events.newest_of(job.run, events.Checkpoint)]
     step_s = max((m["step_s"] for m in read_json_lines(job.run.metrics)), default=0.0)
-    return max(saves, default=0.0), step_s
+    return slowest_save_s(job.run), step_s
