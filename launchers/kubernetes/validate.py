@@ -175,9 +175,11 @@ def _not_admitted(api: Api, objects: Sequence[Object]) -> Iterator[Problem]:
     said: set[str] = set()
     bodies = [*objects, *(p for o in objects for p in _pods_of(o))]
     for body, refusal in zip(bodies, at_once(lambda body: _refusal(api, body), bodies), strict=True):
+        if refusal is None:
+            continue
         name = body["metadata"]["name"]
-        words = refusal.message.replace(name, "") if refusal is not None else ""
-        if refusal is None or words in said or not _is_final(body, words):
+        words = refusal.message.replace(name, "")
+        if words in said or not _is_final(body, words):
             continue
         said.add(words)
         yield explain(api, refusal, f"{body['kind']} {name}")
