@@ -213,9 +213,9 @@ def _wait_while(jobs: Sequence[client.QueuedJob], unchanged: Callable[[client.Qu
 
 def _describe(app_id: str, job: client.QueuedJob | None, run: RunDir | None) -> Description | None:
     """Combine SLURM's and the run directory's records of a job; ignore SLURM's if it is of another job with this id."""
-    job = job if job is None or run is None or job.is_of(run) else None
     if run is None:
         return Description(job.state, _message(job)) if job is not None else None
+    job = job if job is None or job.is_of(run) else None
     state, message = (job.state, _message(job)) if job is not None else _forgotten(run, app_id)
     if not state.is_active:
         state, message = _end(run, job, state, message)
