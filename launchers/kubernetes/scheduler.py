@@ -290,38 +290,38 @@ def _by_app(objects: list[Object]) -> dict[str, list[Object]]:
 
 def _describe(app: _App, api: Api, jobs: list[Object], pods: list[Object]) -> Description | None:
     """Describe an app, copy what its pods published, and delete remains of an ended one; None if it does not exist."""
-    root = app.root(api, jobs)
+    root, run = app.root(api, jobs), app.run
     if root is None:
-        _has_left_nothing(app)
-        if app.run is None or pods_write_here(app.run, app.names.app) or Verdict.final(app.run) is not None:
+        _has_left_nothing(run)
+        if run is None or pods_write_here(run, app.names.app) or Verdict.final(run) is not None:
             return None
         what = "its objects were deleted, after cluster.keep_hours or by hand, before its end was seen from here"
         return Description(State.UNKNOWN, f"{what}: its run directory on the claim has it; resume goes on from there")
     state, (restarts, verdict) = conditions.state_of(root, pods), conditions.verdict_of(pods)
-    if app.run is not None and not pods_write_here(app.run, app.names.app):
-        mirror.pass_on_stop(app.run, api, pods)
-        mirror.pull(app.run, api, pods)
+    if run is not None and not pods_write_here(run, app.names.app):
+        mirror.pass_on_stop(run, api, pods)
+        mirror.pull(run, api, pods)
     if state.is_active:
         why = conditions.why_waiting(api, root, jobs, pods)
-        if app.run is not None and Verdict.final(app.run) is None:  # else the pods do not know it yet
-            why = _note_why(app.run, api, pods, why)
+        if run is not None and Verdict.final(run) is None:  # else the pods do not know it yet
+            why = _note_why(run, api, pods, why)
     else:
         failures = filter(None, (conditions.why_failed(job, pods) for job in [root, *jobs]))
         why = verdict.reason if verdict is not None else next(failures, "")
-        if app.run is not None and state is State.FAILED:  # else the pods have recorded how it ended
-            judge(app.run, verdict or Verdict("infrastructure", "stop", why))
+        if run is not None and state is State.FAILED:  # else the pods have recorded how it ended
+            judge(run, verdict or Verdict("infrastructure", "stop", why))
         if not conditions.is_leaving(api, pods):
             _end_rest(api, root, jobs)
-            _has_left_nothing(app)
+            _has_left_nothing(run)
     replicas = [_replica(pod) for pod in pods]
     roles = [RoleStatus(role, [r for r in replicas if r.role == role]) for role in ("coordinator", "trainer")]
     return Description(state, why, restarts, roles)
 
 
-def _has_left_nothing(app: _App) -> None:
-    if app.run is not None:
+def _has_left_nothing(run: RunDir | None) -> None:
+    if run is not None:
         with suppress(OSError):  # it is another user's
-            app.run.left.unlink()
+            run.left.unlink()
 
 
 def _end_rest(api: Api, root: Object, jobs: list[Object]) -> None:
