@@ -191,15 +191,16 @@ def logs(args: list[str]) -> int:
             raise BadInput.at("logs", f"there are no runs under {flags.runs_dir}/", "runs_dir=...")
         flags.run = runs[-1]
         complain(f"the newest run, {flags.run.name}", "dim")
-    active = activity_of(flags.run)
+    run = flags.run
+    active = activity_of(run)
     pattern = rank_logs(flags.attempt, flags.node, flags.rank)
-    if not any(flags.run.path.glob(pattern)):
-        row = Overview().look([flags.run])[flags.run]  # its launcher may fetch the records
+    if not any(run.path.glob(pattern)):
+        row = Overview().look([run])[run]  # its launcher may fetch the records
         why = f": {row.reason}" if row.reason else ""
-        if not any(flags.run.path.glob(pattern)):
-            complain(f"nothing is written there yet; {flags.run.name} is {row.state}{why}")
+        if not any(run.path.glob(pattern)):
+            complain(f"nothing is written there yet; {run.name} is {row.state}{why}")
     # the launcher is queried at least once: it may have to fetch the logs
-    for file, line in follow_files(flags.run.path, pattern, lambda: active() and flags.follow):
+    for file, line in follow_files(run.path, pattern, lambda: active() and flags.follow):
         if flags.errors and not looks_like_error(line):
             continue
         if flags.json:
@@ -243,17 +244,18 @@ def cancel(args: list[str]) -> int:
     parser.add_argument("--now", action="store_true", help="at once, without a checkpoint")
     parser.add_json()
     flags = parser.parse(args)
-    check_own(flags.run)
-    if job_has_ended(flags.run):
+    run = flags.run
+    check_own(run)
+    if job_has_ended(run):
         with suppress(BadInput, JobFailed):  # its launcher does not answer here
-            kill([flags.run.handle])  # removes leftovers of a job that has ended
-        say(f"{flags.run.name} is not running")
+            kill([run.handle])  # removes leftovers of a job that has ended
+        say(f"{run.name} is not running")
     else:
-        stop([flags.run], flags.now)
-        status = RunStatus(flags.run)
+        stop([run], flags.now)
+        status = RunStatus(run)
         status.update()
-        say(f"{flags.run.name} {status.state}: {status.reason}")
-    print_run(flags.run, flags.json)
+        say(f"{run.name} {status.state}: {status.reason}")
+    print_run(run, flags.json)
     return 0
 
 

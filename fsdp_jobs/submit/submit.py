@@ -240,15 +240,16 @@ def _texts_in(paths: Iterable[Path]) -> dict[Path, str | None]:
 
 def _files_of(job: Prepared, overrides: Sequence[str]) -> dict[Path, str | None]:
     """Return path -> text of the job's files in its run directory, job.json last; None: it has no such file."""
-    run, topology = job.run, job.config.cluster.topology
-    job.config.name = run.name
-    steps = None if job.config.is_program else job.config.steps  # only the program knows how many steps it will do
+    run, config = job.run, job.config
+    topology = config.cluster.topology
+    config.name = run.name
+    steps = None if config.is_program else config.steps  # only the program knows how many steps it will do
     about = {**run.read_job(), "overrides": list(overrides), "first_attempt": run.last_attempt() + 1}
-    about |= {"nodes": str(job.config.nodes), "steps": steps, "script_sha256": digest_of(job.config.script)}
+    about |= {"nodes": str(config.nodes), "steps": steps, "script_sha256": digest_of(config.script)}
     about |= {"submission": job.submission, "pending": job.launcher.name}  # until `record`
     about |= {"sweep": job.sweep} if job.sweep is not None else {}
     return {
-        run.config: dump_config(job.config),
+        run.config: dump_config(config),
         run.plan: job.plan.to_json(indent=1),
         run.topology: None if topology is None else Path(topology).read_text(),
         run.shape: None if job.shape is None else job.shape.to_json(),

@@ -67,32 +67,32 @@ def remove(old: Old) -> list[str]:
         with old.run.locked(wait_s=0):
             if old.run.submission != old.submission:
                 return [f"{old.run.path}: has been submitted again"]
-            return _remove(old)
+            return _remove(old.run)
     except BadInput as e:
         return [f"{old.run.path}: {e.problems[0].what}"]
     except OSError as e:
         return [f"{e.filename or old.run.path}: {e.strerror}"]
 
 
-def _remove(old: Old) -> list[str]:
+def _remove(run: RunDir) -> list[str]:
     problems = []
     home = None
     with suppress(Exception):  # a config of another version: keep the checkpoints elsewhere
-        home = checkpoints_of(load_config(old.run.config).checkpoint, old.run)
-    if home is not None and home != old.run.checkpoints:
+        home = checkpoints_of(load_config(run.config).checkpoint, run)
+    if home is not None and home != run.checkpoints:
         try:
-            claimed, own = Identity.from_file(home / old.run.identity.name), Identity.from_file(old.run.identity)
+            claimed, own = Identity.from_file(home / run.identity.name), Identity.from_file(run.identity)
             if claimed is not None and (own is None or own.id != claimed.id):
                 problems.append(f"{home}: belongs to a run of {claimed.owner}")
-            elif left := _remove_checkpoints(home, old.run.identity.name):
+            elif left := _remove_checkpoints(home, run.identity.name):
                 problems.append(f"{home}: {listed(left)} stays: no save of this run wrote it")
         except Exception as e:  # clients of object stores raise any exception
             problems.append(f"{home}: {type(e).__name__}: {e}")
-    place = old.run.path.resolve()
+    place = run.path.resolve()
     with tempfile.TemporaryDirectory(prefix=_GOING, dir=place.parent) as going:
         place.rename(Path(going) / place.name)
-    if old.run.path.is_symlink():
-        old.run.path.unlink()
+    if run.path.is_symlink():
+        run.path.unlink()
     return problems
 
 
