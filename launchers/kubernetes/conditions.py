@@ -33,10 +33,10 @@ def phase_of(pod: Object) -> str:
     return str(pod["status"].get("phase", "Pending"))
 
 
-def own_container(pod: Object) -> Object:
-    """Return the status of the container that runs the pod's role: admission may add others, which do not count."""
+def own_state(pod: Object) -> Object:
+    """Return the state of the container that runs the pod's role: admission may add others, which do not count."""
     containers = pod["status"].get("containerStatuses", [])
-    return next((c for c in containers if c["name"] == role_of(pod)), {})
+    return next((c.get("state", {}) for c in containers if c["name"] == role_of(pod)), {})
 
 
 def state_of(root: Object, pods: list[Object]) -> State:
@@ -77,7 +77,7 @@ def _last_words(pods: list[Object]) -> tuple[Object, Object]:
     A pod that ended without a word has the end of its log instead, which may look like anything.
     """
     for pod in reversed([p for p in pods if role_of(p) == "coordinator"]):
-        ended = own_container(pod).get("state", {}).get("terminated", {})
+        ended = own_state(pod).get("terminated", {})
         with suppress(ValueError):
             words = json.loads(ended.get("message", ""))
             if isinstance(words, dict) and words.keys() == {"verdict", "decision", "reason", "attempt"}:
@@ -190,7 +190,7 @@ def _why_pod(api: Api, pod: Object, root: Object) -> str:
 def _is_silent(pod: Object, conditions: Mapping[str, Object]) -> bool:
     """Whether the kubelet of a running pod is silent: only then is a pod not ready whose containers all are."""
     containers = pod["status"].get("containerStatuses", [])
-    all_ready = "running" in own_container(pod).get("state", {}) and all(c.get("ready", True) for c in containers)
+    all_ready = "running" in own_state(pod) and all(c.get("ready", True) for c in containers)
     return all_ready and conditions.get("Ready", {}).get("status") == "False"
 
 
@@ -201,8 +201,9 @@ def why_failed(job: Object, pods: list[Object]) -> str:
         name, status = pod["metadata"]["name"], pod["status"]
         if phase_of(pod) == "Failed" and status.get("reason"):  # the kubelet's: Evicted, UnexpectedAdmissionError
             return f"pod {name} has failed: {status['reason']}: {status.get('message', '')}"
-        for container in [*status.get("initContainerStatuses", []), own_container(pod)]:
-            ended = container.get("state", {}).get("terminated", {})
+        states = [container.get("state", {}) for container in status.get("initContainerStatuses", [])]
+        for state in [*states, own_state(pod)]:
+            ended = state.get("terminated", {})
             if ended.get("exitCode", 0) not in (EXIT_DONE, EXIT_REQUEUE):
                 lines = ended.get("message", "").strip().splitlines()
                 last = f": {lines[-1]}" if lines else ""

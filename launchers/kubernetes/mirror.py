@@ -7,7 +7,7 @@ import re
 
 from fsdp_jobs.launchers.base import at_once
 from fsdp_jobs.launchers.kubernetes.api import Api, ApiError
-from fsdp_jobs.launchers.kubernetes.conditions import is_lost, own_container, phase_of
+from fsdp_jobs.launchers.kubernetes.conditions import is_lost, own_state, phase_of
 from fsdp_jobs.launchers.kubernetes.labels import STOP, role_of
 from fsdp_jobs.launchers.kubernetes.skeletons import Object
 from fsdp_jobs.run.directory import RunDir, read_json, try_lock, write_atomic, write_json
@@ -48,7 +48,7 @@ class _Mirror:
         self._record()
 
     def _may_have_more(self, api: Api, pod: Object) -> bool:
-        has_begun = own_container(pod).get("state", {}).keys() & {"running", "terminated"}
+        has_begun = own_state(pod).keys() & {"running", "terminated"}
         return bool(has_begun) and pod["metadata"]["uid"] not in self._finished and not is_lost(api, pod)
 
     def _read(self, api: Api, pod: Object, now: float) -> list[str] | None:
@@ -65,7 +65,7 @@ class _Mirror:
         copied = [self._copy(line.removesuffix("\n")) for line in lines if line.endswith("\n")]
         uid = pod["metadata"]["uid"]
         self._read_at[uid] = now
-        if "terminated" in own_container(pod)["state"]:
+        if "terminated" in own_state(pod):
             self._finished.append(uid)
         if any(copied):
             self._record()
