@@ -43,8 +43,11 @@ class LocalRequest:
             yield f"node-{node}", argv, {**self.env, "CUDA_VISIBLE_DEVICES": ",".join(own)}
 
     def __str__(self) -> str:
-        processes = ((name, *(f"{k}={v}" for k, v in env.items()), *argv) for name, argv, env in self.processes())
-        return "\n".join(f"{name}: {' '.join(words)}" for name, *words in processes)
+        lines = []
+        for name, argv, env in self.processes():
+            variables = [f"{key}={value}" for key, value in env.items()]
+            lines.append(f"{name}: {' '.join([*variables, *argv])}")
+        return "\n".join(lines)
 
 
 class _LocalAttempt(Attempt):
