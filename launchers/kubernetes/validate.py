@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
 from fsdp_jobs.config.schema import JobConfig
@@ -198,19 +199,22 @@ def _is_final(body: Object, message: str) -> bool:
 
 def _waits_for_quota(message: str) -> bool:
     """Return whether a quota has no room for a pod only because others use it now; a warning then says so."""
-    from kubernetes.utils.quantity import parse_quantity
-
     refusal = _OVER_QUOTA.search(message)
     if refusal is None:
         return False
-    requested, limited = (
-        {key: parse_quantity(amount) for key, _, amount in (pair.partition("=") for pair in refusal[part].split(","))}
-        for part in ("requested", "limited")
-    )
+    requested, limited = map(_quantities, refusal.group("requested", "limited"))
     if any(amount > limited[key] for key, amount in requested.items()):
         return False
     logger.warning("pods wait until others of the namespace have ended: %s", refusal[0])
     return True
+
+
+def _quantities(text: str) -> dict[str, Any]:
+    """Parse `requests.cpu=4,pods=1`."""
+    from kubernetes.utils.quantity import parse_quantity
+
+    pairs = (pair.partition("=") for pair in text.split(","))
+    return {key: parse_quantity(amount) for key, _, amount in pairs}
 
 
 def _refusal(api: Api, body: Object) -> ApiError | None:
