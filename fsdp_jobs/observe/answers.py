@@ -54,15 +54,15 @@ def curves(run: RunDir) -> JsonObject:
     `gaps` has the time of each submission and the seconds since the last record before it; `faults` has times.
     """
     lines = list(sampled_json_lines(run.metrics, _POINTS))
-    columns = {key: [_finite(line.get(key)) for line in lines] for key in dict.fromkeys(chain.from_iterable(lines))}
+    keys = dict.fromkeys(chain.from_iterable(lines))
+    columns = {key: [_finite(line.get(key)) for line in lines] for key in keys}
     happened = list(seldom_events(Tail(run.events)))
-    pairs = pairwise(happened[:1] + happened)
     stepped = [line.get("time", 0.0) for line in lines]
-    gaps = [
-        (new.time, new.time - max([before.time, *(at for at in stepped if at < new.time)]))
-        for before, new in pairs
-        if isinstance(new, Submitted)
-    ]
+    gaps = []
+    for before, new in pairwise(happened[:1] + happened):
+        if isinstance(new, Submitted):
+            recorded = [before.time, *(at for at in stepped if at < new.time)]
+            gaps.append((new.time, new.time - max(recorded)))
     faults = [event.time for event in happened if isinstance(event, RoundBroken) and not event.is_planned]
     return {"columns": columns, "gaps": gaps, "faults": faults}
 
