@@ -33,10 +33,12 @@ class DetachedLauncher(Launcher):
 
     def choose_gpus(self, run: RunDir, others: Sequence[RunDir]) -> None:
         """Assign to a job that has not started the GPUs of this machine that the fewest others use."""
-        if gpus := staged(run)["gpus"]:
+        request = staged(run)
+        if gpus := request["gpus"]:
             used = Counter(gpu for other in others for gpu in staged(other)["gpus"])
             free = sorted(visible_gpus(), key=lambda gpu: used[gpu])[: len(gpus)]
-            write_json(staged_file(run), {**staged(run), "gpus": [*free, *gpus[len(free) :]]})
+            request["gpus"] = [*free, *gpus[len(free) :]]
+            write_json(staged_file(run), request)
 
     def start(self, run: RunDir) -> None:
         """Start a staged job."""
@@ -65,14 +67,15 @@ class DetachedLauncher(Launcher):
         jobs = []
         for request in requests:
             run = RunDir(request.run_dir)
-            jobs.append(QueuedJob(self.name, str(run.path), app_id_of(run)))
+            job = QueuedJob(self.name, request.run_dir, app_id_of(run))
+            jobs.append(job)
             self.stage(request)
-            self.remember(jobs[-1].app_id, run)
+            self.remember(job.app_id, run)
+            if folder is None:
+                leave(run)
+                self.start(run)
         if folder is not None:
             Queue(as_written(folder)).add(jobs, parallelism or 1)
-        for job in jobs if folder is None else ():
-            leave(job.run)
-            self.start(job.run)
         return [job.app_id for job in jobs]
 
     def find(self, run: RunDir) -> str | None:
