@@ -204,7 +204,7 @@ class Script:
             f"--signal=B:USR1@{self.margin_s}",
             *(o for o in self.extra if not o.startswith("--dependency=")),
             *([f"--dependency={','.join(waits)}"] if waits else []),
-            f"{' '.join(comments[-1:]) or '--comment='} fsdp_jobs:{tag}".replace("= ", "="),
+            f"{' '.join(comments[-1:]) or '--comment='} fsdp_jobs:{tag}".replace("--comment= ", "--comment="),
         ]
         lines = ["#!/bin/bash", *(f"#SBATCH {_quote_option(o)}" for o in options), "set -e", *self.setup, *first]
         lines += [f"export {SUBMISSION_ENV}={tag.partition('.')[0]}"]

@@ -99,6 +99,11 @@ def test_hostile_run_directory_is_one_word_to_the_shell(tmp_path: Path) -> None:
     assert not (tmp_path / "owned").exists()
 
 
+def test_a_comment_stays_as_it_was_written() -> None:
+    lines = rendered(TREE, ["cluster.comment='lr = 3'"]).splitlines()
+    assert "#SBATCH --comment='lr = 3 fsdp_jobs:250101120000-0a1b2c'" in lines
+
+
 def test_nodes_excluded_by_an_option_stay_so_at_each_requeue_and_one_node_more_asks_for_a_nodes_share() -> None:
     """A requeue sets the list anew."""
     extra = "cluster.extra=['-x n7','-G16','-q high','--export=NONE']"
