@@ -98,6 +98,7 @@ class SweepLauncher(Launcher):
             BadInput: all settings that contradict each other.
         """
         self.config, self.show_ended = config, task_function
+        self.shown: Sweep | None = None  # by a dry run, with the jobs of earlier batches
         self.waits = bool(config.sweep.wait)
         given = [str(o) for o in config.hydra.overrides.task]
         several = [o for o in given if parsed(o).is_sweep_override()]
@@ -115,7 +116,7 @@ class SweepLauncher(Launcher):
         shared = set(map(canonical, self.fixed))
         own = [[o for o in job if not is_of_the_command(o) and canonical(o) not in shared] for job in job_overrides]
         if self.config.dry_run:
-            sweep = self._read()
+            self.shown = sweep = self.shown or self._read()
             rows, undone = jobs.to_do(sweep, own)
             for config in undone.values():
                 config.dry_run = True  # a setting of the command, which rows do not have

@@ -177,7 +177,8 @@ def test_a_bad_sweep_is_said_whole_and_leaves_nothing(
 
 
 def test_a_dry_run_shows_the_jobs_and_leaves_nothing(tmp_path: Path) -> None:
-    done = cli(tmp_path, "-m", "name=lr", "optim.lr=1e-4,1e-3", *SMALL, "dry_run=true")
+    in_turn = "hydra.sweeper.max_batch_size=1"
+    done = cli(tmp_path, "-m", "name=lr", "optim.lr=1e-4,1e-3", in_turn, *SMALL, "dry_run=true")
     assert done.returncode == 0 and "lr-001" in done.stdout and "nothing was submitted" in done.stdout
     assert not any(tmp_path.iterdir())
 
