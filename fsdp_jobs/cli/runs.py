@@ -108,8 +108,8 @@ def status(args: list[str]) -> int:
 
 
 def _at_least_one(number: str) -> int:
-    if int(number) < 1:
-        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    if not number.isdecimal() or int(number) < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not a number of at least 1")
     return int(number)
 
 

@@ -158,9 +158,9 @@ def test_status_takes_conditions_on_what_was_configured_and_names_other_owners(t
     ):
         assert {row["run"] for row in _json(tmp_path, "status", *words)} == found, words
     assert {row["run"] for row in _json(tmp_path, "list", "--last", "1", "--state", "done")} == {"fast"}
-    for none in ("0", "-1"):
+    for none in ("0", "-1", "all"):
         refused = cli(tmp_path, "status", "--last", none)
-        assert refused.returncode == 2 and "less than 1" in refused.stderr, refused
+        assert refused.returncode == 2 and "not a number of at least 1" in refused.stderr, refused
     theirs = RunDir(tmp_path / "runs" / "slow")
     of_me = identity_of(theirs, compose_job([]))
     assert "owner" not in cli(tmp_path, "status").stdout
