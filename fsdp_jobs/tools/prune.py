@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -89,8 +89,9 @@ def _remove(run: RunDir) -> list[str]:
         except Exception as e:  # clients of object stores raise any exception
             problems.append(f"{home}: {type(e).__name__}: {e}")
     place = run.path.resolve()
-    with tempfile.TemporaryDirectory(prefix=_GOING, dir=place.parent) as going:
-        place.rename(Path(going) / place.name)
+    # A new folder to move it into could not be made on a full disk, which this is to make room on.
+    going = place.rename(place.with_name(f"{_GOING}{place.name}-{secrets.token_hex(4)}"))
+    shutil.rmtree(going)
     if run.path.is_symlink():
         run.path.unlink()
     return problems

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -118,6 +119,21 @@ def test_a_run_behind_a_link_goes_with_its_link(folder: Path) -> None:
 def test_what_is_being_removed_is_no_run(folder: Path) -> None:
     (folder / "runs" / "young").rename(folder / "runs" / ".pruned-young")
     assert "pruned" not in cli(folder, "status").stdout
+
+
+def test_a_disk_on_which_no_folder_can_be_made_gets_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (old,) = [o for o in old_runs(str(folder / "runs"), 30 * _DAY_S, []) if o.run.name == "old"]
+    old.run.submit.mkdir(exist_ok=True)
+    make = os.mkdir
+
+    def full(path: str, mode: int = 0o777) -> None:
+        if not Path(path).exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        make(path, mode)
+
+    monkeypatch.setattr(os, "mkdir", full)
+    assert not remove(old) and "old" not in names(folder)
+    assert not [name for name in names(folder) if name.startswith(".")]
 
 
 def test_a_run_that_is_submitted_meanwhile_stays(folder: Path) -> None:
