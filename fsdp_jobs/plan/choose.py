@@ -94,10 +94,13 @@ def price(config: JobConfig, shape: ModelShape, strategy: str, placement: Placem
     """Price one strategy on one placement.
 
     `fsdp.accumulate_unsharded=auto` keeps whole gradients between microbatches if they fit well and save time.
-    `fsdp.chunked_loss=auto` computes the loss in chunks if whole logits do not fit, or if their memory saves more time
-    when used otherwise. `fsdp.objective=memory` takes the one that needs less.
+    `fsdp.chunked_loss=auto` computes the loss in chunks if whole logits do not fit well, or if their memory saves more
+    time when used otherwise. `fsdp.objective=memory` takes the one that needs less.
     """
     fsdp, is_speed = config.fsdp, config.fsdp.objective == "speed"
+
+    def has_room(option: Option) -> bool:
+        return option.fits and not closeness(config, option)
 
     def accumulating(chunked: bool) -> Option:
         sharded = _price(config, shape, strategy, placement, fsdp.accumulate_unsharded is True, chunked)
@@ -105,15 +108,14 @@ def price(config: JobConfig, shape: ModelShape, strategy: str, placement: Placem
         if not is_free or not is_speed:
             return sharded
         unsharded = _price(config, shape, strategy, placement, True, chunked)
-        has_room = unsharded.fits and not closeness(config, unsharded)
-        return unsharded if has_room and unsharded.time.step < sharded.time.step else sharded
+        return unsharded if has_room(unsharded) and unsharded.time.step < sharded.time.step else sharded
 
     whole = accumulating(chunked=fsdp.chunked_loss is True)
-    has_room = whole.fits and (whole.microbatches == 1 or whole.layout.accumulate_unsharded)
-    if fsdp.chunked_loss != AUTO or (is_speed and has_room):
+    is_best = has_room(whole) and (whole.microbatches == 1 or whole.layout.accumulate_unsharded)
+    if fsdp.chunked_loss != AUTO or (is_speed and is_best):
         return whole
     chunked = accumulating(chunked=True)
-    if not (is_speed and whole.fits and chunked.fits):
+    if not (is_speed and has_room(whole) and chunked.fits):
         return min(whole, chunked, key=lambda o: (not o.fits, o.memory.total))
     return whole if whole.time.step <= NEAR * chunked.time.step else chunked
 
