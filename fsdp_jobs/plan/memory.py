@@ -161,6 +161,16 @@ def _moments(
         replace(state, moment="optimizer step", gradients=shard * b_m),
     ]  # fmt: skip
 
+    # The last block that has so many more to gather. In forward its own buffer lives until the next one's arrives.
+    forward_ahead, backward_ahead = (
+        min(ahead, n - 1) if reshard else 0 for ahead in (fsdp.forward_prefetch, fsdp.backward_prefetch)
+    )
+    if forward_ahead > 1:
+        moments += [
+            replace(before, moment="forward of a block", gathered=held + (forward_ahead + 1) * arriving,
+                    activations=saved * (n - forward_ahead)),
+        ]  # fmt: skip
+
     def backward(k: int, name: str) -> list[Memory]:
         """Return the moments in backward of the k-th block from the end; the head and k - 1 blocks are reduced.
 
@@ -169,7 +179,9 @@ def _moments(
         """
         reduced = max(early, (head + (k - 1) * block) * b_m)
         left = max(0, shape.numel - shape.head.numel - (k - 1) * shape.largest.numel) * b_sum
-        at = replace(state, moment=name, gradients=reduced, gathered=in_block, accumulation=left)
+        more = max(0, min(backward_ahead, n - k) - 1) * arriving  # beyond the next one
+        freed = 0 if reshard else min(k - 1, n - 1) * blocks // n * group * b_p  # each block's after its backward
+        at = replace(state, moment=name, gradients=reduced, gathered=in_block + more - freed, accumulation=left)
         reducing = waiting + (reduce_input if k > 1 else head_input)
         first, whole = reducing + shape.largest.largest_param * b_p, reducing + shape.largest.numel * b_p
         return [
@@ -181,6 +193,8 @@ def _moments(
         moments += backward(1, "backward of the last block")
     if n > 1:
         moments += backward(2, "backward of the last block but one") + backward(n, "backward of the first block")
+    if backward_ahead > 1:
+        moments += backward(n - backward_ahead, "backward of a block")
     root_input = root * group * b_r
     moments += [
         replace(state, moment="reduction of the root's gradients", gradients=shard * b_m,

@@ -27,10 +27,12 @@ from fsdp_jobs.plan.shapes import ModelShape, Unit, llama_shape
 from fsdp_jobs.train.loss import TokenLoss
 
 SMALL = LlamaConfig(vocab_size=4096, dim=256, n_layers=6, n_heads=8, n_kv_heads=4, ffn_dim=768)
+DEEP = replace(SMALL, vocab_size=512, dim=512, n_layers=12)
 ODD = LlamaConfig(vocab_size=1003, dim=192, n_layers=4, n_heads=6, n_kv_heads=6, ffn_dim=509)
 FP32 = FsdpConfig(param_dtype="fp32", chunked_loss=False)
 BF16 = FsdpConfig(param_dtype="bf16", chunked_loss=False)
 SELECTIVE = replace(BF16, activation_checkpointing="selective")
+FULL = replace(BF16, activation_checkpointing="full")
 SEVENTY = LlamaConfig(vocab_size=128256, dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, ffn_dim=28672)
 
 
@@ -152,6 +154,14 @@ CASES = {
         replace(SMALL, vocab_size=256), replace(BF16, activation_checkpointing="full"),
         Layout("full_shard", 64, 64), data(4096, 1), 1,
     ),
+    "blocks gathered ahead": (
+        DEEP, replace(FULL, forward_prefetch=8, backward_prefetch=8), Layout("full_shard", 8, 8), data(64, 1), 1,
+    ),
+    "blocks gathered ahead in forward": (
+        DEEP, replace(FULL, forward_prefetch=8), Layout("full_shard", 8, 8), data(64, 1), 2,
+    ),
+    "whole parameters, freed block by block": (DEEP, FULL, Layout("hybrid_shard_zero2", 8, 4), data(64, 1), 1),
+    "no_shard, freed block by block": (DEEP, FULL, Layout("no_shard", 8, 1), data(64, 1), 1),
 }  # fmt: skip
 
 
