@@ -130,6 +130,15 @@ def test_every_verb_shows_its_arguments(verb: str, capsys: pytest.CaptureFixture
     assert verb in capsys.readouterr().out
 
 
+def test_help_ends_when_its_reader_has_read_enough() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "fsdp_jobs", "--help"]
+    shown = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, cwd=ROOT)
+    os.close(write)
+    assert shown.returncode == 0 and not shown.stderr
+
+
 def test_a_version_is_told() -> None:
     done = subprocess.run([sys.executable, "-m", "fsdp_jobs", "--version"], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.startswith("fsdp_jobs 0.") and done.returncode == 0
