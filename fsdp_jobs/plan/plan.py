@@ -213,7 +213,11 @@ def _left_out(config: JobConfig, shape: ModelShape, topology: Topology) -> Itera
     if shape.unmeasured:
         why = f"the model's forward could not be measured ({shape.unmeasured})"
         yield f"Warning: {why}: memory lacks all activations, and time is 6 FLOPs per parameter and token."
-    inside = ("intra_node_gb_s", "inside nodes", ranks_per_node(config))
+    ranks, gpus = ranks_per_node(config), config.hardware.gpus_per_node
+    if accelerator(config) == "cuda" and ranks > gpus:
+        why = f"a node of {config.hardware.name} has {gpus} GPUs (hardware.gpus_per_node), and each rank needs its own"
+        yield f"Warning: nproc_per_node={ranks}: {why}."
+    inside = ("intra_node_gb_s", "inside nodes", ranks)
     between = ("inter_node_gb_s", "between nodes", len(topology.nodes))
     for key, where, ends in (inside, between):
         if ends > 1 and not getattr(config.hardware, key):

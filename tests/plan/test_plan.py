@@ -408,6 +408,15 @@ def test_hardware_without_a_needed_number_is_named(missing: str) -> None:
         make_plan(job("hardware=h100", "model=llama_1b", f"hardware.{missing}=0"))
 
 
+def test_more_ranks_than_gpus_are_said() -> None:
+    def warned(ranks: int, *overrides: str) -> bool:
+        config = compose_job(["model=llama3_8b", "hardware=h100", "nodes=2", f"nproc_per_node={ranks}", *overrides])
+        return any(reason.startswith(f"Warning: nproc_per_node={ranks}") for reason in make_plan(config).reasons)
+
+    assert warned(16) and not warned(8) and not warned(16, "hardware.gpus_per_node=16")
+    assert not warned(16, "hardware=cpu"), "processes share cores"
+
+
 def test_links_of_unknown_speed_are_said() -> None:
     unknown = make_plan(job("hardware=h100", "model=llama_1b", "nodes=2", "hardware.inter_node_gb_s=0")).reasons
     assert "Warning: hardware.inter_node_gb_s is not set: the prediction counts no time" in unknown[0]
