@@ -75,10 +75,13 @@ def _of_safetensors(file: Path) -> dict[str, Any]:
 
 def _of_pickle(file: Path) -> dict[str, Any]:
     try:
-        return {name: value for name, value in dotted(_loaded(file)) if isinstance(value, Tensor)}
+        content = _loaded(file)
     except (pickle.UnpicklingError, IndexError, EOFError, RuntimeError) as e:
         why = (str(e) or type(e).__name__).splitlines()[0]
         raise BadInput.at(str(file), f"cannot be read: {why}", "a whole file that holds tensors only") from e
+    if not isinstance(content, dict):
+        raise BadInput.at(str(file), f"holds a {type(content).__name__}", "a dictionary of tensors")
+    return {name: value for name, value in dotted(content) if isinstance(value, Tensor)}
 
 
 def _loaded(file: Path) -> Any:

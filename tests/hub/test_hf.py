@@ -236,4 +236,9 @@ def test_a_run_begins_with_weights_from_elsewhere(tmp_path: Path) -> None:
     named = [*TINY_LLAMA, *TINY_TASK, f"init_from={tmp_path}/model.pt", "model.n_layers=1", "name=never"]
     done = cli(tmp_path, *named)
     assert done.returncode == 2 and "holds more than the model has: model.layers.1." in done.stderr
+    import torch
+
+    torch.save([torch.zeros(2)], tmp_path / "list.pt")
+    done = cli(tmp_path, *named, f"init_from={tmp_path}/list.pt")
+    assert done.returncode == 2 and "list.pt: holds a list\n" in done.stderr
     assert not (tmp_path / "runs" / "never").exists()
