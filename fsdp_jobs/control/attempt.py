@@ -41,7 +41,7 @@ class Round:
     size: int = 0  # nodes
     shard_group: int = 0  # 0 before the first
     hosts: dict[int, str] = field(default_factory=dict)  # node -> machine
-    head: ConnectedAgent | None = None
+    head: str = ""  # id of the agent of its first node, which names the address where its ranks meet
     began_at: float = 0.0
     first_step: int = 0  # steps done when it began
     running: bool = False

@@ -100,7 +100,7 @@ class Coordinator(Attempt):
             agent.send(messages.Break(running.number))
             return
         self._take_into_round(agent, now)
-        if agent.id == (current.head and current.head.id) and not current.has_met:
+        if agent.id == current.head and not current.has_met:
             self.break_round(f"node {agent.node} lost its connection before the others knew its address", now)
 
     def _take_into_round(self, agent: ConnectedAgent, now: float) -> None:
@@ -162,7 +162,7 @@ class Coordinator(Attempt):
             self.round.failed_at = now
 
     def on_master(self, agent: ConnectedAgent, master: messages.Master, now: float) -> None:
-        if agent.id == (self.round.head and self.round.head.id) and master.round == self.round.number:
+        if agent.id == self.round.head and master.round == self.round.number:
             self.round.has_met = True
             self.agents.send(master)
 
@@ -316,7 +316,7 @@ class Coordinator(Attempt):
         news = [guard.begin_round() for guard in self.guards]
         self.step = max(0, self.committed)
         known = (number, term, len(chosen), layout.shard_group)
-        self.round = Round(*known, head=chosen[0], began_at=now, first_step=self.step, running=True)
+        self.round = Round(*known, head=chosen[0].id, began_at=now, first_step=self.step, running=True)
         for rank, (agent, other) in enumerate(zip(chosen, partners(len(chosen)), strict=True)):
             agent.ready, agent.ended, agent.beat = False, False, messages.Beat()
             self._take_into_round(agent, now)

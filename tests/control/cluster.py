@@ -91,7 +91,7 @@ class Cluster:
         while self.now < end - 1e-9:
             self.now += 0.1
             for member in beating:
-                if member is self.coordinator.round.head:
+                if member.id == self.coordinator.round.head:
                     master = messages.Master(self.coordinator.round.number, member.address, 29500)
                     self.coordinator.on_message(member, master, self.now)
                 ranks = [(Report(self.now, step, committed, phase), Times())] * 2 if member.in_round else []
