@@ -85,7 +85,8 @@ class Budget:
         again = signature is not None and signature == self._last_signature
         if committed > self._committed or (was_long and not again):
             self._committed, self.count = committed, 0
-            self._last_signature = self._last_signature if again else None
+            if not again:
+                self._last_signature = None
         self.count += 1
         details: dict[str, Any] = {}
         if failure is not None:

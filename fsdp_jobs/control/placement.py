@@ -105,14 +105,16 @@ class Formation:
         if ready < self.min_nodes:
             self._enough_since = None
             return False
-        self._enough_since = now if self._enough_since is None else self._enough_since
+        if self._enough_since is None:
+            self._enough_since = now
         window_s = self.elastic.join_window_s if is_first else _RECONNECT_S if is_new else _REJOIN_S
         return ready >= self.max_nodes or (are_all_ready and now - self._enough_since >= window_s)
 
     def waited_in_vain_s(self, ready: int, is_excluding: bool, now: float) -> float | None:
         """Return the wait for the minimum of nodes in seconds if it was too long, else None."""
         wait_s = self.elastic.wait_for_nodes_s
-        wait_s = min(wait_s, _REPLACEMENT_S) if is_excluding else wait_s
+        if is_excluding:
+            wait_s = min(wait_s, _REPLACEMENT_S)
         return wait_s if ready < self.min_nodes and now - self.since > wait_s else None
 
 

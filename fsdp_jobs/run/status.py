@@ -116,17 +116,18 @@ class RunStatus:
         self.steps = record.get("steps", self.steps) if is_read else self.steps
         resumed = record.get("resumed") if is_read else None
         self.is_read |= resumed is not None
-        if self._in_round:
-            for b in self.breaks:  # the job trains again
-                if resumed is not None and b.recovered_s is None:
+        for b in self.breaks:
+            if self._in_round and b.recovered_s is None:  # the job trains again
+                b.recovered_s = at - b.time
+                if resumed is not None:
                     b.lost_steps = max(0, b.step - resumed)
-                b.recovered_s = at - b.time if b.recovered_s is None else b.recovered_s
         self.furthest = max(self.furthest, self.step)
         step = record.get("step", self.step)
         before = self.step if self.step < step else step - 1 if resumed is None else resumed
         self.lost_steps += max(0, min(step, self.furthest) - max(0, before))
         self.step, self.loss = step, record.get("loss", self.loss)
-        self.first_loss = self.loss if self.first_loss is None else self.first_loss
+        if self.first_loss is None:
+            self.first_loss = self.loss
         self.tokens_per_s = _smoothed(self.tokens_per_s, record.get("tokens_per_s", 0.0))
         self.step_s = _smoothed(self.step_s, record.get("step_s", 0.0))
         self.mfu = record.get("mfu")
@@ -142,7 +143,7 @@ class RunStatus:
             self._in_round = False
         match event:
             case events.Submitted():
-                self._before_s += self._newest_at - self._begun if self._begun is not None else 0.0
+                self._before_s = self._wall_s
                 self._begun = self._queued = event.time
                 self.steps = self.run.read_job().get("steps")
                 self._enter("submitted", WAITING)
@@ -163,7 +164,8 @@ class RunStatus:
                 self.breaks.append(Break(at, event.why, done, lost_steps, is_planned=bool(event.is_planned)))
             case events.Resumed():
                 for b in self.breaks:
-                    b.lost_steps = max(0, b.step - event.step) if b.recovered_s is None else b.lost_steps
+                    if b.recovered_s is None:
+                        b.lost_steps = max(0, b.step - event.step)
                 self.furthest, self.step = max(self.furthest, self.step), event.step
             case events.LossSpike():
                 self.spikes.append(event)
@@ -204,13 +206,17 @@ class RunStatus:
     @property
     def goodput(self) -> Goodput:
         """Return the breakdown of the time of all attempts, up to the newest record."""
-        wall = self._before_s + (self._newest_at - self._begun if self._begun is not None else 0.0)
         useful, stall, lost, recover = (
             self._newest.get(key, 0.0) for key in ("useful_s", "stall_s", "lost_s", "recover_s")
         )
         known = useful + stall + lost + recover + self._queue_s
-        wall = max(wall, known)  # after `glance` the last steps of earlier submissions are not known
+        wall = max(self._wall_s, known)  # after `glance` the last steps of earlier submissions are not known
         return Goodput(wall, useful, stall, lost, recover, self._queue_s, wall - known)
+
+    @property
+    def _wall_s(self) -> float:
+        """Return the seconds of all submissions, until the newest record."""
+        return self._before_s + (self._newest_at - self._begun if self._begun is not None else 0.0)
 
     @property
     def _newest_at(self) -> float:

@@ -68,7 +68,8 @@ class Probe:
             self._stop(f"ranks do not hold the same in {different[0]}, and may rightly compute other gradients")
             return
         sums = self._sums(step, microbatch)
-        sums = sums if sums == self._sums(step, microbatch) else _UNSTEADY
+        if sums != self._sums(step, microbatch):
+            sums = _UNSTEADY
         digests, unsteady = self._ranks.gather(digest(sums)), digest(_UNSTEADY)
         right = majority(digests)
         if right == unsteady or (unsteady in digests and self._agreed < 0):
@@ -128,8 +129,9 @@ class Probe:
         ends = right is not None and self._agreed >= 0 and self.config.integrity.action != "report"
         record = partial(self._record, step, wrong, tensors, right is not None, ends)
         why = self._ranks.from_rank_0(record)  # before any rank ends
-        self.every_steps = self.every_steps if ends else 0  # reported once
-        if ends and self._ranks.rank in wrong:
+        if not ends:
+            self.every_steps = 0  # reported once
+        elif self._ranks.rank in wrong:
             raise ComputesWrong(why)
 
     def _record(self, step: int, wrong: list[int], tensors: list[str], is_known: bool, ends: bool) -> str:
@@ -147,7 +149,8 @@ class Probe:
         events.record(run, attempt, found)
         notify(run, attempt, "corruption", found.why)
         hosts = {*found.hosts}
-        for host in hosts if ends and {*round_.hosts} - hosts and self.config.integrity.action == "exclude" else ():
-            run.exclude(host, self.config.elastic.exclude_for_s, found.why)
-            events.record(run, attempt, events.MachineExcluded(host, found.why))
+        if ends and self.config.integrity.action == "exclude" and {*round_.hosts} - hosts:
+            for host in hosts:
+                run.exclude(host, self.config.elastic.exclude_for_s, found.why)
+                events.record(run, attempt, events.MachineExcluded(host, found.why))
         return found.why

@@ -123,7 +123,8 @@ class Guard(guard.Guard):
         if self._suspect is not None and step >= self._suspect.step:
             self._judge_replay(step, digests, now)
         self._agreed = min(self._agreed, step - 1) if shards else step  # even if an earlier round got further
-        self.limit = self.limit if shards else NO_LIMIT
+        if not shards:
+            self.limit = NO_LIMIT
         if not shards - known.reported:
             self._go_on(step, bool(shards))
         elif self.attempt.round.running:
