@@ -146,6 +146,12 @@ def find_on_nodes(checkpoints: Path) -> list[Path]:
     return _newest_first([f.parent for f in checkpoints.glob(f"step-*/{SHARDS}") if f.parent not in committed])
 
 
+def find_all(checkpoints: Path) -> list[tuple[Path, str]]:
+    """Return both kinds, committed ones first, each with the name of its manifest."""
+    committed = [(folder, MANIFEST) for folder in find_checkpoints(checkpoints)]
+    return committed + [(folder, SHARDS) for folder in find_on_nodes(checkpoints)]
+
+
 def _newest_first(folders: list[Path]) -> list[Path]:
     """Sort by the numbers in the names: of two saves of a step, `0-10-1` is newer than `0-9-1`."""
     return sorted(folders, key=lambda folder: natural_key(folder.name), reverse=True)
@@ -211,12 +217,11 @@ def verify(folder: Path, shards: bool = True) -> list[str]:
 
 def mark_agreed(checkpoints: Path, about: Callable[[int], bool | None]) -> None:
     """Record in undecided checkpoints whether replicas held the same bits; `about` returns it for a step, or None."""
-    for name, found in ((MANIFEST, find_checkpoints(checkpoints)), (SHARDS, find_on_nodes(checkpoints))):
-        for folder in found:
-            with suppress(ValueError, TypeError, FileNotFoundError):  # damaged, or just removed
-                manifest, known = Manifest.read(folder, name), about(step_of(folder))
-                if manifest.agreed is None and known is not None:
-                    replace(manifest, agreed=known).write(folder, name)
+    for folder, name in find_all(checkpoints):
+        with suppress(ValueError, TypeError, FileNotFoundError):  # damaged, or just removed
+            manifest, known = Manifest.read(folder, name), about(step_of(folder))
+            if manifest.agreed is None and known is not None:
+                replace(manifest, agreed=known).write(folder, name)
 
 
 def commit(temporary: Path, final: Path, manifest: Manifest, check: Callable[[], None] = lambda: None) -> None:

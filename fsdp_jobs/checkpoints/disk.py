@@ -24,13 +24,11 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 from fsdp_jobs.checkpoints.blocks import open_verified
 from fsdp_jobs.checkpoints.catalog import (
-    MANIFEST,
     SHARDS,
     CannotReadHere,
     Manifest,
     faults_in,
-    find_checkpoints,
-    find_on_nodes,
+    find_all,
     is_object_store,
     step_of,
 )
@@ -126,10 +124,10 @@ class LocalTier(Tier):
 
     def _newest(self) -> tuple[str, str] | None:
         """Return the newest checkpoint that may be here, and what lists its shards: `MANIFEST` if it is committed."""
-        home = self.storage.home
-        found = [(f, MANIFEST) for f in find_checkpoints(home)] + [(f, SHARDS) for f in find_on_nodes(home)]
-        left = [(f, listed_in) for f, listed_in in reversed(found) if f.name not in self.storage.skipped]
-        by_step = {step_of(f): (f.name, listed_in) for f, listed_in in left}  # a committed one wins
+        by_step: dict[int, tuple[str, str]] = {}
+        for folder, listed_in in find_all(self.storage.home):
+            if folder.name not in self.storage.skipped:
+                by_step.setdefault(step_of(folder), (folder.name, listed_in))  # a committed one comes first
         steps = [step for step, (name, _) in by_step.items() if name not in self._lacking]
         return by_step[max(steps)] if steps else None
 
