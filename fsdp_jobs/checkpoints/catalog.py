@@ -17,9 +17,11 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from fsdp_jobs.checkpoints.blocks import SUMS, difference
 from fsdp_jobs.config.errors import JobFailed
@@ -97,10 +99,9 @@ class Manifest:
         content: dict[str, Any] = json.loads((folder / name).read_text())
         if content.pop("sum", expected := _sum(content)) != expected:  # earlier versions wrote none
             raise ValueError("it differs from its checksum")
-        known = {field.name for field in fields(cls)}
         try:
-            manifest = cls(**{key: value for key, value in content.items() if key in known})
-        except TypeError as e:
+            manifest = msgspec.convert(content, cls)
+        except msgspec.ValidationError as e:
             raise OtherVersion(f"{OTHER_VERSION}: {e}") from e
         if unknown := [file for file, sums in manifest.files.items() if not {SUMS, "crc32"} & sums.keys()]:
             raise OtherVersion(f"{OTHER_VERSION}: it has sums of another kind for {unknown[0]}")
