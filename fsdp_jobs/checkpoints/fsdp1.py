@@ -96,9 +96,9 @@ class Fsdp1State(State):
 
         Drop all of it if the optimizer had made no update.
         """
-        there = by_parameter(saved)
-        for prefix, keys in by_parameter(state).items():
-            for key in keys if prefix not in there else ():
+        there, here = by_parameter(saved), by_parameter(state)
+        for prefix in here.keys() - there.keys():
+            for key in here[prefix]:
                 state.pop(f"{prefix}.{key}").zero_()
         if not there:
             self.optimizer.state.clear()

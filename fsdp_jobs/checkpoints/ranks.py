@@ -66,8 +66,8 @@ class Ranks:
         faults = self._confirmed(folder, manifest.files if shards else {METADATA: manifest.files[METADATA]}, contents)
         if not faults:
             with self.reading(folder):
-                metadata = SafeReader(folder, manifest.files).read_metadata
-                lacking = self.from_rank_0(lambda: lacking_in(manifest.files, metadata()))
+                reader = SafeReader(folder, manifest.files)
+                lacking = self.from_rank_0(lambda: lacking_in(manifest.files, reader.read_metadata()))
             faults = [f"{listed_in} does not list {lacking}"] if lacking else []
         return manifest, faults
 

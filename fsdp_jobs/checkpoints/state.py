@@ -182,8 +182,11 @@ class State:
         parameters = {_of_parameter(self._fqn(name)): p for name, p in self.model.named_parameters()}
         there = by_parameter(saved)
         for prefix, keys in there.items():
-            for entry in (saved[f"{prefix}.{key}"] for key in keys):
-                shapes = {torch.Size(), torch.Size([1])} | {p.shape for p in [parameters.get(prefix)] if p is not None}
+            shapes = {torch.Size(), torch.Size([1])}
+            if prefix in parameters:
+                shapes.add(parameters[prefix].shape)
+            for key in keys:
+                entry = saved[f"{prefix}.{key}"]
                 if not isinstance(entry, TensorStorageMetadata) or entry.size not in shapes:
                     return set()
         return {p for prefix, p in parameters.items() if prefix in there and p.requires_grad}

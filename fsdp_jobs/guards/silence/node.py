@@ -120,7 +120,7 @@ def files_of(run: RunDir) -> frozenset[tuple[str, int, float]]:
     found, of_the_job = set(), {run.attempt(0).parent, run.code, run.submit, run.events, run.metrics}
     for top in run.path.iterdir():
         if top not in of_the_job:
-            for file in [top, *top.rglob("*")] if top.is_dir() else [top]:
+            for file in [top, *top.rglob("*")]:
                 with suppress(OSError):
                     stat = file.stat()
                     found.add((str(file), stat.st_size, stat.st_mtime))

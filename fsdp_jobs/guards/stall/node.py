@@ -34,7 +34,9 @@ class Guard(guard.Guard):
         if len(pids) < len(numbers):
             return  # they are being restarted
         asked_at = time.monotonic()
-        records = {record: before for rank in numbers for record, before in self._ask_nccl(rank).items()}
+        records: dict[Path, int | None] = {}
+        for rank in numbers:
+            records |= self._ask_nccl(rank)
         for local_rank, stack in enumerate(stacks_of(pids, node.stack_files())):
             report, status, rank = node.states[local_rank].read(), "gone", numbers[local_rank]
             with suppress(psutil.NoSuchProcess):
