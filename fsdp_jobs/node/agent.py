@@ -21,7 +21,7 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from fsdp_jobs.config.schema import JobConfig, load_config
+from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.node.program import Edits, Program
 from fsdp_jobs.plan.sources import path_from_slurm
 from fsdp_jobs.run import log, messages
@@ -97,7 +97,8 @@ def run_agent(args: argparse.Namespace, signals: Signals) -> int:
     }
     for tier in tiers:
         os.environ |= tier.environment
-    entrypoint, entry_args = _entrypoint(config, run)  # it forks, so call it before there are threads
+    program = Program.of(config, run)
+    entrypoint, entry_args = _entrypoint(program)  # it forks, so call it before there are threads
     gc.freeze()
     gc.enable()
     log.take_over("torch.distributed")  # in the agent only: ranks keep torch's handlers
@@ -116,7 +117,7 @@ def run_agent(args: argparse.Namespace, signals: Signals) -> int:
     )
     logs_kept, followers = LogKeeper(run.node(attempt, args.node)), list[Follower]()
     if config.script is not None:
-        followers.append(Edits(Program.of(config, run).what, run, attempt))
+        followers.append(Edits(program.what, run, attempt))
     if config.is_program:
         followers.append(OutputMetrics(config.program.metrics, run, attempt, args.node, handler.states))
     followers.append(TrackerProcess(config, run, attempt, args.node))
@@ -144,9 +145,8 @@ def run_agent(args: argparse.Namespace, signals: Signals) -> int:
     return exit_code
 
 
-def _entrypoint(config: JobConfig, run: RunDir) -> tuple[Callable[[], None] | str, tuple[str, ...]]:
+def _entrypoint(program: Program) -> tuple[Callable[[], None] | str, tuple[str, ...]]:
     """Return the ranks' entrypoint and arguments. Python programs fork from a process that imports torch."""
-    program = Program.of(config, run)
     os.environ[PROGRAM_ENV] = program.to_json()
     if not program.is_python:
         return sys.executable, ("-m", "fsdp_jobs.node.worker")

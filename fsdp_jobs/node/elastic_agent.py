@@ -110,9 +110,10 @@ class Agent(LocalElasticAgent):
         result: RunResult = super()._monitor_workers(worker_group)
         is_leaving = any(state.read().phase == Phase.LEAVING for state in self._handler.states)
         if result.state == WorkerState.SUCCEEDED and is_leaving:
-            left = [(w.global_rank, self._step(w.local_rank)) for w in worker_group.workers]
-            now = job_time()
-            self._handler.failed([Failure(self._node, r, EXIT_REQUEUE, "", now, step) for r, step in left])
+            now, workers = job_time(), worker_group.workers
+            self._handler.failed(
+                [Failure(self._node, w.global_rank, EXIT_REQUEUE, "", now, self._step(w.local_rank)) for w in workers]
+            )
             return RunResult(state=WorkerState.FAILED)
         if result.state == WorkerState.FAILED:
             self._handler.failed([self._describe(rank, failure) for rank, failure in result.failures.items()])
