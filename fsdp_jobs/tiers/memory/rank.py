@@ -24,7 +24,7 @@ from fsdp_jobs.run import events
 from fsdp_jobs.run.agreement import known_here
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.tail import lacks_line
-from fsdp_jobs.tiers.memory.slots import COPIES, Found, Slot, forget_before, lost_shards, newest_complete, slots_in
+from fsdp_jobs.tiers.memory.slots import COPIES, Found, Slot, forget_before, lost_shards, newest_complete, snapshots_in
 from fsdp_jobs.tiers.memory.snapshots import Snapshots
 from fsdp_jobs.tiers.memory.tensors import Place, mapped, metadata_of, part_of
 
@@ -59,9 +59,11 @@ class Tier(Snapshots):
             at_least: the oldest step wanted.
             passed_over: steps not wanted.
         """
+        here, tried = list[Found](), list[int]()
         if self.leads:
             shutil.rmtree(self.folder / _FETCHED, ignore_errors=True)
-        here, tried = ([*self._found()], self._tried()) if self.leads else ([], [])
+            here = [Found.of(*one, holder=self.ranks.rank) for one in snapshots_in(self.folder)]
+            tried = self._tried()
         by_rank = self.ranks.gather((self.ranks.node, self.leads, here, tried))
         mates = [rank for rank, (node, *_) in enumerate(by_rank) if node == self.ranks.node]
         self._leader = next(rank for rank in mates if by_rank[rank][1])
@@ -97,13 +99,6 @@ class Tier(Snapshots):
         with suppress(OSError, ValueError):
             return [int(step) for step in json.loads((self.folder / _TRIED).read_text())]
         return []
-
-    def _found(self) -> Iterable[Found]:
-        """Yield the snapshots that this node holds."""
-        for folder in (self.folder, self.folder / COPIES):
-            for slot in slots_in(folder):
-                if (snapshot := slot.snapshot()) is not None:
-                    yield Found.of(snapshot, is_copy=folder != self.folder, holder=self.ranks.rank)
 
     def load(self) -> Restored | None:
         """Load the offered step. The state does not change before all ranks have read it whole and finite."""
@@ -199,15 +194,15 @@ class Tier(Snapshots):
     def _sources(self, chosen: list[Found]) -> list[str]:
         """Name the snapshots that hold this rank's state, preferred ones first."""
         rank, like = self.ranks.rank, chosen[0]
+        is_same_world = like.world_size == self.ranks.world
         preferred = sorted(chosen, key=lambda one: (not one.is_whole, one.holder != self._leader, one.is_copy))
-        own = [one for one in preferred if one.rank == rank][:1]
-        places = range(like.shard_group)
-        if (like.world_size, like.shard_group) == (self.ranks.world, self.layout.shard_group):
-            places = range(rank % like.shard_group, rank % like.shard_group + 1)
+        own = [one for one in preferred if is_same_world and one.rank == rank][:1]
+        places = [*range(like.shard_group)]
+        if is_same_world and like.shard_group == self.layout.shard_group:
+            places = [rank % like.shard_group]
             if own and own[0].is_whole:
                 return [own[0].name]
         shards = [next(one for one in preferred if one.rank % one.shard_group == at) for at in places]
-        own = own if like.world_size == self.ranks.world else []
         return list(dict.fromkeys(one.name for one in (*own, *shards)))
 
 

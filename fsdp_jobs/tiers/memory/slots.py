@@ -172,12 +172,9 @@ class Slot:
     def _checksums(self, snapshot: Snapshot, threads: int) -> dict[str, str]:
         """Return the checksum of each tensor, and of the description."""
         with self.data.open("rb") as data, ThreadPoolExecutor(threads) as several:
-
-            def sum_of(entry: Entry) -> str:
-                return checksum_of_part(data.fileno(), entry.begin, entry.bytes)
-
-            sums = dict(zip((e.name for e in snapshot.entries), several.map(sum_of, snapshot.entries), strict=True))
-        return {**sums, "": checksum(snapshot.to_json().encode())}
+            sums = several.map(lambda e: checksum_of_part(data.fileno(), e.begin, e.bytes), snapshot.entries)
+            by_name = dict(zip((e.name for e in snapshot.entries), sums, strict=True))
+        return {**by_name, "": checksum(snapshot.to_json().encode())}
 
 
 def slots_in(folder: Path) -> Iterator[Slot]:
@@ -187,10 +184,17 @@ def slots_in(folder: Path) -> Iterator[Slot]:
             yield Slot(folder, *map(int, name.groups()))
 
 
+def snapshots_in(folder: Path) -> Iterator[tuple[Snapshot, bool]]:
+    """Yield the whole snapshots in a node's folder, each with whether it is a copy of another node's."""
+    for where in (folder, folder / COPIES):
+        for slot in slots_in(where):
+            if (snapshot := slot.snapshot()) is not None:
+                yield snapshot, where != folder
+
+
 def newest_in(folder: Path) -> tuple[int, int]:
     """Return term and step of the newest snapshot in a node's folder, copies included; (-1, -1) for none."""
-    snapshots = (slot.snapshot() for where in (folder, folder / COPIES) for slot in slots_in(where))
-    return max(((c.term, c.step) for c in snapshots if c is not None), default=(-1, -1))
+    return max(((snapshot.term, snapshot.step) for snapshot, _ in snapshots_in(folder)), default=(-1, -1))
 
 
 def forget_before(folder: Path, term: int, but: Collection[str] = ()) -> None:
