@@ -46,7 +46,7 @@ def _train(folder: str, wrong: str, *overrides: str) -> None:
     os.environ["WRONG"] = wrong
     run = RunDir(folder)
     if os.environ["RANK"] == "0":
-        run.path.mkdir()
+        run.path.mkdir(exist_ok=True)
         events.record(run, 0, events.RoundStarted([4, 7, 9], ["a", "b", "c"], "full_shard", 3, 3))
     try:
         train_here(folder, [*WRONG, "steps=9", "integrity.probe_every_steps=2", *overrides])
@@ -70,6 +70,15 @@ def test_a_rank_that_begins_to_compute_wrong_is_named_and_ends(tmp_path: Path) -
         run_world(3, _train, str(excluded), "1:9", "integrity.action=exclude")
     assert [f.name for f in excluded.glob("rank-*") if f.read_text() == "ComputesWrong"] == ["rank-1"]
     assert RunDir(excluded).excluded_hosts().keys() == {"b"}
+
+
+def test_while_the_list_of_excluded_machines_is_edited_the_wrong_rank_still_ends(tmp_path: Path) -> None:
+    (tmp_path / "excluded.json").write_text("{")
+    with pytest.raises(AssertionError):
+        run_world(3, _train, str(tmp_path), "1:9", "integrity.action=exclude")
+    ends = {f.name: f.read_text() for f in tmp_path.glob("rank-*")}
+    assert ends["rank-1"] == "ComputesWrong" and "BadInput" not in ends.values(), ends
+    assert not events_of(RunDir(tmp_path), "machine_excluded")
 
 
 @pytest.mark.parametrize("action", ["report", "exclude"])

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_jobs.checkpoints.ranks import Ranks
 from fsdp_jobs.checkpoints.tensors import checksum, hexadecimal
+from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.resolve import probe_every_steps
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.guards.probe.state import held_by, kept
@@ -151,6 +152,10 @@ class Probe:
         hosts = {*found.hosts}
         if ends and self.config.integrity.action == "exclude" and {*round_.hosts} - hosts:
             for host in hosts:
-                run.exclude(host, self.config.elastic.exclude_for_s, found.why)
-                events.record(run, attempt, events.MachineExcluded(host, found.why))
+                try:
+                    run.exclude(host, self.config.elastic.exclude_for_s, found.why)
+                except (BadInput, OSError) as e:  # the user edits the file, or the disk is full
+                    print(f"WARNING {host} cannot be excluded: {e}", flush=True)
+                else:
+                    events.record(run, attempt, events.MachineExcluded(host, found.why))
         return found.why
