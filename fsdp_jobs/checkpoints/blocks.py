@@ -21,7 +21,7 @@ from typing import IO, Any, NamedTuple, cast
 
 import psutil
 
-from fsdp_jobs.run.checksum import checksum
+from fsdp_jobs.run.checksum import checksum, fill
 
 SUMS = "xxh3_128"  # manifest key of a file's block ends and checksums; earlier versions have crc32 instead
 _BLOCK = 1 << 22  # bytes, at most
@@ -202,7 +202,7 @@ class VerifiedFile(io.RawIOBase):
         block = self._blocks[number]
         try:
             self.raw.seek(block.begin)
-            if not _fill(self.raw, into) or checksum(into) != block.sum:
+            if not fill(self.raw, into) or checksum(into) != block.sum:
                 raise Damaged(f"{self.name} {_difference(block)}")
         except OSError as e:
             self.error = e  # torch.load may raise another one
@@ -278,17 +278,9 @@ def _fault(file: Any, blocks: Sequence[_Block]) -> str:
     buffer = memoryview(bytearray(_BLOCK))
     for block in blocks:
         part = buffer[: block.end - block.begin]
-        if not _fill(file, part) or checksum(part) != block.sum:
+        if not fill(file, part) or checksum(part) != block.sum:
             return _difference(block)
     return ""
-
-
-def _fill(file: Any, into: memoryview) -> bool:
-    """Read until `into` is full; return whether it is. A store's file may return less than asked for."""
-    filled = 0
-    while filled < len(into) and (came := file.readinto(into[filled:])):
-        filled += came
-    return filled == len(into)
 
 
 def _difference(block: _Block) -> str:

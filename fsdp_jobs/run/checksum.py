@@ -1,8 +1,9 @@
-"""The checksum of checkpoints and snapshots. No torch."""
+"""Read the files of checkpoints and snapshots, and their checksum. No torch."""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import xxhash
 
@@ -20,3 +21,11 @@ def checksum_of_part(descriptor: int, begin: int, size: int) -> str:
     for at in range(begin, begin + size, _BLOCK):
         total.update(block[: os.preadv(descriptor, [block[: begin + size - at]], at)])
     return total.hexdigest()
+
+
+def fill(file: Any, into: memoryview) -> bool:
+    """Read until `into` is full; return whether it is. A file of a store or a socket may return less than asked for."""
+    filled = 0
+    while filled < len(into) and (came := file.readinto(into[filled:])):
+        filled += came
+    return filled == len(into)

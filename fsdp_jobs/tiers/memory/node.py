@@ -24,6 +24,7 @@ from fsdp_jobs.node import tier
 from fsdp_jobs.node.guard import Guard
 from fsdp_jobs.run import events
 from fsdp_jobs.run.beside import start_thread
+from fsdp_jobs.run.checksum import fill
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import MEMORY_ENV
 from fsdp_jobs.run.messages import Challenge, Message, Round
@@ -43,7 +44,6 @@ from fsdp_jobs.tiers.memory.slots import (
 _THREADS = min(8, max(1, len(os.sched_getaffinity(0)) // 8))  # to seal with; the other cores are for the ranks
 _LOOK_S = 0.01  # between two checks for a new snapshot
 _LOOKS = 5  # after a change, because the next one may have the same time stamp
-_CHUNK = 1 << 22  # bytes sent at once
 _PATIENCE_S = 30.0  # to wait for a partner's answer
 _STRANGERS = 16  # most connections without proof at a time
 _REPEAT_S = 5.0  # most between two tries: less after few failures, or when a round begins
@@ -273,12 +273,8 @@ class _Receiver(socketserver.StreamRequestHandler):
         slot.withdraw()
         with memoryview(slot.map(snapshot.size)) as data:
             for entry in snapshot.entries:
-                at, end = entry.begin, entry.begin + entry.bytes
-                while at < end:
-                    count = self.rfile.readinto(data[at : min(end, at + _CHUNK)])
-                    if not count:
-                        raise ValueError("cut off")
-                    at += count
+                if not fill(self.rfile, data[entry.begin :][: entry.bytes]):
+                    raise ValueError("cut off")
         slot.publish(snapshot)
         sums = slot.seal(snapshot, _THREADS)
         if sums is None or not copy.sums.items() <= sums.items():
