@@ -63,8 +63,13 @@ def remove(base: Path, name: str) -> None:
     """Remove this user's folders whose names begin with `name`, except those whose agent lives."""
     for folder in owned(base, name):
         if (lock := take(folder, DYING_S)) is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-            lock.close()
+            discard(folder, lock)
+
+
+def discard(folder: Path, lock: IO[str]) -> None:
+    """Remove a folder, and then release its lock."""
+    shutil.rmtree(folder, ignore_errors=True)
+    lock.close()
 
 
 def take(folder: Path, patience_s: float = 0) -> IO[str] | None:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -105,7 +105,7 @@ def watch_parent(pid: int) -> None:
 
 def free_port() -> int:
     """Return a TCP port that is free now."""
-    with closing(socket.socket()) as s:
+    with socket.socket() as s:
         s.bind(("", 0))
         return int(s.getsockname()[1])
 

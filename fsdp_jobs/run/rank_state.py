@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.util
-import shutil
 import struct
 import tempfile
 import time
 from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 from fsdp_jobs.run import folders
 from fsdp_jobs.run.term import shared_memory
@@ -98,7 +97,7 @@ def make_folder() -> Path:
     """Make a folder for a node's rank states, in memory if possible; this process removes it at exit."""
     remove_what_is_left()
     folder, lock = folders.make(_base(), folders.RANKS)
-    multiprocessing.util.Finalize(None, _remove, (folder, lock), exitpriority=-100)  # after this process's semaphores
+    multiprocessing.util.Finalize(None, folders.discard, (folder, lock), exitpriority=-100)  # after semaphores
     return folder
 
 
@@ -115,11 +114,6 @@ def remove_what_is_left() -> None:
 def _base() -> Path:
     shm = Path("/dev/shm")
     return shm if shm.is_dir() else Path(tempfile.gettempdir())
-
-
-def _remove(folder: Path, lock: IO[str]) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    lock.close()
 
 
 def keep_temporaries_in(folder: Path) -> None:
