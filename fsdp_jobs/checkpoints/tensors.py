@@ -21,9 +21,9 @@ def is_as_planned(tensor: Tensor, layout: Layout) -> bool:
     if not isinstance(tensor, DTensor):
         return True
     *outer, inner = tensor.placements
-    mesh, group = tensor.device_mesh.mesh, layout.shard_group if inner.is_shard() else 1
+    mesh = tensor.device_mesh.mesh
     is_whole_world = mesh.numel() == layout.world_size and bool((mesh.flatten().diff() == 1).all())
-    is_group = (mesh.shape[-1] if inner.is_shard() else 1) == group
+    is_group = mesh.shape[-1] == layout.shard_group or not inner.is_shard()
     return is_whole_world and is_group and not any(p.is_shard() or p.is_partial() for p in outer)
 
 

@@ -91,21 +91,22 @@ class Server:
 
     async def _keep_charge(self) -> None:
         """Take charge of the run, and give up when another coordinator does, of this or a later attempt."""
-        run, home = self.coordinator.run, checkpoints_of(self.coordinator.config.checkpoint, self.coordinator.run)
-        owner, number = f"attempt {self.coordinator.number} {secrets.token_hex()}", 0
-        while run.last_attempt() <= self.coordinator.number:
+        coordinator, run = self.coordinator, self.coordinator.run
+        home = checkpoints_of(coordinator.config.checkpoint, run)
+        owner, number = f"attempt {coordinator.number} {secrets.token_hex()}", 0
+        while run.last_attempt() <= coordinator.number:
             try:
                 if not number:
-                    seen = self.coordinator.term_seen  # rounds also get higher terms than this, claimed separately
+                    seen = coordinator.term_seen  # rounds also get higher terms than this, claimed separately
                     number = await asyncio.to_thread(term.claim, home, term.COORDINATOR, owner, above=seen)
-                    self.coordinator.term_seen = max(self.coordinator.term_seen, number)
-                    self.coordinator.leases.on_charge(_CHARGE_S, time.monotonic())
+                    coordinator.term_seen = max(coordinator.term_seen, number)
+                    coordinator.leases.on_charge(_CHARGE_S, time.monotonic())
                 elif await asyncio.to_thread(term.newest, home, term.COORDINATOR) > number:
                     break
             except Exception as e:  # a store's client may raise anything; the next round reports it too
                 logger.warning("%s: %s: %s", home, type(e).__name__, e)
             await asyncio.sleep(_CHARGE_S)
-        self.coordinator.on_superseded()
+        coordinator.on_superseded()
 
     def _on_signal(self, why: str) -> None:
         self.coordinator.on_stop(why, time.monotonic())

@@ -100,7 +100,9 @@ def _value(number: str) -> float:
 
 def _reading(groups: dict[str, str | None]) -> Reading | None:
     step, steps, loss = (groups.get(name) for name in ("step", "steps", "loss"))
-    return Reading(_whole(step), _whole(steps) if steps else None, _value(loss) if loss else None) if step else None
+    if not step:
+        return None
+    return Reading(_whole(step), _whole(steps) if steps else None, _value(loss) if loss else None)
 
 
 def _whole(number: str) -> int:
