@@ -162,13 +162,14 @@ class CommittingWriter(FileSystemWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Make the folder, once for all ranks, before any of them has a plan."""
+        request = self.request
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
-        watch_parent(self.request.pid)
+        watch_parent(request.pid)
         if is_coordinator:
-            self.request.term.check()
-            catalog.make_folder(self.request.checkpoints)
-            if not is_object_store(self.request.temporary):
-                self.request.temporary.mkdir()
+            request.term.check()
+            catalog.make_folder(request.checkpoints)
+            if not is_object_store(request.temporary):
+                request.temporary.mkdir()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's shard; report its checksums, and its tensors that are not finite.

@@ -113,8 +113,9 @@ class SharedStorage(Tier):
             self.term.check()
             catalog.make_folder(self.home)
             if self.home != self.run.checkpoints and (identity := Identity.from_file(self.run.identity)) is not None:
-                identity.check(self.home / self.run.identity.name)
-                claim(self.home / self.run.identity.name, identity)
+                file = self.home / self.run.identity.name
+                identity.check(file)
+                claim(file, identity)
             catalog.remove_unfinished(self.home)
             if (limit := known_here().limit) != NO_LIMIT:
                 catalog.mark_agreed(self.home, lambda step: None if step <= limit else False)

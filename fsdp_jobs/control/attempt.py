@@ -190,12 +190,13 @@ class Attempt:
 
     def break_round(self, why: str, now: float, since: float | None = None) -> None:
         """End the running round, which failed at `since`: agents stop their ranks and become ready again."""
-        if not self.round.running:
+        current = self.round
+        if not current.running:
             return
-        self.round.running, self.round.broken_at, self.round.broken_why = False, now, why
-        self.round.failed_at = now if since is None else since
+        current.running, current.broken_at, current.broken_why = False, now, why
+        current.failed_at = now if since is None else since
         self._may_adopt = False
-        self.agents.send(messages.Break(self.round.number))
+        self.agents.send(messages.Break(current.number))
 
     def _judge(self, now: float) -> None:
         """Decide after a broken round whether to start another one, from the reports received so far."""

@@ -116,15 +116,16 @@ class Coordinator(Attempt):
             self.leases.hold(agent.id, now)
 
     def on_beat(self, agent: ConnectedAgent, beat: messages.Beat, now: float) -> None:
+        current = self.round
         agent.beat = beat
         self._answer(agent, beat.at, now)
         for report, _ in beat.ranks:
             self.step, self.committed = max(self.step, report.step), max(self.committed, report.committed)
             if agent.in_round:
-                self.round.has_reports |= report.step >= 0
-                self.round.saves |= report.committed > SAVES_NOTHING
+                current.has_reports |= report.step >= 0
+                current.saves |= report.committed > SAVES_NOTHING
                 if report.phase == Phase.STARTING:  # restored, maybe to a step that no event tells
-                    self.round.first_step = max(self.round.first_step, report.step)
+                    current.first_step = max(current.first_step, report.step)
 
     def on_ready(self, agent: ConnectedAgent, ready: messages.Ready, now: float) -> None:
         """Record that an agent has no running ranks and wants to join the next round."""
@@ -144,22 +145,23 @@ class Coordinator(Attempt):
 
     def on_failed(self, agent: ConnectedAgent, message: messages.Failed, now: float) -> None:
         """Record that ranks of a node have failed; its agent is stopping the others."""
+        current = self.round
         reports = sorted(message.failures, key=lambda f: f.time)
         if not reports or self.verdict is not None:
             return
-        if self.round.running and not (agent.in_round or self.round.is_adopted):
+        if current.running and not (agent.in_round or current.is_adopted):
             return  # of an earlier round, which went on without this node
-        if self.round.stops_by_signal:
+        if current.stops_by_signal:
             agent.ended = True  # the signal ended its ranks; others may still be saving
             return
-        self.round.failures += reports
+        current.failures += reports
         self.step = max(self.step, *(f.step for f in reports))
         why = " and ".join(f.describe() for f in reports)
-        if self.round.running:
+        if current.running:
             self.break_round(why, now)
-        elif self.round.broken_at is None and self._may_adopt:  # it happened without a coordinator, and counts too
-            self.round.broken_at, self.round.broken_why, self._may_adopt = now, why, False
-            self.round.failed_at = now
+        elif current.broken_at is None and self._may_adopt:  # it happened without a coordinator, and counts too
+            current.broken_at, current.broken_why, self._may_adopt = now, why, False
+            current.failed_at = now
 
     def on_master(self, agent: ConnectedAgent, master: messages.Master, now: float) -> None:
         if agent.id == self.round.head and master.round == self.round.number:

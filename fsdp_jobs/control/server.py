@@ -74,14 +74,15 @@ class Server:
 
     def _exit_code(self) -> int | None:
         """Return the attempt's exit code once nothing is left to do, even if another coordinator took over."""
-        run, attempt, verdict = self.coordinator.run, self.coordinator.number, self.coordinator.verdict
-        if self.coordinator.is_superseded:
+        coordinator = self.coordinator
+        run, attempt, verdict = coordinator.run, coordinator.number, coordinator.verdict
+        if coordinator.is_superseded:
             verdict = Verdict.read(run, attempt)
             if verdict is None and run.last_attempt() > attempt:
                 return EXIT_FAILED
-        elif (closed_at := self.coordinator.closed_at) is None:
+        elif (closed_at := coordinator.closed_at) is None:
             verdict = None
-        elif self.coordinator.agents and time.monotonic() - closed_at <= _FAREWELL_S:
+        elif coordinator.agents and time.monotonic() - closed_at <= _FAREWELL_S:
             return None
         return verdict.exit_code_of_attempt if verdict is not None else None
 

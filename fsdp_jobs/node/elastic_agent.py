@@ -85,40 +85,42 @@ class Agent(LocalElasticAgent):
 
     def _keep_lease(self) -> None:
         """Ask the ranks to save once half of this node's lease is over; kill them once it has expired."""
+        handler = self._handler
         has_asked = False
         while True:
             time.sleep(LOOK_S)
-            is_late = self._handler.lease.left_s() < self._handler.lease_s / 2
+            is_late = handler.lease.left_s() < handler.lease_s / 2
             if is_late and not has_asked:
-                self._handler.request(Request.SAVE)
+                handler.request(Request.SAVE)
             has_asked = is_late
-            if self._handler.is_cut_off() and self._handler.running_round >= 0:
-                kill_families(self._handler.pids())
+            if handler.is_cut_off() and handler.running_round >= 0:
+                kill_families(handler.pids())
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if self._handler.is_cut_off():
+        handler = self._handler
+        if handler.is_cut_off():
             return RunResult(state=WorkerState.HEALTHY)  # not a failure; torch's agent then begins a new round
-        if self._handler.is_stop_requested and not self._is_terminating:
+        if handler.is_stop_requested and not self._is_terminating:
             self._terminate_silent_ranks()
         if self._is_terminating and self._any_runs():
             return RunResult(state=WorkerState.HEALTHY)  # torch's method signals again once the first has ended
         if failures := self._dead(worker_group):
-            self._handler.failed([self._describe(rank, failure) for rank, failure in failures.items()])
+            handler.failed([self._describe(rank, failure) for rank, failure in failures.items()])
             self._stop_workers(worker_group)
             return RunResult(state=WorkerState.FAILED, failures=failures)
         self._note_silent_ends()
         result: RunResult = super()._monitor_workers(worker_group)
-        is_leaving = any(state.read().phase == Phase.LEAVING for state in self._handler.states)
+        is_leaving = any(state.read().phase == Phase.LEAVING for state in handler.states)
         if result.state == WorkerState.SUCCEEDED and is_leaving:
             now, workers = job_time(), worker_group.workers
-            self._handler.failed(
+            handler.failed(
                 [Failure(self._node, w.global_rank, EXIT_REQUEUE, "", now, self._step(w.local_rank)) for w in workers]
             )
             return RunResult(state=WorkerState.FAILED)
         if result.state == WorkerState.FAILED:
-            self._handler.failed([self._describe(rank, failure) for rank, failure in result.failures.items()])
+            handler.failed([self._describe(rank, failure) for rank, failure in result.failures.items()])
         elif result.state == WorkerState.SUCCEEDED:
-            self._handler.ended()
+            handler.ended()
         return result
 
     def _dead(self, worker_group: WorkerGroup) -> dict[int, ProcessFailure]:

@@ -85,16 +85,17 @@ class Guard(guard.Guard):
 
     def _take_digests(self, agent: ConnectedAgent, message: Digests, now: float) -> None:
         """Store the digests of a node's ranks; compare once all ranks have sent theirs for the step."""
-        if message.round != self.attempt.round.number or not self.attempt.round.running:
+        current = self.attempt.round
+        if message.round != current.number or not current.running:
             return
-        if self._comparison.round != self.attempt.round.number:
-            self._comparison = _Comparison(self.attempt.round.number)
+        if self._comparison.round != current.number:
+            self._comparison = _Comparison(current.number)
         step, known = message.step, self._comparison
         digests = known.digests.setdefault(step, {})
         digests |= message.digests
         known.digests = dict(sorted(known.digests.items())[-_KEPT:])
         known.places |= {r: Place(agent.node, agent.host, r % agent.nproc) for r in message.digests}
-        if len(digests) == self.attempt.round.size * agent.nproc:
+        if len(digests) == current.size * agent.nproc:
             known.digests = {s: of_step for s, of_step in known.digests.items() if s > step}
             self._compare(step, digests, now)
 
@@ -210,9 +211,10 @@ class Guard(guard.Guard):
 
     def _break_for(self, difference: Difference, wrong: list[int], why: str, now: float) -> None:
         """End the round because ranks are wrong; if they are all on one node, blame that node."""
+        current = self.attempt.round
         places = {difference.places[rank][:2] for rank in wrong}
         if len(places) == 1:
             node, host = places.pop()
-            self.attempt.round.culprit = node if self.attempt.round.hosts.get(node) == host else None
-        self.attempt.round.excludes = self._action == "exclude" and self.attempt.round.culprit is not None
+            current.culprit = node if current.hosts.get(node) == host else None
+        current.excludes = self._action == "exclude" and current.culprit is not None
         self.attempt.break_round(why, now)

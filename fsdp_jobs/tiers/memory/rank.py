@@ -59,13 +59,14 @@ class Tier(Snapshots):
             at_least: the oldest step wanted.
             passed_over: steps not wanted.
         """
+        ranks = self.ranks
         here, tried = list[Found](), list[int]()
         if self.leads:
             shutil.rmtree(self.folder / _FETCHED, ignore_errors=True)
-            here = [Found.of(*one, holder=self.ranks.rank) for one in snapshots_in(self.folder)]
+            here = [Found.of(*one, holder=ranks.rank) for one in snapshots_in(self.folder)]
             tried = self._tried()
-        by_rank = self.ranks.gather((self.ranks.node, self.leads, here, tried))
-        mates = [rank for rank, (node, *_) in enumerate(by_rank) if node == self.ranks.node]
+        by_rank = ranks.gather((ranks.node, self.leads, here, tried))
+        mates = [rank for rank, (node, *_) in enumerate(by_rank) if node == ranks.node]
         self._leader = next(rank for rank in mates if by_rank[rank][1])
         lost = {step for *_, steps in by_rank for step in steps if steps.count(step) >= _TRIES}
         lost |= {*passed_over, *self._useless}
@@ -73,14 +74,14 @@ class Tier(Snapshots):
         left = {one for _, _, found, _ in by_rank for one in found if one.step not in lost and one.step <= limit}
         sound: set[Found] = set()
         while (chosen := newest_complete(left)) and chosen[0].step >= at_least:
-            read = {name for names in self.ranks.gather(self._sources(chosen)) for name in names}
+            read = {name for names in ranks.gather(self._sources(chosen)) for name in names}
             held = [one for one in chosen if one.holder == self._leader and one.name in read]
-            mine = [one for one in held if mates[one.rank % len(mates)] == self.ranks.rank and one not in sound]
-            faults = {one: _faults(self.folder, one, self.ranks.threads) for one in mine}
+            mine = [one for one in held if mates[one.rank % len(mates)] == ranks.rank and one not in sound]
+            faults = {one: _faults(self.folder, one, ranks.threads) for one in mine}
             for one, wrong in faults.items():
                 if wrong:
                     print(f"WARNING {one.name} of step {one.step} is damaged, and not used: {wrong[:3]}", flush=True)
-            bad = {one for found in self.ranks.gather([one for one in mine if faults[one]]) for one in found}
+            bad = {one for found in ranks.gather([one for one in mine if faults[one]]) for one in found}
             if not bad:
                 if self.leads:
                     with suppress(OSError):  # no room: then tries are not counted
@@ -88,7 +89,7 @@ class Tier(Snapshots):
                 return chosen
             left -= bad
             sound |= {*mine} - bad
-        lost_here = lost_shards(left, at_least, _safe_before(self.run)) if self.ranks.rank == 0 else None
+        lost_here = lost_shards(left, at_least, _safe_before(self.run)) if ranks.rank == 0 else None
         if lost_here is not None and lost_here != self._told:
             self._told = lost_here
             self.tell(*lost_here)
@@ -124,10 +125,11 @@ class Tier(Snapshots):
         Raises:
             CannotKeep: a node cannot read its files, or has no room for those of others.
         """
+        ranks = self.ranks
         chosen, held = self._chosen, dict[int, set[str]]()
         for one in chosen:
             held.setdefault(one.holder, set()).update(f"{one.name}.{suffix}" for suffix in ("json", "data", "sums"))
-        fetch = partial(fetch_files, self.ranks, self._leader, held, folder=self.folder, into=self.folder / _FETCHED)
+        fetch = partial(fetch_files, ranks, self._leader, held, folder=self.folder, into=self.folder / _FETCHED)
         by_name = {one.name: one for one in chosen}
         sources = self._sources(chosen)
         where = {
@@ -138,9 +140,9 @@ class Tier(Snapshots):
         snapshots = {name: _slot(where[name], by_name[name]).snapshot() for name in sources}
         whole = {name: snapshot for name, snapshot in snapshots.items() if snapshot is not None}
         stored = metadata_of(whole)
-        has_random = f"{RANDOM}{self.ranks.rank}" in stored.state_dict_metadata
-        if not has_random and chosen[0].world_size == self.ranks.world:
-            print(f"WARNING rank {self.ranks.rank}'s random state is lost with its node, and begins anew", flush=True)
+        has_random = f"{RANDOM}{ranks.rank}" in stored.state_dict_metadata
+        if not has_random and chosen[0].world_size == ranks.world:
+            print(f"WARNING rank {ranks.rank}'s random state is lost with its node, and begins anew", flush=True)
         state = self.state.to_load(stored, f"the snapshot of step {chosen[0].step}", has_random)
         planner = DefaultLoadPlanner()
         planner.set_up_planner(state, stored, is_coordinator=False)
@@ -150,12 +152,12 @@ class Tier(Snapshots):
         read = {place.name for place in places}
         came += fetch(wanted={f"{name}.{suffix}" for name in read for suffix in ("data", "sums")})
         fetched = [by_name[name] for name in read if where[name] != self.folder]
-        wrong = [fault for one in fetched for fault in _faults(self.folder / _FETCHED, one, self.ranks.threads)]
+        wrong = [fault for one in fetched for fault in _faults(self.folder / _FETCHED, one, ranks.threads)]
         maps = {name: mapped(where[name] / f"{name}.data") for name in read}
         parts = [part_of(maps[name], entry, item) for item, (name, entry) in zip(items, places, strict=True)]
-        with ThreadPoolExecutor(self.ranks.threads, initializer=self._use_device) as several:
+        with ThreadPoolExecutor(ranks.threads, initializer=self._use_device) as several:
             wrong += self._wrong_with(parts, places, state, several)
-            by_rank = self.ranks.gather((came, wrong[:3]))
+            by_rank = ranks.gather((came, wrong[:3]))
             if faults := [fault for _, of_rank in by_rank for fault in of_rank]:
                 if self.leads:
                     print(f"WARNING the snapshot of step {chosen[0].step} is not used: {faults[:3]}", flush=True)
