@@ -93,7 +93,7 @@ class Guard(guard.Guard):
     def _blame(self, stood_s: float) -> tuple[str, int | None]:
         """Return a sentence on the cause, and the node if a single one is at fault."""
         ranks = [(node, r) for node, of_node in self._answers.items() for r in of_node]
-        what = "no rank has done a step" if not self._silent_s else "no output, no work and no new file"
+        what = "no output, no work and no new file" if self._silent_s else "no rank has done a step"
         waited = f"{what} for {stood_s:.0f} s"
         if self._silent_s and not _is_frozen(ranks):
             return f"{waited}: {_apart(ranks)}", None  # the program is at fault, not a machine
