@@ -24,6 +24,7 @@ import psutil
 from fsdp_jobs.run.checksum import checksum, fill
 
 SUMS = "xxh3_128"  # manifest key of a file's block ends and checksums; earlier versions have crc32 instead
+FileSums = dict[str, Any]  # a file in a manifest: its size as `bytes`, and the ends and checksums of its blocks
 _BLOCK = 1 << 22  # bytes, at most
 SMALL = 1 << 16  # bytes; shorter writes are small
 _LARGE = 1 << 22  # bytes from which a write gets blocks of its own, except for its tail
@@ -160,7 +161,7 @@ class SummedFile:
         self._read_back(len(self._blocks))
         self.raw.close()
 
-    def sums(self) -> dict[str, Any]:
+    def sums(self) -> FileSums:
         """Return this file's entry in a manifest, once it is closed."""
         return {"bytes": self.size, SUMS: " ".join(f"{block.end} {block.sum}" for block in self._blocks)}
 
@@ -224,7 +225,7 @@ class VerifiedFile(io.RawIOBase):
 
 
 @contextmanager
-def open_verified(file: Path, expected: dict[str, Any] | None) -> Iterator[IO[bytes]]:
+def open_verified(file: Path, expected: FileSums | None) -> Iterator[IO[bytes]]:
     """Open a file. Reading a block that differs from the manifest raises Damaged.
 
     Args:
@@ -248,7 +249,7 @@ def open_verified(file: Path, expected: dict[str, Any] | None) -> Iterator[IO[by
             verified.forget()
 
 
-def difference(file: Path, expected: dict[str, Any], from_disk: bool = False) -> str:
+def difference(file: Path, expected: FileSums, from_disk: bool = False) -> str:
     """Return where a file differs from its manifest entry, empty for nowhere; `from_disk` bypasses the page cache.
 
     Raises:
@@ -266,7 +267,7 @@ def difference(file: Path, expected: dict[str, Any], from_disk: bool = False) ->
         return _fault(f, _blocks_of(expected))
 
 
-def _blocks_of(expected: dict[str, Any]) -> list[_Block]:
+def _blocks_of(expected: FileSums) -> list[_Block]:
     words = expected[SUMS].split()
     ends = [int(end) for end in words[::2]]
     begins = [0, *ends][: len(ends)]

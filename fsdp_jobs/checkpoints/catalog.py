@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from fsdp_jobs.checkpoints.blocks import SUMS, difference
+from fsdp_jobs.checkpoints.blocks import SUMS, FileSums, difference
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.plan.topology import natural_key
 from fsdp_jobs.run import events
@@ -70,7 +70,7 @@ class Manifest:
     mesh: dict[str, int]  # dimension name -> size
     torch_version: str
     time: float  # when the save began, seconds since 1970
-    files: dict[str, dict[str, Any]]  # name -> {"bytes": size, "xxh3_128": ends and sums of its blocks}
+    files: dict[str, FileSums]  # by name
     stream: dict[str, Any] | None = None  # where a streamed data set continues
     finite: bool = True  # whether no value was NaN and no weight infinite
     agreed: bool | None = None  # whether replicas held the same bits; None: not known
@@ -159,7 +159,7 @@ def _newest_first(folders: list[Path]) -> list[Path]:
 
 
 def faults_in(
-    folder: Path, files: Mapping[str, dict[str, Any] | None], contents: bool = True, from_disk: bool = False
+    folder: Path, files: Mapping[str, FileSums | None], contents: bool = True, from_disk: bool = False
 ) -> dict[str, str]:
     """Return the faults of files, as this machine reads them, by name; intact files are left out.
 

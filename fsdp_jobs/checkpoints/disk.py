@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from fsdp_jobs.checkpoints.blocks import open_verified
+from fsdp_jobs.checkpoints.blocks import FileSums, open_verified
 from fsdp_jobs.checkpoints.catalog import (
     SHARDS,
     CannotReadHere,
@@ -160,7 +160,7 @@ class LocalTier(Tier):
             return None
         return Path(by_rank[self._leaders[self.ranks.node]][1][0])
 
-    def _best(self, step: int, shards: dict[str, dict[str, Any]], contents: bool) -> tuple[str, set[str]]:
+    def _best(self, step: int, shards: dict[str, FileSums], contents: bool) -> tuple[str, set[str]]:
         """Return the folder on this disk with most shards of a step, and their names; a new folder if there is none."""
         best: tuple[str, set[str]] = (str(self.folder / f"step-{step:08d}.fetched"), set())
         for folder in self.folder.glob(f"step-{step:08d}.*"):
@@ -182,7 +182,7 @@ class LocalTier(Tier):
         fetch_files(self.ranks, self._leaders[self.ranks.node], self._held, wanted, folder, folder)
 
 
-def _copy_checked(source: Path, target: Path, expected: dict[str, Any]) -> None:
+def _copy_checked(source: Path, target: Path, expected: FileSums) -> None:
     """Copy a shard, or leave nothing: parts of steps that failed would fill a full disk.
 
     Raises:

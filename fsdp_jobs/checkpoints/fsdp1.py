@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._init_utils import HYBRID_SHARDING_STRATEGIES
 
-from fsdp_jobs.checkpoints.state import State, by_parameter
+from fsdp_jobs.checkpoints.state import Parts, State, by_parameter
 
 
 class Fsdp1State(State):
@@ -56,7 +56,7 @@ class Fsdp1State(State):
             for group, before in zip(optimizer.param_groups, groups, strict=True):
                 group.update(before)
 
-    def _live(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def _live(self) -> Parts:
         """Copy the current state; tensors sharded by rows are DTensors.
 
         Raises:
@@ -78,7 +78,7 @@ class Fsdp1State(State):
             state[f"optim.state.{name}.{key}"] = value
         return self._split(state)
 
-    def to_save(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def to_save(self) -> Parts:
         state = super().to_save()
         self._copies.clear()
         return state

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
 from fsdp_jobs.checkpoints import catalog
+from fsdp_jobs.checkpoints.blocks import FileSums
 from fsdp_jobs.checkpoints.catalog import METADATA, NOT_FINITE, CannotReadHere, Manifest
 from fsdp_jobs.checkpoints.storage import SafeReader, lacking_in
 
@@ -90,7 +91,7 @@ class Ranks:
                 self.gather(None)
             raise
 
-    def _confirmed(self, folder: Path, files: Mapping[str, dict[str, Any] | None], contents: bool = False) -> list[str]:
+    def _confirmed(self, folder: Path, files: Mapping[str, FileSums | None], contents: bool = False) -> list[str]:
         """Read files, each rank its part; read apparent damage again, on another node or from the disk.
 
         `files` and `contents` are those of `faults_in`.

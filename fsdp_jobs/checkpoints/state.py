@@ -24,6 +24,7 @@ RANDOM = "rng."  # prefix of the names of ranks' random states
 _OPTIM = "optim.state."  # prefix of an optimizer's state; the parameter's name and the state's key follow
 _HYPERPARAMETERS = "hyperparameters"  # name of the optimizer's, among the other objects
 _VALUES = "values"  # name of what model and optimizer hold besides tensors
+Parts = tuple[dict[str, Tensor], dict[str, Any]]  # of a state, by name: tensors, and all else
 
 
 class State:
@@ -56,7 +57,7 @@ class State:
         for name, value in [*values.items(), *((name, o.state_dict()) for name, o in self.others.items())]:
             _packed(name, value)
 
-    def live(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def live(self) -> Parts:
         """Return the tensors of model and optimizer by name, and their other values, without hyperparameters.
 
         An optimizer that has made no step first creates its initial state.
@@ -101,7 +102,7 @@ class State:
         tensors, _ = self._live()
         return {name: tensor for name, tensor in tensors.items() if name not in self.buffers}
 
-    def _live(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def _live(self) -> Parts:
         """Look up the current tensors and values.
 
         Raises:
@@ -126,7 +127,7 @@ class State:
             state |= {f"{prefix}.{key}": value for key, value in of_parameter.items()}
         return self._split(state)
 
-    def _split(self, state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def _split(self, state: dict[str, Any]) -> Parts:
         values = {k: v for k, v in state.items() if not isinstance(v, Tensor) or k.endswith("_extra_state")}
         return {k: v for k, v in state.items() if k not in values}, values
 
@@ -136,7 +137,7 @@ class State:
             self._fqns[name] = f"model.{next(iter(_get_fqns(self.model, name)))}"
         return self._fqns[name]
 
-    def to_save(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def to_save(self) -> Parts:
         """Return all that a checkpoint holds: tensors, and by name the objects that are still to be `packed`.
 
         The tensors are live: an update changes them. Buffers are copies, because the next forward may change them. An

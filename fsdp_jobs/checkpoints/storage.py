@@ -28,7 +28,7 @@ from torch.futures import Future
 from torch.utils.serialization import config as serialization
 
 from fsdp_jobs.checkpoints import catalog
-from fsdp_jobs.checkpoints.blocks import SMALL, SummedFile, difference, open_verified, reading_back
+from fsdp_jobs.checkpoints.blocks import SMALL, FileSums, SummedFile, difference, open_verified, reading_back
 from fsdp_jobs.checkpoints.catalog import (
     MANIFEST,
     METADATA,
@@ -62,7 +62,7 @@ class _SummedFileSystem(FileSystem):
     Its paths are Paths, or UPaths over fsspec. With `read_back` it reads what it wrote, and compares.
     """
 
-    def __init__(self, sums: Mapping[str, dict[str, Any]] = MappingProxyType({}), read_back: bool = False) -> None:
+    def __init__(self, sums: Mapping[str, FileSums] = MappingProxyType({}), read_back: bool = False) -> None:
         self.sums, self.read_back = dict(sums), read_back
 
     @contextmanager
@@ -203,7 +203,7 @@ class CommittingWriter(FileSystemWriter):
             NotFinite: it is committed, but a restart must not use it.
             OSError: the ranks have not reported all that the metadata needs.
         """
-        files: dict[str, dict[str, Any]] = {}
+        files: dict[str, FileSums] = {}
         wrong: list[str] = []
         for of_rank in results:
             sums, not_finite = of_rank.pop().storage_data
@@ -226,7 +226,7 @@ class CommittingWriter(FileSystemWriter):
             raise NotFinite(f"{NOT_FINITE} ({names}); it is kept, and no resume begins with it{cure}")
 
 
-def lacking_in(files: dict[str, dict[str, Any]], metadata: Metadata) -> str:
+def lacking_in(files: dict[str, FileSums], metadata: Metadata) -> str:
     """Name the first file that the metadata needs but that is not listed, or too short; empty for none."""
     for piece in (metadata.storage_data or {}).values():
         if piece.offset + piece.length > files.get(piece.relative_path, {"bytes": -1})["bytes"]:
@@ -291,7 +291,7 @@ class SafeReader(FileSystemReader):
     def __init__(
         self,
         folder: Path,
-        files: Mapping[str, dict[str, Any]] = MappingProxyType({}),
+        files: Mapping[str, FileSums] = MappingProxyType({}),
         shards: Path | None = None,
         threads: int = 1,
     ):
@@ -329,7 +329,7 @@ class SafeReader(FileSystemReader):
         return done[0]
 
 
-def _sums_in(folder: Path) -> dict[str, dict[str, Any]]:
+def _sums_in(folder: Path) -> dict[str, FileSums]:
     """Return the manifest's `files`; nothing if that file is another tool's."""
     try:
         return Manifest.read(folder).files
