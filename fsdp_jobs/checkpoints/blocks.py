@@ -170,8 +170,8 @@ class VerifiedFile(io.RawIOBase):
     """A file, open for reading, that verifies a block's checksum before it returns any of the block."""
 
     def __init__(self, raw: IO[bytes], name: str, blocks: Sequence[_Block]):
-        self.raw, self.name, self.error = raw, name, cast(OSError | None, None)
-        self._blocks = blocks
+        self.raw, self.name, self._blocks = raw, name, blocks
+        self.error: OSError | None = None
         self._ends = [block.end for block in blocks]
         self._at = 0
         self._held = lru_cache(_HELD)(self._read_alone)
@@ -238,8 +238,8 @@ def open_verified(file: Path, expected: FileSums | None) -> Iterator[IO[bytes]]:
         with file.open("rb") as raw:
             yield raw
         return
-    unbuffered: dict[str, Any] = {"buffering": 0} if isinstance(file, Path) else {}
-    with cast(Any, file).open("rb", **unbuffered) as raw:
+    opened: Any = file.open("rb", buffering=0) if isinstance(file, Path) else file.open("rb")
+    with opened as raw:
         verified = VerifiedFile(raw, file.name, _blocks_of(expected))
         try:
             yield cast(IO[bytes], verified)

@@ -184,7 +184,8 @@ class SharedStorage(Tier):
             shards: their folder, if not the checkpoint's own.
             fetch: brings the shards that a state needs into `shards`.
         """
-        folder, reader = self.home / name, SafeReader(self.home / name, manifest.files, shards, self.ranks.threads)
+        folder = self.home / name
+        reader = SafeReader(folder, manifest.files, shards, self.ranks.threads)
         with self.ranks.reading(folder):
             try:
                 metadata = reader.read_metadata()
