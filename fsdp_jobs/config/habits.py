@@ -27,6 +27,7 @@ _KEYS = {  # a flag's or a key's name, with underscores for dashes -> the key th
     **dict.fromkeys(("max_seq_len", "seq_length", "sequence_length", "block_size"), "data.seq_len={}"),
     **dict.fromkeys(("max_steps", "num_steps", "train_steps"), "steps={}"),
     "learning_rate": "optim.lr={}",
+    **dict.fromkeys(("precision", "mixed_precision", "dtype"), "fsdp.param_dtype={}"),
     "gradient_accumulation_steps": "leave it out: data.global_batch, of all ranks, by data.micro_batch gives it",
     **dict.fromkeys(("python", "python3", "torchrun"), "leave it out: the launcher starts the program"),
     **dict.fromkeys(
@@ -48,6 +49,10 @@ _OPTIONS = {  # a group's option by another tool's name -> ours
     "fsdp=zero2": "fsdp=shard_grad_op",
     "fsdp=zero3": "fsdp=full_shard",
     "fsdp=hsdp": "fsdp=hybrid_shard",
+}
+OTHERS = {  # of a group, besides its options
+    "model": "a model of transformers: model=hf model.name_or_path=NAME",
+    "hardware": "another GPU: the nearest of these, with its own hardware.memory_gib=, hardware.bf16_tflops= and so on",
 }
 _OUR_KEYS = {f.name for f in fields(JobConfig)}
 _TAKE_VALUES = ("--output", "-o", "--config-dir", "-cd", "--svg")  # flags of verbs that compose a job

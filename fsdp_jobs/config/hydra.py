@@ -23,7 +23,7 @@ from yaml import YAMLError
 
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
 from fsdp_jobs.config.groups import CONF_DIR, groups
-from fsdp_jobs.config.habits import meant_by, one_text, option_meant_by
+from fsdp_jobs.config.habits import OTHERS, meant_by, one_text, option_meant_by
 from fsdp_jobs.config.keys import dotted
 from fsdp_jobs.config.schema import SCHEMAS, JobConfig
 
@@ -241,7 +241,8 @@ class _Composer:
         if option in options or option == "None":
             return override
         what = f"there is no {group} of that name; there are {', '.join(options)}"
-        return Problem(text, what, option_meant_by(group, option) or nearest(option, options))
+        near = filter(None, (nearest(option, options), OTHERS.get(group)))
+        return Problem(text, what, option_meant_by(group, option) or " ".join(near))
 
     def _set(self, config: DictConfig, keys: list[str], text: str, override: Override) -> Problem | None:
         key = override.key_or_group

@@ -19,8 +19,7 @@ from fsdp_jobs.run.env import LAYOUT_ENV
 from fsdp_jobs.run.table import listed
 
 NEAR = 1.03  # steps this close to the shortest count as equally fast
-# criteria among those, in this order
-_ORDER = ("sends the fewest bytes between nodes", "takes the least memory", "has the smallest shard group")
+_ALIKE = 1.05  # bytes between nodes this close to the fewest count as equal
 CLOSE = 0.97  # of the usable memory, above which the plan says how close it is
 WORTH_REGROUPING = 1.1  # tokens/s relative to the held group size that justify changing it
 
@@ -173,7 +172,8 @@ def choose(config: JobConfig, shape: ModelShape, topology: Topology, previous_gr
     """Choose the option for this topology; the user's configuration or the previous group size comes first.
 
     Of the options that fit, `fsdp.objective=speed` takes the shortest predicted step; among those within 3% of it,
-    the fewest bytes between nodes, then the least memory, then the smallest group. `memory` takes the least memory.
+    the fewest bytes between nodes, where 5% more count as equal, then the least memory, then the smallest group.
+    `memory` takes the least memory.
     """
     grouping, strategy, group = Grouping(config, topology), config.fsdp.strategy, config.fsdp.shard_group
     options = options_of(config, shape, grouping)
@@ -229,8 +229,8 @@ def _best(config: JobConfig, options: list[Option]) -> tuple[Option, str]:
         nearest = min(options, key=lambda o: (o.memory.total, o.memory.host))
         return nearest, f"Nothing fits; {nearest.name} comes nearest: {_excess(config, nearest)}."
 
-    def order(o: Option) -> tuple[float, int, int, float, str]:
-        return (o.sent, o.memory.total, o.layout.shard_group, o.time.step, o.name)
+    def order(o: Option) -> tuple[int, int, float, float, str]:
+        return (o.memory.total, o.layout.shard_group, o.sent, o.time.step, o.name)
 
     fastest = min(fitting, key=lambda o: (o.time.step, *order(o)))
     if len(fitting) == 1:
@@ -240,12 +240,19 @@ def _best(config: JobConfig, options: list[Option]) -> tuple[Option, str]:
         faster = f"{fastest.name} would be {best.time.step / fastest.time.step - 1:.0%} faster"
         decided = f"takes the least memory of the {len(fitting)} options that fit (fsdp.objective=memory; {faster})"
     else:
-        best, *others = near = sorted((o for o in fitting if o.time.step <= NEAR * fastest.time.step), key=order)
-        decided = f"has the shortest predicted step of the {len(fitting)} options that fit"
-        if others and best is not fastest:
-            better = zip(_ORDER, order(best)[:3], order(others[0])[:3], strict=True)
-            what = next((criterion for criterion, least, second in better if least < second), _ORDER[-1])
-            decided = f"{what} of the {len(near)} options within {NEAR - 1:.0%} of the shortest predicted step"
+        near = [o for o in fitting if o.time.step <= NEAR * fastest.time.step]
+        few = [o for o in near if o.sent <= _ALIKE * min(o.sent for o in near)]
+        best, *others = sorted(few, key=order)
+        within = f"options within {NEAR - 1:.0%} of the shortest predicted step"
+        if best is fastest:
+            decided = f"has the shortest predicted step of the {len(fitting)} options that fit"
+        elif not others:
+            decided = f"sends the fewest bytes between nodes of the {len(near)} {within}"
+        else:
+            is_smallest = best.memory.total < others[0].memory.total
+            what = "takes the least memory" if is_smallest else "has the smallest shard group"
+            sending = " that send few bytes between nodes" if len(few) < len(near) else ""
+            decided = f"{what} of the {len(few)} {within}{sending}"
     need = f"{size(best.memory.total)} of {size(usable_bytes(config.hardware))} usable per {device_of(config)}"
     return best, f"{best.name} {decided}: {need}{closeness(config, best)}{_where(best)}."
 
@@ -319,7 +326,7 @@ def _why_not(o: Option, best: Option) -> str:
     change = o.time.tokens_per_s / best.time.tokens_per_s - 1
     speed = "as fast" if abs(change) < 0.005 else f"{abs(change):.0%} {'faster' if change > 0 else 'slower'}"
     sends = ""
-    if best.sent and abs(o.sent / best.sent - 1) > 0.05:
+    if best.sent and abs(o.sent / best.sent - 1) > _ALIKE - 1:
         sends = f", {o.sent / best.sent:.1f} x the bytes between nodes"
     if o.spares > best.spares:
         return f"Leaves {o.spares} node{'s' if o.spares > 1 else ''} idle: {speed}{sends}."
