@@ -52,7 +52,14 @@ def test_one_gpu_shards_over_itself_where_that_fits() -> None:
 
 
 def test_one_gpu_shards_over_itself_where_the_whole_model_just_fits() -> None:
-    here = ("data=synthetic", "nodes=1", "nproc_per_node=1", "hardware=h100", "model=llama_1b")
+    here = (
+        "data=synthetic",
+        "nodes=1",
+        "nproc_per_node=1",
+        "hardware=h100",
+        "model=llama_1b",
+        "fsdp.chunked_loss=false",
+    )
     whole = make_plan(compose_job([*here]))
     assert whole.layout.strategy == "no_shard" and whole.memory is not None
     least = whole.memory.total / 0.95 / 2**30  # of which the plan leaves 5%
