@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from fsdp_jobs.config.errors import BadInput
@@ -20,6 +21,7 @@ from fsdp_jobs.run.table import listed
 
 NEAR = 1.03  # steps this close to the shortest count as equally fast
 _ALIKE = 1.05  # bytes between nodes this close to the fewest count as equal
+_SHORT_RING = 16  # ranks, below which rings are predicted well
 CLOSE = 0.97  # of the usable memory, above which the plan says how close it is
 WORTH_REGROUPING = 1.1  # tokens/s relative to the held group size that justify changing it
 
@@ -172,8 +174,8 @@ def choose(config: JobConfig, shape: ModelShape, topology: Topology, previous_gr
     """Choose the option for this topology; the user's configuration or the previous group size comes first.
 
     Of the options that fit, `fsdp.objective=speed` takes the shortest predicted step; among those within 3% of it,
-    the fewest bytes between nodes, where 5% more count as equal, then the least memory, then the smallest group.
-    `memory` takes the least memory.
+    the fewest bytes between nodes, where 5% more count as equal, then the shortest ring between nodes, if it is above
+    16 ranks, then the least memory, then the smallest group. `memory` takes the least memory.
     """
     grouping, strategy, group = Grouping(config, topology), config.fsdp.strategy, config.fsdp.shard_group
     options = options_of(config, shape, grouping)
@@ -240,21 +242,33 @@ def _best(config: JobConfig, options: list[Option]) -> tuple[Option, str]:
         faster = f"{fastest.name} would be {best.time.step / fastest.time.step - 1:.0%} faster"
         decided = f"takes the least memory of the {len(fitting)} options that fit (fsdp.objective=memory; {faster})"
     else:
-        near = [o for o in fitting if o.time.step <= NEAR * fastest.time.step]
-        few = [o for o in near if o.sent <= _ALIKE * min(o.sent for o in near)]
-        best, *others = sorted(few, key=order)
-        within = f"options within {NEAR - 1:.0%} of the shortest predicted step"
+        near = left = [o for o in fitting if o.time.step <= NEAR * fastest.time.step]
+        decided = ""
+        for what, amount, alike in _criteria():
+            before, least = left, min(map(amount, left))
+            left = [o for o in before if amount(o) <= alike * least]
+            if len(left) < len(before):
+                few = " that send few bytes between nodes" if len(before) < len(near) else ""
+                within = f"within {NEAR - 1:.0%} of the shortest predicted step"
+                decided = f"{what} of the {len(before)} options {within}{few}"
+        best = min(left, key=lambda o: (o.time.step, o.name))
         if best is fastest:
             decided = f"has the shortest predicted step of the {len(fitting)} options that fit"
-        elif not others:
-            decided = f"sends the fewest bytes between nodes of the {len(near)} {within}"
-        else:
-            is_smallest = best.memory.total < others[0].memory.total
-            what = "takes the least memory" if is_smallest else "has the smallest shard group"
-            sending = " that send few bytes between nodes" if len(few) < len(near) else ""
-            decided = f"{what} of the {len(few)} {within}{sending}"
     need = f"{size(best.memory.total)} of {size(usable_bytes(config.hardware))} usable per {device_of(config)}"
     return best, f"{best.name} {decided}: {need}{closeness(config, best)}{_where(best)}."
+
+
+def _criteria() -> tuple[tuple[str, Callable[[Option], float], float], ...]:
+    """Return what decides among options that are equally fast, in this order, and up to which ratio amounts are equal.
+
+    Long rings between nodes are slower than predicted, so shorter ones come before less memory.
+    """
+    return (
+        ("sends the fewest bytes between nodes", lambda o: o.sent, _ALIKE),
+        ("gathers over the fewest ranks", lambda o: max(_SHORT_RING, o.layout.shard_group) if o.sent else 1, 1.0),
+        ("takes the least memory", lambda o: o.memory.total, 1.0),
+        ("has the smallest shard group", lambda o: o.layout.shard_group, 1.0),
+    )
 
 
 def _where(o: Option) -> str:
