@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from contextlib import suppress
 
+from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, read_json
@@ -16,6 +18,8 @@ from fsdp_jobs.run.tail import Tail
 
 FLUSH_S = 10.0  # for the tracker process to send the rest once its standard input is closed
 _MODULE = "fsdp_jobs.observe.trackers.send"
+
+logger = logging.getLogger(__name__)
 
 
 class TrackerProcess:
@@ -30,16 +34,22 @@ class TrackerProcess:
         if not has_rank_0:
             self._end_input()
         elif self.kind != "none" and (self._process is None or self._process.poll() is not None):
-            file = self.run.tracking_log(self.attempt, self.node)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with file.open("ab") as log:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", _MODULE, str(self.run.path), "--beside-agent"],
-                    stdin=subprocess.PIPE,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,  # signals are only for the agent
-                )
+            try:
+                self._process = self._start()
+            except OSError as e:  # a full disk: the next round tries again
+                logger.warning("the tracker cannot be started: %s", e)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        file = self.run.tracking_log(self.attempt, self.node)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", _MODULE, str(self.run.path), "--beside-agent"],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # signals are only for the agent
+            )
 
     def _end_input(self) -> subprocess.Popen[bytes] | None:
         process, self._process = self._process, None
@@ -57,7 +67,12 @@ class TrackerProcess:
             process.wait(FLUSH_S + 1)
         except subprocess.TimeoutExpired:
             process.kill()
-        if unsent := unsent_lines(self.run):
+        try:
+            unsent = unsent_lines(self.run)
+        except (OSError, BadInput) as e:  # storage fails, or the file is damaged
+            logger.warning("whether the tracker has all lines is not known: %s", e)
+            return
+        if unsent:
             why = f"{unsent} lines are not sent; later: python -m {_MODULE} {self.run.path}"
             events.record(self.run, self.attempt, events.TrackingFailed(self.kind, why))
 

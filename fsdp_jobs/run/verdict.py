@@ -89,7 +89,12 @@ def notify(run: RunDir, attempt: int, what: str, *why: str) -> None:
     if not settings or not (settings["command"] or settings["webhook"]) or what not in settings["on"]:
         return
     argv = [sys.executable, "-m", "fsdp_jobs.observe.notify", str(run.path), str(attempt), *why]
-    process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True)
+    try:
+        process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True)
+    except OSError as e:  # this process may start no other
+        way = "command" if settings["command"] else "webhook"
+        events.record(run, attempt, events.NotifyFailed(way, f"it cannot be started: {e}"))
+        return
 
     def wait() -> None:
         with suppress(subprocess.TimeoutExpired):

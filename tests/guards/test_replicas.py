@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
+from fsdp_jobs.config.schema import dump_config
 from fsdp_jobs.control.coordinator import Coordinator
 from fsdp_jobs.guards.replicas.control import Guard
 from fsdp_jobs.guards.replicas.difference import Difference, Place
 from fsdp_jobs.guards.replicas.messages import Ask, Compared, Digests, Limits, Tensors
 from fsdp_jobs.run import events, messages
 from fsdp_jobs.run.agreement import NO_LIMIT, digest
+from fsdp_jobs.run.directory import write_atomic
 from tests.control.cluster import Cluster
 
 TENSORS = ("model.a", "model.b", "optim.state.a.exp_avg")
@@ -165,14 +167,17 @@ def test_what_all_have_read_from_one_file_was_the_same(tmp_path: Path, place: st
 def test_many_ranks_make_a_short_sentence_and_a_notification_that_fails_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def too_long(*_: object) -> None:
+    def too_long(*_: object, **__: object) -> None:
         raise OSError(7, "Argument list too long")
 
-    monkeypatch.setattr("fsdp_jobs.guards.replicas.control.notify", too_long)
-    job = Replicas(tmp_path, 10)
+    monkeypatch.setattr("fsdp_jobs.run.verdict.subprocess.Popen", too_long)
+    job = Replicas(tmp_path, 10, "notify.command=true", "notify.on=[corruption]")
+    write_atomic(job.run.config, dump_config(job.config))
     job.tell(5)
     job.tell(6, dict.fromkeys(range(20), ("model.a",)))
     assert "and 12 more ranks" in job.found[0]["why"] and job.coordinator.round.running
+    (failed,) = events.newest_of(job.run, events.NotifyFailed)
+    assert "Argument list too long" in failed.why
 
 
 def test_a_replay_with_other_sums_on_both_sides_tells_nothing(tmp_path: Path) -> None:

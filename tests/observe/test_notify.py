@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -63,6 +64,14 @@ def close(run: RunDir, verdict: Verdict) -> list[dict[str, Any]]:
     notifying = set(psutil.Process().children()) - before  # by id: a process that has just begun shows no command
     assert not psutil.wait_procs(notifying, timeout=15)[1]
     return [e for e in read_json_lines(run.events) if e["event"] == "notify_failed"]
+
+
+def test_a_verdict_stands_where_no_process_can_be_started(tmp_path: Path) -> None:
+    run = run_with(tmp_path, command="true")
+    with mock.patch("sys.executable", str(tmp_path / "gone")):
+        (failed,) = close(run, DONE)
+    assert failed["way"] == "command" and "it cannot be started: " in failed["why"]
+    assert run.verdict(0).exists()
 
 
 def test_whoever_judges_again_is_not_heard_twice(tmp_path: Path) -> None:

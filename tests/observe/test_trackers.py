@@ -15,13 +15,24 @@ import pytest
 
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.schema import dump_config
-from fsdp_jobs.node.tracker import unsent_lines
+from fsdp_jobs.node.tracker import TrackerProcess, unsent_lines
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from tests.jobs import Job, environment, job
 from tests.recorded import HOSTILE, add_line, recorded_run
 
 FILES = {"MLFLOW_ALLOW_FILE_STORE": "true"}  # MLflow's own word for its store in plain files
 FEW = ("steps=120", "checkpoint.every_steps=20", "log_every_steps=2")
+
+
+def test_a_tracker_whose_files_are_of_no_use_ends_no_agent(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path)
+    tracker = TrackerProcess(compose_job(["tracking=mlflow"]), run, 0, 0)
+    tracker.run = RunDir(tmp_path / "recorded" / "config.yaml")  # where no folder can be made
+    tracker.begin_round(has_rank_0=True)
+    tracker.run = run
+    tracker.begin_round(has_rank_0=True)
+    run.tracking.write_text("{")
+    tracker.close()
 
 
 def send(run: RunDir, **env: str) -> subprocess.CompletedProcess[str]:

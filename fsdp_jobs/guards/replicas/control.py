@@ -197,10 +197,7 @@ class Guard(guard.Guard):
         agreed = self._agreed_before(difference.step)
         found = corruption(difference.step, agreed, finding, places, tensors, f"{what}{where}")
         self.attempt.record(found)
-        try:
-            notify(self.attempt.run, self.attempt.number, "corruption", found.why)
-        except OSError as e:
-            self.attempt.warn(f"the notification cannot be started: {e}")
+        notify(self.attempt.run, self.attempt.number, "corruption", found.why)
         return found.why
 
     def _agreed_before(self, step: int) -> int:
