@@ -66,6 +66,27 @@ def _through(model: Tiny, tokens: Tensor) -> Tensor:
     return model.head(x)
 
 
+class Experts(nn.Module):
+    """Two experts whose matrices are stacked, as in models of transformers; all tokens go to both."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.up = nn.Parameter(torch.randn(2, width, 3 * width, generator=generator) / width**0.5)
+        self.down = nn.Parameter(torch.randn(2, 3 * width, width, generator=generator) / width**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(1, -1, x.shape[-1]).expand(2, -1, -1)
+        return torch.bmm(torch.bmm(rows, self.up).relu(), self.down).sum(0).view_as(x)
+
+
+def mixture() -> nn.Module:
+    model = Tiny()
+    for block in model.blocks:
+        block.inner, block.outer = Experts(32), nn.Identity()  # type: ignore[union-attr]
+    return model
+
+
 class Dropping(Tiny):
     """Draws from the device's generator in each forward pass."""
 

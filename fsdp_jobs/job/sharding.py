@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from fsdp_jobs.checkpoints.ranks import Ranks
@@ -28,7 +28,7 @@ from fsdp_jobs.config.torch_version import replicates_with_mesh
 from fsdp_jobs.hub.huggingface import initial_pieces
 from fsdp_jobs.models.build import build_model, find_blocks, head_modules_of
 from fsdp_jobs.models.weights import copy_local_part, plain_name, seed_of
-from fsdp_jobs.plan.layout import Layout
+from fsdp_jobs.plan.layout import Layout, shard_dim
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -135,11 +135,21 @@ def shard(
     )
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if fsdp.cpu_offload else OffloadPolicy()
 
+    def place(parameter: nn.Parameter) -> Shard:
+        return Shard(shard_dim(parameter.shape, layout.shard_group))
+
     def apply(module: nn.Module | list[nn.Module], policy: MixedPrecisionPolicy, reshard: bool) -> None:
         if mesh.ndim == 1 and layout.strategy == "no_shard":
             replicate(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
         else:
-            fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
+            fully_shard(
+                module,
+                mesh=mesh,
+                reshard_after_forward=reshard,
+                shard_placement_fn=place,
+                mp_policy=policy,
+                offload_policy=offload,
+            )
 
     for block in reversed(blocks):  # those inside others first
         apply(block, inner, layout.reshard_after_forward)

@@ -21,7 +21,7 @@ from fsdp_jobs.run.table import listed
 
 NEAR = 1.03  # steps this close to the shortest count as equally fast
 _ALIKE = 1.05  # bytes between nodes this close to the fewest count as equal
-_SHORT_RING = 16  # ranks, below which rings are predicted well
+_SHORT_RING = 32  # ranks, below which rings are predicted well
 CLOSE = 0.97  # of the usable memory, above which the plan says how close it is
 WORTH_REGROUPING = 1.1  # tokens/s relative to the held group size that justify changing it
 
@@ -175,7 +175,7 @@ def choose(config: JobConfig, shape: ModelShape, topology: Topology, previous_gr
 
     Of the options that fit, `fsdp.objective=speed` takes the shortest predicted step; among those within 3% of it,
     the fewest bytes between nodes, where 5% more count as equal, then the shortest ring between nodes, if it is above
-    16 ranks, then the least memory, then the smallest group. `memory` takes the least memory.
+    32 ranks, then the least memory, then the smallest group. `memory` takes the least memory.
     """
     grouping, strategy, group = Grouping(config, topology), config.fsdp.strategy, config.fsdp.shard_group
     options = options_of(config, shape, grouping)

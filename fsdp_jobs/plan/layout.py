@@ -6,6 +6,7 @@ group i holds ranks [i * shard_group, (i + 1) * shard_group), and rank r belongs
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp_jobs.run.record import Record
@@ -17,6 +18,18 @@ HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
 def only_group(strategy: str, world: int) -> int | None:
     """Return the only shard group size of a strategy over `world` ranks; None if the size may be chosen."""
     return 1 if strategy == "no_shard" else world if strategy in WHOLE else None
+
+
+def shard_dim(shape: Sequence[int], group: int) -> int:
+    """Return the dimension on which a parameter is sharded over `group` ranks.
+
+    It is the first one. Matrices stacked in one parameter, as those of experts, are sharded inside if they are fewer
+    than the ranks, of which each would otherwise store a whole matrix or a padding of that size. FSDP2 pads only the
+    first dimension, so another one must be divisible by the group.
+    """
+    if len(shape) < 3 or shape[0] >= group:
+        return 0
+    return next((dim for dim in range(1, len(shape)) if shape[dim] % group == 0), 0)
 
 
 def partners(nodes: int) -> list[int | None]:

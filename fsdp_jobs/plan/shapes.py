@@ -10,6 +10,7 @@ from itertools import groupby
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.resolve import accelerator, param_dtype
 from fsdp_jobs.config.schema import JobConfig, LlamaConfig, NoModelConfig
+from fsdp_jobs.plan.layout import shard_dim
 from fsdp_jobs.run.record import Record
 
 Shape = tuple[int, ...]
@@ -35,12 +36,17 @@ class Unit:
         return max((math.prod(shape) for _, shape in self.params), default=0)
 
     def shards(self, group: int) -> list[int]:
-        """Elements one rank stores of each parameter: FSDP2 gives it ceil(dim0 / group) rows, padding included."""
-        return [-(-(shape[0] if shape else 1) // group) * math.prod(shape[1:]) for _, shape in self.params]
+        """Elements one rank stores of each parameter: FSDP2 gives it ceil(size / group) rows, padding included."""
+        return [_rows(shape, shard_dim(shape, group), group) for _, shape in self.params]
 
     def shard_numel(self, group: int) -> int:
         """Elements of it that one rank stores."""
         return sum(self.shards(group))
+
+
+def _rows(shape: Shape, dim: int, group: int) -> int:
+    rows = -(-(shape[dim] if shape else 1) // group)
+    return rows * math.prod(shape[:dim] + shape[dim + 1 :])
 
 
 @dataclass(frozen=True)

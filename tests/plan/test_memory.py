@@ -55,6 +55,32 @@ class OneModuleHead(Llama):
         return self.head(x)  # type: ignore[no-any-return]
 
 
+class Experts(nn.Module):
+    """A feed-forward of two experts, whose matrices are stacked; all tokens go to both."""
+
+    def __init__(self, dim: int, hidden: int):
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.zeros(2, dim, hidden)), nn.Parameter(torch.zeros(2, hidden, dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.bmm(x.reshape(1, -1, x.shape[-1]).expand(2, -1, -1), self.up).relu()
+        return torch.bmm(hidden, self.down).sum(0).view_as(x)
+
+
+class Mixture(OneModuleHead):
+    def __init__(self, config: LlamaConfig):
+        super().__init__(config)
+        for layer in self.layers:
+            layer.feed_forward = Experts(config.dim, config.ffn_dim)  # type: ignore[union-attr]
+
+
+def with_experts(shape: ModelShape, config: LlamaConfig) -> ModelShape:
+    (block,) = shape.blocks
+    own = tuple((name, size) for name, size in block.params if "feed_forward" not in name)
+    stacked = (("up", (2, config.dim, config.ffn_dim)), ("down", (2, config.ffn_dim, config.dim)))
+    return replace(shape, blocks=(replace(block, params=own + stacked),))
+
+
 class NoHead(Llama):
     """Llama that names no head: FSDP leaves norm and output in the root."""
 
@@ -79,14 +105,14 @@ def tracked(
     layout: Layout,
     data: DataConfig,
     microbatches: int,
-    head: bool = True,
+    kind: type[Llama] = OneModuleHead,
 ) -> dict[str, int]:
     """Bytes on rank 0 at the peak of a second optimizer step, by the tracker's names, and after it."""
     cpu = torch.device("cpu")
     with fake_world(layout.world_size):
         mesh = sharding.build_mesh(layout, "cpu")
         with FakeTensorMode():
-            model: Llama = OneModuleHead(model_config) if head else NoHead(model_config)
+            model = kind(model_config)
             blocks = sharding.find_blocks(model, model_config, fsdp)
             sharding.shard(model, blocks, fsdp, layout, mesh, cpu)
             optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
@@ -205,12 +231,23 @@ def test_seventy_billion_by_depth() -> None:
         shape = headless(llama_shape(replace(SEVENTY, n_layers=layers), accelerator="cpu"))
         return peak_memory(shape, layout, fsdp, batch, "cpu", 1)
 
-    six = tracked(replace(SEVENTY, n_layers=6), fsdp, layout, batch, 1, head=False)["Total"]
+    six = tracked(replace(SEVENTY, n_layers=6), fsdp, layout, batch, 1, NoHead)["Total"]
     print(f"six layers: {six / GIB:.2f} GiB tracked, {predicted(6).tensors / GIB:.2f} predicted")
     assert predicted(6).tensors == pytest.approx(six, rel=0.01)
     whole = predicted(80)
     print(f"eighty: {whole.tensors / GIB:.2f} GiB predicted")
     assert whole.tensors / GIB == pytest.approx(32.31, rel=0.01)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+def test_fewer_experts_than_ranks_are_sharded_inside(strategy: str) -> None:
+    config, layout, batch = replace(SMALL, vocab_size=256, ffn_dim=1024), Layout(strategy, 8, 8), data(16, 1)
+    measured = tracked(config, BF16, layout, batch, 1, Mixture)
+    shape = with_experts(llama_shape(config, accelerator="cpu"), config)
+    predicted = peak_memory(shape, layout, BF16, batch, "cpu", 1)
+    assert measured["SHARDED_PARAM"] == predicted.parameters == shape.numel * 4 // 8
+    print(f"{strategy}: {predicted.tensors / measured['Total']:.3f}")
+    assert predicted.tensors == pytest.approx(measured["Total"], rel=0.05)
 
 
 def test_the_dtype_follows_the_accelerator() -> None:

@@ -87,6 +87,15 @@ def _precisions(folder: str) -> dict[str, list[float]]:
     }
 
 
+def test_fewer_experts_than_ranks_are_sharded_inside_and_saved(tmp_path: Path) -> None:
+    mixture = ("model=custom", "model._target_=tests.models.mixture", "model.wrap_classes=[Block]")
+    given = (*mixture, "optim.schedule=constant", "checkpoint.every_steps=4")
+    alone = run_world(1, train_here, f"{tmp_path}/alone", [*given, "steps=8"])[0]
+    first = run_world(4, train_here, f"{tmp_path}/moved", [*given, "steps=4"])[0]
+    again = run_world(2, train_here, f"{tmp_path}/moved", [*given, "steps=8"])[0]
+    assert [*first, *again[-4:]] == pytest.approx(alone, rel=1e-5)
+
+
 def test_mixed_precision_trains_to_nearly_the_same_losses(tmp_path: Path) -> None:
     found = run_world(2, _precisions, str(tmp_path))[0]
     assert found["bf16"] == pytest.approx(found["fp32"], rel=2e-2)
