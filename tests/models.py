@@ -69,11 +69,11 @@ def _through(model: Tiny, tokens: Tensor) -> Tensor:
 class Experts(nn.Module):
     """Two experts whose matrices are stacked, as in models of transformers; all tokens go to both."""
 
-    def __init__(self, width: int):
+    def __init__(self, width: int, hidden: int):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        self.up = nn.Parameter(torch.randn(2, width, 3 * width, generator=generator) / width**0.5)
-        self.down = nn.Parameter(torch.randn(2, 3 * width, width, generator=generator) / width**0.5)
+        self.up = nn.Parameter(torch.randn(2, width, hidden, generator=generator) / width**0.5)
+        self.down = nn.Parameter(torch.randn(2, hidden, width, generator=generator) / width**0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(1, -1, x.shape[-1]).expand(2, -1, -1)
@@ -83,7 +83,7 @@ class Experts(nn.Module):
 def mixture() -> nn.Module:
     model = Tiny()
     for block in model.blocks:
-        block.inner, block.outer = Experts(32), nn.Identity()  # type: ignore[union-attr]
+        block.inner, block.outer = Experts(32, 96), nn.Identity()  # type: ignore[union-attr]
     return model
 
 

@@ -234,7 +234,7 @@ class Attempt:
         """Blame the node if only one was lost. If several were, the network or the coordinator is at fault.
 
         Other lost nodes may not have been silent for the full timeout yet, so a shorter silence counts here. Returns
-        these, too.
+        all nodes that are lost or may be.
         """
         broken, timeout_s, beats_s = self.round, self.elastic.heartbeat_timeout_s, self.elastic.heartbeat_interval_s
         silence_s = 1.5 * beats_s if broken.has_cuts else timeout_s / 2

@@ -85,6 +85,11 @@ def usable_bytes(hardware: HardwareConfig) -> int:
     return int(hardware.memory_gib * GIB * (1 - MARGIN))
 
 
+def fits_well(config: JobConfig, option: Option) -> bool:
+    """Return whether an option fits, and not so closely that the plan warns of it."""
+    return option.fits and not closeness(config, option)
+
+
 def closeness(config: JobConfig, option: Option) -> str:
     """Warn if an option nearly fills the memory: the allocator may have to free cached blocks."""
     is_close = CLOSE < option.memory.total / usable_bytes(config.hardware) <= 1
@@ -100,23 +105,20 @@ def price(config: JobConfig, shape: ModelShape, strategy: str, placement: Placem
     """
     fsdp, is_speed = config.fsdp, config.fsdp.objective == "speed"
 
-    def has_room(option: Option) -> bool:
-        return option.fits and not closeness(config, option)
-
     def accumulating(chunked: bool) -> Option:
         sharded = _price(config, shape, strategy, placement, fsdp.accumulate_unsharded is True, chunked)
         is_free = fsdp.accumulate_unsharded == AUTO and sharded.microbatches > 1 and placement.group > 1
         if not is_free or not is_speed:
             return sharded
         unsharded = _price(config, shape, strategy, placement, True, chunked)
-        return unsharded if has_room(unsharded) and unsharded.time.step < sharded.time.step else sharded
+        return unsharded if fits_well(config, unsharded) and unsharded.time.step < sharded.time.step else sharded
 
     whole = accumulating(chunked=fsdp.chunked_loss is True)
-    is_best = has_room(whole) and (whole.microbatches == 1 or whole.layout.accumulate_unsharded)
+    is_best = fits_well(config, whole) and (whole.microbatches == 1 or whole.layout.accumulate_unsharded)
     if fsdp.chunked_loss != AUTO or (is_speed and is_best):
         return whole
     chunked = accumulating(chunked=True)
-    if not (is_speed and has_room(whole) and chunked.fits):
+    if not (is_speed and fits_well(config, whole) and chunked.fits):
         return min(whole, chunked, key=lambda o: (not o.fits, o.memory.total))
     return whole if whole.time.step <= NEAR * chunked.time.step else chunked
 
@@ -164,8 +166,8 @@ def options_of(
         options += [price(config, shape, name, placement) for name in names]
     if not options:
         raise BadInput([grouping.impossible(group)])
-    is_tight = options[0].memory.total > CLOSE * usable_bytes(config.hardware)
-    if strategy == AUTO and grouping.world == 1 and is_tight:  # full_shard frees blocks after their forward
+    if strategy == AUTO and grouping.world == 1 and not fits_well(config, options[0]):
+        # It frees blocks after their forward.
         options.append(price(config, shape, "full_shard", options[0].placement))
     return options
 

@@ -16,7 +16,7 @@ import yaml
 from fsdp_jobs.config.keys import AUTO
 from fsdp_jobs.config.resolve import accelerator, ranks_per_node
 from fsdp_jobs.config.schema import JobConfig
-from fsdp_jobs.plan.choose import CLOSE, NEAR, Option, choose, closeness, device_of, price, usable_bytes
+from fsdp_jobs.plan.choose import NEAR, Option, choose, closeness, device_of, fits_well, price
 from fsdp_jobs.plan.grouping import divisors
 from fsdp_jobs.plan.layout import HYBRID
 from fsdp_jobs.plan.memory import size
@@ -190,7 +190,7 @@ def _room(config: JobConfig, shape: ModelShape, topology: Topology, option: Opti
         if other.fsdp.activation_offload and other.fsdp.activation_checkpointing == "none":
             continue  # what is offloaded are the inputs of recomputed blocks
         priced = price(other, shape, option.layout.strategy, option.placement)
-        if priced.fits and priced.memory.total <= CLOSE * usable_bytes(config.hardware):
+        if fits_well(config, priced):
             found.append((priced, overrides))
     if not found:
         return

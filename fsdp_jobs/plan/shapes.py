@@ -37,14 +37,15 @@ class Unit:
 
     def shards(self, group: int) -> list[int]:
         """Elements one rank stores of each parameter: FSDP2 gives it ceil(size / group) rows, padding included."""
-        return [_rows(shape, shard_dim(shape, group), group) for _, shape in self.params]
+        return [_stored(shape, group) for _, shape in self.params]
 
     def shard_numel(self, group: int) -> int:
         """Elements of it that one rank stores."""
         return sum(self.shards(group))
 
 
-def _rows(shape: Shape, dim: int, group: int) -> int:
+def _stored(shape: Shape, group: int) -> int:
+    dim = shard_dim(shape, group)
     rows = -(-(shape[dim] if shape else 1) // group)
     return rows * math.prod(shape[:dim] + shape[dim + 1 :])
 

@@ -25,6 +25,7 @@ from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.plan.memory import DTYPE_BYTES, GIB, Memory, peak_memory
 from fsdp_jobs.plan.shapes import ModelShape, Unit, llama_shape
 from fsdp_jobs.train.loss import TokenLoss
+from tests.models import Experts
 
 SMALL = LlamaConfig(vocab_size=4096, dim=256, n_layers=6, n_heads=8, n_kv_heads=4, ffn_dim=768)
 DEEP = replace(SMALL, vocab_size=512, dim=512, n_layers=12)
@@ -53,18 +54,6 @@ class OneModuleHead(Llama):
         for layer in self.layers:
             x = layer(x, cos, sin)
         return self.head(x)  # type: ignore[no-any-return]
-
-
-class Experts(nn.Module):
-    """A feed-forward of two experts, whose matrices are stacked; all tokens go to both."""
-
-    def __init__(self, dim: int, hidden: int):
-        super().__init__()
-        self.up, self.down = nn.Parameter(torch.zeros(2, dim, hidden)), nn.Parameter(torch.zeros(2, hidden, dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.bmm(x.reshape(1, -1, x.shape[-1]).expand(2, -1, -1), self.up).relu()
-        return torch.bmm(hidden, self.down).sum(0).view_as(x)
 
 
 class Mixture(OneModuleHead):
