@@ -115,7 +115,7 @@ class SimulatedApi:
         self.log_of: Callable[[Object, bool], Iterator[tuple[float, bytes]]] = lambda _pod, _follow: iter(())
         self.namespaces = {NAMESPACE}
         self._server = _Server(("127.0.0.1", 0), _handler(self))
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()  # seconds until close
 
     @property
     def url(self) -> str:
