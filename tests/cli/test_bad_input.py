@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fsdp_jobs.cli.main import main
 from fsdp_jobs.config.arguments import search_path
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.hydra import compose_job
@@ -68,10 +69,15 @@ CASES = [
 
 
 @pytest.mark.parametrize(("args", "said"), CASES, ids=[" ".join(args) for args, _ in CASES])
-def test_bad_input_is_explained_and_does_nothing(tmp_path: Path, args: list[str], said: str) -> None:
-    done = cli(tmp_path, *args)
-    output = done.stdout + done.stderr
-    assert done.returncode == 2, output
+def test_bad_input_is_explained_and_does_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], args: list[str], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, value in environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    code = main(args)
+    output = "".join(capsys.readouterr())
+    assert code == 2, output
     assert said in output
     assert "Traceback" not in output
     assert len(output.splitlines()) < 25

@@ -27,8 +27,8 @@ from fsdp_jobs.plan.shapes import ModelShape, Unit, llama_shape
 from fsdp_jobs.train.loss import TokenLoss
 from tests.models import Experts
 
-SMALL = LlamaConfig(vocab_size=4096, dim=256, n_layers=6, n_heads=8, n_kv_heads=4, ffn_dim=768)
-DEEP = replace(SMALL, vocab_size=512, dim=512, n_layers=12)
+SMALL = LlamaConfig(vocab_size=4096, dim=256, n_layers=4, n_heads=8, n_kv_heads=4, ffn_dim=768)
+DEEP = replace(SMALL, vocab_size=512, dim=512, n_layers=8)
 ODD = LlamaConfig(vocab_size=1003, dim=192, n_layers=4, n_heads=6, n_kv_heads=6, ffn_dim=509)
 FP32 = FsdpConfig(param_dtype="fp32", chunked_loss=False)
 BF16 = FsdpConfig(param_dtype="bf16", chunked_loss=False)
@@ -109,21 +109,23 @@ def tracked(
             loss_of.head = model.head[-1] if fsdp.chunked_loss is True else None  # type: ignore[index]
             tokens = torch.randint(0, model_config.vocab_size, (data.micro_batch, data.seq_len))
 
-            def step(tracker: FSDPMemTracker | None) -> None:
+            def step() -> None:
                 for i in range(microbatches):
-                    if tracker and i:
+                    if i:
                         tracker.reset_mod_stats()
                     last = i == microbatches - 1
                     sharding.set_gradient_communication(model, layout, last)
                     loss_of(tokens, tokens).backward()
                 optimizer.step()
 
-            step(None)  # optimizer state is there from now on
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()  # its state is there from now on
             optimizer.zero_grad()
             tracker = FSDPMemTracker(model, optimizer)
             tracker.track_inputs((tokens,))
             with tracker:
-                step(tracker)
+                step()
                 after = tracker.get_tracker_snapshot("current")[cpu]
             peak = tracker.get_tracker_snapshot("peak")[cpu]
     gc.collect()
@@ -170,10 +172,10 @@ CASES = {
         Layout("full_shard", 64, 64), data(4096, 1), 1,
     ),
     "blocks gathered ahead": (
-        DEEP, replace(FULL, forward_prefetch=8, backward_prefetch=8), Layout("full_shard", 8, 8), data(64, 1), 1,
+        DEEP, replace(FULL, forward_prefetch=6, backward_prefetch=6), Layout("full_shard", 8, 8), data(64, 1), 1,
     ),
     "blocks gathered ahead in forward": (
-        DEEP, replace(FULL, forward_prefetch=8), Layout("full_shard", 8, 8), data(64, 1), 2,
+        DEEP, replace(FULL, forward_prefetch=6), Layout("full_shard", 8, 8), data(64, 1), 2,
     ),
     "whole parameters, freed block by block": (DEEP, FULL, Layout("hybrid_shard_zero2", 8, 4), data(64, 1), 1),
     "no_shard, freed block by block": (DEEP, FULL, Layout("no_shard", 8, 1), data(64, 1), 1),
@@ -230,7 +232,7 @@ def test_seventy_billion_by_depth() -> None:
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 def test_fewer_experts_than_ranks_are_sharded_inside(strategy: str) -> None:
-    config, layout, batch = replace(SMALL, vocab_size=256, ffn_dim=1024), Layout(strategy, 8, 8), data(16, 1)
+    config, layout, batch = replace(SMALL, vocab_size=256, n_layers=6, ffn_dim=1024), Layout(strategy, 8, 8), data(16, 1)
     measured = tracked(config, BF16, layout, batch, 1, Mixture)
     shape = with_experts(llama_shape(config, accelerator="cpu"), config)
     predicted = peak_memory(shape, layout, BF16, batch, "cpu", 1)
