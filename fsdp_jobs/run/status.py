@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import heapq
 import math
+import statistics
 import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -23,7 +25,8 @@ OVER = (*ENDED, DAMAGED)  # states that do not change by themselves
 WAITING, TRAINING, IDLE = "waiting to be started", "training", "nothing: it has ended"
 _STILL_S, _STILL_LINES = 60.0, 5.0  # without a line of metrics.jsonl: seconds, and multiples of the time between lines
 _ROUND_ENDS = (events.Submitted, events.AttemptStarted, events.RoundBroken, events.AttemptEnded)
-_GLANCE_BYTES = 1 << 12  # of metrics.jsonl, about a dozen steps
+_RECENT = 10  # steps whose median is the present speed
+_GLANCE_BYTES = 1 << 13  # of metrics.jsonl, about twenty steps
 
 
 @dataclass
@@ -60,9 +63,7 @@ class RunStatus:
     step: int = 0
     loss: float | None = None
     first_loss: float | None = None
-    tokens_per_s: float = 0.0
     mfu: float | None = None
-    step_s: float = 0.0
     committed: int = -1
     committed_at: float = 0.0  # seconds since 1970
     furthest: int = 0  # highest step ever reached
@@ -80,6 +81,7 @@ class RunStatus:
         self.is_read = False  # its steps are read from a program's output
         self.waited_for = ""  # the cluster's newest reason; replaces `reason` until the next event
         self._newest: JsonObject = {}  # line of metrics.jsonl
+        self._recent: deque[JsonObject] = deque(maxlen=_RECENT)
         self._line_s = 0.0  # between it and the one before
         self._last = self._before_s = self._queue_s = 0.0  # time of the newest event; seconds of earlier submissions
         self._begun: float | None = None  # time of the present submission
@@ -128,8 +130,7 @@ class RunStatus:
         self.step, self.loss = step, record.get("loss", self.loss)
         if self.first_loss is None:
             self.first_loss = self.loss
-        self.tokens_per_s = _smoothed(self.tokens_per_s, record.get("tokens_per_s", 0.0))
-        self.step_s = _smoothed(self.step_s, record.get("step_s", 0.0))
+        self._recent.append(record)
         self.mfu = record.get("mfu")
         if self._in_round and self.state in ("submitted", "starting", "recovering"):
             self._enter("running", TRAINING)
@@ -204,6 +205,20 @@ class RunStatus:
         return self.state in ("starting", "recovering") and not self._in_round
 
     @property
+    def tokens_per_s(self) -> float:
+        """Return the present speed of all ranks; 0 if they report none."""
+        return self._median("tokens_per_s")
+
+    @property
+    def step_s(self) -> float:
+        """Return the seconds that a step takes now; 0 if they are not reported."""
+        return self._median("step_s")
+
+    def _median(self, key: str) -> float:
+        values: list[float] = [line[key] for line in self._recent if line.get(key)]
+        return statistics.median(values) if values else 0.0
+
+    @property
     def goodput(self) -> Goodput:
         """Return the breakdown of the time of all attempts, up to the newest record."""
         useful, stall, lost, recover = (
@@ -251,10 +266,6 @@ class RunStatus:
     def checkpoint_age_s(self) -> float | None:
         """Return seconds since the newest checkpoint; None before the first."""
         return max(0.0, time.time() - self.committed_at) if self.committed >= 0 else None
-
-
-def _smoothed(before: float, newest: float) -> float:
-    return 0.8 * before + 0.2 * newest if before else newest
 
 
 def steps_done(step: int, steps: int | None) -> str:

@@ -232,7 +232,8 @@ def test_seventy_billion_by_depth() -> None:
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 def test_fewer_experts_than_ranks_are_sharded_inside(strategy: str) -> None:
-    config, layout, batch = replace(SMALL, vocab_size=256, n_layers=6, ffn_dim=1024), Layout(strategy, 8, 8), data(16, 1)
+    config = replace(SMALL, vocab_size=256, n_layers=6, ffn_dim=1024)
+    layout, batch = Layout(strategy, 8, 8), data(16, 1)
     measured = tracked(config, BF16, layout, batch, 1, Mixture)
     shape = with_experts(llama_shape(config, accelerator="cpu"), config)
     predicted = peak_memory(shape, layout, BF16, batch, "cpu", 1)

@@ -77,7 +77,9 @@ def test_steps_that_stand_still_are_not_told_as_training(tmp_path: Path) -> None
 def test_a_glance_sees_what_reading_everything_sees(tmp_path: Path) -> None:
     run = recorded_run(tmp_path)
     for step in range(21, 3000):
-        values = {"loss": 1 / step, "tokens_per_s": 100.0, "step_s": 1.0, "checkpoint_stall_s": 0.0, "attempt": 0}
+        took_s = 100.0 if step == 21 else 1.0 + step % 3  # the first step compiles
+        speed = {"step_s": took_s, "tokens_per_s": 100.0 / took_s}
+        values = {"loss": 1 / step, **speed, "checkpoint_stall_s": 0.0, "attempt": 0}
         add_line(run.metrics, {"step": step, "lr": 1e-3, "grad_norm": 1.0, **values, "time": 200.0 + step})
         if step % 2 == 0:
             add_line(run.events, {"time": 200.0 + step, "event": "checkpoint", "attempt": 0, "step": step})
@@ -89,8 +91,18 @@ def test_a_glance_sees_what_reading_everything_sees(tmp_path: Path) -> None:
         status.update()
     for key in ("state", "attempt", "nodes", "step", "loss", "committed", "committed_at", "reason", "doing"):
         assert getattr(glanced, key) == getattr(read, key), key
-    assert glanced.tokens_per_s == pytest.approx(read.tokens_per_s) and glanced.step_s == pytest.approx(read.step_s)
+    assert glanced.tokens_per_s == read.tokens_per_s == 50.0 and glanced.step_s == read.step_s == 2.0
     assert glanced.goodput == read.goodput and read.goodput.wall_s == 4000.0 - 100.0
+
+
+def test_a_short_runs_speed_is_not_that_of_its_first_step(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path)
+    run.metrics.write_text("")
+    for step, took_s in enumerate((30.0, 2.0, 2.5, 1.5, 2.0), start=1):
+        add_line(run.metrics, {"step": step, "loss": 1.0, "step_s": took_s, "tokens_per_s": 100 / took_s, "attempt": 0})
+    status = RunStatus(run)
+    status.update()
+    assert status.tokens_per_s == 50.0 and status.step_s == 2.0
 
 
 def test_a_glance_sees_a_line_of_any_length(tmp_path: Path) -> None:
