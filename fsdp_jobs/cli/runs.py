@@ -194,11 +194,11 @@ def logs(args: list[str]) -> int:
     run = flags.run
     active = activity_of(run)
     pattern = rank_logs(flags.attempt, flags.node, flags.rank)
-    if not any(run.path.glob(pattern)):
+    if not _is_written(run, pattern):
         row = Overview().look([run])[run]  # its launcher may fetch the records
         why = f": {row.reason}" if row.reason else ""
-        if not any(run.path.glob(pattern)):
-            complain(f"nothing is written there yet; {run.name} is {row.state}{why}")
+        if not _is_written(run, pattern):
+            complain(f"nothing is printed there; {run.name} is {row.state}{why}")
     # the launcher is queried at least once: it may have to fetch the logs
     for file, line in follow_files(run.path, pattern, lambda: active() and flags.follow):
         if flags.errors and not looks_like_error(line):
@@ -210,6 +210,10 @@ def logs(args: list[str]) -> int:
             sys.stdout.write(f"[{label(file)}] {line}\n")
             sys.stdout.flush()
     return 0
+
+
+def _is_written(run: RunDir, pattern: str) -> bool:
+    return any(file.stat().st_size for file in run.path.glob(pattern))
 
 
 def wait(args: list[str]) -> int:
