@@ -119,6 +119,7 @@ def _moments(
     blocks = shard - head - root
     held = (root + (block if reshard else blocks)) * group * b_p  # at a block, without the head
     arriving = block * group * b_p if group > 1 and n > 1 else 0
+    copied = shape.largest.inside_numel(group) * b_p
     in_forward = held + (head * group * b_p) * (2 if group > 1 else 1)
     in_loss = (root + head + (0 if reshard else blocks)) * group * b_p
     in_head = in_loss + (arriving if reshard else 0)
@@ -161,6 +162,13 @@ def _moments(
         replace(state, moment="optimizer step", gradients=shard * b_m),
     ]  # fmt: skip
 
+    if copied:  # out of the flat buffer, then into place; in forward the previous buffer still lives
+        moments += [
+            replace(before, moment="gathering of the last block", gathered=held + 2 * arriving + copied,
+                    activations=saved * (n - 1)),
+            replace(before, moment="gathering of the last block for backward", gathered=in_block + copied,
+                    activations=saved * n, reduction=waiting + head_input),
+        ]  # fmt: skip
     # The last block that has so many more to gather. In forward its own buffer lives until the next one's arrives.
     forward_ahead, backward_ahead = (
         min(ahead, n - 1) if reshard else 0 for ahead in (fsdp.forward_prefetch, fsdp.backward_prefetch)

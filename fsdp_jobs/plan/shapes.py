@@ -43,6 +43,10 @@ class Unit:
         """Elements of it that one rank stores."""
         return sum(self.shards(group))
 
+    def inside_numel(self, group: int) -> int:
+        """Elements of parameters that are not sharded on the first dimension: FSDP2 gathers them by one copy more."""
+        return sum(math.prod(shape) for _, shape in self.params if shard_dim(shape, group))
+
 
 def _stored(shape: Shape, group: int) -> int:
     dim = shard_dim(shape, group)

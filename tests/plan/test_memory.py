@@ -239,7 +239,7 @@ def test_fewer_experts_than_ranks_are_sharded_inside(strategy: str) -> None:
     predicted = peak_memory(shape, layout, BF16, batch, "cpu", 1)
     assert measured["SHARDED_PARAM"] == predicted.parameters == shape.numel * 4 // 8
     print(f"{strategy}: {predicted.tensors / measured['Total']:.3f}")
-    assert predicted.tensors == pytest.approx(measured["Total"], rel=0.05)
+    assert predicted.tensors == pytest.approx(measured["Total"], rel=0.02), "they are copied once more when gathered"
 
 
 def test_the_dtype_follows_the_accelerator() -> None:
