@@ -228,6 +228,8 @@ def _of_program(trace: TracebackType | None) -> TracebackType | None:
 if __name__ == "__main__":
     enter()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python, and what it becomes would ignore them, too
+        signal.signal(ignored, signal.SIG_DFL)
     signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # the program may not handle the request for stacks
     executable = Program.from_json(os.environ.pop(PROGRAM_ENV))
     try:

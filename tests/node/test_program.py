@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -303,3 +304,13 @@ def test_an_exception_whose_handler_exits_is_the_reason(
     assert _run(Program("train.py", False, "", [])) == code
     assert (folder / "error.json").exists() == is_failure
     assert not is_failure or "ZeroDivisionError: division by zero" in (folder / "error.json").read_text()
+
+
+def test_an_executables_pipes_end_by_sigpipe_as_in_a_shell(tmp_path: Path) -> None:
+    """Python ignores it, and a program that it becomes would: the writer of `yes | head` would never learn of it."""
+    (tmp_path / "train.sh").write_text("#!/bin/bash\nyes | head -n 1\nexit ${PIPESTATUS[0]}\n")
+    (tmp_path / "train.sh").chmod(0o755)
+    what = {"what": str(tmp_path / "train.sh"), "is_module": False, "folder": "", "args": []}
+    env = {**os.environ, LOG_ENV: str(tmp_path / "log"), PROGRAM_ENV: json.dumps(what)}
+    done = subprocess.run([sys.executable, "-m", "fsdp_jobs.node.worker"], env=env)
+    assert (done.returncode, (tmp_path / "log").read_text()) == (128 + signal.SIGPIPE, "y\n")
