@@ -65,8 +65,10 @@ class Round:
     excludes: bool = False  # exclude the culprit's machine at once
     has_stalled: bool = False
 
-    def was_long(self, now: float) -> bool:
-        return not self.saves and now - self.began_at > LONG_ROUND_S
+    @property
+    def was_long(self) -> bool:
+        """Whether ranks that save nothing ran for long before they failed or stood still."""
+        return not self.saves and self.failed_at - self.began_at > LONG_ROUND_S
 
     @property
     def stops_by_signal(self) -> bool:
@@ -204,7 +206,7 @@ class Attempt:
         broken.broken_at, failed_at = None, time.time() - (now - broken.failed_at)
         failures, was_parked = broken.failures, broken.requested is Request.PARK and not broken.has_stalled
         if failures and all(f.is_request for f in failures) and not was_parked and self.stop_reason is None:
-            if not broken.was_long(now):  # the ranks left unasked, and may do so again
+            if not broken.was_long:  # the ranks left unasked, and may do so again
                 self.close(self.budget.requeue(failures[0].describe()), now)
                 return
             self.stop_reason = failures[0].describe()
@@ -220,7 +222,7 @@ class Attempt:
         cause = find_cause(failures, broken.culprit, broken.broken_why, stalled, silent)
         machine = broken.hosts.get(cause.node) if cause.node is not None else None
         self.record(events.RoundBroken(cause.why, self.step, self.committed, machine, failed_at))
-        verdict = self.budget.judge(cause, self.committed, stalled, broken.was_long(now))
+        verdict = self.budget.judge(cause, self.committed, stalled, broken.was_long)
         if verdict is not None:
             if cause.failure is not None and cause.failure.is_out_of_memory:
                 verdict.reason += f". {self.planner.what_would_fit(broken.size)}"

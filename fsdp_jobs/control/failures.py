@@ -63,11 +63,13 @@ class Budget:
                     self._attempts, saves = 0, True
                 case events.RoundStarted():
                     began_at = event.time
-                case events.RoundBroken() | events.AttemptEnded(verdict="infrastructure"):
+                case events.RoundBroken():
+                    was_long |= (event.failed_at or event.time) - began_at > LONG_ROUND_S and not saves
+                    began_at = math.inf
+                case events.AttemptEnded(verdict="infrastructure"):
                     was_long |= event.time - began_at > LONG_ROUND_S and not saves
-                    if isinstance(event, events.AttemptEnded):
-                        self._attempts = 0 if was_long else self._attempts + 1
-                        began_at, was_long = math.inf, False
+                    self._attempts = 0 if was_long else self._attempts + 1
+                    began_at, was_long = math.inf, False
         self._last_signature: tuple[int, int, str] | None = None  # of the newest failure in the user's code
 
     def judge(self, cause: Cause, committed: int, stalled: bool = False, was_long: bool = False) -> Verdict | None:

@@ -317,19 +317,24 @@ def test_an_error_that_progress_has_separated_from_its_like_is_not_its_repetitio
     assert cluster.verdict is None and len(cluster.events("round_broken")) == 3
 
 
-def test_a_program_that_records_no_checkpoints_may_lose_a_node_every_day(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("worked_s", "decision"), [(7200, "requeue"), (60, "stop")])
+def test_a_program_that_records_no_checkpoints_may_lose_a_node_every_day(
+    tmp_path: Path, worked_s: float, decision: str
+) -> None:
+    """Unless it did nothing for most of the time."""
     for day in range(5):
         cluster = Cluster(tmp_path, "nodes=2", *PROGRAM)
         began = events.RoundStarted([0, 1], ["a", "b"], "full_shard", 2, 4)
         for event, at in (
             (began, 86400.0 * day),
-            (events.RoundBroken("node 1 was lost", 0, -1), 86400.0 * day + 7200),
+            (events.RoundBroken("node 1 was lost", 0, -1, None, 86400.0 * day + worked_s), 86400.0 * day + 7200),
         ):
             events.append_line(cluster.run.events, replace(event, time=at, attempt=0).to_record())
         cluster = Cluster(tmp_path, "nodes=2", *PROGRAM)
         a = cluster.join(0)
         cluster.later(cluster.config.elastic.wait_for_nodes_s + 2, a)
-        assert cluster.verdict is not None and cluster.verdict.decision == "requeue", f"day {day}"
+        assert cluster.verdict is not None
+        assert cluster.verdict.decision == (decision if day > 2 else "requeue"), f"day {day}"
         cluster.run.verdict(0).unlink()
 
 

@@ -130,3 +130,21 @@ def test_all_nodes_are_silent_before_the_round_ends(tmp_path: Path, ranks: list[
     (stalled,) = cluster.events("stalled")
     assert stalled["why"].startswith("no output, no work and no new file for 31 s: "), stalled
     assert stalled["why"].partition(": ")[2].startswith(said), stalled
+
+
+@pytest.mark.parametrize(("works_s", "verdict"), [(0, "stalled"), (700, None)])
+def test_half_an_hour_of_silence_is_no_progress(tmp_path: Path, works_s: float, verdict: str | None) -> None:
+    """A program that hangs again and again ends the job, unless it has worked for long before."""
+    cluster = Cluster(tmp_path, *PROGRAM, "nodes=1", "elastic.max_failures_without_progress=2")
+    agent = cluster.join(0)
+    for _ in range(3):
+        cluster.silent.clear()
+        cluster.ready(agent)
+        cluster.later(2, agent, **SILENCE)
+        cluster.now = agent.heard = cluster.now + works_s + 1800
+        cluster.silent[agent.id] = 1801.0
+        cluster.later(0.2, agent, **SILENCE)
+        cluster.coordinator.on_message(agent, Stacks([rank(0, "b")]), cluster.now)
+        cluster.later(1.5, agent, **SILENCE)
+    assert len(cluster.events("stalled")) == 3
+    assert (cluster.verdict.verdict if cluster.verdict else None) == verdict
