@@ -16,6 +16,9 @@ _PEER_GONE = re.compile(
     re.IGNORECASE,
 )
 
+# Classes of such errors. A program's own requests time out as TimeoutError, and its own pipes break.
+_OF_TORCH = re.compile(r"RuntimeError|\bDist\w*Error")
+
 _OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|can't allocate memory", re.IGNORECASE)
 
 # Errors of the machine, not of the program.
@@ -61,7 +64,7 @@ class Failure:
 
     @property
     def is_victim(self) -> bool:
-        return reports_lost_peer(self.error)
+        return bool(_OF_TORCH.search(self.error)) and reports_lost_peer(self.error)
 
     @property
     def has_aborted(self) -> bool:
