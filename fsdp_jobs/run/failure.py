@@ -21,6 +21,9 @@ _OF_TORCH = re.compile(r"RuntimeError|\bDist\w*Error")
 
 _OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|can't allocate memory", re.IGNORECASE)
 
+# A message with another process's traceback, and the error at its end.
+_RAISED_ELSEWHERE = re.compile(r"(?s:.*)Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*(?P<error>\S.*)")
+
 # Errors of the machine, not of the program.
 _HARDWARE = re.compile(r"CUDA error|uncorrectable|\bECC\b|\bXid\b|cudaError|CUDA driver|no CUDA GPUs", re.IGNORECASE)
 
@@ -40,10 +43,18 @@ def reports_lost_peer(text: str) -> bool:
 
 
 def summary(message: str) -> str:
-    """Return the first line of an error's message and, if only a later one reports a lost peer, that line."""
-    lines = [line.strip().removesuffix(":") for line in message.splitlines()] or [""]
-    lost = next(filter(reports_lost_peer, lines), lines[0])
-    return lines[0][:500] if lost is lines[0] else f"{lines[0][:250]}: {lost[:250]}"
+    """Return an error's first line and, if that does not say enough, the one that does.
+
+    That is one that reports a lost peer, the exception of another process whose traceback the message has, as of a
+    DataLoader's worker, or the line that a colon announces.
+    """
+    lines = [line.strip() for line in message.splitlines() if line.strip()] or [""]
+    raised = _RAISED_ELSEWHERE.match(message)
+    rest = [raised["error"]] if raised else lines[1:2] if lines[0].endswith(":") else []
+    rest = [*filter(reports_lost_peer, lines), *rest][:1]
+    if not rest or rest[0] == lines[0]:
+        return lines[0].removesuffix(":")[:500]
+    return f"{lines[0].rstrip('.:')[:250]}: {rest[0][:250]}"
 
 
 @dataclass(frozen=True)

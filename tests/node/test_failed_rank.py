@@ -14,10 +14,32 @@ from fsdp_jobs.node.elastic_agent import Agent
 from fsdp_jobs.run.messages import Failed
 from fsdp_jobs.run.term import Lease
 
+WORKER = """Caught OSError in DataLoader worker process 0.
+Original Traceback (most recent call last):
+  File "/v/torch/utils/data/_utils/worker.py", line 349, in _worker_loop
+    data = fetcher.fetch(index)
+           ^^^^^^^^^^^^^^^^^^^^
+OSError: cat-0017.jpg is truncated
+"""
+SPAWNED = """
+
+-- Process 1 terminated with the following error:
+Traceback (most recent call last):
+  File "/v/torch/multiprocessing/spawn.py", line 95, in _wrap
+    fn(i, *args)
+
+ValueError: no such optimizer
+"""
+WORKER_SAYS = "OSError: Caught OSError in DataLoader worker process 0"
+SPAWNED_SAYS = "ProcessRaisedException: -- Process 1 terminated with the following error"
+
 
 @pytest.mark.parametrize(
     ("raised", "reported"),
     [
+        (f"OSError: {WORKER}", f"{WORKER_SAYS}: OSError: cat-0017.jpg is truncated"),
+        (f"ProcessRaisedException: {SPAWNED}", f"{SPAWNED_SAYS}: ValueError: no such optimizer"),
+        ("RuntimeError: Errors in the state of Net:\n\tno head.", "RuntimeError: Errors in the state of Net: no head."),
         ("ValueError: bad\nTraceback", "ValueError: bad"),
         ("ImportError: \n\nneeds sentencepiece\n", "ImportError: needs sentencepiece"),  # as transformers writes them
         ("KeyboardInterrupt: ", "KeyboardInterrupt"),
