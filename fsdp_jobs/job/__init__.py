@@ -10,6 +10,7 @@ Every rank calls every function, in the same order; `log`, `config`, `device` an
 from __future__ import annotations
 
 import math
+import operator
 import os
 import signal
 import sys
@@ -337,10 +338,23 @@ def log(*words: object, **values: Value) -> None:
 
 def _on_host(values: dict[str, Value]) -> dict[str, Value]:
     """Begin to copy values that are on a GPU to the host."""
+    for name, value in values.items():
+        if not _is_number(value):
+            raise TypeError(f"{name}={value!r} is not a number: metrics have numbers, and tensors of one element")
     return {
         name: value.detach().to("cpu", non_blocking=True, copy=True) if isinstance(value, Tensor) else value
         for name, value in values.items()
     }
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    try:
+        float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def step(number: int, *, tokens: int = 0, flops: float = 0.0, last: bool = False, **values: Value) -> None:
@@ -351,7 +365,7 @@ def step(number: int, *, tokens: int = 0, flops: float = 0.0, last: bool = False
     for them.
 
     Args:
-        number: steps done, this one included.
+        number: steps done, this one included; NumPy's integers are taken, too.
         tokens: of the step over all ranks, for the speed.
         flops: of the step over all ranks, for the MFU.
         last: only `finish` is left to do, even if the job was asked to leave.
@@ -361,7 +375,9 @@ def step(number: int, *, tokens: int = 0, flops: float = 0.0, last: bool = False
     Raises:
         JobFailed: the loss is not a number, and `elastic.stop_on_nan_loss` is set; or the gradient norm was not
             finite for `elastic.max_skipped_updates` steps in a row.
+        TypeError: `number` is not an integer, or a value is not a number.
     """
+    number = operator.index(number)
     job, checkpoints = _the_job(), _the_job().checkpoints
     agreed, slowest_s = job.agreed()
     job.request = Request.NONE if last else max(job.request, agreed)

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fsdp_jobs.config.hydra import compose_job
@@ -143,12 +144,15 @@ def _steps(folder: str) -> list[float]:
     os.environ |= {RUN_DIR_ENV: folder, LAYOUT_ENV: Layout("full_shard", 1, 1).to_json()}
     os.environ |= {ATTEMPT_ENV: "0", ROUND_ENV: "0"}
     job.init()
+    with pytest.raises(TypeError, match="note='warm' is not a number"):
+        job.log(note="warm")  # type: ignore[arg-type]
     done = []
-    for number in (1, 2, 3):
+    for number in np.arange(1, 4):
         time.sleep(1)
         job.step(number, last=number == 3)
         done.append(time.time())
     assert job.finish()
+    assert [line["step"] for line in read_json_lines(run.metrics)] == [1, 2, 3]
     return [line["time"] - at for line, at in zip(read_json_lines(run.metrics), done, strict=True)]
 
 
