@@ -140,6 +140,10 @@ class Launcher(ABC):
     name: str  # of the TorchX scheduler, e.g. "slurm_fsdp"
     output = "text"  # the format of `artefact`
 
+    @classmethod
+    def forget(cls) -> None:
+        """Drop answers of clusters that a command shares between its jobs."""
+
     def topology(self, config: JobConfig) -> Topology | None:
         """Return the topology of this cluster's nodes; None if it does not report one."""
         return None

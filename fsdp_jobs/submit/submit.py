@@ -92,9 +92,11 @@ def _seen(runs_dir: str, launcher: str, hardware: str) -> Failures:
 
 
 def forget() -> None:
-    """Drop the caches that a command shares between its jobs: in a notebook, the model may have been edited."""
+    """Drop what a command shares between its jobs: in a notebook, model and cluster may have changed."""
     run_probe.cache_clear()
     _seen.cache_clear()
+    for launcher in Launcher.__subclasses__():  # those in use here: the others have asked nothing
+        launcher.forget()
 
 
 def _topology(config: JobConfig) -> Topology | None:

@@ -34,6 +34,11 @@ def topology_labels(api: Api, config: JobConfig, fresh: bool = False) -> dict[st
     return _answers[question]
 
 
+def forget() -> None:
+    """Drop all answers that `topology_labels` would reuse."""
+    _answers.clear()
+
+
 def _read(api: Api, selector: Mapping[str, str], gpu_resource: str, gpus: int) -> dict[str, dict[str, str]]:
     try:
         machines = api.nodes(selector)

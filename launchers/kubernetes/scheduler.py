@@ -19,7 +19,7 @@ from fsdp_jobs.config.errors import BadInput, JobFailed
 from fsdp_jobs.config.resolve import most_nodes, ranks_per_node
 from fsdp_jobs.config.schema import JobConfig, load_config, plain_values
 from fsdp_jobs.launchers.base import Description, Finding, Job, Launcher, at_once, prepare_each
-from fsdp_jobs.launchers.kubernetes import conditions, mirror, validate
+from fsdp_jobs.launchers.kubernetes import conditions, machines, mirror, validate
 from fsdp_jobs.launchers.kubernetes.api import Api, ApiError, explain
 from fsdp_jobs.launchers.kubernetes.labels import (
     ALL_APPS,
@@ -101,6 +101,10 @@ class KubernetesLauncher(Launcher):
 
     name = "kubernetes_fsdp"
     output = "yaml"
+
+    @classmethod
+    def forget(cls) -> None:
+        machines.forget()
 
     def topology(self, config: JobConfig) -> Topology | None:
         """Read the switches from the machines' labels; None without labels, enough machines, or an API."""

@@ -136,6 +136,11 @@ def recent(*argv: str, max_age_s: float = math.inf, timeout_s: float = _TIMEOUT_
     return answer
 
 
+def forget() -> None:
+    """Drop all answers that `recent` would reuse."""
+    _answers.clear()
+
+
 def own_id(is_task: bool) -> str:
     """Return the id of the job that this process belongs to, as squeue shows it.
 

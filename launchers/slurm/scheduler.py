@@ -69,6 +69,10 @@ class SlurmLauncher(Launcher):
     name = "slurm_fsdp"
     output = "script"
 
+    @classmethod
+    def forget(cls) -> None:
+        client.forget()
+
     def topology(self, config: JobConfig) -> Topology | None:
         return site.topology_of(site.site_of(config), config)
 

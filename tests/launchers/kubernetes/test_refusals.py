@@ -14,6 +14,7 @@ import pytest
 import yaml
 from torchx.specs import AppState
 
+from fsdp_jobs import Job as NotebookJob
 from fsdp_jobs.cli.main import main
 from fsdp_jobs.config.errors import BadInput, JobFailed
 from fsdp_jobs.config.hydra import compose_job
@@ -399,6 +400,15 @@ class TestMachines:
         assert self.plan("nodes=4", "cluster.node_selector={pool: a}").nodes == plan.nodes
         no_machine = self.plan("nodes=4", "cluster.node_selector={pool: c}")
         assert set(no_machine.leaves) == {""} and set(self.plan("nodes=6").leaves) == {""}  # the sixth is too small
+
+    def test_a_notebook_plans_with_the_switches_of_now(self, api: SimulatedApi) -> None:
+        job = NotebookJob(*JOB, "hardware=h100", "nodes=2")
+        assert job.plan().leaves == ("leaf0", "leaf0")
+        for number in range(5):
+            labels = {self.LEAF: "moved", self.SPINE: "spine"}
+            machine = api.put("", "nodes", {"metadata": {"name": f"m{number}", "labels": labels}})
+            machine["status"] = {"allocatable": {"nvidia.com/gpu": "8"}}
+        assert job.plan().leaves == ("moved", "moved")
 
     @pytest.mark.seen
     def test_the_plan_and_the_order_of_ranks_are_those_of_a_topology_file(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_jobs import Job as NotebookJob
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.slurm import client
@@ -225,3 +226,13 @@ def test_doctor_asks_for_a_node_as_the_job_will(site: Site, tmp_path: Path, monk
     found = {finding.what: finding.fact for finding in examine(config)}
     assert found["runs_dir"].startswith("n1 sees ") and found["python"].endswith("torch 2.13.0, 1 GPUs"), found
     assert "preempted by QOS" in found["preemption"], found
+
+
+def test_a_notebook_plans_with_the_switches_that_slurm_names_now(site: Site) -> None:
+    site.config({**CONFIG, "TopologyPlugin": "topology/tree"})
+    site.say("sinfo", "echo 'long* n[1-2]'")
+    for switch in ("before", "now"):
+        shown = f"SwitchName={switch} Level=0 Nodes=n[1-2]"
+        site.say("scontrol", f"[ $2 = config ] && cat {site.folder}/config || echo '{shown}'")
+        plan = NotebookJob("cluster=slurm", "model=llama_debug", "nodes=2", "hardware=h100").plan()
+        assert plan.leaves == (switch, switch)
