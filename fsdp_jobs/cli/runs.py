@@ -305,7 +305,7 @@ def report(args: list[str]) -> int:
 def prune(args: list[str]) -> int:
     from fsdp_jobs.plan.memory import size
     from fsdp_jobs.sweeps.jobs import best_runs
-    from fsdp_jobs.tools.prune import old_runs, remove
+    from fsdp_jobs.tools.prune import erase, old_runs, remove, unfinished
 
     parser = VerbParser("prune")
     parser.add_argument("--older-than", metavar="AGE", required=True, help="since a run's newest change: 30d, 12h")
@@ -324,6 +324,10 @@ def prune(args: list[str]) -> int:
             complain(f"not removed: {problem}")
         if not (flags.yes and old.run.path.exists()):
             gone.append(old)
+    for folder in unfinished(flags.runs_dir):
+        say(f"{folder.name}  left by a prune that was interrupted")
+        if flags.yes:
+            erase(folder)
     total = f"{counted(len(gone), 'run')}, {size(sum(old.bytes for old in gone))}"
     say(f"removed {total}" if flags.yes else f"{total} would be removed, with checkpoints: add --yes")
     return EXIT_FAILED if failed else 0

@@ -57,7 +57,7 @@ def old_runs(runs_dir: str, older_than_s: float, keep: Sequence[str]) -> Iterato
 def remove(old: Old) -> list[str]:
     """Remove a run's directory and its checkpoints elsewhere; return what could not be, or belongs to another run.
 
-    If this is interrupted, a hidden folder remains that no verb lists as a run.
+    If this is interrupted, a hidden folder remains that no verb lists as a run: see `unfinished`.
     """
     place = old.run.path.resolve()
     folders = [place, *(inside for inside in place.rglob("*") if inside.is_dir() and not inside.is_symlink())]
@@ -91,10 +91,22 @@ def _remove(run: RunDir) -> list[str]:
     place = run.path.resolve()
     # A new folder to move it into could not be made on a full disk, which this is to make room on.
     going = place.rename(place.with_name(f"{_GOING}{place.name}-{secrets.token_hex(4)}"))
-    shutil.rmtree(going)
+    erase(going)
     if run.path.is_symlink():
         run.path.unlink()
     return problems
+
+
+def unfinished(runs_dir: str) -> list[Path]:
+    """Return this user's directories that an interrupted command has begun to remove."""
+    return [folder for folder in sorted(Path(runs_dir).glob(f"{_GOING}*")) if folder.lstat().st_uid == os.getuid()]
+
+
+def erase(folder: Path) -> None:
+    """Remove a directory that another command may be removing, too."""
+    while folder.exists():
+        with suppress(FileNotFoundError):
+            shutil.rmtree(folder)
 
 
 def _remove_checkpoints(home: Path, identity: str) -> list[str]:

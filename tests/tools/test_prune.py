@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -119,6 +120,25 @@ def test_a_run_behind_a_link_goes_with_its_link(folder: Path) -> None:
 def test_what_is_being_removed_is_no_run(folder: Path) -> None:
     (folder / "runs" / "young").rename(folder / "runs" / ".pruned-young")
     assert "pruned" not in cli(folder, "status").stdout
+
+
+def test_what_an_interrupted_prune_has_left_goes_with_the_next(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (old,) = [o for o in old_runs(str(folder / "runs"), 30 * _DAY_S, []) if o.run.name == "old"]
+    erase = shutil.rmtree
+
+    def interrupted(path: Path) -> None:
+        if path.name.startswith("."):
+            raise KeyboardInterrupt
+        erase(path)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(shutil, "rmtree", interrupted)
+        remove(old)
+    (left,) = [name for name in names(folder) if name.startswith(".")]
+    shown = cli(folder, "prune", "--older-than", "9000d")
+    assert left in shown.stdout and left in names(folder), shown
+    done = cli(folder, "prune", "--older-than", "9000d", "--yes")
+    assert done.returncode == 0 and left not in names(folder), done
 
 
 def test_a_disk_on_which_no_folder_can_be_made_gets_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
