@@ -100,9 +100,8 @@ class Dashboard:
         return _events(messages())
 
     def metrics(self, _: Request) -> Response:
-        """Answer with the runs' metrics for Prometheus; 503 before all runs have been read, again if nobody asked."""
-        self._live.watched_at = time.monotonic()
-        if (summaries := self._live.summaries) is None:
+        """Answer with the runs' metrics for Prometheus; 503 if reading all runs takes longer than it waits."""
+        if (summaries := self._live.fresh()) is None:
             return PlainTextResponse("the runs are being read", 503)
         return PlainTextResponse(exposition(summaries), media_type="text/plain; version=0.0.4")
 

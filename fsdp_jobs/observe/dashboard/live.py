@@ -12,7 +12,7 @@ from functools import partial
 from fsdp_jobs.config.errors import one_line
 from fsdp_jobs.launchers.base import Description
 from fsdp_jobs.observe.answers import row_of
-from fsdp_jobs.run.beside import beside, start_thread
+from fsdp_jobs.run.beside import beside, start_thread, wait_until
 from fsdp_jobs.run.directory import runs_in
 from fsdp_jobs.run.record import JsonObject
 from fsdp_jobs.run.state import State
@@ -23,7 +23,8 @@ from fsdp_jobs.submit.submitted import by_launcher, describe
 _LOOK_EVERY_S = 1.0  # at runs; less often if a look takes longer than a quarter of this
 _ASK_EVERY_S = 5.0  # each launcher
 _PATIENCE_S = 15.0  # after which rows say that their launcher does not answer
-_IDLE_S = 150.0  # after the last browser or Prometheus has asked, which may do so every two minutes
+_IDLE_S = 150.0  # after the last browser or Prometheus has asked
+_READ_S = 8.0  # for which Prometheus waits until the runs are read again; it gives up after 10 s by default
 _CHUNK = 50  # number of runs read before the first rows are shown
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,10 @@ class LauncherAnswers:
         """Return handle -> its launcher's newest answer, and include these jobs in the next query."""
         self._wanted |= dict.fromkeys(handles)
         return self._answers
+
+    def forget(self) -> None:
+        """Drop all answers: nobody has asked for long."""
+        self._answers = {}
 
     def ask_again(self) -> None:
         """Query every launcher that is due about all jobs requested since the last call, without waiting for it."""
@@ -75,9 +80,16 @@ class LiveRows:
         self.is_complete = False  # all runs have been read once
         self.trouble = ""  # why the folder cannot be read
         self.watched_at = time.monotonic()  # when a browser last read the rows
+        self._looks = 0  # since someone watches
         self._launchers = LauncherAnswers()
         self._overview = Overview(self._launchers.newest)
         start_thread(self._keep_looking, "live")
+
+    def fresh(self) -> list[RunSummary] | None:
+        """Return the summaries, as soon as they are those of now; None if the runs are not read in time."""
+        self.watched_at = time.monotonic()
+        wait_until(lambda: self.summaries is not None, _READ_S)
+        return self.summaries
 
     def _keep_looking(self) -> None:
         while True:
@@ -90,7 +102,8 @@ class LiveRows:
                     logger.warning("%s: %s", self.folder, e)
                     self.trouble = str(e)
             else:
-                self.summaries = None
+                self.summaries, self._looks = None, 0
+                self._launchers.forget()
             time.sleep(max(_LOOK_EVERY_S, 4 * (time.monotonic() - began)))
 
     def _look(self) -> None:
@@ -103,5 +116,8 @@ class LiveRows:
                 found[summary.run] = before if before == row else row
             if not self.is_complete:
                 self.rows = dict(found)
-        self.rows, self.summaries, self.is_complete = found, summaries, True
+        self.rows, self.is_complete = found, True
+        if self._looks:  # the first look asks the launchers
+            self.summaries = summaries
+        self._looks += 1
         self._launchers.ask_again()
