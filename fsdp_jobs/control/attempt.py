@@ -54,6 +54,8 @@ class Round:
     is_in_doubt: bool = False  # a node fell silent, but the coordinator heard no other machine either
     requested: Request = Request.NONE
     parked_for: str = ""  # why it was parked; empty: nodes join or leave
+    leaving: set[int] = field(default_factory=set)  # nodes that received a stop signal
+    is_over: bool = False  # all had parked, or report nothing: it has ended as planned
     not_needed: set[str] = field(default_factory=set)  # ids of waiting agents that would not add a usable node
     broken_at: float | None = None  # when it broke; None again once it is judged
     failed_at: float = 0.0  # when the failure happened that broke it
@@ -69,6 +71,16 @@ class Round:
     def was_long(self) -> bool:
         """Whether ranks that save nothing ran for long before they failed or stood still."""
         return not self.saves and self.failed_at - self.began_at > LONG_ROUND_S
+
+    @property
+    def was_planned(self) -> bool:
+        """Whether it broke because it was parked; what nodes that leave have brought about belongs to that."""
+        if self.requested is not Request.PARK or self.has_stalled:
+            return False
+        failed = [f for f in self.failures if not f.is_request and f.node not in self.leaving]
+        if self.leaving:
+            failed = [f for f in failed if not (f.is_victim or f.has_aborted)]
+        return self.is_over or not (failed or self.lost.keys() - self.leaving)
 
     @property
     def stops_by_signal(self) -> bool:
@@ -204,8 +216,8 @@ class Attempt:
         """Decide after a broken round whether to start another one, from the reports received so far."""
         broken = self.round
         broken.broken_at, failed_at = None, time.time() - (now - broken.failed_at)
-        failures, was_parked = broken.failures, broken.requested is Request.PARK and not broken.has_stalled
-        if failures and all(f.is_request for f in failures) and not was_parked and self.stop_reason is None:
+        failures, was_planned = broken.failures, broken.was_planned
+        if failures and all(f.is_request for f in failures) and not was_planned and self.stop_reason is None:
             if not broken.was_long:  # the ranks left unasked, and may do so again
                 self.close(self.budget.requeue(failures[0].describe()), now)
                 return
@@ -213,7 +225,7 @@ class Attempt:
         if self.stop_reason is not None:
             self.close(self._preempted(), now)
             return
-        if was_parked:
+        if was_planned:
             why = broken.broken_why
             self.record(events.RoundBroken(why, self.step, self.committed, failed_at=failed_at, is_planned=True))
             return

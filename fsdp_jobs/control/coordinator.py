@@ -172,6 +172,8 @@ class Coordinator(Attempt):
         """Stop the job on a node's signal; if the cluster replaces nodes, save and continue without that node."""
         agent.is_leaving = self.config.cluster.replaces_nodes
         if agent.is_leaving and not all(a.is_leaving for a in self.agents.values()):
+            if agent.in_round:
+                self.round.leaving.add(agent.node)
             if agent.in_round and self.round.running and self.round.requested is Request.NONE:
                 self._request(Request.PARK)
             return
@@ -351,4 +353,5 @@ class Coordinator(Attempt):
         if current.requested is Request.PARK and (self.agents.are_parked() or not current.has_reports):
             leaving = sorted(a.node for a in self.agents.values() if a.is_leaving)
             change = f"nodes {leaving} received a stop signal" if leaving else f"{len(waiting)} more nodes join"
+            current.is_over = True
             self.break_round(current.parked_for or change, now)

@@ -16,7 +16,7 @@ from fsdp_jobs.control.placement import ConnectedAgent
 from fsdp_jobs.plan.layout import partners
 from fsdp_jobs.run import messages, verdict
 from fsdp_jobs.run.rank_state import Phase, Request
-from tests.control.cluster import PROGRAM, SILENCE, Cluster, failure
+from tests.control.cluster import PROGRAM, SILENCE, Cluster, fails, failure
 
 
 def test_ranks_follow_the_topology_and_natural_order(tmp_path: Path) -> None:
@@ -120,6 +120,19 @@ def test_new_nodes_wait_until_the_ranks_have_saved_and_parked(tmp_path: Path) ->
     cluster.later(2, a, b)
     assert cluster.last(b, messages.Round).size == 2
     assert cluster.verdict is None
+
+
+def test_a_rank_that_fails_while_the_others_park_is_a_failure(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=1:2", "elastic.join_window_s=0", "fsdp=full_shard")
+    a = cluster.join(0)
+    cluster.later(0.5, a)
+    b = cluster.join(1)
+    cluster.later(1, a, b)
+    assert cluster.last(a, messages.Request) == messages.Request(Request.PARK)
+    fails(cluster, [a, b], node=0, error="ValueError: a bad sample")
+    cluster.later(2, a, b)
+    (broken,) = cluster.events("round_broken")
+    assert not broken.get("is_planned") and "a bad sample" in broken["why"]
 
 
 @pytest.mark.seen
