@@ -25,8 +25,6 @@ _DEFAULTS = {  # of the ranks' environment
     "PYTHONUNBUFFERED": "1",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
-    "TORCH_FR_BUFFER_SIZE": "2000",  # collectives that NCCL's flight recorder keeps, for a stall's post-mortem
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",  # the same: without it some versions of torch are not asked for the record
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
 RUN_DIR_KEY = "fsdp_jobs/run_dir"  # in the AppDef's metadata

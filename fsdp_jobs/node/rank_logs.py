@@ -23,6 +23,9 @@ from fsdp_jobs.run.tail import TIMES, rank_of
 
 _EVERY_S = 1.0  # between two checks of the logs' sizes
 FLIGHT_RECORDER = "nccl-trace-rank-"  # NCCL's record of collectives; NCCL appends the rank
+# Variables for how many collectives it keeps; some versions of torch are not asked for the record without the second.
+_RECORDER_ENV = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+_RECORDED = "2000"
 # Variables that configure CUDA's allocator; all supported versions of torch read the first.
 _ALLOCATOR_ENV = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
@@ -39,6 +42,8 @@ class RankLogs(LogsSpecs):
         error_files = {}
         defaults = self._accelerate(len(envs)) if self.config.is_program else _allocator()
         current = self.handler.round
+        recorded = next((os.environ[name] for name in _RECORDER_ENV if name in os.environ), _RECORDED)
+        defaults |= dict.fromkeys(_RECORDER_ENV, recorded)
         for local_rank, env in envs.items():
             error_files[local_rank] = str(self.folder / f"error-{local_rank}.json")
             Path(error_files[local_rank]).unlink(missing_ok=True)

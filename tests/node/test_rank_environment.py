@@ -15,6 +15,7 @@ from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.messages import Round
 
+RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # torch reads the first, older versions the second
 SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
@@ -39,3 +40,15 @@ def test_the_trainers_memory_is_in_segments_that_grow(tmp_path: Path, monkeypatc
     assert not {*SETTINGS} & {*found_by_a_rank(tmp_path, "model=none", f"script={script}")}  # its author knows
     monkeypatch.setenv(SETTINGS[1], "max_split_size_mb:512")
     assert not {*SETTINGS} & {*found_by_a_rank(tmp_path)}  # inherited as the user has it
+
+
+@pytest.mark.parametrize("users", RECORDER)
+def test_the_users_size_of_nccls_record_holds_by_either_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, users: str
+) -> None:
+    for name in RECORDER:
+        monkeypatch.delenv(name, raising=False)
+    assert [found_by_a_rank(tmp_path)[name] for name in RECORDER] == ["2000", "2000"]
+    monkeypatch.setenv(users, "50000")
+    found = found_by_a_rank(tmp_path)
+    assert [found[name] for name in RECORDER] == ["50000", "50000"]
