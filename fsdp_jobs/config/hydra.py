@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
@@ -262,8 +263,28 @@ class _Composer:
             if isinstance(override.value(), int | float) and isinstance(OmegaConf.select(config, key), str):
                 OmegaConf.update(config, key, text.partition("=")[2])  # 2024_10 and 1e5 are names, too
         except OmegaConfBaseException as e:
-            return Problem(text, _message(e))
+            return _of_value(text, _message(e))
         return None
+
+
+_OF_VALUES = {  # part of OmegaConf's message about a value's type -> the fact, the cure
+    "converted to Integer": ("is not a whole number", "digits only"),
+    "converted to Float": ("is not a number", "digits: 0.5, or 1e-4"),
+    "not a valid bool": ("is neither true nor false", ""),
+    "is not Optional": ("needs a value", ""),
+}
+
+
+def _of_value(text: str, message: str) -> Problem:
+    """Describe a value of the wrong type; for an abbreviated whole number, write it out."""
+    what, cure = next((ours for part, ours in _OF_VALUES.items() if part in message), (message, ""))
+    key, _, value = text.partition("=")
+    if cure == "digits only" and (count := re.fullmatch(r"(\d+)([km])", value, re.IGNORECASE)):
+        power = "km".index(count[2].lower()) + 1
+        cure = f"{key}={int(count[1]) * 1024**power}, or {int(count[1]) * 1000**power}"
+    elif cure == "digits only" and re.fullmatch(r"\d+(\.\d*)?e\+?\d+", value, re.IGNORECASE) and float(value).is_integer():
+        what, cure = "is not written as a whole number", f"{key}={float(value):.0f}"
+    return Problem(text, what, cure)
 
 
 def _message(error: Exception) -> str:
