@@ -143,6 +143,7 @@ class Launcher(ABC):
     @classmethod
     def forget(cls) -> None:
         """Drop answers of clusters that a command shares between its jobs."""
+        return
 
     def topology(self, config: JobConfig) -> Topology | None:
         """Return the topology of this cluster's nodes; None if it does not report one."""

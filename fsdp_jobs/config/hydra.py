@@ -282,7 +282,7 @@ def _of_value(text: str, message: str) -> Problem:
     if cure == "digits only" and (count := re.fullmatch(r"(\d+)([km])", value, re.IGNORECASE)):
         power = "km".index(count[2].lower()) + 1
         cure = f"{key}={int(count[1]) * 1024**power}, or {int(count[1]) * 1000**power}"
-    elif cure == "digits only" and re.fullmatch(r"\d+(\.\d*)?e\+?\d+", value, re.IGNORECASE) and float(value).is_integer():
+    elif cure == "digits only" and re.fullmatch(r"(?i)\d+(\.\d*)?e\d+", value) and float(value).is_integer():
         what, cure = "is not written as a whole number", f"{key}={float(value):.0f}"
     return Problem(text, what, cure)
 
