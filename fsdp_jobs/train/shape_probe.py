@@ -256,12 +256,13 @@ def shape_of(config: JobConfig) -> ModelShape:
         model = build_model(config.model)
         if scalars := [name for name, p in model.named_parameters() if p.ndim == 0]:
             raise ValueError(f"FSDP does not shard a parameter without dimensions, {scalars[0]}: torch.ones(1) is one")
-        blocks = find_blocks(model, config.model, config.fsdp)
+        blocks, positions = find_blocks(model, config.model, config.fsdp), positions_of(model)
         is_fp32 = param_dtype(config.fsdp, accelerator(config)) == "fp32"
         dtype = torch.float32 if is_fp32 else torch.bfloat16  # fp16 has the same sizes
         try:
             is_filled = config.fsdp.meta_init and isinstance(config.model, CustomModelConfig)
-            activations = activations_of(model, blocks, config.data.seq_len, dtype, is_filled)
+            length = min(config.data.seq_len, positions or config.data.seq_len)  # a longer one is refused later
+            activations = activations_of(model, blocks, length, dtype, is_filled)
         except RuntimeError as e:
             if not isinstance(e, _NOT_ON_FAKE_TENSORS) and _NO_KERNEL not in str(e):
                 raise  # an error of the model's own
@@ -269,7 +270,7 @@ def shape_of(config: JobConfig) -> ModelShape:
     head = head_modules_of(model) if config.fsdp.wrap == "layer" else []
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     buffers = sum(b.numel() * b.element_size() for b in model.buffers())
-    units, positions = units_of(model, blocks, head, activations), positions_of(model)
+    units = units_of(model, blocks, head, activations)
     return replace(units, positions=positions, frozen=frozen, buffers=buffers, unmeasured=unmeasured)
 
 

@@ -317,10 +317,19 @@ def test_only_a_table_of_places_ends(tmp_path: Path, kind: str, sizes: dict[str,
 
 
 @pytest.mark.integration
-def test_samples_longer_than_a_models_table_of_places_are_refused(tmp_path: Path) -> None:
-    sizes = {"n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 256}
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("gpt2", {"n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 256}),
+        ("bert", {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64,
+                  "max_position_embeddings": 256, "is_decoder": True}),
+    ],
+)  # fmt: skip
+def test_samples_longer_than_a_models_table_of_places_are_refused(
+    tmp_path: Path, kind: str, sizes: dict[str, int]
+) -> None:
     with pytest.raises(BadInput, match="the model has places for 256 tokens"):
-        probe(_of(tmp_path, "gpt2", sizes, "data.seq_len=257"))
+        probe(_of(tmp_path, kind, sizes, "data.seq_len=300"))
 
 
 def test_without_a_name_the_units_are_what_a_list_or_a_sequence_repeats() -> None:
