@@ -140,11 +140,12 @@ class Overview:
 
 
 def _damaged(run: RunDir, error: Exception) -> RunSummary:
-    """Sum up a run that cannot be read; after an OSError, as while a file server restarts, it may be readable soon."""
+    """Sum up a run that cannot be read; after most OSErrors, as while a file server restarts, it may be soon."""
     owner = None
     with suppress(*DAMAGES):
         owner = owner_of(run)
-    state = UNREADABLE if isinstance(error, OSError) else DAMAGED
+    is_passing = isinstance(error, OSError) and not isinstance(error, PermissionError)
+    state = UNREADABLE if is_passing else DAMAGED
     return RunSummary(run.name, "", state, reason=damage(str(run.path), error), owner=owner and _name_of(owner))
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from fsdp_jobs.cli.main import main
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.launchers.base import Description
 from fsdp_jobs.observe.answers import curves
@@ -194,6 +195,17 @@ def test_a_run_that_cannot_be_read_just_now_is_not_over_simulated(
         stale = overview.look([run])[run]
     assert stale.state == "unreadable" and "Stale" in stale.reason and not stale.is_over
     assert overview.look([run])[run].state == "starting"
+
+
+def test_nobody_waits_for_a_run_that_may_not_be_read_simulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = recorded_run(tmp_path)
+    add_line(run.events, {"time": 131.0, "event": "attempt_started", "attempt": 1})
+    refused = PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(run.metrics))
+    monkeypatch.setattr(RunStatus, "glance", lambda _: (_ for _ in ()).throw(refused))  # root may read everything
+    assert main(["wait", run.name, "--timeout", "5", f"runs_dir={tmp_path}"]) == 1
+    assert f"Permission denied: '{run.metrics}'" in capsys.readouterr().out
 
 
 def test_a_record_that_cannot_be_read_hides_only_its_own_job_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
