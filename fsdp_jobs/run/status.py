@@ -83,6 +83,7 @@ class RunStatus:
         self._newest: JsonObject = {}  # line of metrics.jsonl
         self._recent: deque[JsonObject] = deque(maxlen=_RECENT)
         self._line_s = 0.0  # between it and the one before
+        self._between = 1  # steps from a line to the next
         self._last = self._before_s = self._queue_s = 0.0  # time of the newest event; seconds of earlier submissions
         self._begun: float | None = None  # time of the present submission
         self._queued: float | None = None  # when it entered the queue; None if it has left
@@ -125,7 +126,10 @@ class RunStatus:
                     b.lost_steps = max(0, b.step - resumed)
         self.furthest = max(self.furthest, self.step)
         step = record.get("step", self.step)
-        before = self.step if self.step < step else step - 1 if resumed is None else resumed
+        if self.step < step:
+            before, self._between = self.step, step - self.step
+        else:
+            before = step - self._between if resumed is None else resumed
         self.lost_steps += max(0, min(step, self.furthest) - max(0, before))
         self.step, self.loss = step, record.get("loss", self.loss)
         if self.first_loss is None:

@@ -183,6 +183,17 @@ def test_steps_of_a_program_that_counts_from_zero_are_not_repeated(tmp_path: Pat
     assert status.lost_steps == 10 and status.is_read
 
 
+@pytest.mark.parametrize("every", [1, 5])
+def test_steps_are_repeated_from_zero_although_nothing_says_so(tmp_path: Path, every: int) -> None:
+    run = recorded_run(tmp_path / "runs")
+    run.metrics.unlink()
+    for at, step in enumerate([*range(every, 21, every)] * 2):  # the second round has no checkpoint to begin at
+        add_line(run.metrics, {"step": step, "tokens_per_s": 1.0, "time": 101.0 + at})
+    status = RunStatus(run)
+    status.update()
+    assert status.lost_steps == 20
+
+
 def test_a_run_that_cannot_be_read_just_now_is_not_over_simulated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
