@@ -155,7 +155,7 @@ def test_a_queued_job_is_started_or_withdrawn_once(tmp_path: Path, monkeypatch: 
     ("overrides", "said"),
     [
         (["optim.lr=1e-4,-1", "fsdp=full_shard,fulll_shard", "nodes=0,1"], "3 problems"),
-        (["optim.lr=1e-4,fast"], "could not be converted to Float"),
+        (["optim.lr=1e-4,fast"], "is not a number"),
         (["optim.lrr=1,2"], "did you mean optim.lr?"),
         (["name=a,b"], "applies to the whole sweep"),
         (["name=a/b", "seed=1,2"], "not a valid run name"),
