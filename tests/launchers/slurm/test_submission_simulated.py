@@ -24,6 +24,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(client, "settings", lambda: {"MaxArraySize": "3"})
     say(tmp_path, "sbatch", 'n=$(ls | grep -c ^script); cp "$1" script-$n; echo Submitted batch job $((100 + n))')
     say(tmp_path, "scancel", "echo $* > cancelled")
+    say(tmp_path, "srun", "exit 1")  # submitit only looks whether it is there
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
