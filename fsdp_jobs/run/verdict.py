@@ -5,9 +5,10 @@ from __future__ import annotations
 import atexit
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
 
 from fsdp_jobs.config.schema import plain_values
 from fsdp_jobs.run import events
@@ -78,23 +79,35 @@ def judge(run: RunDir, verdict: Verdict) -> None:
     before = Verdict.read(run, attempt)
     if before is None or before.decision == "requeue":  # the requeue will not follow
         verdict.close(run, attempt)
+        _tell_tracker(run)
+
+
+def _tell_tracker(run: RunDir) -> None:
+    """Let a process tell the run's tracker that it has ended: what sends the metrics may have died with the job."""
+    if run.tracking.exists():
+        with suppress(OSError):  # this process may start no other
+            _start([sys.executable, "-m", "fsdp_jobs.observe.trackers.send", str(run.path)], subprocess.DEVNULL)
 
 
 def notify(run: RunDir, attempt: int, what: str, *why: str) -> None:
     """Send the notification of `what`, one of `notify.on`, if configured; `why` describes a `what` that is no verdict.
 
-    A separate process sends it. This process waits for it at exit, because its end may end the container.
+    A separate process sends it.
     """
     settings = plain_values(run.config).get("notify") if run.config.exists() else None
     if not settings or not (settings["command"] or settings["webhook"]) or what not in settings["on"]:
         return
     argv = [sys.executable, "-m", "fsdp_jobs.observe.notify", str(run.path), str(attempt), *why]
     try:
-        process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True)
+        _start(argv, sys.stderr)
     except OSError as e:  # this process may start no other
         way = "command" if settings["command"] else "webhook"
         events.record(run, attempt, events.NotifyFailed(way, f"it cannot be started: {e}"))
-        return
+
+
+def _start(argv: Sequence[str], output: int | TextIO) -> None:
+    """Start a process that this one waits for at exit, because its end may end the container."""
+    process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)
 
     def wait() -> None:
         with suppress(subprocess.TimeoutExpired):

@@ -16,7 +16,9 @@ import pytest
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.schema import dump_config
 from fsdp_jobs.node.tracker import TrackerProcess, unsent_lines
+from fsdp_jobs.run.beside import wait_until
 from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.verdict import KILLED, judge
 from tests.jobs import Job, environment, job
 from tests.recorded import HOSTILE, add_line, recorded_run
 
@@ -121,6 +123,24 @@ def test_a_tracker_that_never_answers_costs_nothing_but_its_farewell(tmp_path: P
     (ended,) = tracked.events("attempt_ended")
     assert gone - ended["time"] < 20
     assert any("20 lines are not sent" in e["why"] for e in tracked.events("tracking_failed")), tracked.story()
+
+
+@pytest.mark.integration
+def test_a_job_that_is_killed_is_so_in_mlflow_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    run = recorded_run(tmp_path)
+    where = (tmp_path / "store").as_uri()
+    write_atomic(run.config, dump_config(compose_job(["name=recorded", "tracking=mlflow", f"tracking.uri={where}"])))
+    lines = run.events.read_text().splitlines(keepends=True)
+    run.events.write_text("".join(line for line in lines if "attempt_ended" not in line))
+    run.verdict(run.last_attempt()).unlink(missing_ok=True)
+    assert send(run).returncode == 0  # as the agent's sender, which dies with the job
+    judge(run, KILLED)
+    client = MlflowClient(where)
+    (entry,) = client.search_runs([client.get_experiment_by_name("fsdp_jobs").experiment_id])
+    assert wait_until(lambda: client.get_run(entry.info.run_id).info.status == "KILLED", 60)
 
 
 @pytest.mark.integration
