@@ -150,7 +150,8 @@ def test_what_was_not_sent_is_sent_later(tmp_path: Path, monkeypatch: pytest.Mon
     run = recorded_run(tmp_path)
     where = (tmp_path / "store").as_uri()
     write_atomic(run.config, dump_config(compose_job(["name=recorded", "tracking=mlflow", f"tracking.uri={where}"])))
-    add_line(run.metrics, {"step": 21, "time": 130.0, "val:loss[0]": 1.0, "a//b/": 2.0, "": 3.0})  # no names there
+    add_line(run.metrics, {"step": 21, "time": 130.0, "val:loss[0]": 1.0, "a//b/": 2.0, "": 3.0,
+                           "val:loss(0)": 4.0, "val_loss_0_": 5.0})  # fmt: skip
     refused = send(run)  # MLflow wants its own word first
     assert refused.returncode == 1 and "MLFLOW_ALLOW_FILE_STORE" in refused.stderr
     assert unsent_lines(run) == 23
@@ -163,5 +164,6 @@ def test_what_was_not_sent_is_sent_later(tmp_path: Path, monkeypatch: pytest.Mon
     (entry,) = client.search_runs([client.get_experiment_by_name("fsdp_jobs").experiment_id])
     assert len(client.get_metric_history(entry.info.run_id, "loss")) == 22
     assert {"val_loss_0_", "a/b", "_"} <= entry.data.metrics.keys(), entry.data.metrics
+    assert {1.0, 4.0, 5.0} <= {v for k, v in entry.data.metrics.items() if k.startswith("val_loss_0_")}
     assert HOSTILE not in json.dumps(entry.data.params)
     assert entry.data.tags["fsdp_jobs.run.directory"] == str(run.path)

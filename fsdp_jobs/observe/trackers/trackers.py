@@ -11,6 +11,7 @@ import re
 import secrets
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
+from zlib import crc32
 
 from fsdp_jobs.config.keys import dotted
 from fsdp_jobs.run.directory import RunDir, user_name
@@ -53,6 +54,9 @@ def _name_of(metric: str) -> str:
 class Mlflow:
     """An MLflow run, only through the client: that has no global state, and mlflow-skinny suffices."""
 
+    def __init__(self) -> None:
+        self._names: dict[str, str] = {}  # metric -> its name there
+
     def open(self, run: RunDir, config: JsonObject, known_id: str | None) -> str:
         """Continue the tracker's run `known_id`, or start one with the configuration's values; return its id."""
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # the sender retries
@@ -80,12 +84,21 @@ class Mlflow:
         from mlflow.entities import Metric
 
         metrics = [
-            Metric(_name_of(name), value, int(record.get("time", 0) * 1000), int(record.get("step", 0)))
+            Metric(self._name_of(name), value, int(record.get("time", 0) * 1000), int(record.get("step", 0)))
             for record in records
             for name, value in measured(record).items()
         ]
         for batch in _batches(metrics, _MAX_METRICS):
             self.client.log_batch(self.id, metrics=batch)
+
+    def _name_of(self, metric: str) -> str:
+        """Return a metric's own name: where MLflow's nearest one is another metric's, with a sum of the metric's."""
+        if metric not in self._names:
+            name = _name_of(metric)
+            if name in self._names.values():
+                name = f"{name[: _MAX_NAME - 9]}_{crc32(metric.encode()):08x}"
+            self._names[metric] = name
+        return self._names[metric]
 
     def end(self, state: str, reason: str) -> None:
         """End the tracker's run as done | stopped | failed, or as waiting if the job will be restarted."""
