@@ -229,8 +229,10 @@ def state_of(status: RunStatus, job: Description | None) -> tuple[str, str]:
     """Return a run's state and reason from its records and, unless None, its launcher's description."""
     if job is not None:
         status.update()  # the launcher may have fetched further records
-    if status.ended or job is None or job.state is State.RUNNING:
+    if status.ended or job is None:
         return status.state, status.reason
+    if job.state is State.RUNNING:
+        return status.state, status.reason or job.message
     if is_silent(status.run, job):
         return status.state, job.message if job.state is State.SILENT else f"of {owner_of(status.run)}"
     if job.state is State.QUEUED:

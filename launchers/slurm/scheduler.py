@@ -242,6 +242,9 @@ def _forgotten(run: RunDir, app_id: str) -> tuple[State, str]:
 
 
 def _message(job: client.QueuedJob) -> str:
+    """Return what the user may not expect of a job in its state."""
+    if job.slurm_state == "RUNNING":
+        return ""
     if job.state is State.QUEUED:
         when = f"starts about {job.start.replace('T', ' ')}" if job.start not in ("", "N/A") else "start not known yet"
         told = next((meaning for word, meaning in _REASONS.items() if job.reason.startswith(word)), "")

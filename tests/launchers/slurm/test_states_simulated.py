@@ -20,11 +20,13 @@ from fsdp_jobs.launchers.slurm.scheduler import SlurmLauncher
 from fsdp_jobs.launchers.slurm.script import Script, long_form
 from fsdp_jobs.launchers.slurm.steps import Commands
 from fsdp_jobs.run import events
-from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.state import State
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit import submit as submission
+from fsdp_jobs.submit.overview import Overview
 from fsdp_jobs.submit.submitted import describe
+from tests.recorded import recorded_run
 
 NO_ACCOUNTING = "echo 'Slurm accounting storage is disabled' >&2; exit 1"
 
@@ -241,6 +243,17 @@ def test_no_variable_of_a_user_makes_one_job_several_or_lets_its_submission_wait
 def test_a_job_that_another_has_suspended_has_not_ended(slurm: Path, state: str, runs: bool) -> None:
     say(slurm, "squeue", queue(f"7|{state}|None|N/A|node1|node1|7"))
     assert (client.running("7") is not None) == runs
+
+
+def test_a_suspended_job_is_shown_as_such(slurm: Path) -> None:
+    run = recorded_run(slurm / "runs", "a")
+    run.events.write_text("".join(line for line in run.events.open() if "attempt_ended" not in line))
+    write_atomic(run.job, json.dumps({**run.read_job(), "handle": "slurm_fsdp://lab/7"}))
+    SlurmLauncher().remember("7", run)
+    for word, reason in (("RUNNING", ""), ("SUSPENDED", "SLURM job 7 is SUSPENDED on node1")):
+        client.forget()
+        say(slurm, "squeue", queue(f"7|{word}|None|N/A|node1|node1|7|a|"))
+        assert Overview().look([run])[run].reason == reason
 
 
 def test_a_node_in_place_of_a_lost_one_is_asked_for_where_the_job_runs(
