@@ -19,7 +19,6 @@ def sbatch(folder: Path, script: str) -> str:
     Raises:
         JobFailed: SLURM refuses it; the message has the whole output of sbatch and the site's plugins.
     """
-    from submitit.core.utils import FailedJobError
     from submitit.slurm.slurm import SlurmExecutor
 
     class Executor(SlurmExecutor):
@@ -35,7 +34,7 @@ def sbatch(folder: Path, script: str) -> str:
         del os.environ[name]
     try:
         return str(Executor(folder)._submit_command(script).job_id)
-    except (FailedJobError, OSError) as e:
+    except (RuntimeError, OSError) as e:  # of submitit: refused, or there is no srun here
         raise JobFailed(f"sbatch: {e}") from e
     finally:
         os.environ.update({name: before[name] for name in foreign})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -86,6 +87,13 @@ def test_all_are_submitted_or_none(slurm: Path) -> None:
     with pytest.raises(JobFailed, match="sbatch"):
         submitted(slurm, [SMALL] * 7, 0)
     assert (slurm / "cancelled").read_text() == "--quiet 7 7\n"
+
+
+def test_a_host_without_srun_is_told_in_words(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (slurm / "srun").unlink()
+    monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
+    with pytest.raises(JobFailed, match="srun"):
+        submitted(slurm, [SMALL], 0)
 
 
 def test_where_there_are_no_arrays_jobs_are_not_grouped(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
