@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from fsdp_jobs.cli.follow import summary
 from fsdp_jobs.cli.main import main
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.launchers.base import Description
@@ -160,6 +161,15 @@ def test_every_failure_has_its_own_recovery_time(tmp_path: Path) -> None:
     status = RunStatus(faulty_run(tmp_path, 4))
     status.update()
     assert [b.recovered_s for b in status.breaks] == [7.0, 7.0, 7.0, None]
+
+
+def test_a_node_that_joins_is_no_failure_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = faulty_run(tmp_path, 2)
+    run.events.write_text(run.events.read_text().replace('"fault 0"', '"1 more nodes join", "is_planned": true'))
+    status = RunStatus(run)
+    status.update()
+    summary(status)
+    assert "failures    1: " in capsys.readouterr().out
 
 
 def test_what_a_round_waited_for_is_over_when_it_starts(tmp_path: Path) -> None:
