@@ -7,19 +7,19 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import fields
 
-from fsdp_jobs.config.errors import BadInput, Problem
+from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import JobConfig
 
 _KEYS = {  # a flag's or a key's name, with underscores for dashes -> the key that is meant
-    "nnodes": "nodes={}",
+    **dict.fromkeys(("nnodes", "N"), "nodes={}"),
     **dict.fromkeys(("nproc", "gpus", "gpus_per_node", "ntasks_per_node"), "nproc_per_node={}"),
     "m": "module={}",
     "max_restarts": "elastic.max_failures_without_progress={}",
-    "job_name": "name={}",
-    "time": "cluster.time={}",
-    "partition": "cluster.partition={}",
-    "account": "cluster.account={}",
-    "qos": "cluster.qos={}",
+    **dict.fromkeys(("job_name", "J"), "name={}"),
+    **dict.fromkeys(("time", "t"), "cluster.time={}"),
+    **dict.fromkeys(("partition", "p"), "cluster.partition={}"),
+    **dict.fromkeys(("account", "A"), "cluster.account={}"),
+    **dict.fromkeys(("qos", "q"), "cluster.qos={}"),
     "image": "cluster.image={}",
     "checkpoint_dir": "checkpoint.dir={}",
     **dict.fromkeys(("batch_size", "global_batch_size", "train_batch_size"), "data.global_batch={}"),
@@ -27,7 +27,7 @@ _KEYS = {  # a flag's or a key's name, with underscores for dashes -> the key th
     **dict.fromkeys(("max_seq_len", "seq_length", "sequence_length", "block_size"), "data.seq_len={}"),
     **dict.fromkeys(("max_steps", "num_steps", "train_steps"), "steps={}"),
     "learning_rate": "optim.lr={}",
-    **dict.fromkeys(("precision", "mixed_precision", "dtype"), "fsdp.param_dtype={}"),
+    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), "steps=...: optimizer steps in all"),
     "gradient_accumulation_steps": "leave it out: data.global_batch, of all ranks, by data.micro_batch gives it",
     **dict.fromkeys(("python", "python3", "torchrun"), "leave it out: the launcher starts the program"),
     **dict.fromkeys(
@@ -44,11 +44,18 @@ _KEYS = {  # a flag's or a key's name, with underscores for dashes -> the key th
         "leave it out: the launcher sets it",
     ),
 }
+_PRECISION = ("precision", "mixed_precision", "dtype", "torch_dtype")
+_DTYPES = {  # another tool's word for a precision -> a value of fsdp.param_dtype
+    **dict.fromkeys(("fp32", "float32", "float", "32", "32-true", "no"), "fp32"),
+    **dict.fromkeys(("bf16", "bfloat16", "bf16-mixed", "bf16-true"), "bf16"),
+    **dict.fromkeys(("fp16", "float16", "half", "16", "16-mixed", "16-true"), "fp16"),
+}
 _OPTIONS = {  # a group's option by another tool's name -> ours
     "fsdp=ddp": "fsdp=no_shard",
     "fsdp=zero2": "fsdp=shard_grad_op",
     "fsdp=zero3": "fsdp=full_shard",
     "fsdp=hsdp": "fsdp=hybrid_shard",
+    "cluster=k8s": "cluster=kubernetes",
 }
 OTHERS = {  # of a group, besides its options
     "model": "a model of transformers: model=hf model.name_or_path=NAME",
@@ -56,7 +63,15 @@ OTHERS = {  # of a group, besides its options
 }
 _OUR_KEYS = {f.name for f in fields(JobConfig)}
 _TAKE_VALUES = ("--output", "-o", "--config-dir", "-cd", "--svg")  # flags of verbs that compose a job
-VERBS = {"run": "submit", "launch": "submit", "ps": "status", "ls": "list", "stop": "cancel", "kill": "cancel --now"}
+VERBS = {
+    **dict.fromkeys(("run", "launch"), "submit"),
+    **dict.fromkeys(("ps", "show", "history"), "status"),
+    "ls": "list",
+    "stop": "cancel",
+    "kill": "cancel --now",
+    **dict.fromkeys(("rm", "delete"), "prune --older-than 30d"),
+    "version": "--version",
+}
 
 
 def meant_by(word: str) -> str:
@@ -65,7 +80,10 @@ def meant_by(word: str) -> str:
     name = name.replace("-", "_")
     if word.startswith("-") and name in _OUR_KEYS:
         return f"{name}={value or '...'}"
-    return _KEYS.get(name.rpartition(".")[2], "").format(value or "...")
+    last = name.rpartition(".")[2]
+    if last in _PRECISION:
+        return f"fsdp.param_dtype={_DTYPES.get(value.casefold(), 'auto, fp32, bf16 or fp16')}"
+    return _KEYS.get(last, "").format(value or "...")
 
 
 def option_meant_by(group: str, option: str) -> str:
@@ -85,15 +103,20 @@ def script_as_overrides(args: Sequence[str]) -> list[str]:
     if at is None or (at and args[at - 1] in _TAKE_VALUES):
         return list(args)
     script, own = args[at], args[at + 1 :]
-    what = f"stands behind {script}, so it is an argument of that"
     if misplaced := [a for a in own if "=" in a and re.split("[.=]", a)[0] in _OUR_KEYS]:
-        cure = f"fsdp-jobs {misplaced[0]} {script} ..., or script={script} script_args={shlex.quote(shlex.join(own))}"
-        raise BadInput([Problem(a, what, cure) for a in misplaced])
+        before = shlex.join([*args[:at], *misplaced, script, *(a for a in own if a not in misplaced)])
+        cure = f"put it in front: {before}; if the script reads it: script={script} script_args={_shell(own)}"
+        what = f"stands behind {script}, so it is an argument of that"
+        raise BadInput.at(shlex.join(misplaced), what, cure)
     overrides = [*args[:at], f"script={script}"]
     if own:
         words = re.sub(r"(\\*)\$\{", lambda m: rf"{2 * m[1]}\${{", shlex.join(own))  # `${...}` is for the script
         overrides.append(f"script_args={one_text(words)}")
     return overrides
+
+
+def _shell(words: Sequence[str]) -> str:
+    return shlex.quote(shlex.join(words))
 
 
 def one_text(value: str) -> str:
