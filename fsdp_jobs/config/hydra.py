@@ -37,7 +37,7 @@ _OPEN = tuple(
 )
 
 _WORDS = ("script_args", "program.metrics", "notify.command")
-_PATHS = ("script", "runs_dir", "data.path", "checkpoint.dir", "checkpoint.local_dir", "cluster.topology", "init_from")
+_PATHS = ("name", "script", "runs_dir", "data.path", "checkpoint.dir", "checkpoint.local_dir", "cluster.topology", "init_from")
 
 _FAILURES = (HydraException, OmegaConfBaseException, YAMLError, ValueError)  # the last: group=null, files not in UTF-8
 
@@ -232,8 +232,10 @@ class _Composer:
             try:
                 self._parsed[text] = self._parser.parse_override(text)
             except HydraException:
-                cure = meant_by(text) or "quote values with spaces or commas"
-                return Problem(text, "is not of the form key=value", cure)
+                key, is_given, value = text.partition("=")
+                what = "Hydra cannot read this value" if is_given else "is not of the form key=value"
+                quoted = f'"{key}={one_text(value)}"' if is_given else "quote values with spaces or commas"
+                return Problem(text, what, meant_by(text) or quoted)
         override = self._parsed[text]
         group = override.key_or_group
         if group not in self.options or override.is_sweep_override():
