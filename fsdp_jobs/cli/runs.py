@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_jobs.config.arguments import RUNS_DIR, Parser, split_folders
-from fsdp_jobs.config.errors import BadInput, JobFailed
+from fsdp_jobs.config.errors import BadInput, JobFailed, nearest
 from fsdp_jobs.config.keys import dotted
 from fsdp_jobs.config.schema import load_config, plain_values
 from fsdp_jobs.config.terminal import complain, print_json, say, show_table
 from fsdp_jobs.run.directory import RunDir, pending_in, rank_logs, runs_in, user_name
-from fsdp_jobs.run.status import RunStatus
+from fsdp_jobs.run.status import OVER, RunStatus
 from fsdp_jobs.run.table import counted
 from fsdp_jobs.run.tail import follow_files, label, looks_like_error, numbers_of
 from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE
@@ -41,6 +41,7 @@ _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     ">=": operator.ge,
     ">": operator.gt,
 }
+_STATES = ("submitted", "queued", "starting", "running", "recovering", "saving", *OVER, UNREADABLE)
 _NUMBERS = ("step", "loss", "tok/s", "eta", "goodput")  # right-aligned columns
 
 
@@ -73,7 +74,7 @@ def status_parser(verb: str) -> VerbParser:
     parser = VerbParser(verb)
     what = "of a run, its handle, a pattern as 'llama-*', or what its configuration has, as 'optim.lr>1e-3'"
     parser.add_argument("names", nargs="*", metavar="NAME", help=what)
-    parser.add_argument("--state", help="only runs in this state, or several: running,failed")
+    parser.add_argument("--state", type=_states, help="only runs in this state, or several: running,failed")
     parser.add_argument("--last", type=_at_least_one, metavar="N", help="only the N that were submitted last")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--watch", action="store_true", help="go on until all have ended, or Ctrl-C")
@@ -89,7 +90,7 @@ def status(args: list[str]) -> int:
     overview = Overview()
     rows = overview.look(runs)
     if flags.state is not None:
-        rows = {run: row for run, row in rows.items() if row.state in flags.state.split(",")}
+        rows = {run: row for run, row in rows.items() if row.state in flags.state}
     if flags.json:
         print_json([asdict(row) for row in rows.values()])
     elif not rows:
@@ -105,6 +106,14 @@ def status(args: list[str]) -> int:
             for heading, sentence in story_of(current, row.state):
                 say(f"{heading:<8}  {sentence}")
     return 0
+
+
+def _states(text: str) -> list[str]:
+    """Raises: BadInput for a state that no run has."""
+    for state in text.split(","):
+        if state not in _STATES:
+            raise BadInput.at(f"--state {state}", f"there are {', '.join(_STATES)}", nearest(state, _STATES))
+    return text.split(",")
 
 
 def _at_least_one(number: str) -> int:

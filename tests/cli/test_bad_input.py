@@ -35,6 +35,7 @@ CASES = [
     (["name=été"], "name=été: not a valid run name"),
     (["data.tokenizer=été"], "-> \"data.tokenizer='été'\""),
     (["steps=1e3"], "-> steps=1000\n"),
+    (["status", "--state", "runing"], "did you mean running?"),
     (["lr=1"], "optim.lr"),
     (["optim.lr=fast"], "optim.lr=fast: is not a number"),
     (["data.seq_len=8k"], "data.seq_len=8k: is not a whole number\n      -> data.seq_len=8192, or 8000"),
