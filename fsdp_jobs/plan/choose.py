@@ -237,12 +237,13 @@ def _best(config: JobConfig, options: list[Option]) -> tuple[Option, str]:
         return (o.memory.total, o.layout.shard_group, o.sent, o.time.step, o.name)
 
     fastest = min(fitting, key=lambda o: (o.time.step, *order(o)))
+    asked = "" if config.fsdp.strategy == config.fsdp.shard_group == AUTO else " asked for"
     if len(fitting) == 1:
-        best, decided = fastest, "is the only option that fits"
+        best, decided = fastest, f"is the only option{asked} that fits"
     elif config.fsdp.objective == "memory":
         best = min(fitting, key=lambda o: (o.memory.total, o.time.step, *order(o)))
         faster = f"{fastest.name} would be {best.time.step / fastest.time.step - 1:.0%} faster"
-        decided = f"takes the least memory of the {len(fitting)} options that fit (fsdp.objective=memory; {faster})"
+        decided = f"takes the least memory of the {len(fitting)} options{asked} that fit (fsdp.objective=memory; {faster})"
     else:
         near = left = [o for o in fitting if o.time.step <= NEAR * fastest.time.step]
         decided = ""
@@ -252,10 +253,10 @@ def _best(config: JobConfig, options: list[Option]) -> tuple[Option, str]:
             if len(left) < len(before):
                 few = " that send few bytes between nodes" if len(before) < len(near) else ""
                 within = f"within {NEAR - 1:.0%} of the shortest predicted step"
-                decided = f"{what} of the {len(before)} options {within}{few}"
+                decided = f"{what} of the {len(before)} options{asked} {within}{few}"
         best = min(left, key=lambda o: (o.time.step, o.name))
         if best is fastest:
-            decided = f"has the shortest predicted step of the {len(fitting)} options that fit"
+            decided = f"has the shortest predicted step of the {len(fitting)} options{asked} that fit"
     need = f"{size(best.memory.total)} of {size(usable_bytes(config.hardware))} usable per {device_of(config)}"
     return best, f"{best.name} {decided}: {need}{closeness(config, best)}{_where(best)}."
 
@@ -341,9 +342,7 @@ def _why_not(o: Option, best: Option) -> str:
         return f"Over by {size(o.over)}: {size(most)} of {name}."
     change = o.time.tokens_per_s / best.time.tokens_per_s - 1
     speed = "as fast" if abs(change) < 0.005 else f"{abs(change):.0%} {'faster' if change > 0 else 'slower'}"
-    sends = ""
-    if best.sent and abs(o.sent / best.sent - 1) > _ALIKE - 1:
-        sends = f", {o.sent / best.sent:.1f} x the bytes between nodes"
+    sends = _sends(o, best)
     if o.spares > best.spares:
         return f"Leaves {o.spares} node{'s' if o.spares > 1 else ''} idle: {speed}{sends}."
     if o.layout.shard_group == best.layout.shard_group:
@@ -353,6 +352,13 @@ def _why_not(o: Option, best: Option) -> str:
     return f"A {which} group: {speed}{sends}."
 
 
+def _sends(o: Option, other: Option) -> str:
+    if not other.sent or abs(o.sent / other.sent - 1) <= _ALIKE - 1:
+        return ""
+    ratio = o.sent / other.sent
+    return f", {ratio:{'.1f' if ratio > 1 else '.2g'}} x the bytes between nodes"
+
+
 def _criticism(config: JobConfig, best: Option, unrestricted: Option) -> str:
     """Describe the option that the plan would choose if the configuration did not exclude it."""
     if unrestricted.fits and not best.fits:
@@ -360,5 +366,5 @@ def _criticism(config: JobConfig, best: Option, unrestricted: Option) -> str:
     change = (unrestricted.time.tokens_per_s / best.time.tokens_per_s - 1) * 100
     saved = best.memory.total - unrestricted.memory.total
     memory = f"{size(abs(saved))} {'less' if saved > 0 else 'more'} memory per {device_of(config)}"
-    gain = f"{change:+.0f}% tokens/s predicted and {memory}"
+    gain = f"{change:+.0f}% tokens/s predicted, {memory}{_sends(unrestricted, best)}"
     return f"As configured; left to itself the plan takes {unrestricted.name}: {gain}."

@@ -239,7 +239,9 @@ def test_the_users_choice_is_obeyed_and_criticised() -> None:
     auto = make_plan(job(*base))
     asked = make_plan(job(*base, "fsdp=full_shard"))
     assert asked.layout.strategy == "full_shard" and asked.layout.shard_group == 32
-    assert any(f"{auto.layout.strategy} over {auto.layout.shard_group}" in r for r in asked.reasons)
+    assert asked.reasons[0].startswith("full_shard over 32 is the only option asked for that fits")
+    chosen = f"left to itself the plan takes {auto.layout.strategy} over {auto.layout.shard_group}"
+    assert any(chosen in r and r.endswith(" x the bytes between nodes.") for r in asked.reasons), asked.reasons
     bad = make_plan(job(*base, "fsdp=no_shard"))
     assert not bad.fits
     assert any("left to itself the plan takes" in r for r in bad.reasons)
