@@ -135,8 +135,8 @@ def span(first: int, last: int) -> str:
 
 
 def _memory(plan: Plan, memory: Memory) -> Table:
-    sizes = (Column(name, justify="right") for name in ("size", "of usable"))
-    table = _titled(f"Peak memory per {device_of(plan)}: {memory.moment}", "part", *sizes, "", box=box.SIMPLE_HEAD)
+    sizes, bars = (Column(name, justify="right") for name in ("size", "of usable")), Column(overflow="crop")
+    table = _titled(f"Peak memory per {device_of(plan)}: {memory.moment}", "part", *sizes, bars, box=box.SIMPLE_HEAD)
     usable = max(1, plan.usable_bytes)
     for name, value in memory.parts().items():
         if value:
@@ -155,7 +155,7 @@ def _options(plan: Plan) -> tuple[Table, Table]:
     """Table the option taken, then those that fit, fastest first, then the rest by memory; and the reasons."""
     numbers = (Column(name, justify="right", no_wrap=True) for name in ("memory", "within", "between", "tokens/s"))
     title = f"Options considered ({len(plan.considered)}); bytes that a node sends per step over {plan.backend}"
-    columns = (Column("option", no_wrap=True), *numbers)
+    columns = (Column("option", overflow="fold"), *numbers)  # in a narrow terminal names wrap, so no number is cut
     table = _titled(title, *columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     why = Table.grid(padding=(0, 2))
     ordered = sorted(
@@ -166,4 +166,6 @@ def _options(plan: Plan) -> tuple[Table, Table]:
         style = ("bold green" if c.fits else "bold red") if c.taken else "" if c.fits else "dim"
         table.add_row(c.name, *map(size, sizes), f"{c.tokens_per_s:,.0f}", style=style)
         why.add_row(c.name, Text(c.why, "bold" if c.taken else ""))
+    if len(ordered) > MOST_OPTIONS_SHOWN:
+        why.add_row(f"and {len(ordered) - MOST_OPTIONS_SHOWN} more", "plan --json shows all")
     return table, why

@@ -35,6 +35,20 @@ def test_it_keeps_to_the_width(nodes: int, width: int) -> None:
     assert max(map(len, text.splitlines())) <= width
 
 
+def test_no_number_is_cut_in_a_narrow_terminal() -> None:
+    made = plan(16, *FITTING)
+    text = render_text(made, 60)
+    assert "…" not in text
+    for option in [o for o in made.considered if o.fits]:
+        assert f"{option.tokens_per_s:,.0f}" in text and size(option.memory_bytes) in text
+
+
+def test_options_that_are_not_shown_are_counted() -> None:
+    made = plan(16, *FITTING)
+    assert f"and {len(made.considered) - 10} more" in render_text(made, 120)
+    assert "more" not in render_text(plan(1, *FITTING), 120)
+
+
 def test_all_parts_are_there() -> None:
     made = plan(16, *FITTING)
     text = render_text(made, 120)
