@@ -127,9 +127,9 @@ def _tiers(
         yield Tier("memory", 1 - left, stall_s, best_s, every * step_s, step_s, every, in_memory)
     write_s = costs.write_s
     stall_s = costs.stall_s if write_s else _LEAST_STALL_S + copy_s
-    best_s = max(best_interval(stall_s, mtbf_s / left), write_s, 60.0)
+    best_s = max(best_interval(stall_s, mtbf_s / left), write_s, 60.0, step_s)
     minutes, steps = checkpoint.every_minutes, checkpoint.every_steps
-    configured = [best_s if minutes == AUTO else minutes * 60] if minutes else []
+    configured = [best_s if minutes == AUTO else max(minutes * 60, step_s)] if minutes else []
     configured += [steps * step_s] if steps and step_s else []
     every_s = min(configured, default=0.0)
     if checkpoint.local_dir is not None:

@@ -92,6 +92,12 @@ def test_rarer_saves_cost_goodput_and_auto_is_best() -> None:
     assert "goodput" in str(auto) and "the best interval" in str(auto)
 
 
+def test_nothing_is_saved_more_often_than_once_a_step() -> None:
+    for minutes in ("auto", "1"):
+        slow = plan(2, "data.global_batch=65536", "checkpoint.every_steps=0", f"checkpoint.every_minutes={minutes}")
+        assert slow.time is not None and slow.expected.tiers[-1].every_s >= slow.time.step > 3600, minutes
+
+
 @pytest.mark.parametrize("minutes", ["often", "-1"])
 def test_auto_is_the_only_word_for_minutes(minutes: str) -> None:
     with pytest.raises(BadInput, match=f"checkpoint.every_minutes={minutes}"):
