@@ -299,9 +299,10 @@ def examine(config: JobConfig) -> Iterator[Finding]:
     counts = accelerator(config) == "cpu" or "gpu" in settings.get("GresTypes", "")
     fact = "requested from SLURM, or none" if counts else "SLURM does not count them: a job finds those of its nodes"
     yield Finding("GPUs", "ok" if counts else "warning", fact)
-    yield _preemption(settings, partition, config.elastic.stop_grace_s)
-    yield from _requeue(config)
-    yield from _node(config, cluster)
+    if partition.nodes:
+        yield _preemption(settings, partition, config.elastic.stop_grace_s)
+        yield from _requeue(config)
+        yield from _node(config, cluster)
 
 
 def _preemption(settings: dict[str, str], partition: client.Partition, grace_s: float) -> Finding:

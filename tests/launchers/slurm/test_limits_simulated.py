@@ -213,6 +213,14 @@ def test_what_commands_say_is_read_in_any_encoding_and_a_command_that_is_closed_
         client.call(f"{site.folder}/sacctmgr")
 
 
+def test_doctor_knows_nothing_of_a_partition_that_does_not_exist(site: Site) -> None:
+    site.say("sacct", "exit 0")
+    site.config({**CONFIG, "PreemptType": "preempt/partition_prio"})
+    found = list(examine(compose_job(["cluster=slurm", "cluster.partition=gpus"])))
+    assert [f.what for f in found if f.state == "bad"] == ["partition"], found
+    assert not {"preemption", "node"} & {f.what for f in found}, found
+
+
 def test_doctor_asks_for_a_node_as_the_job_will(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where partitions of GPUs take no job without one, and with the account that stands in `cluster.extra`."""
     site.say("sacct", "exit 0")
