@@ -37,7 +37,16 @@ _OPEN = tuple(
 )
 
 _WORDS = ("script_args", "program.metrics", "notify.command")
-_PATHS = ("name", "script", "runs_dir", "data.path", "checkpoint.dir", "checkpoint.local_dir", "cluster.topology", "init_from")
+_PATHS = (
+    "name",
+    "script",
+    "runs_dir",
+    "data.path",
+    "checkpoint.dir",
+    "checkpoint.local_dir",
+    "cluster.topology",
+    "init_from",
+)
 
 _FAILURES = (HydraException, OmegaConfBaseException, YAMLError, ValueError)  # the last: group=null, files not in UTF-8
 

@@ -243,7 +243,8 @@ def _best(config: JobConfig, options: list[Option]) -> tuple[Option, str]:
     elif config.fsdp.objective == "memory":
         best = min(fitting, key=lambda o: (o.memory.total, o.time.step, *order(o)))
         faster = f"{fastest.name} would be {best.time.step / fastest.time.step - 1:.0%} faster"
-        decided = f"takes the least memory of the {len(fitting)} options{asked} that fit (fsdp.objective=memory; {faster})"
+        decided = f"takes the least memory of the {len(fitting)} options{asked} that fit"
+        decided += f" (fsdp.objective=memory; {faster})"
     else:
         near = left = [o for o in fitting if o.time.step <= NEAR * fastest.time.step]
         decided = ""
