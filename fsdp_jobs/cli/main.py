@@ -54,7 +54,7 @@ VERBS = {
     ),
     "sweep": ("sweeps.verbs:sweep", "jobs of a --multirun: sweep status|resume|retry-failed|cancel|best|report NAME"),
     "dashboard": ("cli.runs:dashboard", "all runs live in a browser: dashboard [--port P] [--host ADDRESS]"),
-    "list": ("cli.runs:list_runs", "all runs: the same as status without a name"),
+    "list": ("cli.runs:list_runs", "the same as status"),
     "resume": ("cli.jobs:resume", "continue a run, changed or not: resume NAME [overrides] [--json]"),
     "doctor": ("cli.jobs:examine", "can jobs run here, or on a cluster: doctor [cluster=slurm] [--save FILE] [--json]"),
     "rehearse": (
@@ -83,6 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         0; 1 when a job failed; 2 for bad input; 75 when a job was stopped to be requeued; 130 after Ctrl-C.
     """
     args = list(sys.argv[1:] if argv is None else argv)
+    if args[:1] == ["help"]:
+        args = [*args[1:], "--help"]
     verb = args.pop(0) if args and args[0] in VERBS else "submit"
     takes_script = verb in ("submit", "plan")
     own = next((i for i, a in enumerate(args) if a.endswith(".py")), len(args))  # the rest are the script's arguments
@@ -90,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"fsdp_jobs {fsdp_jobs.__version__}")
         return 0
     try:
-        if args == ["help"] or (takes_script and {"--help", "-h"} & {*args[:own]}):
+        if takes_script and {"--help", "-h"} & {*args[:own]}:
             show_help()
             return 0
         if verb == "submit" and args and args[0].isidentifier():

@@ -123,14 +123,15 @@ def test_a_resume_that_is_not_allowed_or_a_dry_run_replaces_nothing(
     assert "belongs to ada" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_shows_its_arguments(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("args", [*([verb, "--help"] for verb in VERBS), ["help", "cancel"], ["help"]], ids=" ".join)
+def test_every_verb_shows_its_arguments(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     try:
-        code: object = main([verb, "--help"])
+        code: object = main(args)
     except SystemExit as e:
         code = e.code
-    assert code == 0, capsys.readouterr().err
-    assert verb in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert code == 0, shown.err
+    assert args == ["help"] or f"fsdp-jobs {args[args[0] == 'help']}" in shown.out or "\nverbs\n" in shown.out
 
 
 def test_help_ends_when_its_reader_has_read_enough() -> None:
