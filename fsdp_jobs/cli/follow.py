@@ -20,7 +20,7 @@ from fsdp_jobs.run.status import ENDED, RunStatus
 from fsdp_jobs.run.tail import Logs, looks_like_error, rank_of
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit.overview import RunSummary, goodput_of, state_of, summary_of
-from fsdp_jobs.submit.submitted import job_of
+from fsdp_jobs.submit.submitted import job_of, named
 
 _REFRESH_S = 0.25
 _PLAIN_EVERY_S = 5.0  # between progress lines if stdout is not a terminal
@@ -137,7 +137,7 @@ def summary(status: RunStatus) -> None:
     verdict = Verdict.read(run, run.last_attempt()) if status.state != "done" else None
     if verdict is not None and verdict.last_lines and not verdict.explains_itself:
         say(f"  the last lines of its log:\n{verdict.last_lines}", "dim")
-    name = run.name if str(run.path.parent) == "runs" else f"{run.name} runs_dir={run.path.parent}"
+    name = named(run)
     if status.state != "done":
         say(f"  next        fsdp-jobs logs {name}    fsdp-jobs resume {name}")
     elif status.steps is not None and not status.is_read:

@@ -30,7 +30,7 @@ from fsdp_jobs.run.state import State
 from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.verdict import EXIT_FAILED
 from fsdp_jobs.submit import submit as submission
-from fsdp_jobs.submit.submitted import activity_of, another_runs, describe, existing_run, kill, replace_lost
+from fsdp_jobs.submit.submitted import activity_of, another_runs, describe, existing_run, kill, named, replace_lost
 from fsdp_jobs.submit.validate import composed, job_without_files
 
 # Hydra's own flags: with one of these, Hydra handles the command line.
@@ -84,7 +84,7 @@ def _submit(overrides: Sequence[str], output: str | None = None, as_json: bool =
         limit = f"no output, work or new file for {silence_s(config.elastic) / 60:.0f} minutes counts as a hang"
         say(f"{limit} (elastic.stall_timeout_s)", "dim")
     if follower is None:
-        say(f"follow with: fsdp-jobs logs -f {job.run.name}")
+        say(f"follow with: fsdp-jobs logs -f {named(job.run)}")
         print_run(job.run, as_json)
         return 0
     active = activity_of(job.run, time.monotonic())

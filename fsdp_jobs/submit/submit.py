@@ -33,7 +33,7 @@ from fsdp_jobs.run.processes import raise_file_limit
 from fsdp_jobs.run.record import JsonObject
 from fsdp_jobs.run.state import State
 from fsdp_jobs.run.verdict import Verdict
-from fsdp_jobs.submit.submitted import adopt, grouped, has_ended, job_of, record
+from fsdp_jobs.submit.submitted import adopt, grouped, has_ended, job_of, named, record
 from fsdp_jobs.submit.validate import check_existing_run, validate
 
 REHEARSED = "rehearse-"  # prefix of the names of runs with injected failures
@@ -170,7 +170,7 @@ def _check_free(run: RunDir) -> None:
     while run.is_submitted and not has_ended(run, job := job_of(run)):
         if Verdict.final(run) is None or time.monotonic() > deadline:
             what = f"is in use by the live job {run.handle}"
-            cure = f"fsdp-jobs cancel {run.name}, or wait for it: fsdp-jobs logs -f {run.name}"
+            cure = f"fsdp-jobs cancel {named(run)}, or wait for it: fsdp-jobs logs -f {named(run)}"
             if job.state is State.SILENT:
                 what = f"may be in use by the job {run.handle}: {job.message}"
                 cure = f"ask there; if that job is gone for good: rm {run.job}, and submit with all overrides"

@@ -6,6 +6,7 @@ Functions that take many jobs query each launcher once for all of them.
 from __future__ import annotations
 
 import math
+import shlex
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
@@ -37,6 +38,16 @@ def grouped(items: Iterable[_Item], launcher: Callable[[_Item], str]) -> dict[st
 def by_launcher(handles: Iterable[str]) -> dict[str, list[str]]:
     """Return name of a launcher -> its handles among these."""
     return grouped(handles, lambda handle: parse_handle(handle).launcher)
+
+
+def named(run: RunDir) -> str:
+    """Return the words that name a run in a command."""
+    return in_folder(run.name, str(run.path.parent))
+
+
+def in_folder(name: str, runs_dir: str) -> str:
+    """Return the words that name a run, or a sweep of such runs, in a command."""
+    return name if runs_dir == "runs" else f"{name} {shlex.quote(f'runs_dir={runs_dir}')}"
 
 
 def existing_run(name: str, runs_dir: str) -> RunDir:

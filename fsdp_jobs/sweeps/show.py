@@ -10,6 +10,7 @@ from rich.table import Table
 from fsdp_jobs.config.terminal import say, show_table
 from fsdp_jobs.run.table import counted
 from fsdp_jobs.submit.submit import Prepared
+from fsdp_jobs.submit.submitted import in_folder
 from fsdp_jobs.sweeps.table import Row, Sweep
 
 
@@ -54,7 +55,8 @@ def show_submitted(sweep: Sweep, rows: Sequence[Row], submitted: Collection[str]
     say(f"sweep {sweep.name}, in {sweep.runs_dir}/")
     say(table)
     if with_commands:
-        commands = (f"sweep status {sweep.name}", f"logs -f {rows[0].run}", f"sweep cancel {sweep.name}")
+        name, first = (in_folder(word, sweep.runs_dir) for word in (sweep.name, rows[0].run))
+        commands = (f"sweep status {name}", f"logs -f {first}", f"sweep cancel {name}")
         say("    ".join(f"fsdp-jobs {command}" for command in commands))
 
 

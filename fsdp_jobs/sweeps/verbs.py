@@ -15,6 +15,7 @@ from fsdp_jobs.config.terminal import print_json, say
 from fsdp_jobs.run.directory import checkpoints_of, find_run
 from fsdp_jobs.run.tail import newest_json_lines
 from fsdp_jobs.submit.stop import stop
+from fsdp_jobs.submit.submitted import named
 from fsdp_jobs.submit.validate import composed
 from fsdp_jobs.sweeps import jobs
 from fsdp_jobs.sweeps.show import counts, number, show_status, show_submitted
@@ -85,7 +86,7 @@ def _best(sweep: Sweep, flags: argparse.Namespace) -> int:
     say(f"{row.run}: {sweep.objective} {number(row.objective)}{so_far}")
     say(f"overrides   {' '.join(row.overrides) or '-'}")
     say(f"checkpoint  {checkpoint or '-'}")
-    say(f"fsdp-jobs export {row.run}")
+    say(f"fsdp-jobs export {named(run)}")
     return 0
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -54,6 +55,14 @@ def test_scripts_get_what_people_see(tmp_path: Path) -> None:
     assert shown[1].split()[:5] == ["one", "done", "0", "2/2", "20/20"] and "67%" in shown[1]
     refused = cli(tmp_path, "list", "two")
     assert refused.returncode == 2 and "-> fsdp-jobs status two" in refused.stderr
+
+
+def test_commands_that_are_offered_can_be_pasted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status = RunStatus(recorded_run(tmp_path / "my runs", "one"))
+    status.update()
+    summary(status)
+    offered = capsys.readouterr().out.rpartition("fsdp-jobs resume ")[2].rpartition(" steps=")[0]
+    assert cli(tmp_path, "status", *shlex.split(offered)).returncode == 0, offered
 
 
 def test_runs_of_one_name_in_two_folders_are_not_confused(tmp_path: Path) -> None:
