@@ -181,8 +181,8 @@ def rehearse(args: list[str]) -> int:
     flags, overrides = parser.parse(args)
     if flags.fault not in tool.FAULTS:
         given = flags.fault or "rehearse"
-        faults = "; ".join(f"{name}: {text}" for name, text in tool.FAULTS.items())
-        raise BadInput.at(given, f"name a fault. {faults}", nearest(given, tool.FAULTS))
+        faults = "".join(f"\n      {name:<18}  {text}" for name, text in tool.FAULTS.items())
+        raise BadInput.at(given, f"name one of these faults{faults}", nearest(given, tool.FAULTS))
     config = compose_job(overrides)
     heard = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]  # nohup
 
