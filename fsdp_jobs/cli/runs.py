@@ -157,8 +157,7 @@ def _compared(value: object, how: str, wanted: str) -> bool:
 
 
 def list_runs(args: list[str]) -> int:
-    if names := status_parser("list").parse(args).names:
-        raise BadInput.at(names[0], "list shows all runs", f"fsdp-jobs status {names[0]}")
+    status_parser("list").parse(args)  # its help, and what does not fit
     return status(args)
 
 
@@ -188,10 +187,10 @@ def _watch(overview: Overview, runs: Sequence[RunDir]) -> None:
 def logs(args: list[str]) -> int:
     parser = VerbParser("logs")
     parser.add_argument("name", nargs="?", help="of the run, or its handle; the newest run when left out")
-    parser.add_argument("-f", "--follow", action="store_true")
-    parser.add_argument("--rank", type=int)
-    parser.add_argument("--node", type=int)
-    parser.add_argument("--attempt", type=int)
+    parser.add_argument("-f", "--follow", action="store_true", help="until the job has ended, across restarts")
+    parser.add_argument("--rank", type=int, help="only this one, counted over all nodes")
+    parser.add_argument("--node", type=int, help="only ranks of this one, counted from 0")
+    parser.add_argument("--attempt", type=int, help="only of this one, counted from 0")
     parser.add_argument("--errors", action="store_true", help="only lines that look like an error")
     parser.add_json("an object for each line")
     flags = parser.parse(args)
