@@ -116,10 +116,14 @@ def test_a_resume_that_is_not_allowed_or_a_dry_run_replaces_nothing(
     monkeypatch.setattr(jobs, "replace_lost", lambda handle: replaced.append(handle) or "a node is replaced")
     for dry in ("dry_run=true", "dry_run=True"):
         assert main(["resume", "shared", dry]) == 2 and not replaced, "its overrides cannot be read"
+    capsys.readouterr()
     assert main(["resume", "shared"]) == 0 and len(replaced) == 1
+    assert "no step is left to do. To train on: fsdp-jobs resume shared steps=40" in capsys.readouterr().out
+    assert main(["resume", "shared", "steps=40"]) == 0 and len(replaced) == 2
+    assert "no step is left" not in capsys.readouterr().out
     write_atomic(run.identity, replace(identity_of(run, compose_job([])), uid=4242, user="ada").to_json())
     monkeypatch.setattr(os, "getuid", lambda: 1000)
-    assert main(["resume", "shared"]) == 2 and len(replaced) == 1
+    assert main(["resume", "shared"]) == 2 and len(replaced) == 2
     assert "belongs to ada" in capsys.readouterr().err
 
 
