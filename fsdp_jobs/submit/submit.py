@@ -220,7 +220,10 @@ def submit(
             for job, texts in zip(jobs, before, strict=True):
                 _write_all(job.run, texts)
             raise
-        return at_once(lambda job: record(job.run, job.launcher, app_ids[job.run]), jobs)
+        handles = at_once(lambda job: record(job.run, job.launcher, app_ids[job.run]), jobs)
+        for job in jobs:
+            job.run.job.touch()  # runs are listed by this time
+        return handles
 
 
 def _write(job: Prepared, files: Mapping[Path, str | None]) -> None:

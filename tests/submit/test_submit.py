@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from fsdp_jobs.config.errors import BadInput, JobFailed
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.control.placement import known_places
 from fsdp_jobs.launchers.local import LocalLauncher
-from fsdp_jobs.run.directory import RunDir, write_json
+from fsdp_jobs.run.directory import RunDir, runs_in, write_json
 from fsdp_jobs.submit import submit as submission
 from fsdp_jobs.submit import submitted
 
@@ -75,6 +76,23 @@ def test_a_refused_submission_leaves_the_record_of_the_one_before(tmp_path: Path
     assert not second.run.job.exists() and not second.run.config.exists(), "it may be submitted with other values"
     submission.submit([jobs[0]], [["steps=2"]])
     assert first.run.first_attempt() == 1
+
+
+def test_jobs_of_one_submission_are_listed_in_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their records are written at once, and the last one first here."""
+    names = [f"run-{i}" for i in range(6)]
+    configs = [compose_job([f"runs_dir={tmp_path}", f"name={name}", "nodes=1", "nproc_per_node=1"]) for name in names]
+    taking = _Launcher("taking", "7")
+    jobs = [replace(job, launcher=taking) for job in submission.prepare(configs)]  # type: ignore[arg-type]
+    record = submission.record
+
+    def slowly(run: RunDir, *of: Any) -> str:
+        time.sleep(0.05 * (6 - names.index(run.name)))
+        return record(run, *of)
+
+    monkeypatch.setattr(submission, "record", slowly)
+    submission.submit(jobs, [["steps=1"]] * 6)
+    assert [run.name for run in runs_in(str(tmp_path))] == names
 
 
 def test_an_unfinished_submission_that_cannot_be_locked_is_left_alone(tmp_path: Path) -> None:
