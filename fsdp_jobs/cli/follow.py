@@ -17,6 +17,7 @@ from fsdp_jobs.plan.plan import Plan
 from fsdp_jobs.run.directory import RunDir, rank_logs
 from fsdp_jobs.run.failure import reports_lost_peer
 from fsdp_jobs.run.status import ENDED, RunStatus
+from fsdp_jobs.run.table import counted
 from fsdp_jobs.run.tail import Logs, looks_like_error, rank_of
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit.overview import RunSummary, goodput_of, state_of, summary_of
@@ -148,8 +149,8 @@ def _facts(status: RunStatus) -> Iterator[tuple[str, str]]:
     if status.loss is not None and status.first_loss is not None:
         yield "loss", f"{status.first_loss:.3f} -> {status.loss:.3f} over {status.step} steps"
     if recoveries := [b.recovered for b in status.breaks if not b.is_planned]:
-        repeated = status.lost_steps if status.has_steps else "-"
-        yield "failures", f"{len(recoveries)}: {', '.join(recoveries)} until the next step; {repeated} steps repeated"
+        repeated = counted(status.lost_steps, "step") if status.has_steps else "- steps"
+        yield "failures", f"{len(recoveries)}: {', '.join(recoveries)} until the next step; {repeated} repeated"
     yield from goodput_of(status)
     if status.tokens_per_s:
         plan = Plan.of(status.run)

@@ -28,6 +28,7 @@ from fsdp_jobs.run.directory import write_atomic
 from fsdp_jobs.run.identity import check_may_act
 from fsdp_jobs.run.state import State
 from fsdp_jobs.run.status import RunStatus
+from fsdp_jobs.run.table import counted
 from fsdp_jobs.run.verdict import EXIT_FAILED
 from fsdp_jobs.submit import submit as submission
 from fsdp_jobs.submit.submitted import activity_of, another_runs, describe, existing_run, kill, named, replace_lost
@@ -200,7 +201,7 @@ def rehearse(args: list[str]) -> int:
     outcome = tool.rehearse(config, flags.fault)
     took = "-" if outcome.recovery_s is None else f"{outcome.recovery_s:.1f} s"
     word = ("PASS", "bold green") if outcome.passed else ("FAIL", "bold red")
-    what = f" {flags.fault}: {outcome.why}; next step after {took}, {outcome.lost_steps} steps repeated"
+    what = f" {flags.fault}: {outcome.why}; next step after {took}, {counted(outcome.lost_steps, 'step')} repeated"
     say(Text.assemble(word, what))
     if flags.json:
         print_json(asdict(outcome))

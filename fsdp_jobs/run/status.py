@@ -42,7 +42,7 @@ class Break:
 
     @property
     def lost(self) -> str:
-        return "-" if self.lost_steps is None else str(self.lost_steps)
+        return "- steps" if self.lost_steps is None else counted(self.lost_steps, "step")
 
     @property
     def recovered(self) -> str:

@@ -27,7 +27,7 @@ from fsdp_jobs.observe.answers import curves
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.identity import identity_of
 from fsdp_jobs.run.state import State
-from fsdp_jobs.run.status import RunStatus
+from fsdp_jobs.run.status import Break, RunStatus
 from fsdp_jobs.submit import submitted
 from fsdp_jobs.submit.overview import Overview, story_of
 from tests.jobs import cli, environment, hear_ctrl_c, job
@@ -54,6 +54,11 @@ def test_scripts_get_what_people_see(tmp_path: Path) -> None:
     shown = cli(tmp_path, "list").stdout.splitlines()
     assert shown[1].split()[:5] == ["one", "done", "0", "2/2", "20/20"] and "67%" in shown[1]
     assert cli(tmp_path, "list", "two").stdout == cli(tmp_path, "status", "two").stdout != ""
+
+
+def test_the_cost_of_a_failure_is_counted_or_a_dash() -> None:
+    costs = {lost: Break(0.0, "node 1 is gone", 20, lost).lost for lost in (None, 0, 1, 2)}
+    assert costs == {None: "- steps", 0: "0 steps", 1: "1 step", 2: "2 steps"}
 
 
 def test_commands_that_are_offered_can_be_pasted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
