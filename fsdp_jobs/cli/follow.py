@@ -147,7 +147,7 @@ def summary(status: RunStatus) -> None:
 
 def _facts(status: RunStatus) -> Iterator[tuple[str, str]]:
     if status.loss is not None and status.first_loss is not None:
-        yield "loss", f"{status.first_loss:.3f} -> {status.loss:.3f} over {status.step} steps"
+        yield "loss", f"{status.first_loss:.3f} -> {status.loss:.3f} over {counted(status.step, 'step')}"
     if recoveries := [b.recovered for b in status.breaks if not b.is_planned]:
         repeated = counted(status.lost_steps, "step") if status.has_steps else "- steps"
         yield "failures", f"{len(recoveries)}: {', '.join(recoveries)} until the next step; {repeated} repeated"

@@ -36,8 +36,9 @@ class Goodput:
         return self.useful_s / self.wall_s if self.wall_s else 0.0
 
     def __str__(self) -> str:
+        share = f"{self.fraction:.0%}" if self.useful_s else "-"  # as in a table: no step has counted yet
         return (
-            f"{self.fraction:.0%} of {duration(self.wall_s)}: useful {duration(self.useful_s)}, "
+            f"{share} of {duration(self.wall_s)}: useful {duration(self.useful_s)}, "
             f"checkpoints {self.stall_s:.1f}s, lost {self.lost_s:.1f}s, recovering {self.recover_s:.1f}s, "
             f"queue {duration(self.queue_s)}, starting and stopping {duration(self.start_s)}"
         )

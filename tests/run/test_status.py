@@ -61,6 +61,14 @@ def test_the_cost_of_a_failure_is_counted_or_a_dash() -> None:
     assert costs == {None: "- steps", 0: "0 steps", 1: "1 step", 2: "2 steps"}
 
 
+def test_before_the_first_step_no_goodput_is_known(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path / "runs", "one")
+    run.metrics.write_text("")
+    said = cli(tmp_path, "status", "one").stdout.splitlines()
+    row, story = said[1].split(), next(line for line in said if line.startswith("goodput"))
+    assert row[said[0].split().index("goodput")] == story.split()[1] == "-", said
+
+
 def test_commands_that_are_offered_can_be_pasted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status = RunStatus(recorded_run(tmp_path / "my runs", "one"))
     status.update()
