@@ -275,7 +275,9 @@ def shape_of(config: JobConfig) -> ModelShape:
 
 
 def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+    """Return an error's first lines as one: Hydra and transformers say the cause and the cure in the next two."""
+    lines = (str(error).strip() or "no message").splitlines()[:3]
+    return f"{type(error).__name__}: {' '.join(map(str.strip, lines))}"
 
 
 def _estimated(model: nn.Module, blocks: Sequence[nn.Module]) -> Activations:

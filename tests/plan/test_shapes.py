@@ -431,6 +431,9 @@ class TestProbe:
     def test_says_what_is_wrong(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(BadInput, match=r"returned a int, not an nn\.Module"):
             probe(self.config(tmp_path, monkeypatch, "broken"))
+        nowhere = compose_job(["model=custom", "model._target_=nowhere.build"])
+        with pytest.raises(BadInput, match="Are you sure that module 'nowhere' is installed"):
+            probe(nowhere)
         monkeypatch.syspath_prepend(tmp_path)
         with pytest.raises(ImportError, match="absent"):
             shape_of(self.config(tmp_path, monkeypatch, "absent"))
