@@ -54,7 +54,7 @@ VERBS = {
     ),
     "sweep": ("sweeps.verbs:sweep", "jobs of a --multirun: sweep status|resume|retry-failed|cancel|best|report NAME"),
     "dashboard": ("cli.runs:dashboard", "all runs live in a browser: dashboard [--port P] [--host ADDRESS]"),
-    "list": ("cli.runs:list_runs", "the same as status"),
+    "list": ("cli.runs:list_runs", "the same as status: list [NAME ...] [--state S] [--last N] [--watch] [--json]"),
     "resume": ("cli.jobs:resume", "continue a run, changed or not: resume NAME [overrides] [--json]"),
     "doctor": ("cli.jobs:examine", "can jobs run here, or on a cluster: doctor [cluster=slurm] [--save FILE] [--json]"),
     "rehearse": (

@@ -117,7 +117,8 @@ def candidates(folder: Path, line: str) -> list[str]:
 
 
 def test_what_is_offered_is_short_and_whole(tmp_path: Path) -> None:
-    assert candidates(tmp_path, "fsdp-jobs status ") == ["--json", "--last", "--state", "--watch", "runs_dir="]
+    for verb in ("status", "list"):
+        assert candidates(tmp_path, f"fsdp-jobs {verb} ") == ["--json", "--last", "--state", "--watch", "runs_dir="]
     assert candidates(tmp_path, "fsdp-jobs plan fsdp") == ["fsdp.", "fsdp="]
     assert candidates(tmp_path, "fsdp-jobs plan attach=") == ["attach=false", "attach=true"]
     assert candidates(tmp_path, "fsdp-jobs plan tracking.k") == ["tracking.kind="]
