@@ -142,12 +142,14 @@ def show_help() -> None:
     verbs, options = Table.grid(padding=(0, 3)), Table.grid(padding=(0, 3))
     for verb, (_, text) in VERBS.items():
         verbs.add_row(f"  {verb}", text)
+    verbs.columns[1].overflow = "fold"  # no word is cut in a narrow terminal
     say("verbs", "bold")
     say(verbs)
     say(Text.assemble(("\ngroups", "bold"), " (the first comment of each file in conf/)"))
     for group, names in groups().items():
         for name in names:
             options.add_row(f"  {group}={name}", summary(group, name))
+    options.columns[1].overflow = "fold"
     options.columns[0].no_wrap = True
     options.columns[0].min_width = 36
     say(options)

@@ -138,6 +138,12 @@ def test_every_verb_shows_its_arguments(args: list[str], capsys: pytest.CaptureF
     assert args == ["help"] or f"fsdp-jobs {args[args[0] == 'help']}" in shown.out or "\nverbs\n" in shown.out
 
 
+def test_help_cuts_no_word_in_a_narrow_terminal() -> None:
+    command = [sys.executable, "-m", "fsdp_jobs", "--help"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "COLUMNS": "60"})
+    assert shown.returncode == 0 and "…" not in shown.stdout
+
+
 def test_help_ends_when_its_reader_has_read_enough() -> None:
     read, write = os.pipe()
     os.close(read)
