@@ -136,7 +136,9 @@ def span(first: int, last: int) -> str:
 
 def _memory(plan: Plan, memory: Memory) -> Table:
     sizes, bars = (Column(name, justify="right") for name in ("size", "of usable")), Column(overflow="crop")
-    table = _titled(f"Peak memory per {device_of(plan)}: {memory.moment}", "part", *sizes, bars, box=box.SIMPLE_HEAD)
+    table = _titled(
+        f"Peak memory per {device_of(plan)}, during: {memory.moment}", "part", *sizes, bars, box=box.SIMPLE_HEAD
+    )
     usable = max(1, plan.usable_bytes)
     for name, value in memory.parts().items():
         if value:
