@@ -77,7 +77,8 @@ def read(path: Path) -> Imported:
     try:
         content = yaml.safe_load(path.read_text())
     except (OSError, UnicodeError, yaml.YAMLError) as e:
-        raise BadInput.at(str(path), str(e).splitlines()[0], "a file that accelerate config wrote") from e
+        what = e.strerror if isinstance(e, OSError) else str(e).splitlines()[0]
+        raise BadInput.at(str(path), str(what), "a file that accelerate config wrote") from e
     if not isinstance(content, dict):
         raise BadInput.at(str(path), "is not a configuration of Accelerate")
     if odd := [key for key in _GROUPS if not isinstance(content.get(key) or {}, dict)]:
