@@ -318,7 +318,7 @@ def test_a_running_job_and_its_fault_are_seen_without_a_reload(browser: Any, tmp
         loss = page.locator("#story dd").nth(2)
         first = loss.inner_text()
         running.ranks(1)[0].kill()
-        page.wait_for_selector("#story >> text=steps lost", timeout=60_000)
+        page.wait_for_selector("#story >> text=lost, training again after", timeout=60_000)
         running.until(lambda: bool(running.events("resumed")), "it goes on")
         page.wait_for_selector("#events >> text=resumed from", timeout=60_000)
         page.wait_for_function("first => document.querySelectorAll('#story dd')[2].innerText !== first", arg=first)
