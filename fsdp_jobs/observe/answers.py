@@ -16,6 +16,7 @@ from fsdp_jobs.run.events import RoundBroken, Submitted, seldom_events
 from fsdp_jobs.run.goodput import costs_of
 from fsdp_jobs.run.record import JsonObject
 from fsdp_jobs.run.status import RunStatus
+from fsdp_jobs.run.table import percent
 from fsdp_jobs.run.tail import Tail, sampled_json_lines
 from fsdp_jobs.submit.overview import RunSummary, story_of
 
@@ -77,7 +78,7 @@ def _compared(status: RunStatus) -> Iterator[tuple[str, str, str]]:
     if plan is None:
         return
     if goodput.wall_s:
-        yield "goodput", f"{plan.expected.goodput:.1%}", f"{goodput.fraction:.1%}"
+        yield "goodput", percent(plan.expected.goodput, 1), percent(goodput.fraction, 1)
     if costs is not None and costs.restart_s:
         yield "seconds to recover", f"{plan.expected.restart_s:.1f}", f"{costs.restart_s:.1f}"
     for tier in plan.expected.tiers:

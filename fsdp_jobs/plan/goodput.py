@@ -12,7 +12,7 @@ from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.plan.memory import Memory, size
 from fsdp_jobs.run.goodput import Costs, Failures
-from fsdp_jobs.run.table import counted, duration
+from fsdp_jobs.run.table import counted, duration, percent
 
 _RESTART_S = 180.0  # noticing the loss, new processes, NCCL, loading, the first step; an estimate until measured
 _LEAST_STALL_S = 0.5  # delay of steps per save, beyond the copy of the state
@@ -69,7 +69,7 @@ class Expected:
             source += f" and {counted(self.seen.count, 'failure')} in {here}"
         how = "measured" if self.measured else "assumed"
         rate = f"{self.rate:.3g} per 1,000 node-days, {source}"
-        first = f"goodput {self.goodput:.1%} expected: a failure every {duration(self.mtbf_s)} ({rate}), "
+        first = f"goodput {percent(self.goodput, 1)} expected: a failure every {duration(self.mtbf_s)} ({rate}), "
         first += f"{self.restart_s:.0f} s to restart ({how})"
         return "\n".join([first, *(f"  {tier}" for tier in self.tiers)])
 

@@ -10,7 +10,7 @@ from statistics import fmean
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.record import JsonObject
-from fsdp_jobs.run.table import duration
+from fsdp_jobs.run.table import duration, percent
 from fsdp_jobs.run.tail import Tail, newest_json_lines
 
 _SUMS = ("useful_s", "stall_s", "snapshot_s", "snapshots")  # of the steps that count, in each line of metrics.jsonl
@@ -36,7 +36,7 @@ class Goodput:
         return self.useful_s / self.wall_s if self.wall_s else 0.0
 
     def __str__(self) -> str:
-        share = f"{self.fraction:.0%}" if self.useful_s else "-"  # as in a table: no step has counted yet
+        share = percent(self.fraction) if self.useful_s else "-"  # as in a table: no step has counted yet
         return (
             f"{share} of {duration(self.wall_s)}: useful {duration(self.useful_s)}, "
             f"checkpoints {self.stall_s:.1f}s, lost {self.lost_s:.1f}s, recovering {self.recover_s:.1f}s, "

@@ -19,6 +19,12 @@ def duration(seconds: float | None) -> str:
     return f"{whole // 60}m{whole % 60:02d}s" if whole >= 60 else f"{whole}s"
 
 
+def percent(share: float, digits: int = 0) -> str:
+    """Format as `99.9%`; only a share of 1 is 100%."""
+    text = f"{share:.{digits}%}"
+    return text if share == 1 or not text.startswith("100") else f"{100 - 0.1**digits:.{digits}f}%"
+
+
 def counted(number: int, noun: str) -> str:
     """Format as `1 node`, `4 nodes`."""
     return f"{number:,} {noun}{'s' * (number != 1)}"

@@ -17,7 +17,7 @@ from fsdp_jobs.run.identity import owner_of
 from fsdp_jobs.run.record import JsonObject
 from fsdp_jobs.run.state import State
 from fsdp_jobs.run.status import DAMAGED, ENDED, IDLE, OVER, WAITING, RunStatus, steps_done
-from fsdp_jobs.run.table import counted, duration
+from fsdp_jobs.run.table import counted, duration, percent
 from fsdp_jobs.submit.submitted import another_runs, describe, is_silent
 
 UNREADABLE = "unreadable"
@@ -77,7 +77,7 @@ class RunSummary:
             "loss": "-" if self.loss is None else f"{self.loss:.4f}",
             "tok/s": "-" if self.tokens_per_s is None else f"{self.tokens_per_s:,.0f}",
             "eta": duration(self.eta_s),
-            "goodput": "-" if self.goodput is None else f"{self.goodput:.0%}",
+            "goodput": "-" if self.goodput is None else percent(self.goodput),
             "checkpoint": "-" if self.checkpoint_age_s is None else f"{duration(self.checkpoint_age_s)} ago",
             "reason": self.reason,
         }
@@ -219,8 +219,8 @@ def goodput_of(status: RunStatus) -> Iterator[tuple[str, str]]:
 
     if status.has_steps:
         plan = Plan.of(status.run)
-        predicted = f"; {plan.expected.goodput:.1%} predicted" if plan is not None and plan.time is not None else ""
-        yield "goodput", f"{status.goodput}{predicted}"
+        predicted = percent(plan.expected.goodput, 1) if plan is not None and plan.time is not None else ""
+        yield "goodput", f"{status.goodput}{predicted and f'; {predicted} predicted'}"
     if starting := status.starting:
         yield "starting", starting
 

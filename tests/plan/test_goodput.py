@@ -172,3 +172,9 @@ def test_a_plan_of_another_version_is_passed_over(tmp_path: Path) -> None:
     del content["expected"]["tiers"]
     run.plan.write_text(json.dumps(content))
     assert Plan.of(run) is None
+
+
+def test_a_job_that_loses_little_is_not_said_to_lose_nothing() -> None:
+    expected = plan(2, "hardware.failures_per_1000_node_days=0.01").expected
+    assert 0.9995 < expected.goodput < 1
+    assert str(expected).startswith("goodput 99.9% expected")
