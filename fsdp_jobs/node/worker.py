@@ -112,6 +112,9 @@ def run_program() -> None:
     os.register_at_fork(after_in_child=_is_no_rank)
     rank, state = os.getpid(), RankState(os.environ[RANK_STATE_ENV], int(os.environ["LOCAL_RANK"]))
     exit_code = _run(program)
+    if not exit_code and state.read().phase == Phase.TRAINING:
+        with suppress(OSError, ValueError):  # the program may have closed it
+            print("without job.finish() the last step is neither recorded nor saved", file=sys.stderr, flush=True)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()  # an interpreter does this at exit, a forked process does not
     _write_what_is_open()
