@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose as hydra_compose
-from omegaconf import DictConfig
 from xdist.scheduler import LoadScopeScheduling
 
-from fsdp_jobs.config import hydra
+import tests.composed  # noqa: F401  (once for all tests of a worker)
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -41,24 +39,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((i for i, name in enumerate(_LONGEST) if name in folders), len(_LONGEST))
 
     items.sort(key=place)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _compose_once() -> Iterator[None]:
-    """Hydra composes each choice of groups once a worker: `conf/` stays as it is while tests run."""
-    known: dict[tuple[str, ...], DictConfig] = {}
-
-    def composed(name: str, overrides: list[str]) -> DictConfig:
-        if any(o.startswith("hydra") for o in overrides):  # a folder of groups that the test made
-            return hydra_compose(name, overrides=overrides)
-        choices = tuple(overrides)
-        if choices not in known:
-            known[choices] = hydra_compose(name, overrides=overrides)
-        return known[choices]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hydra, "hydra_compose", composed)
-        yield
 
 
 @pytest.fixture

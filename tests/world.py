@@ -36,6 +36,7 @@ TINY_TASK = (
     "checkpoint.every_steps=0",
 )
 TINY = (*TINY_LLAMA, *TINY_TASK)
+PRELOADED = ["tests.composed", "fsdp_jobs.train.trainer", "fsdp_jobs.plan.plan", "torch.utils.tensorboard"]
 # A job that is only to be kept alive leaves the cores to others: 10 microbatches a second.
 PACED = ("model=custom", "model._target_=tests.models.paced", "model.wrap_classes=[Block]")
 
@@ -51,7 +52,7 @@ def run_world(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]
     A rank that raises fails the test with its traceback.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fsdp_jobs.train.trainer"])
+    context.set_forkserver_preload(PRELOADED)
     queue = context.Queue()
     with meeting_place() as meeting:
         processes = [

@@ -84,7 +84,7 @@ def run_to_the_end(ranks: int, function: Callable[..., Any], *args: Any, seconds
     """Call `function(*args)` in ranks that may die. Returns their exit codes."""
     function = partial(_with_environment, dict(os.environ), function)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.checkpoints.saving", "s3fs"])
+    context.set_forkserver_preload([*world.PRELOADED, "tests.checkpoints.saving", "s3fs"])
     queue = context.Queue()
     with world.meeting_place() as meeting:
         processes = [
