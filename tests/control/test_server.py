@@ -27,7 +27,7 @@ from fsdp_jobs.control.server import Server
 from fsdp_jobs.node import link as link_module
 from fsdp_jobs.node.link import Link
 from fsdp_jobs.run import events, messages
-from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.processes import free_port, raise_file_limit, wildcards
 from fsdp_jobs.run.protocol import AGENT, COORDINATOR, proof
 from fsdp_jobs.run.tail import read_json_lines
@@ -259,7 +259,7 @@ def test_agents_get_answers_while_the_run_directory_hangs(tmp_path: Path, monkey
         stranger.enter("secret")
         until(lambda: server.coordinator.agents)
         hangs.set()
-        server.coordinator.run.stop_request.write_text("enough")
+        write_atomic(server.coordinator.run.stop_request, "enough")
         until(lambda: server.coordinator.stop_reason == "enough")
 
     serving(tmp_path, talk)
