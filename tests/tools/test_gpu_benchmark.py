@@ -88,7 +88,7 @@ def test_what_a_configuration_takes_is_measured_in_real_steps() -> None:
     tiny = [*TINY, "nodes=1", "nproc_per_node=1", "fsdp=full_shard"]
     command = [sys.executable, str(PROGRAMS / "memory.py"), json.dumps([tiny, [*tiny, "model.dims=65"]])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    good, bad = map(json.loads, done.stdout.splitlines())
+    good, bad = map(json.loads, memory.answers(done.stdout))
     assert good["planned"] > good["reserve"] > 0, done.stderr
     assert "error" in bad
 
