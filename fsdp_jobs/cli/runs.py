@@ -82,8 +82,8 @@ def status_parser(verb: str) -> VerbParser:
     return parser
 
 
-def status(args: list[str]) -> int:
-    flags = status_parser("status").parse(args)
+def status(args: list[str], verb: str = "status") -> int:
+    flags = status_parser(verb).parse(args)
     if not flags.names:
         settle(pending_in(flags.runs_dir))
     runs = _named(flags.names, flags.runs_dir)[-(flags.last or 0) :]
@@ -157,8 +157,7 @@ def _compared(value: object, how: str, wanted: str) -> bool:
 
 
 def list_runs(args: list[str]) -> int:
-    status_parser("list").parse(args)  # its help, and what does not fit
-    return status(args)
+    return status(args, "list")
 
 
 def _show(rows: Sequence[RunSummary]) -> None:

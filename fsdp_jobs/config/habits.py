@@ -105,7 +105,8 @@ def script_as_overrides(args: Sequence[str]) -> list[str]:
     script, own = args[at], args[at + 1 :]
     if misplaced := [a for a in own if "=" in a and re.split("[.=]", a)[0] in _OUR_KEYS]:
         before = shlex.join([*args[:at], *misplaced, script, *(a for a in own if a not in misplaced)])
-        cure = f"put it in front: {before}; if the script reads it: script={script} script_args={_shell(own)}"
+        as_arguments = f"script={script} script_args={shlex.quote(shlex.join(own))}"
+        cure = f"put it in front: {before}; if the script reads it: {as_arguments}"
         what = f"stands behind {script}, so it is an argument of that"
         raise BadInput.at(shlex.join(misplaced), what, cure)
     overrides = [*args[:at], f"script={script}"]
@@ -113,10 +114,6 @@ def script_as_overrides(args: Sequence[str]) -> list[str]:
         words = re.sub(r"(\\*)\$\{", lambda m: rf"{2 * m[1]}\${{", shlex.join(own))  # `${...}` is for the script
         overrides.append(f"script_args={one_text(words)}")
     return overrides
-
-
-def _shell(words: Sequence[str]) -> str:
-    return shlex.quote(shlex.join(words))
 
 
 def one_text(value: str) -> str:

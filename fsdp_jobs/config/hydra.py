@@ -278,8 +278,9 @@ class _Composer:
         return None
 
 
+_OF_INTEGERS = "converted to Integer"
 _OF_VALUES = {  # part of OmegaConf's message about a value's type -> the fact, the cure
-    "converted to Integer": ("is not a whole number", "digits only"),
+    _OF_INTEGERS: ("is not a whole number", "digits only"),
     "converted to Float": ("is not a number", "digits: 0.5, or 1e-4"),
     "not a valid bool": ("is neither true nor false", ""),
     "is not Optional": ("needs a value", ""),
@@ -288,13 +289,14 @@ _OF_VALUES = {  # part of OmegaConf's message about a value's type -> the fact, 
 
 def _of_value(text: str, message: str) -> Problem:
     """Describe a value of the wrong type; for an abbreviated whole number, write it out."""
-    what, cure = next((ours for part, ours in _OF_VALUES.items() if part in message), (message, ""))
     key, _, value = text.partition("=")
-    if cure == "digits only" and (count := re.fullmatch(r"(\d+)([km])", value, re.IGNORECASE)):
+    if _OF_INTEGERS in message and (count := re.fullmatch(r"(?i)(\d+)([km])", value)):
         power = "km".index(count[2].lower()) + 1
         cure = f"{key}={int(count[1]) * 1024**power}, or {int(count[1]) * 1000**power}"
-    elif cure == "digits only" and re.fullmatch(r"(?i)\d+(\.\d*)?e\d+", value) and float(value).is_integer():
-        what, cure = "is not written as a whole number", f"{key}={float(value):.0f}"
+        return Problem(text, _OF_VALUES[_OF_INTEGERS][0], cure)
+    if _OF_INTEGERS in message and re.fullmatch(r"(?i)\d+(\.\d*)?e\d+", value) and float(value).is_integer():
+        return Problem(text, "is not written as a whole number", f"{key}={float(value):.0f}")
+    what, cure = next((ours for part, ours in _OF_VALUES.items() if part in message), (message, ""))
     return Problem(text, what, cure)
 
 

@@ -106,13 +106,19 @@ def test_a_replacement_waits_for_the_node_that_still_saves_and_for_no_other(tmp_
     assert new in cut_off.coordinator.agents.values() and b not in cut_off.coordinator.agents.values()
 
 
-def test_new_nodes_wait_until_the_ranks_have_saved_and_parked(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, "nodes=1:2", "elastic.join_window_s=0", "fsdp=full_shard")
+def parking(folder: Path) -> tuple[Cluster, ConnectedAgent, ConnectedAgent]:
+    """A node that trains and has been asked to park, for another one that wants to join; and both."""
+    cluster = Cluster(folder, "nodes=1:2", "elastic.join_window_s=0", "fsdp=full_shard")
     a = cluster.join(0)
     cluster.later(0.5, a)
     b = cluster.join(1)
     cluster.later(1, a, b)
     assert cluster.last(a, messages.Request) == messages.Request(Request.PARK)
+    return cluster, a, b
+
+
+def test_new_nodes_wait_until_the_ranks_have_saved_and_parked(tmp_path: Path) -> None:
+    cluster, a, b = parking(tmp_path)
     assert cluster.last(a, messages.Break) is None
     cluster.later(1, a, b, step=7, committed=7, phase=int(Phase.PARKED))
     assert cluster.last(a, messages.Break) is not None
@@ -123,12 +129,7 @@ def test_new_nodes_wait_until_the_ranks_have_saved_and_parked(tmp_path: Path) ->
 
 
 def test_a_rank_that_fails_while_the_others_park_is_a_failure(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, "nodes=1:2", "elastic.join_window_s=0", "fsdp=full_shard")
-    a = cluster.join(0)
-    cluster.later(0.5, a)
-    b = cluster.join(1)
-    cluster.later(1, a, b)
-    assert cluster.last(a, messages.Request) == messages.Request(Request.PARK)
+    cluster, a, b = parking(tmp_path)
     fails(cluster, [a, b], node=0, error="ValueError: a bad sample")
     cluster.later(2, a, b)
     (broken,) = cluster.events("round_broken")
