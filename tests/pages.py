@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tests.jobs import ROOT, environment
 
+QUICK = "data.seq_len=32 data.global_batch=8"  # fewer tokens a step than the pages' jobs have
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
 _BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 

@@ -7,14 +7,16 @@ from pathlib import Path
 import pytest
 
 from tests.jobs import cli
-from tests.pages import run_page
+from tests.pages import QUICK, run_page
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 
 def but_for_the_installation(line: str) -> str:
     """The environment is that of the tests; tests/test_packaging.py installs one. The steps are of fewer tokens."""
-    line = line.replace("name=first", "name=first data.seq_len=32 data.global_batch=8")
+    line = line.replace("name=first", f"name=first {QUICK}").replace(
+        "rehearse kill_node", f"rehearse kill_node {QUICK}"
+    )
     return "" if line in ("make setup", ". .venv/bin/activate") else line
 
 

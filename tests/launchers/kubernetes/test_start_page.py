@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.launchers.kubernetes.simulated_cluster import SimulatedCluster, why_not
-from tests.pages import run_page
+from tests.pages import QUICK, run_page
 
 pytestmark = [
     pytest.mark.integration,
@@ -21,6 +21,7 @@ def in_simulated_pods(line: str) -> str:
     """As the page says for nodes without GPUs; there are no images, and the claim's place is another one."""
     if line.startswith(("pip ", "docker ", "kubectl ")):
         return ""
+    line = line.replace("name=first", f"name=first {QUICK}")
     here = "cluster=kubernetes cluster.accelerator=cpu hardware=cpu nproc_per_node=1 cluster.mount_path=/run/claim"
     return re.sub(r"cluster=kubernetes", here, line).replace("cluster.namespace=fsdp-jobs", "")
 
