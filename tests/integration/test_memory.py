@@ -19,7 +19,7 @@ from tests.world import undisturbed_losses
 
 pytestmark = [pytest.mark.integration, needs_netns, pytest.mark.timeout(600)]
 
-STEPS = "steps=60"
+STEPS = "steps=48"
 EACH_STEP = ("checkpoint.memory.every_steps=1", "checkpoint.every_steps=0", "elastic.join_window_s=0")
 FULL = "fsdp.strategy=full_shard"
 HYBRID = ("fsdp.strategy=hybrid_shard", "fsdp.shard_group=2")

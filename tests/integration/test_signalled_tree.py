@@ -13,7 +13,7 @@ from tests.world import PACED
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [1, pytest.param(0, marks=pytest.mark.soak)])
 def test_a_signal_to_a_whole_node_is_a_request_to_save(tmp_path: Path, workers: int) -> None:
     endless = ["steps=100000", *PACED, f"data.workers={workers}", "checkpoint.async_mode=thread"]
     with job(tmp_path, "tree", *endless, nodes="2", nproc=1) as tree:

@@ -72,7 +72,7 @@ def ends(job: NetnsJob) -> None:
     assert not list(job.run.checkpoints.glob("*.tmp"))
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 20))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 20))])
 def test_the_only_node_is_cut_off_and_replaced(fabric: Fabric, tmp_path: Path, seed: int) -> None:
     dice = random.Random(seed)
     with job_on_node1(fabric, tmp_path, "nodes=1") as job:

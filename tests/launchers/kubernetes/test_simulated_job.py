@@ -235,15 +235,16 @@ def test_an_image_that_cannot_work_ends_the_job_on_a_simulated_cluster(
     assert not cluster.pods("trainer"), "each would be replaced a hundred times"
 
 
+STEPS = 100
 PROGRAMS = {"plain": programs.PLAIN, "library": programs.LIBRARY, **programs.MORE}
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "library", *(pytest.param(n, marks=pytest.mark.soak) for n in programs.MORE)]
+    "name", ["plain", *(pytest.param(n, marks=pytest.mark.soak) for n in ("library", *programs.MORE))]
 )
 def test_a_program_loses_a_pod_on_a_simulated_cluster(cluster: SimulatedCluster, tmp_path: Path, name: str) -> None:
     program, image = PROGRAMS[name], f"{programs.EXAMPLES}/"  # this machine's files, where real pods have their image's
-    overrides = program.overrides(200, "/run/claim/own", image)
+    overrides = program.overrides(STEPS, "/run/claim/own", image)
     done = cli(tmp_path, f"name={name}", *IN_PODS, *overrides, "nodes=2", "attach=false")
     assert done.returncode == 0, done.stdout + done.stderr
     job = Submitted(tmp_path, name)
@@ -253,4 +254,4 @@ def test_a_program_loses_a_pod_on_a_simulated_cluster(cluster: SimulatedCluster,
     job.until_true(lambda: job.run.verdict(0).exists(), "the end")
     verdict = Verdict.read(job.run, 0)
     assert verdict is not None and verdict.verdict == "done", job.story()
-    program.check_went_on(job, 200)
+    program.check_went_on(job, STEPS)
