@@ -44,6 +44,8 @@ class State:
         if isinstance(getattr(optimizer, "optim", None), torch.optim.Optimizer):  # as ZeroRedundancyOptimizer
             raise TypeError(f"{type(optimizer).__name__} keeps its state in another optimizer, whose parts ranks share")
         known = set(model.parameters())
+        if isinstance(optimizer, torch.optim.LBFGS) and any(isinstance(p, DTensor) for p in known):
+            raise TypeError("LBFGS keeps vectors of all parameters together, and under FSDP they cannot be restored")
         if any(p not in known for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
             raise TypeError("the optimizer has a parameter that the model has not: make the optimizer after FSDP")
         others = {_HYPERPARAMETERS: Hyperparameters(optimizer), **others}

@@ -388,6 +388,21 @@ def _elsewhere(_: str) -> str:
     return str(refused.value)
 
 
+def _with_lbfgs(folder: str, is_sharded: bool) -> str:
+    if not is_sharded:
+        model = nn.Linear(2, 2)
+        State(model, torch.optim.LBFGS(model.parameters()), {}, torch.device("cpu"))
+        return ""
+    with pytest.raises(TypeError) as refused:
+        trained(folder, optimizer=torch.optim.LBFGS)
+    return str(refused.value)
+
+
+def test_an_optimizer_that_cannot_be_restored_under_fsdp_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    assert "LBFGS keeps vectors of all parameters together" in run_world(1, _with_lbfgs, str(tmp_path), True)[0]
+    assert run_world(1, _with_lbfgs, str(tmp_path), False) == [""]
+
+
 def test_optimizers_that_grow_change_their_dtype_or_keep_their_state_elsewhere(tmp_path: Path) -> None:
     run_world(2, _later_keys, str(tmp_path / "later"), _LooksAhead)
     run_world(1, _later_keys, str(tmp_path / "much-later"), _AveragesLater)
