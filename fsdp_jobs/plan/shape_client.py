@@ -11,7 +11,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from fsdp_jobs.config.errors import BadInput, Problem
-from fsdp_jobs.config.schema import CustomModelConfig, DataConfig, FsdpConfig, JobConfig, OptimConfig, dump_config
+from fsdp_jobs.config.schema import (
+    CustomModelConfig,
+    DataConfig,
+    FsdpConfig,
+    HfConfig,
+    JobConfig,
+    OptimConfig,
+    dump_config,
+)
+from fsdp_jobs.config.terminal import complain
 from fsdp_jobs.plan.shapes import ModelShape
 
 TIMEOUT_S = 300  # importing torch and building the module tree; no weights are made
@@ -57,11 +66,15 @@ def _ask(question: str, config: JobConfig, where: str) -> str:
     )
     data = DataConfig(kind=config.data.kind, seq_len=config.data.seq_len)
     same = replace(config, name=None, seed=0, steps=1, fsdp=fsdp, data=data, optim=OptimConfig())
+    model, hub_model = config.model, ""
+    if isinstance(model, HfConfig) and not Path(model.name_or_path).is_dir():
+        hub_model = model.name_or_path
     try:
-        answer = run_probe(question, dump_config(same))
+        answer = run_probe(question, dump_config(same), hub_model)
     except subprocess.TimeoutExpired:
         what = f"could not be probed: no answer for {TIMEOUT_S} s"
-        raise BadInput.at(where, what, "a shorter data.seq_len") from None
+        cure = "a folder, or a network that reaches the hub" if hub_model else "a shorter data.seq_len"
+        raise BadInput.at(where, what, cure) from None
     if answer.returncode:
         last = (answer.stderr.strip() or "no message").splitlines()[-1]
         raise BadInput.at(where, f"could not be probed: {last}")
@@ -69,7 +82,9 @@ def _ask(question: str, config: JobConfig, where: str) -> str:
 
 
 @cache  # jobs that are submitted together mostly have the same model
-def run_probe(question: str, config: str) -> subprocess.CompletedProcess[str]:
+def run_probe(question: str, config: str, hub_model: str) -> subprocess.CompletedProcess[str]:
+    if hub_model:  # the hub's library tries again for minutes
+        complain(f"reading {hub_model} from the Hugging Face hub or its cache", "dim")
     with TemporaryDirectory() as folder:
         path = Path(folder, "config.yaml")
         path.write_text(config)

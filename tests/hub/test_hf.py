@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from fsdp_jobs.config.hydra import compose_job
-from tests.jobs import cli
+from tests.jobs import cli, environment, family, signal_all
 from tests.world import TINY_LLAMA, TINY_TASK, run_world, train_as
 
 pytestmark = pytest.mark.integration
@@ -242,3 +246,21 @@ def test_a_run_begins_with_weights_from_elsewhere(tmp_path: Path) -> None:
     done = cli(tmp_path, *named, f"init_from={tmp_path}/list.pt")
     assert done.returncode == 2 and "list.pt: holds a list\n" in done.stderr
     assert not (tmp_path / "runs" / "never").exists()
+
+
+def test_a_hub_that_does_not_answer_is_named_while_the_plan_waits(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as hub:  # accepts, and says nothing
+        waiting = subprocess.Popen(
+            [sys.executable, "-m", "fsdp_jobs", "plan", "model=hf", "model.name_or_path=owner/name", "data=synthetic"],
+            cwd=tmp_path,
+            env=environment(tmp_path, HF_ENDPOINT=f"http://127.0.0.1:{hub.getsockname()[1]}", HF_HOME=str(tmp_path)),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert waiting.stderr is not None
+            assert waiting.stderr.readline() == "reading owner/name from the Hugging Face hub or its cache\n"
+            assert waiting.poll() is None
+        finally:
+            signal_all(family(psutil.Process(waiting.pid)))
+            waiting.communicate()
