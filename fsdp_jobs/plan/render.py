@@ -75,8 +75,9 @@ def summary_of(plan: Plan) -> str:
     else:
         seconds = f"{time.step:.3g} s" if time.step >= 1 else f"{time.step * 1e3:.3g} ms"
     weights = f"{plan.parameters / 1e9:.3g} B" if plan.parameters >= 1e9 else f"{plan.parameters / 1e6:.3g} M"
+    tokens = time.tokens_per_s * time.step
     return (
-        f"{weights} parameters on {plan.hardware}; a step takes {seconds}: "
+        f"{weights} parameters on {plan.hardware}; a step of {tokens:,.0f} tokens takes {seconds}: "
         f"{time.tokens_per_s:,.0f} tokens/s, {time.tokens_per_s_per_rank:,.0f} per {device_of(plan)}{mfu} (predicted)"
     )
 

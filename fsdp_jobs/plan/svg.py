@@ -12,20 +12,20 @@ from fsdp_jobs.run.table import listed
 
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")  # Paul Tol's bright scheme
 MOST_NODES_DRAWN = 64  # more are condensed: one row per leaf switch
-CELL, LINE = 22, 26  # pixels of a rank's square, and from one row to the next
+CELL, LINE, LETTER = 22, 26, 7  # pixels of a rank's square, from one row to the next, and of a letter at most
 
 
 def to_svg(plan: Plan) -> str:
     """Draw nodes and ranks coloured by shard group, in one file without references."""
     condensed = len(plan.nodes) > MOST_NODES_DRAWN
     rows = rows_of(plan, MOST_NODES_DRAWN)
-    left, top = 100 + 7 * max(len(row.nodes) for row in rows), 64
-    width = left + (700 if condensed else max(520, plan.ranks_per_node * CELL)) + 20
+    left, top = 100 + LETTER * max(len(row.nodes) for row in rows), 64
     bottom = top + LINE * len(rows)
     summary = summary_of(plan)
     if plan.memory is not None:
         fits = "fits" if plan.fits else "does not fit"
         summary = f"{fits}: {size(plan.memory.total)} of {size(plan.usable_bytes)} per {device_of(plan)}; {summary}"
+    width = max(left + (700 if condensed else plan.ranks_per_node * CELL), 12 + LETTER * len(summary)) + 20
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + 56}"'
         f' width="{width}" height="{bottom + 56}" font-family="sans-serif" font-size="12">',

@@ -436,4 +436,4 @@ def test_a_smaller_last_microbatch_takes_less_time() -> None:
 
 def test_a_very_long_step_is_shown_in_days() -> None:
     slow = job("hardware=cpu", "model=llama3_8b", "nodes=2", *SYNTHETIC, "data.global_batch=512")
-    assert re.search(r"a step takes \d+d\d\dh: ", summary_of(make_plan(slow, seek_remedies=False)))
+    assert re.search(r" tokens takes \d+d\d\dh: ", summary_of(make_plan(slow, seek_remedies=False)))

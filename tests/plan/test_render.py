@@ -59,6 +59,10 @@ def test_all_parts_are_there() -> None:
         assert reason in " ".join(text.split())
 
 
+def test_a_step_is_named_by_its_tokens() -> None:
+    assert f"a step of {2048 * 4096:,} tokens takes " in render_text(plan(16, *FITTING), 200)
+
+
 def test_many_nodes_are_condensed() -> None:
     text = render_text(plan(256, *FITTING), 120)
     assert "more leaves" in text
@@ -91,6 +95,13 @@ def test_the_picture_colours_ranks_by_group() -> None:
     for g in groups:
         assert len({colours[r] for r in range(g.first_rank, g.last_rank + 1)}) == 1
     assert all(colours[a.first_rank] != colours[b.first_rank] for a, b in pairwise(groups))
+
+
+def test_no_line_of_the_picture_is_cut() -> None:
+    root = ET.fromstring(to_svg(plan(16, *FITTING)))
+    lines = [t.text or "" for t in root.findall("{*}text[@x='12']")]
+    assert max(map(len, lines)) > 140  # the summary
+    assert 12 + 6.5 * max(map(len, lines)) < float(root.get("width", "0"))
 
 
 def test_the_picture_needs_nothing_else() -> None:
