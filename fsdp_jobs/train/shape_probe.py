@@ -38,6 +38,7 @@ from fsdp_jobs.plan.shapes import Activations, ModelShape, Params, Unit, merged
 
 MATMULS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
 ATTENTION = "_scaled_dot_product"
+LSTM = "mkldnn_rnn_layer"  # a CPU's kernel of a whole layer; other recurrent layers are matmuls
 
 # Of models that look at values, or use kernels that a CPU lacks: a GPU runs them all the same.
 _NOT_ON_FAKE_TENSORS = (
@@ -113,10 +114,13 @@ class _Counter(TorchDispatchMode):
         first = out[0] if isinstance(out, tuple | list) and out else out
         if not isinstance(first, Tensor):
             return out
-        if name in MATMULS or name == "convolution":
+        if name in MATMULS or name in ("convolution", LSTM):
             # a bias comes first, and the experts' offsets last: the last matrix is [K, N]
             right = [a for a in args if isinstance(a, Tensor) and a.ndim > 1][-1]
-            self.last = 2 * first.numel() * (right.shape[-2] if name in MATMULS else right[0].numel())
+            terms = right.shape[-2] if name in MATMULS else right[0].numel()
+            if name == LSTM:  # four gates, of the input and of the hidden state
+                terms = 4 * (args[1].shape[-1] + args[2].shape[-1])
+            self.last = 2 * first.numel() * terms
             self.flops[self.inside] += self.last
             if self.inside:
                 self.kept += first.numel()

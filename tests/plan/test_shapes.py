@@ -275,6 +275,25 @@ def test_a_convolution_is_two_flops_a_weight_and_position() -> None:
         assert activations_of(model, list(model.blocks), 32).matmul_flops == 2 * 64 * 64 * 5
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_recurrent_layer_is_two_flops_a_weight_and_token(kind: type[nn.RNNBase], dtype: torch.dtype) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = kind(64, 64, num_layers=2, batch_first=True, bidirectional=True)
+            self.out = nn.Linear(128, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out(self.layers(x)[0])  # type: ignore[no-any-return]
+
+    with FakeTensorMode():
+        model = OfBiased()
+        model.blocks = nn.ModuleList([Recurrent(), Recurrent()])
+        flops = activations_of(model, list(model.blocks), 8, dtype).matmul_flops
+        assert flops == 2 * sum(p.numel() for p in model.blocks[0].parameters() if p.ndim > 1)
+
+
 def test_units_inside_units_are_counted_once() -> None:
     with FakeTensorMode():
         model = OfBiased(dropout=0.0)
