@@ -10,46 +10,45 @@ from dataclasses import fields
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import JobConfig
 
-_KEYS = {  # a flag's or a key's name, with underscores for dashes -> the key that is meant
-    **dict.fromkeys(("nnodes", "N"), "nodes={}"),
-    **dict.fromkeys(("nproc", "gpus", "gpus_per_node", "ntasks_per_node"), "nproc_per_node={}"),
-    "m": "module={}",
-    "max_restarts": "elastic.max_failures_without_progress={}",
-    **dict.fromkeys(("job_name", "J"), "name={}"),
-    **dict.fromkeys(("time", "t"), "cluster.time={}"),
-    **dict.fromkeys(("partition", "p"), "cluster.partition={}"),
-    **dict.fromkeys(("account", "A"), "cluster.account={}"),
-    **dict.fromkeys(("qos", "q"), "cluster.qos={}"),
-    "image": "cluster.image={}",
-    "checkpoint_dir": "checkpoint.dir={}",
-    **dict.fromkeys(("batch_size", "global_batch_size", "train_batch_size"), "data.global_batch={}"),
-    **dict.fromkeys(("micro_batch_size", "per_device_train_batch_size"), "data.micro_batch={}"),
-    **dict.fromkeys(("max_seq_len", "seq_length", "sequence_length", "block_size"), "data.seq_len={}"),
-    **dict.fromkeys(("max_steps", "num_steps", "train_steps"), "steps={}"),
-    "learning_rate": "optim.lr={}",
-    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), "steps=...: optimizer steps in all"),
-    "gradient_accumulation_steps": "leave it out: data.global_batch, of all ranks, by data.micro_batch gives it",
-    **dict.fromkeys(("python", "python3", "torchrun"), "leave it out: the launcher starts the program"),
-    **dict.fromkeys(
-        (
-            "rdzv_backend",
-            "rdzv_endpoint",
-            "rdzv_id",
-            "rdzv_conf",
-            "master_addr",
-            "master_port",
-            "node_rank",
-            "standalone",
-        ),
-        "leave it out: the launcher sets it",
-    ),
-}
+
+def _by_word(table: dict[str, str]) -> dict[str, str]:
+    """Return, for each word of a table from our term to the words of other tools, our term."""
+    return {word: ours for ours, words in table.items() for word in words.split()}
+
+
+_KEYS = _by_word(  # flags and keys, with underscores for dashes
+    {
+        "nodes={}": "nnodes N",
+        "nproc_per_node={}": "nproc gpus gpus_per_node ntasks_per_node",
+        "module={}": "m",
+        "elastic.max_failures_without_progress={}": "max_restarts",
+        "name={}": "job_name J",
+        "cluster.time={}": "time t",
+        "cluster.partition={}": "partition p",
+        "cluster.account={}": "account A",
+        "cluster.qos={}": "qos q",
+        "cluster.image={}": "image",
+        "checkpoint.dir={}": "checkpoint_dir",
+        "data.global_batch={}": "batch_size global_batch_size train_batch_size",
+        "data.micro_batch={}": "micro_batch_size per_device_train_batch_size",
+        "data.seq_len={}": "max_seq_len seq_length sequence_length block_size",
+        "steps={}": "max_steps num_steps train_steps",
+        "optim.lr={}": "learning_rate",
+        "steps=...: optimizer steps in all": "epochs num_epochs num_train_epochs",
+        "leave it out: data.global_batch, of all ranks, by data.micro_batch gives it": "gradient_accumulation_steps",
+        "leave it out: the launcher starts the program": "python python3 torchrun",
+        "leave it out: the launcher sets it": "rdzv_backend rdzv_endpoint rdzv_id rdzv_conf master_addr master_port"
+        " node_rank standalone",
+    }
+)
 _PRECISION = ("precision", "mixed_precision", "dtype", "torch_dtype")
-_DTYPES = {  # another tool's word for a precision -> a value of fsdp.param_dtype
-    **dict.fromkeys(("fp32", "float32", "float", "32", "32-true", "no"), "fp32"),
-    **dict.fromkeys(("bf16", "bfloat16", "bf16-mixed", "bf16-true"), "bf16"),
-    **dict.fromkeys(("fp16", "float16", "half", "16", "16-mixed", "16-true"), "fp16"),
-}
+_DTYPES = _by_word(  # precisions
+    {
+        "fp32": "fp32 float32 float 32 32-true no",
+        "bf16": "bf16 bfloat16 bf16-mixed bf16-true",
+        "fp16": "fp16 float16 half 16 16-mixed 16-true",
+    }
+)
 _OPTIONS = {  # a group's option by another tool's name -> ours
     "fsdp=ddp": "fsdp=no_shard",
     "fsdp=zero2": "fsdp=shard_grad_op",
@@ -63,15 +62,17 @@ OTHERS = {  # of a group, besides its options
 }
 _OUR_KEYS = {f.name for f in fields(JobConfig)}
 _TAKE_VALUES = ("--output", "-o", "--config-dir", "-cd", "--svg")  # flags of verbs that compose a job
-VERBS = {
-    **dict.fromkeys(("run", "launch"), "submit"),
-    **dict.fromkeys(("ps", "show", "history"), "status"),
-    "ls": "list",
-    "stop": "cancel",
-    "kill": "cancel --now",
-    **dict.fromkeys(("rm", "delete"), "prune --older-than 30d"),
-    "version": "--version",
-}
+VERBS = _by_word(
+    {
+        "submit": "run launch",
+        "status": "ps show history",
+        "list": "ls",
+        "cancel": "stop",
+        "cancel --now": "kill",
+        "prune --older-than 30d": "rm delete",
+        "--version": "version",
+    }
+)
 
 
 def meant_by(word: str) -> str:
