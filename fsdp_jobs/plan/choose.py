@@ -233,10 +233,10 @@ def _best(config: JobConfig, options: list[Option]) -> tuple[Option, str]:
         nearest = min(options, key=lambda o: (o.memory.total, o.memory.host))
         return nearest, f"Nothing fits; {nearest.name} comes nearest: {_excess(config, nearest)}."
 
-    def order(o: Option) -> tuple[int, int, float, float, str]:
-        return (o.memory.total, o.layout.shard_group, o.sent, o.time.step, o.name)
+    def order(o: Option) -> tuple[int, float, str]:
+        return o.layout.shard_group, o.sent, o.name
 
-    fastest = min(fitting, key=lambda o: (o.time.step, *order(o)))
+    fastest = min(fitting, key=lambda o: (o.time.step, o.memory.total, *order(o)))
     asked = "" if config.fsdp.strategy == config.fsdp.shard_group == AUTO else " asked for"
     if len(fitting) == 1:
         best, decided = fastest, f"is the only option{asked} that fits"
@@ -248,7 +248,7 @@ def _best(config: JobConfig, options: list[Option]) -> tuple[Option, str]:
     else:
         near = left = [o for o in fitting if o.time.step <= NEAR * fastest.time.step]
         decided = ""
-        for what, amount, alike in _criteria():
+        for what, amount, alike in _CRITERIA:
             before, least = left, min(map(amount, left))
             left = [o for o in before if amount(o) <= alike * least]
             if len(left) < len(before):
@@ -262,17 +262,14 @@ def _best(config: JobConfig, options: list[Option]) -> tuple[Option, str]:
     return best, f"{best.name} {decided}: {need}{closeness(config, best)}{_where(best)}."
 
 
-def _criteria() -> tuple[tuple[str, Callable[[Option], float], float], ...]:
-    """Return what decides among options that are equally fast, in this order, and up to which ratio amounts are equal.
-
-    Long rings between nodes are slower than predicted, so shorter ones come before less memory.
-    """
-    return (
-        ("sends the fewest bytes between nodes", lambda o: o.sent, _ALIKE),
-        ("gathers over the fewest ranks", lambda o: max(_SHORT_RING, o.layout.shard_group) if o.sent else 1, 1.0),
-        ("takes the least memory", lambda o: o.memory.total, 1.0),
-        ("has the smallest shard group", lambda o: o.layout.shard_group, 1.0),
-    )
+# What decides among options that are equally fast, in this order, and up to which ratio amounts are equal. Long rings
+# between nodes are slower than predicted, so shorter ones come before less memory.
+_CRITERIA: tuple[tuple[str, Callable[[Option], float], float], ...] = (
+    ("sends the fewest bytes between nodes", lambda o: o.sent, _ALIKE),
+    ("gathers over the fewest ranks", lambda o: max(_SHORT_RING, o.layout.shard_group) if o.sent else 1, 1.0),
+    ("takes the least memory", lambda o: o.memory.total, 1.0),
+    ("has the smallest shard group", lambda o: o.layout.shard_group, 1.0),
+)
 
 
 def _where(o: Option) -> str:
@@ -327,10 +324,7 @@ def _held(
 
 
 def _considered(o: Option, best: Option) -> Considered:
-    if o == best:
-        why = "chosen" if o.fits else "nearest to fitting"
-    else:
-        why = _why_not(o, best)
+    why = _why_not(o, best) if o != best else "chosen" if o.fits else "nearest to fitting"
     return Considered(o.name, o.fits, o.memory.total, o.traffic, o.time.step, o.time.tokens_per_s, why, o == best)
 
 

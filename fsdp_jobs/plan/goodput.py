@@ -80,8 +80,8 @@ def expect(
     nodes: int,
     memory: Memory | None,
     step_s: float,
-    costs: Costs | None = None,
-    seen: Failures | None = None,
+    costs: Costs | None,
+    seen: Failures | None,
 ) -> Expected:
     """Predict the goodput of a job.
 

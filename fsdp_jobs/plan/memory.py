@@ -9,6 +9,7 @@ the next block's reduction.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from fsdp_jobs.config.resolve import loss_chunk, param_dtype
 from fsdp_jobs.config.schema import DataConfig, FsdpConfig
@@ -64,6 +65,11 @@ class Memory:
     @property
     def total(self) -> int:
         return sum(getattr(self, name) for name in _PARTS)
+
+    def scaled(self, share: float, *parts: str) -> Memory:
+        """Return it with only a share of these parts."""
+        sizes: dict[str, Any] = {name: int(getattr(self, name) * share) for name in parts}
+        return replace(self, **sizes)
 
     def parts(self) -> dict[str, int]:
         """Return the device's parts by name, largest first; they add up to `total`."""
@@ -211,21 +217,11 @@ def _moments(
                 accumulation=shape.root.numel * b_sum, activations=0 if n else all_saved),
     ]  # fmt: skip
     if shape.frozen:
-        moments = [_of_trained(m, shape.trained) for m in moments]
+        # As if they were spread evenly over the units.
+        moments = [m.scaled(shape.trained, "optimizer", "gradients", "accumulation", "reduction") for m in moments]
     if fsdp.cpu_offload:
-        moments = [replace(m, parameters=0, gradients=0, optimizer=0) for m in moments]
+        moments = [m.scaled(0, "parameters", "gradients", "optimizer") for m in moments]
     return moments
-
-
-def _of_trained(whole: Memory, share: float) -> Memory:
-    """Return a moment in which only a share of the parameters has gradients, as if spread evenly over the units."""
-    return replace(
-        whole,
-        optimizer=int(whole.optimizer * share),
-        gradients=int(whole.gradients * share),
-        accumulation=int(whole.accumulation * share),
-        reduction=int(whole.reduction * share),
-    )
 
 
 def _host_bytes(shape: ModelShape, layout: Layout, fsdp: FsdpConfig, data: DataConfig, accelerator: str) -> int:

@@ -68,7 +68,7 @@ def ring_bytes(
     )
 
 
-def hops(layout: Layout, ranks_per_node: int, in_domain: bool = False) -> tuple[float, float, float, float]:
+def hops(layout: Layout, ranks_per_node: int, in_domain: bool) -> tuple[float, float, float, float]:
     """Count the ranks per node that send to a rank of the same node, and of another, in topology order.
 
     These are means over the nodes if a group is neither an even part of a node nor whole nodes. With `in_domain` a
