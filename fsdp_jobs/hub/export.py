@@ -21,7 +21,7 @@ from fsdp_jobs.checkpoints import catalog
 from fsdp_jobs.checkpoints.storage import SafeReader, load_alone
 from fsdp_jobs.config.errors import BadInput, JobFailed
 from fsdp_jobs.config.schema import HfConfig, JobConfig, LlamaConfig
-from fsdp_jobs.hub.huggingface import folder_of, transformers
+from fsdp_jobs.hub.huggingface import SMALL_FILES, folder_of, transformers
 from fsdp_jobs.models.llama import hf_config, hf_name
 from fsdp_jobs.run.directory import RunDir, checkpoints_of, replacing, write_json
 
@@ -102,7 +102,7 @@ def _beside_weights(model: HfConfig, target: Path, dtype: str) -> list[Path]:
     written = [target / "config.json"]
     for file in sorted(folder_of(model, weights=False).iterdir()):
         is_other = file.name == "config.json" or file.name.endswith(".index.json")
-        if file.suffix in (".json", ".txt", ".model", ".jinja") and not is_other:
+        if any(map(file.match, SMALL_FILES)) and not is_other:
             shutil.copyfile(file, target / file.name)
             written.append(target / file.name)
     return written

@@ -13,7 +13,7 @@ from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import HfConfig
 from fsdp_jobs.models.weights import seed_of
 
-_SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]  # of a repository: configuration, tokenizer
+SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]  # of a repository: configuration, tokenizer
 
 
 def transformers() -> Any:
@@ -42,12 +42,8 @@ def build_hf(config: HfConfig) -> nn.Module:
     described = library.AutoConfig.from_pretrained(config.name_or_path, trust_remote_code=False)
     described.use_cache = False
     model: nn.Module = library.AutoModelForCausalLM.from_config(described, dtype=torch.float32, trust_remote_code=False)
-    model.register_forward_hook(_logits)
+    model.register_forward_hook(lambda _module, _args, out: out.logits)
     return model
-
-
-def _logits(_module: nn.Module, _args: Any, out: Any) -> Tensor:
-    return out.logits  # type: ignore[no-any-return]
 
 
 def folder_of(config: HfConfig, weights: bool = True) -> Path:
@@ -56,7 +52,7 @@ def folder_of(config: HfConfig, weights: bool = True) -> Path:
         return Path(config.name_or_path)
     from huggingface_hub import snapshot_download
 
-    patterns = [*_SMALL_FILES, "*.safetensors"] if weights else _SMALL_FILES
+    patterns = [*SMALL_FILES, "*.safetensors"] if weights else SMALL_FILES
     return Path(snapshot_download(config.name_or_path, allow_patterns=patterns))
 
 

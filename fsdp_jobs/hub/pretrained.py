@@ -50,12 +50,6 @@ class Source:
     left_over: list[str]  # tensors that the model lacks
 
 
-def _of_dcp(folder: Path) -> _Tensors:
-    entries = SafeReader(folder).read_metadata().state_dict_metadata
-    shapes = {n: tuple(e.size) for n, e in entries.items() if isinstance(e, TensorStorageMetadata)}
-    return shapes, partial(load_alone, folder)
-
-
 def _of_files(files: list[Path]) -> _Tensors:
     tensors: dict[str, Any] = {}
     for file in files:
@@ -98,7 +92,9 @@ def _open(path: Path, key: str) -> _Tensors:
         BadInput: nothing there can be read.
     """
     if (path / METADATA).is_file():
-        return _of_dcp(path)
+        entries = SafeReader(path).read_metadata().state_dict_metadata
+        shapes = {n: tuple(e.size) for n, e in entries.items() if isinstance(e, TensorStorageMetadata)}
+        return shapes, partial(load_alone, path)
     for pattern in ("*.safetensors", "*.bin", "*.pt", "*.pth"):
         files = [path] if path.is_file() and path.match(pattern) else sorted(path.glob(pattern))
         files = [f for f in files if f.name != "training_args.bin"]  # of transformers' Trainer
