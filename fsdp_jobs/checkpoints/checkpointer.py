@@ -127,9 +127,10 @@ class Checkpointer:
         elif block and self.disks is not None and self._request is not None and not self._may_upload:
             self._may_upload = True
             self.disks.upload(self._request)
-        if block or self.saver.mode == "off" or self._copies_first:
+        is_synchronous = block or self.saver.mode == "off"
+        if is_synchronous or self._copies_first:
             self.before_update()
-        if block or self.saver.mode == "off":
+        if is_synchronous:
             self.finish()
         if block:
             self._note_upload(wait=True)

@@ -158,18 +158,19 @@ class LocalTier(Tier):
         self._held: dict[int, set[str]] = {rank: by_rank[rank][1][1] for rank in self._leaders.values()}
         if set().union(*self._held.values()) != shards.keys():
             return None
-        return Path(by_rank[self._leaders[self.ranks.node]][1][0])
+        folder: Path = by_rank[self._leaders[self.ranks.node]][1][0]
+        return folder
 
-    def _best(self, step: int, shards: dict[str, FileSums], contents: bool) -> tuple[str, set[str]]:
+    def _best(self, step: int, shards: dict[str, FileSums], contents: bool) -> tuple[Path, set[str]]:
         """Return the folder on this disk with most shards of a step, and their names; a new folder if there is none."""
-        best: tuple[str, set[str]] = (str(self.folder / f"step-{step:08d}.fetched"), set())
+        best = self.folder / f"step-{step:08d}.fetched", set[str]()
         for folder in self.folder.glob(f"step-{step:08d}.*"):
             try:
                 here = shards.keys() - faults_in(folder, shards, contents).keys()
             except CannotReadHere:
                 continue  # treat this disk as lost: peers or shared storage have its shards
             if len(here) > len(best[1]):
-                best = str(folder), here
+                best = folder, here
         return best
 
     def _fetch(self, folder: Path, state: dict[str, Any], metadata: Metadata) -> None:

@@ -39,7 +39,7 @@ class Fsdp1State(State):
         Raises:
             TypeError: it cannot be saved, or the ranks do not train one model.
         """
-        self._device, self._copies = device, dict[str, Any]()
+        self._copies: dict[str, Any] = {}
         _check_groups(model)
         is_new, groups = not optimizer.state, [dict(group) for group in optimizer.param_groups]
         try:
@@ -121,7 +121,7 @@ class Fsdp1State(State):
         """Have FSDP1 use DTensors, as with a device mesh; without one it uses ShardedTensors, which DCP cannot copy."""
         units = [unit for unit in FullyShardedDataParallel.fsdp_modules(self.model) if unit._device_mesh is None]
         for unit in units:
-            unit._device_mesh = DeviceMesh.from_group(_group_of(unit), self._device.type)
+            unit._device_mesh = DeviceMesh.from_group(_group_of(unit), self.device.type)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # from torch's own calls

@@ -133,7 +133,8 @@ class Snapshots(SnapshotTier):
         slot = self._newest = self._slot(self._number)
         with torch.no_grad():  # else each `to_local` is recorded, which takes 20 times as long
             size = sum(local(tensor).nbytes for tensor in tensors.values())
-        if size > _AT_ONCE and step != known_here().replayed and not self._has_room(size):
+        has_room = len(self._maps) == 2 and min(map(len, self._maps.values())) >= size
+        if size > _AT_ONCE and step != known_here().replayed and not has_room:
             self._thread.submit(self._make_room, slot, step, size)
             return
         self._snapshot_step = step
@@ -150,9 +151,6 @@ class Snapshots(SnapshotTier):
 
     def _slot(self, number: int) -> Slot:
         return Slot(self.folder, self.term, self.ranks.rank, number)
-
-    def _has_room(self, size: int) -> bool:
-        return len(self._maps) == 2 and min(map(len, self._maps.values())) >= size
 
     def _make_room(self, newest: Slot, step: int, size: int) -> None:
         """In a thread: map both slots instead of taking a snapshot, so that no step waits for it.
