@@ -16,7 +16,7 @@ from fsdp_jobs.config.resolve import node_range, probe_every_steps, ranks_per_no
 from fsdp_jobs.config.schema import HfConfig, JobConfig, LlamaConfig, NoModelConfig
 
 
-def config_problems(config: JobConfig, files: bool = True, is_away: bool = False) -> Iterator[Problem]:
+def config_problems(config: JobConfig, files: bool, is_away: bool = False) -> Iterator[Problem]:
     """Yield the problems of a configuration; without `files`, as for a plan, data is not checked.
 
     `is_away`: paths name files of the cluster that this machine does not see.
@@ -25,9 +25,7 @@ def config_problems(config: JobConfig, files: bool = True, is_away: bool = False
     shares_files = config.cluster.shares_files and not is_away
     yield from value_problems(config, unread=() if has_model else ("steps", "data.", "optim."))
     yield from _numbers_of_ranks(config)
-    yield from _fsdp(config)
-    yield from _elastic(config)
-    yield from _integrity(config)
+    yield from _relations(config)
     yield from program_problems(config, files, shares_files)
     yield from _tracking(config)
     yield from _notify(config)
@@ -50,20 +48,15 @@ def _numbers_of_ranks(config: JobConfig) -> Iterator[Problem]:
             yield from e.problems
 
 
-def _fsdp(config: JobConfig) -> Iterator[Problem]:
+def _relations(config: JobConfig) -> Iterator[Problem]:
+    """Check keys of the groups `fsdp`, `elastic` and `integrity` against others."""
     if config.fsdp.activation_offload and config.fsdp.activation_checkpointing == "none":
         what = "offloads what activation checkpointing keeps, and fsdp.activation_checkpointing=none"
         yield Problem("fsdp.activation_offload=true", what, "fsdp.activation_checkpointing=full")
-
-
-def _elastic(config: JobConfig) -> Iterator[Problem]:
     timeout, interval = config.elastic.heartbeat_timeout_s, config.elastic.heartbeat_interval_s
     if timeout <= 2 * interval:
         what = "is not more than two heartbeat intervals: one late heartbeat would lose a node"
         yield Problem(f"elastic.heartbeat_timeout_s={timeout:g}", what, f"at least {3 * interval:g}")
-
-
-def _integrity(config: JobConfig) -> Iterator[Problem]:
     every_steps, action, strategy = config.integrity.every_steps, config.integrity.action, config.fsdp.strategy
     if every_steps and strategy in ("full_shard", "shard_grad_op"):
         what = f"fsdp.strategy={strategy} has one replica, and nothing to compare it with"

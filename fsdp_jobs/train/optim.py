@@ -13,7 +13,7 @@ from fsdp_jobs.checkpoints.tensors import local
 from fsdp_jobs.config.schema import OptimConfig
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig, master_dtype: str = "fp32") -> torch.optim.AdamW:
+def build_optimizer(model: nn.Module, config: OptimConfig, master_dtype: str) -> torch.optim.AdamW:
     """Build AdamW over two groups: matrices are decayed, vectors (norms, biases) are not.
 
     It is fused; with `master_dtype=bf16_stochastic` it is `StochasticAdamW`.
