@@ -6,6 +6,7 @@ Touvron et al. 2023, arXiv:2302.13971; Llama 3.1's RoPE scaling: arXiv:2407.2178
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from fsdp_jobs.config.schema import LlamaConfig
 
+_linear = partial(nn.Linear, bias=False)
 _CONTEXT, _LOW, _HIGH = 8192, 1.0, 4.0  # tokens before RoPE scaling, and the turns within them that bound it
 
 
@@ -56,10 +58,10 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads = config.n_heads, config.n_kv_heads
         self.head_dim = config.dim // config.n_heads
-        self.wq = nn.Linear(config.dim, self.heads * self.head_dim, bias=False)
-        self.wk = nn.Linear(config.dim, self.kv_heads * self.head_dim, bias=False)
-        self.wv = nn.Linear(config.dim, self.kv_heads * self.head_dim, bias=False)
-        self.wo = nn.Linear(self.heads * self.head_dim, config.dim, bias=False)
+        self.wq = _linear(config.dim, self.heads * self.head_dim)
+        self.wk = _linear(config.dim, self.kv_heads * self.head_dim)
+        self.wv = _linear(config.dim, self.kv_heads * self.head_dim)
+        self.wo = _linear(self.heads * self.head_dim, config.dim)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, length, _ = x.shape
@@ -83,9 +85,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
-        self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
-        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
-        self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.w1 = _linear(config.dim, config.ffn_dim)
+        self.w2 = _linear(config.ffn_dim, config.dim)
+        self.w3 = _linear(config.dim, config.ffn_dim)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x)) * self.w3(x))  # type: ignore[no-any-return]
@@ -115,7 +117,7 @@ class Llama(nn.Module):
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(TransformerBlock(config) for _ in range(config.n_layers))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.output = _linear(config.dim, config.vocab_size)
         if config.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
 
@@ -142,26 +144,26 @@ class Llama(nn.Module):
 
 
 # Our Llama's names -> transformers' LlamaForCausalLM. (Both rotate the halves of a head: weights need no permutation.)
-_HF_NAMES = (
-    ("tok_embeddings.", "model.embed_tokens."),
-    ("layers.", "model.layers."),
-    ("attention.wq.", "self_attn.q_proj."),
-    ("attention.wk.", "self_attn.k_proj."),
-    ("attention.wv.", "self_attn.v_proj."),
-    ("attention.wo.", "self_attn.o_proj."),
-    ("feed_forward.w1.", "mlp.gate_proj."),
-    ("feed_forward.w3.", "mlp.up_proj."),
-    ("feed_forward.w2.", "mlp.down_proj."),
-    ("attention_norm.", "input_layernorm."),
-    ("ffn_norm.", "post_attention_layernorm."),
-    ("norm.", "model.norm."),
-    ("output.", "lm_head."),
-)
+_HF_NAMES = {
+    "tok_embeddings.": "model.embed_tokens.",
+    "layers.": "model.layers.",
+    "attention.wq.": "self_attn.q_proj.",
+    "attention.wk.": "self_attn.k_proj.",
+    "attention.wv.": "self_attn.v_proj.",
+    "attention.wo.": "self_attn.o_proj.",
+    "feed_forward.w1.": "mlp.gate_proj.",
+    "feed_forward.w3.": "mlp.up_proj.",
+    "feed_forward.w2.": "mlp.down_proj.",
+    "attention_norm.": "input_layernorm.",
+    "ffn_norm.": "post_attention_layernorm.",
+    "norm.": "model.norm.",
+    "output.": "lm_head.",
+}
 
 
 def hf_name(name: str) -> str:
     """Return transformers' name of one of our parameters."""
-    for ours, theirs in _HF_NAMES:
+    for ours, theirs in _HF_NAMES.items():
         if name.startswith(ours) or f".{ours}" in name:
             name = name.replace(ours, theirs, 1)
     return name
