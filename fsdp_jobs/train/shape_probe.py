@@ -73,8 +73,8 @@ class _Attention(TorchFunctionMode):
         return out[..., : value.shape[-1]] if wider else out
 
 
-def _in_bf16(t: Tensor) -> Tensor:
-    return t.to(torch.bfloat16) if t.is_floating_point() else t
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
 
 
 class _FakeMode(FakeTensorMode):
@@ -102,13 +102,13 @@ class _Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
-        for tensor in (a for a in args if isinstance(a, Tensor) and self.plain):
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        for tensor in tensors if self.plain else ():
             if (attribute := self.plain.get(tensor.untyped_storage()._cdata)) is not None:
                 cure = "register_buffer(..., persistent=False), or fsdp.meta_init=false"
                 raise ValueError(f"{attribute} is neither parameter nor buffer, and stays empty on the ranks: {cure}")
         if name == "_grouped_mm":  # of experts; fake tensors support it only in bf16
-            given = tree_map_only(Tensor, _in_bf16, args)
-            out = func(*given, **(kwargs or {})).to(args[0].dtype)
+            out = func(*_cast(args, torch.bfloat16), **(kwargs or {})).to(args[0].dtype)
         else:
             out = func(*args, **(kwargs or {}))
         first = out[0] if isinstance(out, tuple | list) and out else out
@@ -116,7 +116,7 @@ class _Counter(TorchDispatchMode):
             return out
         if name in MATMULS or name in ("convolution", LSTM):
             # a bias comes first, and the experts' offsets last: the last matrix is [K, N]
-            right = [a for a in args if isinstance(a, Tensor) and a.ndim > 1][-1]
+            right = [t for t in tensors if t.ndim > 1][-1]
             terms = right.shape[-2] if name in MATMULS else right[0].numel()
             if name == LSTM:  # four gates, of the input and of the hidden state
                 terms = 4 * (args[1].shape[-1] + args[2].shape[-1])
@@ -129,7 +129,7 @@ class _Counter(TorchDispatchMode):
             self.kept += first.numel() if self.inside else 0
             self.attention += first.numel()
         elif self.inside and not func.is_view:
-            self.moved += first.nbytes + sum(a.nbytes for a in args if isinstance(a, Tensor))
+            self.moved += first.nbytes + sum(t.nbytes for t in tensors)
         return out
 
 
@@ -159,9 +159,6 @@ def activations_of(
     last: list[int] = []
     made: list[Tensor] = []  # by the head
 
-    def cast(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
-
     def enter(_module: nn.Module, args: tuple[Any, ...]) -> None:
         counter.depth += 1
         inputs.append(next((a.numel() for a in args if isinstance(a, Tensor)), 0))
@@ -178,7 +175,7 @@ def activations_of(
         return t
 
     for unit in [*blocks, *head_modules_of(model)]:
-        unit.register_forward_pre_hook(cast, with_kwargs=True)
+        unit.register_forward_pre_hook(lambda _module, *given: _cast(given, dtype), with_kwargs=True)
     for block in blocks:
         block.register_forward_pre_hook(enter)
         block.register_forward_hook(leave)
