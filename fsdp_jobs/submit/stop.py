@@ -16,7 +16,7 @@ def stop(runs: Sequence[RunDir], now: bool = False) -> None:
     """Save and stop jobs, all at the same time; with `now` stop them at once, without a checkpoint.
 
     The request to stop is a file in the run directory, so it also reaches a job whose launcher does not answer; then
-    the verdict is awaited. A job that does not stop in time is killed, with a message to the user.
+    the verdict is awaited. A job that does not stop in time is named to the user and killed.
 
     Args:
         runs: of active jobs, in the order of submission.
@@ -46,7 +46,7 @@ def stop(runs: Sequence[RunDir], now: bool = False) -> None:
                 if job.state is State.SILENT:  # its launcher cannot remove leftovers now
                     running.remove(run)
             elif time.monotonic() > deadline:
-                say(f"{run.name} has not stopped in time: killing it", "yellow")
+                say(f"{run.name} has not stopped in time", "yellow")
                 del deadlines[run]
         time.sleep(0.2)
     kill([handles[run] for run in running])

@@ -12,13 +12,16 @@ from typing import Any
 
 import pytest
 
+from fsdp_jobs.cli.main import main
 from fsdp_jobs.config.errors import BadInput, JobFailed
 from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.config.schema import dump_config
 from fsdp_jobs.control.placement import known_places
 from fsdp_jobs.launchers.local import LocalLauncher
-from fsdp_jobs.run.directory import RunDir, runs_in, write_json
+from fsdp_jobs.run.directory import RunDir, runs_in, write_atomic, write_json
 from fsdp_jobs.submit import submit as submission
 from fsdp_jobs.submit import submitted
+from tests.recorded import recorded_run
 
 
 class _Launcher:
@@ -149,3 +152,25 @@ def test_a_job_that_was_killed_is_said_to_have_ended_when_this_cannot_be_written
     monkeypatch.setattr(submitted, "launcher_of", Full)
     with pytest.raises(JobFailed, match=r"ended, but .*verdict.json: No space left on device"):
         submitted.kill(["full://here/7"])
+
+
+def test_of_a_job_whose_launcher_does_not_answer_nothing_is_said_that_has_not_happened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Silent(_Launcher):
+        def describe(self, app_ids: Sequence[str]) -> list[None]:
+            raise JobFailed("scontrol did not answer within 60 s")
+
+        def cancel(self, app_ids: Sequence[str]) -> None:
+            self.describe(app_ids)
+
+    monkeypatch.setattr(submitted, "launcher_of", Silent)
+    run = recorded_run(tmp_path, "mute")
+    write_json(run.job, {**run.read_job(), "handle": "silent://here/7"})
+    write_atomic(run.config, dump_config(compose_job(["elastic.stop_grace_s=0"])))
+    for flags, told in ((["--now"], ""), ([], "mute has not stopped in time\n")):
+        run.stop_request.unlink(missing_ok=True)
+        assert main(["cancel", "mute", *flags, f"runs_dir={tmp_path}"]) == 1
+        said = capsys.readouterr()
+        assert (said.out, said.err) == (told, "scontrol did not answer within 60 s\n")
+        assert run.stop_request.exists() is not bool(flags), "it is still asked to save and stop"
