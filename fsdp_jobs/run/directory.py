@@ -280,9 +280,13 @@ class RunDir:
         """Keep every other command from submitting this run. `try_lock` lists the file systems where this works.
 
         Raises:
-            BadInput: another command has not finished in time.
+            BadInput: another command has not finished in time, or no folder can be made in `runs_dir`.
         """
-        self.submit.mkdir(parents=True, exist_ok=True)
+        try:
+            self.submit.mkdir(parents=True, exist_ok=True)
+        except FileNotFoundError as e:  # in /proc, and in what a link to nothing is on the way to
+            what = "the system makes no folders there"
+            raise BadInput.at(f"runs_dir={self.path.parent}", what, "runs_dir=... in a folder of yours") from e
         with (self.submit / "lock").open("a+") as file:
             if not wait_until(lambda: try_lock(file), wait_s, 0.05):
                 file.seek(0)

@@ -163,6 +163,16 @@ def test_open_keys_take_whatever_the_users_factory_takes() -> None:
     assert "FI_PROVIDER" not in env and (env["A"], env["B"], env["NCCL_SOCKET_IFNAME"]) == ("1", "2", "^docker,lo,veth")
 
 
+@pytest.mark.parametrize("sweep", [[], ["--multirun", "seed=1,2"]])
+def test_a_folder_that_cannot_be_made_is_named_by_its_key(
+    tmp_path: Path, sweep: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*sweep, "nodes=1", "nproc_per_node=1", "name=a", "runs_dir=/proc/runs"]) == 2
+    refused = "  1. runs_dir=/proc/runs: the system makes no folders there\n      -> runs_dir=... in a folder of yours"
+    assert refused in capsys.readouterr().err
+
+
 def test_a_file_without_permission(tmp_path: Path) -> None:
     file = tmp_path / "secret.bin"
     np.arange(20000, dtype=np.uint16).tofile(file)
