@@ -60,7 +60,8 @@ def remove(old: Old) -> list[str]:
     If this is interrupted, a hidden folder remains that no verb lists as a run: see `unfinished`.
     """
     place = old.run.path.resolve()
-    folders = [place, *(inside for inside in place.rglob("*") if inside.is_dir() and not inside.is_symlink())]
+    inside = (entry for entry in place.rglob("*") if entry.is_dir() and not entry.is_symlink())
+    folders = [old.run.path.parent, place.parent, place, *inside]
     if closed := [folder for folder in folders if not os.access(folder, os.W_OK | os.X_OK)]:
         return [f"{closed[0]}: you may not write there"]
     try:
@@ -88,12 +89,8 @@ def _remove(run: RunDir) -> list[str]:
                 problems.append(f"{home}: {listed(left)} stays: no save of this run wrote it")
         except Exception as e:  # clients of object stores raise any exception
             problems.append(f"{home}: {type(e).__name__}: {e}")
-    place = run.path.resolve()
     # A new folder to move it into could not be made on a full disk, which this is to make room on.
-    going = place.rename(place.with_name(f"{_GOING}{place.name}-{secrets.token_hex(4)}"))
-    erase(going)
-    if run.path.is_symlink():
-        run.path.unlink()
+    erase(run.path.rename(run.path.with_name(f"{_GOING}{run.name}-{secrets.token_hex(4)}")))
     return problems
 
 
@@ -103,10 +100,12 @@ def unfinished(runs_dir: str) -> list[Path]:
 
 
 def erase(folder: Path) -> None:
-    """Remove a directory that another command may be removing, too."""
-    while folder.exists():
+    """Remove a directory, or a link and the one behind it, that another command may be removing, too."""
+    while (place := folder.resolve()).exists():
         with suppress(FileNotFoundError):
-            shutil.rmtree(folder)
+            shutil.rmtree(place)
+    if folder.is_symlink():
+        folder.unlink(missing_ok=True)
 
 
 def _remove_checkpoints(home: Path, identity: str) -> list[str]:

@@ -122,12 +122,20 @@ def test_what_is_being_removed_is_no_run(folder: Path) -> None:
     assert "pruned" not in cli(folder, "status").stdout
 
 
-def test_what_an_interrupted_prune_has_left_goes_with_the_next(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("linked", ["", "runs", "runs/old"])
+def test_what_an_interrupted_prune_has_left_goes_with_the_next(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, linked: str
+) -> None:
+    (folder / "big").mkdir()
+    if linked:
+        (folder / linked).rename(folder / "big" / "there")
+        (folder / linked).symlink_to(folder / "big" / "there")
     (old,) = [o for o in old_runs(str(folder / "runs"), 30 * _DAY_S, []) if o.run.name == "old"]
     erase = shutil.rmtree
 
     def interrupted(path: Path) -> None:
-        if path.name.startswith("."):
+        if path.parent.name != "elsewhere" and path.parent.parent.name != "elsewhere":
+            (path / "config.yaml").unlink()
             raise KeyboardInterrupt
         erase(path)
 
@@ -139,6 +147,7 @@ def test_what_an_interrupted_prune_has_left_goes_with_the_next(folder: Path, mon
     assert left in shown.stdout and left in names(folder), shown
     done = cli(folder, "prune", "--older-than", "9000d", "--yes")
     assert done.returncode == 0 and left not in names(folder), done
+    assert {path.name for path in (folder / "big").iterdir()} == ({"there"} if linked == "runs" else set())
 
 
 def test_a_disk_on_which_no_folder_can_be_made_gets_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
