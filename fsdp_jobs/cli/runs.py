@@ -136,16 +136,25 @@ def _named(names: Sequence[str], runs_dir: str) -> list[RunDir]:
     named = [existing_run(name, runs_dir) for name in names if name not in patterns]
     every = runs_in(runs_dir) if patterns or not names else []
     runs = named + [run for run in every if not names or any(fnmatchcase(run.name, p) for p in patterns)]
-    return [run for run in runs if not conditions or _has(run, conditions)]
+    return _meeting(conditions, runs) if conditions else runs
 
 
-def _has(run: RunDir, conditions: Sequence[re.Match[str]]) -> bool:
-    """Whether a run's configuration meets all conditions; a missing key does not meet any."""
-    with suppress(OSError, BadInput, ValueError):
-        values = dict(dotted(plain_values(run.config)))
-        asked = [found.groups() for found in conditions]
-        return all(key in values and _compared(values[key], how, wanted) for key, how, wanted in asked)
-    return False
+def _meeting(conditions: Sequence[re.Match[str]], runs: Sequence[RunDir]) -> list[RunDir]:
+    """Return the runs whose configuration meets all conditions; name a key that none of them has."""
+    configured: dict[RunDir, dict[str, Any]] = {run: {} for run in runs}
+    for run in runs:
+        with suppress(OSError, BadInput, ValueError):
+            configured[run] = dict(dotted(plain_values(run.config)))
+    known = {key for values in configured.values() for key in values}
+    asked = [found.groups() for found in conditions]
+    for key, _, _ in asked:
+        if known and key not in known:
+            complain(f"no run here is configured with {key}; {nearest(key, known)}".removesuffix("; "), "yellow")
+    return [
+        run
+        for run, values in configured.items()
+        if all(key in values and _compared(values[key], how, wanted) for key, how, wanted in asked)
+    ]
 
 
 def _compared(value: object, how: str, wanted: str) -> bool:

@@ -180,6 +180,9 @@ def test_status_takes_conditions_on_what_was_configured_and_names_other_owners(t
         (["--last", "1"], {"fast"}),
     ):
         assert {row["run"] for row in _json(tmp_path, "status", *words)} == found, words
+    unknown = cli(tmp_path, "list", "optim.lrr=0", "nodes=2")
+    assert unknown.stdout == "no runs of that kind under runs/\n" and unknown.returncode == 0
+    assert unknown.stderr == "no run here is configured with optim.lrr; did you mean optim.lr?\n"
     assert {row["run"] for row in _json(tmp_path, "list", "--last", "1", "--state", "done")} == {"fast"}
     for none in ("0", "-1", "all"):
         refused = cli(tmp_path, "status", "--last", none)
