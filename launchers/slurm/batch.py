@@ -1,7 +1,7 @@
 """The batch step: run one attempt on one allocation until its verdict, then requeue the job or end it.
 
-Runs as `python -m fsdp_jobs.launchers.slurm.batch RUN_DIR` on the job's first node. Each node's agent is a separate
-step, so that losing one does not affect the others and a dead one can be restarted.
+Runs as `python -m fsdp_jobs.launchers.slurm.batch RUN_DIR [SIGNAL]` on the job's first node; SIGNAL has come before.
+Each node's agent is a separate step, so that losing one does not affect the others and a dead one can be restarted.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Batch(Attempt):
     poll_s = 0.2
     early_s = 20.0
 
-    def __init__(self, run: RunDir, commands: Commands):
+    def __init__(self, run: RunDir, commands: Commands, stop_signal: str | None = None):
         super().__init__(run, run.last_attempt() + 1)
         self.commands = commands
         self.job_id = client.own_id(commands.is_task)
@@ -70,7 +70,7 @@ class Batch(Attempt):
         for name in _NOT_OF_STEPS:
             self.env.pop(name, None)
         self.companions = Companions(run, commands, self.env, self.number, self.job_id)
-        self.stop_signal: str | None = None
+        self.stop_signal = stop_signal
         self.bad_hosts: list[str] = []  # hosts on which no agent stays alive
         self._signalled_at = self._asked_at = 0.0
         self._question: Future[client.QueuedJob | None] | None = None  # query that SLURM has not answered yet
@@ -250,4 +250,4 @@ if __name__ == "__main__":
     directory = RunDir(sys.argv[1])
     if is_superseded(directory):
         sys.exit(f"{directory.name} was submitted again since: this job leaves")
-    sys.exit(Batch(directory, Commands.read(directory)).go())
+    sys.exit(Batch(directory, Commands.read(directory), *sys.argv[2:]).go())

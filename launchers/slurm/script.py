@@ -206,11 +206,13 @@ class Script:
             *([f"--dependency={','.join(waits)}"] if waits else []),
             f"{' '.join(comments[-1:]) or '--comment='} fsdp_jobs:{tag}".replace("--comment= ", "--comment="),
         ]
-        lines = ["#!/bin/bash", *(f"#SBATCH {_quote_option(o)}" for o in options), "set -e", *self.setup, *first]
+        # The last save may be requested during `setup`: it would end this shell, and with it the job.
+        early = ["set -e", "early=", "trap early=SIGUSR1 USR1"]
+        lines = ["#!/bin/bash", *(f"#SBATCH {_quote_option(o)}" for o in options), *early, *self.setup, *first]
         lines += [f"export {SUBMISSION_ENV}={tag.partition('.')[0]}"]
         if self.brings_code:
             lines += [f"export PYTHONSAFEPATH=1 PYTHONPATH={run_dir}/code${{PYTHONPATH:+:$PYTHONPATH}}"]
-        return "\n".join([*lines, f"exec {shlex.quote(self.python)} -m {_BATCH} {run_dir}", ""])
+        return "\n".join([*lines, f"exec {shlex.quote(self.python)} -m {_BATCH} {run_dir} $early", ""])
 
 
 def script(job: Job, site: Site, topology: Topology | None, margin_s: int) -> Script:

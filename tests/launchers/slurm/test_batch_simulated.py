@@ -38,10 +38,10 @@ OWN = ("SLURM_GPUS", "SLURM_TRES_PER_TASK")
 AGENT = "import sys, time; time.sleep(4) if sys.argv[1] == '0' else sys.exit(3)"
 
 
-def batch(commands: Path, run: RunDir, allocation: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def batch(commands: Path, run: RunDir, allocation: dict[str, str], *args: str) -> subprocess.CompletedProcess[str]:
     """The batch step of job 7, with these commands in place of SLURM's."""
     path = {"PATH": f"{commands}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "SLURM_JOB_ID": "7"}
-    argv = [sys.executable, "-m", "fsdp_jobs.launchers.slurm.batch", str(run.path)]
+    argv = [sys.executable, "-m", "fsdp_jobs.launchers.slurm.batch", str(run.path), *args]
     return subprocess.run(argv, env={**os.environ, **path, **allocation}, capture_output=True, text=True, timeout=60)
 
 
@@ -98,6 +98,21 @@ def test_a_requeue_waits_for_a_controller_or_munge_that_is_away_and_not_for_one_
         assert job.events("attempt_ended")[-1]["reason"] == why, job.events("attempt_ended")
     assert calls.read_text().count("scontrol requeue 7") == (1 if away else 3), calls.read_text()
     assert (munge in done.stderr) is bool(away)
+
+
+def test_a_signal_that_came_before_the_batch_step_requeues_the_job(tmp_path: Path) -> None:
+    for command, script in {
+        "srun": "exec sleep 60",
+        "squeue": "echo '7|RUNNING|None|N/A|node1|node1|7'",
+        "scontrol": "[ $1 = requeue ] && (sleep 2; kill -TERM $PPID) >/dev/null 2>&1 &",
+    }.items():
+        (tmp_path / command).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / command).chmod(0o755)
+    job = Watched(RunDir(tmp_path / "runs" / "a"))
+    Commands([], [], ["test"], {}, max_nodes=1, regrow=False, exclude=[], submit=[]).write(job.run)
+    done = batch(tmp_path, job.run, {"SLURM_JOB_NODELIST": "node1", "SLURM_JOB_CPUS_PER_NODE": "2"}, "SIGUSR1")
+    assert done.returncode == 75 and "requeued; excluded nodes: none" in done.stderr, done.stderr
+    assert job.events("attempt_ended")[-1]["reason"] == "SIGUSR1 during the node test"
 
 
 def test_of_two_guards_one_submits_the_job_that_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

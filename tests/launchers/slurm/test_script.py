@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
 from pathlib import Path
 
@@ -97,6 +98,18 @@ def test_hostile_run_directory_is_one_word_to_the_shell(tmp_path: Path) -> None:
     done = subprocess.run(["bash"], input=text, capture_output=True, text=True, check=True)
     assert done.stdout == f"-m fsdp_jobs.launchers.slurm.batch {hostile}/run\n"
     assert not (tmp_path / "owned").exists()
+
+
+def test_a_signal_while_the_users_lines_run_reaches_the_batch_step() -> None:
+    """The shell alone gets it, before the time limit and at a preemption."""
+    shell = subprocess.Popen(["bash"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert shell.stdin is not None
+    shell.stdin.write(rendered(TREE, ["cluster.python=echo", "cluster.setup=['set -u','echo begun','sleep 1']"]))
+    shell.stdin.close()
+    assert shell.stdout is not None and shell.stdout.readline() == "begun\n"
+    shell.send_signal(signal.SIGUSR1)
+    assert shell.stdout.read() == "-m fsdp_jobs.launchers.slurm.batch /shared/runs/golden SIGUSR1\n"
+    assert shell.wait(10) == 0
 
 
 def test_a_comment_stays_as_it_was_written() -> None:
