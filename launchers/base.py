@@ -199,9 +199,8 @@ class Launcher(ABC):
             folder: of the sweep, for the launcher's files; None for a single job.
         """
 
-    @abstractmethod
-    def find(self, run: RunDir) -> str | None:
-        """Return the app id of a run's newest submission, whose command died before it recorded the id.
+    def find(self, runs: Sequence[RunDir]) -> list[str | None]:
+        """Return the app id of each run's newest submission, whose command died before it recorded the id.
 
         The cluster got the submission's id (`run.submission`) together with the job. None means that the cluster does
         not have the job; an incomplete one, which cannot run, is removed first.
@@ -209,6 +208,11 @@ class Launcher(ABC):
         Raises:
             BadInput, JobFailed: the cluster does not answer.
         """
+        return at_once(self.find_one, runs)
+
+    def find_one(self, run: RunDir) -> str | None:
+        """Find the job of one run, for `find`."""
+        raise NotImplementedError
 
     def cluster_of(self, app_id: str) -> str:
         """Name the cluster that a command here reaches for this app; a handle names the one it was submitted to.

@@ -38,7 +38,7 @@ class ComposeLauncher(Launcher):
     def submit(self, requests: Sequence[Path], parallelism: int, folder: Path | None) -> list[str]:
         return [run_dir.name for run_dir in requests]
 
-    def find(self, run: RunDir) -> str:
+    def find_one(self, run: RunDir) -> str:
         return run.name  # the services run whatever is in their volume
 
     def cluster_of(self, app_id: str) -> str:

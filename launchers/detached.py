@@ -78,7 +78,7 @@ class DetachedLauncher(Launcher):
             Queue(as_written(folder)).add(jobs, parallelism or 1)
         return [job.app_id for job in jobs]
 
-    def find(self, run: RunDir) -> str | None:
+    def find_one(self, run: RunDir) -> str | None:
         app_id = app_id_of(run)
         if (queue := queue_of(run, app_id)) is not None:
             queue.start()

@@ -213,10 +213,7 @@ def submit(
                 ids = group[0].launcher.submit([job.request for job in group], parallelism, folder)
                 app_ids |= {job.run: app_id for job, app_id in zip(group, ids, strict=True)}
         except BaseException:
-            for job in jobs:
-                with suppress(BadInput, JobFailed):  # a job that was submitted after all exits when it starts
-                    if (app_id := app_ids.get(job.run) or job.launcher.find(job.run)) is not None:
-                        job.launcher.cancel([app_id])
+            _withdraw(jobs, app_ids)
             for job, texts in zip(jobs, before, strict=True):
                 _write_all(job.run, texts)
             raise
@@ -224,6 +221,17 @@ def submit(
         for job in jobs:
             job.run.job.touch()  # runs are listed by this time
         return handles
+
+
+def _withdraw(jobs: Sequence[Prepared], app_ids: Mapping[RunDir, str]) -> None:
+    """Cancel those of these jobs that a launcher has, known by `app_ids` or not; one that stays exits at its start."""
+    for group in grouped(jobs, lambda job: job.launcher.name).values():
+        launcher, runs = group[0].launcher, [job.run for job in group]
+        with suppress(BadInput, JobFailed, OSError):
+            found = launcher.find([run for run in runs if run not in app_ids])
+            known = [app_ids[run] for run in runs if run in app_ids]
+            if there := [*known, *filter(None, found)]:
+                launcher.cancel(there)
 
 
 def _write(job: Prepared, files: Mapping[Path, str | None]) -> None:

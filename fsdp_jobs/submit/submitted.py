@@ -96,7 +96,8 @@ def adopt(run: RunDir) -> None:
     """
     if (name := run.pending_launcher) is not None:
         launcher = launcher_of(name)
-        record(run, launcher, launcher.find(run))
+        (app_id,) = launcher.find([run])
+        record(run, launcher, app_id)
 
 
 def record(run: RunDir, launcher: Launcher, app_id: str | None) -> str:

@@ -173,7 +173,7 @@ class KubernetesLauncher(Launcher):
         self.remember(app_id, job.run)
         return app_id
 
-    def find(self, run: RunDir) -> str | None:
+    def find_one(self, run: RunDir) -> str | None:
         """Return the app id; delete the objects of an app if not all were created."""
         cluster = cluster_of(load_config(run.config))
         app = _App(f"{connect(cluster).namespace}:{app_of(run.name, run.submission)}", run, cluster)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -137,10 +137,14 @@ class SlurmLauncher(Launcher):
             self.remember(job_id, run)
         return ids
 
-    def find(self, run: RunDir) -> str | None:
+    def find(self, runs: Sequence[RunDir]) -> list[str | None]:
+        queue = client.queue(fresh=True) if runs else {}
+        return [self._find(run, queue.values()) for run in runs]
+
+    def _find(self, run: RunDir, queue: Iterable[client.QueuedJob]) -> str | None:
         array, _, task = Commands.read(run).place.partition("_")
         tag = f"{run.submission}.{array}" if array else run.submission
-        for job in client.queue(fresh=True).values():
+        for job in queue:
             if job.tag == tag and (not task or job.id.endswith(f"_{task}")):
                 self.remember(job.id, run)
                 return job.id

@@ -344,7 +344,7 @@ def test_a_job_in_the_default_queue_of_its_namespace_is_started_by_the_queue(
     assert all(body["spec"]["suspend"] is True for body in api.all("batch", "jobs"))
     described = describe([handle])[handle]
     assert (described.state, described.message) == (State.QUEUED, "waits in queue default")
-    assert KubernetesLauncher().find(job.run) == handle.rpartition("/")[2]
+    assert KubernetesLauncher().find([job.run]) == [handle.rpartition("/")[2]]
     assert len(api.all("batch", "jobs")) == 2, "a job that waits is complete"
 
 

@@ -6,13 +6,15 @@ import json
 import os
 import pwd
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torchx.specs import make_app_handle
 
-from fsdp_jobs.config.errors import BadInput
+from fsdp_jobs.config.errors import BadInput, JobFailed
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.launchers.slurm import client, site
 from fsdp_jobs.launchers.slurm.companions import Companions
@@ -166,7 +168,7 @@ def test_a_job_is_found_by_the_submission_in_its_comment_and_is_nobody_elses(slu
     commands = Commands([], [], [], {}, max_nodes=1, regrow=False, exclude=[], submit=[])
     for place, job_id in (("", "4"), ("0_1", "5_1"), ("1_", "6"), ("2_0", None)):
         replace(commands, place=place).write(run)
-        assert SlurmLauncher().find(run) == job_id
+        assert SlurmLauncher().find([run]) == [job_id]
     assert state("4") is State.RUNNING
     (listed, *_) = SlurmLauncher.scheduler("torchx").list()
     listed.app_handle = make_app_handle("slurm_fsdp", "torchx", listed.app_id)  # as TorchX's runner does
@@ -200,6 +202,32 @@ def test_a_dry_run_of_many_jobs_asks_a_controller_that_does_not_answer_once(
     monkeypatch.setattr(client, "_ERROR_AGE_S", 0.0)
     (slurm / "scontrol").write_text("#!/bin/sh\necho 'ClusterName = lab'\n")
     assert client.silent() == "", "it is back"
+
+
+def test_a_refused_sweep_is_undone_with_one_look_for_all_its_jobs(slurm: Path) -> None:
+    """The jobs that reached the cluster are found although an answer of just before lacks them."""
+
+    class Refusing(SlurmLauncher):
+        def submit(self, requests: Sequence[Any], parallelism: int, folder: Path | None) -> list[str]:
+            assert not client.queue()
+            runs = [RunDir(request.run_dir) for request in requests]
+            for task, run in enumerate(runs):
+                Commands([], [], [], {}, 1, False, [], [], place=f"0_{task}").write(run)
+            tag = f"fsdp_jobs:{runs[0].submission}.0"
+            taken = queue(*(f"5_{i}|PENDING|None|N/A|||5|a|{tag}" for i in range(2)))
+            say(slurm, "squeue", f"[ -e {slurm}/cancelled ] || {taken}")
+            (slurm / "calls").unlink()
+            raise JobFailed("no more jobs today")
+
+    say(slurm, "scancel", f"echo $* >> {slurm}/cancelled")
+    keys = [f"runs_dir={slurm}", "nodes=1", "nproc_per_node=1"]
+    jobs = submission.prepare([compose_job([*keys, f"name=a-{i}"]) for i in range(3)])
+    jobs = [replace(job, launcher=Refusing()) for job in jobs]
+    with pytest.raises(JobFailed, match="no more jobs today"):
+        submission.submit(jobs, [[]] * 3)
+    assert (slurm / "cancelled").read_text() == "--quiet 5_0 5_1\n"
+    calls = (slurm / "calls").read_text().split()
+    assert calls == ["squeue", "squeue", "scancel", "squeue"], "to find them, before they are cancelled, and after"
 
 
 def test_a_site_file_is_read_where_the_cluster_does_not_answer_as_it_is_now(slurm: Path) -> None:
