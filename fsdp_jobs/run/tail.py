@@ -229,7 +229,7 @@ def _timed_lines(tail: Tail) -> Iterator[tuple[float, Path, bytes]]:
     """Yield a log's lines, each with the time when its agent saw it; lines after the last such time get the file's."""
     now = tail.path.stat()
     late = (now.st_mtime, math.inf)
-    times = _times(tail.path)
+    times = _times(tail.path, tail.offset)
     moment, size = next(times, late)
     for line in tail.lines(now.st_size):
         while size < tail.offset:
@@ -237,16 +237,16 @@ def _timed_lines(tail: Tail) -> Iterator[tuple[float, Path, bytes]]:
         yield moment, tail.path, line
 
 
-def _times(log: Path) -> Iterator[tuple[float, float]]:
-    """Yield pairs of a time and the log's size in bytes at that time, since the log last began anew."""
+def _times(log: Path, begin: int) -> Iterator[tuple[float, float]]:
+    """Return pairs of a time and the log's size in bytes then, above `begin`, since the log last began anew."""
     found: list[tuple[float, float]] = []
-    for noted in read_json_lines(log.parent / TIMES):
+    for noted in newest_json_lines(log.parent / TIMES):
         if (written := noted.get(rank_of(log))) is not None:
             size, when = written
-            if found and size < found[-1][1]:
-                found.clear()
+            if size <= begin or (found and size > found[-1][1]):
+                break
             found.append((when, size))
-    yield from found
+    return reversed(found)
 
 
 def rank_of(log: Path) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_jobs.node.rank_logs import LogKeeper
-from fsdp_jobs.run.tail import TIMES, follow_files, last_lines
+from fsdp_jobs.run.tail import TIMES, Logs, follow_files, last_lines
 from tests.jobs import cli, environment, job
 
 
@@ -88,6 +88,23 @@ def test_a_log_of_any_length_is_read_in_pieces(tmp_path: Path) -> None:
     tracemalloc.stop()
     assert 300_000 < count < 300_010
     assert most < 16e6
+
+
+def test_of_long_logs_the_end_is_ordered_without_reading_all_times(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What comes first in the record of times is no record here: who reads it complains."""
+    times = ["no record"] * 20_000
+    for rank in (0, 1):
+        log = tmp_path / f"rank-{rank}.log"
+        log.write_text("".join(f"{i:3} of {rank}\n" for i in range(1000)))
+    times += [json.dumps({str(i % 2): [9 * (i // 2 + 1), float(i)]}) for i in range(2000)]
+    (tmp_path / TIMES).write_text("\n".join(times) + "\n")
+    logs = Logs(tmp_path, "rank-*.log")
+    logs.skip(but=100)
+    told = [line for _, line in logs.backlog()]
+    assert told[-4:] == ["998 of 0", "998 of 1", "999 of 0", "999 of 1"] and len(told) < 20
+    assert not caplog.records
 
 
 def test_the_tail_of_a_short_file(tmp_path: Path) -> None:
