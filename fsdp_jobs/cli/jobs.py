@@ -48,7 +48,15 @@ def submit(args: list[str]) -> int:
             raise BadInput.at(sweeping[0], what, "dry_run=true shows a sweep's jobs")
         return _print_by_hydra(args)
     if sweeping:
-        return _submit_sweep(overrides_in([a for a in args if a not in sweeping]))
+        from fsdp_jobs.sweeps.hydra_launcher import multirun
+
+        overrides = overrides_in([a for a in args if a not in sweeping])
+        _say_unused(overrides)
+        try:
+            return EXIT_FAILED if multirun(overrides) else 0
+        except KeyboardInterrupt:
+            say("the jobs continue; the same command waits for them again", "yellow")
+            return EXIT_FAILED
     what = "with dry_run=true: what would be submitted, alone on stdout; yaml, for SLURM script"
     parser = ComposingParser("submit")
     parser.add_argument("--output", "-o", metavar="FORMAT", help=what)
@@ -232,14 +240,3 @@ def _say_unused(overrides: Sequence[str]) -> None:
     if unused := [o for o in overrides if is_program and key_of(o).partition(".")[0] in TRAINERS_KEYS]:
         what = "no effect on your program, unless it reads job.config(); its own arguments go into script_args"
         say(f"{', '.join(unused)}: {what}", "yellow")
-
-
-def _submit_sweep(overrides: Sequence[str]) -> int:
-    from fsdp_jobs.sweeps.hydra_launcher import multirun
-
-    _say_unused(overrides)
-    try:
-        return EXIT_FAILED if multirun(overrides) else 0
-    except KeyboardInterrupt:
-        say("the jobs continue; the same command waits for them again", "yellow")
-        return EXIT_FAILED

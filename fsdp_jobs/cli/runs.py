@@ -69,8 +69,7 @@ def run_parser(verb: str) -> VerbParser:
     return parser
 
 
-def status_parser(verb: str) -> VerbParser:
-    """Make the parser of `status`, and of `list`."""
+def status(args: list[str], verb: str = "status") -> int:
     parser = VerbParser(verb)
     what = "of a run, its handle, a pattern as 'llama-*', or what its configuration has, as 'optim.lr>1e-3'"
     parser.add_argument("names", nargs="*", metavar="NAME", help=what)
@@ -79,11 +78,7 @@ def status_parser(verb: str) -> VerbParser:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--watch", action="store_true", help="go on until all have ended, or Ctrl-C")
     how.add_argument("--json", action="store_true", help="a list of objects, for scripts")
-    return parser
-
-
-def status(args: list[str], verb: str = "status") -> int:
-    flags = status_parser(verb).parse(args)
+    flags = parser.parse(args)
     if not flags.names:
         settle(pending_in(flags.runs_dir))
     runs = _named(flags.names, flags.runs_dir)[-(flags.last or 0) :]
@@ -235,12 +230,11 @@ def _is_written(run: RunDir, pattern: str) -> bool:
 def wait(args: list[str]) -> int:
     parser = VerbParser("wait")
     parser.add_argument("names", nargs="+", metavar="NAME", help="of runs, or their handles")
-    parser.add_argument(
-        "--timeout", type=float, metavar="SECONDS", help="exit with 124 when they have not ended by then"
-    )
+    what = "exit with 124 when they have not ended by then"
+    parser.add_argument("--timeout", type=float, default=math.inf, metavar="SECONDS", help=what)
     flags = parser.parse(args)
     left = {existing_run(name, flags.runs_dir): name for name in dict.fromkeys(flags.names)}
-    deadline = time.monotonic() + (flags.timeout if flags.timeout is not None else math.inf)
+    deadline = time.monotonic() + flags.timeout
     overview, states, told = Overview(), set[str](), set[str]()
     while True:
         for run, row in overview.look([*left]).items():

@@ -129,9 +129,7 @@ def read_json(path: Path) -> JsonObject:
         raise BadInput.at(str(path), f"damaged: {e}", "restore the file, or move its run away") from e
 
 
-@cache
-def _warn_once(message: str) -> None:
-    logger.warning("%s", message)
+_warn_once = cache(logger.warning)
 
 
 class _Within:
@@ -180,10 +178,6 @@ class RunDir:
     def planned_interval_s(self) -> float:
         """Return the seconds between saves that the plan at submission found best; half an hour without a plan."""
         return float(read_json(self.plan).get("expected", {}).get("best_s", 1800.0))
-
-    def planned_hardware(self) -> str:
-        """Return the hardware that the newest submission was planned for; empty without a plan."""
-        return str(read_json(self.plan).get("hardware", ""))
 
     def attempt(self, attempt: int) -> Path:
         return self.path / "attempts" / str(attempt)

@@ -210,15 +210,11 @@ class CoordinatorsPublisher(Publisher):
             if changed > self._published.get(file, 0):
                 self._published[file] = changed
                 self.publish_line(file, changed, json.dumps(json.loads(file.read_text())).encode())  # on one line
-        _take_stop_request(self.run_dir)
-
-
-def _take_stop_request(run: RunDir) -> None:
-    """Pass on the submit machine's request to save and stop, which comes as an annotation of this pod."""
-    for line in (Path(POD_INFO) / "annotations").read_text().splitlines():
-        key, _, value = line.partition("=")
-        if key == STOP and not run.stop_request.exists():
-            write_atomic(run.stop_request, json.loads(value))
+        # The submit machine's request to save and stop comes as an annotation of this pod.
+        for line in (Path(POD_INFO) / "annotations").read_text().splitlines():
+            key, _, value = line.partition("=")
+            if key == STOP and not self.run_dir.stop_request.exists():
+                write_atomic(self.run_dir.stop_request, json.loads(value))
 
 
 if __name__ == "__main__":

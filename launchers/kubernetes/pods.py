@@ -72,10 +72,11 @@ def _run_dir(job: Job) -> str:
 def _pod(job: Job, names: Names, role: Role, arguments: list[str], env: Mapping[str, Object], own: Object) -> Object:
     """Fill the skeleton `pod` and merge what its role adds to it; `cluster.pod_patch` comes last."""
     cluster = cluster_of(job.config)
+    save_s = max(job.config.elastic.stop_grace_s, 2 * slowest_save_s(job.run))
     specific = {
         "role": role.name,
         "labels": {**cluster.labels, **names.labels, ROLE: role.name},
-        "grace_s": _grace_s(job),
+        "grace_s": math.ceil(save_s + _LEAVE_S),  # from SIGTERM to SIGKILL
         "fs_group_policy": None if cluster.fs_group is None else "OnRootMismatch",
         "command": ["python", "-m", "fsdp_jobs.launchers.kubernetes.pod", *arguments],
         "env": [{"name": k, **v} for k, v in {**_values({**role.env, "HOME": "/tmp"}), **env}.items()],
@@ -124,11 +125,6 @@ def _affinity(cluster: KubernetesClusterConfig, siblings: Object, excluded: list
     return affinity
 
 
-def _grace_s(job: Job) -> int:
-    """Return seconds from SIGTERM to SIGKILL: elastic.stop_grace_s, or twice this run's slowest save."""
-    return math.ceil(max(job.config.elastic.stop_grace_s, 2 * slowest_save_s(job.run)) + _LEAVE_S)
-
-
 def _command(job: Job, role: Role, replica_id: str = "0") -> list[str]:
     """Return the role's own command with the pods' paths."""
     here, there = job.app.metadata[RUN_DIR_KEY], _run_dir(job)
@@ -140,9 +136,11 @@ def _values(env: Mapping[str, str]) -> dict[str, Object]:
 
 
 def _user_env(cluster: KubernetesClusterConfig) -> dict[str, Object]:
-    pairs = {name: reference.split("/") for name, reference in cluster.secret_env.items()}
-    secrets = {n: {"valueFrom": {"secretKeyRef": {"name": secret, "key": key}}} for n, (secret, key) in pairs.items()}
-    return _values(cluster.env) | secrets
+    env = _values(cluster.env)
+    for name, reference in cluster.secret_env.items():
+        secret, _, key = reference.partition("/")
+        env[name] = {"valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
+    return env
 
 
 def _field(path: str) -> Object:

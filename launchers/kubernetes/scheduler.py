@@ -18,7 +18,7 @@ from fsdp_jobs.config.clusters import KubernetesClusterConfig
 from fsdp_jobs.config.errors import BadInput, JobFailed
 from fsdp_jobs.config.resolve import most_nodes, ranks_per_node
 from fsdp_jobs.config.schema import JobConfig, load_config, plain_values
-from fsdp_jobs.launchers.base import Description, Finding, Job, Launcher, at_once, prepare_each
+from fsdp_jobs.launchers.base import Description, Job, Launcher, at_once, prepare_each
 from fsdp_jobs.launchers.kubernetes import conditions, machines, mirror, validate
 from fsdp_jobs.launchers.kubernetes.api import Api, ApiError, explain
 from fsdp_jobs.launchers.kubernetes.labels import (
@@ -101,10 +101,8 @@ class KubernetesLauncher(Launcher):
 
     name = "kubernetes_fsdp"
     output = "yaml"
-
-    @classmethod
-    def forget(cls) -> None:
-        machines.forget()
+    forget = staticmethod(machines.forget)
+    examine = staticmethod(validate.examine)
 
     def topology(self, config: JobConfig) -> Topology | None:
         """Read the switches from the machines' labels; None without labels, enough machines, or an API."""
@@ -115,9 +113,6 @@ class KubernetesLauncher(Launcher):
         if len(labels) < most_nodes(config):
             return None
         return from_kubernetes(labels, ranks_per_node(config))
-
-    def examine(self, config: JobConfig) -> Iterator[Finding]:
-        return validate.examine(config)
 
     def away(self, config: JobConfig) -> list[str]:
         try:
@@ -212,8 +207,10 @@ class KubernetesLauncher(Launcher):
             namespaces.setdefault((app.cluster.context, app.cluster.namespace), []).append(app)
         described: dict[str, Description | None] = {}
         for apps in namespaces.values():
+            selector = apps[0].names.selector if len(apps) == 1 else ALL_APPS
             with apps[0].connected() as api:
-                described |= _describe_all(apps, api)
+                pods, jobs = at_once(lambda ask, of: _by_app(ask(of)), (api.pods, api.jobs), [selector] * 2)
+                described |= {a.app_id: _describe(a, api, jobs[a.names.app], pods[a.names.app]) for a in apps}
         return [described[app_id] for app_id in app_ids]
 
     def end(self, app_id: str) -> Verdict | None:
@@ -278,13 +275,6 @@ def _to_yaml(objects: Sequence[Object]) -> str:
     return str(yaml.dump_all(without_shared_parts, Dumper=dumper, sort_keys=False, width=120))
 
 
-def _describe_all(apps: Sequence[_App], api: Api) -> dict[str, Description | None]:
-    """Describe apps of one namespace."""
-    selector = apps[0].names.selector if len(apps) == 1 else ALL_APPS
-    pods, jobs = map(_by_app, at_once(lambda ask: ask(selector), (api.pods, api.jobs)))
-    return {app.app_id: _describe(app, api, jobs[app.names.app], pods[app.names.app]) for app in apps}
-
-
 def _by_app(objects: list[Object]) -> dict[str, list[Object]]:
     grouped = defaultdict(list)
     for body in objects:
@@ -317,9 +307,9 @@ def _describe(app: _App, api: Api, jobs: list[Object], pods: list[Object]) -> De
         if not conditions.is_leaving(api, pods):
             _end_rest(api, root, jobs)
             _has_left_nothing(run)
-    replicas = [_replica(pod) for pod in pods]
-    roles = [RoleStatus(role, [r for r in replicas if r.role == role]) for role in ("coordinator", "trainer")]
-    return Description(state, why, restarts, roles)
+    roles = ("coordinator", "trainer")
+    replicas = [RoleStatus(role, [_replica(pod) for pod in pods if role_of(pod) == role]) for role in roles]
+    return Description(state, why, restarts, replicas)
 
 
 def _has_left_nothing(run: RunDir | None) -> None:

@@ -111,7 +111,8 @@ class Batch(Attempt):
         step.popen.kill()
         if self.stop_signal:
             return Verdict("preempted", "requeue", f"{self.stop_signal} during the node test")
-        bad, between = node_test.blame(node_test.read_reports(folder), self.hosts, late)
+        reports = [node_test.Report.from_json(file.read_bytes()) for file in sorted(folder.glob("*.json"))]
+        bad, between = node_test.blame(reports, self.hosts, late)
         if bad and len(bad) < len(self.hosts):
             for host, why in bad.items():
                 self.run.exclude(host, _EXCLUDE_S, f"node test: {why}")

@@ -51,11 +51,6 @@ class SlurmError(JobFailed):
     """A SLURM command failed or is not installed; the message is the command's own."""
 
 
-def clean_environment() -> dict[str, str]:
-    """Return the environment for queries to SLURM, without filters, formats and the job that this process is in."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(_FILTERS) and not _is_srun_s(name)}
-
-
 def _is_srun_s(name: str) -> bool:
     """Whether srun may take a variable for an option, or it describes the job that this process is in."""
     return name.startswith("SLURM_") and name not in _OF_A_CLUSTER
@@ -93,13 +88,14 @@ def sbatch(script: str, *options: str, env: Mapping[str, str]) -> str:
 def call(
     *argv: str, stdin: str | None = None, env: Mapping[str, str] | None = None, timeout_s: float = _TIMEOUT_S
 ) -> str:
-    """Run a command and return its output; without `env`, in a clean environment.
+    """Run a command and return its output; without `env`, without filters, formats and the job of this process.
 
     Raises:
         SlurmError: it is not installed, failed, or did not answer in time.
     """
     try:
-        env = clean_environment() if env is None else env
+        if env is None:
+            env = {k: v for k, v in os.environ.items() if not (k.startswith(_FILTERS) or _is_srun_s(k))}
         text = "replace"  # names and comments of other jobs may be in any encoding
         done = subprocess.run(argv, input=stdin or "", env=env, capture_output=True, errors=text, timeout=timeout_s)
     except FileNotFoundError as e:
@@ -352,11 +348,6 @@ def accounting(*what: str) -> str | None:
         return call("sacctmgr", "-nP", "show", *what)
     except SlurmError:
         return None
-
-
-def enforces_limits() -> bool:
-    """Whether this cluster enforces limits of accounting, for example those of a QOS."""
-    return "limits" in settings().get("AccountingStorageEnforce", "")
 
 
 def silent() -> str:

@@ -85,10 +85,6 @@ def blame(
     return bad, sorted(between)
 
 
-def read_reports(folder: Path) -> list[Report]:
-    return [Report.from_json(f.read_bytes()) for f in sorted(folder.glob("*.json"))]
-
-
 def _names_and_storage(folder: Path, hosts: Sequence[str]) -> Iterator[str]:
     """Yield problems with host names, shared storage and free space."""
     for host in hosts:
@@ -163,14 +159,6 @@ def _all_reduce(store: Any, device: Any, rank: int, partner: int, turn: int) -> 
     return _BYTES[device.type] / seconds / 1e9
 
 
-def _partners(rank: int, nodes: int) -> Iterator[tuple[int, int]]:
-    """Yield (turn, partner): the neighbour on one side, then the one on the other."""
-    for turn in (0, 1):
-        partner = rank + (1 if rank % 2 == turn else -1)
-        if 0 <= partner < nodes:
-            yield turn, partner
-
-
 def examine(folder: Path, nproc: int, store_at: str, hosts: Sequence[str], rank: int, cuda: bool) -> Report:
     """Test this node and its links to its two neighbours."""
     report = Report(hosts[rank], list(_names_and_storage(folder, hosts)))
@@ -197,7 +185,10 @@ def examine(folder: Path, nproc: int, store_at: str, hosts: Sequence[str], rank:
     except RuntimeError as e:  # DistError is one
         report.problems.append(f"cannot reach {store_at}: {str(e).splitlines()[0]}")
         return report
-    for turn, partner in _partners(rank, len(hosts)):
+    for turn in (0, 1):
+        partner = rank + (1 if rank % 2 == turn else -1)  # the neighbour on one side, then the one on the other
+        if not 0 <= partner < len(hosts):
+            continue
         report.pairs[hosts[partner]] = ""
         try:
             report.gb_s.append(_all_reduce(store, devices[0], rank, partner, turn))

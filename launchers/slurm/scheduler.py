@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -11,7 +11,7 @@ import yaml
 
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import JobConfig
-from fsdp_jobs.launchers.base import Description, Finding, Job, Launcher, at_once, prepare_each, restarts_of
+from fsdp_jobs.launchers.base import Description, Job, Launcher, at_once, prepare_each, restarts_of
 from fsdp_jobs.launchers.slurm import client, site, submission, validate
 from fsdp_jobs.launchers.slurm.script import Script, cluster_of, commands, margin_s, script
 from fsdp_jobs.launchers.slurm.steps import Commands
@@ -20,8 +20,9 @@ from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.run import events
 from fsdp_jobs.run.beside import wait_until
 from fsdp_jobs.run.directory import RunDir, as_written
+from fsdp_jobs.run.goodput import slowest_save_s
 from fsdp_jobs.run.state import State
-from fsdp_jobs.run.tail import last_lines
+from fsdp_jobs.run.tail import last_lines, read_json_lines
 from fsdp_jobs.run.verdict import KILLED, WITHDRAWN, Verdict, judge
 
 _CANCEL_S = 15.0  # for SLURM to act on scancel
@@ -68,16 +69,11 @@ class SlurmLauncher(Launcher):
 
     name = "slurm_fsdp"
     output = "script"
-
-    @classmethod
-    def forget(cls) -> None:
-        client.forget()
+    forget = staticmethod(client.forget)
+    examine = staticmethod(validate.examine)
 
     def topology(self, config: JobConfig) -> Topology | None:
         return site.topology_of(site.site_of(config), config)
-
-    def examine(self, config: JobConfig) -> Iterator[Finding]:
-        return validate.examine(config)
 
     def site_file(self) -> str:
         return str(yaml.safe_dump(asdict(site.ask()), sort_keys=False, width=1000))
@@ -101,7 +97,8 @@ class SlurmLauncher(Launcher):
             limit_mb = cluster_of(job.config).snapshot_mb
             code = take_once(Path.cwd(), job.run.path.parent, limit_mb) if limit_mb else None
             here = site.site_of(job.config)
-            save_s, step_s = site.measured_s(job)
+            save_s = slowest_save_s(job.run)
+            step_s = max((line["step_s"] for line in read_json_lines(job.run.metrics)), default=0.0)
             if not job.away:
                 validate.compare_with_kill_wait(job.run.name, save_s, 2 * (save_s + step_s))
             margin = margin_s(save_s, step_s, job.config.elastic.stop_grace_s)

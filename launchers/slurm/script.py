@@ -97,6 +97,7 @@ def commands(job: Job, site: Site) -> Commands:
     inside = _container(cluster, trainer, str(as_written(job.run.path)))
     agent = _argv(trainer, cluster, site)
     kind = [str(trainer.resource.cpu), "cuda" if trainer.resource.gpu else "cpu"]
+    options = (*_resources(cluster, trainer, site), *map(long_form, cluster.extra))
     return Commands(
         coordinator=_argv(job.role("coordinator"), cluster, site),
         agent=[*inside, *agent],
@@ -105,7 +106,7 @@ def commands(job: Job, site: Site) -> Commands:
         max_nodes=trainer.num_replicas,
         regrow=cluster.regrow,
         exclude=_hosts(cluster, "exclude"),  # not expanded: it may be long, and goes on a command line
-        submit=[o for o in (*_resources(cluster, trainer, site), *map(long_form, cluster.extra)) if _is_of_a_node(o)],
+        submit=[o for o in options if o.partition("=")[0].removeprefix("--") not in client.OF_A_JOB],
         required=[host for hosts in _hosts(cluster, "nodelist") for host in expand_hostlist(hosts)],
     )
 
@@ -128,11 +129,6 @@ def long_form(option: str) -> str:
     """Return an option of `cluster.extra` with its long name: `--dependency=afterok:7` for `-d afterok:7`."""
     name = _LONG.get(option[:2])
     return f"--{name}={option[2:].lstrip(' =')}" if name else option
-
-
-def _is_of_a_node(option: str) -> bool:
-    """Whether an option of sbatch also applies to a companion, a job of one more node."""
-    return option.partition("=")[0].removeprefix("--") not in client.OF_A_JOB
 
 
 def _argv(role: Role, cluster: SlurmClusterConfig, site: Site) -> list[str]:

@@ -13,13 +13,10 @@ from omegaconf.errors import OmegaConfBaseException
 from fsdp_jobs.config.errors import BadInput, one_line
 from fsdp_jobs.config.resolve import most_nodes, ranks_per_node
 from fsdp_jobs.config.schema import JobConfig
-from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.slurm import client
 from fsdp_jobs.launchers.slurm.script import Site, asked, cluster_of
 from fsdp_jobs.plan.sources import from_scontrol
 from fsdp_jobs.plan.topology import Topology, expand_hostlist
-from fsdp_jobs.run.goodput import slowest_save_s
-from fsdp_jobs.run.tail import read_json_lines
 
 SAVE = "fsdp-jobs doctor cluster=slurm --save FILE, on a login node of the cluster"
 _LEVELS = ("SwitchName=", "BlockName=")  # other lines describe groups of blocks, or state that there is no topology
@@ -101,9 +98,3 @@ def topology_of(site: Site, config: JobConfig) -> Topology | None:
 def _topology(hostlist: str, text: str, gpus: int) -> Topology:
     """Parse scontrol's output for these nodes, once for all jobs that are planned together."""
     return from_scontrol(text, gpus, set(expand_hostlist(hostlist)))
-
-
-def measured_s(job: Job) -> tuple[float, float]:
-    """Return the seconds of this run's slowest save and slowest step; 0 before the first."""
-    step_s = max((m["step_s"] for m in read_json_lines(job.run.metrics)), default=0.0)
-    return slowest_save_s(job.run), step_s

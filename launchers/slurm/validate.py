@@ -181,7 +181,8 @@ def _qos_problems(job: Job, partitions: Sequence[client.Partition]) -> Iterator[
     """
     cluster, trainer, nodes = cluster_of(job.config), job.role("trainer"), least_nodes(job.config)
     qos, _ = asked(cluster, "qos")
-    if qos is None or "," in qos or not client.enforces_limits() or any(map(client.own_qos, partitions)):
+    are_enforced = "limits" in client.settings().get("AccountingStorageEnforce", "")
+    if qos is None or "," in qos or not are_enforced or any(map(client.own_qos, partitions)):
         return
     limits = client.accounting("qos", qos, "format=MaxWall,MaxTRES,MaxTRESPU,GrpTRES") or ""
     wall, _, tres = limits.strip().partition("|")

@@ -37,8 +37,9 @@ from tests.world import PACED
 
 
 def client(folder: Path, token: str | None = None, host: str = "localhost") -> TestClient:
-    dashboard = Dashboard(str(folder), sweeps_in, measured)
-    return TestClient(make_app(dashboard, ["localhost"], token), base_url=f"http://{host}")
+    """A browser; it has the token unless that is given."""
+    app = make_app(Dashboard(str(folder), sweeps_in, measured), ["localhost"], token or "known")
+    return TestClient(app, base_url=f"http://{host}", headers={} if token else {"Authorization": "Bearer known"})
 
 
 def until(told: Callable[[], bool], what: str, within_s: float = 30.0) -> None:
@@ -212,7 +213,7 @@ def test_no_file_of_a_log_is_touched_where_all_requests_are_answered_simulated(
     monkeypatch.setattr(RunDir, "last_attempt", noted)
     shown = Dashboard(str(tmp_path), list, dict)
     shown.is_over = lambda: True
-    logs = TestClient(make_app(shown, ["testserver"], None)).get("/api/runs/recorded/logs")
+    logs = TestClient(make_app(shown, ["testserver"], "known")).get("/api/runs/recorded/logs?token=known")
     assert HOSTILE[:8] in logs.text and threads == []
 
 

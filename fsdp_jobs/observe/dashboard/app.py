@@ -159,13 +159,13 @@ def _events(messages: AsyncIterator[Any]) -> Response:
     return StreamingResponse(lines(), media_type="text/event-stream")
 
 
-def make_app(dashboard: Dashboard, hosts: list[str], token: str | None) -> Starlette:
+def make_app(dashboard: Dashboard, hosts: list[str], token: str) -> Starlette:
     """Make the application.
 
     Args:
         dashboard: the handlers.
         hosts: allowed host names of requests.
-        token: required in every request; None: not required.
+        token: required in every request.
     """
     middleware = [
         Middleware(BaseHTTPMiddleware, dispatch=partial(_guard, token)),
@@ -179,11 +179,9 @@ def _unreadable(request: Request, error: Exception) -> Response:
     return PlainTextResponse(damage(request.url.path, error), 404 if isinstance(error, BadInput) else 500)
 
 
-async def _guard(token: str | None, request: Request, call_next: RequestResponseEndpoint) -> Response:
-    """Add headers to every response; with a token, require it: once in the URL, then as a cookie."""
-    response = _without_token(request, token) if token is not None else None
-    if response is None:
-        response = await call_next(request)
+async def _guard(token: str, request: Request, call_next: RequestResponseEndpoint) -> Response:
+    """Add headers to every response; require the token: once in the URL, then as a cookie."""
+    response = _without_token(request, token) or await call_next(request)
     response.headers.update(_HEADERS)
     return response
 
