@@ -43,11 +43,8 @@ class LocalRequest:
             yield f"node-{node}", argv, {**self.env, "CUDA_VISIBLE_DEVICES": ",".join(own)}
 
     def __str__(self) -> str:
-        lines = []
-        for name, argv, env in self.processes():
-            variables = [f"{key}={value}" for key, value in env.items()]
-            lines.append(f"{name}: {' '.join([*variables, *argv])}")
-        return "\n".join(lines)
+        commands = ((name, [*map("=".join, env.items()), *argv]) for name, argv, env in self.processes())
+        return "\n".join(f"{name}: {' '.join(words)}" for name, words in commands)
 
 
 class _LocalAttempt(Attempt):

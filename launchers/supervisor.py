@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,14 +32,17 @@ def is_superseded(run: RunDir) -> bool:
     return os.environ.get(SUBMISSION_ENV, run.submission) != run.submission
 
 
+@dataclass(eq=False)
 class Process:
     """A process with a log, which can be started more than once."""
 
-    def __init__(self, name: str, argv: Sequence[str], log: Path, env: Mapping[str, str], hosts: Sequence[str] = ()):
-        """`env` is its whole environment; `hosts` are the machines it runs on, if not this one."""
-        self.name, self.argv, self.log, self.env, self.hosts = name, list(argv), log, env, list(hosts)
-        self.early_deaths = 0
-        self._copying: threading.Thread | None = None
+    name: str
+    argv: Sequence[str]
+    log: Path
+    env: Mapping[str, str]  # all of it
+    hosts: Sequence[str] = ()  # the machines it runs on, if not this one
+    early_deaths: int = 0
+    _copying: threading.Thread | None = None
 
     def start(self, echo: bool) -> None:
         """Start it; with `echo` its output also goes to this process's own."""

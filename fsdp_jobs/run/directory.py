@@ -22,6 +22,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import IO, cast
@@ -132,11 +133,11 @@ def read_json(path: Path) -> JsonObject:
 _warn_once = cache(logger.warning)
 
 
+@dataclass
 class _Within:
     """A path in a run directory, built on access: most paths of hundreds of listed runs are never used."""
 
-    def __init__(self, path: str):
-        self.path = path
+    path: str
 
     def __get__(self, run: RunDir, _kind: object = None) -> Path:
         return run.path / self.path

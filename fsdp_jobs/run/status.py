@@ -58,8 +58,6 @@ class RunStatus:
     state: str = "submitted"  # submitted | starting | running | recovering | saving | done | stopped | failed
     attempt: int = -1
     nodes: list[int] = field(default_factory=list)
-    world_size: int = 0
-    strategy: str = ""
     step: int = 0
     loss: float | None = None
     first_loss: float | None = None
@@ -193,11 +191,10 @@ class RunStatus:
         self._in_round, self.slow = True, []
         if self.reason == self.waited_for:  # the job no longer waits
             self.reason = ""
-        self.nodes, self.world_size = event.nodes, event.world_size
-        self.doing = f"{counted(self.world_size, 'rank')} on {counted(len(self.nodes), 'node')}: starting"
-        self.strategy = f"{event.strategy} over {event.shard_group}"
+        self.nodes, ranks = event.nodes, counted(event.world_size, "rank")
+        self.doing = f"{ranks} on {counted(len(self.nodes), 'node')}: starting"
         if self.steps is None:  # a program may not report steps
-            self._enter("running", f"the program runs on {counted(self.world_size, 'rank')}")
+            self._enter("running", f"the program runs on {ranks}")
 
     @property
     def ended(self) -> bool:
@@ -234,14 +231,9 @@ class RunStatus:
 
     @property
     def _wall_s(self) -> float:
-        """Return the seconds of all submissions, until the newest record."""
-        return self._before_s + (self._newest_at - self._begun if self._begun is not None else 0.0)
-
-    @property
-    def _newest_at(self) -> float:
-        """Return the time of the newest event or line of metrics."""
-        stepped_at: float = self._newest.get("time", 0.0)
-        return max(self._last, stepped_at)
+        """Return the seconds of all submissions, until the newest event or line of metrics."""
+        newest_at = max(self._last, self._newest.get("time", 0.0))
+        return self._before_s + (newest_at - self._begun if self._begun is not None else 0.0)
 
     @property
     def starting(self) -> str:

@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_jobs.run.record import JsonObject
@@ -27,15 +28,15 @@ _ERROR = re.compile(
 logger = logging.getLogger(__name__)
 
 
+@dataclass
 class Tail:
     """The whole lines of a growing file; each call continues where the last one stopped.
 
     The file may be created later; if it has become shorter, it is read from its beginning.
     """
 
-    def __init__(self, path: Path, offset: int = 0):
-        self.path = path
-        self.offset = offset  # bytes of the lines read so far
+    path: Path
+    offset: int = 0  # bytes of the lines read so far
 
     def lines(self, until: float = math.inf) -> Iterator[bytes]:
         """Yield new lines in the first `until` bytes of the file, without line ends."""

@@ -196,7 +196,7 @@ class Batch(Attempt):
         if process.name == "guard":
             self._start_guard()
         else:
-            events.record(self.run, self.number, events.TakenAway(process.name, process.hosts))
+            events.record(self.run, self.number, events.TakenAway(process.name, list(process.hosts)))
 
     def give_up(self, process: Process, verdict: Verdict) -> None:
         """End the attempt only if the coordinator or every agent is lost."""

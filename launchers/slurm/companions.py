@@ -20,6 +20,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from fsdp_jobs.config.errors import BadInput, one_line
 from fsdp_jobs.launchers.slurm import client
@@ -43,13 +44,17 @@ _SILENT_S = 12.0  # after which the node counts as lost: the batch step restarts
 logger = logging.getLogger(__name__)
 
 
+@dataclass
 class Companions:
     """The companions of an attempt, by the number of the node that each replaces."""
 
-    def __init__(self, run: RunDir, commands: Commands, env: dict[str, str], attempt: int, job_id: str):
-        self.run, self.commands, self.env, self.attempt, self.job_id = run, commands, env, attempt, job_id
-        self.jobs: dict[int, str] = {}
-        self.tries = Counter[int]()
+    run: RunDir
+    commands: Commands
+    env: dict[str, str]
+    attempt: int
+    job_id: str
+    jobs: dict[int, str] = field(default_factory=dict)
+    tries: Counter[int] = field(default_factory=Counter)
 
     def request(self, nodes: Sequence[int]) -> None:
         """Submit a companion for each of these nodes that has none queued or running.

@@ -59,8 +59,11 @@ class Sender:
                 self._id = self._tracker.open(self.run, self.config, self._id)
                 self._is_open = True
                 self._save()
-            while self._send_batch() == _BATCH:
-                pass
+            tail = Tail(self.run.metrics, self._offset)
+            while records := list(islice(tail.records(), _BATCH)):
+                self._tracker.log(records)
+                self._offset = tail.offset
+                self._save()
         except ImportError:
             raise
         except Exception as e:  # clients of trackers raise any exception
@@ -68,15 +71,6 @@ class Sender:
             return False
         self._has_complained = False
         return True
-
-    def _send_batch(self) -> int:
-        """Send up to _BATCH lines; return their number."""
-        tail = Tail(self.run.metrics, self._offset)
-        if records := list(islice(tail.records(), _BATCH)):
-            self._tracker.log(records)
-            self._offset = tail.offset
-            self._save()
-        return len(records)
 
     def end(self, verdict: Verdict | None) -> None:
         """Report to the tracker how the attempt ended."""

@@ -32,8 +32,8 @@ def parameters(config: JsonObject) -> JsonObject:
 
 def measured(record: JsonObject) -> dict[str, float]:
     """Return the numbers of a line of metrics.jsonl."""
-    numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and not isinstance(v, bool)}
-    return {k: float(v) for k, v in numbers.items() if k not in _NO_METRICS}
+    values = ((k, v) for k, v in record.items() if k not in _NO_METRICS and not isinstance(v, bool))
+    return {k: float(v) for k, v in values if isinstance(v, int | float)}
 
 
 def _batches(items: Sequence[_Item], size: int) -> Iterator[Sequence[_Item]]:
@@ -103,10 +103,8 @@ class Mlflow:
     def end(self, state: str, reason: str) -> None:
         """End the tracker's run as done | stopped | failed, or as waiting if the job will be restarted."""
         self.client.set_tag(self.id, "fsdp_jobs.reason", reason)
-        if state == "waiting":
-            self.client.update_run(self.id, status=_MLFLOW_STATES[state])
-        else:
-            self.client.set_terminated(self.id, _MLFLOW_STATES[state])
+        end = self.client.update_run if state == "waiting" else self.client.set_terminated
+        end(self.id, _MLFLOW_STATES[state])
 
 
 class Wandb:
