@@ -75,7 +75,7 @@ def examine(config: JobConfig) -> Iterator[Finding]:
         if not (keys or missing or operators):
             yield from findings("claim, queue", list(_claim_and_queue(api, config, groups)))
         yield from _policies(api)
-        labels = topology_labels(api, config)
+        labels = topology_labels(api, config, fresh=True)
     except (BadInput, ApiError) as e:
         yield from findings("API", e.problems if isinstance(e, BadInput) else [explain(api, e, "cluster=kubernetes")])
         return
