@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import JobConfig
-from fsdp_jobs.control.failures import LONG_ROUND_S, Budget, Machines, find_cause
+from fsdp_jobs.control.failures import Budget, Machines, find_cause, is_progress
 from fsdp_jobs.control.fencing import Leases
 from fsdp_jobs.control.guard import Guard
 from fsdp_jobs.control.placement import Agents, ConnectedAgent, RoundPlanner
@@ -58,7 +58,7 @@ class Round:
     is_over: bool = False  # all had parked, or report nothing: it has ended as planned
     not_needed: set[str] = field(default_factory=set)  # ids of waiting agents that would not add a usable node
     broken_at: float | None = None  # when it broke; None again once it is judged
-    failed_at: float = 0.0  # when the failure happened that broke it
+    failed_at: float = 0.0  # when the failure happened that broke it, or its ranks stood still
     broken_why: str = ""
     failures: list[Failure] = field(default_factory=list)
     lost: dict[int, str] = field(default_factory=dict)  # node -> how
@@ -69,8 +69,8 @@ class Round:
 
     @property
     def was_long(self) -> bool:
-        """Whether ranks that save nothing ran for long before they failed or stood still."""
-        return not self.saves and self.failed_at - self.began_at > LONG_ROUND_S
+        """Whether its length counts as progress."""
+        return is_progress(self.began_at, self.failed_at, self.saves)
 
     @property
     def was_planned(self) -> bool:

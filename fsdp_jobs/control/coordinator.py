@@ -162,6 +162,7 @@ class Coordinator(Attempt):
         elif current.broken_at is None and self._may_adopt:  # it happened without a coordinator, and counts too
             current.broken_at, current.broken_why, self._may_adopt = now, why, False
             current.failed_at = now
+        current.failed_at = min(current.failed_at, now - max(f.waited_s for f in reports))
 
     def on_master(self, agent: ConnectedAgent, master: messages.Master, now: float) -> None:
         if agent.id == self.round.head and master.round == self.round.number:

@@ -14,7 +14,12 @@ from fsdp_jobs.run.failure import Failure
 from fsdp_jobs.run.table import counted
 from fsdp_jobs.run.verdict import Verdict
 
-LONG_ROUND_S = 600.0  # for a program that saves nothing, a round of this length counts as progress
+_LONG_ROUND_S = 600.0
+
+
+def is_progress(began_at: float, failed_at: float, saves: bool) -> bool:
+    """Whether a round in which a program saved nothing was so long that it counts as progress."""
+    return not saves and failed_at - began_at > _LONG_ROUND_S
 
 
 @dataclass(frozen=True)
@@ -63,13 +68,11 @@ class Budget:
                     self._attempts, saves = 0, True
                 case events.RoundStarted():
                     began_at = event.time
-                case events.RoundBroken():
-                    was_long |= (event.failed_at or event.time) - began_at > LONG_ROUND_S and not saves
+                case events.RoundBroken() | events.AttemptEnded(verdict="infrastructure"):
+                    was_long |= is_progress(began_at, getattr(event, "failed_at", None) or event.time, saves)
                     began_at = math.inf
-                case events.AttemptEnded(verdict="infrastructure"):
-                    was_long |= event.time - began_at > LONG_ROUND_S and not saves
-                    self._attempts = 0 if was_long else self._attempts + 1
-                    began_at, was_long = math.inf, False
+                    if isinstance(event, events.AttemptEnded):
+                        self._attempts, was_long = 0 if was_long else self._attempts + 1, False
         self._last_signature: tuple[int, int, str] | None = None  # of the newest failure in the user's code
 
     def judge(self, cause: Cause, committed: int, stalled: bool = False, was_long: bool = False) -> Verdict | None:

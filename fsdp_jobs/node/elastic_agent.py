@@ -31,15 +31,17 @@ from fsdp_jobs.node.rank_logs import RankLogs
 from fsdp_jobs.node.rendezvous import CoordinatorRendezvous
 from fsdp_jobs.node.tier import Tier
 from fsdp_jobs.run.beside import start_thread
-from fsdp_jobs.run.failure import Failure, summary
+from fsdp_jobs.run.failure import Failure, summary, waited_s
 from fsdp_jobs.run.processes import has_signal, kill_families, kills_for_memory
 from fsdp_jobs.run.rank_state import SAVES_NOTHING, Phase, Request
+from fsdp_jobs.run.tail import last_lines
 from fsdp_jobs.run.term import LOOK_S, job_time
 from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE
 
 logger = logging.getLogger(__name__)
 
 _BEFORE_MESSAGE = re.compile(r"^([\w.]+:)\s+")  # an exception's class; some messages begin on a line of their own
+_ABORT_LINES = 100  # at the end of a rank's log, with torch's reason for aborting and the stack
 _STOP_RANKS_S = 5  # SIGTERM to SIGKILL for ranks of a broken round: they restart from a checkpoint
 
 
@@ -185,9 +187,11 @@ class Agent(LocalElasticAgent):
 
     def _describe(self, rank: int, failure: ProcessFailure) -> Failure:
         """Report a failed rank with a summary of its exception, from torch elastic's error file."""
-        error, has_file = "", Path(failure.error_file).exists()
+        error, text, has_file = "", "", Path(failure.error_file).exists()
         if failure.exitcode == -signal.SIGKILL and kills_for_memory() > self._kills_for_memory:
             error = "OutOfMemoryError: the kernel killed it because memory had run out"
+        elif failure.exitcode == -signal.SIGABRT:  # maybe by NCCL's watchdog, whose reason is only in the log
+            text = last_lines(self._handler.log_files()[failure.local_rank], _ABORT_LINES)
         elif failure.exitcode >= 0 and has_file:
             content = failure.error_file_data["message"]
             text = content["message"] if isinstance(content, dict) else str(content)
@@ -195,7 +199,8 @@ class Agent(LocalElasticAgent):
             text = _BEFORE_MESSAGE.sub(r"\1 ", text.strip())
             error = summary(text)
         ended_at = failure.timestamp + self._handler.lease.ahead_s() if has_file else job_time()
-        return Failure(self._node, rank, failure.exitcode, error, ended_at, self._step(failure.local_rank))
+        step = self._step(failure.local_rank)
+        return Failure(self._node, rank, failure.exitcode, error, ended_at, step, waited_s(text))
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         pids = self._handler.pids()

@@ -33,6 +33,9 @@ _OF_PROGRAM = re.compile(
     re.IGNORECASE,
 )
 
+# How long a rank waited in a collective or for a store before that timed out, as Gloo, NCCL and torch's store say it.
+_WAITED = re.compile(r"(?:waiting|ran for|after) (\d+) ?(ms|milliseconds|seconds)\b")
+
 # Raised for a checkpoint that only this node cannot read, and for gradients that only this rank computes differently.
 _HERE_ALONE = ("CannotReadHere", "ComputesWrong")
 
@@ -40,6 +43,11 @@ _HERE_ALONE = ("CannotReadHere", "ComputesWrong")
 def reports_lost_peer(text: str) -> bool:
     """Whether an error message of torch or NCCL reports a lost peer."""
     return bool(_PEER_GONE.search(text))
+
+
+def waited_s(message: str) -> float:
+    """Return for how many seconds a rank waited before what it waited for timed out, 0 if a message does not say so."""
+    return max((float(n) / (1 if unit == "seconds" else 1000) for n, unit in _WAITED.findall(message)), default=0.0)
 
 
 def summary(message: str) -> str:
@@ -67,6 +75,7 @@ class Failure:
     error: str  # "ExceptionClass: message", or empty
     time: float  # seconds since 1970, by the clock of the coordinator
     step: int = -1  # steps it had done
+    waited_s: float = 0.0  # in a collective that then timed out
 
     @property
     def is_request(self) -> bool:

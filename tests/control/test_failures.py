@@ -177,6 +177,26 @@ def test_long_lives_are_a_silent_programs_progress(
     assert (cluster.verdict.verdict if cluster.verdict else None) == verdict
 
 
+@pytest.mark.parametrize("reports_steps", [False, True])
+def test_time_in_a_collective_that_timed_out_is_no_progress(tmp_path: Path, reports_steps: bool) -> None:
+    """A program that saves nothing hangs in every round until its collectives time out, half an hour later."""
+    cluster = Cluster(tmp_path, "nodes=2", *PROGRAM, "elastic.max_failures_without_progress=3")
+    members = [cluster.join(0), cluster.join(1)]
+    state = {**SILENCE, "step": 7} if reports_steps else SILENCE
+    for _ in range(6):
+        cluster.later(2, *members, **state)
+        cluster.now += 1800
+        for member in members:
+            member.heard = cluster.now
+            timed_out = failure(member.node, 2 * member.node, "RuntimeError: Timed out waiting 1800000ms for recv")
+            cluster.ready(member, replace(timed_out, waited_s=1800.0 if member.node else 0.0))
+        cluster.later(1.5, *members, **state)
+        if cluster.verdict is not None:
+            break
+    assert cluster.verdict is not None and cluster.verdict.decision == "stop"
+    assert "4 failures without a new checkpoint; the last: rank 0 on node 0" in cluster.verdict.reason
+
+
 def test_an_exit_code_without_a_word_is_the_programs(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, "nodes=2", *PROGRAM)
     members = [cluster.join(0), cluster.join(1)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,3 +55,40 @@ def test_any_exception_reaches_the_coordinator(tmp_path: Path, raised: str, repo
     failure = Agent._describe(agent, 3, ProcessFailure(0, pid=1, exitcode=1, error_file=str(error_file)))
     (received,) = Failed.read(Failed([failure]).line()).failures
     assert (received.node, received.rank, received.step, received.error) == (1, 3, 7, reported)
+
+
+GLOO = (
+    "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1800000ms for recv operation to complete"
+)
+CLIENTS = "torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 1/2 clients joined."
+NCCL = """terminate called after throwing an instance of 'c10::DistBackendError'
+  what():  [PG ID 0 PG GUID 0(default_pg) Rank 0] Process group watchdog thread terminated with exception: [Rank 0] \
+Watchdog caught collective operation timeout: WorkNCCL(SeqNum=8, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, \
+Timeout(ms)=600000) ran for 600020 milliseconds before timing out.
+Exception raised from checkTimeout at ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:609 (most recent call first):
+"""
+
+
+@pytest.mark.parametrize(
+    ("raised", "log", "waited_s"),
+    [
+        (GLOO, "", 1800),
+        (CLIENTS, "", 601),
+        ("", NCCL, 600.02),
+        ("", "free(): invalid pointer\n", 0),
+        ("KeyError: 5", "", 0),
+    ],
+)
+def test_how_long_a_rank_waited_before_its_collective_timed_out(
+    tmp_path: Path, raised: str, log: str, waited_s: float
+) -> None:
+    """NCCL's watchdog ends the process, so that only its log tells."""
+    error_file, rank_log = tmp_path / "error.json", tmp_path / "rank-3.log"
+    if raised:
+        error_file.write_text(json.dumps({"message": {"message": raised, "extraInfo": {"timestamp": "1"}}}))
+    rank_log.write_text(log + "frame #0: c10::Error::Error + 0x96 (0x7f3b6d41df86 in libc10.so)\n" * 30)
+    handler = SimpleNamespace(lease=Lease(tmp_path), log_files=lambda: [rank_log])
+    agent: Any = SimpleNamespace(_handler=handler, _node=1, _kills_for_memory=0, _step=lambda _: 7)
+    code = 1 if raised else -signal.SIGABRT
+    failure = Agent._describe(agent, 3, ProcessFailure(0, pid=1, exitcode=code, error_file=str(error_file)))
+    assert failure.waited_s == pytest.approx(waited_s)
