@@ -229,12 +229,11 @@ class Attempt:
             why = broken.broken_why
             self.record(events.RoundBroken(why, self.step, self.committed, failed_at=failed_at, is_planned=True))
             return
-        stalled = broken.has_stalled
         silent = self._look_for_lost(now)
-        cause = find_cause(failures, broken.culprit, broken.broken_why, stalled, silent)
+        cause = find_cause(failures, broken.culprit, broken.broken_why, broken.has_stalled, silent)
         machine = broken.hosts.get(cause.node) if cause.node is not None else None
         self.record(events.RoundBroken(cause.why, self.step, self.committed, machine, failed_at))
-        verdict = self.budget.judge(cause, self.committed, stalled, broken.was_long)
+        verdict = self.budget.judge(cause, self.committed, broken)
         if verdict is not None:
             if cause.failure is not None and cause.failure.is_out_of_memory:
                 verdict.reason += f". {self.planner.what_would_fit(broken.size)}"

@@ -7,12 +7,15 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdp_jobs.run import events
 from fsdp_jobs.run.failure import Failure
 from fsdp_jobs.run.table import counted
 from fsdp_jobs.run.verdict import Verdict
+
+if TYPE_CHECKING:
+    from fsdp_jobs.control.attempt import Round
 
 _LONG_ROUND_S = 600.0
 
@@ -73,21 +76,23 @@ class Budget:
                     began_at = math.inf
                     if isinstance(event, events.AttemptEnded):
                         self._attempts, was_long = 0 if was_long else self._attempts + 1, False
-        self._last_signature: tuple[int, int, str] | None = None  # of the newest failure in the user's code
+        self._last_signature: tuple[int, int, str] | None = None  # of the newest failure that may be the program's
 
-    def judge(self, cause: Cause, committed: int, stalled: bool = False, was_long: bool = False) -> Verdict | None:
+    def judge(self, cause: Cause, committed: int, broken: Round) -> Verdict | None:
         """Return the verdict that ends the attempt after this failure, or None to continue.
 
         Args:
             cause: what broke the round.
             committed: step of the newest checkpoint.
-            stalled: nothing failed, but no rank advanced.
-            was_long: the round lasted long enough to count as progress, unless it ended like the one before.
+            broken: the round; if it was long, that counts as progress, unless it ended like the one before.
         """
         failure, why = cause.failure, cause.why
-        signature = failure.signature if failure is not None else None
+        is_programs = failure is not None and not failure.may_be_the_machines
+        signature = None
+        if failure is not None and (is_programs or failure.has_crashed_after(broken.first_step)):
+            signature = failure.signature
         again = signature is not None and signature == self._last_signature
-        if committed > self._committed or (was_long and not again):
+        if committed > self._committed or (broken.was_long and not again):
             self._committed, self.count = committed, 0
             if not again:
                 self._last_signature = None
@@ -97,13 +102,13 @@ class Budget:
             details = {name: getattr(failure, name) for name in ("rank", "node", "exit_code", "error")}
             if failure.is_final:
                 return Verdict("user_error", "stop", why, **details)
-            if again and not was_long:
+            if again and not broken.was_long:
                 same = "the same error at the same step twice" if failure.step >= 0 else "the same twice in a row"
                 return Verdict("user_error", "stop", f"{why}; {same}", **details)
             self._last_signature = signature or self._last_signature
         if self.count <= self.most:
             return None
-        kind = "stalled" if stalled else "user_error" if signature is not None else "infrastructure"
+        kind = "stalled" if broken.has_stalled else "user_error" if is_programs else "infrastructure"
         reason = f"{counted(self.count, 'failure')} without a new checkpoint; the last: {why}"
         return Verdict(kind, "stop", reason, **details)
 

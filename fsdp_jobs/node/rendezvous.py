@@ -111,6 +111,7 @@ class CoordinatorRendezvous(rendezvous.RendezvousHandler):
 
     def failed(self, failures: list[Failure]) -> None:
         """Report to the coordinator at once, or as soon as there is a connection."""
+        self.link.beat()  # the step to which the ranks were restored may not be known
         with self._changed:
             self._failures = failures
             self._send_failures()

@@ -109,17 +109,13 @@ class Failure:
     def _is_of_hardware(self) -> bool:
         return bool(_HARDWARE.search(self.error)) and not _OF_PROGRAM.search(self.error)
 
-    @property
-    def signature(self) -> tuple[int, int, str] | None:
-        """Return a key that is equal for repetitions of one failure of the user's code; None for any other failure.
+    def has_crashed_after(self, step: int) -> bool:
+        """Whether it accessed memory that is not its own, and had done more than these steps."""
+        return self.exit_code == -signal.SIGSEGV and self.step > step
 
-        It is the code's failure if the rank raised, or exited with a code, has not only lost a peer, and the machine
-        has not failed.
-        """
-        if self._is_of_hardware or self.is_victim or self.error.startswith(_HERE_ALONE):
-            return None
-        if not (self.error or self.exit_code > 0):
-            return None
+    @property
+    def signature(self) -> tuple[int, int, str]:
+        """Return a key that is equal for repetitions of one failure."""
         return self.step, self.exit_code, re.sub(r"[0-9]+", "0", self.error)  # addresses and sizes differ
 
     def describe(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from fsdp_jobs.control.failures import Machines
 from fsdp_jobs.run import events, messages
 from fsdp_jobs.run.failure import summary
-from fsdp_jobs.run.rank_state import Request
+from fsdp_jobs.run.rank_state import Phase, Request
 from tests.control.cluster import PROGRAM, SILENCE, Cluster, fails, failure
 
 
@@ -208,6 +209,31 @@ def test_an_exit_code_without_a_word_is_the_programs(tmp_path: Path) -> None:
     cluster.later(2, *members, **SILENCE)
     assert cluster.verdict is not None
     assert cluster.verdict.verdict == "user_error" and "exit code 3; the same twice in a row" in cluster.verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("steps", "restored", "verdict"),
+    [
+        ((57, 57), (50, 50), "user_error"),
+        ((57, 58, 57, 58), (50, 50, 50, 50), "infrastructure"),
+        ((50, 50, 50, 50), (50, 50, 50, 50), "infrastructure"),  # the machine may be broken: nothing has run on it
+        ((80, 80, 80, 80), (50, 80, 80, 80), "infrastructure"),  # the same, from a snapshot of step 80
+    ],
+)
+def test_a_segmentation_fault_at_the_same_step_is_the_programs(
+    tmp_path: Path, steps: tuple[int, ...], restored: tuple[int, ...], verdict: str
+) -> None:
+    cluster = Cluster(tmp_path, "nodes=2", "elastic.max_failures_without_progress=3", "elastic.exclude_after=0")
+    members = [cluster.join(0), cluster.join(1)]
+    for step, begin in zip(steps, restored, strict=True):
+        cluster.later(2, *members, step=begin, committed=50, phase=int(Phase.STARTING))
+        for member in members:
+            crashed = [failure(1, 2, exit_code=-signal.SIGSEGV, step=step)] if member.node else []
+            cluster.ready(member, *crashed)
+        cluster.later(1.5, *members, step=begin, committed=50, phase=int(Phase.STARTING))
+    assert cluster.verdict is not None and cluster.verdict.verdict == verdict
+    is_named = "SIGSEGV; the same error at the same step twice" in cluster.verdict.reason
+    assert is_named is (verdict == "user_error"), cluster.verdict.reason
 
 
 def test_a_coordinator_that_loses_several_machines_at_once_blames_none(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from fsdp_jobs.run import messages
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import COORDINATOR_ENV
 from fsdp_jobs.run.failure import Failure
-from fsdp_jobs.run.rank_state import Request
+from fsdp_jobs.run.rank_state import Phase, Request
 
 ROUND = messages.Round(3, 4, 2, 2, rank=1, layout="", partner=None)
 
@@ -87,6 +87,16 @@ def test_what_happens_without_a_connection_is_told_with_the_next(agent: Coordina
     assert [f.error for m in link.sent if isinstance(m, messages.Failed) for f in m.failures] == ["ValueError: bad"]
     agent.notice("SIGTERM")
     assert agent._hello(("", 0)).signal == "SIGTERM", "a new coordinator must not plan with this node"
+
+
+def test_the_step_to_which_ranks_were_restored_is_known_when_their_failure_is(agent: CoordinatorRendezvous) -> None:
+    sent = agent.link.sent = list[messages.Message]()  # type: ignore[attr-defined]
+    agent.link.beat = lambda: sent.append(agent._beat())  # type: ignore[method-assign]
+    agent.states[0].report(80, 50, Phase.STARTING)
+    agent.failed([Failure(1, 1, -11, "", 0.0, 80)])
+    beat, failed = sent
+    assert isinstance(beat, messages.Beat) and isinstance(failed, messages.Failed)
+    assert beat.ranks[0][0].step == failed.failures[0].step == 80
 
 
 def test_a_request_to_save_does_not_replace_one_to_stop(agent: CoordinatorRendezvous) -> None:
