@@ -73,11 +73,11 @@ class _Job:
         self.imports_s, began = age_s(), time.monotonic()
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        for name, value in alone.items():
-            os.environ.setdefault(name, value)
-        self.launched = LAYOUT_ENV in os.environ
+        os.environ |= alone | os.environ
+        env = os.environ
+        self.launched = LAYOUT_ENV in env
         if self.launched:
-            self.run = RunDir(os.environ[RUN_DIR_ENV])
+            self.run = RunDir(env[RUN_DIR_ENV])
             self.config = load_config(self.run.config)
         else:
             self.run = RunDir(Path("runs") / Path(sys.argv[0] or "program").stem)
@@ -88,16 +88,14 @@ class _Job:
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, timeout=timedelta(seconds=self.config.elastic.init_timeout_s))
         self.rank, world = dist.get_rank(), dist.get_world_size()
-        env = os.environ
         self.layout = Layout.from_json(env[LAYOUT_ENV]) if self.launched else Layout("full_shard", world, world)
         restart = [f"{env[ATTEMPT_ENV]}-{env[ROUND_ENV]}" if self.launched else uuid.uuid4().hex]
         dist.broadcast_object_list(restart, src=0)
         self.attempt, self.restart = int(env.get(ATTEMPT_ENV, "0")), restart[0]
         self.mesh: DeviceMesh | None = None
         self.checkpoints: Checkpointer | None = None
-        self.metrics: MetricsLog | None = None
-        if self.launched and self.rank == 0:
-            self.metrics = MetricsLog(self.run, self.attempt, self.config, self.device)
+        has_metrics = self.launched and self.rank == 0
+        self.metrics = MetricsLog(self.run, self.attempt, self.config, self.device) if has_metrics else None
         folder = env.get(RANK_STATE_ENV)
         self.rank_state = RankState(folder, int(env["LOCAL_RANK"])) if folder else None
         self.stepped_at = time.monotonic()
@@ -217,6 +215,7 @@ def _pick_device(config: JobConfig) -> torch.device:
 
 
 _job: _Job | None = None
+_is_over = False
 
 
 def _the_job() -> _Job:
@@ -232,9 +231,11 @@ def init() -> torch.device:
     requests to leave, which `should_stop` returns.
 
     Raises:
-        JobFailed: the accelerator is cuda, but there are not enough GPUs.
+        JobFailed: the accelerator is cuda, but there are not enough GPUs; or the job's ranks have already finished.
     """
     global _job
+    if _is_over:
+        raise JobFailed("job.init() after job.finish(): call finish() once, at the end, or submit a job per training")
     if _job is None:
         _job = _Job()
         if not _job.launched:
@@ -429,25 +430,24 @@ def finish() -> bool:
     Raises:
         JobFailed: the last checkpoint could not be written.
     """
-    global _job
+    global _job, _is_over
     job = _the_job()
     if job.checkpoints is not None:
         job.checkpoints.poll()  # also for a snapshot, whose thread writes the line as well
     job.write_line()
     if job.metrics is not None:
         job.metrics.close()
-    samples = 0
     if job.checkpoints is not None:
         if not job.is_leaving and job.done:
             job.checkpoints.save(job.done, block=True)
         job.report(Phase.SAVING)
         job.checkpoints.close()
-        samples = job.checkpoints.samples
     job.agreed()  # all ranks have saved: a rank that leaves now ends the round for the others
     job.report(Phase.LEAVING if job.is_leaving else Phase.DONE)
     if job.rank == 0 and not job.is_leaving:
+        samples = job.checkpoints.samples if job.checkpoints is not None else 0
         events.record(job.run, job.attempt, events.Done(job.done, samples))
+    _job, _is_over = None, job.launched or (job.owns_group and dist.get_world_size() > 1)
     if job.owns_group:
         dist.destroy_process_group()
-    _job = None
     return not job.is_leaving

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.schema import dump_config
 from fsdp_jobs.plan.layout import Layout
@@ -152,6 +153,8 @@ def _steps(folder: str) -> list[float]:
         job.step(number, last=number == 3)
         done.append(time.time())
     assert job.finish()
+    with pytest.raises(JobFailed, match=r"job.init\(\) after job.finish\(\): call finish\(\) once"):
+        job.init()  # it would wait for ranks that have left
     assert [line["step"] for line in read_json_lines(run.metrics)] == [1, 2, 3]
     return [line["time"] - at for line, at in zip(read_json_lines(run.metrics), done, strict=True)]
 
