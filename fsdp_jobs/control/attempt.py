@@ -267,13 +267,15 @@ class Attempt:
         return Verdict("done", "stop", f"all {self.step} steps are done" if self.step else "the program has ended")
 
     def _preempted(self) -> Verdict:
+        decision = "stop" if self.run.stop_request.exists() else "requeue"
         if self.committed >= 0:
             saved = f"saved at step {self.committed}"
-        elif self.round.size and not self.round.has_reports and not self.round.saves:
+        elif self.config.is_program and self.round.size and not self.round.has_reports:
             saved = "the program received SIGTERM"
+            if decision == "requeue":
+                saved += "; it begins again at what it has saved by itself, or at zero: job.checkpointer saves for it"
         else:
             saved = "nothing was saved yet"
-        decision = "stop" if self.run.stop_request.exists() else "requeue"
         return Verdict("preempted", decision, f"{self.stop_reason}; {saved}")
 
     def close(self, verdict: Verdict, now: float) -> None:

@@ -268,6 +268,8 @@ def test_a_program_that_says_nothing_leaves_node_by_node(tmp_path: Path) -> None
     cluster.later(1, a, b, **SILENCE)
     assert cluster.verdict is not None
     assert (cluster.verdict.verdict, cluster.verdict.decision) == ("preempted", "requeue")
+    assert "it begins again at what it has saved by itself, or at zero" in cluster.verdict.reason
+    assert "job.checkpointer" in cluster.verdict.reason
 
 
 def test_agents_whose_ranks_had_finished_tell_a_new_coordinator(tmp_path: Path) -> None:
