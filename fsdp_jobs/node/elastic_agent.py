@@ -151,7 +151,7 @@ class Agent(LocalElasticAgent):
         return failures
 
     def _note_silent_ends(self) -> None:
-        """Mark ranks as done that ended with 0 by `os._exit` or `exec`; torch's agent waits for return values."""
+        """Mark ranks as done that ended with 0; torch's agent waits for return values, which no rank sends."""
         context = self._pcontext
         if isinstance(context, MultiprocessContext) and context._pc is not None:
             for rank, process in enumerate(context._pc.processes):
@@ -173,8 +173,7 @@ class Agent(LocalElasticAgent):
     def _any_runs(self) -> bool:
         for w in self.get_worker_group().workers:
             with suppress(psutil.NoSuchProcess):
-                is_alive = psutil.Process(w.id).status() != psutil.STATUS_ZOMBIE
-                if is_alive and self._handler.states[w.local_rank].read().phase != Phase.DONE:
+                if psutil.Process(w.id).status() != psutil.STATUS_ZOMBIE:
                     return True
         return False
 

@@ -32,7 +32,7 @@ from fsdp_jobs.node.program import Program
 from fsdp_jobs.run.env import AGENT_PID_ENV, LOG_ENV, PROGRAM_ENV, RANK_STATE_ENV, STACKS_ENV
 from fsdp_jobs.run.failure import reports_lost_peer
 from fsdp_jobs.run.processes import STACKS_SIGNAL, die_with_parent, set_title
-from fsdp_jobs.run.rank_state import SAVES_NOTHING, Phase, RankState, Request
+from fsdp_jobs.run.rank_state import Phase, RankState, Request
 from fsdp_jobs.run.term import LOOK_S, Lease
 from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_REQUEUE
 
@@ -118,15 +118,10 @@ def run_program() -> None:
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()  # an interpreter does this at exit, a forked process does not
     _write_what_is_open()
-    if os.getpid() != rank:
-        os._exit(exit_code)  # a process that the program has forked
-    if exit_code in (0, EXIT_REQUEUE) and state.requested() is Request.PARK and state.read().phase == Phase.LEAVING:
+    is_leaving = exit_code in (0, EXIT_REQUEUE) and state.read().phase == Phase.LEAVING
+    if is_leaving and state.requested() is Request.PARK and os.getpid() == rank:  # else it is a fork of the program
         _park(state)
-    if exit_code:
-        os._exit(exit_code)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the program has ended, and with it its handler
-    if not state.read().time:
-        state.report(-1, SAVES_NOTHING, Phase.DONE)  # the process stays until all ranks of its node have ended
+    os._exit(exit_code)  # torch's agent would keep the process, and its sockets, until its node's ranks have ended
 
 
 def _is_no_rank() -> None:

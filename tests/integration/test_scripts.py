@@ -274,6 +274,29 @@ def test_ranks_draw_numbers_of_their_own_and_may_leave_as_they_like(tmp_path: Pa
             assert len(set(column)) == 5, drawn
 
 
+_LEAVES = """
+import sys
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+rank, one = dist.get_rank(), torch.ones(1)
+dist.all_reduce(one)
+if rank == 1:
+    sys.exit()  # with its process group
+try:
+    dist.all_reduce(one)
+except RuntimeError as e:
+    print("its peer has left:", e, flush=True)
+"""
+
+
+def test_a_peer_of_a_rank_that_has_ended_does_not_wait_for_a_timeout(tmp_path: Path) -> None:
+    (tmp_path / "leaves.py").write_text(_LEAVES)
+    with job(tmp_path, "leaves", "script=leaves.py", *QUICK, nodes="1", nproc=2, tiny=False) as run:
+        assert run.wait(60).verdict == "done", run.story()
+        assert "its peer has left: " in log_of(run), "under torchrun the rank's sockets close when it ends"
+
+
 _CARELESS = """
 import ctypes, os, signal, sys
 
