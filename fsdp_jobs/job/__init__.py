@@ -231,7 +231,7 @@ def init() -> torch.device:
     requests to leave, which `should_stop` returns.
 
     Raises:
-        JobFailed: the accelerator is cuda, but there are not enough GPUs; or the job's ranks have already finished.
+        JobFailed: the accelerator is cuda, but there are not enough GPUs; or `finish` has ended the process group.
     """
     global _job
     if _is_over:
@@ -447,7 +447,7 @@ def finish() -> bool:
     if job.rank == 0 and not job.is_leaving:
         samples = job.checkpoints.samples if job.checkpoints is not None else 0
         events.record(job.run, job.attempt, events.Done(job.done, samples))
-    _job, _is_over = None, job.launched or (job.owns_group and dist.get_world_size() > 1)
+    _job, _is_over = None, job.owns_group and dist.get_world_size() > 1
     if job.owns_group:
         dist.destroy_process_group()
     return not job.is_leaving
