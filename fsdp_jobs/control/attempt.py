@@ -229,8 +229,7 @@ class Attempt:
             why = broken.broken_why
             self.record(events.RoundBroken(why, self.step, self.committed, failed_at=failed_at, is_planned=True))
             return
-        silent = self._look_for_lost(now)
-        cause = find_cause(failures, broken.culprit, broken.broken_why, broken.has_stalled, silent)
+        cause = find_cause(broken, self._look_for_lost(now))
         machine = broken.hosts.get(cause.node) if cause.node is not None else None
         self.record(events.RoundBroken(cause.why, self.step, self.committed, machine, failed_at))
         verdict = self.budget.judge(cause, self.committed, broken)
@@ -293,9 +292,15 @@ class Attempt:
         """Write the verdict, for the launcher, before agents exit. If the disk is full, `tick` tries again."""
         assert self.verdict is not None
         leases = self.leases.running(now)
-        details = {"round": self.round.number, "step": self.step, "committed": self.committed}
         try:
-            self.verdict.close(self.run, self.number, **details, leases=leases)
+            self.verdict.close(
+                self.run,
+                self.number,
+                round=self.round.number,
+                step=self.step,
+                committed=self.committed,
+                leases=leases,
+            )
         except OSError as e:
             self.warn(f"the verdict cannot be written: {e}")
             if not self.run.verdict(self.number).exists():

@@ -160,8 +160,8 @@ class Coordinator(Attempt):
         if current.running:
             self.break_round(why, now)
         elif current.broken_at is None and self._may_adopt:  # it happened without a coordinator, and counts too
-            current.broken_at, current.broken_why, self._may_adopt = now, why, False
-            current.failed_at = now
+            current.broken_at = current.failed_at = now
+            current.broken_why, self._may_adopt = why, False
         current.failed_at = min(current.failed_at, now - max(f.waited_s for f in reports))
 
     def on_master(self, agent: ConnectedAgent, master: messages.Master, now: float) -> None:

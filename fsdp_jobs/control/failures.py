@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import time
 from collections import defaultdict
 from collections.abc import Iterable
@@ -34,20 +35,16 @@ class Cause:
     node: int | None = None  # its machine may be at fault
 
 
-def find_cause(failures: list[Failure], culprit: int | None, broken_why: str, stalled: bool, silent: set[int]) -> Cause:
+def find_cause(broken: Round, silent: set[int]) -> Cause:
     """Find the failure that most likely broke a round: the first that is no victim of another.
 
-    Args:
-        failures: reports of ranks in order of arrival, because clocks of different machines are not compared.
-        culprit: the node that was lost or held up the others.
-        broken_why: the first sign that the round was broken.
-        stalled: the round was broken because no rank advanced.
-        silent: nodes that are lost, or may be.
+    Reports count in order of arrival, because clocks of different machines are not compared. The nodes in `silent` are
+    lost, or may be.
     """
-    real = [f for f in failures if not f.is_request]
-    first = min(real, key=lambda f: (f.is_victim, f.has_aborted)) if real and not stalled else None
-    if first is None or first.is_victim or (culprit is not None and not first.error):
-        return Cause(broken_why, node=culprit)  # any failures are consequences: the cause died with its node
+    real = [f for f in broken.failures if not f.is_request]
+    first = min(real, key=lambda f: (f.is_victim, f.has_aborted)) if real and not broken.has_stalled else None
+    if first is None or first.is_victim or (broken.culprit is not None and not first.error):
+        return Cause(broken.broken_why, node=broken.culprit)  # failures are consequences: the cause died with its node
     alike = {f.node for f in real if f.exit_code == first.exit_code and f.error == first.error}
     if first.has_aborted:  # maybe because of them
         alike |= silent
@@ -87,10 +84,11 @@ class Budget:
             broken: the round; if it was long, that counts as progress, unless it ended like the one before.
         """
         failure, why = cause.failure, cause.why
-        is_programs = failure is not None and not failure.may_be_the_machines
-        signature = None
-        if failure is not None and (is_programs or failure.has_crashed_after(broken.first_step)):
-            signature = failure.signature
+        is_programs, signature = False, None
+        if failure is not None:
+            is_programs = not failure.may_be_the_machines
+            if is_programs or (failure.exit_code == -signal.SIGSEGV and failure.step > broken.first_step):
+                signature = failure.signature
         again = signature is not None and signature == self._last_signature
         if committed > self._committed or (broken.was_long and not again):
             self._committed, self.count = committed, 0

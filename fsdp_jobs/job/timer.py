@@ -46,7 +46,8 @@ class StepTimer:
 
     def watch(self, model: nn.Module) -> None:
         """Measure the model's innermost FSDP units, after `fully_shard`: these hooks run inside FSDP's own."""
-        units = [m for m in model.modules() if isinstance(m, FSDPModule) and _units_in(m) == 1]
+        modules = model.modules()
+        units = [m for m in modules if [u for u in m.modules() if isinstance(u, FSDPModule)] == [m]]
         measured = units[:: len(units) // _MOST_BLOCKS + 1]
         self._blocks_per_measured = len(units) / max(1, len(measured))
         for unit in measured:
@@ -95,7 +96,3 @@ class StepTimer:
             work, attention = float(sum(s.work for s in spans)), float(sum(s.attention for s in spans))
             new = (1, step_s, data_s, checkpoint_s, self.compute_s, host_s, work, slowest_s, attention)
             self.sums = Times(*(a + b for a, b in zip(self.sums, new, strict=True)))
-
-
-def _units_in(module: nn.Module) -> int:
-    return sum(isinstance(m, FSDPModule) for m in module.modules())

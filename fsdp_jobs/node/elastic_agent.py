@@ -21,7 +21,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-import psutil
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, SubprocessContext
@@ -104,7 +103,7 @@ class Agent(LocalElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)  # not a failure; torch's agent then begins a new round
         if handler.is_stop_requested and not self._is_terminating:
             self._terminate_silent_ranks()
-        if self._is_terminating and self._any_runs():
+        if self._is_terminating and None in self._exit_codes():
             return RunResult(state=WorkerState.HEALTHY)  # torch's method signals again once the first has ended
         if failures := self._dead(worker_group):
             handler.failed([self._describe(rank, failure) for rank, failure in failures.items()])
@@ -125,13 +124,18 @@ class Agent(LocalElasticAgent):
             handler.ended()
         return result
 
+    def _exit_codes(self) -> list[int | None]:
+        """Return the exit code of each rank, None while it runs."""
+        context = self._pcontext
+        if isinstance(context, MultiprocessContext) and context._pc is not None:
+            return [process.exitcode for process in context._pc.processes]
+        if isinstance(context, SubprocessContext):
+            return [handler.proc.poll() for _, handler in sorted(context.subprocess_handlers.items())]
+        return []
+
     def _dead(self, worker_group: WorkerGroup) -> dict[int, ProcessFailure]:
         """Return failed ranks at once; torch's agent reports them after it ended the others, up to 30 s later."""
-        context, codes = self._pcontext, list[int | None]()
-        if isinstance(context, MultiprocessContext) and context._pc is not None:
-            codes = [process.exitcode for process in context._pc.processes]
-        elif isinstance(context, SubprocessContext):
-            codes = [handler.proc.poll() for _, handler in sorted(context.subprocess_handlers.items())]
+        context, codes = self._pcontext, self._exit_codes()
         failed = [code not in (None, EXIT_DONE, EXIT_REQUEUE) for code in codes]
         if context is None or not any(failed):
             return {}
@@ -153,9 +157,9 @@ class Agent(LocalElasticAgent):
     def _note_silent_ends(self) -> None:
         """Mark ranks as done that ended with 0; torch's agent waits for return values, which no rank sends."""
         context = self._pcontext
-        if isinstance(context, MultiprocessContext) and context._pc is not None:
-            for rank, process in enumerate(context._pc.processes):
-                if process.exitcode == EXIT_DONE and rank not in context._return_values:
+        if isinstance(context, MultiprocessContext):
+            for rank, code in enumerate(self._exit_codes()):
+                if code == EXIT_DONE and rank not in context._return_values:
                     context._return_values[rank] = None
                     if not self._handler.states[rank].read().time:
                         self._handler.states[rank].report(-1, SAVES_NOTHING, Phase.DONE)
@@ -169,13 +173,6 @@ class Agent(LocalElasticAgent):
         for pid in self._handler.pids():
             with suppress(ProcessLookupError):
                 (os.kill if is_python else os.killpg)(pid, signal.SIGTERM)
-
-    def _any_runs(self) -> bool:
-        for w in self.get_worker_group().workers:
-            with suppress(psutil.NoSuchProcess):
-                if psutil.Process(w.id).status() != psutil.STATUS_ZOMBIE:
-                    return True
-        return False
 
     def _step(self, local_rank: int) -> int:
         """Return the step that a rank has reported, -1 before its first report."""

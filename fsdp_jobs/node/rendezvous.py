@@ -171,15 +171,19 @@ class CoordinatorRendezvous(rendezvous.RendezvousHandler):
                 return None
         else:
             with self._changed:
-                self._changed.wait_for(lambda: self._master or self.end or self._cannot_begin(current.number))
+                self._changed.wait_for(
+                    lambda: (
+                        self._master
+                        or self.end
+                        or self._broken >= current.number
+                        or self.link.connections != self._joins_by
+                    )
+                )
                 if self._master is None:
                     return None
                 master = self._master
         store = rendezvous.RendezvousStoreInfo(master.host, master.port)
         return rendezvous.RendezvousInfo(HashStore(), current.rank, current.size, store)
-
-    def _cannot_begin(self, number: int) -> bool:
-        return self._broken >= number or self.link.connections != self._joins_by
 
     def is_cut_off(self) -> bool:
         """Whether this node's lease has expired; then its round is over."""

@@ -34,22 +34,19 @@ class TrackerProcess:
         if not has_rank_0:
             self._end_input()
         elif self.kind != "none" and (self._process is None or self._process.poll() is not None):
+            file = self.run.tracking_log(self.attempt, self.node)
             try:
-                self._process = self._start()
+                file.parent.mkdir(parents=True, exist_ok=True)
+                with file.open("ab") as log:
+                    self._process = subprocess.Popen(
+                        [sys.executable, "-m", _MODULE, str(self.run.path), "--beside-agent"],
+                        stdin=subprocess.PIPE,
+                        stdout=log,
+                        stderr=log,
+                        start_new_session=True,  # signals are only for the agent
+                    )
             except OSError as e:  # a full disk: the next round tries again
                 logger.warning("the tracker cannot be started: %s", e)
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        file = self.run.tracking_log(self.attempt, self.node)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("ab") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", _MODULE, str(self.run.path), "--beside-agent"],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # signals are only for the agent
-            )
 
     def _end_input(self) -> subprocess.Popen[bytes] | None:
         process, self._process = self._process, None

@@ -109,10 +109,6 @@ class Failure:
     def _is_of_hardware(self) -> bool:
         return bool(_HARDWARE.search(self.error)) and not _OF_PROGRAM.search(self.error)
 
-    def has_crashed_after(self, step: int) -> bool:
-        """Whether it accessed memory that is not its own, and had done more than these steps."""
-        return self.exit_code == -signal.SIGSEGV and self.step > step
-
     @property
     def signature(self) -> tuple[int, int, str]:
         """Return a key that is equal for repetitions of one failure."""
