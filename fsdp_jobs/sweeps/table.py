@@ -19,6 +19,7 @@ from fsdp_jobs.run.status import OVER
 from fsdp_jobs.sweeps.identity import identity
 
 NEW = "new"  # not submitted yet
+_TRIES = 1000  # to take a lock in a folder that other commands remove meanwhile
 _KEPT = ("fixed", "objective", "direction", "parallelism")  # settings in the job.json of each job
 
 
@@ -116,9 +117,12 @@ def locked(folder: Path) -> Iterator[None]:
     """Hold a sweep's lock, so that a command submits according to the state that it has read.
 
     Afterwards the folder is removed if it is empty.
+
+    Raises:
+        BadInput: no folder can be made in `sweep.dir`.
     """
     path = folder / "lock"
-    while True:
+    for _ in range(_TRIES):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             file = path.open("w")
@@ -138,6 +142,8 @@ def locked(folder: Path) -> Iterator[None]:
                     folder.rmdir()
                     folder.parent.rmdir()
             return
+    what = "the system makes no folders there"
+    raise BadInput.at(f"sweep.dir={folder.parent}", what, "sweep.dir=... in a folder of yours")
 
 
 def sweeps_in(runs_dir: str) -> dict[str, Sweep]:

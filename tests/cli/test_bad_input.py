@@ -163,13 +163,16 @@ def test_open_keys_take_whatever_the_users_factory_takes() -> None:
     assert "FI_PROVIDER" not in env and (env["A"], env["B"], env["NCCL_SOCKET_IFNAME"]) == ("1", "2", "^docker,lo,veth")
 
 
-@pytest.mark.parametrize("sweep", [[], ["--multirun", "seed=1,2"]])
+@pytest.mark.parametrize(
+    ("sweep", "key"),
+    [([], "runs_dir"), (["--multirun", "seed=1,2"], "runs_dir"), (["--multirun", "seed=1,2"], "sweep.dir")],
+)
 def test_a_folder_that_cannot_be_made_is_named_by_its_key(
-    tmp_path: Path, sweep: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, sweep: list[str], key: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main([*sweep, "nodes=1", "nproc_per_node=1", "name=a", "runs_dir=/proc/runs"]) == 2
-    refused = "  1. runs_dir=/proc/runs: the system makes no folders there\n      -> runs_dir=... in a folder of yours"
+    assert main([*sweep, "nodes=1", "nproc_per_node=1", "name=a", f"{key}=/proc/own"]) == 2
+    refused = f"  1. {key}=/proc/own: the system makes no folders there\n      -> {key}=... in a folder of yours"
     assert refused in capsys.readouterr().err
 
 
