@@ -36,4 +36,5 @@ def simulated_store() -> Iterator[str]:
         bucket = f"models-{server.server_port}"  # what one server has, the next one of this process has, too
         s3fs.S3FileSystem().mkdir(bucket)
         yield bucket
+    s3fs.S3FileSystem.clear_instance_cache()  # what is kept has this store's keys
     server.shutdown()

@@ -31,8 +31,12 @@ class OwnMemory(Job):
         self.memory = os.open(f"/proc/{supervisor.pid}/root/dev/shm", os.O_RDONLY)  # there as long as this is open
 
     def left(self) -> set[str]:
-        """Agents whose folders or semaphores are in memory, and what of multiprocessing is not theirs."""
+        """Agents whose folders or semaphores are in memory, and what of multiprocessing is not theirs.
+
+        torch's own files are there for the moment in which a save is handed to its process.
+        """
         names = [f.name.removeprefix("sem.").split("-") for f in Path(f"/proc/self/fd/{self.memory}").iterdir()]
+        names = [words for words in names if not words[0].startswith("torch_")]
         return {"-".join(words[:4]) for words in names} | {f.name for f in (self.folder / "tmp").glob("pymp-*")}
 
     def folders(self, name: str) -> list[Path]:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.integration
 
 WARM_UP, WINDOW = 50, 20  # steps
 SLEEPY = ("model=custom", "model._target_=tests.models.sleepy", "model.wrap_classes=[Sleepy]", "fsdp=full_shard")
-TASK = (*TINY_TASK, "steps=100000", "log_every_steps=5", "elastic.heartbeat_interval_s=0.25")
+TASK = (*TINY_TASK, "data.micro_batch=4", "steps=100000", "log_every_steps=5", "elastic.heartbeat_interval_s=0.25")
 
 
 def test_a_node_at_nine_tenths_of_the_speed_is_named(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.integration
 
 def test_a_hanging_rank_is_found_named_and_restarted(tmp_path: Path) -> None:
     overrides = ["model=custom", "model._target_=tests.models.hangs_at_step_6", "model.wrap_classes=[Block]"]
-    overrides += [*TINY_TASK, "steps=12", "elastic.stall_timeout_s=3", "fsdp=full_shard"]
+    overrides += [*TINY_TASK, "data.micro_batch=4", "steps=12", "elastic.stall_timeout_s=3", "fsdp=full_shard"]
     with job(tmp_path, "hang", *overrides, nodes="2", nproc=1, tiny=False) as hang:
         assert hang.wait().verdict == "done"
         stalled = hang.events("stalled")
