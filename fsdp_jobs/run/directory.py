@@ -111,6 +111,11 @@ def try_lock(file: IO[str]) -> bool:
     return True
 
 
+def no_folders(key: str, folder: Path) -> BadInput:
+    """Make the error that the system makes no folders where a key has them."""
+    return BadInput.at(f"{key}={folder}", "the system makes no folders there", f"{key}=... in a folder of yours")
+
+
 def write_json(path: Path, values: JsonObject) -> None:
     """Write an object as `write_atomic` does."""
     write_atomic(path, json.dumps(values, indent=2))
@@ -280,8 +285,7 @@ class RunDir:
         try:
             self.submit.mkdir(parents=True, exist_ok=True)
         except FileNotFoundError as e:  # in /proc, and in what a link to nothing is on the way to
-            what = "the system makes no folders there"
-            raise BadInput.at(f"runs_dir={self.path.parent}", what, "runs_dir=... in a folder of yours") from e
+            raise no_folders("runs_dir", self.path.parent) from e
         with (self.submit / "lock").open("a+") as file:
             if not wait_until(lambda: try_lock(file), wait_s, 0.05):
                 file.seek(0)

@@ -13,7 +13,7 @@ from pathlib import Path
 from fsdp_jobs.config.errors import BadInput, nearest
 from fsdp_jobs.config.hydra import key_of
 from fsdp_jobs.config.terminal import say
-from fsdp_jobs.run.directory import RunDir, find_run, lock, recorded_in, try_lock
+from fsdp_jobs.run.directory import RunDir, find_run, lock, no_folders, recorded_in, try_lock
 from fsdp_jobs.run.record import JsonObject
 from fsdp_jobs.run.status import OVER
 from fsdp_jobs.sweeps.identity import identity
@@ -142,8 +142,7 @@ def locked(folder: Path) -> Iterator[None]:
                     folder.rmdir()
                     folder.parent.rmdir()
             return
-    what = "the system makes no folders there"
-    raise BadInput.at(f"sweep.dir={folder.parent}", what, "sweep.dir=... in a folder of yours")
+    raise no_folders("sweep.dir", folder.parent)
 
 
 def sweeps_in(runs_dir: str) -> dict[str, Sweep]:
