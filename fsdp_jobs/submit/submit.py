@@ -224,13 +224,15 @@ def submit(
 
 
 def _withdraw(jobs: Sequence[Prepared], app_ids: Mapping[RunDir, str]) -> None:
-    """Cancel those of these jobs that a launcher has, known by `app_ids` or not; one that stays exits at its start."""
+    """Cancel those of these jobs that a launcher has; one that stays exits at its start.
+
+    `app_ids` has those of launchers that have answered, each for all its jobs.
+    """
     for group in grouped(jobs, lambda job: job.launcher.name).values():
         launcher, runs = group[0].launcher, [job.run for job in group]
         with suppress(BadInput, JobFailed, OSError):
-            found = launcher.find([run for run in runs if run not in app_ids])
-            known = [app_ids[run] for run in runs if run in app_ids]
-            if there := [*known, *filter(None, found)]:
+            found = [app_ids[run] for run in runs] if runs[0] in app_ids else launcher.find(runs)
+            if there := [*filter(None, found)]:
                 launcher.cancel(there)
 
 
