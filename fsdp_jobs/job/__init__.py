@@ -73,8 +73,8 @@ class _Job:
         self.imports_s, began = age_s(), time.monotonic()
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        os.environ |= alone | os.environ
         env = os.environ
+        env |= {name: value for name, value in alone.items() if name not in env}
         self.launched = LAYOUT_ENV in env
         if self.launched:
             self.run = RunDir(env[RUN_DIR_ENV])
