@@ -25,6 +25,7 @@ from fsdp_jobs.run import events, log
 from fsdp_jobs.run.beside import beside
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import NOTIFY_PREFIX
+from fsdp_jobs.run.record import JsonObject
 from fsdp_jobs.run.verdict import Verdict
 
 _TIMEOUT_S = 10.0
@@ -44,8 +45,8 @@ def notify(run: RunDir, attempt: int, verdict: Verdict) -> None:
         run.notified(attempt, verdict.decision).touch(exist_ok=False)
     except OSError:  # already notified; or nothing can be written, so that this is unknown
         return
-    facts = {"run": run.name, "verdict": verdict.verdict, "decision": verdict.decision, "reason": verdict.reason}
-    facts["attempt"] = str(attempt)
+    facts: JsonObject = {"run": run.name, "attempt": attempt}
+    facts |= {"verdict": verdict.verdict, "decision": verdict.decision, "reason": verdict.reason}
     tried = {way: beside(partial(_WAYS[way], settings[way], run, facts)) for way in _WAYS if settings[way]}
     wait(tried.values(), _TIMEOUT_S)
     for way, outcome in tried.items():
@@ -68,8 +69,8 @@ def _failure_of(outcome: Future[None]) -> str:
     return str(error) if isinstance(error, NotifyError) else type(error).__name__
 
 
-def _run_command(command: str, _: RunDir, facts: dict[str, str]) -> None:
-    variables = {f"{NOTIFY_PREFIX}{key.upper()}": value for key, value in facts.items()}
+def _run_command(command: str, _: RunDir, facts: JsonObject) -> None:
+    variables = {f"{NOTIFY_PREFIX}{key.upper()}": str(value) for key, value in facts.items()}
     process = subprocess.Popen(
         command,
         shell=True,
@@ -89,20 +90,20 @@ def _run_command(command: str, _: RunDir, facts: dict[str, str]) -> None:
         raise NotifyError(f"ended with {exit_code}")
 
 
-def _post(webhook: str, run: RunDir, facts: dict[str, str]) -> None:
+def _post(webhook: str, run: RunDir, facts: JsonObject) -> None:
     variable = webhook.removeprefix("env:")
     url = os.environ.get(variable)
     if not url:
         raise NotifyError(f"{variable} is not in the environment of {os.uname().nodename}, which gave the verdict")
     text = f"{run.name}: {facts['verdict']}, {facts['decision']}: {facts['reason']} (attempt {facts['attempt']})"
-    content = {**facts, "attempt": int(facts["attempt"]), "handle": run.handle, "text": text}
+    content = {**facts, "handle": run.handle, "text": text}
     headers = {"Content-Type": "application/json", "User-Agent": "fsdp_jobs"}
     request = urllib.request.Request(url, json.dumps(content).encode(), headers)
     with urllib.request.urlopen(request, timeout=_TIMEOUT_S):
         pass
 
 
-_WAYS: dict[str, Callable[[str, RunDir, dict[str, str]], None]] = {"command": _run_command, "webhook": _post}
+_WAYS: dict[str, Callable[[str, RunDir, JsonObject], None]] = {"command": _run_command, "webhook": _post}
 
 
 def main(run_dir: str, attempt: str, corruption: str = "") -> None:

@@ -146,9 +146,11 @@ def _damaged(run: RunDir, error: Exception) -> RunSummary:
         owner = owner_of(run)
     is_passing = isinstance(error, OSError) and not isinstance(error, PermissionError)
     state = UNREADABLE if is_passing else DAMAGED
-    return RunSummary(
-        run.name, "", state, reason=damage(str(run.path), error), owner=owner and owner.partition(" on ")[0]
-    )
+    return RunSummary(run.name, "", state, reason=damage(str(run.path), error), owner=owner and _name_of(owner))
+
+
+def _name_of(owner: str) -> str:
+    return owner.partition(" on ")[0]
 
 
 def summary_of(
@@ -182,7 +184,7 @@ def summary_of(
         goodput=goodput.fraction if (goodput := status.goodput).useful_s else None,
         failures=sum(not b.is_planned for b in status.breaks),
         reason=reason,
-        owner=owner and owner.partition(" on ")[0],
+        owner=owner and _name_of(owner),
     )
 
 

@@ -207,10 +207,8 @@ class KubernetesLauncher(Launcher):
             namespaces.setdefault((app.cluster.context, app.cluster.namespace), []).append(app)
         described: dict[str, Description | None] = {}
         for apps in namespaces.values():
-            selector = apps[0].names.selector if len(apps) == 1 else ALL_APPS
             with apps[0].connected() as api:
-                pods, jobs = at_once(lambda ask, of: _by_app(ask(of)), (api.pods, api.jobs), [selector] * 2)
-                described |= {a.app_id: _describe(a, api, jobs[a.names.app], pods[a.names.app]) for a in apps}
+                described |= _describe_all(apps, api)
         return [described[app_id] for app_id in app_ids]
 
     def end(self, app_id: str) -> Verdict | None:
@@ -273,6 +271,13 @@ def _to_yaml(objects: Sequence[Object]) -> str:
     without_shared_parts = json.loads(json.dumps(objects))  # YAML would render them as anchors and aliases
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
     return str(yaml.dump_all(without_shared_parts, Dumper=dumper, sort_keys=False, width=120))
+
+
+def _describe_all(apps: Sequence[_App], api: Api) -> dict[str, Description | None]:
+    """Describe apps of one namespace."""
+    selector = apps[0].names.selector if len(apps) == 1 else ALL_APPS
+    pods, jobs = map(_by_app, at_once(lambda ask: ask(selector), (api.pods, api.jobs)))
+    return {app.app_id: _describe(app, api, jobs[app.names.app], pods[app.names.app]) for app in apps}
 
 
 def _by_app(objects: list[Object]) -> dict[str, list[Object]]:
