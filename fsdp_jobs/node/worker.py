@@ -111,13 +111,14 @@ def run_program() -> None:
     logging.root.handlers, logging.root.level = [], logging.WARNING  # the agent's, which the program may configure
     os.register_at_fork(after_in_child=_is_no_rank)
     rank, state = os.getpid(), RankState(os.environ[RANK_STATE_ENV], int(os.environ["LOCAL_RANK"]))
+    frozen = gc.get_freeze_count()
     exit_code = _run(program)
     if not exit_code and state.read().phase == Phase.TRAINING:
         with suppress(OSError, ValueError):  # the program may have closed it
             print("without job.finish() the last step is neither recorded nor saved", file=sys.stderr, flush=True)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()  # an interpreter does this at exit, a forked process does not
-    _write_what_is_open()
+    _write_what_is_open(frozen)
     is_leaving = exit_code in (0, EXIT_REQUEUE) and state.read().phase == Phase.LEAVING
     if is_leaving and state.requested() is Request.PARK and os.getpid() == rank:  # else it is a fork of the program
         _park(state)
@@ -143,14 +144,18 @@ def _end_children() -> None:
             child.kill()
 
 
-def _write_what_is_open() -> None:
-    """End the program's objects and flush the files that it has not closed, as an interpreter does at exit."""
+def _write_what_is_open(frozen: int) -> None:
+    """End the program's objects and flush the files that it has not closed, as an interpreter does at exit.
+
+    The objects that were frozen before the program began are the fork server's: to look at them copies their memory.
+    """
     threading.excepthook = lambda _: None  # of daemonic threads, which an interpreter would have stopped
     main = vars(sys.modules["__main__"])
     for name in main.keys() - {"__builtins__"}:
         main[name] = None
     gc.collect()  # runs `__del__` of objects that only the program referred to
-    gc.unfreeze()  # `get_objects` leaves out what is frozen
+    if gc.get_freeze_count() > frozen:  # by the program
+        gc.unfreeze()  # `get_objects` leaves out what is frozen
     for value in gc.get_objects():
         if issubclass(type(value), _BUFFERED):
             with suppress(OSError, ValueError):  # a full disk, or a closed file
