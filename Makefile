@@ -12,6 +12,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST = $(BIN)/python -m pytest --numprocesses=3 --no-loadscope-reorder
+unexport PYTHONDONTWRITEBYTECODE  # tests start a thousand interpreters: each would compile the package again
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
