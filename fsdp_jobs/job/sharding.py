@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
@@ -112,9 +112,16 @@ def make_equal(model: nn.Module, on_cpu: dist.ProcessGroup) -> None:
     """
     tensors = [*model.parameters(), *model.buffers()]
     by_rank = Ranks(on_cpu).gather([int(checksum(tensor)) for tensor in tensors])
-    if any(other != by_rank[0] for other in by_rank):
-        for tensor in tensors:
-            dist.broadcast(tensor.detach(), src=0, group=on_cpu if tensor.device.type == "cpu" else None)
+    for tensor, *sums in zip(tensors, *by_rank, strict=True):
+        if len({*sums}) > 1:
+            _send(tensor.detach(), on_cpu if tensor.device.type == "cpu" else None)
+
+
+def _send(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Send rank 0's tensor to all, as bytes: gloo and NCCL do not know every dtype."""
+    whole = tensor.contiguous()
+    dist.broadcast(whole.flatten().view(torch.uint8), src=0, group=group)
+    tensor.copy_(whole)
 
 
 def shard(
@@ -234,7 +241,7 @@ def _fill(model: nn.Module, config: JobConfig, device: torch.device, names: set[
     for name, buffer in model.named_buffers():
         if buffers:
             buffer.copy_(buffers[plain_name(name)])
-        dist.broadcast(buffer, src=0)
+        _send(buffer)
 
 
 def set_gradient_communication(model: nn.Module, layout: Layout, last: bool) -> None:

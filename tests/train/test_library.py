@@ -192,15 +192,16 @@ def _unequal(_: str) -> list[bool]:
 
     torch.manual_seed(0)
     model = torch.nn.Embedding(64, 8)
+    model.codes = torch.nn.Buffer(torch.full((2, 3), dist.get_rank(), dtype=torch.int16).t())  # gloo has no such dtype
     with torch.no_grad():
         model.weight[-1] = dist.get_rank()
     make_equal(model, dist.group.WORLD)  # type: ignore[arg-type]
-    return [bool((model.weight[-1] == 0).all())]
+    return [bool((model.weight[-1] == 0).all()), bool((model.codes == 0).all())]
 
 
 @pytest.mark.integration
 def test_ranks_begin_with_rank_0s_weights_wherever_they_differ() -> None:
-    assert run_world(2, _unequal, "") == [[True], [True]]
+    assert run_world(2, _unequal, "") == [[True, True], [True, True]]
 
 
 @pytest.mark.integration
