@@ -29,6 +29,8 @@ def is_as_planned(tensor: Tensor, layout: Layout) -> bool:
 
 def is_finite(tensor: Tensor, may_be_infinite: bool) -> bool:
     """Whether a restart may use a tensor: no NaN, and no infinity unless `may_be_infinite`."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     values = tensor.float() if tensor.element_size() == 1 else tensor  # 8-bit floats have no comparison

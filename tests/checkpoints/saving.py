@@ -54,7 +54,7 @@ def trained(
     return Checkpointer(run, config, layout, model, made, {}, torch.device("cpu"), 0, restart)
 
 
-def fill(checkpoints: Checkpointer, value: float) -> None:
+def fill(checkpoints: Checkpointer, value: complex) -> None:
     """Set every weight, so that what is read back can be told."""
     with torch.no_grad():
         for parameter in checkpoints.state.model.parameters():

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -108,6 +109,18 @@ def test_a_state_that_is_not_finite_is_kept_and_passed_over(tmp_path: Path, valu
     assert [(e["checkpoint"], e["why"]) for e in skipped] == [("step-00000010", [NOT_FINITE])]
 
 
+def _save_complex(folder: str) -> str | None:
+    model = nn.Linear(8, 8).to(torch.complex64)
+    checkpoints = trained(folder, model=model)
+    fill(checkpoints, complex(1.0, math.nan))
+    checkpoints.save(1, block=True)
+    return checkpoints.failure
+
+
+def test_a_complex_number_is_finite_if_both_its_parts_are(tmp_path: Path) -> None:
+    assert "model.weight" in (run_world(2, _save_complex, str(tmp_path))[0] or "")
+
+
 def test_a_loss_far_above_the_others_is_an_event(tmp_path: Path) -> None:
     log = run_world(1, _log, str(tmp_path))
     assert log == [None]
@@ -118,8 +131,6 @@ def test_a_loss_far_above_the_others_is_an_event(tmp_path: Path) -> None:
 
 
 def _log(folder: str) -> None:
-    import torch
-
     sys.modules["torch.utils.tensorboard"] = None  # type: ignore[assignment]  # packages that cannot be imported
     log = MetricsLog(RunDir(folder), 0, JobConfig(script="p.py", model=NoModelConfig()), torch.device("cpu"))
     for step in range(1, 60):
