@@ -41,8 +41,11 @@ class State:
         self.model, self.optimizer, self.device = model, optimizer, device
         if _HYPERPARAMETERS in others:
             raise TypeError(f"{_HYPERPARAMETERS} are the optimizer's in a checkpoint: save yours by another name")
-        if isinstance(getattr(optimizer, "optim", None), torch.optim.Optimizer):  # as ZeroRedundancyOptimizer
-            raise TypeError(f"{type(optimizer).__name__} keeps its state in another optimizer, whose parts ranks share")
+        for name, inner in vars(optimizer).items():  # of ZeroRedundancyOptimizer, Lookahead, SAM
+            if isinstance(inner, torch.optim.Optimizer) and inner.state is not optimizer.state:
+                kind = type(optimizer).__name__
+                cure = f"if {kind} itself keeps nothing between steps, give that one to job.checkpointer"
+                raise TypeError(f"{kind} keeps its state in another optimizer, its {name}: {cure}")
         known = set(model.parameters())
         if isinstance(optimizer, torch.optim.LBFGS) and any(isinstance(p, DTensor) for p in known):
             raise TypeError("LBFGS keeps vectors of all parameters together, and under FSDP they cannot be restored")

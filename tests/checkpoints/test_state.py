@@ -388,6 +388,16 @@ def _elsewhere(_: str) -> str:
     return str(refused.value)
 
 
+def _around(_: str) -> str:
+    model = nn.Linear(2, 2)
+    sam = torch.optim.SGD(model.parameters())
+    sam.base_optimizer = torch.optim.AdamW(sam.param_groups)  # type: ignore[attr-defined]
+    with pytest.raises(TypeError) as refused:
+        State(model, sam, {}, torch.device("cpu"))
+    State(model, sam.base_optimizer, {}, torch.device("cpu"))  # type: ignore[attr-defined]
+    return str(refused.value)
+
+
 def _with_lbfgs(folder: str, is_sharded: bool) -> str:
     if not is_sharded:
         model = nn.Linear(2, 2)
@@ -407,4 +417,5 @@ def test_optimizers_that_grow_change_their_dtype_or_keep_their_state_elsewhere(t
     run_world(2, _later_keys, str(tmp_path / "later"), _LooksAhead)
     run_world(1, _later_keys, str(tmp_path / "much-later"), _AveragesLater)
     run_world(1, _another_dtype, str(tmp_path / "dtype"))
-    assert "keeps its state in another optimizer" in run_world(1, _elsewhere, "")[0]
+    assert "keeps its state in another optimizer, its optim" in run_world(1, _elsewhere, "")[0]
+    assert "keeps its state in another optimizer, its base_optimizer" in run_world(1, _around, "")[0]
