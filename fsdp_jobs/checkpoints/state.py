@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import random
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -78,10 +79,11 @@ class State:
             own, step = vars(self.optimizer).get("step"), self.optimizer.step
 
             def step_once(closure: None) -> None:
-                try:
-                    step(closure)
-                except (TypeError, AssertionError):  # it needs a closure, as SAM does
-                    step(lambda: 0.0)
+                for needed in (closure, lambda: 0.0):  # SAM needs one
+                    with suppress(Exception):  # not in its training mode: the state is then made like the checkpoint's
+                        step(needed)
+                        self._is_prepared = True
+                        return
 
             self.optimizer.step = step_once  # type: ignore[method-assign, assignment]
             try:
@@ -94,7 +96,6 @@ class State:
                     self.optimizer.step = own  # type: ignore[method-assign]
                 for group, params in zip(groups, whole, strict=True):
                     group["params"] = params
-            self._is_prepared = True
 
     @property
     def may_be_infinite(self) -> frozenset[str]:
@@ -204,7 +205,7 @@ class State:
         and before the first update none has.
         """
         there, here = by_parameter(saved), by_parameter(state)
-        if there and not any(self.optimizer.state.values()):  # some create tensors only in later steps
+        if there and self._is_prepared and not any(self.optimizer.state.values()):
             return  # from another optimizer
         of_others = [*self.optimizer.state.values()]
         alike = {k: v for one in of_others for k, v in one.items() if isinstance(v, Tensor)}

@@ -419,3 +419,32 @@ def test_optimizers_that_grow_change_their_dtype_or_keep_their_state_elsewhere(t
     run_world(1, _another_dtype, str(tmp_path / "dtype"))
     assert "keeps its state in another optimizer, its optim" in run_world(1, _elsewhere, "")[0]
     assert "keeps its state in another optimizer, its base_optimizer" in run_world(1, _around, "")[0]
+
+
+class _ScheduleFree(torch.optim.AdamW):
+    """Refuses to step before `train()`, as schedule-free optimizers do."""
+
+    def train(self) -> None:
+        self.param_groups[0]["train_mode"] = True
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if "train_mode" not in self.param_groups[0]:
+            raise RuntimeError("the optimizer was not in train mode when step was called")
+        super().step()
+        for one in self.state.values():
+            one["done"] = one.get("done", 0) + 1
+
+
+def _begun_later(folder: str) -> None:
+    first, again = (trained(folder, restart, optimizer=_ScheduleFree, model=nn.Linear(4, 4)) for restart in ("0", "1"))
+    first.state.optimizer.train()  # type: ignore[attr-defined]
+    _step(first, 1)
+    first.save(1, block=True)
+    assert again.restore() == 1 and _values(again) == _values(first)
+    for checkpoints in (first, again):
+        _step(checkpoints, 2)
+    assert _values(again) == _values(first)
+
+
+def test_an_optimizer_that_is_not_in_its_training_mode_yet_is_restored(tmp_path: Path) -> None:
+    run_world(2, _begun_later, str(tmp_path))
