@@ -343,7 +343,11 @@ def _unpacked(packed: Tensor) -> Any:
 
 
 def _check_same_model(state: dict[str, Tensor], saved: dict[str, Any], checkpoint: str) -> None:
-    """Raises: JobFailed naming up to five tensors that the checkpoint lacks, or has in another shape."""
+    """Compare a state with a checkpoint's, on all ranks together.
+
+    Raises:
+        JobFailed: names up to five tensors that the checkpoint lacks, or has in another shape, or that no rank has.
+    """
     here = {name: tuple(tensor.shape) for name, tensor in state.items()}
     there = {name: tuple(entry.size) for name, entry in saved.items() if isinstance(entry, TensorStorageMetadata)}
     wrong = [
@@ -351,7 +355,10 @@ def _check_same_model(state: dict[str, Tensor], saved: dict[str, Any], checkpoin
         for name, shape in here.items()
         if there.get(name) != shape
     ]
-    wrong += [f"{name} is not here" for name in saved if name.startswith(("model.", "optim.")) and name not in here]
+    lacking = {name for name in saved if name.startswith(("model.", "optim.")) and name not in here}
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, lacking)  # pipeline stages have their own parameters
+    wrong += [f"{name} is not here" for name in saved if all(name in of_rank for of_rank in by_rank)]
     if wrong:
         raise JobFailed(
             f"{checkpoint} is of another model: {listed(wrong, separator='; ')}. "

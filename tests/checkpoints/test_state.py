@@ -448,3 +448,30 @@ def _begun_later(folder: str) -> None:
 
 def test_an_optimizer_that_is_not_in_its_training_mode_yet_is_restored(tmp_path: Path) -> None:
     run_world(2, _begun_later, str(tmp_path))
+
+
+def _of_its_stage(folder: str, restart: str) -> Any:
+    checkpoints = trained(folder, restart)
+    stage = nn.ModuleDict({f"layer{dist.get_rank()}": nn.Linear(4, 4)})
+    checkpoints.state = State(stage, torch.optim.AdamW(stage.parameters()), {}, torch.device("cpu"))
+    return checkpoints
+
+
+def _staged(folder: str) -> str:
+    first = _of_its_stage(folder, "0-0")
+    (layer,) = first.state.model.values()
+    layer(torch.ones(2, 4)).sum().backward()
+    first.state.optimizer.step()
+    first.save(1, block=True)
+    again = _of_its_stage(folder, "0-1")
+    assert again.restore() == 1 and _values(again) == _values(first)
+    if dist.get_rank() == 1:
+        again.state.model["renamed"] = again.state.model.pop("layer1")  # type: ignore[operator]
+    with pytest.raises(JobFailed) as refused:
+        again.restore()
+    return str(refused.value)
+
+
+def test_each_rank_may_hold_another_stage_of_a_pipeline(tmp_path: Path) -> None:
+    said = run_world(2, _staged, str(tmp_path))[0]
+    assert "model.layer1.weight is not here" in said and "layer0" not in said
