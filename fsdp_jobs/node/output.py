@@ -138,7 +138,9 @@ class OutputMetrics:
         self._look(is_end=True)
 
     def _look(self, is_end: bool = False) -> None:
-        if self._round is None or any(state.read().step >= 0 for state in self._states):
+        if any(state.read().step >= 0 for state in self._states):
+            self._round = None  # for good: the ranks' states are cleared when they end
+        if self._round is None:
             return
         with suppress(OSError):  # no log yet, or no disk; the next call tries again
             now, before = job_time(), self._round.looked_at

@@ -92,6 +92,8 @@ def test_lines_become_metrics_as_long_as_no_rank_reports_steps(tmp_path: Path) -
     states[0].report(1, 0, states[0].read().phase)  # type: ignore[arg-type]
     with log.open("a") as f:
         f.write("step 40 loss 1.0\n")
+    output._look()
+    states[0].clear()  # it has failed
     output.close()
     assert len(list(read_json_lines(run.metrics))) == 3
 
