@@ -16,7 +16,6 @@ import os
 import signal
 import socket
 import sys
-import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -126,9 +125,6 @@ def run_agent(args: argparse.Namespace, signals: Signals) -> int:
     ran = ThreadPoolExecutor(1, "elastic-agent").submit(agent.run)  # in a thread, torch installs no signal handlers
     if error := ran.exception():
         logger.error("the agent failed", exc_info=error)
-    elif (result := ran.result()) is not None and not result.is_failed():
-        while not handler.num_nodes_waiting() and not run.verdict(attempt).exists():
-            time.sleep(_MONITOR_S)  # until the round breaks or the attempt is over
     handler.shutdown()
     logs_kept.close()
     for follower in followers:  # `OutputMetrics` before the tracker, which then sends the last lines
@@ -138,8 +134,6 @@ def run_agent(args: argparse.Namespace, signals: Signals) -> int:
         exit_code = handler.end.exit_code
     elif (verdict := Verdict.read(run, attempt)) is not None:
         exit_code = verdict.exit_code_of_attempt
-    elif handler.num_nodes_waiting():
-        exit_code = EXIT_REQUEUE  # ranks here finished, but another node's failed: the launcher restarts the agent
     for tier in tiers:
         tier.close(is_over=exit_code != EXIT_REQUEUE)
     return exit_code

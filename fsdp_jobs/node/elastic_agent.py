@@ -6,7 +6,7 @@ torch's agent owns the ranks' processes and runs the loop. Five of its steps are
              -> _start_workers   tiers learn of the round before its ranks start
         -> _monitor_workers      every 0.1 s: expired lease, ranks that failed, left or ended
              -> _stop_workers    when ranks failed, or when the round is over (`num_nodes_waiting` says 1)
-        -> _exit_barrier         skipped: the coordinator knows when all have ended
+        -> _exit_barrier         skipped: the coordinator knows when all have ended, maybe hours apart
 """
 
 from __future__ import annotations
@@ -99,6 +99,10 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         handler = self._handler
+        if handler.has_ended:  # those of other nodes run, and if they fail, a new round begins here, too
+            is_over = handler.end is not None or handler.run.verdict(handler.agent.attempt).exists()
+            state = WorkerState.SUCCEEDED if is_over else WorkerState.HEALTHY
+            return RunResult(state, dict.fromkeys(handler.ranks()))
         if handler.is_cut_off():
             return RunResult(state=WorkerState.HEALTHY)  # not a failure; torch's agent then begins a new round
         if handler.is_stop_requested and not self._is_terminating:
@@ -122,6 +126,7 @@ class Agent(LocalElasticAgent):
             handler.failed([self._describe(rank, failure) for rank, failure in result.failures.items()])
         elif result.state == WorkerState.SUCCEEDED:
             handler.ended()
+            return RunResult(state=WorkerState.HEALTHY)
         return result
 
     def _exit_codes(self) -> list[int | None]:
@@ -199,7 +204,7 @@ class Agent(LocalElasticAgent):
         return Failure(self._node, rank, failure.exitcode, error, ended_at, step, waited_s(text))
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        pids = self._handler.pids()
+        pids = [] if self._handler.has_ended else self._handler.pids()  # others may have these numbers by now
         for pid in pids:
             with suppress(OSError):
                 if has_signal(pid, "SigIgn", signal.SIGTERM):

@@ -45,7 +45,7 @@ class CoordinatorRendezvous(rendezvous.RendezvousHandler):
         self._term = term
         self._master: messages.Master | None = None  # where the round's ranks meet
         self._broken = -1  # the newest round that is over
-        self._waiting = self._ended = False
+        self._waiting = self.has_ended = False
         self._joins_by = 0  # the number of the connection by which the newest round came
         self._failures: list[Failure] = []  # not sent yet
         self._signal = ""  # the stop signal, which each new connection repeats
@@ -59,7 +59,7 @@ class CoordinatorRendezvous(rendezvous.RendezvousHandler):
 
     def _hello(self, local: tuple[str, int]) -> messages.Hello:
         running = self.round if self.running_round > self._broken else NO_ROUND
-        state = (running, self._waiting, self._ended, self._signal)
+        state = (running, self._waiting, self.has_ended, self._signal)
         return messages.Hello(self.agent, self._term, *state, local, Lease.now())
 
     def _beat(self) -> messages.Beat:
@@ -142,7 +142,7 @@ class CoordinatorRendezvous(rendezvous.RendezvousHandler):
             self.link.beat()  # with the last report of the ranks that ran here
             with self._changed:
                 after = self.round.number
-                self.round, self._waiting, self.running_round, self._ended = NO_ROUND, True, -1, False
+                self.round, self._waiting, self.running_round, self.has_ended = NO_ROUND, True, -1, False
                 for state in self.states:
                     state.clear()
                 self._send_failures()
@@ -186,8 +186,8 @@ class CoordinatorRendezvous(rendezvous.RendezvousHandler):
         return rendezvous.RendezvousInfo(HashStore(), current.rank, current.size, store)
 
     def is_cut_off(self) -> bool:
-        """Whether this node's lease has expired; then its round is over."""
-        if self.lease.left_s() < 0:
+        """Whether the lease of this node's running ranks has expired; then its round is over."""
+        if self.lease.left_s() < 0 and not self.has_ended:
             self._broken = max(self._broken, self.running_round)
             return True
         return False
@@ -198,7 +198,7 @@ class CoordinatorRendezvous(rendezvous.RendezvousHandler):
 
     def ended(self) -> None:
         self.link.beat()
-        self._ended = True
+        self.has_ended = True
         self.link.send(messages.Ended())
 
     def get_backend(self) -> str:

@@ -297,6 +297,23 @@ def test_a_peer_of_a_rank_that_has_ended_does_not_wait_for_a_timeout(tmp_path: P
         assert "its peer has left: " in log_of(run), "under torchrun the rank's sockets close when it ends"
 
 
+_EARLY = """
+import os, sys, time
+round_ = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if os.environ["RANK"] == "0":
+    time.sleep(6 - round_ * 5)
+    sys.exit(3 - round_ * 3)
+"""
+
+
+def test_a_node_whose_ranks_have_ended_waits_for_the_others_and_begins_again_with_them(tmp_path: Path) -> None:
+    (tmp_path / "early.py").write_text(_EARLY)
+    with job(tmp_path, "early", "script=early.py", "elastic.lease_s=2", nproc=1, tiny=False) as run:
+        assert run.wait(60).verdict == "done", run.story()
+        assert len(run.events("round_started")) == 2, run.story()
+        assert not run.events("process_restarted"), "its agent lives until the attempt is over"
+
+
 _CARELESS = """
 import ctypes, os, signal, sys
 
