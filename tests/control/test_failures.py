@@ -300,6 +300,20 @@ def test_whose_fault_an_error_is(message: str, is_victim: bool, is_hardware: boo
     assert message.startswith(failed.error.partition(": ncclRemote")[0])
 
 
+def test_a_rank_that_ends_while_its_peers_wait_for_it_is_the_programs_fault(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, *PROGRAM, "nodes=2")
+    a, b = cluster.join(0), cluster.join(1)
+    for address in ("10.0.0.1:7", "10.0.0.2:8"):
+        cluster.later(1.5, a, b)
+        cluster.later(0.1, b, phase=Phase.DONE)
+        cluster.ended(b)
+        cluster.ready(a, failure(0, 0, f"RuntimeError: Connection closed by peer [{address}]", step=-1))
+        cluster.ready(b)
+    cluster.later(2, a, b)
+    assert cluster.verdict is not None and cluster.verdict.verdict == "user_error", cluster.verdict
+    assert "ranks on node 1 had ended before, with exit code 0; the same twice in a row" in cluster.verdict.reason
+
+
 def test_the_first_cause_is_the_first_that_arrived(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, "nodes=2")
     a, b = cluster.join(0), cluster.join(1)
