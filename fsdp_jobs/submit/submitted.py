@@ -80,12 +80,13 @@ def _run_of_handle(handle: str) -> RunDir:
 
 
 def settle(runs: Iterable[RunDir]) -> None:
-    """Record the outcome of submissions whose commands died before recording it."""
+    """Record the outcome of this user's submissions whose commands died before recording it."""
     for run in runs:
         if run.pending_launcher is not None:
-            # It may be another user's, another command may be at it, or the launcher does not answer.
+            # Another command may be at it, or the launcher does not answer; it answers only to the run's owner.
             with suppress(BadInput, JobFailed, OSError), run.locked(wait_s=0):
-                adopt(run)
+                if owner_of(run) is None:
+                    adopt(run)
 
 
 def adopt(run: RunDir) -> None:

@@ -129,6 +129,7 @@ def users(folder: Path) -> Iterator[tuple[str, str]]:
     try:
         for name in names:
             subprocess.run(["useradd", "--no-create-home", "--gid", names[0], name], check=True)
+        shutil.chown(folder, group=names[0])
         folder.chmod(0o2777)
         for parent in folder.parents[:2]:
             parent.chmod(0o755)
@@ -161,6 +162,12 @@ def test_another_user_is_told_whose_run_it_is_and_harms_nothing(folder: Path, us
     assert not run.stop_request.exists() and len(supervisors(folder)) == 1
     (row,) = json.loads(as_user(folder, other, "077", "status", "--json").stdout)
     assert row["state"] not in ENDED and row["reason"].startswith(f"of {owner} on "), row
+    job = run.read_job()
+    unanswered = {key: value for key, value in job.items() if key != "handle"} | {"pending": "local_fsdp"}
+    write_atomic(run.job, json.dumps(unanswered))  # as if the owner's command had died beside the launcher
+    as_user(folder, other, "077", "status")
+    (row,) = json.loads(as_user(folder, owner, "077", "status", "--json").stdout)
+    assert row["handle"] == job["handle"] and run.job.stat().st_uid == pwd.getpwnam(owner).pw_uid, row
     cancelled = as_user(folder, owner, "077", "cancel", "one", "--now")
     assert "one stopped: killed on request" in cancelled.stdout, cancelled.stdout + cancelled.stderr
 
