@@ -208,6 +208,7 @@ class Script:
         lines += [f"export {SUBMISSION_ENV}={tag.partition('.')[0]}"]
         if self.brings_code:
             lines += [f"export PYTHONSAFEPATH=1 PYTHONPATH={run_dir}/code${{PYTHONPATH:+:$PYTHONPATH}}"]
+        lines += ["trap '' USR1"]  # until the batch step handles it: Python takes seconds to start
         return "\n".join([*lines, f"exec {shlex.quote(self.python)} -m {_BATCH} {run_dir} $early", ""])
 
 

@@ -112,6 +112,16 @@ def test_a_signal_while_the_users_lines_run_reaches_the_batch_step() -> None:
     assert shell.wait(10) == 0
 
 
+def test_a_signal_while_python_starts_does_not_end_the_job(tmp_path: Path) -> None:
+    """It has no handler yet. SLURM itself starts a preempted job again, but not one that has ended."""
+    starting = tmp_path / "python"
+    starting.write_text('#!/bin/sh\nkill -USR1 $$\necho "$@"\n')
+    starting.chmod(0o755)
+    text = rendered(TREE, [f"cluster.python={starting}"])
+    done = subprocess.run(["bash"], input=text, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "-m fsdp_jobs.launchers.slurm.batch /shared/runs/golden\n")
+
+
 def test_a_comment_stays_as_it_was_written() -> None:
     lines = rendered(TREE, ["cluster.comment='lr = 3'"]).splitlines()
     assert "#SBATCH --comment='lr = 3 fsdp_jobs:250101120000-0a1b2c'" in lines

@@ -33,6 +33,7 @@ module load cuda/12.4
 source ~/env.sh
 export FSDP_JOBS_SUBMISSION=250101120000-0a1b2c
 export PYTHONSAFEPATH=1 PYTHONPATH=/shared/runs/golden/code${PYTHONPATH:+:$PYTHONPATH}
+trap '' USR1
 exec /sw/python -m fsdp_jobs.launchers.slurm.batch /shared/runs/golden $early
 
 # agent: /sw/python -m fsdp_jobs.node.agent /shared/runs/golden --node '{node}' --nproc 8

@@ -16,6 +16,7 @@ early=
 trap early=SIGUSR1 USR1
 export FSDP_JOBS_SUBMISSION=250101120000-0a1b2c
 export PYTHONSAFEPATH=1 PYTHONPATH=/shared/runs/golden/code${PYTHONPATH:+:$PYTHONPATH}
+trap '' USR1
 exec /env/bin/python -m fsdp_jobs.launchers.slurm.batch /shared/runs/golden $early
 
 # agent: --container-image=/images/torch.sqsh --container-mounts=/shared/runs/golden:/shared/runs/golden,/data:/data python3 -m fsdp_jobs.node.agent /shared/runs/golden --node '{node}' --nproc 8
