@@ -222,27 +222,31 @@ def jobs(job_ids: Sequence[str]) -> list[QueuedJob | None]:
     known = queue(timeout_s=LOOK_S)
     if not known.keys() >= set(job_ids):  # a job may be newer than the cached answer
         known = queue(fresh=True, timeout_s=LOOK_S)
-    return [known.get(job_id) or _accounted(job_id) for job_id in job_ids]
+    forgotten = [job_id for job_id in job_ids if job_id not in known]
+    accounted = _accounted(forgotten) if forgotten else {}
+    return [known.get(job_id) or accounted.get(job_id) for job_id in job_ids]
 
 
-def _accounted(job_id: str) -> QueuedJob | None:
-    """Return a job from accounting, with one sacct for all tasks of its array; None without accounting.
+def _accounted(job_ids: Sequence[str]) -> dict[str, QueuedJob | None]:
+    """Return what accounting knows of these jobs, with one sacct; nothing without accounting.
 
-    None also for a job of this user that has not ended there: squeue lists none, so accounting has missed its end.
+    None for a job of this user that has not ended there: squeue lists none, so accounting has missed its end.
     """
     what = "JobID,State,Start,NodeList,User,JobName,Comment"
-    columns = ("-X", "-n", "-P", "-j", job_id.partition("_")[0], "-o", what)
+    arrays = ",".join(dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids))
+    columns = ("-X", "-n", "-P", "-j", arrays, "-o", what)
     try:
         text = recent("sacct", *columns, max_age_s=_ACCOUNTING_AGE_S, timeout_s=LOOK_S)
     except SlurmError:
-        return None
-    records = [[*line.split("|", 6), "", "", ""] for line in text.splitlines() if line.startswith(f"{job_id}|")]
-    if not records:
-        return None
-    _, state, start, nodes, user, name, comment, *_ = records[-1]  # a requeued job has several; the last is the newest
-    state = state.partition(" ")[0]  # "CANCELLED by 1000"
-    job = QueuedJob(job_id, state, start=start, nodes=nodes, name=name, comment=comment)
-    return None if job.state.is_active and user == user_name() else job
+        return {}
+    found: dict[str, QueuedJob | None] = {}
+    me = user_name()
+    for line in text.splitlines():  # a requeued job has several; the last is the newest
+        job_id, state, start, nodes, user, name, comment, *_ = [*line.split("|", 6), *[""] * 6]
+        state = state.partition(" ")[0]  # "CANCELLED by 1000"
+        job = QueuedJob(job_id, state, start=start, nodes=nodes, name=name, comment=comment)
+        found[job_id] = None if job.state.is_active and user == me else job
+    return found
 
 
 def user_name() -> str:

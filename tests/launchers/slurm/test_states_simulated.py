@@ -104,6 +104,14 @@ def test_accounting_that_has_missed_a_jobs_end_does_not_keep_it_alive(slurm: Pat
     assert (state("7"), state("8")) == (State.DONE, State.RUNNING)
 
 
+def test_accounting_is_asked_once_for_all_forgotten_jobs(slurm: Path) -> None:
+    """It may be slow: with a question for each job, a look at a colleague's 30 jobs took minutes."""
+    say(slurm, "sacct", queue("motd: be quick", "7|COMPLETED|t|node1", "9_1|FAILED|t|node2"))
+    jobs = SlurmLauncher().describe(["7", "8", "9_0", "9_1"])
+    assert [job and job.state for job in jobs] == [State.DONE, None, None, State.FAILED]
+    assert (slurm / "calls").read_text().count("sacct") == 1
+
+
 def test_without_accounting_a_forgotten_job_is_known_by_its_run_directory(slurm: Path) -> None:
     known_run(slurm, "8", Verdict("done", "stop", "all 5 steps are done"))
     assert state("8") is State.DONE
