@@ -154,7 +154,8 @@ class Batch(Attempt):
             if reachable(self.coordinator):  # then its signal handlers are installed
                 self.processes[0].popen.send_signal(signal.SIGUSR1)
         has_died = any(p.has_ended and self.restarts(p) for p in self.processes)
-        if self._question is None and (has_died or now - self._asked_at > _QUEUE_S):
+        may_be_lost = self.commands.max_nodes > 1 and now - self._asked_at > _QUEUE_S  # a job ends with its only node
+        if self._question is None and (has_died or may_be_lost):
             self._asked_at = now
             missing = self._without_agent() if self.commands.regrow and not self.stop_signal else []
             self._question = beside(lambda: self._ask(missing))

@@ -98,6 +98,8 @@ def test_a_requeue_waits_for_a_controller_or_munge_that_is_away_and_not_for_one_
         assert job.events("attempt_ended")[-1]["reason"] == why, job.events("attempt_ended")
     assert calls.read_text().count("scontrol requeue 7") == (1 if away else 3), calls.read_text()
     assert (munge in done.stderr) is bool(away)
+    begun = "squeue\n" * (away + 1) + "scontrol requeue 7\n"
+    assert calls.read_text().startswith(begun), "the hundred jobs of one node of a sweep do not ask SLURM as they train"
 
 
 def test_a_signal_that_came_before_the_batch_step_requeues_the_job(tmp_path: Path) -> None:
