@@ -216,12 +216,9 @@ def _too_many(count: int, limit: str) -> Problem:
 
 
 def _names(*what: str) -> str:
-    """List the names in rows of accounting."""
-    try:
-        names = sorted(set(client.call("sacctmgr", "-nP", "show", *what).split()))
-    except client.SlurmError as e:
-        return str(e)
-    return "there are " + ", ".join(names[:20])
+    """List the names in rows of accounting; empty if it has none, or does not answer."""
+    names = sorted(set((client.accounting(*what) or "").split()))
+    return f"there are {', '.join(names[:20])}" if names else ""
 
 
 def _size(partition: client.Partition) -> str:
@@ -286,7 +283,9 @@ def examine(config: JobConfig) -> Iterator[Finding]:
     cluster = cluster_of(config)
     wanted, where = asked(cluster, "partition")
     settings, partition = client.settings(), client.partitions_of(wanted)[0]
-    yield Finding("controller", "ok", f"cluster {settings['ClusterName']}, SLURM {settings['SLURM_VERSION']}")
+    state = "warning" if settings["SLURM_VERSION"] < "22.05" else "ok"
+    fact = f"cluster {settings['ClusterName']}, SLURM {settings['SLURM_VERSION']}"
+    yield Finding("controller", state, fact, "22.05 or newer: before, steps of a node compete for its GPUs and memory")
     size = f"{partition.nodes} nodes, {partition.cpus} CPUs, {partition.gres}, at most {partition.time}"
     fact = f"{partition.name}: {size}" if partition.nodes else where if wanted else "no default one"
     names = ", ".join(p.name for p in client.partitions())

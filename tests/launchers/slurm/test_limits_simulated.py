@@ -192,11 +192,12 @@ def test_partitions_of_large_and_mixed_nodes_are_read(site: Site) -> None:
     [
         ("Invalid generic resource (gres) specification", "cluster.gpus_per_node=b200:4", "gpu:a100:4"),
         ("Job violates accounting/QOS policy (job submit limit, ...)", "nodes=1", "sacctmgr show qos list the limits"),
-        ("Invalid account or account/partition combination specified", "cluster.account=None", "there are"),
+        ("Invalid account or account/partition combination specified", "cluster.account=None", "there are proj"),
     ],
 )
 def test_a_refusal_is_put_at_the_key_it_is_about(site: Site, said: str, where: str, cure: str) -> None:
     site.say("sbatch", f'echo "allocation failure: {said}" >&2; exit 1')
+    site.say("sacctmgr", '[ "$3" = assoc ] && echo proj')
     refused = site.refuses("cluster.time=30", "cluster.gpus_per_node='b200:4'")
     assert refused.startswith(where) and f"SLURM says: {said}" in refused and cure in refused, refused
     if "gres" in said:
@@ -213,10 +214,11 @@ def test_what_commands_say_is_read_in_any_encoding_and_a_command_that_is_closed_
         client.call(f"{site.folder}/sacctmgr")
 
 
-def test_doctor_knows_nothing_of_a_partition_that_does_not_exist(site: Site) -> None:
+def test_doctor_names_an_old_slurm_and_knows_nothing_of_a_partition_that_does_not_exist(site: Site) -> None:
     site.say("sacct", "exit 0")
-    site.config({**CONFIG, "PreemptType": "preempt/partition_prio"})
+    site.config({**CONFIG, "PreemptType": "preempt/partition_prio", "SLURM_VERSION": "20.11.9"})
     found = list(examine(compose_job(["cluster=slurm", "cluster.partition=gpus"])))
+    assert found[0].state == "warning" and "22.05 or newer" in found[0].cure, found
     assert [f.what for f in found if f.state == "bad"] == ["partition"], found
     assert not {"preemption", "node"} & {f.what for f in found}, found
 
