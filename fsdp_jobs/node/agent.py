@@ -38,7 +38,7 @@ _MONITOR_S = 0.1
 
 
 class Signals:
-    """Handles signals: the first asks all ranks of the job to save and exit, the second kills this node's."""
+    """Handles signals: the first asks all ranks of the job to save and exit; a cluster may repeat it meanwhile."""
 
     def __init__(self) -> None:
         """Handle signals from now on; a signal waits until `pass_on`."""
@@ -48,11 +48,10 @@ class Signals:
             signal.signal(number, self._react)
 
     def _react(self, number: int, _frame: object) -> None:
-        if self._received is not None:
-            os._exit(EXIT_REQUEUE)  # the ranks die with the agent
-        self._received = signal.Signals(number).name
-        if self._notice is not None:
-            self._notice(self._received)
+        if self._received is None:
+            self._received = signal.Signals(number).name
+            if self._notice is not None:
+                self._notice(self._received)
 
     def pass_on(self, notice: Callable[[str], None]) -> None:
         """Pass on the first signal, even if it has already come."""

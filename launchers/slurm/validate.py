@@ -313,8 +313,8 @@ def _preemption(settings: dict[str, str], partition: client.Partition, grace_s: 
         return Finding("preemption", "ok", "jobs are preempted by QOS: sacctmgr show qos format=name,preempt,gracetime")
     if kind == "preempt/none" or (mode and mode[1] == "OFF"):
         return Finding("preemption", "ok", "no job of this partition is preempted")
-    grace = re.search(r"GraceTime=(\d+)", shown)
-    seconds = int(grace[1]) if grace else 0
+    # SLURM sends SIGTERM at the beginning and at the end of GraceTime, and SIGKILL after KillWait.
+    seconds = sum(map(int, re.findall(r"GraceTime=(\d+)", shown) + re.findall(r"\d+", settings.get("KillWait", ""))))
     fact = f"a preempted job has {seconds} s to save; elastic.stop_grace_s is {grace_s:.0f}"
     cure = "a shorter checkpoint.every_minutes bounds what is lost"
     return Finding("preemption", "warning" if seconds < grace_s else "ok", fact, cure)

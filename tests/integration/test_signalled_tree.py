@@ -18,7 +18,10 @@ def test_a_signal_to_a_whole_node_is_a_request_to_save(tmp_path: Path, workers: 
     endless = ["steps=100000", *PACED, f"data.workers={workers}", "checkpoint.async_mode=thread"]
     with job(tmp_path, "tree", *endless, nodes="2", nproc=1) as tree:
         tree.until_step(5)
-        signal_all(family(tree.agent(1)), signal.SIGTERM)
+        node = family(tree.agent(1))
+        signal_all(node, signal.SIGTERM)
+        tree.until(lambda: bool(tree.events("stop_requested")), "the request")
+        signal_all(node, signal.SIGTERM)  # slurmd's and srun's, as of a preemption without GraceTime
         tree.until(lambda: bool(tree.events("attempt_ended")), "the end of the attempt")
         (ended,) = tree.events("attempt_ended")
         assert (ended["verdict"], ended["decision"]) == ("preempted", "requeue"), tree.story()

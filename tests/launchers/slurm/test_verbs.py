@@ -97,7 +97,7 @@ def test_doctor_looks_at_the_cluster_and_at_one_of_its_nodes(lab: Lab, tmp_path:
         "time",
     ):
         assert fact in done.stdout
-    assert "a preempted job has 30 s to save" in done.stdout
+    assert "a preempted job has 35 s to save" in done.stdout
     without = cli(tmp_path, "doctor", *ON_CPU, PATH="/nowhere")
     assert without.returncode == 1 and "scontrol is not on this machine's PATH" in without.stdout, without.stdout
     done = lab.cli(tmp_path, "doctor", *ON_CPU, "cluster.partition=urgent")
