@@ -231,8 +231,7 @@ def _forgotten(run: RunDir, app_id: str) -> tuple[State, str]:
     """Return how a job has ended that has no verdict and that neither the controller nor accounting lists."""
     if run.last_attempt() < run.first_attempt():
         if (output := run.submit / f"slurm-{app_id}.out").exists():
-            said = last_lines(output, 1).strip() or "it printed nothing"
-            return State.FAILED, f"SLURM has forgotten the job, which failed before its first line: {said}"
+            return State.FAILED, f"SLURM has forgotten the job, which failed before its first line: {_said(output)}"
         why = f"it was cancelled, or its node could not write {output}"
         return State.STOPPED, f"SLURM has forgotten the job, which never started: {why}"
     requests = events.newest_of(run, events.StopRequested)
@@ -240,6 +239,11 @@ def _forgotten(run: RunDir, app_id: str) -> tuple[State, str]:
     if asked is not None:
         return State.STOPPED, f"SLURM has forgotten the job, which ended before it had saved: {asked}"
     return State.FAILED, "SLURM has forgotten the job"
+
+
+def _said(output: Path) -> str:
+    """Return the last line of a job's output; for a job that printed nothing, what may be the cause."""
+    return last_lines(output, 1).strip() or f"do the nodes see {output.parent}, and has it room?"
 
 
 def _message(job: client.QueuedJob) -> str:
@@ -259,8 +263,8 @@ def _end(run: RunDir, job: client.QueuedJob | None, state: State, message: str) 
     """Return how a job has ended: by its verdict if there is one, which knows more than SLURM."""
     if run.last_attempt() < run.first_attempt():
         if state is State.FAILED and job is not None:
-            cure = f": do the nodes see {run.path}?" if job.slurm_state == "FAILED" else ""
-            message = f"SLURM job {job.id} {job.slurm_state} before its first line{cure}"
+            why = f": {_said(run.submit / f'slurm-{job.id}.out')}" if job.slurm_state == "FAILED" else ""
+            message = f"SLURM job {job.id} {job.slurm_state} before its first line{why}"
         return state, message
     verdict = Verdict.read(run, run.last_attempt())
     if verdict is None or state is State.STOPPED:

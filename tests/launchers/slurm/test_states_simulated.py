@@ -134,6 +134,16 @@ def test_a_forgotten_job_that_never_started_was_cancelled(slurm: Path) -> None:
     assert state("9") is State.STOPPED
 
 
+def test_what_a_job_said_that_failed_before_its_first_line_is_the_reason(slurm: Path) -> None:
+    say(slurm, "squeue", queue("9|FAILED|NonZeroExitCode|t|node1|node1|9"))
+    known_run(slurm, "9", None)
+    run = RunDir(slurm / "runs" / "a")
+    run.job.write_text(json.dumps({"first_attempt": 1}))
+    write_atomic(run.submit / "slurm-9.out", "loading\nno such module\n")
+    (described,) = SlurmLauncher().describe(["9"])
+    assert described is not None and described.message == "SLURM job 9 FAILED before its first line: no such module"
+
+
 def test_equal_ids_on_clusters_that_share_a_home_are_different_jobs(slurm: Path) -> None:
     known_run(slurm, "11", Verdict("done", "stop", "all 5 steps are done"))
     client._answers.clear()
