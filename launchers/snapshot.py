@@ -94,9 +94,10 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _is_no_code(folder: Path) -> bool:
-    """Whether a folder is a Python environment or a run rather than somebody's code."""
+    """Whether a folder is a Python environment, a run, or closed to this user, rather than this user's code."""
     marks = ("pyvenv.cfg", "conda-meta", "job.json")
-    return folder.name == "site-packages" or any((folder / mark).exists() for mark in marks)
+    is_closed = not os.access(folder, os.X_OK)
+    return is_closed or folder.name == "site-packages" or any((folder / mark).exists() for mark in marks)
 
 
 def _package() -> Iterator[tuple[Path, Path]]:

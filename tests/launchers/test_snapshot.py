@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -46,6 +48,23 @@ def test_copies_what_is_on_disk_and_not_what_git_ignores(tmp_path: Path) -> None
     taken = take(work, work / "runs", limit_mb=100)
     taken.write(copy)
     assert (copy / "train.py").read_text() == "changed later", "the next submission takes the place of the last one's"
+
+
+def test_without_git_a_folder_closed_to_this_user_is_no_code() -> None:
+    """A colleague's in a folder that both share, or `lost+found` of a disk."""
+    with TemporaryDirectory() as name:  # pytest's own folders are closed to others
+        work, user = Path(name), os.geteuid()
+        work.chmod(0o755)
+        for file in ("train.py", "fsdp_jobs/__init__.py", "closed/theirs.py"):
+            (work / file).parent.mkdir(exist_ok=True)
+            (work / file).touch()
+        (work / "closed").chmod(0)
+        os.seteuid(user or 65534)  # root may look into every folder
+        try:
+            files = take(work, work / "runs", limit_mb=100).files
+        finally:
+            os.seteuid(user)
+        assert set(map(str, files)) == {"train.py", "fsdp_jobs/__init__.py"}
 
 
 def test_without_git_earlier_runs_and_sweeps_are_no_code(tmp_path: Path) -> None:
