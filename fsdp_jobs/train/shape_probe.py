@@ -38,7 +38,7 @@ from fsdp_jobs.plan.shapes import Activations, ModelShape, Params, Unit, merged
 
 MATMULS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
 ATTENTION = "_scaled_dot_product"
-LSTM = "mkldnn_rnn_layer"  # a CPU's kernel of a whole layer; other recurrent layers are matmuls
+GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}  # of a recurrent layer, by torch's function
 
 # Of models that look at values, or use kernels that a CPU lacks: a GPU runs them all the same.
 _NOT_ON_FAKE_TENSORS = (
@@ -51,17 +51,32 @@ _NOT_ON_FAKE_TENSORS = (
 _NO_KERNEL = "No viable backend"  # for attention, of those that the model allows
 
 
-class _Attention(TorchFunctionMode):
-    """Make attention use the kernel that a GPU would, and record its heads.
+class _Recurrent(torch.autograd.Function):
+    """Keep for backward what a GPU's kernel of all recurrent layers keeps: input, output, and a reserve."""
 
-    With dropout a CPU multiplies whole matrices of scores; a GPU's fused kernels support dropout.
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, width: int, reserve: int, states: Sequence[Tensor], *_weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        out = x.new_empty((*x.shape[:-1], width))
+        ctx.save_for_backward(x, out, x.new_empty((*x.shape[:-1], reserve)))
+        return out, *map(torch.empty_like, states)
+
+
+class _Kernels(TorchFunctionMode):
+    """Make attention and recurrent layers use the kernels that a GPU would, and record heads.
+
+    With dropout a CPU multiplies whole matrices of attention scores; a GPU's fused kernels support dropout. A CPU runs
+    recurrent layers step by step, and their Python code takes minutes for a long sample.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, counter: _Counter) -> None:
         super().__init__()
-        self.head_width, self.grouped = 128, False
+        self.head_width, self.grouped, self.counter = 128, False, counter
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (gates := GATES.get(getattr(func, "__name__", ""))) is not None:
+            return self._recurrent(gates, args)
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p"), args, strict=False)) | (kwargs or {})
@@ -71,6 +86,22 @@ class _Attention(TorchFunctionMode):
         wider = max(0, query.shape[-1] - value.shape[-1])  # as in DeepSeek's; a GPU's kernel takes both
         out = func(**given | {"dropout_p": 0.0, "value": F.pad(value, (0, wider)) if wider else value})
         return out[..., : value.shape[-1]] if wider else out
+
+    def _recurrent(self, gates: int, args: Sequence[Any]) -> Any:
+        """Run the layers of an `nn.RNNBase`, which passes their weights as a list that follows the initial states.
+
+        cuDNN does not say what its reserve has. Backward needs of each layer, direction and token the gates, the
+        hidden state, and an LSTM's cell or the hidden part of a GRU's new gate.
+        """
+        at = max(i for i, argument in enumerate(args) if isinstance(argument, list))
+        x, initial, weights, directions = args[0], args[at - 1], args[at], 1 + args[at + 5]
+        states = (initial,) if isinstance(initial, Tensor) else initial
+        tokens = x[..., 0].numel()
+        of_gates, width = weights[1].shape
+        matrices = sum(w.numel() for w in weights if w.ndim > 1)
+        self.counter.multiplied(2 * tokens * matrices, directions * tokens * of_gates)
+        reserve = len(states[0]) * of_gates // gates * (gates + 1 + (gates > 1))
+        return _Recurrent.apply(x, directions * width, reserve, states, *weights)  # type: ignore[no-untyped-call]
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
@@ -100,6 +131,11 @@ class _Counter(TorchDispatchMode):
     def inside(self) -> bool:
         return self.depth > 0
 
+    def multiplied(self, flops: int, outputs: int) -> None:
+        self.last = flops
+        self.flops[self.inside] += flops
+        self.widest = max(self.widest, outputs if self.inside else 0)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
         tensors = [a for a in args if isinstance(a, Tensor)]
@@ -114,17 +150,12 @@ class _Counter(TorchDispatchMode):
         first = out[0] if isinstance(out, tuple | list) and out else out
         if not isinstance(first, Tensor):
             return out
-        if name in MATMULS or name in ("convolution", LSTM):
+        if name in MATMULS or name == "convolution":
             # a bias comes first, and the experts' offsets last: the last matrix is [K, N]
             right = [t for t in tensors if t.ndim > 1][-1]
             terms = right.shape[-2] if name in MATMULS else right[0].numel()
-            if name == LSTM:  # four gates, of the input and of the hidden state
-                terms = 4 * (args[1].shape[-1] + args[2].shape[-1])
-            self.last = 2 * first.numel() * terms
-            self.flops[self.inside] += self.last
-            if self.inside:
-                self.kept += first.numel()
-                self.widest = max(self.widest, first.numel())
+            self.multiplied(2 * first.numel() * terms, first.numel())
+            self.kept += first.numel() if self.inside else 0
         elif name.startswith(ATTENTION):
             self.kept += first.numel() if self.inside else 0
             self.attention += first.numel()
@@ -146,7 +177,8 @@ def activations_of(
 
     Parameters and the inputs of blocks and head are cast to `dtype`, as FSDP's mixed precision casts them.
     """
-    counter, attention = _Counter(), _Attention()
+    counter = _Counter()
+    kernels = _Kernels(counter)
     for module in model.modules() if is_filled else ():
         for name, value in vars(module).items():
             if isinstance(value, Tensor):
@@ -181,7 +213,7 @@ def activations_of(
         block.register_forward_hook(leave)
     if (head := linear_head_of(model)) is not None:
         head.register_forward_hook(lambda _module, _args, out: made.append(out))
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), counter, attention:
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), counter, kernels:
         logits = model(torch.zeros((1, seq_len), dtype=torch.int64))
 
     def elements(inside: bool, computed: bool) -> int:
@@ -206,8 +238,8 @@ def activations_of(
         last_flops=sum(last) // each,
         head_flops=counter.flops[False] // seq_len,
         attention_width=counter.attention // each,
-        head_width=attention.head_width,
-        grouped_heads=attention.grouped,
+        head_width=kernels.head_width,
+        grouped_heads=kernels.grouped,
         elementwise=counter.moved // dtype.itemsize // each,
     )
 

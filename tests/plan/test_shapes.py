@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -275,23 +276,51 @@ def test_a_convolution_is_two_flops_a_weight_and_position() -> None:
         assert activations_of(model, list(model.blocks), 32).matmul_flops == 2 * 64 * 64 * 5
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_recurrent_layer_is_two_flops_a_weight_and_token(kind: type[nn.RNNBase], dtype: torch.dtype) -> None:
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = kind(64, 64, num_layers=2, batch_first=True, bidirectional=True)
-            self.out = nn.Linear(128, 64)
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase], **options: int) -> None:
+        super().__init__()
+        self.layers = kind(64, 64, num_layers=2, batch_first=True, bidirectional=True, **options)
+        self.out = nn.Linear(2 * (options.get("proj_size") or 64), 64)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.out(self.layers(x)[0])  # type: ignore[no-any-return]
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.layers(x)[0])  # type: ignore[no-any-return]
 
+
+def of_recurrent(
+    kind: type[nn.RNNBase], seq_len: int, dtype: torch.dtype = torch.float32, **options: int
+) -> Activations:
     with FakeTensorMode():
         model = OfBiased()
-        model.blocks = nn.ModuleList([Recurrent(), Recurrent()])
-        flops = activations_of(model, list(model.blocks), 8, dtype).matmul_flops
-        assert flops == 2 * sum(p.numel() for p in model.blocks[0].parameters() if p.ndim > 1)
+        model.blocks = nn.ModuleList([Recurrent(kind, **options), Recurrent(kind, **options)])
+        return activations_of(model, list(model.blocks), seq_len, dtype)
+
+
+@pytest.mark.parametrize("options", [{}, {"proj_size": 16}])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_recurrent_layer_is_two_flops_a_weight_and_token(
+    kind: type[nn.RNNBase], dtype: torch.dtype, options: dict[str, int]
+) -> None:
+    options = options if kind is nn.LSTM else {}
+    weights = sum(p.numel() for p in Recurrent(kind, **options).parameters() if p.ndim > 1)
+    assert of_recurrent(kind, 8, dtype, **options).matmul_flops == 2 * weights
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_recurrent_layer_of_many_tokens_is_measured_at_once(kind: type[nn.RNNBase]) -> None:
+    assert of_recurrent(kind, 131_072) == replace(of_recurrent(kind, 128), elementwise=ANY)
+
+
+@pytest.mark.parametrize(("kind", "needed"), [(nn.LSTM, 4 + 2), (nn.GRU, 3 + 2), (nn.RNN, 1 + 1)])
+def test_a_recurrent_layer_keeps_gates_and_states_of_each_layer_and_direction(
+    kind: type[nn.RNNBase], needed: int
+) -> None:
+    """A CPU's kernels keep less."""
+    layers, directions, width = 2, 2, 64
+    a = of_recurrent(kind, 128)
+    assert a.block_saved == width + directions * width + layers * directions * needed * width
+    assert a.block_matmul == 64, "checkpointing keeps the linear layer, and runs recurrent ones again"
 
 
 def test_units_inside_units_are_counted_once() -> None:
