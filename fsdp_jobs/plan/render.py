@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -34,10 +33,15 @@ class Row:
 def render(plan: Plan) -> RenderableType:
     """Render the whole plan for a terminal of 80 columns or more."""
     head = Text()
-    parts: list[RenderableType] = [head, _nodes(plan), Text()]
+    parts: list[RenderableType] = [head, _title("Nodes and ranks by shard group"), _nodes(plan), Text()]
     if plan.memory is not None:
         head.append("FITS  " if plan.fits else "DOES NOT FIT  ", "bold green" if plan.fits else "bold red")
-        parts += [_memory(plan, plan.memory), Text(), *_options(plan), Text()]
+        parts += [
+            _title(f"Peak memory per {device_of(plan)}, during: {plan.memory.moment}"),
+            _memory(plan, plan.memory),
+        ]
+        sent = f"bytes that a node sends per step over {plan.backend}"
+        parts += [Text(), _title(f"Options considered ({len(plan.considered)}); {sent}"), *_options(plan), Text()]
     head.append(title_of(plan), "bold").append(f"\n{summary_of(plan)}\n")
     if plan.time is not None:  # nothing is predicted of an unknown model
         head.append(f"{plan.expected}\n")
@@ -70,14 +74,15 @@ def summary_of(plan: Plan) -> str:
         return f"on {plan.hardware}; memory and speed are not known: the model is the program's"
     share = f"{time.mfu:.0%}" if time.mfu >= 0.01 else "below 1%"
     mfu = f", MFU {share}" if plan.backend == "nccl" else ""
-    if time.step >= LONG_STEP_S:
+    step, weights = (float(f"{n:.3g}") for n in (time.step, plan.parameters))
+    if step >= LONG_STEP_S:
         seconds = duration(time.step)
     else:
-        seconds = f"{time.step:.3g} s" if time.step >= 1 else f"{time.step * 1e3:.3g} ms"
-    weights = f"{plan.parameters / 1e9:.3g} B" if plan.parameters >= 1e9 else f"{plan.parameters / 1e6:.3g} M"
+        seconds = f"{step:g} s" if step >= 1 else f"{step * 1e3:g} ms"
+    parameters = f"{weights / 1e9:,g} B" if weights >= 1e9 else f"{weights / 1e6:g} M"
     tokens = time.tokens_per_s * time.step
     return (
-        f"{weights} parameters on {plan.hardware}; a step of {tokens:,.0f} tokens takes {seconds}: "
+        f"{parameters} parameters on {plan.hardware}; a step of {tokens:,.0f} tokens takes {seconds}: "
         f"{time.tokens_per_s:,.0f} tokens/s, {time.tokens_per_s_per_rank:,.0f} per {device_of(plan)}{mfu} (predicted)"
     )
 
@@ -99,14 +104,15 @@ def rows_of(plan: Plan, most: int) -> list[Row]:
     return rows
 
 
-def _titled(title: str, *columns: Column | str, **style: Any) -> Table:
-    return Table(*columns, title=title, title_justify="left", pad_edge=False, **style)
+def _title(text: str) -> Text:
+    """Return a line above a table, whose own title would break at the table's width."""
+    return Text(text, "italic")
 
 
 def _nodes(plan: Plan) -> Table:
     """List the nodes with their ranks, coloured by shard group."""
     columns = (Column("leaf" if any(plan.leaves) else "", style="dim"), "nodes", "ranks in shard groups")
-    table = _titled("Nodes and ranks by shard group", *columns, box=None, padding=(0, 2, 0, 0))
+    table = Table(*columns, box=None, padding=(0, 2, 0, 0), pad_edge=False)
     rows, most = rows_of(plan, MOST_NODES_LISTED), MOST_NODES_LISTED
     for i, row in enumerate(rows):
         if len(rows) <= most or not most // 2 <= i < len(rows) - most // 4:
@@ -137,9 +143,7 @@ def span(first: int, last: int) -> str:
 
 def _memory(plan: Plan, memory: Memory) -> Table:
     sizes, bars = (Column(name, justify="right") for name in ("size", "of usable")), Column(overflow="crop")
-    table = _titled(
-        f"Peak memory per {device_of(plan)}, during: {memory.moment}", "part", *sizes, bars, box=box.SIMPLE_HEAD
-    )
+    table = Table("part", *sizes, bars, box=box.SIMPLE_HEAD, pad_edge=False)
     usable = max(1, plan.usable_bytes)
     for name, value in memory.parts().items():
         if value:
@@ -157,9 +161,8 @@ def _memory(plan: Plan, memory: Memory) -> Table:
 def _options(plan: Plan) -> tuple[Table, Table]:
     """Table the option taken, then those that fit, fastest first, then the rest by memory; and the reasons."""
     numbers = (Column(name, justify="right", no_wrap=True) for name in ("memory", "within", "between", "tokens/s"))
-    title = f"Options considered ({len(plan.considered)}); bytes that a node sends per step over {plan.backend}"
     columns = (Column("option", overflow="fold"), *numbers)  # in a narrow terminal names wrap, so no number is cut
-    table = _titled(title, *columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     why = Table.grid(padding=(0, 2))
     ordered = sorted(
         plan.considered, key=lambda c: (not c.taken, not c.fits, -c.tokens_per_s if c.fits else c.memory_bytes)

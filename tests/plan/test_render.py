@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
@@ -61,6 +62,30 @@ def test_all_parts_are_there() -> None:
 
 def test_a_step_is_named_by_its_tokens() -> None:
     assert f"a step of {2048 * 4096:,} tokens takes " in render_text(plan(16, *FITTING), 200)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "step", "shown"),
+    [
+        (999_885_952, 0.99961, ("1 B parameters", "takes 1 s:")),
+        (999_499_999, 0.5, ("999 M parameters", "takes 500 ms:")),
+        (1_041_000_000_000, 999.7, ("1,040 B parameters", "takes 16m40s:")),
+    ],
+)
+def test_no_number_is_a_power_of_ten(parameters: int, step: float, shown: tuple[str, str]) -> None:
+    made = plan(16, *FITTING)
+    assert made.time is not None
+    text = render_text(replace(made, parameters=parameters, time=replace(made.time, step=step)), 200)
+    assert all(part in text for part in shown) and "e+" not in text
+
+
+@pytest.mark.parametrize("overrides", [("model=llama_debug", "hardware=cpu"), ("model=llama2_7b", "hardware=b200")])
+def test_a_table_narrower_than_its_title_does_not_break_it(overrides: tuple[str, str]) -> None:
+    made = plan(1, *overrides)
+    assert made.memory is not None
+    lines = [line.rstrip() for line in render_text(made, 80).splitlines()]
+    assert any(line.endswith(f"during: {made.memory.moment}") for line in lines)
+    assert f"Options considered ({len(made.considered)}); bytes that a node sends per step over {made.backend}" in lines
 
 
 def test_many_nodes_are_condensed() -> None:
