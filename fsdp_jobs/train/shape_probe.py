@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, cast
 
 import torch
@@ -308,9 +309,12 @@ def shape_of(config: JobConfig) -> ModelShape:
 
 
 def _said(error: Exception) -> str:
-    """Return an error's first lines as one: Hydra and transformers say the cause and the cure in the next two."""
+    """Return an error's first lines as one: Hydra and transformers say the cause and the cure in the next two.
+
+    Of a model that is no language model transformers lists all others.
+    """
     lines = (str(error).strip() or "no message").splitlines()[:3]
-    return f"{type(error).__name__}: {' '.join(map(str.strip, lines))}"
+    return shorten(f"{type(error).__name__}: {' '.join(lines)}", 600, placeholder=" ...")
 
 
 def _estimated(model: nn.Module, blocks: Sequence[nn.Module]) -> Activations:

@@ -380,6 +380,13 @@ def test_samples_longer_than_a_models_table_of_places_are_refused(
         probe(_of(tmp_path, kind, sizes, "data.seq_len=300"))
 
 
+@pytest.mark.integration
+def test_an_encoder_is_refused_in_a_few_lines(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"T5Config.* for this kind of AutoModel: AutoModelForCausalLM") as refused:
+        probe(_of(tmp_path, "t5", {"d_model": 64}))
+    assert len(str(refused.value)) < 1000
+
+
 def test_without_a_name_the_units_are_what_a_list_or_a_sequence_repeats() -> None:
     def block() -> nn.Module:
         return nn.TransformerEncoderLayer(8, 1, 8)
