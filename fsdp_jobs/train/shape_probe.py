@@ -41,8 +41,16 @@ MATMULS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
 ATTENTION = "_scaled_dot_product"
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}  # of a recurrent layer, by torch's function
 
+MOST_OPERATIONS = 50_000  # of a forward that is measured, which take a minute at most; 120 layers have 12,000
+
+
+class TooManyOperations(RuntimeError):
+    """The model loops over tokens, as Mamba does without its own kernels."""
+
+
 # Of models that look at values, or use kernels that a CPU lacks: a GPU runs them all the same.
 _NOT_ON_FAKE_TENSORS = (
+    TooManyOperations,
     DynamicOutputShapeException,
     DataDependentOutputException,
     UnsupportedOperatorException,
@@ -73,9 +81,12 @@ class _Kernels(TorchFunctionMode):
 
     def __init__(self, counter: _Counter) -> None:
         super().__init__()
-        self.head_width, self.grouped, self.counter = 128, False, counter
+        self.head_width, self.grouped, self.counter, self.operations = 128, False, counter, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
+        if self.operations > MOST_OPERATIONS:
+            raise TooManyOperations(f"more than {MOST_OPERATIONS:,} operations for one sample")
         if (gates := GATES.get(getattr(func, "__name__", ""))) is not None:
             return self._recurrent(gates, args)
         if func is not F.scaled_dot_product_attention:

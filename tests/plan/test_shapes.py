@@ -25,6 +25,7 @@ from fsdp_jobs.plan.memory import peak_memory, snapshot_bytes
 from fsdp_jobs.plan.plan import make_plan
 from fsdp_jobs.plan.shape_client import probe
 from fsdp_jobs.plan.shapes import Activations, llama_params, llama_shape
+from fsdp_jobs.train import shape_probe
 from fsdp_jobs.train.shape_probe import activations_of, shape_of, units_of
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
@@ -129,6 +130,21 @@ class Plain(torch.nn.Module):
 
 def plain(**kwargs):
     return Plain(build(**kwargs))
+
+class Looping(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args):
+        x = self.inner(*args)
+        return torch.stack([token * 1 for token in x.unbind(1)], dim=1)
+
+def loops(**kwargs):
+    model = build(**kwargs)
+    for name, layer in model.layers.named_children():
+        model.layers._modules[name] = Looping(layer)
+    return model
 
 def wrong(**kwargs):
     model = build(**kwargs)
@@ -460,6 +476,15 @@ class TestProbe:
         assert shape.activations.matmul_flops == pytest.approx(known.activations.matmul_flops, rel=0.01)
         (warning,) = [line for line in make_plan(looks, shape=shape).reasons if "could not be measured" in line]
         assert "DataDependentOutputException" in warning and "lacks all activations" in warning
+
+    def test_a_loop_over_many_tokens_is_planned_without(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Mamba of transformers was refused after five minutes."""
+        monkeypatch.setattr(shape_probe, "MOST_OPERATIONS", 1000)
+        loops = self.config(tmp_path, monkeypatch, "loops", "data.seq_len=512")
+        shape = shape_of(loops)
+        assert shape.flops_per_token(512) == pytest.approx(6 * (shape.numel - 512 * 64), rel=0.02)
+        (warning,) = [line for line in make_plan(loops, shape=shape).reasons if "could not be measured" in line]
+        assert "more than 1,000 operations for one sample" in warning
 
     def test_what_fsdp_would_refuse_on_the_nodes_is_refused_here(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
