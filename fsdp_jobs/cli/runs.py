@@ -138,7 +138,7 @@ def _meeting(conditions: Sequence[re.Match[str]], runs: Sequence[RunDir]) -> lis
     """Return the runs whose configuration meets all conditions; name a key that none of them has."""
     configured: dict[RunDir, dict[str, Any]] = {run: {} for run in runs}
     for run in runs:
-        with suppress(OSError, BadInput, ValueError):
+        with suppress(OSError, BadInput):
             configured[run] = dict(dotted(plain_values(run.config)))
     known = {key for values in configured.values() for key in values}
     asked = [found.groups() for found in conditions]

@@ -39,6 +39,13 @@ class BadInput(Exception):
         return [f"{type(self).__name__}:", *str(self).splitlines()]
 
 
+class Damaged(BadInput):
+    """A file of a run is not as it was written."""
+
+    def __init__(self, file: object, error: object):
+        super().__init__([Problem(str(file), f"damaged: {one_line(error)}", "restore the file, or move its run away")])
+
+
 class JobFailed(Exception):
     """A failure after the job had started; the command line prints it and exits with 1."""
 

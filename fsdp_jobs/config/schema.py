@@ -16,7 +16,7 @@ from typing import Any, cast, get_type_hints
 import msgspec
 
 from fsdp_jobs.config.clusters import CLUSTERS, ClusterConfig
-from fsdp_jobs.config.errors import BadInput
+from fsdp_jobs.config.errors import BadInput, Damaged
 from fsdp_jobs.config.keys import AUTO, dotted, key
 
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
@@ -403,7 +403,11 @@ def _converted(group: type, name: str, value: Any, where: str) -> Any:
 
 
 def plain_values(path: Path) -> dict[str, Any]:
-    """Read what `dump_config` wrote as unchecked plain values, 40 times as fast: for a few values of many runs."""
+    """Read what `dump_config` wrote as unchecked plain values, 40 times as fast: for a few values of many runs.
+
+    Raises:
+        Damaged: it is not what `dump_config` wrote.
+    """
     import yaml
 
     class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
@@ -411,8 +415,10 @@ def plain_values(path: Path) -> dict[str, Any]:
 
     exponent = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", exponent, list("-+.0123456789"))
-    values: dict[str, Any] = yaml.load(path.read_text(), Loader)
-    return values
+    try:
+        return dict(yaml.load(path.read_text(), Loader))
+    except (FileNotFoundError, yaml.YAMLError, ValueError, TypeError) as e:
+        raise Damaged(path, e) from e
 
 
 def training_values(config: JobConfig) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class Plan(Record):
     @classmethod
     def of(cls, run: RunDir) -> Plan | None:
         """Return the plan of a run's newest submission; None if there is none that this version can read."""
-        with suppress(ValueError):
+        with suppress(BadInput):
             return cls.from_file(run.plan)
         return None
 

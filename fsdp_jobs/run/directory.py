@@ -27,7 +27,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import IO, cast
 
-from fsdp_jobs.config.errors import BadInput
+from fsdp_jobs.config.errors import BadInput, Damaged, one_line
 from fsdp_jobs.config.schema import CheckpointConfig, JobConfig
 from fsdp_jobs.run.beside import wait_until
 from fsdp_jobs.run.record import JsonObject
@@ -125,14 +125,14 @@ def read_json(path: Path) -> JsonObject:
     """Read what `write_json` wrote; empty if there is no such file.
 
     Raises:
-        BadInput: the file is damaged.
+        Damaged: it is not what `write_json` wrote.
     """
     try:
         return dict(json.loads(path.read_text()))
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (ValueError, TypeError) as e:
-        raise BadInput.at(str(path), f"damaged: {e}", "restore the file, or move its run away") from e
+        raise Damaged(path, e) from e
 
 
 _warn_once = cache(logger.warning)
@@ -183,7 +183,9 @@ class RunDir:
 
     def planned_interval_s(self) -> float:
         """Return the seconds between saves that the plan at submission found best; half an hour without a plan."""
-        return float(read_json(self.plan).get("expected", {}).get("best_s", 1800.0))
+        with suppress(BadInput):
+            return float(read_json(self.plan).get("expected", {}).get("best_s", 1800.0))
+        return 1800.0
 
     def attempt(self, attempt: int) -> Path:
         return self.path / "attempts" / str(attempt)
@@ -229,7 +231,7 @@ class RunDir:
             listed = read_json(self.excluded)
             return {host: entry["why"] for host, entry in listed.items() if entry["until"] > time.time()}
         except (BadInput, OSError, LookupError, TypeError, AttributeError) as e:
-            _warn_once(f"no machine is excluded: {self.excluded}: {e}")
+            _warn_once(f"no machine is excluded: {one_line(e)}")
             return {}
 
     def exclude(self, host: str, for_s: float, why: str) -> None:

@@ -35,7 +35,7 @@ class Identity(Record):
     @property
     def is_there(self) -> bool:
         """Whether this machine sees the run's directory."""
-        with suppress(OSError, ValueError, BadInput):
+        with suppress(OSError, BadInput):
             there = Identity.from_file(RunDir(self.directory).identity)
             return there is not None and there.id == self.id
         return False

@@ -7,6 +7,8 @@ from typing import Any, Self
 
 import msgspec
 
+from fsdp_jobs.config.errors import Damaged
+
 JsonObject = dict[str, Any]  # a line or a file of a run
 
 
@@ -31,9 +33,11 @@ class Record:
         """Read a file that `to_json` wrote; None if it does not exist.
 
         Raises:
-            ValueError: as `from_json`.
+            Damaged: it cannot be read as such a file.
         """
         try:
             return cls.from_json(file.read_bytes())
         except FileNotFoundError:
             return None
+        except ValueError as e:
+            raise Damaged(file, e) from e

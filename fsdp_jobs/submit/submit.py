@@ -26,7 +26,7 @@ from fsdp_jobs.plan.shape_client import check_initial_weights, probe, run_probe
 from fsdp_jobs.plan.shapes import ModelShape
 from fsdp_jobs.plan.sources import from_yaml
 from fsdp_jobs.plan.topology import Topology
-from fsdp_jobs.run.directory import RunDir, checkpoints_of, digest_of, read_json, run_dir_of, runs_in, write_atomic
+from fsdp_jobs.run.directory import RunDir, checkpoints_of, digest_of, run_dir_of, runs_in, write_atomic
 from fsdp_jobs.run.goodput import Failures, costs_of, failures_of
 from fsdp_jobs.run.identity import check_may_act, claim, identity_of
 from fsdp_jobs.run.processes import raise_file_limit
@@ -87,7 +87,7 @@ def _seen(runs_dir: str, launcher: str, hardware: str) -> Failures:
     """
     runs = [run for run in runs_in(runs_dir) if not (run.name.startswith(REHEARSED) or run.is_damaged)]
     here = [run for run in runs if run.handle.startswith(f"{launcher}://")]
-    seen = failures_of([run for run in here if read_json(run.plan).get("hardware") == hardware])
+    seen = failures_of([run for run in here if (plan := Plan.of(run)) is not None and plan.hardware == hardware])
     return seen if seen.node_days >= _ENOUGH_NODE_DAYS else Failures()
 
 

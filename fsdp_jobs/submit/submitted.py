@@ -13,7 +13,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import TypeVar
 
-from fsdp_jobs.config.errors import BadInput, JobFailed, Problem, nearest, one_line
+from fsdp_jobs.config.errors import BadInput, Damaged, JobFailed, Problem, nearest, one_line
 from fsdp_jobs.launchers.base import SESSION, Description, Launcher, launcher_of, parse_handle
 from fsdp_jobs.run import events
 from fsdp_jobs.run.beside import beside
@@ -132,13 +132,13 @@ def _described(name: str, handles: list[str]) -> dict[str, Description]:
         silent = {handle: why for handle in handles if (why := _elsewhere(launcher, handle))}
         here = [handle for handle in handles if handle not in silent]
         answers = launcher.describe([parse_handle(handle).app_id for handle in here])
+    except (Damaged, OSError, ValueError, TypeError, LookupError) as e:
+        if middle := len(handles) // 2:
+            return _described(name, handles[:middle]) | _described(name, handles[middle:])
+        here, answers, silent = [], [], dict.fromkeys(handles, f"its records cannot be read: {one_line(e)}")
     except (BadInput, JobFailed) as e:
         here, answers = [], []
         silent = dict.fromkeys(handles, f"its launcher does not answer: {one_line(e)}")
-    except (OSError, ValueError, TypeError, LookupError) as e:
-        if middle := len(handles) // 2:
-            return _described(name, handles[:middle]) | _described(name, handles[middle:])
-        here, answers, silent = [], [], dict.fromkeys(handles, f"its records cannot be read: {e}")
     unknown = Description(State.UNKNOWN, "its launcher has no such job any more: resume it")
     found = {handle: answer or unknown for handle, answer in zip(here, answers, strict=True)}
     return found | {handle: Description(State.SILENT, why) for handle, why in silent.items()}

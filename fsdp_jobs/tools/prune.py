@@ -15,7 +15,7 @@ from fsdp_jobs.checkpoints.catalog import is_checkpoint
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.run.directory import RunDir, checkpoints_of, runs_in
-from fsdp_jobs.run.identity import Identity, owner_of
+from fsdp_jobs.run.identity import Identity
 from fsdp_jobs.run.status import ENDED
 from fsdp_jobs.run.table import listed
 from fsdp_jobs.run.term import TERMS
@@ -43,9 +43,9 @@ def old_runs(runs_dir: str, older_than_s: float, keep: Sequence[str]) -> Iterato
         older_than_s: seconds since the newest change of any of a run's files.
         keep: names of runs to keep.
     """
-    runs = [run for run in runs_in(runs_dir) if run.name not in keep and not run.is_damaged and not owner_of(run)]
+    runs = [run for run in runs_in(runs_dir) if run.name not in keep]
     for run, row in Overview().look(runs).items():
-        if row.state not in ENDED:
+        if row.owner is not None or row.state not in ENDED:
             continue
         place = run.path.resolve()  # the run may be a symbolic link
         stats = [file.lstat() for file in (place, *place.rglob("*"))]

@@ -1,0 +1,63 @@
+"""A damaged file of a run is named, with a cure, and other runs do not suffer by it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fsdp_jobs.cli.main import main
+from fsdp_jobs.config.schema import load_config
+from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.identity import identity_of
+from tests.recorded import recorded_run
+
+
+def _two_runs(folder: Path, damaged: str) -> RunDir:
+    """Record a sound run, and a newer one with a damaged file; return that one."""
+    for name in ("sound", "cut"):
+        run = recorded_run(folder, name)
+        write_atomic(run.identity, identity_of(run, load_config(run.config)).to_json())
+        job = {"handle": f"local_fsdp://elsewhere/{name}", "overrides": [], "nodes": "2", "steps": 20}
+        write_atomic(run.job, json.dumps(job))
+    (run.path / damaged).write_text('{"half of')
+    return run
+
+
+@pytest.mark.parametrize("damaged", ["job.json", "identity.json", "config.yaml", "plan.json"])
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["status", "nodes=2"], "sound  done"),
+        (["prune", "--older-than", "0m"], "sound  done"),
+        (["plan"], "FITS"),
+        (["wait", "sound"], "sound done"),
+    ],
+)
+def test_it_hides_no_other_run(
+    tmp_path: Path, damaged: str, args: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _two_runs(tmp_path, damaged)
+    assert main([*args, f"runs_dir={tmp_path}"]) == 0
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "damaged"),
+    [
+        (["status", "cut"], "job.json"),
+        (["status", "cut"], "identity.json"),
+        (["wait", "cut"], "identity.json"),
+        (["export", "cut"], "config.yaml"),
+        (["resume", "cut", "steps=30", "dry_run=true"], "job.json"),
+        (["resume", "cut", "steps=30", "dry_run=true"], "identity.json"),
+        (["resume", "cut", "steps=30", "dry_run=true"], "config.yaml"),
+    ],
+)
+def test_a_command_that_needs_it_names_the_file(
+    tmp_path: Path, args: list[str], damaged: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = _two_runs(tmp_path, damaged)
+    main([*args, f"runs_dir={tmp_path}"])
+    assert f"{run.path / damaged}: damaged: " in "".join(capsys.readouterr())
