@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from rich.text import Text
 
 from fsdp_jobs.cli.follow import Follower, summary
 from fsdp_jobs.cli.runs import print_run
-from fsdp_jobs.config.arguments import RUNS_DIR, ComposingParser, overrides_in, split_folders
+from fsdp_jobs.config.arguments import RUNS_DIR, ComposingParser, overrides_in, search_path, split_folders
 from fsdp_jobs.config.errors import BadInput, nearest
 from fsdp_jobs.config.groups import CONF_DIR
 from fsdp_jobs.config.hydra import as_hydra_reads, compose_job, key_of, register_schemas
@@ -223,6 +225,9 @@ def _among(args: list[str], flags: Sequence[str]) -> list[str]:
 def _print_by_hydra(args: list[str]) -> int:
     import hydra
 
+    flags = hydra._internal.utils.get_args_parser().parse_args(args)
+    folder = [search_path(flags.config_dir)] if flags.config_dir else []
+    compose_job([*folder, *flags.overrides])  # names what does not fit, with the nearest key
     register_schemas()
 
     @hydra.main(config_path=str(CONF_DIR), config_name="config", version_base="1.3")
@@ -230,7 +235,9 @@ def _print_by_hydra(args: list[str]) -> int:
         raise AssertionError("with these flags Hydra runs nothing")
 
     sys.argv = [sys.argv[0], *as_hydra_reads(args)]
-    run()
+    with redirect_stdout(io.StringIO()) as printed:  # in one piece: its reader may not want all of it
+        run()
+    print(printed.getvalue(), end="", flush=True)
     return 0
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
 
@@ -91,7 +92,9 @@ def parsed(override: str) -> Override:
     Raises:
         HydraException: it is not of the form key=value.
     """
-    return OverridesParser.create().parse_override(override)
+    hydra = GlobalHydra.instance().hydra
+    parser = OverridesParser.create(hydra.config_loader if hydra else None)
+    return parser.parse_overrides([override])[0]  # unlike `parse_override`, this lets glob(...) find the options
 
 
 def merge_overrides(first: Sequence[str], then: Sequence[str]) -> list[str]:
@@ -181,15 +184,21 @@ def _quoted(override: str) -> str:
     return f"{key}={one_text(value)}"
 
 
+def _folder(path: str) -> Path:
+    """Return the folder that a part of `hydra.searchpath` names: file://FOLDER, FOLDER or pkg://PACKAGE."""
+    kind, _, place = path.rpartition("://")
+    with suppress(ImportError):
+        return Path(str(files(place))) if kind == "pkg" else Path(place)
+    return Path(path)
+
+
 class _Composer:
     """Compose each choice of groups once, and set the values of overrides in it. Used within `hydra_here`."""
 
     def __init__(self, overrides: Sequence[str]):
         """Take the user's folders of groups from any job's `hydra.searchpath=...`."""
         searched = [o.partition("=")[2] for o in overrides if o.startswith("hydra.searchpath=")]
-        folders = [p.strip("'\"[] ").removeprefix("file://") for paths in searched for p in paths.split(",")]
-        self.options = groups(*map(Path, folders))
-        self._parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+        self.options = groups(*(_folder(path.strip("'\"[] ")) for paths in searched for path in paths.split(",")))
         self._parsed: dict[str, Override] = {}
         self._bases: dict[tuple[str, ...], tuple[bytes, list[str]]] = {}  # choices -> config, its keys
 
@@ -203,7 +212,7 @@ class _Composer:
             missing = sorted(OmegaConf.missing_keys(config))
             return BadInput(Problem(k, "has no value", f"write {k}=...") for k in missing)
         except OmegaConfBaseException as e:
-            return BadInput.at("configuration", _message(e))
+            return BadInput.at(e.full_key or "configuration", _message(e))
 
     def apply(self, overrides: Sequence[str], sweep: bool = False) -> tuple[DictConfig, list[Problem]]:
         """Return the configuration of overrides, and those that do not fit; `sweep` allows several values."""
@@ -217,10 +226,12 @@ class _Composer:
             elif override.is_sweep_override():
                 if not sweep:
                     problems.append(Problem(text, "names several values", "add --multirun to run each of them"))
-            elif override.key_or_group in self.options or override.key_or_group.startswith(("hydra.", "hydra/")):
-                choices.append(text)
-            else:
+            elif override.is_delete() or not (
+                override.key_or_group in self.options or override.key_or_group.startswith(("hydra.", "hydra/"))
+            ):
                 values.append((text, override))
+            else:
+                choices.append(text)
         try:
             base, keys = self._base(tuple(choices))
         except _FAILURES as e:
@@ -239,7 +250,7 @@ class _Composer:
         """Parse an override; an option that its group lacks is also a problem."""
         if text not in self._parsed:
             try:
-                self._parsed[text] = self._parser.parse_override(text)
+                self._parsed[text] = parsed(text)
             except HydraException:
                 key, is_given, value = text.partition("=")
                 what = "Hydra cannot read this value" if is_given else "is not of the form key=value"

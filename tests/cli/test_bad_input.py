@@ -67,6 +67,10 @@ CASES = [
     (["torchrun", "train.py"], "-> leave it out"),
     (["module=pkg.train", "--x", "3"], "-> if it is the program's: script_args='...'"),
     (["--multirun", "--cfg", "job", "seed=1,2"], "submits, and --cfg prints"),
+    (["--cfg", "job", "optim.lrr=1"], "did you mean optim.lr?"),
+    (["--info", "config", "-cd", ".", "fsdp=hybrid"], "did you mean hybrid_shard or hybrid_shard_zero2?"),
+    (["~optim"], "~optim: every job has this key\n      -> optim=VALUE"),
+    (["name=${oc.env:NO_SUCH}"], "name: KeyError raised while resolving interpolation"),
     (["submitt"], "did you mean submit?"),
     (["resume"], "are required: name\n"),
     (["doctor", "--save", "site.yaml"], "dry runs of local_fsdp need no facts of a cluster"),
@@ -144,13 +148,17 @@ def test_another_training_configuration_under_the_same_name_is_refused(tmp_path:
         assert cli(tmp_path, "name=mine", "dry_run=true", *allowed).returncode == 0, allowed
 
 
-def test_a_config_dir_of_the_users_own_adds_options(tmp_path: Path) -> None:
+def test_a_config_dir_or_package_of_the_users_own_adds_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "mine" / "optim").mkdir(parents=True)
     (tmp_path / "mine" / "optim" / "slow.yaml").write_text("defaults:\n  - optim_schema\nlr: 1.0e-6\n")
+    for package in ("mine", "mine/optim"):
+        (tmp_path / package / "__init__.py").touch()
     mine = search_path(str(tmp_path / "mine"))
     assert compose_job([mine, "optim=slow"]).optim.lr == 1e-6
     with pytest.raises(BadInput, match="did you mean slow"):
         compose_job([mine, "optim=slo"])
+    assert compose_job(["hydra.searchpath=[pkg://mine]", "optim=slow"]).optim.lr == 1e-6
     with pytest.raises(BadInput, match="is not a folder"):
         search_path(str(tmp_path / "other"))
 

@@ -144,10 +144,11 @@ def test_help_cuts_no_word_in_a_narrow_terminal() -> None:
     assert shown.returncode == 0 and "…" not in shown.stdout
 
 
-def test_help_ends_when_its_reader_has_read_enough() -> None:
+@pytest.mark.parametrize("flag", ["--help", "--info", "--cfg=job"])
+def test_what_is_printed_ends_when_its_reader_has_read_enough(flag: str) -> None:
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "fsdp_jobs", "--help"]
+    command = [sys.executable, "-m", "fsdp_jobs", flag]
     shown = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, cwd=ROOT)
     os.close(write)
     assert shown.returncode == 0 and not shown.stderr

@@ -176,6 +176,11 @@ def test_a_bad_sweep_is_said_whole_and_leaves_nothing(
     assert not any(tmp_path.iterdir())
 
 
+def test_options_are_swept_by_a_pattern(tmp_path: Path) -> None:
+    done = cli(tmp_path, "-m", "name=all", "fsdp=glob(*,exclude=*_schema)", *SMALL, "nodes=2", "dry_run=true")
+    assert done.returncode == 0 and done.stdout.count("fsdp=") == 6, done
+
+
 def test_a_dry_run_shows_the_jobs_and_leaves_nothing(tmp_path: Path) -> None:
     in_turn = "hydra.sweeper.max_batch_size=1"
     done = cli(tmp_path, "-m", "name=lr", "optim.lr=1e-4,1e-3", in_turn, *SMALL, "dry_run=true")
