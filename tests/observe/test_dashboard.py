@@ -414,6 +414,37 @@ def test_runs_are_compared_and_sweeps_and_logs_shown_by_keyboard_alone(browser: 
 
 
 @pytest.mark.integration
+def test_a_run_that_cannot_be_shown_says_why_in_place_of_another_ones_values(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    recorded_run(tmp_path / "runs", "sound")
+    write_atomic(recorded_run(tmp_path / "runs", "torn").job, "{")
+    page = Watched(browser).page
+    with dashboard(tmp_path) as address:
+        page.goto(f"{address}#run/sound")
+        page.wait_for_selector("#story >> text=3.0000", timeout=30_000)
+        for name, why in (("torn", "runs/torn/job.json: damaged"), ("gone", "there is no such run")):
+            page.evaluate(f"location.hash = 'run/{name}'")
+            page.wait_for_selector(f"#problem >> text={why}")
+            page.wait_for_timeout(2000)  # in which all rows are sent again
+            assert why in page.inner_text("header") and page.inner_text("main").strip() == ""
+        page.evaluate("location.hash = 'run/sound'")
+        page.wait_for_selector("#story >> text=3.0000")
+        assert page.inner_text("#problem") == ""
+
+
+@pytest.mark.integration
+def test_a_long_name_hides_no_state(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    recorded_run(tmp_path / "runs", "llama-" + 90 * "x")
+    for width in (375, 1280):
+        watched = Watched(browser, viewport={"width": width, "height": 800})
+        with dashboard(tmp_path) as address:
+            watched.page.goto(address)
+            state = watched.page.locator("tbody .state")
+            state.wait_for(timeout=30_000)
+            box = state.bounding_box()
+            assert box is not None and box["x"] + box["width"] < width
+
+
+@pytest.mark.integration
 def test_dark_light_and_a_telephone(browser: Any, tmp_path: Path) -> None:  # noqa: F811
     a_sweep(tmp_path)
     unfinished(tmp_path / "runs", "gone", "local_fsdp://fsdp_jobs/gone")

@@ -141,12 +141,13 @@ function listSweeps(names) {
 const views = new Set();
 
 function view(draw, runs) {
-  let drawn = draw().catch((error) => say(error.message));
+  const attempt = () => draw().catch((error) => { $("#problem").textContent = error.message; });
+  let drawn = attempt();
   const made = { runs, timer: 0 };
   made.soon = () => { made.timer ||= setTimeout(async () => {
     await drawn; // a slow answer is not asked for twice
     made.timer = 0;
-    if (views.has(made)) drawn = draw().catch((error) => say(error.message));
+    if (views.has(made)) drawn = attempt();
   }, 3000); };
   views.add(made);
   return made;
@@ -300,6 +301,8 @@ function replace(holder, key, make) { // only when it is different: what a user 
 async function showRun(name) {
   const about = await get(api("runs", name));
   if (isElsewhere("run", name)) return;
+  if ($("#run").hidden) followLogs(name);
+  show("run");
   const row = rows.get(name), state = row?.state ?? "-", nodes = nodesOf(about.events);
   const told = [["step", row?.step ?? "-"], ["loss", row?.loss ?? "-"], ...(row?.reason ? [["reason", row.reason]] : []), ...about.story];
   replace($("#story"), JSON.stringify([state, told]), () => [el("dt", {}, "state"), el("dd", {}, badge(state)), ...terms(told)]);
@@ -330,7 +333,7 @@ function followLogs(name) {
     log.append(...news.map(([from, line]) => el("div", {}, el("span", {}, `[${from}] `), line.replace(COLOUR, ""))));
     while (log.childElementCount > 5000) log.firstChild.remove();
     count += news.length;
-    $("#lines").textContent = count ? many(count, "line") : "no such line yet";
+    $("#lines").textContent = count ? many(count, "line") : "no line yet";
     if (isAtEnd) log.scrollTop = log.scrollHeight;
   });
 }
@@ -340,6 +343,7 @@ function followLogs(name) {
 async function showSweep(name) {
   const sweep = await get(api("sweeps", name));
   if (isElsewhere("sweep", name)) return;
+  show("sweep");
   for (const row of sweep.rows) row.state = rows.get(row.run)?.state ?? row.state;
   const best = bestOf(sweep), value = (row) => (row.objective === null ? "-" : short(row.objective));
   $("#best").textContent = best ? `best: ${best.run}, ${sweep.objective} ${value(best)} with ${best.overrides.join(" ") || "no overrides"}` : `no job has a value of ${sweep.objective} yet`;
@@ -355,16 +359,21 @@ async function showSweep(name) {
 
 let current = null;
 
+function show(shown) {
+  for (const section of ["runs", "run", "sweep"]) $(`#${section}`).hidden = section !== shown;
+  $("#problem").textContent = "";
+}
+
 function route() {
   const [kind, name] = placeOf();
   views.delete(current);
   stopLogs();
   current = null;
-  for (const section of ["runs", "run", "sweep"]) $(`#${section}`).hidden = section !== (kind || "runs");
+  show(kind ? "" : "runs"); // a run and a sweep when they have been read
   $("#back").hidden = kind === "" || inside !== null;
   $("#logs").hidden = inside !== null;
   document.title = $("#title").textContent = name ? `${kind === "sweep" ? "Sweep " : ""}${name}` : "Runs";
-  if (kind === "run") { $("#text").value = $("#rank").value = ""; current = view(() => showRun(name), new Set([name])); followLogs(name); }
+  if (kind === "run") { $("#text").value = $("#rank").value = ""; current = view(() => showRun(name), new Set([name])); }
   if (kind === "sweep") current = view(() => showSweep(name));
   if (route.was !== undefined) { $("#title").focus(); scrollTo(0, 0); }
   route.was = kind;
