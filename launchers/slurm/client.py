@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import pwd
 import re
 import subprocess
 import time
@@ -232,7 +231,7 @@ def _accounted(job_ids: Sequence[str]) -> dict[str, QueuedJob | None]:
 
     None for a job of this user that has not ended there: squeue lists none, so accounting has missed its end.
     """
-    what = "JobID,State,Start,NodeList,User,JobName,Comment"
+    what = "JobID,State,Start,NodeList,UID,JobName,Comment"
     arrays = ",".join(dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids))
     columns = ("-X", "-n", "-P", "-j", arrays, "-o", what)
     try:
@@ -240,21 +239,13 @@ def _accounted(job_ids: Sequence[str]) -> dict[str, QueuedJob | None]:
     except SlurmError:
         return {}
     found: dict[str, QueuedJob | None] = {}
-    me = user_name()
+    me = str(os.getuid())
     for line in text.splitlines():  # a requeued job has several; the last is the newest
-        job_id, state, start, nodes, user, name, comment, *_ = [*line.split("|", 6), *[""] * 6]
+        job_id, state, start, nodes, uid, name, comment, *_ = [*line.split("|", 6), *[""] * 6]
         state = state.partition(" ")[0]  # "CANCELLED by 1000"
         job = QueuedJob(job_id, state, start=start, nodes=nodes, name=name, comment=comment)
-        found[job_id] = None if job.state.is_active and user == me else job
+        found[job_id] = None if job.state.is_active and uid == me else job
     return found
-
-
-def user_name() -> str:
-    """Return the name by which accounting knows this user; empty if the system has none."""
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return ""
 
 
 @dataclass
@@ -336,12 +327,6 @@ def shown(partition: Partition) -> str:
     """Return `scontrol show partition`; empty for a partition that does not exist."""
     found = re.search(rf"^PartitionName={re.escape(partition.name)}\n( .*\n)*", recent(*_PARTITIONS), re.MULTILINE)
     return found[0] if found else ""
-
-
-def own_qos(partition: Partition) -> str:
-    """Return the QOS that limits all jobs of a partition; empty without one."""
-    found = re.search(r"QoS=(\S+)", shown(partition))
-    return found[1] if found and found[1] != "N/A" else ""
 
 
 def accounting(*what: str) -> str | None:

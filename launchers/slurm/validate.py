@@ -22,7 +22,7 @@ from fsdp_jobs.launchers.base import Finding, Job
 from fsdp_jobs.launchers.slurm import client, site
 from fsdp_jobs.launchers.slurm.script import asked, cluster_of, long_form
 from fsdp_jobs.plan.memory import size
-from fsdp_jobs.run.directory import as_written
+from fsdp_jobs.run.directory import as_written, user_name
 
 _IN_MEMORY = ("tmpfs", "ramfs")  # file systems that no other machine can mount
 _ABOUT_NODES = ("node configuration", "nodes are busy", "node not available", "nodes required")
@@ -182,7 +182,8 @@ def _qos_problems(job: Job, partitions: Sequence[client.Partition]) -> Iterator[
     cluster, trainer, nodes = cluster_of(job.config), job.role("trainer"), least_nodes(job.config)
     qos, _ = asked(cluster, "qos")
     are_enforced = "limits" in client.settings().get("AccountingStorageEnforce", "")
-    if qos is None or "," in qos or not are_enforced or any(map(client.own_qos, partitions)):
+    shown = " ".join(map(client.shown, partitions))
+    if qos is None or "," in qos or not are_enforced or re.search(r"QoS=(?!N/A)\S", shown):
         return
     limits = client.accounting("qos", qos, "format=MaxWall,MaxTRES,MaxTRESPU,GrpTRES") or ""
     wall, _, tres = limits.strip().partition("|")
@@ -232,7 +233,7 @@ _RULES: tuple[tuple[str, str, Callable[[client.Partition], str]], ...] = (
     ("configuration", "", _size),
     ("generic resource", "gpus_per_node", _size),
     ("accounting/qos policy", "", lambda _: _LIMITS),
-    ("account", "account", lambda _: _names("assoc", f"user={client.user_name()}", "format=Account")),
+    ("account", "account", lambda _: _names("assoc", f"user={user_name()}", "format=Account")),
     ("partition", "partition", lambda _: "there are " + ", ".join(p.name for p in client.partitions())),
     ("time limit", "time", lambda p: f"partition {p.name} allows {p.time}"),
     ("--time", "time", lambda _: "minutes, or days-hours:minutes:seconds"),
