@@ -59,4 +59,4 @@ def arguments(role: Role, node: int | str = 0) -> list[str]:
     """Return a role's arguments for a node: its number, or a placeholder that the cluster replaces by it."""
     from torchx.specs import macros
 
-    return list(macros.Values(img_root="", app_id="", replica_id=str(node), rank0_env="").apply(role).args)
+    return [argument.replace(macros.replica_id, str(node)) for argument in role.args]

@@ -93,11 +93,12 @@ def test_script_is_the_reviewed_one(name: str) -> None:
 
 
 def test_hostile_run_directory_is_one_word_to_the_shell(tmp_path: Path) -> None:
-    hostile = f"{tmp_path}/it's; touch {tmp_path}/owned $(touch {tmp_path}/owned) 100%"
+    hostile = f"{tmp_path}/it's; touch {tmp_path}/owned $(touch {tmp_path}/owned) $$ 100%"
     text = rendered(TREE, ["cluster.python=echo"], f"{hostile}/run")
     done = subprocess.run(["bash"], input=text, capture_output=True, text=True, check=True)
     assert done.stdout == f"-m fsdp_jobs.launchers.slurm.batch {hostile}/run\n"
     assert not (tmp_path / "owned").exists()
+    assert shlex.quote(f"{hostile}/run") in text.partition("# agent: ")[2], "and no macro of TorchX"
 
 
 def test_a_signal_while_the_users_lines_run_reaches_the_batch_step() -> None:
