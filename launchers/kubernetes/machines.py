@@ -19,17 +19,17 @@ _CARRIED = 700_000  # bytes of labels: a ConfigMap has at most 1 MiB, with confi
 _answers: dict[str, dict[str, dict[str, str]]] = {}  # question -> labels by machine
 
 
-def topology_labels(api: Api, config: JobConfig, fresh: bool = False) -> dict[str, dict[str, str]]:
+def topology_labels(api: Api, config: JobConfig) -> dict[str, dict[str, str]]:
     """Read the labels of switches and NVLink domains, by machine, of the machines that a node may get.
 
-    Unless `fresh`, one answer serves jobs that are planned and submitted together. Empty if no machine has such a
+    Until `forget`, one answer serves jobs that are planned and submitted together. Empty if no machine has such a
     label, or if the API does not list the cluster's machines: a warning then gives the reason, and a job is submitted
     anyway.
     """
     cluster = cluster_of(config)
     gpus = ranks_per_node(config) if accelerator(config) == "cuda" else 0
     question = json.dumps([api.where, cluster.node_selector, cluster.gpu_resource, gpus])
-    if fresh or question not in _answers:
+    if question not in _answers:
         _answers[question] = _read(api, cluster.node_selector, cluster.gpu_resource, gpus)
     return _answers[question]
 

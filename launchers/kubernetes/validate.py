@@ -13,7 +13,7 @@ from fsdp_jobs.launchers.base import Finding, Job, at_once, findings
 from fsdp_jobs.launchers.kubernetes.api import ROLE_CURE, Api, ApiError, explain
 from fsdp_jobs.launchers.kubernetes.labels import QUEUE
 from fsdp_jobs.launchers.kubernetes.login import connect
-from fsdp_jobs.launchers.kubernetes.machines import topology_labels
+from fsdp_jobs.launchers.kubernetes.machines import forget, topology_labels
 from fsdp_jobs.launchers.kubernetes.manifests import WORKLOADS
 from fsdp_jobs.launchers.kubernetes.pods import cluster_of
 from fsdp_jobs.launchers.kubernetes.skeletons import Object
@@ -75,7 +75,8 @@ def examine(config: JobConfig) -> Iterator[Finding]:
         if not (keys or missing or operators):
             yield from findings("claim, queue", list(_claim_and_queue(api, config, groups)))
         yield from _policies(api)
-        labels = topology_labels(api, config, fresh=True)
+        forget()
+        labels = topology_labels(api, config)
     except (BadInput, ApiError) as e:
         yield from findings("API", e.problems if isinstance(e, BadInput) else [explain(api, e, "cluster=kubernetes")])
         return

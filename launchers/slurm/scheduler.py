@@ -135,7 +135,7 @@ class SlurmLauncher(Launcher):
         return ids
 
     def find(self, runs: Sequence[RunDir]) -> list[str | None]:
-        queue = client.queue(fresh=True) if runs else {}
+        queue = client.queue(fresh=True)
         return [self._find(run, queue.values()) for run in runs]
 
     def _find(self, run: RunDir, queue: Iterable[client.QueuedJob]) -> str | None:
