@@ -21,7 +21,7 @@ from fsdp_jobs.config.errors import BadInput, JobFailed
 from fsdp_jobs.launchers.base import launcher_of
 from fsdp_jobs.run import log
 from fsdp_jobs.run.directory import RunDir, lock, read_json, write_json
-from fsdp_jobs.run.processes import record_this_process, recorded_process, start_detached
+from fsdp_jobs.run.processes import record_process, recorded_process, start_detached
 from fsdp_jobs.run.verdict import Verdict, judge
 
 if TYPE_CHECKING:
@@ -168,5 +168,5 @@ def _launcher(job: QueuedJob) -> DetachedLauncher:
 
 if __name__ == "__main__":
     log.configure()
-    record_this_process(Queue(Path(sys.argv[1])).process_file)
+    record_process(Queue(Path(sys.argv[1])).process_file)
     serve(Path(sys.argv[1]))

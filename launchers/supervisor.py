@@ -18,7 +18,7 @@ from fsdp_jobs.run import events, log
 from fsdp_jobs.run.beside import wait_until
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import SUBMISSION_ENV
-from fsdp_jobs.run.processes import die_with_parent, record_this_process
+from fsdp_jobs.run.processes import die_with_parent, record_process
 from fsdp_jobs.run.tail import last_lines
 from fsdp_jobs.run.verdict import Verdict
 
@@ -155,7 +155,7 @@ def main(supervise: Callable[[RunDir], int | None]) -> NoReturn:
     """Supervise the job of the run directory that the command line names."""
     log.configure()
     run = RunDir(sys.argv[1])
-    record_this_process(record_file(run))
+    record_process(record_file(run))
     sys.exit(supervise(run))
 
 

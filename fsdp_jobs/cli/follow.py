@@ -19,7 +19,7 @@ from fsdp_jobs.run.failure import reports_lost_peer
 from fsdp_jobs.run.status import ENDED, RunStatus
 from fsdp_jobs.run.table import counted
 from fsdp_jobs.run.tail import Logs, looks_like_error, rank_of
-from fsdp_jobs.run.verdict import Verdict
+from fsdp_jobs.run.verdict import FINAL_ERRORS, Verdict
 from fsdp_jobs.submit.overview import RunSummary, goodput_of, state_of, summary_of
 from fsdp_jobs.submit.submitted import job_of, named
 
@@ -136,7 +136,7 @@ def summary(status: RunStatus) -> None:
     for what, value in _facts(status):
         say(f"  {what:<12}{value}")
     verdict = Verdict.read(run, run.last_attempt()) if status.state != "done" else None
-    if verdict is not None and verdict.last_lines and not verdict.explains_itself:
+    if verdict is not None and verdict.last_lines and not verdict.error.startswith(FINAL_ERRORS):
         say(f"  the last lines of its log:\n{verdict.last_lines}", "dim")
     name = named(run)
     if status.state != "done":

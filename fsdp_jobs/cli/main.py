@@ -29,7 +29,7 @@ _CANNOT_WRITE = {
     errno.EDQUOT: "make room in your quota, then repeat the command",
     errno.EACCES: "only its owner may do that",
     errno.EROFS: "choose another folder: runs_dir=...",
-    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "move it away, or give another name"),
+    **dict.fromkeys((errno.ENOTDIR, errno.EISDIR, errno.EEXIST), "move it away, or give another name"),
     errno.ENAMETOOLONG: "a shorter name",
 }
 
@@ -129,8 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _bad_input(error: BadInput) -> int:
     if TRACEBACK_ENV in os.environ:
         errors.print_exception()
-    count = len(error.problems)
-    complain(f"Nothing was done: {counted(count, 'problem')}.", "bold red")
+    complain(f"Nothing was done: {counted(len(error.problems), 'problem')}.", "bold red")
     complain(str(error))
     return EXIT_BAD_INPUT
 

@@ -53,18 +53,17 @@ class Source:
 def _of_files(files: list[Path]) -> _Tensors:
     tensors: dict[str, Any] = {}
     for file in files:
-        tensors |= _of_safetensors(file) if file.suffix == ".safetensors" else _of_pickle(file)
+        if file.suffix == ".safetensors":
+            opened: Any = safe_open(file, framework="pt")
+            tensors |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - not a dictionary
+        else:
+            tensors |= _of_pickle(file)
 
     def fill(targets: dict[str, Tensor]) -> None:
         for name, target in targets.items():
             copy_local_part(target, tensors[name])
 
     return {n: tuple(t.shape if isinstance(t, Tensor) else t.get_shape()) for n, t in tensors.items()}, fill
-
-
-def _of_safetensors(file: Path) -> dict[str, Any]:
-    opened: Any = safe_open(file, framework="pt")
-    return {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - not a dictionary
 
 
 def _of_pickle(file: Path) -> dict[str, Any]:

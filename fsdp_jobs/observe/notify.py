@@ -45,8 +45,13 @@ def notify(run: RunDir, attempt: int, verdict: Verdict) -> None:
         run.notified(attempt, verdict.decision).touch(exist_ok=False)
     except OSError:  # already notified; or nothing can be written, so that this is unknown
         return
-    facts: JsonObject = {"run": run.name, "attempt": attempt}
-    facts |= {"verdict": verdict.verdict, "decision": verdict.decision, "reason": verdict.reason}
+    facts = {
+        "run": run.name,
+        "attempt": attempt,
+        "verdict": verdict.verdict,
+        "decision": verdict.decision,
+        "reason": verdict.reason,
+    }
     tried = {way: beside(partial(_WAYS[way], settings[way], run, facts)) for way in _WAYS if settings[way]}
     wait(tried.values(), _TIMEOUT_S)
     for way, outcome in tried.items():

@@ -37,13 +37,13 @@ def write_report(run: RunDir, png: bool = False) -> list[Path]:
     """
     status = RunStatus(run)
     status.update()
-    rows = [row_of(summary) for summary in Overview().look([run] if run.is_submitted else []).values()]
+    summary = Overview().look([run])[run]
     logs = Logs(run.path, rank_logs(run.last_attempt()))
     logs.skip(but=_LOG_BYTES)
     lines = [(label(file), line) for file, line in logs.backlog()]
     answers = {
-        "api/rows": {"rows": rows, "order": [row["run"] for row in rows]},
-        f"api/runs/{run.name}": about(status, rows[0]["state"] if rows else status.state),
+        "api/rows": {"rows": [row_of(summary)], "order": [run.name]},
+        f"api/runs/{run.name}": about(status, summary.state),
         f"api/runs/{run.name}/curves": curves(run),
         f"api/runs/{run.name}/logs": lines[-_LOG_LINES:],
     }

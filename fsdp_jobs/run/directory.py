@@ -183,8 +183,8 @@ class RunDir:
 
     def planned_interval_s(self) -> float:
         """Return the seconds between saves that the plan at submission found best; half an hour without a plan."""
-        with suppress(BadInput):
-            return float(read_json(self.plan).get("expected", {}).get("best_s", 1800.0))
+        with suppress(BadInput, LookupError):
+            return float(read_json(self.plan)["expected"]["best_s"])
         return 1800.0
 
     def attempt(self, attempt: int) -> Path:

@@ -103,11 +103,8 @@ class Failure:
     def may_be_the_machines(self) -> bool:
         if self.is_out_of_memory:
             return False
-        return self.exit_code < 0 or self._is_of_hardware or self.error.startswith(_HERE_ALONE)
-
-    @property
-    def _is_of_hardware(self) -> bool:
-        return bool(_HARDWARE.search(self.error)) and not _OF_PROGRAM.search(self.error)
+        is_of_hardware = _HARDWARE.search(self.error) is not None and not _OF_PROGRAM.search(self.error)
+        return self.exit_code < 0 or is_of_hardware or self.error.startswith(_HERE_ALONE)
 
     @property
     def signature(self) -> tuple[int, int, str]:

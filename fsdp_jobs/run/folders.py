@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -17,6 +16,7 @@ from typing import IO
 import psutil
 import xxhash
 
+from fsdp_jobs.run.beside import wait_until
 from fsdp_jobs.run.directory import RunDir, try_lock
 
 RANKS = "ranks"  # a kind of folder: rank states, sockets and semaphores
@@ -77,13 +77,11 @@ def take(folder: Path, patience_s: float = 0) -> IO[str] | None:
 
     Ranks also hold their agent's lock and die shortly after it; `patience_s` allows for that.
     """
-    deadline = time.monotonic() + patience_s
     with suppress(OSError):
         lock = (folder / _LOCK).open("r+")
-        while not (has_lock := try_lock(lock)) and time.monotonic() < deadline and not _agent_lives(lock):
-            time.sleep(0.1)
+        wait_until(lambda: try_lock(lock) or _agent_lives(lock), patience_s, 0.1)
         with suppress(OSError):
-            if has_lock and os.path.samestat(os.fstat(lock.fileno()), (folder / _LOCK).stat()):
+            if try_lock(lock) and os.path.samestat(os.fstat(lock.fileno()), (folder / _LOCK).stat()):
                 _sign(lock)
                 return lock
         lock.close()

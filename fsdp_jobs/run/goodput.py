@@ -156,9 +156,9 @@ class Starts:
     def breakdown(self, start_s: float) -> str:
         """List the parts of goodput's time for starting and stopping; empty if no rank has reported any."""
         known = {what: s for what, s in self.parts.items() if s >= _SHORT_S}
-        other_s = start_s - sum(known.values())
-        parts = known | ({"other": other_s} if known and other_s >= _SHORT_S else {})
-        return ", ".join(f"{what} {s:.1f}s" for what, s in parts.items())
+        if known and (other_s := start_s - sum(known.values())) >= _SHORT_S:
+            known["other"] = other_s
+        return ", ".join(f"{what} {s:.1f}s" for what, s in known.items())
 
     def _add(self, what: str, until: float) -> None:
         """End the current part and begin the next."""

@@ -131,7 +131,7 @@ def start_detached(module: str, folder: Path, record: Path, log: Path) -> None:
     """Run `python -m MODULE FOLDER` so that it outlives this terminal, unless it already runs.
 
     The process holds a lock beside `record`, taken before it is started and held until it ends. So there is never a
-    second process, and a command killed here has started it or not. The program first calls `record_this_process`.
+    second process, and a command killed here has started it or not. The program first calls `record_process`.
     """
     with _lock_of(record).open("a") as lock:
         while not try_lock(lock):
@@ -147,12 +147,13 @@ def start_detached(module: str, folder: Path, record: Path, log: Path) -> None:
                 start_new_session=True,
                 pass_fds=[lock.fileno()],
             )
-        _record(record, process.pid)
+        record_process(record, process.pid)
 
 
-def record_this_process(record: Path) -> None:
-    """Record this process, in case the command that started it died before recording it."""
-    _record(record, os.getpid())
+def record_process(record: Path, pid: int | None = None) -> None:
+    """Record a process, by default this one: the command that started it may have died before recording it."""
+    process = psutil.Process(pid)
+    write_json(record, {"pid": process.pid, "started": _started(process)})
 
 
 def recorded_process(record: Path) -> psutil.Process | None:
@@ -213,10 +214,6 @@ def _started(process: psutil.Process) -> str:
         return f"{ticks} of {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
     except FileNotFoundError:  # not Linux, or it has ended: then psutil raises
         return str(process.create_time())
-
-
-def _record(record: Path, pid: int) -> None:
-    write_json(record, {"pid": pid, "started": _started(psutil.Process(pid))})
 
 
 def _lock_of(record: Path) -> Path:

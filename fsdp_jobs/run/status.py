@@ -155,7 +155,13 @@ class RunStatus:
                 self._queued = None
                 self._enter("starting", "waiting for nodes")
             case events.RoundStarted():
-                self._start_round(event)
+                self._in_round, self.slow = True, []
+                if self.reason == self.waited_for:  # the job no longer waits
+                    self.reason = ""
+                self.nodes, ranks = event.nodes, counted(event.world_size, "rank")
+                self.doing = f"{ranks} on {counted(len(self.nodes), 'node')}: starting"
+                if self.steps is None:  # a program may not report steps
+                    self._enter("running", f"the program runs on {ranks}")
             case events.Checkpoint():
                 self.committed, self.committed_at = event.step, event.time
             case events.RoundBroken():
@@ -186,15 +192,6 @@ class RunStatus:
             case events.AttemptEnded():
                 self._enter(State.from_verdict(event), IDLE, event.reason)
         self._last = event.time
-
-    def _start_round(self, event: events.RoundStarted) -> None:
-        self._in_round, self.slow = True, []
-        if self.reason == self.waited_for:  # the job no longer waits
-            self.reason = ""
-        self.nodes, ranks = event.nodes, counted(event.world_size, "rank")
-        self.doing = f"{ranks} on {counted(len(self.nodes), 'node')}: starting"
-        if self.steps is None:  # a program may not report steps
-            self._enter("running", f"the program runs on {ranks}")
 
     @property
     def ended(self) -> bool:

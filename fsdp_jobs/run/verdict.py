@@ -19,7 +19,7 @@ EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: checkpoint saved, start the job again
 
-FINAL_ERRORS = ("BadInput", "JobFailed")  # exceptions that name what the user must change: a retry would also fail
+FINAL_ERRORS = ("BadInput", "Damaged", "JobFailed")  # name what the user must change: a retry would also fail
 
 _NOTIFIED_WITHIN_S = 15.0  # a notification gives up by itself after 10 s
 
@@ -42,11 +42,6 @@ class Verdict(Record):
         if self.verdict == "done":
             return EXIT_DONE
         return EXIT_REQUEUE if self.decision == "requeue" else EXIT_FAILED
-
-    @property
-    def explains_itself(self) -> bool:
-        """Return whether the error, and so the reason, names what the user must change."""
-        return self.error.startswith(FINAL_ERRORS)
 
     def write(self, run: RunDir, attempt: int) -> None:
         write_atomic(run.verdict(attempt), self.to_json(indent=2))
@@ -79,14 +74,9 @@ def judge(run: RunDir, verdict: Verdict) -> None:
     before = Verdict.read(run, attempt)
     if before is None or before.decision == "requeue":  # the requeue will not follow
         verdict.close(run, attempt)
-        _tell_tracker(run)
-
-
-def _tell_tracker(run: RunDir) -> None:
-    """Let a process tell the run's tracker that it has ended: what sends the metrics may have died with the job."""
-    if run.tracking.exists():
-        with suppress(OSError):  # this process may start no other
-            _start([sys.executable, "-m", "fsdp_jobs.observe.trackers.send", str(run.path)], subprocess.DEVNULL)
+        if run.tracking.exists():  # what sends the metrics may have died with the job, and not told the tracker its end
+            with suppress(OSError):  # this process may start no other
+                _start([sys.executable, "-m", "fsdp_jobs.observe.trackers.send", str(run.path)], subprocess.DEVNULL)
 
 
 def notify(run: RunDir, attempt: int, what: str, *why: str) -> None:

@@ -51,8 +51,8 @@ def _this_machine(config: JobConfig) -> Iterator[Finding]:
     try:
         versions.append(f"torch {version('torch')}")
     except PackageNotFoundError:
-        missing = Problem("torch", "is not installed", "pip install torch")
-        problems += [missing] if config.cluster.shares_environment else []  # otherwise nodes have their own
+        if config.cluster.shares_environment:  # otherwise nodes have their own
+            problems.append(Problem("torch", "is not installed", "pip install torch"))
     with suppress(OSError):  # there is no nvidia-smi
         smi = subprocess.Popen(_DRIVER, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         try:

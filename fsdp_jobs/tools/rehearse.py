@@ -22,6 +22,7 @@ from fsdp_jobs.config.schema import JobConfig, LlamaConfig
 from fsdp_jobs.config.terminal import say
 from fsdp_jobs.plan.layout import partners
 from fsdp_jobs.run import events
+from fsdp_jobs.run.beside import wait_until
 from fsdp_jobs.run.directory import RunDir, as_written, write_atomic
 from fsdp_jobs.run.processes import all_processes, command_of
 from fsdp_jobs.run.tail import newest_json_lines, read_json_lines
@@ -278,12 +279,9 @@ def _wait_until(condition: Callable[[], bool], run: RunDir | None, problem: str)
     Raises:
         JobFailed: the condition was not met.
     """
-    deadline = time.monotonic() + _TIMEOUT_S
-    while not condition():
-        is_over = run is not None and job_has_ended(run)
-        if (is_over and not condition()) or time.monotonic() > deadline:
-            raise JobFailed(f"{problem} within {_TIMEOUT_S:.0f} s; fsdp-jobs logs shows why")
-        time.sleep(0.05)
+    wait_until(lambda: condition() or (run is not None and job_has_ended(run)), _TIMEOUT_S, 0.05)
+    if not condition():
+        raise JobFailed(f"{problem} within {_TIMEOUT_S:.0f} s; fsdp-jobs logs shows why")
 
 
 def _step(run: RunDir) -> int:

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from fsdp_jobs.cli.main import main
+from fsdp_jobs.config.errors import Damaged
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.identity import identity_of
+from fsdp_jobs.run.verdict import FINAL_ERRORS
 from tests.recorded import recorded_run
 
 
@@ -59,5 +61,6 @@ def test_a_command_that_needs_it_names_the_file(
     tmp_path: Path, args: list[str], damaged: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = _two_runs(tmp_path, damaged)
+    assert Damaged.__name__ in FINAL_ERRORS, "a job that meets it is not repeated"
     main([*args, f"runs_dir={tmp_path}"])
     assert f"{run.path / damaged}: damaged: " in "".join(capsys.readouterr())

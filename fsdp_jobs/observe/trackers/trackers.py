@@ -10,7 +10,7 @@ import posixpath
 import re
 import secrets
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from typing import Any
 from zlib import crc32
 
 from fsdp_jobs.config.keys import dotted
@@ -19,8 +19,6 @@ from fsdp_jobs.run.record import JsonObject
 
 _NO_METRICS = ("step", "time")
 _NO_PARAMETERS = ("cluster", "notify", "tracking")  # groups of the configuration that do not affect training
-
-_Item = TypeVar("_Item")
 
 
 def parameters(config: JsonObject) -> JsonObject:
@@ -36,7 +34,7 @@ def measured(record: JsonObject) -> dict[str, float]:
     return {k: float(v) for k, v in values if isinstance(v, int | float)}
 
 
-def _batches(items: Sequence[_Item], size: int) -> Iterator[Sequence[_Item]]:
+def _batches(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
     return (items[i : i + size] for i in range(0, len(items), size))
 
 
