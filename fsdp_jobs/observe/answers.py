@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Iterator
 from itertools import chain, pairwise
+from typing import Any
 
 from fsdp_jobs.config.terminal import finite
 from fsdp_jobs.plan.memory import GIB
@@ -55,10 +56,7 @@ def curves(run: RunDir) -> JsonObject:
     """
     lines = list(sampled_json_lines(run.metrics, _POINTS))
     keys = dict.fromkeys(chain.from_iterable(lines))
-    columns = {
-        key: [v if isinstance(v := line.get(key), int | float) and math.isfinite(v) else None for line in lines]
-        for key in keys
-    }
+    columns = {key: [_finite(line.get(key)) for line in lines] for key in keys}
     happened = list(seldom_events(Tail(run.events)))
     stepped = [line.get("time", 0.0) for line in lines]
     gaps = []
@@ -68,6 +66,10 @@ def curves(run: RunDir) -> JsonObject:
             gaps.append((new.time, new.time - max(recorded)))
     faults = [event.time for event in happened if isinstance(event, RoundBroken) and not event.is_planned]
     return {"columns": columns, "gaps": gaps, "faults": faults}
+
+
+def _finite(value: Any) -> float | None:
+    return value if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def _compared(status: RunStatus) -> Iterator[tuple[str, str, str]]:

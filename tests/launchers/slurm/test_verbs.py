@@ -162,7 +162,7 @@ def test_without_a_site_file_a_dry_run_says_what_it_assumes(tmp_path: Path) -> N
     shown = cli(tmp_path, *job, "dry_run=true", PATH="/nowhere")
     assert shown.returncode == 0, shown.stdout + shown.stderr
     assert "#SBATCH --gpus-per-node=8\n" in shown.stdout and '"agent": [' in shown.stdout
-    assert shown.stdout.index("assumed: '--gpus-per-node={}'") < shown.stdout.index("FITS")
+    assert shown.stdout.index("assumed: '--gpus-per-node=<GPUs of a node>'") < shown.stdout.index("FITS")
     assert "cluster.site=FILE tells: fsdp-jobs doctor cluster=slurm --save FILE" in shown.stdout
     sweep = cli(tmp_path, "--multirun", *job, "seed=1,2", "dry_run=true", PATH="/nowhere")
     assert sweep.returncode == 0 and "not checked: partition" in sweep.stdout and "a-001" in sweep.stdout, sweep.stderr
